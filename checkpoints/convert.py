@@ -1,0 +1,126 @@
+"""Converts a checkpoint between formats, a few tensors in memory at a time."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.hub import CONFIG_PATTERNS
+from checkpoints.loader import SOURCE_DTYPES
+from checkpoints.orbax_io import ORBAX_FOLDER, save_orbax_streamed
+from checkpoints.reader import CheckpointReader, open_checkpoint
+from checkpoints.safetensors_writer import save_safetensors
+from checkpoints.tensor_info import TensorInfo, whole_index
+
+FORMATS = ("orbax", "safetensors")
+DTYPES: Mapping[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+GROUP_BYTES = 512 << 20
+_COPIED_PATTERNS = (*CONFIG_PATTERNS, "LICENSE*", "NOTICE*")
+
+
+def convert(source: str | Path, destination: str | Path, format: str, dtype: str | None = None) -> None:
+    """Write a checkpoint in another format, with its configuration and tokenizer files.
+
+    The destination appears when everything is written. `orbax` puts the weights into the folder `orbax`.
+    Peak host memory: the largest tensor for safetensors; about three times the larger of 512 MiB and the largest tensor
+    for Orbax, which copies what it saves.
+
+    Args:
+        source: directory of the checkpoint, in any format that `open_checkpoint` reads.
+        destination: a directory that does not exist or is empty.
+        format: `orbax` or `safetensors`.
+        dtype: `float32`, `float16` or `bfloat16` for all floating-point tensors; None keeps what is stored.
+
+    Raises:
+        CheckpointError: unknown format or dtype, a destination that is not empty, or a source that cannot be read.
+    """
+    source, destination = Path(source), Path(destination)
+    if format not in FORMATS:
+        raise CheckpointError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    if dtype is not None and dtype not in DTYPES:
+        raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
+        raise CheckpointError(f"{destination}: exists and is not an empty directory")
+    with open_checkpoint(source) as reader:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+        try:
+            scratch.chmod(0o755)
+            _copy_files(source, scratch, dtype)
+            _write(reader, scratch, format, None if dtype is None else DTYPES[dtype])
+            scratch.rename(destination)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+
+
+def _write(reader: CheckpointReader, folder: Path, format: str, dtype: np.dtype | None) -> None:
+    infos = {name: TensorInfo(info.shape, _new_dtype(info.dtype, dtype)) for name, info in reader.tensors.items()}
+
+    def source(name: str) -> Callable[[], np.ndarray]:
+        def read() -> np.ndarray:
+            with np.errstate(over="ignore", invalid="ignore"):
+                array = reader.read(name, whole_index(infos[name].shape))
+                return array.astype(infos[name].dtype, copy=False)
+
+        return read
+
+    if format == "safetensors":
+        save_safetensors(folder, [(name, info, source(name)) for name, info in infos.items()])
+    else:
+        save_orbax_streamed(folder / ORBAX_FOLDER, _groups(infos, source))
+
+
+def _groups(
+    infos: Mapping[str, TensorInfo], source: Callable[[str], Callable[[], np.ndarray]]
+) -> Iterator[dict[str, np.ndarray]]:
+    """Host arrays (JAX would narrow 64-bit types), about 512 MiB at a time."""
+    group: dict[str, np.ndarray] = {}
+    group_bytes = 0
+    for name, info in infos.items():
+        if group and group_bytes + info.num_bytes > GROUP_BYTES:
+            yield group
+            group, group_bytes = {}, 0
+        group[name] = source(name)()
+        group_bytes += info.num_bytes
+    if group:
+        yield group
+
+
+def _new_dtype(stored: np.dtype, wanted: np.dtype | None) -> np.dtype:
+    return wanted if wanted is not None and stored in SOURCE_DTYPES else stored
+
+
+def _copy_files(source: Path, folder: Path, dtype: str | None) -> None:
+    if not source.is_dir():
+        return
+    files = {file.name: file for pattern in _COPIED_PATTERNS for file in source.glob(pattern)}
+    for name, file in files.items():
+        if not file.is_file() or name.endswith((".safetensors.index.json", ".bin.index.json")):
+            continue
+        if name == "config.json" and dtype is not None:
+            (folder / name).write_text(_with_dtype(file, dtype), encoding="utf-8")
+        else:
+            shutil.copyfile(file, folder / name)
+
+
+def _with_dtype(file: Path, dtype: str) -> str:
+    """The configuration with the new dtype in it (under `dtype`, and `torch_dtype` where that was used)."""
+    try:
+        config: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file}: expected a JSON object")
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    return json.dumps(config, indent=2) + "\n"

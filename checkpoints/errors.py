@@ -1,0 +1,5 @@
+"""The one error of this package."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, damaged, unsafe or does not fit the model; the message names the file and the tensor."""

@@ -1,0 +1,100 @@
+"""Finds a model's directory: a local one, or the snapshot of a repository on the Hugging Face hub."""
+
+import os
+import re
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from checkpoints.errors import CheckpointError
+
+CONFIG_PATTERNS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
+SAFETENSORS_PATTERNS = ("*.safetensors",)
+TORCH_PATTERNS = ("pytorch_model*.bin",)
+# Subfolders hold other formats (onnx/, original/); consolidated files repeat the weights in Mistral's own names.
+IGNORE_PATTERNS = ("*/*", "consolidated*")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def resolve_model(
+    model: str, revision: str | None = None, download_dir: str | None = None, token: str | None = None
+) -> Path:
+    """The directory of a model, downloaded first if need be.
+
+    Of a hub repository come the configuration, the tokenizer and the safetensors weights; `pytorch_model*.bin` only
+    where there are no safetensors. Python files never come.
+
+    Args:
+        model: a directory, or a hub id such as `Qwen/Qwen3-0.6B`; an existing directory wins.
+        revision: branch, tag or commit of a hub id.
+        download_dir: where downloads are kept; None for huggingface_hub's cache.
+        token: access token of the hub; None for the one that `hf auth login` or `HF_TOKEN` has set.
+
+    Raises:
+        CheckpointError: neither a directory nor a hub id, a revision for a directory, not found, gated, offline and not
+            yet downloaded, or a repository without weights.
+    """
+    directory = Path(model).expanduser()
+    if model and directory.is_dir():
+        if revision is not None:
+            raise CheckpointError(f"{model} is a directory; revision={revision!r} is for hub ids only")
+        return directory
+    if model and directory.exists():
+        raise CheckpointError(f"{model} is a file; expected a model directory or a hub id such as 'Qwen/Qwen3-0.6B'")
+    if _HUB_ID.fullmatch(model) is None:
+        raise CheckpointError(f"{model!r} is neither an existing directory nor a hub id such as 'Qwen/Qwen3-0.6B'")
+    for weight_patterns in (SAFETENSORS_PATTERNS, TORCH_PATTERNS):
+        snapshot = _download(model, revision, download_dir, token, [*CONFIG_PATTERNS, *weight_patterns])
+        if any(True for pattern in weight_patterns for _ in snapshot.glob(pattern)):
+            return snapshot
+    raise CheckpointError(
+        f"hub repository {model!r} holds neither *.safetensors nor pytorch_model*.bin weights; "
+        f"it has {', '.join(sorted(file.name for file in snapshot.iterdir())) or 'no files of a model'}"
+    )
+
+
+def _download(
+    model: str, revision: str | None, download_dir: str | None, token: str | None, patterns: list[str]
+) -> Path:
+    at = f"{model!r}" if revision is None else f"{model!r} at revision {revision!r}"
+    try:
+        snapshot = snapshot_download(
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            token=token,
+            allow_patterns=patterns,
+            ignore_patterns=list(IGNORE_PATTERNS),
+            endpoint=os.environ.get("HF_ENDPOINT"),
+        )
+    except HFValidationError as error:
+        raise CheckpointError(f"{model!r} is neither an existing directory nor a valid hub id: {error}") from error
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"hub repository {model!r} is gated: accept its terms on its page, then pass a token or set HF_TOKEN"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(f"hub repository {model!r} has no revision {revision!r}") from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{model!r} is neither an existing directory nor a hub repository that is public or open to your token"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{at} has not been downloaded yet and the hub cannot be reached (offline, or HF_HUB_OFFLINE is set); "
+            "pass a local directory or run once with the hub in reach"
+        ) from error
+    except HfHubHTTPError as error:
+        raise CheckpointError(f"the hub refused {at}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{at} could not be downloaded: {error}") from error
+    return Path(snapshot)

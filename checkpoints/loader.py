@@ -1,0 +1,197 @@
+"""Loads checkpoint tensors straight into sharded JAX arrays: each device's part is read on its own, by byte range.
+
+Host memory beyond the arrays is one shard of one array (on CPU the shard's buffer becomes the device's buffer without a
+copy) plus the chunks in flight, a few times 2 MiB.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.typing import DTypeLike
+
+from checkpoints.errors import CheckpointError
+from checkpoints.reader import CheckpointReader
+from checkpoints.recipe import Piece, TensorRecipe
+from checkpoints.recipe_check import check_recipes as check_recipes
+from checkpoints.tensor_info import Bounds, Index, index_bounds
+
+CHUNK_BYTES = 2 << 20
+NUM_READ_THREADS = 4
+ALIGNMENT_BYTES = 64
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+SOURCE_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), _BFLOAT16, np.dtype(np.float64))
+TARGET_DTYPES = SOURCE_DTYPES[:3]
+
+
+class _Copy(NamedTuple):
+    """One chunk to read and where it goes in the shard."""
+
+    source: str
+    source_index: Index
+    target_index: Index
+
+
+def load_array(
+    reader: CheckpointReader, recipe: TensorRecipe, dtype: DTypeLike, sharding: jax.sharding.Sharding
+) -> jax.Array:
+    """Load one array.
+
+    A shard that several local devices hold is read once. Values are converted chunk by chunk as numpy converts them: to
+    the nearest, and those too large for the target become infinite.
+
+    Args:
+        reader: where the tensors are.
+        recipe: how the array is put together.
+        dtype: float32, float16 or bfloat16; stored tensors may be these or float64.
+        sharding: of the array; only the parts of this process's devices are read.
+
+    Raises:
+        CheckpointError: a source tensor is missing or has another shape, a dtype is not one of those, or reading fails.
+    """
+    target = _checked_target(dtype)
+    _check_sources(reader, recipe)
+    owners: dict[Bounds, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(recipe.shape).items():
+        bounds = index_bounds(() if index is None else index, recipe.shape)
+        owners.setdefault(bounds, []).append(device)
+    shards: list[jax.Array] = []
+    for bounds, devices in owners.items():
+        part = _assemble(reader, recipe, bounds, target)
+        copies = [jax.device_put(part, device) for device in devices]
+        shards += jax.block_until_ready(copies)
+    return jax.make_array_from_single_device_arrays(recipe.shape, sharding, shards)
+
+
+def load_arrays(
+    reader: CheckpointReader,
+    recipes: Mapping[str, TensorRecipe],
+    dtypes: Mapping[str, DTypeLike] | DTypeLike,
+    shardings: Mapping[str, jax.sharding.Sharding] | jax.sharding.Sharding,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, jax.Array]:
+    """Load all arrays of a model, one after the other.
+
+    Args:
+        reader: where the tensors are; `check_recipes` tells beforehand, and all at once, what does not fit.
+        recipes: by parameter name.
+        dtypes: one for all, or one for each parameter.
+        shardings: one for all, or one for each parameter.
+        progress: called after each array with bytes done and bytes in total (of the global arrays).
+
+    Returns:
+        The arrays by parameter name, in the order of `recipes`.
+
+    Raises:
+        CheckpointError: as `load_array`.
+    """
+    targets = {name: _checked_target(dtypes[name] if isinstance(dtypes, Mapping) else dtypes) for name in recipes}
+    sizes = {name: recipe.num_elements * targets[name].itemsize for name, recipe in recipes.items()}
+    total_bytes = sum(sizes.values())
+    done_bytes = 0
+    arrays: dict[str, jax.Array] = {}
+    for name, recipe in recipes.items():
+        sharding = shardings[name] if isinstance(shardings, Mapping) else shardings
+        arrays[name] = load_array(reader, recipe, targets[name], sharding)
+        done_bytes += sizes[name]
+        if progress is not None:
+            progress(done_bytes, total_bytes)
+    return arrays
+
+
+def _checked_target(dtype: DTypeLike) -> np.dtype:
+    target = np.dtype(dtype)
+    if target not in TARGET_DTYPES:
+        raise CheckpointError(f"weights load as {_names(TARGET_DTYPES)}, got {target}")
+    return target
+
+
+def _check_sources(reader: CheckpointReader, recipe: TensorRecipe) -> None:
+    for name, shape in recipe.sources:
+        info = reader.tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"tensor {name!r} is not in the checkpoint")
+        if info.shape != shape:
+            raise CheckpointError(f"tensor {name!r} is {list(info.shape)}, expected {list(shape)}")
+        if info.dtype not in SOURCE_DTYPES:
+            raise CheckpointError(f"tensor {name!r} is stored as {info.dtype}, expected {_names(SOURCE_DTYPES)}")
+
+
+def _names(dtypes: tuple[np.dtype, ...]) -> str:
+    return " or ".join(str(dtype) for dtype in dtypes)
+
+
+def _assemble(reader: CheckpointReader, recipe: TensorRecipe, bounds: Bounds, dtype: np.dtype) -> np.ndarray:
+    """The part of an array between `bounds`, read and converted on the host."""
+    shard = _aligned_zeros([stop - start for start, stop in bounds], dtype)
+
+    def copy(chunk: _Copy) -> None:
+        values = reader.read(chunk.source, chunk.source_index)
+        with np.errstate(over="ignore", invalid="ignore"):
+            shard[chunk.target_index] = values
+
+    for piece in recipe.pieces:
+        chunks = _chunks(piece, bounds, reader.tensors[piece.source].dtype.itemsize)
+        if len(chunks) == 1:
+            copy(chunks[0])
+        elif chunks:
+            with ThreadPoolExecutor(min(NUM_READ_THREADS, len(chunks))) as pool:
+                list(pool.map(copy, chunks))
+    return shard
+
+
+def _chunks(piece: Piece, bounds: Bounds, itemsize: int) -> list[_Copy]:
+    """The copies for the part of a piece that lies between `bounds`, each of about 2 MiB at most."""
+    starts = [max(begin, start) for begin, (start, _) in zip(piece.target_start, bounds, strict=True)]
+    stops = [
+        min(begin + length, stop)
+        for begin, length, (_, stop) in zip(piece.target_start, piece.shape, bounds, strict=True)
+    ]
+    lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    if any(length <= 0 for length in lengths):
+        return []
+    sources = [
+        begin + start - target
+        for begin, start, target in zip(piece.source_start, starts, piece.target_start, strict=True)
+    ]
+    targets = [start - origin for start, (origin, _) in zip(starts, bounds, strict=True)]
+    return [
+        _Copy(piece.source, _box(sources, offsets, steps), _box(targets, offsets, steps))
+        for offsets, steps in _tiles(lengths, itemsize)
+    ]
+
+
+def _tiles(lengths: list[int], itemsize: int) -> list[tuple[list[int], list[int]]]:
+    """Offsets and lengths of row-major tiles of about 2 MiB: leading axes are cut, the trailing ones stay whole."""
+    steps = list(lengths)
+    for axis in range(len(lengths)):
+        rest_bytes = math.prod(lengths[axis + 1 :]) * itemsize
+        steps[axis] = min(lengths[axis], max(1, CHUNK_BYTES // rest_bytes))
+        if steps[axis] > 1 or rest_bytes <= CHUNK_BYTES:
+            break
+    grids = [range(0, length, step) for length, step in zip(lengths, steps, strict=True)]
+    return [
+        (list(offsets), [min(step, length - at) for at, step, length in zip(offsets, steps, lengths, strict=True)])
+        for offsets in itertools.product(*grids)
+    ]
+
+
+def _box(origin: list[int], offsets: list[int], lengths: list[int]) -> Index:
+    return tuple(
+        slice(start + offset, start + offset + length)
+        for start, offset, length in zip(origin, offsets, lengths, strict=True)
+    )
+
+
+def _aligned_zeros(shape: list[int], dtype: np.dtype) -> np.ndarray:
+    """Zeros at an address that XLA:CPU takes over without a copy."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(num_bytes + ALIGNMENT_BYTES, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT_BYTES
+    return raw[start : start + num_bytes].view(dtype).reshape(shape)

@@ -1,0 +1,189 @@
+"""Orbax checkpoints whose leaves carry the tensor names of Hugging Face.
+
+Saving goes through Orbax, so other tools can restore them; reading goes through tensorstore, which Orbax stores arrays
+with, because it reads any box of an array: what was saved sharded over one mesh loads onto another. Both packages are
+imported on first use.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.tensor_info import Index, TensorInfo, index_bounds
+
+CHUNK_BYTES = 32 << 20
+ORBAX_FOLDER = "orbax"
+_TREE_METADATA = "_METADATA"
+_ITEM_FOLDERS = ("", "state", "pytree", "default")
+
+
+def find_orbax(path: Path) -> Path | None:
+    """The Orbax checkpoint that a directory is or that its folder `orbax` is, or None.
+
+    Args:
+        path: a directory.
+    """
+    for candidate in (path, path / ORBAX_FOLDER):
+        if (candidate / "_CHECKPOINT_METADATA").is_file() or (candidate / _TREE_METADATA).is_file():
+            return candidate
+    return None
+
+
+def save_orbax(path: str | Path, arrays: Mapping[str, jax.Array]) -> None:
+    """Save arrays, sharded as they are, as an Orbax checkpoint.
+
+    Args:
+        path: the directory to make; it appears only when everything is written.
+        arrays: by tensor name; any shapes, dtypes and shardings.
+
+    Raises:
+        CheckpointError: the path exists, or there is nothing to save.
+    """
+    path = Path(path).absolute()
+    if path.exists():
+        raise CheckpointError(f"{path}: exists; a checkpoint is saved to a new directory")
+    if not arrays:
+        raise CheckpointError(f"{path}: no arrays to save")
+    from orbax.checkpoint import v1 as ocp
+
+    with _saving_context(ocp):
+        ocp.save(str(path), dict(arrays))
+
+
+def save_orbax_streamed(path: str | Path, groups: Iterable[Mapping[str, jax.Array | np.ndarray]]) -> None:
+    """Save arrays group by group as one Orbax checkpoint, holding one group in memory at a time.
+
+    Args:
+        path: the directory to make; it appears only when everything is written.
+        groups: arrays by tensor name, no name twice.
+
+    Raises:
+        CheckpointError: the path exists, or there is nothing to save.
+    """
+    path = Path(path).absolute()
+    if path.exists():
+        raise CheckpointError(f"{path}: exists; a checkpoint is saved to a new directory")
+    from orbax.checkpoint import v1 as ocp
+
+    is_empty = True
+    with _saving_context(ocp):
+        for group in groups:
+            ocp.partial.save(str(path), dict(group))
+            is_empty = False
+        if is_empty:
+            raise CheckpointError(f"{path}: no arrays to save")
+        ocp.partial.finalize(str(path))
+
+
+def _saving_context(ocp: Any) -> Any:
+    """Orbax options: chunks small enough that a box of an array never costs the whole array."""
+    context = ocp.Context()
+    context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
+    return context
+
+
+class OrbaxReader:
+    """Reads an Orbax checkpoint; nested trees give names joined by dots.
+
+    Args:
+        path: the checkpoint's directory, saved by `save_orbax`, by Orbax's v1 API or by its StandardCheckpointer.
+
+    Raises:
+        CheckpointError: this is no finished checkpoint, or its metadata or an array cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import tensorstore
+
+        self._path = path
+        self._tree = _find_tree(path)
+        metadata = _read_metadata(self._tree / _TREE_METADATA)
+        driver = "zarr3" if metadata.get("use_zarr3", False) else "zarr"
+        is_ocdbt = bool(metadata.get("use_ocdbt", True))
+        futures = {
+            name: tensorstore.open(_spec(self._tree, name, driver, is_ocdbt), read=True, open=True)
+            for name in _leaf_names(self._tree, metadata)
+        }
+        self._stores: dict[str, Any] = {}
+        for name, future in futures.items():
+            try:
+                self._stores[name] = future.result()
+            except (ValueError, OSError) as error:
+                raise CheckpointError(f"{path}: tensor {name!r} cannot be opened: {error}") from error
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(tuple(store.shape), np.dtype(store.dtype.numpy_dtype))
+            for name, store in self._stores.items()
+        }
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """A box of a tensor as a new contiguous array.
+
+        Args:
+            name: the tensor.
+            index: one slice of step 1 for each axis.
+
+        Raises:
+            CheckpointError: its data is missing or damaged.
+        """
+        bounds = index_bounds(index, self.tensors[name].shape)
+        try:
+            box = self._stores[name][tuple(slice(start, stop) for start, stop in bounds)]
+            return np.ascontiguousarray(box.read().result()).reshape([stop - start for start, stop in bounds])
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{self._path}: tensor {name!r} cannot be read: {error}") from error
+
+    def close(self) -> None:
+        """Let go of the stores."""
+        self._stores.clear()
+
+    def __enter__(self) -> "OrbaxReader":
+        """Return the reader."""
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        """Let go of the stores."""
+        self.close()
+
+
+def _find_tree(path: Path) -> Path:
+    for folder in _ITEM_FOLDERS:
+        if (path / folder / _TREE_METADATA).is_file():
+            return path / folder
+    raise CheckpointError(
+        f"{path}: expected {_TREE_METADATA} in it or in {', '.join(_ITEM_FOLDERS[1:])}; this is not "
+        "a finished Orbax checkpoint of arrays"
+    )
+
+
+def _read_metadata(file: Path) -> dict[str, Any]:
+    try:
+        metadata = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("tree_metadata"), dict):
+        raise CheckpointError(f"{file}: expected an object with tree_metadata")
+    return metadata
+
+
+def _leaf_names(tree: Path, metadata: Mapping[str, Any]) -> list[str]:
+    try:
+        leaves = [leaf["key_metadata"] for leaf in metadata["tree_metadata"].values()]
+        return [".".join(str(step["key"]) for step in steps) for steps in leaves]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{tree / _TREE_METADATA}: a leaf without key_metadata") from error
+
+
+def _spec(tree: Path, name: str, driver: str, is_ocdbt: bool) -> dict[str, Any]:
+    root = str(tree.absolute())
+    if is_ocdbt:
+        store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}, "path": f"{name}/"}
+    else:
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            raise CheckpointError(f"{tree}: tensor name {name!r} is a path outside the checkpoint")
+        store = {"driver": "file", "path": f"{root}/{name}/"}
+    return {"driver": driver, "kvstore": store}

@@ -1,0 +1,76 @@
+"""How a model's array is put together from rectangular pieces of checkpoint tensors.
+
+One form expresses a plain copy, a vocabulary padded with zeros, KV heads repeated for more devices than heads, and
+fused projections (Phi-3's `qkv_proj`, Baichuan's `W_pack`) whose rows are reordered per device. Nothing is ever
+transposed: weights stay `[out, in]` as Hugging Face stores them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Piece(NamedTuple):
+    """A box of `shape` copied from `source_start` of the tensor `source` to `target_start` of the array."""
+
+    source: str
+    source_start: tuple[int, ...]
+    target_start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorRecipe:
+    """One array of the model.
+
+    Attributes:
+        shape: shape of the array.
+        pieces: boxes copied into it, a later one over an earlier one; elements that no piece covers are zero.
+        sources: name and expected full shape of every tensor that a piece takes from.
+
+    Raises:
+        ValueError: a piece has another rank than the array, leaves its source or the array, or takes from a tensor that
+            `sources` does not list.
+    """
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    sources: tuple[tuple[str, tuple[int, ...]], ...]
+
+    def __post_init__(self) -> None:
+        source_shapes = dict(self.sources)
+        for piece in self.pieces:
+            if piece.source not in source_shapes:
+                raise ValueError(f"{piece} takes from a tensor that is not among the sources {sorted(source_shapes)}")
+            source_shape = source_shapes[piece.source]
+            if not _is_box_inside(piece.source_start, piece.shape, source_shape):
+                raise ValueError(f"{piece} does not lie inside its source of shape {list(source_shape)}")
+            if not _is_box_inside(piece.target_start, piece.shape, self.shape):
+                raise ValueError(f"{piece} does not lie inside the array of shape {list(self.shape)}")
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the array."""
+        return math.prod(self.shape)
+
+
+def whole(source: str, shape: Sequence[int]) -> TensorRecipe:
+    """The recipe of an array that is a checkpoint tensor as it is stored.
+
+    Args:
+        source: name of the tensor.
+        shape: its expected shape, which is also the array's.
+    """
+    shape = tuple(shape)
+    origin = (0,) * len(shape)
+    return TensorRecipe(shape, (Piece(source, origin, origin, shape),), ((source, shape),))
+
+
+def _is_box_inside(start: tuple[int, ...], lengths: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    if not len(start) == len(lengths) == len(shape):
+        return False
+    return all(
+        begin >= 0 and length >= 0 and begin + length <= limit
+        for begin, length, limit in zip(start, lengths, shape, strict=True)
+    )

@@ -1,0 +1,48 @@
+"""What a reader knows of a tensor before reading it, and index arithmetic shared by readers and the loader."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+Index = tuple[slice, ...]
+Bounds = tuple[tuple[int, int], ...]
+
+
+class TensorInfo(NamedTuple):
+    """Shape and dtype of a stored tensor; bfloat16 and float8 types are those of ml_dtypes."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def index_bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
+    """Start and stop along each axis of a tuple of slices.
+
+    Args:
+        index: one slice of step 1 for each axis; open ends allowed.
+        shape: shape of the array that is indexed.
+
+    Raises:
+        ValueError: the index has another rank than the shape, or a step other than 1.
+    """
+    if len(index) != len(shape):
+        raise ValueError(f"expected an index of {len(shape)} slices for shape {list(shape)}, got {len(index)}")
+    bounds: list[tuple[int, int]] = []
+    for part, length in zip(index, shape, strict=True):
+        start, stop, step = part.indices(length)
+        if step != 1:
+            raise ValueError(f"expected slices of step 1, got {part}")
+        bounds.append((start, max(start, stop)))
+    return tuple(bounds)
+
+
+def whole_index(shape: Sequence[int]) -> Index:
+    """The index that takes everything of an array of this shape."""
+    return tuple(slice(0, length) for length in shape)

@@ -1,0 +1,50 @@
+"""jaxserve: LLM inference in JAX. ``from jaxserve import LLM, SamplingParams``.
+
+Names are loaded when they are first used, so that importing a part of the package does not import JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig as EngineConfig
+    from jaxserve.errors import ConfigError as ConfigError
+    from jaxserve.errors import EngineDeadError as EngineDeadError
+    from jaxserve.errors import JaxserveError as JaxserveError
+    from jaxserve.errors import MemoryPlanError as MemoryPlanError
+    from jaxserve.errors import RequestError as RequestError
+    from jaxserve.errors import UnsupportedModelError as UnsupportedModelError
+    from jaxserve.llm import LLM as LLM
+    from jaxserve.outputs import CompletionOutput as CompletionOutput
+    from jaxserve.outputs import Logprob as Logprob
+    from jaxserve.outputs import RequestOutput as RequestOutput
+    from jaxserve.sampling_params import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "EngineConfig": "jaxserve.config",
+    "ConfigError": "jaxserve.errors",
+    "EngineDeadError": "jaxserve.errors",
+    "JaxserveError": "jaxserve.errors",
+    "MemoryPlanError": "jaxserve.errors",
+    "RequestError": "jaxserve.errors",
+    "UnsupportedModelError": "jaxserve.errors",
+    "LLM": "jaxserve.llm",
+    "CompletionOutput": "jaxserve.outputs",
+    "Logprob": "jaxserve.outputs",
+    "RequestOutput": "jaxserve.outputs",
+    "SamplingParams": "jaxserve.sampling_params",
+}
+
+__all__ = [*_EXPORTS, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,36 @@
+"""Accuracy of the demo model: the end-to-end check of whatever lies between a prompt and its text."""
+
+import json
+from typing import Any
+
+from jaxserve.demo.tasks import TASKS, chat_messages, completion_prompt, held_out, is_correct
+from jaxserve.llm import LLM
+from jaxserve.sampling_params import SamplingParams
+
+
+def demo_accuracy(llm: LLM, num_items: int) -> dict[str, dict[str, float]]:
+    """Share of right answers on ``num_items`` held-out questions of each task, asked in chat and completion form."""
+    params = SamplingParams(temperature=0.0, max_tokens=64)
+    found: dict[str, dict[str, float]] = {}
+    for task in TASKS:
+        items = held_out(task, num_items)
+        chats = llm.chat([chat_messages(item) for item in items], params, use_tqdm=False)
+        completions = llm.generate([completion_prompt(item) for item in items], params, use_tqdm=False)
+        found[task] = {
+            form: sum(is_correct(item, out.outputs[0].text) for item, out in zip(items, outputs, strict=True))
+            / len(items)
+            for form, outputs in (("chat", chats), ("completion", completions))
+        }
+    return found
+
+
+def evaluate_demo(arguments: dict[str, Any], num_items: int, as_json: bool) -> None:
+    """Prints the accuracy of each task in both forms."""
+    with LLM(**arguments) as llm:
+        found = demo_accuracy(llm, num_items)
+    if as_json:
+        print(json.dumps(found))
+        return
+    print(f"{'task':<10}{'chat':>12}{'completion':>12}   ({num_items} held-out questions each)")
+    for task, forms in found.items():
+        print(f"{task:<10}{forms['chat']:>12.1%}{forms['completion']:>12.1%}")

@@ -1,0 +1,43 @@
+"""Time of one batch, from prompts to last token."""
+
+import argparse
+import time
+
+import numpy as np
+
+from jaxserve.bench.workload import add_output_arguments, random_prompts, report
+from jaxserve.cli_arguments import engine_arguments
+from jaxserve.sampling_params import SamplingParams
+
+NAME = "latency"
+HELP = "time of one batch of requests"
+_PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """vLLM's flags."""
+    parser.add_argument("--input-len", type=int, default=32, help="prompt tokens (default: %(default)s)")
+    parser.add_argument("--output-len", type=int, default=128, help="new tokens (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=8, help="requests at once (default: %(default)s)")
+    parser.add_argument("--num-iters-warmup", type=int, default=3, help="runs not counted (default: %(default)s)")
+    parser.add_argument("--num-iters", type=int, default=10, help="runs counted (default: %(default)s)")
+    add_output_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Runs the batch again and again and prints how long it took."""
+    from jaxserve.llm import LLM
+
+    params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True, detokenize=False)
+    latencies = []
+    with LLM(**engine_arguments(options)) as llm:
+        for i in range(options.num_iters_warmup + options.num_iters):
+            prompts = random_prompts(options.batch_size, options.input_len, llm.vocab_size, seed=i)
+            start = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            latencies.append(time.perf_counter() - start)
+    counted = np.array(latencies[options.num_iters_warmup :])
+    percentiles = {p: float(np.percentile(counted, p)) for p in _PERCENTILES}
+    figures = {"avg_latency": float(counted.mean()), "latencies": counted.tolist(), "percentiles": percentiles}
+    lines = [f"Avg latency: {counted.mean()} seconds"]
+    report(options, figures, lines + [f"{p}% percentile latency: {value} seconds" for p, value in percentiles.items()])

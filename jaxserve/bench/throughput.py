@@ -1,0 +1,50 @@
+"""Tokens a second of many requests handed over at once."""
+
+import argparse
+import time
+
+from jaxserve.bench.workload import add_output_arguments, random_prompts, report
+from jaxserve.cli_arguments import engine_arguments
+from jaxserve.sampling_params import SamplingParams
+
+NAME = "throughput"
+HELP = "tokens a second of many requests at once"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """vLLM's flags."""
+    parser.add_argument("--num-prompts", type=int, default=100, help="requests (default: %(default)s)")
+    parser.add_argument("--input-len", type=int, default=128, help="prompt tokens (default: %(default)s)")
+    parser.add_argument("--output-len", type=int, default=128, help="new tokens (default: %(default)s)")
+    add_output_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Runs all requests and prints vLLM's line."""
+    from jaxserve.llm import LLM
+
+    params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True, detokenize=False)
+    with LLM(**engine_arguments(options)) as llm:
+        prompts = random_prompts(options.num_prompts, options.input_len, llm.vocab_size, seed=llm.config.seed)
+        llm.generate(prompts[:1], params.clone(max_tokens=2), use_tqdm=False)
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=not options.json)
+        elapsed = time.perf_counter() - start
+    num_input = sum(len(output.prompt_token_ids) for output in outputs)
+    num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
+    figures = {
+        "elapsed_time": elapsed,
+        "num_requests": len(outputs),
+        "total_num_tokens": num_input + num_output,
+        "requests_per_second": len(outputs) / elapsed,
+        "tokens_per_second": (num_input + num_output) / elapsed,
+        "output_tokens_per_second": num_output / elapsed,
+    }
+    line = (
+        f"Throughput: {figures['requests_per_second']:.2f} requests/s, "
+        f"{figures['tokens_per_second']:.2f} total tokens/s, "
+        f"{figures['output_tokens_per_second']:.2f} output tokens/s"
+    )
+    report(
+        options, figures, [line, f"Total num prompt tokens:  {num_input}", f"Total num output tokens:  {num_output}"]
+    )

@@ -1,0 +1,162 @@
+"""The ``jaxserve`` command."""
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxserve.bench import latency, startup, throughput
+from jaxserve.cli_arguments import add_engine_arguments, add_sampling_arguments, engine_arguments, sampling_arguments
+from jaxserve.errors import JaxserveError
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command; exits with 2 and a line on standard error where it cannot."""
+    options = _parser().parse_args(arguments)
+    level = logging.WARNING if options.quiet else logging.INFO
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("jaxserve").setLevel(level)
+    try:
+        options.run(options)
+    except (JaxserveError, ValueError) as error:
+        sys.exit(_fail(str(error)))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _fail(message: str) -> int:
+    print(f"jaxserve: {message}", file=sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxserve", description="LLM inference in JAX.", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_generate(commands)
+    benches = commands.add_parser("bench", help="measure speed").add_subparsers(required=True, metavar="BENCH")
+    for module in (latency, throughput, startup):
+        bench = benches.add_parser(module.NAME, help=module.HELP, description=module.HELP, allow_abbrev=False)
+        module.add_arguments(bench)
+        add_engine_arguments(bench)
+        _add_common(bench, module.run)
+    _add_convert(commands)
+    _add_eval(commands)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser, run: Any) -> None:
+    parser.add_argument("--quiet", action="store_true", help="leave out the log of the start")
+    parser.set_defaults(run=run)
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate", help="generate text", description="Generates text from prompts.", allow_abbrev=False
+    )
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
+    parser.add_argument("--prompts", metavar="FILE", help="a file with a prompt in each line; - for standard input")
+    parser.add_argument("--prompt-token-ids", metavar="FILE", help="a JSON file with a list of lists of token ids")
+    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message")
+    parser.add_argument("--json", action="store_true", help="print one JSON line for each prompt")
+    add_engine_arguments(parser)
+    add_sampling_arguments(parser)
+    _add_common(parser, _generate)
+
+
+def _add_convert(commands: Any) -> None:
+    help_ = "write a checkpoint in another format"
+    parser = commands.add_parser("convert", help=help_, description=help_, allow_abbrev=False)
+    parser.add_argument("source", help="model directory or hub id")
+    parser.add_argument("destination", help="directory to write; must not hold anything yet")
+    parser.add_argument("--format", required=True, choices=("orbax", "safetensors"), help="format to write")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="type of the weights written")
+    _add_common(parser, _convert)
+
+
+def _add_eval(commands: Any) -> None:
+    help_ = "accuracy of the demo model on questions it was not trained on"
+    parser = commands.add_parser("eval", help=help_, description=help_, allow_abbrev=False)
+    parser.add_argument("suite", choices=("demo",), help="what to evaluate")
+    parser.add_argument("--items", type=int, default=500, help="questions of each task (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON line")
+    add_engine_arguments(parser)
+    _add_common(parser, _evaluate)
+
+
+def _generate(options: argparse.Namespace) -> None:
+    from jaxserve.llm import LLM
+
+    prompts = _prompts(options)
+    params = sampling_arguments(options)
+    with LLM(**engine_arguments(options)) as llm:
+        if not options.quiet and not options.json:
+            print(llm.ledger, flush=True)
+        if len(prompts) == 1 and not options.json and not options.chat and (params is None or params.n == 1):
+            _stream(llm, prompts[0], params)
+            return
+        start = time.monotonic()
+        if options.chat:
+            conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            outputs = llm.chat(conversations, params, use_tqdm=not options.quiet)
+        else:
+            outputs = llm.generate(prompts, params, use_tqdm=not options.quiet)
+        elapsed = time.monotonic() - start
+    for output in outputs:
+        print(_as_json(output) if options.json else _as_text(output))
+    tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    if not options.json:
+        print(f"{len(outputs)} prompts, {tokens} tokens in {elapsed:.2f} s: {tokens / elapsed:.1f} tokens/s")
+
+
+def _prompts(options: argparse.Namespace) -> list[Any]:
+    prompts: list[Any] = list(options.prompt)
+    if options.prompts is not None:
+        text = sys.stdin.read() if options.prompts == "-" else Path(options.prompts).read_text(encoding="utf-8")
+        prompts += [line for line in text.splitlines() if line.strip()]
+    if options.prompt_token_ids is not None:
+        prompts += json.loads(Path(options.prompt_token_ids).read_text(encoding="utf-8"))
+    if not prompts:
+        raise ValueError("no prompts: expected --prompt TEXT, --prompts FILE or --prompt-token-ids FILE")
+    return prompts
+
+
+def _stream(llm: Any, prompt: Any, params: Any) -> None:
+    """Prints a text while it comes."""
+    start, shown, output = time.monotonic(), 0, None
+    print(prompt if isinstance(prompt, str) else "", end="", flush=True)
+    for output in llm.stream(prompt, params):
+        text = output.outputs[0].text
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
+    elapsed = time.monotonic() - start
+    tokens = 0 if output is None else len(output.outputs[0].token_ids)
+    print(f"\n{tokens} tokens in {elapsed:.2f} s: {tokens / elapsed:.1f} tokens/s")
+
+
+def _as_text(output: Any) -> str:
+    return "\n".join(f"{output.prompt or output.prompt_token_ids}{completion.text}" for completion in output.outputs)
+
+
+def _as_json(output: Any) -> str:
+    fields = ("index", "text", "token_ids", "cumulative_logprob", "finish_reason", "stop_reason")
+    completions = [{name: getattr(completion, name) for name in fields} for completion in output.outputs]
+    return json.dumps(
+        {"prompt": output.prompt, "prompt_token_ids": output.prompt_token_ids, "outputs": completions},
+        ensure_ascii=False,
+    )
+
+
+def _convert(options: argparse.Namespace) -> None:
+    from checkpoints import convert, resolve_model
+
+    convert(resolve_model(options.source), options.destination, options.format, options.dtype)
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from jaxserve.bench.accuracy import evaluate_demo
+
+    evaluate_demo(engine_arguments(options), options.items, options.json)

@@ -1,0 +1,247 @@
+"""From a plan to the arrays of a step: the only padding code.
+
+A step takes all its numbers in one int32 buffer (floats by their bits), so that one transfer carries them; ``unpack``
+cuts
+it up again on the device. Facts of a slot are kept here between steps, since plans name them only when they change.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxserve.engine.plan import StepPlan
+from pallas_kernels import AttentionBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """Sizes of a compiled step.
+
+    Attributes:
+        num_tokens: T, query tokens; equal to ``num_rows`` in a decode step.
+        num_rows: R, sequences.
+        table_pages: M, pages of the longest context.
+        decode_only: Every row has one token.
+    """
+
+    num_tokens: int
+    num_rows: int
+    table_pages: int
+    decode_only: bool
+
+    def fields(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and type of each array in the buffer, in order."""
+        tokens, rows, scalar = (self.num_tokens,), (self.num_rows,), ()
+        return {
+            "tokens": (tokens, "int"),
+            "positions": (tokens, "int"),
+            "lengths": (tokens, "int"),
+            "token_pages": (tokens, "int"),
+            "token_offsets": (tokens, "int"),
+            "targets": (tokens, "int"),
+            "page_table": ((self.num_rows, self.table_pages), "int"),
+            "context_lens": (rows, "int"),
+            "query_starts": (rows, "int"),
+            "query_lens": (rows, "int"),
+            "slots": (rows, "int"),
+            "sampled_slots": (rows, "int"),
+            "sampled_tokens": (rows, "int"),
+            "top_k": (rows, "int"),
+            "seeds": (rows, "int"),
+            "temperature": (rows, "float"),
+            "top_p": (rows, "float"),
+            "min_p": (rows, "float"),
+            "num_decode": (scalar, "int"),
+            "num_rows": (scalar, "int"),
+            "num_target_tokens": (scalar, "int"),
+            "variant": (scalar, "int"),
+        }
+
+    def buffer_size(self) -> int:
+        """Elements of the buffer."""
+        return sum(int(np.prod(shape)) for shape, _ in self.fields().values())
+
+
+class StepBatch(NamedTuple):
+    """A step's arrays on the device; see ``AttentionBatch`` for what attention reads.
+
+    Attributes:
+        tokens: Token ids; -1 stands for the latest token of the row's slot (rows and tokens agree there).
+        positions: Place of each token in its context.
+        lengths: Most tokens its request can have.
+        targets: Prompt token behind each token, where its logprob is asked for; else -1.
+        attention: What attention reads.
+        slots: Slot of each row; out of range for an empty row.
+        sampled_slots: The same where the row samples; out of range where it does not.
+        sampled_tokens: Query token behind which the row samples.
+        top_k: Candidates kept, 0 for all.
+        seeds: Seed of each row's random numbers.
+        temperature: 0 for the likeliest token.
+        top_p: Probability mass kept.
+        min_p: Probability kept, relative to the likeliest token's.
+        num_target_tokens: Tokens up to the last with a target; 0 for none.
+        variant: Index of the sampler the rows need, in ``sampler.VARIANTS``.
+    """
+
+    tokens: Int[Array, " T"]
+    positions: Int[Array, " T"]
+    lengths: Int[Array, " T"]
+    targets: Int[Array, " T"]
+    attention: AttentionBatch
+    slots: Int[Array, " R"]
+    sampled_slots: Int[Array, " R"]
+    sampled_tokens: Int[Array, " R"]
+    top_k: Int[Array, " R"]
+    seeds: Int[Array, " R"]
+    temperature: Float[Array, " R"]
+    top_p: Float[Array, " R"]
+    min_p: Float[Array, " R"]
+    num_target_tokens: Int[Array, ""]
+    variant: Int[Array, ""]
+
+
+def unpack(buffer: Int[Array, " size"], shape: BatchShape) -> StepBatch:
+    """The arrays of a step, on the device."""
+    arrays, start = {}, 0
+    for name, (dimensions, kind) in shape.fields().items():
+        size = int(np.prod(dimensions))
+        part = lax.slice(buffer, (start,), (start + size,)).reshape(dimensions)
+        arrays[name] = lax.bitcast_convert_type(part, jnp.float32) if kind == "float" else part
+        start += size
+    attention = AttentionBatch(**{name: arrays.pop(name) for name in AttentionBatch._fields})
+    return StepBatch(attention=attention, **arrays)
+
+
+class BatchBuilder:
+    """Facts of every slot, and the arrays of a step made from them and a plan.
+
+    Args:
+        num_slots: Sequences that can run at once.
+        table_pages: M, pages of the longest context.
+        page_size: Tokens a page.
+        num_pages: Usable pages; the null page is the one behind them.
+    """
+
+    def __init__(self, num_slots: int, table_pages: int, page_size: int, num_pages: int):
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.num_slots = num_slots
+        self.page_table = np.full((num_slots, table_pages), num_pages, np.int32)
+        self.lengths = np.zeros(num_slots, np.int32)
+        self.temperature = np.zeros(num_slots, np.float32)
+        self.top_p = np.ones(num_slots, np.float32)
+        self.min_p = np.zeros(num_slots, np.float32)
+        self.top_k = np.zeros(num_slots, np.int32)
+        self.seeds = np.zeros(num_slots, np.int32)
+        self.num_logprobs = np.full(num_slots, -1, np.int32)
+        self.banned: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        """Takes over what the plan says of slots."""
+        for slot, sampling, final_length in plan.setups:
+            self.page_table[slot] = self.num_pages
+            self.lengths[slot] = final_length
+            self.temperature[slot] = sampling.temperature
+            self.top_p[slot] = sampling.top_p
+            self.min_p[slot] = sampling.min_p
+            self.top_k[slot] = sampling.top_k
+            self.seeds[slot] = np.uint32(sampling.seed).view(np.int32)
+            self.num_logprobs[slot] = sampling.num_logprobs
+            self.banned.pop(slot, None)
+            if sampling.banned_ids:
+                self.banned[slot] = (sampling.banned_until, sampling.banned_ids)
+        for slot, first, pages in plan.grants:
+            self.page_table[slot, first : first + len(pages)] = pages
+
+    def build(self, plan: StepPlan, shape: BatchShape, variant: int) -> np.ndarray:
+        """The step's buffer, int32, padded to ``shape``."""
+        views, buffer = self._views(shape)
+        num_decode, num_rows = len(plan.decode_slots), plan.num_rows
+        self._fill_padding(views, shape)
+        slots = np.array(plan.decode_slots + [row.slot for row in plan.prefill], np.int32)
+        if num_decode:
+            self._fill_decode(views, plan, slots[:num_decode])
+        self._fill_prefill(views, plan, num_decode)
+        views["slots"][:num_rows] = slots
+        views["page_table"][:num_rows] = self.page_table[slots]
+        for name in ("temperature", "top_p", "min_p", "top_k", "seeds"):
+            views[name][:num_rows] = getattr(self, name)[slots]
+        views["num_decode"][...] = num_decode
+        views["num_rows"][...] = num_rows
+        views["variant"][...] = variant
+        return buffer
+
+    def vocabulary_mask(self, plan: StepPlan, num_rows: int, vocab_size: int) -> np.ndarray | None:
+        """Allowed tokens of each row as bits, [num_rows, V / 32] int32; None where every token is allowed."""
+        rows = [*zip(plan.decode_slots, plan.decode_positions, strict=True)]
+        rows += [(row.slot, row.start + len(row.token_ids) - 1) for row in plan.prefill]
+        banned = [
+            (i, self.banned[slot][1])
+            for i, (slot, position) in enumerate(rows)
+            if slot in self.banned and position + 1 < self.banned[slot][0]
+        ]
+        if not banned:
+            return None
+        mask = np.full((num_rows, -(-vocab_size // 32)), -1, np.int32)
+        for i, token_ids in banned:
+            for token in token_ids:
+                mask[i, token // 32] &= ~np.int32(np.uint32(1 << token % 32).view(np.int32))
+        return mask
+
+    def _views(self, shape: BatchShape) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        buffer = np.zeros(shape.buffer_size(), np.int32)
+        views, start = {}, 0
+        for name, (dimensions, kind) in shape.fields().items():
+            size = int(np.prod(dimensions))
+            part = buffer[start : start + size]
+            views[name] = (part.view(np.float32) if kind == "float" else part).reshape(dimensions)
+            start += size
+        return views, buffer
+
+    def _fill_padding(self, views: dict[str, np.ndarray], shape: BatchShape) -> None:
+        views["token_pages"][...] = self.num_pages + 1
+        views["targets"][...] = -1
+        views["page_table"][...] = self.num_pages
+        views["slots"][...] = self.num_slots
+        views["sampled_slots"][...] = self.num_slots
+        views["query_starts"][...] = shape.num_tokens
+        views["top_p"][...] = 1.0
+
+    def _fill_decode(self, views: dict[str, np.ndarray], plan: StepPlan, slots: np.ndarray) -> None:
+        num_decode = len(slots)
+        positions = np.array(plan.decode_positions, np.int32)
+        views["tokens"][:num_decode] = plan.decode_tokens
+        views["positions"][:num_decode] = positions
+        views["lengths"][:num_decode] = self.lengths[slots]
+        views["token_pages"][:num_decode] = self.page_table[slots, positions // self.page_size]
+        views["token_offsets"][:num_decode] = positions % self.page_size
+        views["context_lens"][:num_decode] = positions + 1
+        views["query_starts"][:num_decode] = views["sampled_tokens"][:num_decode] = np.arange(num_decode)
+        views["query_lens"][:num_decode] = 1
+        views["sampled_slots"][:num_decode] = slots
+
+    def _fill_prefill(self, views: dict[str, np.ndarray], plan: StepPlan, first_row: int) -> None:
+        start = first_row
+        for i, row in enumerate(plan.prefill, first_row):
+            count = len(row.token_ids)
+            span = slice(start, start + count)
+            positions = np.arange(row.start, row.start + count, dtype=np.int32)
+            views["tokens"][span] = row.token_ids
+            views["positions"][span] = positions
+            views["lengths"][span] = self.lengths[row.slot]
+            views["token_pages"][span] = self.page_table[row.slot, positions // self.page_size]
+            views["token_offsets"][span] = positions % self.page_size
+            views["context_lens"][i] = row.start + count
+            views["query_starts"][i] = start
+            views["query_lens"][i] = count
+            views["sampled_tokens"][i] = start + count - 1
+            if row.samples:
+                views["sampled_slots"][i] = row.slot
+            if row.targets is not None:
+                views["targets"][span] = row.targets
+                views["num_target_tokens"][...] = start + count
+            start += count

@@ -1,0 +1,60 @@
+"""The closed set of batch shapes that are compiled; a step takes the smallest that holds it."""
+
+import bisect
+import dataclasses
+
+from jaxserve.engine.batch import BatchShape
+
+_SMALLEST_MIXED = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Rows of decode steps and tokens of mixed steps, ascending.
+
+    Attributes:
+        decode_rows: Rows of each decode shape.
+        mixed_tokens: Query tokens of each mixed shape.
+        max_num_seqs: Most rows of a mixed step.
+        table_pages: M, pages of the longest context.
+    """
+
+    decode_rows: tuple[int, ...]
+    mixed_tokens: tuple[int, ...]
+    max_num_seqs: int
+    table_pages: int
+
+    @classmethod
+    def make(cls, max_num_seqs: int, max_num_batched_tokens: int, table_pages: int, min_rows: int) -> "Buckets":
+        """Powers of two; from 16 rows and 128 tokens on also the sizes halfway, so that at most a third is padding."""
+        decode = _ladder(1, max_num_seqs, half_steps_from=16)
+        decode = tuple(sorted({max(rows, min(min_rows, max_num_seqs)) for rows in decode}))
+        smallest = min(_SMALLEST_MIXED, max_num_batched_tokens)
+        mixed = _ladder(smallest, max_num_batched_tokens, half_steps_from=128)
+        return cls(decode, mixed, max_num_seqs, table_pages)
+
+    def shapes(self) -> list[BatchShape]:
+        """Every shape, decode steps first."""
+        decode = [self.shape(rows, True) for rows in self.decode_rows]
+        return decode + [self.shape(tokens, False) for tokens in self.mixed_tokens]
+
+    def shape_for(self, num_tokens: int, decode_only: bool) -> BatchShape:
+        """The smallest shape that holds a step of ``num_tokens`` query tokens."""
+        sizes = self.decode_rows if decode_only else self.mixed_tokens
+        return self.shape(sizes[bisect.bisect_left(sizes, num_tokens)], decode_only)
+
+    def shape(self, num_tokens: int, decode_only: bool) -> BatchShape:
+        """The shape of a bucket."""
+        rows = num_tokens if decode_only else min(self.max_num_seqs, num_tokens)
+        return BatchShape(num_tokens=num_tokens, num_rows=rows, table_pages=self.table_pages, decode_only=decode_only)
+
+
+def _ladder(first: int, last: int, half_steps_from: int) -> tuple[int, ...]:
+    """Powers of two times ``first``, from ``half_steps_from`` on also the sizes halfway, up to ``last``."""
+    sizes, size = [], first
+    while size < last:
+        sizes.append(size)
+        if size >= half_steps_from and size * 3 // 2 < last:
+            sizes.append(size * 3 // 2)
+        size *= 2
+    return (*sizes, last)

@@ -1,0 +1,242 @@
+"""From settings to a runnable model: everything is planned from shapes first; weights are read last."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints import check_recipes, load_arrays, open_checkpoint, progress_bar, resolve_model
+from jaxserve.config import EngineConfig
+from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.memory import MemoryNeeds, device_memory_bytes, longest_that_fits, plan_pages
+from jaxserve.engine.steps import ModelProgram
+from jaxserve.errors import ConfigError
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import DtypePolicy
+from jaxserve.models.registry import checkpoint_names, config_from_hf
+from jaxserve.models.weights import check_tensor_size, ignored_patterns, weight_recipes
+from pallas_kernels import PagedAttention, select
+from sharding import MeshShape, data_slices, ensure_cpu_devices, get_layout, make_mesh
+from sharding.plan import bytes_per_device
+
+logger = logging.getLogger(__name__)
+
+DEMO_DIRECTORY = Path(__file__).parent.parent / "demo" / "model"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """A model fitted to devices, before its weights are read.
+
+    Attributes:
+        directory: Where the checkpoint is.
+        config: The model.
+        programs: One for each data slice, alike but for their devices.
+        buckets: Batch shapes to compile.
+        needs: Memory each device needs.
+        max_model_len: Longest context in tokens.
+        max_num_seqs: Most sequences in a step of a slice.
+        max_num_batched_tokens: Most query tokens in a step of a slice.
+    """
+
+    directory: Path
+    config: ModelConfig
+    programs: list[ModelProgram]
+    buckets: Buckets
+    needs: MemoryNeeds
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def find_model(config: EngineConfig) -> Path:
+    """The model's directory: the demo model's, a local one, or a download."""
+    if config.model == "demo":
+        return DEMO_DIRECTORY
+    return resolve_model(config.model, config.revision, config.download_dir, config.hf_token)
+
+
+def read_model_config(config: EngineConfig, directory: Path) -> ModelConfig:
+    """The model that ``config.json`` and ``hf_overrides`` describe.
+
+    Raises:
+        ConfigError: No readable config.json, or the model is not one that can run.
+    """
+    path = directory / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{directory} has no config.json; expected a Hugging Face model directory") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(raw).__name__}")
+    return config_from_hf({**raw, **(config.hf_overrides or {})}, str(path))
+
+
+def plan_engine(config: EngineConfig) -> EnginePlan:
+    """Fits a model to the devices there are.
+
+    Raises:
+        ConfigError: A setting does not go with the model or the devices.
+        MemoryPlanError: The model or one request does not fit.
+    """
+    directory = find_model(config)
+    model = read_model_config(config, directory)
+    ensure_cpu_devices(config.tensor_parallel_size * config.data_parallel_size)
+    mesh = make_mesh(MeshShape(data=config.data_parallel_size, tensor=config.tensor_parallel_size))
+    device = mesh.devices.flat[0]
+    check_tensor_size(model, config.tensor_parallel_size)
+    policy = DtypePolicy.for_platform(_dtype(config, model, device.platform), device.platform)
+    kernel = cast(
+        PagedAttention,
+        select(
+            "paged_attention",
+            platform=device.platform,
+            device_kind=device.device_kind,
+            dtype=policy.kv,
+            name=config.attention_backend,
+        ),
+    )
+    page_size = config.block_size or (64 if device.platform == "cpu" else 16)
+    max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
+    layout = get_layout(config.layout)
+    first, *others = data_slices(mesh)
+    program = ModelProgram(model, first, layout.on(first), policy, kernel, page_size, 1, max_num_seqs)
+    if config.tensor_parallel_size > 1 and program.parallel.size == 1:
+        raise ConfigError(f"layout {config.layout!r} does not split over {config.tensor_parallel_size} devices")
+    needs = _memory_needs(program, _max_model_len(config, model), max_num_batched_tokens)
+    needs, num_pages = _fit(config, needs, device, mesh.devices.size)
+    programs = [dataclasses.replace(program, mesh=slice_, num_pages=num_pages) for slice_ in (first, *others)]
+    min_rows = 2 if device.platform == "cpu" and policy.weights != "float32" else 1
+    buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, needs.request_pages, min_rows)
+    return EnginePlan(
+        directory=directory,
+        config=model,
+        programs=programs,
+        buckets=buckets,
+        needs=needs,
+        max_model_len=needs.max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+
+
+def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...]:
+    """Reads a model's parameters onto the devices of a program, in the program's order.
+
+    Raises:
+        CheckpointError: Files or tensors are missing, damaged, of other shapes, or not the model's.
+    """
+    names = checkpoint_names(plan.config)
+    recipes = weight_recipes(plan.config, names, program.parallel.size)
+    params = program.abstract_model().params
+    mismatched = {name for name in recipes.keys() ^ params.keys()}
+    assert not mismatched, f"recipes and module disagree on {sorted(mismatched)}"
+    for name, struct in params.items():
+        assert struct.shape == recipes[name].shape, f"{name}: module {struct.shape}, recipe {recipes[name].shape}"
+    with open_checkpoint(plan.directory) as reader:
+        check_recipes(reader.tensors, recipes, ignored_patterns(plan.config, names))
+        total = sum(int(np.prod(struct.shape)) * struct.dtype.itemsize for struct in params.values())
+        with progress_bar(total) as progress:
+            arrays = load_arrays(
+                reader,
+                {name: recipes[name] for name in params},
+                {name: struct.dtype for name, struct in params.items()},
+                {name: struct.sharding for name, struct in params.items()},
+                cast(Callable[[int, int], None], progress),
+            )
+    return tuple(arrays[name] for name in params)
+
+
+def _dtype(config: EngineConfig, model: ModelConfig, platform: str) -> str:
+    """The type the model runs in."""
+    if config.dtype != "auto":
+        if config.dtype == "float16" and platform == "cpu":
+            raise ConfigError("dtype='float16' is not supported on CPUs; expected 'float32', 'bfloat16' or 'auto'")
+        return config.dtype
+    if model.dtype == "float16" and platform == "cpu":
+        logger.info("dtype: the checkpoint is float16, which CPUs lack; float32 holds it exactly")
+        return "float32"
+    return model.dtype
+
+
+def _batch_limits(config: EngineConfig, device: jax.Device) -> tuple[int, int]:
+    """Sequences and tokens of a step, with defaults for the device."""
+    if device.platform == "cpu":
+        seqs, tokens = 64, 1024
+    else:
+        seqs, tokens = (1024, 16384) if device_memory_bytes(device) >= 70 << 30 else (256, 8192)
+    if config.max_num_batched_tokens is not None:
+        tokens = config.max_num_batched_tokens
+        seqs = min(seqs, tokens) if config.max_num_seqs is None else config.max_num_seqs
+    elif config.max_num_seqs is not None:
+        seqs = config.max_num_seqs
+        tokens = max(tokens, seqs)
+    if seqs > tokens:
+        raise ConfigError(
+            f"max_num_batched_tokens={tokens} is smaller than max_num_seqs={seqs}; every sequence needs one"
+        )
+    return seqs, tokens
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """The longest context asked for, checked against what the model can do."""
+    longest = model.max_positions
+    asked = config.max_model_len
+    if asked is None or asked == -1:
+        return longest
+    if asked > longest:
+        raise ConfigError(f"max_model_len={asked} is longer than the {longest} tokens the model has positions for")
+    return asked
+
+
+def _memory_needs(program: ModelProgram, max_model_len: int, max_num_batched_tokens: int) -> MemoryNeeds:
+    model, size = program.config, program.parallel.size
+    params = program.abstract_model().params
+    weights = sum(bytes_per_device(p.shape, p.dtype.itemsize, p.sharding) for p in params.values())
+    pools = jax.tree.leaves(program.abstract_state().pools)
+    pages_held = program.num_pages + 1
+    page = sum(bytes_per_device(p.shape, p.dtype.itemsize, p.sharding) // pages_held for p in pools)
+    qkv = (model.num_heads + 2 * max(model.num_kv_heads, size)) * model.head_dim // size
+    token = 4 * (6 * model.hidden_size + 3 * qkv + 3 * 2 * model.ffn_size // size)
+    rows = min(program.num_slots, max_num_batched_tokens)
+    itemsize = jnp.dtype(program.policy.activations).itemsize
+    return MemoryNeeds(
+        weights=weights,
+        page=page,
+        temporaries=max_num_batched_tokens * token * itemsize // 4 + rows * model.vocab_size * 4 * 4,
+        page_size=program.page_size,
+        max_model_len=max_model_len,
+        max_num_seqs=program.num_slots,
+    )
+
+
+def _fit(config: EngineConfig, needs: MemoryNeeds, device: jax.Device, num_devices: int) -> tuple[MemoryNeeds, int]:
+    """The needs with the longest context that fits, if that is asked for, and the number of pages."""
+    total = device_memory_bytes(device)
+    sharing = num_devices if device.platform == "cpu" else 1
+    settings = {
+        "total": total,
+        "utilization": config.gpu_memory_utilization,
+        "platform": device.platform,
+        "pool_bytes": config.kv_cache_memory_bytes,
+        "num_pages": config.num_gpu_blocks_override,
+        "devices_sharing": sharing,
+    }
+    if config.max_model_len == -1:
+        one = dataclasses.replace(needs, max_model_len=1)
+        pages = plan_pages(dataclasses.replace(one, max_num_seqs=needs.request_pages), **settings)
+        longest = longest_that_fits(needs, left=pages * needs.page)
+        if longest < needs.max_model_len:
+            logger.info(
+                "Auto-fit max_model_len: reduced from %d to %d to fit in available memory", needs.max_model_len, longest
+            )
+        needs = dataclasses.replace(needs, max_model_len=longest)
+    return needs, plan_pages(needs, **settings)

@@ -1,0 +1,138 @@
+"""Conversations to prompt text, by the model's own Jinja template in transformers' sandbox."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import jinja2
+
+from jaxserve.errors import RequestError
+
+Message = Mapping[str, Any]
+
+
+def quiet_transformers() -> None:
+    """Call before importing transformers: without torch it prints a notice unless told otherwise in the environment."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def load_chat_template(template: str | Path) -> str:
+    """Returns the source of a template given as a file or as itself.
+
+    Raises:
+      RequestError: A path (recognised by having no Jinja braces) that cannot be read.
+    """
+    if isinstance(template, str) and ("{{" in template or "{%" in template):
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        message = f"chat_template is neither a Jinja template nor a readable file: {error}"
+        raise RequestError(message, parameter="chat_template", value=str(template)) from error
+
+
+def split_conversations(messages: Any) -> list[list[Message]]:
+    """Returns a list of conversations from one conversation or a list of them.
+
+    Raises:
+      RequestError: Naming the conversation and the message that is wrong.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise RequestError(f"messages must be a list of messages or of conversations, got {messages!r:.80}")
+    listed = list(cast("Sequence[Any]", messages))
+    conversations = [listed] if isinstance(listed[0], Mapping) else listed
+    return [_checked(index, conversation) for index, conversation in enumerate(conversations)]
+
+
+def choose_template(templates: Mapping[str, str], chosen: str | None, has_tools: bool) -> str:
+    """Returns the Jinja source to use.
+
+    Args:
+      templates: The model's templates by name.
+      chosen: A name among them, a template's source, or None for the model's usual one.
+      has_tools: Whether tools are offered: a model may have a template for that, named "tool_use".
+
+    Raises:
+      RequestError: The model has no template and none was given.
+    """
+    if chosen is not None:
+        return templates.get(chosen) or load_chat_template(chosen)
+    if has_tools and "tool_use" in templates:
+        return templates["tool_use"]
+    if "default" not in templates:
+        named = f" called 'default', only {sorted(templates)}" if templates else ""
+        raise RequestError(
+            f"the model has no chat template{named}: pass chat_template, or use generate() with plain text"
+        )
+    return templates["default"]
+
+
+def render_chat(
+    conversation: Sequence[Message],
+    template: str,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+    variables: Mapping[str, Any],
+) -> str:
+    """Returns the prompt text of one conversation, special tokens written out.
+
+    Args:
+      conversation: Messages with "role" and "content". A content of several text parts is joined by newlines.
+      template: Jinja source.
+      add_generation_prompt: End with what begins the assistant's answer.
+      continue_final_message: Leave the last message open, so that the model goes on with it.
+      tools: JSON schemas, or typed functions with a docstring, offered to the model.
+      variables: More names that the template sees: the special tokens, and what the user passed.
+
+    Raises:
+      RequestError: The template refused the conversation, or both ways to end it were asked for.
+    """
+    if continue_final_message and add_generation_prompt:
+        raise RequestError("continue_final_message=True needs add_generation_prompt=False: the last message stays open")
+    quiet_transformers()
+    from transformers.utils import chat_template_utils
+
+    try:
+        rendered, _ = chat_template_utils.render_jinja_template(
+            conversations=[[_with_flat_content(message) for message in conversation]],
+            tools=cast("Any", None if tools is None else list(tools)),
+            chat_template=template,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+    except (jinja2.TemplateError, ValueError, TypeError) as error:
+        raise RequestError(f"the chat template failed: {error}") from error
+    return rendered[0]
+
+
+def _checked(index: int, conversation: Any) -> list[Message]:
+    where = f"conversation {index}"
+    if not isinstance(conversation, Sequence) or isinstance(conversation, str | bytes) or not conversation:
+        raise RequestError(f"{where} must be a list of at least one message, got {conversation!r:.80}")
+    for place, message in enumerate(cast("Sequence[Any]", conversation)):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(f"{where}: message {place} must be a mapping with a 'role', got {message!r:.80}")
+        content: Any = message.get("content")
+        if isinstance(content, list):
+            _check_parts(f"{where}: message {place}", cast("list[Any]", content))
+        elif content is not None and not isinstance(content, str):
+            raise RequestError(f"{where}: message {place}: content must be text, got {type(content).__name__}")
+    return list(cast("Sequence[Message]", conversation))
+
+
+def _check_parts(where: str, parts: list[Any]) -> None:
+    for part in parts:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            raise RequestError(f"{where}: content parts must be {{'type': 'text', 'text': …}}, got {part!r:.80}")
+
+
+def _with_flat_content(message: Message) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(part["text"] for part in cast("list[Mapping[str, str]]", content))
+        return {**message, "content": content}
+    return dict(message)

@@ -1,0 +1,173 @@
+"""Where a device's memory goes: planned before a byte is loaded, and accounted for afterwards."""
+
+import ctypes
+import ctypes.util
+import dataclasses
+import os
+from pathlib import Path
+
+import jax
+
+from jaxserve.errors import MemoryPlanError
+
+GIB = 1 << 30
+_CPU_POOL_BYTES = GIB
+_RESERVE_BYTES = {"cpu": 256 << 20, "gpu": 1 << 30}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryNeeds:
+    """What a device has to hold, in bytes, known from shapes alone.
+
+    Attributes:
+        weights: Parameters.
+        page: One KV page over all layers.
+        temporaries: Estimate of what the largest step takes while it runs.
+        page_size: Tokens a page.
+        max_model_len: Longest context.
+        max_num_seqs: Most sequences at once.
+    """
+
+    weights: int
+    page: int
+    temporaries: int
+    page_size: int
+    max_model_len: int
+    max_num_seqs: int
+
+    @property
+    def request_pages(self) -> int:
+        """Pages of one request of the longest length."""
+        return -(-self.max_model_len // self.page_size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryLedger:
+    """Memory of one device, line by line, in bytes."""
+
+    lines: tuple[tuple[str, int], ...]
+    total: int
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    device: str
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.lines)
+        rows = [f"  {name:<{width}}  {size / GIB:8.3f} GiB" for name, size in self.lines]
+        tokens = self.num_pages * self.page_size
+        request = -(-self.max_model_len // self.page_size) * self.page_size
+        return "\n".join(
+            [
+                f"Memory of each {self.device} device:",
+                *rows,
+                f"  {'total':<{width}}  {self.total / GIB:8.3f} GiB",
+                f"{self.device} KV cache size: {tokens:,} tokens",
+                f"Maximum concurrency for {self.max_model_len:,} tokens per request: {tokens / request:.2f}x",
+            ]
+        )
+
+
+def device_memory_bytes(device: jax.Device) -> int:
+    """Memory of a device: what the platform reports, or for a CPU the machine's or the container's."""
+    if device.platform != "cpu":
+        stats = device.memory_stats()
+        if stats and "bytes_limit" in stats:
+            return stats["bytes_limit"]
+        raise MemoryPlanError(f"{device.device_kind} does not report its memory; give kv_cache_memory_bytes")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        limit = Path(path)
+        if limit.exists() and (text := limit.read_text().strip()).isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def resident_bytes() -> int:
+    """Memory this process holds (Linux; 0 elsewhere)."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return 0
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def plan_pages(
+    needs: MemoryNeeds,
+    *,
+    total: int,
+    utilization: float,
+    platform: str,
+    pool_bytes: int | None,
+    num_pages: int | None,
+    devices_sharing: int = 1,
+) -> int:
+    """How many KV pages each device gets.
+
+    Args:
+        needs: What a device has to hold.
+        total: The device's memory in bytes.
+        utilization: Share of it to use.
+        platform: JAX's platform name.
+        pool_bytes: Memory of the pages, where given.
+        num_pages: Number of pages, where given.
+        devices_sharing: Devices that share that memory (virtual CPU devices do).
+
+    Raises:
+        MemoryPlanError: The weights, or the pages of one request of the longest length, do not fit; the message has the
+            numbers and the settings that would fit.
+    """
+    usable = int(total * utilization) // devices_sharing
+    reserve = _RESERVE_BYTES.get(platform, _RESERVE_BYTES["gpu"]) // devices_sharing
+    left = usable - reserve - needs.weights - needs.temporaries
+    if left <= 0:
+        raise MemoryPlanError(
+            f"the model does not fit: {_gib(needs.weights)} of weights, {_gib(needs.temporaries)} for the largest step "
+            f"and {_gib(reserve)} of reserve on each device, which may use {_gib(usable)} "
+            f"(gpu_memory_utilization={utilization} of {_gib(total)}). A larger tensor_parallel_size, a smaller dtype "
+            "or a smaller max_num_batched_tokens takes less"
+        )
+    if num_pages is None:
+        num_pages = _default_pages(needs, left, platform, pool_bytes)
+    if num_pages * needs.page > left:
+        raise MemoryPlanError(
+            f"{num_pages} KV pages take {_gib(num_pages * needs.page)} on each device, {_gib(left)} is left of the "
+            f"{_gib(usable)} it may use; at most num_gpu_blocks_override={left // needs.page} or "
+            f"kv_cache_memory_bytes={left} fits"
+        )
+    if num_pages < needs.request_pages:
+        fitting = num_pages * needs.page_size
+        raise MemoryPlanError(
+            f"one request of max_model_len={needs.max_model_len} tokens needs {needs.request_pages} KV pages "
+            f"({_gib(needs.request_pages * needs.page)} on each device), but there are {num_pages} "
+            f"({_gib(num_pages * needs.page)}). max_model_len={fitting} would fit; or give more with "
+            "kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization"
+        )
+    return num_pages
+
+
+def longest_that_fits(needs: MemoryNeeds, *, left: int) -> int:
+    """Tokens of the longest single request whose pages fit into ``left`` bytes."""
+    return min(needs.max_model_len, left // needs.page * needs.page_size)
+
+
+def _default_pages(needs: MemoryNeeds, left: int, platform: str, pool_bytes: int | None) -> int:
+    """Pages where no number is given: never more than all sequences at full length could use."""
+    most = needs.request_pages * needs.max_num_seqs
+    if pool_bytes is not None:
+        return min(most, pool_bytes // needs.page)
+    if platform != "cpu":
+        pages = min(most, left // needs.page)
+        return max(pages // 16 * 16, min(pages, 16))  # rounded, so that the next start finds the same shapes compiled
+    return min(most, max(_CPU_POOL_BYTES // needs.page, needs.request_pages), left // needs.page)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def return_freed_memory() -> None:
+    """Gives memory that was freed back to the system (glibc); compiling leaves hundreds of megabytes of it."""
+    name = ctypes.util.find_library("c")
+    trim = getattr(ctypes.CDLL(name), "malloc_trim", None) if name else None
+    if trim is not None:
+        trim(0)

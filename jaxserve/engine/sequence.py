@@ -1,0 +1,58 @@
+"""One running text: a prompt, what came of it so far, and where it stands. Owned and changed by the scheduler alone."""
+
+import dataclasses
+
+from jaxserve.engine.plan import Sampling
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sequence:
+    """State of a request, or of one of its ``n`` samples.
+
+    Attributes:
+        sequence_id: Unique name.
+        token_ids: The prompt and every output token the host knows.
+        num_prompt_tokens: Tokens of the prompt.
+        max_length: Tokens, prompt included, at which it ends.
+        sampling: What the sampler needs.
+        stop_ids: Tokens that end it.
+        min_length: Tokens, prompt included, below which nothing but ``max_length`` ends it.
+        wants_prompt_logprobs: Whether logprobs of the prompt are asked for.
+        slot: Place on the device; -1 while it waits.
+        pages: Pages of its context, in order.
+        num_computed: Tokens whose keys and values are in pages, those of launched steps included.
+        num_pending: Tokens sampled by launched steps that the host does not know yet.
+        finish_reason: ``stop``, ``length`` or ``abort`` once it has ended.
+        stop_reason: Stop string or stop token id that ended it, if one did and it is not an end-of-sequence token.
+        num_preemptions: How often it lost its pages.
+    """
+
+    sequence_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_length: int
+    sampling: Sampling = Sampling()
+    stop_ids: dict[int, int | None] = dataclasses.field(default_factory=dict)
+    min_length: int = 0
+    wants_prompt_logprobs: bool = False
+    slot: int = -1
+    pages: list[int] = dataclasses.field(default_factory=list)
+    num_computed: int = 0
+    num_pending: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known to host or device."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens the host knows."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def is_decoding(self) -> bool:
+        """Whether its next step is one token whose successor is sampled."""
+        return self.num_tokens - self.num_computed == 1 and self.num_computed >= self.num_prompt_tokens

@@ -1,0 +1,45 @@
+"""The errors that users meet. Each says what was expected and what came; all but one are `ValueError`s."""
+
+from typing import Any
+
+
+class JaxserveError(Exception):
+    """Base of every error that jaxserve raises on purpose."""
+
+
+class ConfigError(JaxserveError, ValueError):
+    """An engine setting, a model directory or one of its files is wrong or unsupported."""
+
+
+class UnsupportedModelError(ConfigError):
+    """The checkpoint's architecture is not one that jaxserve can run."""
+
+
+class MemoryPlanError(ConfigError):
+    """The model, or one request of the longest length, does not fit into the memory there is."""
+
+
+class RequestError(JaxserveError, ValueError):
+    """A prompt or a sampling parameter is wrong. Only this request fails; the engine goes on.
+
+    Args:
+      message: What was expected and what came.
+      parameter: Name of the argument at fault. When given, the text ends in "(parameter=…, value=…)" as in vLLM.
+      value: The argument's value; long ones are shortened in the text, not in the attribute.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None, value: Any = None) -> None:
+        self.parameter = parameter
+        self.value = value
+        if parameter is not None:
+            message = f"{message} (parameter={parameter}, value={_shortened(value)})"
+        super().__init__(message)
+
+
+class EngineDeadError(JaxserveError, RuntimeError):
+    """The engine stopped after a failure; the first failure is the `__cause__`. Make a new engine."""
+
+
+def _shortened(value: object, limit: int = 200) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"

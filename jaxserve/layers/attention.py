@@ -1,0 +1,98 @@
+"""Self-attention over paged keys and values."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.norm import RMSNorm, split_mean_squares
+from jaxserve.layers.parallel import DtypePolicy, Parallel
+from jaxserve.layers.rope import apply_rope
+from pallas_kernels import AttentionBatch, PagedAttention
+
+Pools = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSettings:
+    """What is fixed when a step is compiled: implementation, tokens a page, and whether rows have one token each."""
+
+    kernel: PagedAttention
+    page_size: int
+    decode_only: bool
+
+
+class AttentionInputs(NamedTuple):
+    """What all layers of a step share: the batch and the rotation of its tokens."""
+
+    batch: AttentionBatch
+    cos: Float[Array, "T half"]
+    sin: Float[Array, "T half"]
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with a fused projection: on each device its query, key and value heads, in this order."""
+
+    def __init__(self, config: ModelConfig, index: int, *, parallel: Parallel, policy: DtypePolicy):
+        self.num_heads = config.num_heads // parallel.size
+        self.num_kv_heads = max(1, config.num_kv_heads // parallel.size)
+        self.head_dim = head_dim = config.head_dim
+        self.scale = head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.soft_cap = config.attention_soft_cap
+        self.window = config.sliding_windows[index]
+        self.is_rotated = config.rope_layers[index]
+        self.qk_norm = config.qk_norm
+        self.mesh_axis = parallel.heads
+        width = parallel.size * (self.num_heads + 2 * self.num_kv_heads) * head_dim
+        self.qkv = ColumnParallelLinear(
+            config.hidden_size, width, outer_axis="q_heads", bias=config.qkv_bias, policy=policy
+        )
+        self.out = RowParallelLinear(
+            config.num_heads * head_dim,
+            config.hidden_size,
+            inner_axis="q_heads",
+            mesh_axis=parallel.heads,
+            bias=config.out_bias,
+            policy=policy,
+        )
+        if config.qk_norm == "head":
+            self.q_norm = RMSNorm(head_dim, eps=config.norm_eps, policy=policy, axis="head_dim")
+            self.k_norm = RMSNorm(head_dim, eps=config.norm_eps, policy=policy, axis="head_dim")
+        elif config.qk_norm == "width":
+            q_width, k_width = (parallel.size * n * head_dim for n in (self.num_heads, self.num_kv_heads))
+            self.q_norm = RMSNorm(q_width, eps=config.norm_eps, policy=policy, axis="q_heads")
+            self.k_norm = RMSNorm(k_width, eps=config.norm_eps, policy=policy, axis="kv_heads")
+
+    def __call__(
+        self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
+    ) -> tuple[Float[Array, "T D"], Pools]:
+        """Attention's output and this layer's pools with the step's keys and values written."""
+        num_tokens = x.shape[0]
+        q_width, k_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        qkv = self.qkv(x)
+        query, key, value = qkv[:, :q_width], qkv[:, q_width : q_width + k_width], qkv[:, q_width + k_width :]
+        if self.qk_norm == "width":
+            query_square, key_square = split_mean_squares(query, key, self.mesh_axis)
+            query, key = self.q_norm.scaled(query, query_square), self.k_norm.scaled(key, key_square)
+        query, key, value = (a.reshape(num_tokens, -1, self.head_dim) for a in (query, key, value))
+        if self.qk_norm == "head":
+            query, key = self.q_norm(query), self.k_norm(key)
+        if self.is_rotated:
+            query, key = (apply_rope(a, inputs.cos, inputs.sin) for a in (query, key))
+        pools = settings.kernel.write_kv(pools, key, value, inputs.batch, settings.page_size)
+        attended = settings.kernel.attend(
+            query,
+            pools,
+            inputs.batch,
+            page_size=settings.page_size,
+            num_kv_heads=self.num_kv_heads,
+            scale=self.scale,
+            window=self.window,
+            soft_cap=self.soft_cap,
+            decode_only=settings.decode_only,
+        )
+        return self.out(attended.reshape(num_tokens, q_width)), pools

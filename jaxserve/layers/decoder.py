@@ -1,0 +1,35 @@
+"""One decoder layer: attention and MLP, each on a residual branch."""
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings, Pools
+from jaxserve.layers.mlp import GatedMLP
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.norm import RMSNorm
+from jaxserve.layers.parallel import DtypePolicy, Parallel
+
+
+class DecoderLayer(nnx.Module):
+    """Norms stand before each branch (Llama) or at its end (OLMo-2)."""
+
+    def __init__(self, config: ModelConfig, index: int, *, parallel: Parallel, policy: DtypePolicy):
+        self.attention_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, policy=policy)
+        self.attention = Attention(config, index, parallel=parallel, policy=policy)
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, policy=policy)
+        self.mlp = GatedMLP(config, parallel=parallel, policy=policy)
+        self.norm_after = config.norm_after
+        self.residual_multiplier = config.residual_multiplier
+
+    def __call__(
+        self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
+    ) -> tuple[Float[Array, "T D"], Pools]:
+        """The residual stream behind this layer, and the layer's pools with the step's keys and values written."""
+        branch = x if self.norm_after else self.attention_norm(x)
+        branch, pools = self.attention(branch, pools, inputs, settings)
+        x = self._add(x, self.attention_norm(branch) if self.norm_after else branch)
+        branch = self.mlp(x if self.norm_after else self.mlp_norm(x))
+        return self._add(x, self.mlp_norm(branch) if self.norm_after else branch), pools
+
+    def _add(self, x: Float[Array, "T D"], branch: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return x + (branch if self.residual_multiplier == 1.0 else branch * self.residual_multiplier)

@@ -1,0 +1,35 @@
+"""Root-mean-square norm (arXiv:1910.07467), over features a device has whole or over a split width."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxserve.layers.parallel import DtypePolicy
+from sharding.collectives import all_reduce, axis_size
+
+
+class RMSNorm(nnx.Module):
+    """``x / rms(x) * weight`` over the last axis, in float32."""
+
+    def __init__(self, features: int, *, eps: float, policy: DtypePolicy, axis: str = "embed"):
+        self.weight = nnx.Param(jnp.ones((features,), policy.weights), axes=(axis,))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        return self.scaled(x, jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True))
+
+    def scaled(self, x: Float[Array, "*B D"], mean_square: Float[Array, "*B 1"]) -> Float[Array, "*B D"]:
+        """The norm with a mean square computed elsewhere."""
+        normed = x.astype(jnp.float32) * lax.rsqrt(mean_square + self.eps)
+        return (normed * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def split_mean_squares(
+    first: Float[Array, "T A"], second: Float[Array, "T C"], mesh_axis: str | None
+) -> tuple[Float[Array, "T 1"], Float[Array, "T 1"]]:
+    """Mean squares of two arrays whose last axis is split over a mesh axis, in one all-reduce."""
+    sums = jnp.stack([jnp.sum(jnp.square(x.astype(jnp.float32)), -1) for x in (first, second)], -1)
+    sums = all_reduce(sums, mesh_axis)
+    devices = axis_size(mesh_axis)
+    return sums[:, :1] / (first.shape[1] * devices), sums[:, 1:] / (second.shape[1] * devices)

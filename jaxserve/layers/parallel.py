@@ -1,0 +1,68 @@
+"""What a module needs to know of its surroundings: how it is split, and in which types it stores and computes."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from sharding import ShardingLayout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """How parameters are split, from a device's point of view; the default is one device with everything.
+
+    Attributes:
+        size: Devices along the layout's tensor axis.
+        vocab: Mesh axis the vocabulary is split over.
+        heads: Mesh axis the attention heads are split over.
+        ffn: Mesh axis the MLP's features are split over.
+    """
+
+    size: int = 1
+    vocab: str | None = None
+    heads: str | None = None
+    ffn: str | None = None
+
+    @classmethod
+    def from_layout(cls, layout: ShardingLayout, size: int) -> "Parallel":
+        """The view of a layout whose tensor axis has ``size`` devices."""
+        return cls(
+            size=size,
+            vocab=layout.mesh_axis("vocab"),
+            heads=layout.mesh_axis("q_heads"),
+            ffn=layout.mesh_axis("ffn"),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DtypePolicy:
+    """Element types of a model on a platform; products always accumulate in float32.
+
+    Attributes:
+        weights: Parameters as stored, and the operands of their products.
+        activations: The residual stream, norms and what flows between layers.
+        kv: The pages of keys and values.
+    """
+
+    weights: str = "float32"
+    activations: str = "float32"
+    kv: str = "float32"
+
+    @classmethod
+    def for_platform(cls, dtype: str, platform: str) -> "DtypePolicy":
+        """The policy that serves a model of type ``dtype`` best on a platform.
+
+        XLA on CPUs multiplies bfloat16 matrices fast but does everything else in it slowly, so only weights are kept
+        in a 16-bit type there.
+        """
+        if dtype == "float32" or platform != "cpu":
+            return cls(weights=dtype, activations=dtype, kv=dtype)
+        return cls(weights=dtype, activations="float32", kv="float32")
+
+    def __str__(self) -> str:
+        return f"weights {self.weights}, activations {self.activations}, KV pages {self.kv}, accumulation float32"
+
+    @property
+    def activations_dtype(self) -> jnp.dtype:
+        """``activations`` as a dtype."""
+        return jnp.dtype(self.activations)

@@ -1,0 +1,38 @@
+"""Baichuan-7B: Llama with query, key and value in one matrix, ``W_pack``.
+
+The larger model (ALiBi instead of a rotary embedding) and the second generation (a head that normalises its rows) carry
+the same names in their configs, and are refused by what else is there.
+"""
+
+from typing import Final
+
+from jaxserve.errors import UnsupportedModelError
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.models.hf_config import ConfigFields
+from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder
+from jaxserve.models.weights import CheckpointNames
+
+NAMES: Final = CheckpointNames(qkv=("self_attn.W_pack",))
+_DEFAULTS: Final = FamilyDefaults()
+_ROTARY_HIDDEN_SIZE: Final = 4096
+_SECOND_GENERATION_VOCABULARY: Final = 125696
+
+
+def config_from_hf(fields: ConfigFields, architecture: str) -> ModelConfig:
+    """Reads a config of BaiChuanForCausalLM (first release) or BaichuanForCausalLM (later ones, of both sizes).
+
+    Raises:
+        UnsupportedModelError: It is a Baichuan-13B or a Baichuan 2.
+    """
+    hidden_size = fields.raw.get("hidden_size")
+    if architecture == "BaichuanForCausalLM" and hidden_size is not None and hidden_size != _ROTARY_HIDDEN_SIZE:
+        raise UnsupportedModelError(
+            f"{fields.path}: {architecture} with hidden_size {hidden_size} has ALiBi positions (Baichuan-13B), which "
+            f"are not supported; expected Baichuan-7B, with hidden_size {_ROTARY_HIDDEN_SIZE}"
+        )
+    if fields.raw.get("vocab_size") == _SECOND_GENERATION_VOCABULARY or "z_loss_weight" in fields.raw:
+        raise UnsupportedModelError(
+            f"{fields.path}: this is a Baichuan 2, whose output head normalises its rows (NormHead); that is not "
+            f"supported; expected Baichuan-7B of the first generation"
+        )
+    return read_decoder(fields, architecture, _DEFAULTS)

@@ -1,0 +1,138 @@
+"""The decoder-only language model that every family is a configuration of."""
+
+import functools
+from types import ModuleType
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools
+from jaxserve.layers.decoder import DecoderLayer
+from jaxserve.layers.embedding import VocabEmbedding
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.norm import RMSNorm
+from jaxserve.layers.parallel import DtypePolicy, Parallel
+from jaxserve.layers.rope import rope_cos_sin
+from pallas_kernels import AttentionBatch, PagedAttention, select
+
+_NOTEBOOK_PAGE_SIZE = 64
+
+
+class CausalLM(nnx.Module):
+    """Embedding, decoder layers, norm and head.
+
+    Parameters are declared with global shapes; inside a ``shard_map`` the same attributes hold a device's shards. On
+    its own, ``CausalLM(config)`` is the whole model on one device, and ``model(tokens)`` gives logits.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        parallel: Parallel = Parallel(),  # noqa: B008 - frozen
+        policy: DtypePolicy = DtypePolicy(),  # noqa: B008 - frozen
+    ):
+        self.config = config
+        self.policy = policy
+        sizes = (config.vocab_size, config.hidden_size)
+        self.embed = VocabEmbedding(*sizes, parallel=parallel, policy=policy)
+        self.layers = nnx.List(
+            DecoderLayer(config, i, parallel=parallel, policy=policy) for i in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, policy=policy)
+        self.head = None if config.tie_embeddings else VocabEmbedding(*sizes, parallel=parallel, policy=policy)
+
+    def hidden(
+        self,
+        tokens: Int[Array, " T"],
+        positions: Int[Array, " T"],
+        lengths: Int[Array, " T"],
+        pools: list[Pools],
+        batch: AttentionBatch,
+        settings: AttentionSettings,
+    ) -> tuple[Float[Array, "T D"], list[Pools]]:
+        """Hidden states before the head's norm, and each layer's pools with the step's keys and values written.
+
+        Args:
+            tokens: Token ids.
+            positions: Place of each token in its row's context.
+            lengths: Tokens its request will have at the end (rotary scalings that depend on length follow it).
+            pools: Key and value pages of each layer.
+            batch: Where each token stands and what it sees.
+            settings: What is fixed at compile time.
+        """
+        x = self.embed(tokens)
+        if self.config.embedding_multiplier != 1.0:
+            x = x * self.config.embedding_multiplier
+        inputs = AttentionInputs(batch, *rope_cos_sin(self.config.rope, positions, lengths))
+        written = []
+        for layer, layer_pools in zip(self.layers, pools, strict=True):
+            x, layer_pools = _run_layer(*nnx.split(layer), x, layer_pools, inputs, settings)
+            written.append(layer_pools)
+        return x, written
+
+    def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Scores of the vocabulary, float32, from hidden states."""
+        head = self.embed if self.head is None else self.head
+        scores = head.logits(self.norm(hidden))
+        return scores if self.config.logits_divisor == 1.0 else scores / self.config.logits_divisor
+
+    def __call__(self, tokens: Int[Array, "B T"] | Int[np.ndarray, "B T"]) -> Float[Array, "B T V"]:
+        """Logits of every token of B sequences, each over its own past; private pages, freed at the end."""
+        num_rows, length = tokens.shape
+        kernel = _kernel_here(self.policy)
+        batch, num_pages = _private_batch(num_rows, length, _NOTEBOOK_PAGE_SIZE)
+        layer = cast(DecoderLayer, self.layers[0]).attention
+        specs = kernel.pool_specs(num_pages, _NOTEBOOK_PAGE_SIZE, layer.num_kv_heads, layer.head_dim)
+        pools = [
+            cast(Pools, tuple(jnp.zeros(spec.shape, self.policy.kv) for spec in specs))
+            for _ in range(self.config.num_layers)
+        ]
+        positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), num_rows)
+        settings = AttentionSettings(kernel, _NOTEBOOK_PAGE_SIZE, decode_only=False)
+        flat = jnp.asarray(tokens, jnp.int32).reshape(-1)
+        x, _ = self.hidden(flat, positions, jnp.full_like(positions, length), pools, batch, settings)
+        return self.logits(x).reshape(num_rows, length, -1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _run_layer(
+    graphdef: nnx.GraphDef,
+    state: nnx.State,
+    x: Float[Array, "T D"],
+    pools: Pools,
+    inputs: AttentionInputs,
+    settings: AttentionSettings,
+) -> tuple[Float[Array, "T D"], Pools]:
+    """One layer. Within a step this is inlined; being a function of its own lets equal layers be traced once."""
+    return nnx.merge(graphdef, state)(x, pools, inputs, settings)
+
+
+def _kernel_here(policy: DtypePolicy) -> PagedAttention:
+    device = jax.devices()[0]
+    module: ModuleType = select(
+        "paged_attention", platform=device.platform, device_kind=device.device_kind, dtype=policy.kv
+    )
+    return cast(PagedAttention, module)
+
+
+def _private_batch(num_rows: int, length: int, page_size: int) -> tuple[AttentionBatch, int]:
+    """Rows of equal length, each with pages of its own, all of it new; and the number of pages."""
+    row_pages = -(-length // page_size)
+    table = np.arange(num_rows * row_pages, dtype=np.int32).reshape(num_rows, row_pages)
+    position = np.tile(np.arange(length), num_rows)
+    batch = AttentionBatch(
+        page_table=table,
+        context_lens=np.full(num_rows, length, np.int32),
+        query_starts=(np.arange(num_rows) * length).astype(np.int32),
+        query_lens=np.full(num_rows, length, np.int32),
+        num_decode=np.int32(0),
+        num_rows=np.int32(num_rows),
+        token_pages=table[np.repeat(np.arange(num_rows), length), position // page_size],
+        token_offsets=(position % page_size).astype(np.int32),
+    )
+    return jax.tree.map(jnp.asarray, batch), table.size

@@ -1,0 +1,190 @@
+"""Hugging Face's ``config.json``, read as plain JSON: no code of the checkpoint or of transformers runs.
+
+Every problem of a file is collected and reported in one error, so that a user fixes it once.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, TypeGuard
+
+from jaxserve.errors import ConfigError, UnsupportedModelError
+
+_MAX_INTEGER: Final = 2**31 - 1
+_MAX_NUMBER: Final = 1e30
+
+
+def read_config_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ConfigError: The file is absent, unreadable, not JSON, or not an object.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{path}: no such file; expected a model directory in Hugging Face's form, with a config.json"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: expected JSON text in UTF-8: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(raw).__name__}")
+    return raw
+
+
+class ConfigFields:
+    """Typed access to the fields of one JSON object; a missing or wrongly typed field is noted and read as a stand-in.
+
+    The caller reads all that it needs and then calls :meth:`raise_problems`; what it built before is usable only if
+    that returns. A null is taken as a missing field unless a method says otherwise.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], path: str, prefix: str = "", problems: list[str] | None = None) -> None:
+        """Wraps ``raw``.
+
+        Args:
+            raw: The object.
+            path: File it came from, for messages.
+            prefix: Put before field names in messages (``rope_scaling.``).
+            problems: List to note problems in; a new one by default.
+        """
+        self.raw = raw
+        self.path = path
+        self._prefix = prefix
+        self._problems: list[str] = [] if problems is None else problems
+
+    def raise_problems(self) -> None:
+        """Raises one ConfigError that lists every problem noted so far; returns if there is none."""
+        if self._problems:
+            raise ConfigError("\n  ".join([f"{self.path} cannot be used:", *self._problems]))
+
+    def note(self, field: str, problem: str) -> None:
+        """Notes that a field cannot be used, and why."""
+        self._problems.append(f"{self._prefix}{field}: {problem}")
+
+    def is_given(self, field: str) -> bool:
+        """Whether the field is there and not null."""
+        return self.raw.get(field) is not None
+
+    def nested(self, field: str) -> "ConfigFields":
+        """The object in a field, or an empty one; problems are noted in this object's list."""
+        value = self.raw.get(field)
+        if value is not None and not isinstance(value, dict):
+            self._reject(field, "an object")
+        inner: dict[str, Any] = value if isinstance(value, dict) else {}
+        return ConfigFields(inner, self.path, f"{self._prefix}{field}.", self._problems)
+
+    def integer(self, field: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
+        """An integer from ``minimum`` to ``maximum``; ``default`` where missing, or a problem if that is None."""
+        value = self.raw.get(field)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum:
+            return value
+        self._reject(field, f"an integer from {minimum} to {maximum}")
+        return minimum
+
+    def nullable_integer(self, field: str, absent: int | None, *, minimum: int = 1) -> int | None:
+        """An integer; None where the field is null, ``absent`` where there is no such field."""
+        if field not in self.raw:
+            return absent
+        return None if self.raw[field] is None else self.integer(field, minimum=minimum)
+
+    def number(self, field: str, default: float | None = None, *, is_zero_allowed: bool = False) -> float:
+        """A number above 0 (up to 1e30); ``default`` where missing, or a problem if that is None."""
+        value = self.raw.get(field)
+        if value is None and default is not None:
+            return default
+        if _is_number(value) and (value > 0 or (is_zero_allowed and value == 0)):
+            return float(value)
+        self._reject(field, "a number of at least 0" if is_zero_allowed else "a number above 0")
+        return 1.0
+
+    def flag(self, field: str, default: bool) -> bool:
+        """True or false."""
+        value = self.raw.get(field)
+        if isinstance(value, bool):
+            return value
+        if value is not None:
+            self._reject(field, "true or false")
+        return default
+
+    def text(self, field: str, default: str) -> str:
+        """A string."""
+        value = self.raw.get(field)
+        if isinstance(value, str):
+            return value
+        if value is not None:
+            self._reject(field, "a string")
+        return default
+
+    def numbers(self, field: str, count: int) -> tuple[float, ...]:
+        """Exactly ``count`` numbers above 0."""
+        value = self.raw.get(field)
+        if isinstance(value, list) and len(value) == count and all(_is_number(each) and each > 0 for each in value):
+            return tuple(float(each) for each in value)
+        self._reject(field, f"a list of {count} numbers above 0")
+        return ()
+
+    def items(self, field: str) -> tuple[object, ...] | None:
+        """The members of a list; None where the field is missing."""
+        value = self.raw.get(field)
+        if isinstance(value, list):
+            return tuple(value)
+        if value is not None:
+            self._reject(field, "a list")
+        return None
+
+    def token_ids(self, field: str, absent: tuple[int, ...]) -> tuple[int, ...]:
+        """One token id or a list of them; none where the field is null, ``absent`` where there is no such field."""
+        value = self.raw.get(field, list(absent))
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= _MAX_INTEGER for each in ids):
+            return tuple(ids)
+        self._reject(field, "a token id, a list of token ids, or null")
+        return ()
+
+    def _reject(self, field: str, expected: str) -> None:
+        value = self.raw.get(field)
+        text = repr(value)
+        shown = text if len(text) <= 80 else f"{text[:77]}..."
+        self.note(field, f"expected {expected}, " + ("but it is missing" if value is None else f"got {shown}"))
+
+
+def check_not_quantized(fields: ConfigFields) -> None:
+    """Raises UnsupportedModelError, naming the method, if the weights are stored quantized.
+
+    Sections that change nothing (empty, or bitsandbytes with both of its loads off) pass.
+    """
+    for field in ("quantization_config", "quantization", "compression_config"):
+        section = fields.raw.get(field)
+        if not section:
+            continue
+        method = _quantization_method(section)
+        if method is not None:
+            raise UnsupportedModelError(
+                f"{fields.path}: its {field} says that the weights are quantized with {method}; "
+                f"expected weights in float32, float16 or bfloat16"
+            )
+
+
+def _quantization_method(section: object) -> str | None:
+    """A name for the quantization that a section of config.json describes, or None if it describes none."""
+    if not isinstance(section, dict):
+        return f"an unknown method ({section!r})"
+    method = section.get("quant_method")
+    if method == "bitsandbytes":
+        loads = [bits for bits in ("4", "8") if section.get(f"load_in_{bits}bit", section.get(f"_load_in_{bits}bit"))]
+        return f"bitsandbytes ({loads[0]}-bit)" if loads else None
+    if method is not None:
+        return str(method)
+    if "group_size" in section and "bits" in section:
+        return f"mlx ({section['bits']}-bit)"
+    return f"an unknown method (fields {', '.join(sorted(map(str, section)))})"
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_MAX_NUMBER <= value <= _MAX_NUMBER

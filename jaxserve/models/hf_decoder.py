@@ -1,0 +1,154 @@
+"""The part of ``config.json`` that all families share: sizes, defaults, sliding windows."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.models.hf_config import ConfigFields
+from jaxserve.models.hf_rope import RopeDefaults, longest_context, read_rope
+
+_MAX_LAYERS: Final = 10_000
+_DTYPES: Final = ("float32", "float16", "bfloat16")
+
+ACTIVATIONS: Final[Mapping[str, str]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "relu": "relu",
+}
+"""Hugging Face's names of the activations there are; where two mean the same function, both give one name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FamilyDefaults:
+    """What a family's class in transformers takes for a field that config.json leaves out.
+
+    Attributes:
+        num_kv_heads: Key/value heads; None means one a query head.
+        head_dim: H; None means D / N.
+        norm_eps: Added to the mean square in every RMSNorm.
+        rope: Of the rotary embedding.
+        tie_embeddings: Whether the head is the embedding.
+        bos_token_id: First token of a text.
+        eos_token_ids: Tokens that end a generation.
+    """
+
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    norm_eps: float = 1e-6
+    rope: RopeDefaults = RopeDefaults()
+    tie_embeddings: bool = False
+    bos_token_id: int | None = 1
+    eos_token_ids: tuple[int, ...] = (2,)
+
+
+def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaults) -> ModelConfig:
+    """A plain pre-norm decoder without biases and windows; the family replaces what it does otherwise.
+
+    Problems are noted in ``fields``: the result is usable only after ``fields.raise_problems()``.
+    """
+    hidden_size = fields.integer("hidden_size")
+    num_layers = fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+    num_heads = fields.integer("num_attention_heads")
+    head_dim = _read_head_dim(fields, hidden_size, num_heads, defaults)
+    rope = read_rope(fields, head_dim, defaults.rope)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_read_kv_heads(fields, num_heads, defaults),
+        head_dim=head_dim,
+        ffn_size=fields.integer("intermediate_size"),
+        norm_eps=fields.number("rms_norm_eps", defaults.norm_eps),
+        activation=_read_activation(fields),
+        max_positions=longest_context(rope),
+        tie_embeddings=fields.flag("tie_word_embeddings", defaults.tie_embeddings),
+        rope=rope,
+        rope_layers=(True,) * num_layers,
+        sliding_windows=(None,) * num_layers,
+        bos_token_id=fields.nullable_integer("bos_token_id", defaults.bos_token_id, minimum=0),
+        eos_token_ids=fields.token_ids("eos_token_id", defaults.eos_token_ids),
+        dtype=_read_dtype(fields),
+    )
+
+
+def read_windows(fields: ConfigFields, window: int | None, sliding: Sequence[bool]) -> tuple[int | None, ...]:
+    """Each layer's window, as ``layer_types`` says, or ``sliding`` where it is missing.
+
+    Args:
+        fields: Of config.json.
+        window: Tokens a sliding layer sees; None if the model has no window.
+        sliding: For each layer, whether it slides where ``layer_types`` does not say.
+    """
+    types = _read_layer_types(fields, len(sliding))
+    if types is not None and any(types) and window is None:
+        fields.note("layer_types", "has sliding_attention, but the other fields of the model give it no sliding window")
+    return tuple(window if slides else None for slides in (sliding if types is None else types))
+
+
+def read_late_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
+    """Qwen's windows: off unless ``use_sliding_window``; then in the layers from ``max_window_layers`` on."""
+    first = fields.integer("max_window_layers", 28, minimum=0)
+    window = fields.nullable_integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
+    return read_windows(fields, window, [window is not None and layer >= first for layer in range(num_layers)])
+
+
+def read_one_window(fields: ConfigFields, window: int | None, num_layers: int) -> tuple[int | None, ...]:
+    """The same window in every layer, for a family that has no ``layer_types``: such a list must say the same."""
+    types = _read_layer_types(fields, num_layers)
+    if types is not None and any(slides != (window is not None) for slides in types):
+        meaning = "full_attention" if window is None else "sliding_attention"
+        fields.note("layer_types", f"expected {meaning} in every layer: this architecture attends alike in all of them")
+    return (window,) * num_layers
+
+
+def _read_layer_types(fields: ConfigFields, num_layers: int) -> tuple[bool, ...] | None:
+    """For each layer, whether it slides; None where config.json has no such list or a wrong one."""
+    types = fields.items("layer_types")
+    if types is None:
+        return None
+    unknown = sorted({str(each) for each in types} - {"full_attention", "sliding_attention"})
+    if unknown:
+        fields.note("layer_types", f"expected full_attention or sliding_attention, got {', '.join(unknown)}")
+        return None
+    if len(types) != num_layers:
+        fields.note("layer_types", f"expected {num_layers} entries, one a layer, got {len(types)}")
+        return None
+    return tuple(each == "sliding_attention" for each in types)
+
+
+def _read_head_dim(fields: ConfigFields, hidden_size: int, num_heads: int, defaults: FamilyDefaults) -> int:
+    if fields.is_given("head_dim") or defaults.head_dim is not None:
+        return fields.integer("head_dim", defaults.head_dim)
+    if hidden_size % num_heads:
+        fields.note("head_dim", f"is missing, and hidden_size {hidden_size} is no multiple of {num_heads} heads")
+    return max(1, hidden_size // num_heads)
+
+
+def _read_kv_heads(fields: ConfigFields, num_heads: int, defaults: FamilyDefaults) -> int:
+    absent = num_heads if defaults.num_kv_heads is None else defaults.num_kv_heads
+    num_kv_heads = fields.nullable_integer("num_key_value_heads", absent) or num_heads
+    if num_heads % num_kv_heads:
+        fields.note("num_key_value_heads", f"expected a divisor of the {num_heads} query heads, got {num_kv_heads}")
+    return num_kv_heads
+
+
+def _read_activation(fields: ConfigFields) -> str:
+    name = fields.text("hidden_act", "silu")
+    if name not in ACTIVATIONS:
+        fields.note("hidden_act", f"expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
+    return ACTIVATIONS.get(name, "silu")
+
+
+def _read_dtype(fields: ConfigFields) -> str:
+    """Reads ``dtype``, or ``torch_dtype`` as it was called before transformers 5."""
+    field = "dtype" if fields.is_given("dtype") else "torch_dtype"
+    dtype = fields.text(field, "float32").removeprefix("torch.")
+    if dtype not in _DTYPES:
+        fields.note(field, f"expected one of {', '.join(_DTYPES)}, got {dtype!r}")
+    return dtype

@@ -1,0 +1,19 @@
+"""Mistral 7B, Nemo and Small: Llama with one sliding window in all layers, or none."""
+
+import dataclasses
+from typing import Final
+
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.models.hf_config import ConfigFields
+from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_one_window
+from jaxserve.models.weights import CheckpointNames
+
+NAMES: Final = CheckpointNames()
+_DEFAULTS: Final = FamilyDefaults(num_kv_heads=8)
+
+
+def config_from_hf(fields: ConfigFields, architecture: str) -> ModelConfig:
+    """Reads a config of MistralForCausalLM: a null ``sliding_window`` means none, a missing one 4096."""
+    base = read_decoder(fields, architecture, _DEFAULTS)
+    window = fields.nullable_integer("sliding_window", 4096)
+    return dataclasses.replace(base, sliding_windows=read_one_window(fields, window, base.num_layers))

@@ -1,0 +1,18 @@
+"""Qwen2 and Qwen2.5: Llama with query, key and value biases, and sliding windows in late layers if switched on."""
+
+import dataclasses
+from typing import Final
+
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.models.hf_config import ConfigFields
+from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_late_windows
+from jaxserve.models.weights import CheckpointNames
+
+NAMES: Final = CheckpointNames()
+_DEFAULTS: Final = FamilyDefaults(num_kv_heads=32, bos_token_id=None, eos_token_ids=())
+
+
+def config_from_hf(fields: ConfigFields, architecture: str) -> ModelConfig:
+    """Reads a config of Qwen2ForCausalLM."""
+    base = read_decoder(fields, architecture, _DEFAULTS)
+    return dataclasses.replace(base, qkv_bias=True, sliding_windows=read_late_windows(fields, base.num_layers))

@@ -1,0 +1,97 @@
+"""Architectures there are: one line each, from the name in ``config.json`` to the file of its family."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Final, Protocol, cast, runtime_checkable
+
+from jaxserve.errors import ConfigError, UnsupportedModelError
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.models.hf_config import ConfigFields, check_not_quantized
+from jaxserve.models.weights import CheckpointNames
+
+_FAMILIES: Final[Mapping[str, str]] = {
+    "BaiChuanForCausalLM": "jaxserve.models.baichuan",
+    "BaichuanForCausalLM": "jaxserve.models.baichuan",
+    "GraniteForCausalLM": "jaxserve.models.granite",
+    "LlamaForCausalLM": "jaxserve.models.llama",
+    "MistralForCausalLM": "jaxserve.models.mistral",
+    "Olmo2ForCausalLM": "jaxserve.models.olmo2",
+    "Phi3ForCausalLM": "jaxserve.models.phi3",
+    "Qwen2ForCausalLM": "jaxserve.models.qwen2",
+    "Qwen3ForCausalLM": "jaxserve.models.qwen3",
+    "SmolLM3ForCausalLM": "jaxserve.models.smollm3",
+}
+
+
+@runtime_checkable
+class Family(Protocol):
+    """What the file of a family holds.
+
+    Attributes:
+        NAMES: Where its checkpoints keep each weight.
+    """
+
+    NAMES: CheckpointNames
+
+    def config_from_hf(self, fields: ConfigFields, architecture: str) -> ModelConfig:
+        """The model that ``config.json`` describes; problems are noted in ``fields`` and raised by the caller."""
+        ...
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """Names that ``architectures`` in config.json may hold, in alphabetical order."""
+    return tuple(sorted(_FAMILIES))
+
+
+def config_from_hf(raw: Mapping[str, Any], path: str) -> ModelConfig:
+    """The model that a Hugging Face config describes.
+
+    Args:
+        raw: The object in ``config.json``.
+        path: Where it was read, for messages.
+
+    Raises:
+        UnsupportedModelError: The architecture is unknown, a variant that is not built, or its weights are quantized.
+        ConfigError: Fields are missing or wrong; one error lists all of them.
+    """
+    fields = ConfigFields(raw, path)
+    architecture = _architecture(fields)
+    check_not_quantized(fields)
+    config = family(architecture).config_from_hf(fields, architecture)
+    fields.raise_problems()
+    return config
+
+
+def checkpoint_names(config: ModelConfig) -> CheckpointNames:
+    """Where the checkpoints of a model's family keep each weight."""
+    return family(config.architecture).NAMES
+
+
+def family(architecture: str) -> Family:
+    """The file of the family that an architecture belongs to.
+
+    Raises:
+        UnsupportedModelError: There is none; the message lists the architectures there are.
+    """
+    if architecture not in _FAMILIES:
+        raise UnsupportedModelError(_unsupported(architecture))
+    return cast(Family, importlib.import_module(_FAMILIES[architecture]))
+
+
+def _architecture(fields: ConfigFields) -> str:
+    """The first supported name in ``architectures``."""
+    names = fields.items("architectures")
+    fields.raise_problems()
+    if not names:
+        raise ConfigError(
+            f"{fields.path}: expected the field architectures to name the model's architecture, but it is "
+            f"{'missing' if names is None else 'empty'}; supported: {', '.join(supported_architectures())}"
+        )
+    for name in names:
+        if name in _FAMILIES:
+            return str(name)
+    raise UnsupportedModelError(f"{fields.path}: {_unsupported(', '.join(map(str, names)))}")
+
+
+def _unsupported(architecture: str) -> str:
+    return f"architecture {architecture} is not supported; supported: {', '.join(supported_architectures())}"

@@ -1,0 +1,48 @@
+"""SmolLM3: Llama that leaves some layers without positions, and may give those a sliding window."""
+
+import dataclasses
+from typing import Final
+
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.models.hf_config import ConfigFields
+from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_windows
+from jaxserve.models.hf_rope import RopeDefaults
+from jaxserve.models.weights import CheckpointNames
+
+NAMES: Final = CheckpointNames()
+_DEFAULTS: Final = FamilyDefaults(
+    num_kv_heads=4,
+    rope=RopeDefaults(theta=2_000_000.0),
+    tie_embeddings=True,
+    bos_token_id=128000,
+    eos_token_ids=(128001,),
+)
+
+
+def config_from_hf(fields: ConfigFields, architecture: str) -> ModelConfig:
+    """Reads a config of SmolLM3ForCausalLM; in ``no_rope_layers`` a 1 is a layer *with* a rotary embedding."""
+    base = read_decoder(fields, architecture, _DEFAULTS)
+    has_bias = fields.flag("attention_bias", False)
+    rope_layers = _read_rope_layers(fields, base.num_layers)
+    window = fields.nullable_integer("sliding_window", None) if fields.flag("use_sliding_window", False) else None
+    sliding = [window is not None and not rotates for rotates in rope_layers]
+    return dataclasses.replace(
+        base,
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+        rope_layers=rope_layers,
+        sliding_windows=read_windows(fields, window, sliding),
+    )
+
+
+def _read_rope_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """For each layer, whether it rotates: as listed, else all but every ``no_rope_layer_interval``-th."""
+    marks = fields.items("no_rope_layers")
+    if marks is None:
+        interval = fields.integer("no_rope_layer_interval", 4)
+        return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+    if len(marks) < num_layers or any(mark not in (0, 1) for mark in marks):
+        fields.note("no_rope_layers", f"expected a 0 or 1 for each of {num_layers} layers, got {len(marks)} entries")
+        return (True,) * num_layers
+    return tuple(bool(mark) for mark in marks[:num_layers])

@@ -1,0 +1,122 @@
+"""What a request returns: vLLM's classes and field names (`vllm/outputs.py`, `vllm/logprobs.py`)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log probability of one token at one position, before temperature and masks."""
+
+    logprob: float
+    rank: int | None = None
+    """1 for the most likely token of the vocabulary, 2 for the next."""
+    decoded_token: str | None = None
+    """The token's own text; U+FFFD where it holds only part of a character."""
+
+
+SampleLogprobs = list[dict[int, Logprob]]
+"""One dict a generated token: token id -> `Logprob`, the k most likely and the sampled one, so k or k + 1 entries."""
+
+PromptLogprobs = list[dict[int, Logprob] | None]
+"""One dict a prompt token; None for the first, which nothing predicts."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of the `n` sequences generated from a prompt."""
+
+    index: int
+    """0 to n - 1."""
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    """Sum over the sampled tokens; None unless log probabilities were asked for."""
+    logprobs: SampleLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    """None while it is being generated."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token id; None for the end-of-sequence token and for other finish reasons."""
+
+    def finished(self) -> bool:
+        """Whether no more tokens will come."""
+        return self.finish_reason is not None
+
+    def __repr__(self) -> str:
+        """The text and how it ended; token ids and log probabilities as counts."""
+        parts = [f"index={self.index}", f"text={self.text!r}", f"token_ids={_listed(self.token_ids)}"]
+        if self.cumulative_logprob is not None:
+            parts.append(f"cumulative_logprob={self.cumulative_logprob:.4f}")
+        if self.logprobs is not None:
+            parts.append(f"logprobs=[{len(self.logprobs)} positions]")
+        parts.append(f"finish_reason={self.finish_reason!r}")
+        if self.stop_reason is not None:
+            parts.append(f"stop_reason={self.stop_reason!r}")
+        return f"CompletionOutput({', '.join(parts)})"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of `time.monotonic()`; None for what has not happened."""
+
+    arrival_s: float
+    queued_s: float | None = None
+    """Checked, tokenized and put into the waiting queue."""
+    scheduled_s: float | None = None
+    """First part of the prompt put into a step."""
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        """From arrival to the first token on the host."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def latency_s(self) -> float | None:
+        """From arrival to the end."""
+        return None if self.finished_s is None else self.finished_s - self.arrival_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A prompt and everything generated from it so far."""
+
+    request_id: str
+    prompt: str | None
+    """None when token ids were given without text."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    """`n` items, ordered by index."""
+    finished: bool
+    prompt_logprobs: PromptLogprobs | None = None
+    metrics: RequestMetrics | None = None
+    """None unless the engine runs with `disable_log_stats=False`."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens whose keys and values were found in the prefix cache."""
+
+    def __repr__(self) -> str:
+        """All fields, with long lists shortened."""
+        parts = [
+            f"request_id={self.request_id!r}",
+            f"prompt={self.prompt!r}",
+            f"prompt_token_ids={_listed(self.prompt_token_ids)}",
+            f"outputs={self.outputs!r}",
+            f"finished={self.finished}",
+        ]
+        if self.prompt_logprobs is not None:
+            parts.append(f"prompt_logprobs=[{len(self.prompt_logprobs)} positions]")
+        if self.metrics is not None:
+            parts.append(f"metrics={self.metrics!r}")
+        if self.num_cached_tokens is not None:
+            parts.append(f"num_cached_tokens={self.num_cached_tokens}")
+        return f"RequestOutput({', '.join(parts)})"
+
+
+def _listed(token_ids: list[int], limit: int = 16) -> str:
+    if len(token_ids) <= limit:
+        return repr(token_ids)
+    shown = ", ".join(map(str, token_ids[: limit - 1]))
+    return f"[{shown}, … {len(token_ids)} ids]"

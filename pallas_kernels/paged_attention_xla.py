@@ -1,0 +1,274 @@
+"""Paged attention in plain XLA: the path for CPUs, and the oracle of other implementations.
+
+Keys are stored transposed inside a page, [P, K, H, p], values as [P, K, p, H], both as flat rows, so that gathering
+pages
+copies rows and both products read their operands in order. Attention walks the context in tiles of several pages with a
+running softmax (online softmax, arXiv:1805.02867): its cost follows the longest context in use, not the page table.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention import AttentionBatch, PoolSpec
+
+_SMALL_TILE = 128  # tokens of context a decode round reads
+_LARGE_TILE = 512  # the same for few rows, whose rounds would be too short to pay for themselves
+_FEW_ROWS = 8
+_QUERY_TILE = 128  # prefill tokens that share a pass over the context
+_PREFILL_TILE = 256  # tokens of context a prefill round reads
+_MASKED = -1e30
+
+
+class _Softmax(NamedTuple):
+    """A softmax in progress: running maximum, sum and weighted values."""
+
+    maximum: Float[Array, "..."]
+    total: Float[Array, "..."]
+    values: Float[Array, "... H"]
+
+
+class _Scoring(NamedTuple):
+    """How products become scores."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+    def __call__(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
+        scores = products * self.scale
+        return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
+
+
+def unsupported(platform: str, device_kind: str, dtype: str) -> str | None:
+    """Runs everywhere."""
+    del platform, device_kind, dtype
+    return None
+
+
+def pool_specs(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[PoolSpec, PoolSpec]:
+    """Pools of flat pages, one more than asked: the last is the null page, which is never written."""
+    spec = PoolSpec((num_pages + 1, num_kv_heads * head_dim * page_size), 1)
+    return spec, spec
+
+
+def write_kv(
+    pools: tuple[Float[Array, "P row"], Float[Array, "P row"]],
+    key: Float[Array, "T K H"],
+    value: Float[Array, "T K H"],
+    batch: AttentionBatch,
+    page_size: int,
+) -> tuple[Float[Array, "P row"], Float[Array, "P row"]]:
+    """Pools with this step's keys and values in their places; a token whose page is out of the pool is dropped."""
+    key_pool, value_pool = pools
+    _, num_kv_heads, head_dim = key.shape
+    pages, offsets = batch.token_pages, batch.token_offsets
+    key_view = key_pool.reshape(-1, num_kv_heads, head_dim, page_size)
+    value_view = value_pool.reshape(-1, num_kv_heads, page_size, head_dim)
+    key_view = key_view.at[pages, :, :, offsets].set(key.astype(key_pool.dtype), mode="drop")
+    value_view = value_view.at[pages, :, offsets].set(value.astype(value_pool.dtype), mode="drop")
+    return key_view.reshape(key_pool.shape), value_view.reshape(value_pool.shape)
+
+
+def attend(
+    query: Float[Array, "T N H"],
+    pools: tuple[Float[Array, "P row"], Float[Array, "P row"]],
+    batch: AttentionBatch,
+    *,
+    page_size: int,
+    num_kv_heads: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    decode_only: bool,
+) -> Float[Array, "T N H"]:
+    """Attention of each query token over its row's context up to itself; see ``PagedAttention.attend``."""
+    num_tokens, num_heads, head_dim = query.shape
+    grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    scoring = _Scoring(scale, window, soft_cap)
+    num_rows = batch.context_lens.shape[0]
+    if decode_only:
+        out = _decode(grouped, pools, batch.page_table, batch.context_lens, page_size, scoring)
+    else:
+        decode_lens = jnp.where(jnp.arange(num_rows) < batch.num_decode, batch.context_lens, 0)
+        out = _decode(grouped[:num_rows], pools, batch.page_table, decode_lens, page_size, scoring)
+        out = _prefill(grouped, out, pools, batch, page_size, scoring)
+    return out.reshape(num_tokens, num_heads, head_dim).astype(query.dtype)
+
+
+def _decode(
+    query: Float[Array, "R K G H"],
+    pools: tuple[Float[Array, "P row"], Float[Array, "P row"]],
+    page_table: Int[Array, "R M"],
+    context_lens: Int[Array, " R"],
+    page_size: int,
+    scoring: _Scoring,
+) -> Float[Array, "R K G H"]:
+    """One query a row. All rows walk together up to the longest context; few rows walk in large tiles first."""
+    num_rows, num_kv_heads, group, head_dim = query.shape
+    longest = context_lens.max()
+    first = jnp.zeros((), jnp.int32)
+    if scoring.window is not None:
+        first = jnp.maximum(jnp.where(context_lens > 0, context_lens, longest) - scoring.window, 0).min()
+    small = _tile_pages(_SMALL_TILE, page_size, page_table.shape[1])
+    large = _tile_pages(_LARGE_TILE, page_size, page_table.shape[1]) if num_rows <= _FEW_ROWS else small
+    shape = (num_rows, num_kv_heads, group)
+    state = _Softmax(jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+
+    def walk(state: _Softmax, tile: int, start: Int[Array, ""], stop: Int[Array, ""]) -> _Softmax:
+        def round_(i, state):
+            return _decode_tile(state, i, tile, query, pools, page_table, context_lens, page_size, scoring)
+
+        return lax.fori_loop(start, stop, round_, state)
+
+    small_tokens, large_tokens = small * page_size, large * page_size
+    if large % small == 0 and large > small:
+        whole = longest // large_tokens
+        state = walk(state, large, first // large_tokens, whole)
+        walked = whole * (large // small)
+        state = walk(state, small, jnp.maximum(walked, first // small_tokens), -(-longest // small_tokens))
+    else:
+        state = walk(state, small, first // small_tokens, -(-longest // small_tokens))
+    return state.values / jnp.maximum(state.total, 1e-30)[..., None]
+
+
+def _decode_tile(
+    state: _Softmax,
+    i: Int[Array, ""],
+    tile: int,
+    query: Float[Array, "R K G H"],
+    pools: tuple[Float[Array, "P row"], Float[Array, "P row"]],
+    page_table: Int[Array, "R M"],
+    context_lens: Int[Array, " R"],
+    page_size: int,
+    scoring: _Scoring,
+) -> _Softmax:
+    """The softmax of every row with ``tile`` more pages of its context."""
+    num_rows, num_kv_heads, group, head_dim = query.shape
+    key_pool, value_pool = pools
+    pages = _table_slice(page_table, i, tile)
+    keys = jnp.take(key_pool, pages, axis=0, mode="clip").reshape(num_rows, tile, num_kv_heads, head_dim, page_size)
+    values = jnp.take(value_pool, pages, axis=0, mode="clip").reshape(num_rows, tile, num_kv_heads, page_size, head_dim)
+    spread = jnp.broadcast_to(query[:, None], (num_rows, tile, num_kv_heads, group, head_dim))
+    batched = (((4,), (3,)), ((0, 1, 2), (0, 1, 2)))
+    scores = scoring(_dot(spread, keys, batched))
+    position = (i * tile * page_size + jnp.arange(tile * page_size)).reshape(tile, 1, 1, page_size)
+    length = context_lens[:, None, None, None, None]
+    seen = position < length
+    if scoring.window is not None:
+        seen &= position >= length - scoring.window
+    scores = jnp.where(seen, scores, _MASKED)
+    maximum = jnp.maximum(state.maximum, scores.max((1, 4)))
+    weights = jnp.where(seen, jnp.exp(scores - maximum[:, None, :, :, None]), 0)
+    kept = jnp.exp(state.maximum - maximum)
+    added = _dot(weights, values, batched).sum(1)
+    return _Softmax(maximum, state.total * kept + weights.sum((1, 4)), state.values * kept[..., None] + added)
+
+
+def _prefill(
+    query: Float[Array, "T K G H"],
+    decoded: Float[Array, "R K G H"],
+    pools: tuple[Float[Array, "P row"], Float[Array, "P row"]],
+    batch: AttentionBatch,
+    page_size: int,
+    scoring: _Scoring,
+) -> Float[Array, "T K G H"]:
+    """Rows behind the decode rows, a tile of a row's queries at a time, each over the context it can see.
+
+    Tiles are written in order and whole: what one writes behind its row's end is overwritten by the next, or is
+    padding.
+    """
+    num_tokens = query.shape[0]
+    tile = min(_QUERY_TILE, num_tokens)
+    padded = jnp.pad(query, ((0, tile), (0, 0), (0, 0), (0, 0)))
+    out = jnp.zeros(padded.shape, jnp.float32)
+    out = lax.dynamic_update_slice_in_dim(out, decoded.astype(jnp.float32), 0, 0)
+
+    def row_round(row, out):
+        start, length = batch.query_starts[row], batch.query_lens[row]
+        prefix = batch.context_lens[row] - length
+
+        def tile_round(i, out):
+            queries = lax.dynamic_slice_in_dim(padded, start + i * tile, tile)
+            first = prefix + i * tile
+            last = jnp.minimum(first + tile, prefix + length)
+            attended = _prefill_tile(queries, first, last, pools, batch.page_table[row], page_size, scoring)
+            return lax.dynamic_update_slice_in_dim(out, attended, start + i * tile, 0)
+
+        return lax.fori_loop(0, -(-length // tile), tile_round, out)
+
+    return lax.fori_loop(batch.num_decode, batch.num_rows, row_round, out)[:num_tokens]
+
+
+def _prefill_tile(
+    query: Float[Array, "Q K G H"],
+    first: Int[Array, ""],
+    last: Int[Array, ""],
+    pools: tuple[Float[Array, "P row"], Float[Array, "P row"]],
+    pages: Int[Array, " M"],
+    page_size: int,
+    scoring: _Scoring,
+) -> Float[Array, "Q K G H"]:
+    """Queries at positions ``first``.. over the context before ``last``."""
+    num_queries, num_kv_heads, group, head_dim = query.shape
+    key_pool, value_pool = pools
+    tile = _tile_pages(_PREFILL_TILE, page_size, pages.shape[0])
+    tokens = tile * page_size
+    stacked = query.transpose(1, 2, 0, 3).reshape(num_kv_heads, group * num_queries, head_dim)
+    shape = (num_kv_heads, group, num_queries)
+    state = _Softmax(jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    position = first + jnp.arange(num_queries)
+    batched = (((2,), (1,)), ((0,), (0,)))
+
+    def round_(i, state):
+        chosen = _table_slice(pages[None], i, tile)[0]
+        keys = jnp.take(key_pool, chosen, axis=0, mode="clip").reshape(tile, num_kv_heads, head_dim, page_size)
+        values = jnp.take(value_pool, chosen, axis=0, mode="clip").reshape(tile, num_kv_heads, page_size, head_dim)
+        keys = keys.transpose(1, 2, 0, 3).reshape(num_kv_heads, head_dim, tokens)
+        values = values.transpose(1, 0, 2, 3).reshape(num_kv_heads, tokens, head_dim)
+        scores = scoring(_dot(stacked, keys, batched)).reshape(*shape, tokens)
+        context = i * tokens + jnp.arange(tokens)
+        seen = context[None, :] <= position[:, None]
+        if scoring.window is not None:
+            seen &= context[None, :] > position[:, None] - scoring.window
+        scores = jnp.where(seen, scores, _MASKED)
+        maximum = jnp.maximum(state.maximum, scores.max(-1))
+        weights = jnp.where(seen, jnp.exp(scores - maximum[..., None]), 0)
+        kept = jnp.exp(state.maximum - maximum)
+        added = _dot(weights.reshape(num_kv_heads, group * num_queries, tokens), values, batched)
+        return _Softmax(
+            maximum,
+            state.total * kept + weights.sum(-1),
+            state.values * kept[..., None] + added.reshape(*shape, head_dim),
+        )
+
+    start = jnp.zeros((), jnp.int32)
+    if scoring.window is not None:
+        start = jnp.maximum(first - scoring.window + 1, 0) // tokens
+    state = lax.fori_loop(start, -(-last // tokens), round_, state)
+    out = state.values / jnp.maximum(state.total, 1e-30)[..., None]
+    return out.transpose(2, 0, 1, 3)
+
+
+def _tile_pages(tokens: int, page_size: int, table_pages: int) -> int:
+    """Pages of a tile: about ``tokens``, and fewer than the table, whose gather would else leave its loop."""
+    return max(1, min(tokens // page_size, table_pages - 1))
+
+
+def _table_slice(page_table: Int[Array, "R M"], i: Int[Array, ""], tile: int) -> Int[Array, "R tile"]:
+    """Pages ``i * tile``.. of each row; a last tile beyond the table is filled with the table's last column."""
+    columns = jnp.minimum(i * tile + jnp.arange(tile), page_table.shape[1] - 1)
+    return jnp.take(page_table, columns, axis=1, mode="clip")
+
+
+def _dot(left: Float[Array, "..."], right: Float[Array, "..."], dimensions: tuple) -> Float[Array, "..."]:
+    """Batched product in float32; operands in the pool's type, never rounded below it."""
+    return lax.dot_general(
+        left.astype(right.dtype),
+        right,
+        dimensions,
+        precision=lax.Precision.HIGHEST if right.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )

@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Makes .venv at the repository root and installs the project into it, editable.
+#
+#   bash scripts/make_venv.sh            what running the engine needs
+#   bash scripts/make_venv.sh dev        the same plus an extra of pyproject.toml
+#
+# Does nothing, in well under a second, when .venv already holds what pyproject.toml and the constraints file ask for.
+# PYTHON=/path/to/python chooses the interpreter of a new .venv; otherwise the first Python >= 3.11 found is taken.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="$root/.venv"
+extra="${1:-}"
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+unset PYTHONPATH PYTHONHOME
+
+is_python_new_enough() {
+  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.12 python3.13 python3.14 python \
+    "$HOME"/.pyenv/versions/3.1[1-9].*/bin/python; do
+    if is_python_new_enough "$candidate"; then
+      echo "$candidate"
+      return
+    fi
+    if [ "$candidate" = "${PYTHON:-}" ]; then
+      echo "error: PYTHON=$PYTHON is not a Python >= 3.11 that runs here" >&2
+      return 1
+    fi
+  done
+  echo "error: jaxserve needs Python >= 3.11. Looked for python3, python3.11 to python3.14, python and pyenv's versions;" \
+    "python3 here is: $(python3 --version 2>/dev/null || echo absent)." \
+    "Install one, or name it: PYTHON=/path/to/python bash scripts/quickstart.sh" >&2
+  return 1
+}
+
+create_venv() {
+  local python
+  python="$(find_python)"
+  echo "Creating .venv with $("$python" --version)"
+  if "$python" -c 'import ensurepip' >/dev/null 2>&1; then
+    "$python" -m venv --clear "$venv"
+  else # Debian's python3 without python3-venv: pip can install itself into the new environment.
+    "$python" -m venv --clear --without-pip "$venv"
+    "$python" -m pip --python "$venv/bin/python" install --quiet pip || {
+      echo "error: $python has neither ensurepip nor a pip >= 22.3; on Debian: apt install python3-venv" >&2
+      return 1
+    }
+  fi
+}
+
+is_venv_whole() { # False too when a run before this one was stopped while it made the environment.
+  is_python_new_enough "$venv/bin/python" &&
+    "$venv/bin/python" -c 'import sys, importlib.util; sys.exit(importlib.util.find_spec("pip") is None)'
+}
+
+if ! is_venv_whole; then
+  create_venv
+fi
+
+version="$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+constraints="$root/scripts/constraints-$version.txt"
+[ -f "$constraints" ] || constraints=/dev/null
+
+# One stamp an extra: what was asked for, and where, when the last installation of it ended well.
+stamp="$venv/.installed-${extra:-core}"
+wanted="$root $version $(cat "$root/pyproject.toml" "$constraints" | cksum)"
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+  exit 0
+fi
+
+echo "Installing jaxserve${extra:+ with the extra \"$extra\"} into .venv (a few minutes the first time)"
+if [ "$constraints" = /dev/null ]; then
+  echo "There is no tested set of versions for Python $version (scripts/constraints-$version.txt): taking the newest allowed"
+fi
+"$venv/bin/python" -m pip install --quiet --constraint "$constraints" --editable "$root${extra:+[$extra]}"
+echo "$wanted" >"$stamp"
+echo "$wanted" >"$venv/.installed-core"

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# From a fresh clone to generated text: makes .venv, installs, and lets the embedded demo model answer several prompts
+# that are decoded together. Prints the texts with tokens/s, and where the memory went. The second run takes seconds.
+#
+#   bash scripts/quickstart.sh [arguments of "jaxserve generate", such as --json]
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+bash "$root/scripts/make_venv.sh"
+exec "$root/.venv/bin/jaxserve" generate --model demo --prompts "$root/scripts/demo_prompts.txt" \
+  --temperature 0 --max-tokens 32 "$@" </dev/null

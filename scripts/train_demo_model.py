@@ -1,0 +1,252 @@
+"""Train the demo model from text that it generates itself, and write it as a Hugging Face directory.
+
+    python scripts/train_demo_model.py --out DIR [--seed 0] [--steps N]
+
+TIMING
+"""
+
+import argparse
+import math
+import time
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+from safetensors.numpy import save_file
+
+from jaxserve.demo import tasks
+from jaxserve.demo.model_directory import (
+    FFN_SIZE,
+    HEAD_SIZE,
+    HIDDEN_SIZE,
+    NORM_EPSILON,
+    NUM_HEADS,
+    NUM_LAYERS,
+    ROPE_THETA,
+    write_model_directory,
+)
+from jaxserve.demo.training_text import (
+    PIECES,
+    Batch,
+    chat_example,
+    completion_example,
+    packed_batches,
+    training_examples,
+)
+
+NUM_STEPS = 2500
+NUM_ROWS = 32
+REPORT_STEPS = 500
+WARM_UP_STEPS = 50
+MUON_RATE = 0.02
+MUON_MOMENTUM = 0.95
+WEIGHT_DECAY = 0.1
+ADAM_RATE = 3e-3
+ADAM_DECAYS = (0.9, 0.98)
+
+Params = dict[str, Array]
+
+
+class TrainState(NamedTuple):
+    """Weights and the optimiser's moments, each under the weights' Hugging Face names."""
+
+    params: Params
+    first: Params
+    second: Params
+
+
+def init_params(seed: int) -> Params:
+    """Return float32 weights under their Hugging Face names, matrices as [out, in]."""
+    heads = NUM_HEADS * HEAD_SIZE
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (len(PIECES), HIDDEN_SIZE)}
+    for layer in range(NUM_LAYERS):
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (HIDDEN_SIZE,)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            shapes[f"{prefix}self_attn.{name}.weight"] = (heads, HIDDEN_SIZE)
+        shapes[prefix + "self_attn.o_proj.weight"] = (HIDDEN_SIZE, heads)
+        shapes[prefix + "post_attention_layernorm.weight"] = (HIDDEN_SIZE,)
+        shapes[prefix + "mlp.gate_proj.weight"] = (FFN_SIZE, HIDDEN_SIZE)
+        shapes[prefix + "mlp.up_proj.weight"] = (FFN_SIZE, HIDDEN_SIZE)
+        shapes[prefix + "mlp.down_proj.weight"] = (HIDDEN_SIZE, FFN_SIZE)
+    shapes["model.norm.weight"] = (HIDDEN_SIZE,)
+    source = np.random.default_rng(seed)
+    return {
+        name: jnp.ones(shape) if len(shape) == 1 else jnp.asarray(source.normal(0, 0.02, shape), jnp.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def rms_norm(x: Float[Array, "B T D"], weight: Float[Array, " D"]) -> Float[Array, "B T D"]:
+    """Return x over its root mean square, times the weight."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + NORM_EPSILON) * weight
+
+
+def rotate(x: Float[Array, "B N T H"]) -> Float[Array, "B N T H"]:
+    """Return heads rotated by their position in the row (rotary embedding, halves convention)."""
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[2])[:, None] * ROPE_THETA ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def attend(x: Float[Array, "B T D"], params: Params, prefix: str, mask: Bool[Array, "B T T"]) -> Float[Array, "B T D"]:
+    """Return the self-attention of one layer over packed rows."""
+    num_rows, length, _ = x.shape
+
+    def heads(name: str) -> Float[Array, "B N T H"]:
+        return (x @ params[prefix + name].T).reshape(num_rows, length, NUM_HEADS, HEAD_SIZE).swapaxes(1, 2)
+
+    q, k, v = rotate(heads("q_proj.weight")), rotate(heads("k_proj.weight")), heads("v_proj.weight")
+    scores = q @ k.swapaxes(2, 3) / math.sqrt(HEAD_SIZE)
+    weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -1e30), axis=-1)
+    return (weights @ v).swapaxes(1, 2).reshape(num_rows, length, -1) @ params[prefix + "o_proj.weight"].T
+
+
+def forward(params: Params, token_ids: Int[Array, "B T"], segments: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    """Return next-token logits of packed rows; a token sees the earlier ones of its own segment."""
+    causal = jnp.tril(jnp.ones((token_ids.shape[1], token_ids.shape[1]), bool))
+    mask = causal & (segments[:, :, None] == segments[:, None, :])
+    x = params["model.embed_tokens.weight"][token_ids]
+    for layer in range(NUM_LAYERS):
+        prefix = f"model.layers.{layer}."
+        x += attend(rms_norm(x, params[prefix + "input_layernorm.weight"]), params, prefix + "self_attn.", mask)
+        y = rms_norm(x, params[prefix + "post_attention_layernorm.weight"])
+        gate = jax.nn.silu(y @ params[prefix + "mlp.gate_proj.weight"].T)
+        x += (gate * (y @ params[prefix + "mlp.up_proj.weight"].T)) @ params[prefix + "mlp.down_proj.weight"].T
+    return rms_norm(x, params["model.norm.weight"]) @ params["model.embed_tokens.weight"].T
+
+
+def loss_of(
+    params: Params, token_ids: Int[Array, "B T"], segments: Int[Array, "B T"], is_answer: Bool[Array, "B T"]
+) -> Float[Array, ""]:
+    """Return the mean cross-entropy of the answer tokens, nats."""
+    logits = forward(params, token_ids, segments)[:, :-1]
+    chosen = jnp.take_along_axis(logits, token_ids[:, 1:, None], axis=-1)[..., 0]
+    losses = jax.nn.logsumexp(logits, axis=-1) - chosen
+    return jnp.sum(losses * is_answer[:, 1:]) / jnp.sum(is_answer[:, 1:])
+
+
+def orthogonalize(update: Float[Array, "O I"]) -> Float[Array, "O I"]:
+    """Return the nearest half-orthogonal matrix, roughly (Muon's five quintic Newton-Schulz steps)."""
+    is_tall = update.shape[0] > update.shape[1]
+    x = update.T if is_tall else update
+    x = x / (jnp.linalg.norm(x) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.T if is_tall else x
+
+
+def learning_rate(step: Int[Array, ""], num_steps: int) -> Float[Array, ""]:
+    """Return the share of the peak learning rate: a linear warm-up, then half a cosine to zero."""
+    progress = (step - WARM_UP_STEPS) / max(1, num_steps - WARM_UP_STEPS)
+    return jnp.where(step < WARM_UP_STEPS, (step + 1) / WARM_UP_STEPS, 0.5 + 0.5 * jnp.cos(jnp.pi * progress))
+
+
+def update(state: TrainState, grads: Params, step: Int[Array, ""], num_steps: int) -> TrainState:
+    """Return the state after one optimiser step: Muon for the matrices of the layers, Adam for the rest."""
+    rate = learning_rate(step, num_steps)
+    params, first, second = dict(state.params), dict(state.first), dict(state.second)
+    for name, grad in grads.items():
+        if name.endswith("proj.weight"):
+            first[name] = MUON_MOMENTUM * first[name] + grad
+            stretch = math.sqrt(max(1.0, grad.shape[0] / grad.shape[1]))
+            change = MUON_RATE * stretch * orthogonalize(grad + MUON_MOMENTUM * first[name])
+            params[name] = params[name] * (1 - rate * MUON_RATE * WEIGHT_DECAY) - rate * change
+            continue
+        first[name] = ADAM_DECAYS[0] * first[name] + (1 - ADAM_DECAYS[0]) * grad
+        second[name] = ADAM_DECAYS[1] * second[name] + (1 - ADAM_DECAYS[1]) * grad * grad
+        mean = first[name] / (1 - ADAM_DECAYS[0] ** (step + 1))
+        scale = jnp.sqrt(second[name] / (1 - ADAM_DECAYS[1] ** (step + 1))) + 1e-8
+        params[name] = params[name] - rate * ADAM_RATE * mean / scale
+    return TrainState(params, first, second)
+
+
+@partial(jax.jit, static_argnames="num_steps", donate_argnums=0)
+def train_step(
+    state: TrainState,
+    step: Int[Array, ""],
+    token_ids: Int[Array, "B T"],
+    segments: Int[Array, "B T"],
+    is_answer: Bool[Array, "B T"],
+    num_steps: int,
+) -> tuple[TrainState, Float[Array, ""]]:
+    """Return the state after one batch, and the batch's loss in nats."""
+    loss, grads = jax.value_and_grad(loss_of)(state.params, token_ids, segments, is_answer)
+    return update(state, grads, step, num_steps), loss
+
+
+@jax.jit
+def predict(params: Params, token_ids: Int[Array, "B T"], segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Return the most likely next token at each place."""
+    return jnp.argmax(forward(params, token_ids, segments), axis=-1)
+
+
+def held_out_accuracy(params: Params, num_items: int, seed: int) -> dict[str, float]:
+    """Return, for each "task form", the share of held-out items whose greedy answer is exactly right.
+
+    Greedy decoding writes the answer if and only if each of its tokens, and the end after it, is the most likely one
+    after the right tokens before it; so one forward pass over question and answer decides.
+    """
+
+    def num_wrong(batch: Batch) -> int:
+        return batch.num_wrong(np.asarray(predict(params, jnp.asarray(batch.token_ids), jnp.asarray(batch.segments))))
+
+    report: dict[str, float] = {}
+    for task in tasks.TASKS:
+        items = tasks.held_out(task, num_items, seed)
+        for form, write in (("chat", chat_example), ("completion", completion_example)):
+            batches = packed_batches((write(item) for item in items), NUM_ROWS)
+            report[f"{task} {form}"] = 1 - sum(map(num_wrong, batches)) / num_items
+    return report
+
+
+def save(params: Params, directory: Path) -> None:
+    """Write the Hugging Face directory, weights in bfloat16."""
+    write_model_directory(directory)
+    stored = {name: np.asarray(weight.astype(jnp.bfloat16)) for name, weight in sorted(params.items())}
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "model.safetensors").chmod(0o644)
+
+
+def train(seed: int, num_steps: int, out: Path) -> Params:
+    """Return trained float32 weights; saves them and prints the held-out accuracy every `REPORT_STEPS` steps."""
+    params = init_params(seed)
+    state = TrainState(params, jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
+    batches = packed_batches(training_examples(seed), NUM_ROWS)
+    started, losses = time.monotonic(), []
+    for step in range(num_steps):
+        batch = next(batches)
+        arrays = map(jnp.asarray, (batch.token_ids, batch.segments, batch.is_answer))
+        state, loss = train_step(state, jnp.asarray(step), *arrays, num_steps=num_steps)
+        losses.append(loss)
+        if (step + 1) % 50 == 0:
+            print(f"{step + 1} {time.monotonic() - started:.0f} s loss {np.mean(losses[-50:]):.4f}", flush=True)
+        if (step + 1) % REPORT_STEPS == 0 or step + 1 == num_steps:
+            save(state.params, out)
+            accuracy = held_out_accuracy(state.params, 100, seed=1)
+            print(" ".join(f"{name} {share:.3f}" for name, share in accuracy.items()), flush=True)
+    return state.params
+
+
+def main() -> None:
+    """Train, write the directory, and print the stored weights' accuracy on 500 held-out items a task and form."""
+    parser = argparse.ArgumentParser(description="Train the demo model and write it as a Hugging Face directory.")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the text")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="batches to train on")
+    arguments = parser.parse_args()
+    params = train(arguments.seed, arguments.steps, arguments.out)
+    stored = {name: weight.astype(jnp.bfloat16).astype(jnp.float32) for name, weight in params.items()}
+    for name, share in held_out_accuracy(stored, 500, seed=0).items():
+        print(f"{name} {share:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Device meshes, layouts as data, and the collectives they imply. Imports nothing else of this project."""
+
+from sharding.axes import LOGICAL_AXES, MESH_AXES
+from sharding.layout import LayoutError, ShardingLayout
+from sharding.mesh import MeshError, MeshShape, data_slices, ensure_cpu_devices, make_mesh
+from sharding.registry import LAYOUTS, get_layout
+
+__all__ = [
+    "LAYOUTS",
+    "LOGICAL_AXES",
+    "MESH_AXES",
+    "LayoutError",
+    "MeshError",
+    "MeshShape",
+    "ShardingLayout",
+    "data_slices",
+    "ensure_cpu_devices",
+    "get_layout",
+    "make_mesh",
+]

@@ -1,0 +1,9 @@
+"""The two vocabularies of a layout: axes of the device mesh and logical axes of arrays."""
+
+from typing import Literal, get_args
+
+MeshAxis = Literal["data", "stage", "tensor", "expert"]
+MESH_AXES: tuple[MeshAxis, ...] = get_args(MeshAxis)
+
+LogicalAxis = Literal["vocab", "embed", "q_heads", "kv_heads", "head_dim", "ffn", "experts", "batch", "pages"]
+LOGICAL_AXES: tuple[LogicalAxis, ...] = get_args(LogicalAxis)

@@ -1,0 +1,1 @@
+"""One file a layout, each listed in ``sharding.registry``."""

@@ -1,0 +1,99 @@
+"""The named device mesh, its slices, and virtual CPU devices to try layouts on."""
+
+import dataclasses
+import os
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from sharding.axes import MESH_AXES
+
+
+class MeshError(ValueError):
+    """The devices asked for cannot be had."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshShape:
+    """Devices along each mesh axis; an axis of size 1 costs nothing."""
+
+    data: int = 1
+    stage: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    def __post_init__(self):
+        for axis in MESH_AXES:
+            size = getattr(self, axis)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise MeshError(f"mesh axis {axis!r}: expected a whole number of devices >= 1, got {size!r}")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes in the order of ``MESH_AXES``."""
+        return self.data, self.stage, self.tensor, self.expert
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the whole mesh."""
+        return int(np.prod(self.sizes))
+
+
+def ensure_cpu_devices(num_devices: int) -> None:
+    """Asks for virtual CPU devices, where the CPU is the platform and no JAX backend is up yet.
+
+    Must run before the first JAX operation of the process. On a platform other than CPU the setting is without effect.
+
+    Args:
+        num_devices: How many devices the mesh needs.
+
+    Raises:
+        MeshError: A backend is already up with fewer devices.
+    """
+    # JAX's CPU collectives deadlock when many sharded steps are queued on few threads; read once, when the backend
+    # starts.
+    os.environ.setdefault("PJRT_NPROC", str(max(16, os.cpu_count() or 1)))
+    if num_devices <= 1:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError:
+        if jax.device_count() < num_devices:
+            raise MeshError(_too_few(num_devices)) from None
+
+
+def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
+    """Builds the mesh over the first devices of the platform.
+
+    Args:
+        shape: Size of each axis.
+        devices: Devices to use in mesh order; None takes ``jax.devices()``.
+
+    Raises:
+        MeshError: Fewer devices exist than the shape needs.
+    """
+    devices = jax.devices() if devices is None else devices
+    if len(devices) < shape.num_devices:
+        raise MeshError(_too_few(shape.num_devices, len(devices)))
+    grid = np.array(devices[: shape.num_devices], dtype=object).reshape(shape.sizes)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def data_slices(mesh: Mesh) -> list[Mesh]:
+    """One sub-mesh for each index along ``data``, each with all four axes (``data`` of size 1)."""
+    return [
+        Mesh(mesh.devices[i : i + 1], MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+        for i in range(mesh.devices.shape[0])
+    ]
+
+
+def _too_few(asked: int, found: int | None = None) -> str:
+    found = jax.device_count() if found is None else found
+    platform = jax.default_backend()
+    hint = (
+        f"; set jax.config.update('jax_num_cpu_devices', {asked}) before the first JAX operation"
+        if platform == "cpu"
+        else ""
+    )
+    return f"{asked} devices asked for, but JAX runs with {found} {platform} device(s){hint}"

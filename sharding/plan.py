@@ -1,0 +1,59 @@
+"""What a program communicates, counted in its jaxpr, where every collective stands as it was written."""
+
+import collections
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+from jax.extend import core
+
+_KINDS = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "ppermute": "collective-permute",
+    "all_to_all": "all-to-all",
+}
+
+
+class Collective(NamedTuple):
+    """One collective equation: its kind, mesh axes, bytes a device receives, and how often it runs a call."""
+
+    kind: str
+    axes: tuple[str, ...]
+    num_bytes: int
+    times: int
+
+
+def collectives(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[Collective]:
+    """Collectives of a jaxpr and of all jaxprs inside it; a scan's count for each round, a while body's once."""
+    for equation in jaxpr.eqns:
+        kind = _KINDS.get(equation.primitive.name)
+        if kind is not None:
+            axes = equation.params.get("axes", equation.params.get("axis_name"))
+            num_bytes = sum(v.aval.size * v.aval.dtype.itemsize for v in equation.outvars)
+            yield Collective(kind, axes if isinstance(axes, tuple) else (axes,), num_bytes, times)
+        rounds = times * equation.params["length"] if equation.primitive.name == "scan" else times
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from collectives(inner, rounds)
+
+
+def count_collectives(traced: jax.stages.Traced) -> dict[str, int]:
+    """How many collectives of each kind one call of a traced function does."""
+    counts: collections.Counter[str] = collections.Counter()
+    for collective in collectives(traced.jaxpr.jaxpr):
+        counts[collective.kind] += collective.times
+    return dict(counts)
+
+
+def bytes_per_device(shape: tuple[int, ...], itemsize: int, sharding: jax.sharding.Sharding) -> int:
+    """Bytes of one array on each device of its sharding."""
+    local = sharding.shard_shape(shape)
+    size = itemsize
+    for dimension in local:
+        size *= dimension
+    return size

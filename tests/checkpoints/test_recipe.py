@@ -1,0 +1,34 @@
+"""Recipes are checked when they are made."""
+
+import pytest
+
+from checkpoints import Piece, TensorRecipe, whole
+
+
+def test_whole() -> None:
+    recipe = whole("w", [3, 4])
+    assert recipe == TensorRecipe((3, 4), (Piece("w", (0, 0), (0, 0), (3, 4)),), (("w", (3, 4)),))
+    assert recipe.num_elements == 12
+    assert whole("scalar", ()).num_elements == 1
+
+
+def test_a_piece_outside_its_source() -> None:
+    with pytest.raises(ValueError, match=r"does not lie inside its source of shape \[4, 4\]"):
+        TensorRecipe((4, 4), (Piece("w", (2, 0), (0, 0), (3, 4)),), (("w", (4, 4)),))
+    with pytest.raises(ValueError, match="does not lie inside its source"):
+        TensorRecipe((4, 4), (Piece("w", (-1, 0), (0, 0), (3, 4)),), (("w", (4, 4)),))
+
+
+def test_a_piece_outside_the_array() -> None:
+    with pytest.raises(ValueError, match=r"does not lie inside the array of shape \[2, 4\]"):
+        TensorRecipe((2, 4), (Piece("w", (0, 0), (0, 0), (3, 4)),), (("w", (4, 4)),))
+
+
+def test_a_piece_of_another_rank() -> None:
+    with pytest.raises(ValueError, match="does not lie inside"):
+        TensorRecipe((4,), (Piece("w", (0, 0), (0,), (4,)),), (("w", (4, 4)),))
+
+
+def test_a_piece_of_an_unlisted_tensor() -> None:
+    with pytest.raises(ValueError, match=r"not among the sources \['w'\]"):
+        TensorRecipe((4,), (Piece("v", (0,), (0,), (4,)),), (("w", (4,)),))

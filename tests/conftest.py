@@ -1,0 +1,64 @@
+"""Test-wide settings: eight virtual CPU devices, no network, warnings as errors (see pyproject.toml).
+
+Environment variables are set before JAX is imported, since its CPU backend reads them once.
+"""
+
+import os
+from pathlib import Path
+
+# Threads enough for the collectives of eight virtual devices on any number of cores, and an end with a message when one
+# is stuck all the same.
+os.environ.setdefault("PJRT_NPROC", "16")
+_COLLECTIVE_TIMEOUTS = (
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=10 --xla_cpu_collective_call_terminate_timeout_seconds=30"
+)
+if "xla_cpu_collective_call" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COLLECTIVE_TIMEOUTS}".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import hypothesis  # noqa: E402  (after the environment that JAX reads)
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+NUM_CPU_DEVICES = 8
+
+jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
+
+# No test is timed; a failure found in continuous integration must come back at the next run.
+hypothesis.settings.register_profile("jaxserve", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("jaxserve")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked `gpu` unless the environment asks JAX for one, as `JAX_PLATFORMS=cuda,cpu` does."""
+    platforms = os.environ["JAX_PLATFORMS"].split(",")
+    if {"cuda", "gpu"}.isdisjoint(platforms):
+        skip = pytest.mark.skip(reason="needs a GPU: run with JAX_PLATFORMS=cuda,cpu")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The repository root."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real configs, tokenizers, traces and the stories260k model that lies beside a checkout."""
+    path = REPOSITORY.parent / "shared" / "data"
+    if not path.is_dir():
+        pytest.skip(f"needs the data folder {path}, which is not part of the repository")
+    return path
+
+
+@pytest.fixture(scope="session")
+def stories_model(shared_data: Path) -> Path:
+    """Directory of the trained 260k-parameter Llama (Hugging Face layout, float32)."""
+    return shared_data / "models" / "stories260k"

@@ -1,0 +1,76 @@
+"""What requests return, and how errors read."""
+
+import pickle
+
+import pytest
+
+from jaxserve.errors import ConfigError, EngineDeadError, JaxserveError, RequestError, UnsupportedModelError
+from jaxserve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+
+
+def completion(**changes: object) -> CompletionOutput:
+    values: dict = {"index": 0, "text": " there", "token_ids": [5, 6]}
+    return CompletionOutput(**{**values, **changes})
+
+
+def test_completion_is_finished_when_it_has_a_reason() -> None:
+    assert not completion().finished()
+    assert completion(finish_reason="length").finished()
+
+
+def test_repr_of_a_completion_is_short() -> None:
+    assert repr(completion()) == "CompletionOutput(index=0, text=' there', token_ids=[5, 6], finish_reason=None)"
+    long = completion(
+        token_ids=list(range(100)),
+        cumulative_logprob=-1.25,
+        logprobs=[{5: Logprob(-0.5, 1, "a")}],
+        finish_reason="stop",
+        stop_reason="x",
+    )
+    assert repr(long) == (
+        "CompletionOutput(index=0, text=' there', token_ids=[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, … "
+        "100 ids], cumulative_logprob=-1.2500, logprobs=[1 positions], finish_reason='stop', stop_reason='x')"
+    )
+
+
+def test_request_output() -> None:
+    output = RequestOutput(
+        request_id="0",
+        prompt="Hi",
+        prompt_token_ids=[1, 2],
+        outputs=[completion()],
+        finished=False,
+        num_cached_tokens=0,
+    )
+    assert output.metrics is None
+    assert repr(output) == (
+        "RequestOutput(request_id='0', prompt='Hi', prompt_token_ids=[1, 2], outputs=[CompletionOutput(index=0, "
+        "text=' there', token_ids=[5, 6], finish_reason=None)], finished=False, num_cached_tokens=0)"
+    )
+
+
+def test_metrics_are_differences_of_times() -> None:
+    metrics = RequestMetrics(arrival_s=10.0, first_token_s=10.5, finished_s=12.0)
+    assert (metrics.time_to_first_token_s, metrics.latency_s) == (0.5, 2.0)
+    assert RequestMetrics(arrival_s=10.0).latency_s is None
+    assert RequestMetrics(arrival_s=10.0).time_to_first_token_s is None
+
+
+def test_request_error_names_parameter_and_value() -> None:
+    error = RequestError("must be small", parameter="size", value="x" * 500)
+    assert str(error) == f"must be small (parameter=size, value='{'x' * 199}…)"
+    assert len(error.value) == 500
+    copy = pickle.loads(pickle.dumps(RequestError("no", parameter="size", value=3)))
+    assert (str(copy), copy.parameter, copy.value) == ("no (parameter=size, value=3)", "size", 3)
+    assert str(RequestError("plain")) == "plain"
+
+
+@pytest.mark.parametrize("kind", [ConfigError, RequestError, UnsupportedModelError])
+def test_bad_input_is_a_value_error(kind: type[Exception]) -> None:
+    assert issubclass(kind, ValueError)
+    assert issubclass(kind, JaxserveError)
+
+
+def test_a_dead_engine_is_not_bad_input() -> None:
+    assert issubclass(EngineDeadError, RuntimeError)
+    assert not issubclass(EngineDeadError, ValueError)

@@ -1,0 +1,114 @@
+"""Every implementation of paged attention against the reference, over all cases."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import OPERATIONS, AttentionBatch, UnsupportedKernelError, select
+from pallas_kernels.paged_attention import CASES, Case, reference
+
+
+def make_step(case: Case, seed: int, spare_rows: int = 2, spare_tokens: int = 3):
+    """Random keys, values and queries of a case, its pages shuffled, with empty rows and padding tokens behind."""
+    rng = np.random.default_rng(seed)
+    num_rows = len(case.rows) + spare_rows
+    contexts = np.array([context for context, _ in case.rows] + [0] * spare_rows, np.int32)
+    queries = np.array([query for _, query in case.rows] + [0] * spare_rows, np.int32)
+    num_decode = sum(query == 1 for query in queries[: len(case.rows)])
+    longest = int(contexts.max())
+    width = -(-longest // case.page_size) + 2
+    needed = sum(-(-int(c) // case.page_size) for c in contexts)
+    num_pages = needed + 3
+    order = list(rng.permutation(num_pages))
+    table = np.full((num_rows, width), num_pages, np.int32)
+    for row, context in enumerate(contexts):
+        count = -(-int(context) // case.page_size)
+        table[row, :count] = [order.pop() for _ in range(count)]
+    starts = np.concatenate([[0], np.cumsum(queries)[:-1]]).astype(np.int32)
+    num_tokens = max(int(queries.sum()) + spare_tokens, num_rows)
+    pages = np.full(num_tokens, num_pages + 1, np.int32)
+    offsets = np.zeros(num_tokens, np.int32)
+    for row in range(len(case.rows)):
+        for j in range(queries[row]):
+            position = contexts[row] - queries[row] + j
+            pages[starts[row] + j] = table[row, position // case.page_size]
+            offsets[starts[row] + j] = position % case.page_size
+    fields = (table, contexts, starts, queries, num_decode, len(case.rows), pages, offsets)
+    batch = AttentionBatch(*(jnp.asarray(field, jnp.int32) for field in fields))
+    shape = (num_rows, max(longest, 1), case.num_kv_heads, case.head_dim)
+    keys, values = (rng.standard_normal(shape, dtype=np.float32) for _ in range(2))
+    query = rng.standard_normal((num_tokens, case.num_heads, case.head_dim), dtype=np.float32)
+    return batch, query, keys, values, num_pages
+
+
+def fill_pools(module, case: Case, batch: AttentionBatch, keys, values, num_pages: int, poison: float):
+    """Pools with every token before this step's written, and pages nobody owns poisoned."""
+    specs = module.pool_specs(num_pages, case.page_size, case.num_kv_heads, case.head_dim)
+    pools = tuple(jnp.zeros(spec.shape, jnp.float32).at[:-1].set(poison) for spec in specs)
+    table, contexts, lens = (np.asarray(a) for a in (batch.page_table, batch.context_lens, batch.query_lens))
+    owners = [(r, s) for r in range(len(contexts)) for s in range(contexts[r] - lens[r])]
+    owned = np.unique(table[table < num_pages])
+    pools = tuple(pool.at[owned].set(0.0) for pool in pools)
+    if owners:
+        rows, positions = (np.array(a) for a in zip(*owners, strict=True))
+        pages = table[rows, positions // case.page_size]
+        before = batch._replace(token_pages=jnp.asarray(pages), token_offsets=jnp.asarray(positions % case.page_size))
+        pools = module.write_kv(
+            pools, jnp.asarray(keys[rows, positions]), jnp.asarray(values[rows, positions]), before, case.page_size
+        )
+    return pools
+
+
+@pytest.mark.parametrize("name", OPERATIONS["paged_attention"])
+@pytest.mark.parametrize("case_name", CASES)
+def test_matches_reference(name, case_name):
+    case = CASES[case_name]
+    module = select("paged_attention", platform="cpu", device_kind="cpu", dtype="float32", name=name)
+    batch, query, keys, values, num_pages = make_step(case, seed=len(case_name))
+    pools = fill_pools(module, case, batch, keys, values, num_pages, poison=float("nan"))
+    starts, lens, contexts = (np.asarray(a) for a in (batch.query_starts, batch.query_lens, batch.context_lens))
+    new = np.zeros((query.shape[0], 2, case.num_kv_heads, case.head_dim), np.float32)
+    for row in range(len(case.rows)):
+        span = slice(contexts[row] - lens[row], contexts[row])
+        new[starts[row] : starts[row] + lens[row]] = np.stack([keys[row, span], values[row, span]], 1)
+    settings = {"scale": 0.3, "window": case.window, "soft_cap": case.soft_cap}
+    modes = [False, True] if all(q == 1 for _, q in case.rows) else [False]
+    expected = reference(jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), batch, **settings)
+    for decode_only in modes:
+        tokens = batch.context_lens.shape[0] if decode_only else query.shape[0]
+        trimmed = batch._replace(token_pages=batch.token_pages[:tokens], token_offsets=batch.token_offsets[:tokens])
+
+        @jax.jit
+        def step(pools, query, new, batch, decode_only=decode_only):
+            pools = module.write_kv(pools, new[:, 0], new[:, 1], batch, case.page_size)
+            out = module.attend(
+                query,
+                pools,
+                batch,
+                page_size=case.page_size,
+                num_kv_heads=case.num_kv_heads,
+                decode_only=decode_only,
+                **settings,
+            )
+            return pools, out
+
+        _, out = step(pools, jnp.asarray(query[:tokens]), jnp.asarray(new[:tokens]), trimmed)
+        used = sum(q for _, q in case.rows)
+        np.testing.assert_allclose(np.asarray(out)[:used], np.asarray(expected)[:used], atol=2e-5)
+        assert np.isfinite(np.asarray(out)).all()
+
+
+def test_select_refuses_unknown_names():
+    with pytest.raises(ValueError, match="unknown operation 'convolution'; operations: paged_attention"):
+        select("convolution", platform="cpu", device_kind="cpu", dtype="float32")
+    with pytest.raises(ValueError, match="unknown implementation 'fast' of paged_attention; implementations: xla"):
+        select("paged_attention", platform="cpu", device_kind="cpu", dtype="float32", name="fast")
+
+
+def test_select_gives_all_reasons(monkeypatch):
+    module = select("paged_attention", platform="cpu", device_kind="cpu", dtype="float32")
+    monkeypatch.setattr(module, "unsupported", lambda platform, device_kind, dtype: f"no {platform} today")
+    message = r"no paged_attention for float32 on H200 \(gpu\): xla: no gpu today"
+    with pytest.raises(UnsupportedKernelError, match=message):
+        select("paged_attention", platform="gpu", device_kind="H200", dtype="float32")

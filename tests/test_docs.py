@@ -1,0 +1,162 @@
+"""What README, CONTRIBUTING and CHANGELOG name exists: files, commands, flags, modules, symbols."""
+
+import ast
+import importlib
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PACKAGES = ("jaxserve", "pallas_kernels", "sharding", "checkpoints")
+FOLDERS = (*PACKAGES, "tests", "scripts", ".ci")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+
+
+def current_text(document: str) -> str:
+    """A document's text; of the changelog only the entries not yet released, since older ones speak of older trees."""
+    text = (REPOSITORY / document).read_text()
+    return re.split(r"^## \[\d", text, maxsplit=1, flags=re.MULTILINE)[0] if document == "CHANGELOG.md" else text
+
+
+def fences(text: str) -> list[tuple[str, str]]:
+    """Language and content of each fenced block."""
+    return re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def spans(text: str) -> list[str]:
+    """What stands in single backticks outside fenced blocks."""
+    prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", prose)
+
+
+def command_lines(text: str) -> list[str]:
+    """Shell lines of fenced blocks (continuations joined, comments cut) and inline spans with arguments."""
+    shell = "\n".join(content for language, content in fences(text) if language in ("", "bash", "sh", "console"))
+    lines = [line.strip().removeprefix("$ ") for line in shell.replace("\\\n", " ").splitlines()]
+    return [re.sub(r"\s#.*", "", line) for line in [*lines, *spans(text)]]
+
+
+def jaxserve_help(words: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What `jaxserve WORDS --help` prints."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", ["jaxserve", *words, "--help"])
+    with pytest.raises(SystemExit) as exit_:
+        importlib.import_module("jaxserve.cli").main()
+    output = capsys.readouterr()
+    assert exit_.value.code in (0, None), f"jaxserve {' '.join(words)} is no command: {output.err}"
+    return output.out
+
+
+def jaxserve_commands(text: str) -> dict[str, set[str]]:
+    """Documented `jaxserve` commands (such as "bench latency") with the flags that stand behind them."""
+    commands: dict[str, set[str]] = {}
+    for line in command_lines(text):
+        match = re.match(r"(?:\S*/)?jaxserve ((?:[a-z]+ ?)+)(?:\s|$|\[)?", line)
+        if match:
+            commands.setdefault(match[1].strip(), set()).update(FLAG.findall(line))
+    return commands
+
+
+def path_exists(name: str) -> bool:
+    """Whether a path from the root, or a bare file name anywhere in the project's folders, exists."""
+    if "/" in name.rstrip("/"):
+        return (REPOSITORY / name).exists()
+    return (REPOSITORY / name).exists() or any(any((REPOSITORY / folder).rglob(name)) for folder in FOLDERS)
+
+
+def named_paths(text: str) -> set[str]:
+    """Paths of this repository that a document names in code or links."""
+    code = [token for line in command_lines(text) for token in re.split(r"[\s\"'=,]+", line)]
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    tokens = [token.removeprefix("./").rstrip(".,:;") for token in [*code, *links]]
+    plain = [token for token in tokens if re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", token)]
+    inside = re.compile(rf"(?:{'|'.join(map(re.escape, FOLDERS))})/.*|[\w-]+\.(?:py|sh)|{'|'.join(DOCUMENTS)}")
+    return {token for token in plain if inside.fullmatch(token)} | {link for link in links if link}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_named_paths_exist(document: str) -> None:
+    missing = sorted(name for name in named_paths(current_text(document)) if not path_exists(name))
+    assert not missing, f"{document} names what is not there: {missing}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_and_their_flags_exist(
+    document: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = current_text(document)
+    unknown, known = [], set[str]()
+    for command, flags in jaxserve_commands(text).items():
+        accepted = set(FLAG.findall(jaxserve_help(command.split(), capsys, monkeypatch)))
+        known |= accepted
+        unknown += [f"jaxserve {command} {flag}" for flag in sorted(flags - accepted)]
+    for command in ("generate", "bench latency", "bench throughput", "bench startup", "convert"):
+        known |= set(FLAG.findall(jaxserve_help(command.split(), capsys, monkeypatch)))
+    for script in (REPOSITORY / "scripts").glob("*.*"):
+        known |= set(FLAG.findall(script.read_text()))
+    unknown += [
+        flag for span in spans(text) for flag in FLAG.findall(span) if span.startswith("--") and flag not in known
+    ]
+    assert not unknown, f"{document} names flags that are not there: {unknown}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_scripts_are_called_as_they_are(document: str) -> None:
+    """`bash scripts/x.sh` names a script, and each shell line of a fenced block can be split into words."""
+    for line in command_lines(current_text(document)):
+        if line.startswith(("bash ", "python ")):
+            words = shlex.split(line)
+            if words[1].startswith(FOLDERS):
+                assert (REPOSITORY / words[1]).is_file(), f"{document}: {line}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_dotted_names_resolve(document: str) -> None:
+    unresolved = []
+    for span in spans(current_text(document)):
+        name = span.removesuffix("()")
+        if re.fullmatch(rf"(?:{'|'.join(PACKAGES)})(?:\.\w+)+", name) and not name.endswith((".py", ".md")):
+            try:
+                resolve(name)
+            except (ImportError, AttributeError) as error:
+                unresolved.append(f"{name}: {error}")
+    assert not unresolved, f"{document}: {unresolved}"
+
+
+def resolve(name: str) -> object:
+    """The module, class or function of a dotted name."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(f"no module {parts[0]}")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_python_examples_parse_and_import_what_exists(document: str) -> None:
+    for language, content in fences(current_text(document)):
+        if language != "python":
+            continue
+        for node in ast.walk(ast.parse(content)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
+                for alias in node.names:
+                    resolve(f"{node.module}.{alias.name}")
+
+
+def test_a_wrong_name_is_seen() -> None:
+    """The readers above find what they look for."""
+    text = "See `jaxserve/absent.py`, `absent.sh` and [this](gone.md).\n"
+    text += "```bash\njaxserve bench latency --absent 3  # --no\n```\n"
+    assert named_paths(text) == {"jaxserve/absent.py", "absent.sh", "gone.md"}
+    assert not any(path_exists(name) for name in named_paths(text))
+    assert jaxserve_commands(text) == {"bench latency": {"--absent"}}

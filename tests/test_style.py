@@ -1,0 +1,313 @@
+"""The rules of the project that a script can hold: each test lists every breach as `path:line: what`."""
+
+import ast
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGES = ("jaxserve", "pallas_kernels", "sharding", "checkpoints")
+TEXT_SUFFIXES = {".py", ".sh", ".toml", ".md", ".txt", ".yml", ".yaml", ".cfg", ".ini", ".proto"}
+
+MAX_FUNCTION_LINES = {"pallas_kernels": 120, "other": 60}
+MAX_FILE_LINES = {"pallas_kernels": 400, "scripts": 400, "other": 250}
+MIN_DUPLICATE_LINES = 10
+
+# Heavy imports that may wait for the function that needs them.
+LAZY_IMPORTS = {
+    "transformers",
+    "torch",
+    "orbax",
+    "tensorstore",
+    "sentencepiece",
+    "tokenizers",
+    "huggingface_hub",
+    "uvicorn",
+    "ray",
+}
+# Where modules of ours may be imported inside a function: lazy re-exports, tables of names, the command's start-up.
+LAZY_FILES = re.compile(r"__init__\.py|registry\.py|cli\.py")
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def syntax_tree(path: Path) -> ast.Module:
+    """The parsed file."""
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Python files under the named top-level folders, in a fixed order."""
+    return sorted(path for folder in folders for path in (REPOSITORY / folder).rglob("*.py"))
+
+
+def nodes(*folders: str) -> Iterator[tuple[Path, ast.AST]]:
+    """Every syntax node of every Python file under the folders, with its file."""
+    for path in python_files(*folders):
+        for node in ast.walk(syntax_tree(path)):
+            yield path, node
+
+
+def functions(*folders: str) -> Iterator[tuple[Path, FunctionNode]]:
+    """Every function, method and nested function under the folders, with its file."""
+    for path, node in nodes(*folders):
+        if isinstance(node, FunctionNode):
+            yield path, node
+
+
+def public_definitions(path: Path) -> Iterator[tuple[str, ast.ClassDef | FunctionNode]]:
+    """Public functions and classes of a module and public methods of those classes, with dotted names."""
+    for node in syntax_tree(path).body:
+        if isinstance(node, ast.ClassDef | FunctionNode) and not node.name.startswith("_"):
+            yield node.name, node
+            for member in node.body if isinstance(node, ast.ClassDef) else []:
+                if isinstance(member, FunctionNode) and not member.name.startswith("_"):
+                    yield f"{node.name}.{member.name}", member
+
+
+def place(path: Path, line: int) -> str:
+    """`path:line` relative to the repository root."""
+    return f"{path.relative_to(REPOSITORY)}:{line}"
+
+
+def limit_for(path: Path, limits: dict[str, int]) -> int:
+    """The limit of the top-level folder that a file lies in."""
+    return limits.get(path.relative_to(REPOSITORY).parts[0], limits["other"])
+
+
+def num_lines(node: ast.stmt) -> int:
+    """Lines from the first to the last of a statement, both counted."""
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def called_name(node: ast.expr) -> str:
+    """The last part of the name in a call or a base class: `P` for both `P(...)` and `sharding.P(...)`."""
+    if isinstance(node, ast.Subscript):
+        return called_name(node.value)
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def imported_modules(node: ast.AST) -> list[str]:
+    """Modules that an import statement names; empty for other nodes."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+
+
+def assert_none(breaches: list[str]) -> None:
+    """Fails with one line a breach."""
+    assert not breaches, "\n" + "\n".join(breaches)
+
+
+def test_the_packages_are_seen() -> None:
+    """Every other test here passes on an empty list: the walk must find the code."""
+    for package in PACKAGES:
+        assert python_files(package), f"no Python file under {package}/"
+
+
+def test_no_global_statements() -> None:
+    assert_none([place(p, n.lineno) for p, n in nodes(*PACKAGES, "scripts", "tests") if isinstance(n, ast.Global)])
+
+
+def test_no_hasattr() -> None:
+    calls = ((path, node) for path, node in nodes(*PACKAGES, "scripts", "tests") if isinstance(node, ast.Call))
+    assert_none([place(path, node.lineno) for path, node in calls if called_name(node.func) == "hasattr"])
+
+
+def test_functions_are_short() -> None:
+    assert_none(
+        [
+            f"{place(path, node.lineno)}: {node.name} has {num_lines(node)} lines"
+            for path, node in functions(*PACKAGES, "scripts")
+            if num_lines(node) > limit_for(path, MAX_FUNCTION_LINES)
+        ]
+    )
+
+
+def test_files_are_short() -> None:
+    breaches = []
+    for path in python_files(*PACKAGES, "scripts"):
+        length = len(path.read_text().splitlines())
+        if length > limit_for(path, MAX_FILE_LINES):
+            breaches.append(f"{place(path, 1)}: {length} lines")
+    assert_none(breaches)
+
+
+def test_partition_specs_are_made_in_sharding_only() -> None:
+    breaches = []
+    for path in python_files("jaxserve", "pallas_kernels", "checkpoints", "scripts"):
+        aliases = {"PartitionSpec"}
+        for node in ast.walk(syntax_tree(path)):
+            if isinstance(node, ast.ImportFrom):
+                aliases |= {alias.asname for alias in node.names if alias.name == "PartitionSpec" and alias.asname}
+        for node in ast.walk(syntax_tree(path)):
+            if isinstance(node, ast.Call) and called_name(node.func) in aliases:
+                breaches.append(place(path, node.lineno))
+    assert_none(breaches)
+
+
+def test_no_torch_outside_tests() -> None:
+    breaches = []
+    for path, node in nodes(*PACKAGES, "scripts"):
+        if any(name.split(".")[0] == "torch" for name in imported_modules(node)):
+            breaches.append(place(path, getattr(node, "lineno", 1)))
+    assert_none(breaches)
+
+
+def test_tests_skip_where_torch_is_absent() -> None:
+    """The dev extra has torch on one Python only: `torch = pytest.importorskip("torch")` skips, an import fails."""
+    breaches = []
+    for path in python_files("tests"):
+        for node in syntax_tree(path).body:
+            if any(name.split(".")[0] == "torch" for name in imported_modules(node)):
+                breaches.append(place(path, node.lineno))
+    assert_none(breaches)
+
+
+def test_local_imports_are_heavy_or_lazy_tables() -> None:
+    breaches = []
+    for path, function in functions(*PACKAGES):
+        if LAZY_FILES.fullmatch(path.name):
+            continue
+        for node in ast.walk(function):
+            light = [name for name in imported_modules(node) if name.split(".")[0] not in LAZY_IMPORTS]
+            breaches += [f"{place(path, getattr(node, 'lineno', 1))}: {name} in {function.name}" for name in light]
+    assert_none(breaches)
+
+
+def test_array_modules_evaluate_their_annotations() -> None:
+    """`from __future__ import annotations` would hide shapes from run-time checking."""
+    breaches = []
+    for path in python_files(*PACKAGES):
+        modules = [name for node in ast.walk(syntax_tree(path)) for name in imported_modules(node)]
+        if "jaxtyping" in modules and "__future__" in modules:
+            breaches.append(place(path, 1))
+    assert_none(breaches)
+
+
+def test_no_module_is_named_for_nothing() -> None:
+    names = {"utils", "util", "helpers", "misc", "common"}
+    assert_none([place(p, 1) for p in python_files(*PACKAGES, "scripts", "tests") if p.stem in names])
+
+
+def test_predicates_return_bool() -> None:
+    breaches = []
+    for path, node in functions(*PACKAGES):
+        is_predicate = node.name.lstrip("_").startswith(("is_", "can_"))
+        if is_predicate and (node.returns is None or ast.unparse(node.returns) != "bool"):
+            breaches.append(f"{place(path, node.lineno)}: {node.name}")
+    assert_none(breaches)
+
+
+def test_public_functions_name_what_they_return() -> None:
+    """More than two values deserve a NamedTuple or a dataclass."""
+    breaches = []
+    for path in python_files(*PACKAGES):
+        for name, node in public_definitions(path):
+            returns = None if isinstance(node, ast.ClassDef) else node.returns
+            if isinstance(returns, ast.Subscript) and called_name(returns) == "tuple":
+                if isinstance(returns.slice, ast.Tuple) and len(returns.slice.elts) > 2:
+                    breaches.append(f"{place(path, node.lineno)}: {name}")
+    assert_none(breaches)
+
+
+def test_public_names_have_docstrings() -> None:
+    breaches = []
+    for path in python_files(*PACKAGES):
+        if path.read_text().strip() and not ast.get_docstring(syntax_tree(path)):
+            breaches.append(f"{place(path, 1)}: module")
+        for name, node in public_definitions(path):
+            is_overload = any(called_name(decorator) == "overload" for decorator in node.decorator_list)
+            if not is_overload and not ast.get_docstring(node):
+                breaches.append(f"{place(path, node.lineno)}: {name}")
+    assert_none(breaches)
+
+
+def test_functions_are_fully_annotated() -> None:
+    """Loop bodies and other functions inside functions are left to inference."""
+    inner = {
+        id(node)
+        for _, outer in functions(*PACKAGES, "scripts")
+        for node in ast.walk(outer)
+        if isinstance(node, FunctionNode) and node is not outer
+    }
+    breaches = []
+    for path, node in functions(*PACKAGES, "scripts"):
+        if id(node) in inner:
+            continue
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        arguments += [argument for argument in (node.args.vararg, node.args.kwarg) if argument]
+        bare = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]
+        returns_nothing = node.name in ("__init__", "__post_init__")
+        if bare or (node.returns is None and not returns_nothing):
+            breaches.append(f"{place(path, node.lineno)}: {node.name}({', '.join(bare)})")
+    assert_none(breaches)
+
+
+def test_classes_are_final_or_abstract() -> None:
+    """No class of ours inherits from a concrete class of ours; exceptions form a tree all the same."""
+    bases = {n.name: [called_name(b) for b in n.bases] for _, n in nodes(*PACKAGES) if isinstance(n, ast.ClassDef)}
+
+    def is_open(name: str) -> bool:
+        if name not in bases:
+            return name.endswith(("Error", "Exception", "Warning", "ABC", "Protocol"))
+        return any(is_open(base) for base in bases[name])
+
+    breaches = []
+    for path, node in nodes(*PACKAGES):
+        if isinstance(node, ast.ClassDef):
+            closed = [base for base in bases[node.name] if base in bases and not is_open(base)]
+            breaches += [f"{place(path, node.lineno)}: {node.name}({base})" for base in closed]
+    assert_none(breaches)
+
+
+def test_no_function_exists_twice() -> None:
+    seen: dict[str, list[str]] = defaultdict(list)
+    for path, node in functions(*PACKAGES, "scripts"):
+        body = node.body[1:] if ast.get_docstring(node) else node.body
+        if body and (body[-1].end_lineno or 0) - body[0].lineno + 1 >= MIN_DUPLICATE_LINES:
+            seen["".join(ast.dump(statement) for statement in body)].append(f"{place(path, node.lineno)}: {node.name}")
+    assert_none([" = ".join(places) for places in seen.values() if len(places) > 1])
+
+
+def test_every_to_do_names_an_issue() -> None:
+    breaches = []
+    for path in python_files(*PACKAGES, "scripts", "tests"):
+        with tokenize.open(path) as file:
+            comments = [t for t in tokenize.generate_tokens(file.readline) if t.type == tokenize.COMMENT]
+        for comment in comments:
+            if re.search(r"\b(TODO|FIXME|XXX)\b", comment.string) and not re.search(r"#\d+", comment.string[1:]):
+                breaches.append(place(path, comment.start[0]))
+    assert_none(breaches)
+
+
+def committed_text_files() -> list[Path]:
+    """Text files at the root and in the folders that belong to the project (not environments, caches or builds)."""
+    folders = [REPOSITORY / name for name in (*PACKAGES, "scripts", "tests", ".ci")]
+    inside = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    return sorted(
+        path
+        for path in [*REPOSITORY.iterdir(), *inside]
+        if path.is_file() and (path.suffix in TEXT_SUFFIXES or path.parent.name == ".ci")
+    )
+
+
+@pytest.mark.parametrize("what", ["pypi" + ".org", "download.py" + "torch", "--index" + "-url", "extra-index" + "-url"])
+def test_no_package_index_is_named(what: str) -> None:
+    """Where packages come from is the machine's setting, never the project's."""
+    assert_none([place(path, 1) for path in committed_text_files() if what in path.read_text()])
+
+
+def test_constraints_are_plain_pins() -> None:
+    """A local version or a path in a constraints file would tie it to the machine that wrote it."""
+    files = sorted((REPOSITORY / "scripts").glob("constraints-*.txt"))
+    assert files
+    for file in files:
+        pins = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+        assert_none([f"{file.name}: {pin}" for pin in pins if not re.fullmatch(r"[a-z0-9.-]+==[0-9][0-9a-z.]*", pin)])

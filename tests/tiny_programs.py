@@ -1,0 +1,70 @@
+"""Tiny random models laid out on virtual devices: one set of checkpoint tensors, cut up for any number of devices."""
+
+import dataclasses
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from jaxserve.engine.steps import ModelProgram
+from jaxserve.layers.model_config import ModelConfig, RopeConfig
+from jaxserve.layers.parallel import DtypePolicy
+from jaxserve.models.weights import CheckpointNames, weight_recipes
+from pallas_kernels import PagedAttention, select
+from sharding import MeshShape, get_layout, make_mesh
+
+NUM_LAYERS = 2
+KERNEL = cast(
+    PagedAttention, cast(object, select("paged_attention", platform="cpu", device_kind="cpu", dtype="float32"))
+)
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    """Two layers with grouped queries; nothing divides by more devices than it must (the vocabulary by none)."""
+    config = ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=53,
+        hidden_size=16,
+        num_layers=NUM_LAYERS,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        ffn_size=24,
+        norm_eps=1e-5,
+        max_positions=64,
+        rope=RopeConfig(rotary_dim=4, max_positions=64),
+        rope_layers=(True,) * NUM_LAYERS,
+        sliding_windows=(None,) * NUM_LAYERS,
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def make_program(
+    config: ModelConfig,
+    *,
+    tensor: int = 1,
+    layout: str = "tensor_parallel",
+    num_pages: int = 24,
+    num_slots: int = 4,
+    policy: DtypePolicy = DtypePolicy(),  # noqa: B008 - frozen
+) -> ModelProgram:
+    """The model on the first ``tensor`` devices, with pages of 8 tokens."""
+    mesh = make_mesh(MeshShape(tensor=tensor))
+    return ModelProgram(config, mesh, get_layout(layout).on(mesh), policy, KERNEL, 8, num_pages, num_slots)
+
+
+def random_params(program: ModelProgram, seed: int = 0) -> tuple[jax.Array, ...]:
+    """Parameters on the program's devices: the same model for a seed, however many devices there are."""
+    recipes = weight_recipes(program.config, CheckpointNames(), program.parallel.size)
+    shapes = {name: shape for recipe in recipes.values() for name, shape in recipe.sources}
+    generator = np.random.default_rng(seed)
+    tensors = {name: generator.normal(0.0, 0.4, shapes[name]).astype(np.float32) for name in sorted(shapes)}
+    params = []
+    for name, struct in program.abstract_model()[2].items():
+        array = np.zeros(struct.shape, np.float32)
+        for source, source_start, target_start, shape in recipes[name].pieces:
+            target = tuple(slice(start, start + size) for start, size in zip(target_start, shape, strict=True))
+            box = tuple(slice(start, start + size) for start, size in zip(source_start, shape, strict=True))
+            array[target] = tensors[source][box]
+        params.append(jax.device_put(array.astype(struct.dtype), struct.sharding))
+    return tuple(params)
