@@ -4,6 +4,7 @@ Names are loaded when they are first used, so that importing a part of the packa
 """
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
     from jaxserve.errors import RequestError as RequestError
     from jaxserve.errors import UnsupportedModelError as UnsupportedModelError
     from jaxserve.llm import LLM as LLM
+    from jaxserve.models.loading import load_model as load_model
     from jaxserve.outputs import CompletionOutput as CompletionOutput
     from jaxserve.outputs import Logprob as Logprob
     from jaxserve.outputs import RequestOutput as RequestOutput
     from jaxserve.sampling_params import SamplingParams as SamplingParams
 
-__version__ = "0.1.0"
+__version__ = importlib.metadata.version("jaxserve")
 
 _EXPORTS = {
     "EngineConfig": "jaxserve.config",
@@ -31,13 +33,28 @@ _EXPORTS = {
     "RequestError": "jaxserve.errors",
     "UnsupportedModelError": "jaxserve.errors",
     "LLM": "jaxserve.llm",
+    "load_model": "jaxserve.models.loading",
     "CompletionOutput": "jaxserve.outputs",
     "Logprob": "jaxserve.outputs",
     "RequestOutput": "jaxserve.outputs",
     "SamplingParams": "jaxserve.sampling_params",
 }
 
-__all__ = [*_EXPORTS, "__version__"]
+__all__ = [
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "EngineDeadError",
+    "JaxserveError",
+    "LLM",
+    "Logprob",
+    "MemoryPlanError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "UnsupportedModelError",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

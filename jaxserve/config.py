@@ -126,7 +126,7 @@ class EngineConfig:
     model: str
     tokenizer: str | None = None
     trust_remote_code: bool = False
-    hf_token: str | None = None
+    hf_token: str | None = dataclasses.field(default=None, repr=False)
     revision: str | None = None
     tokenizer_revision: str | None = None
     download_dir: str | None = None

@@ -4,15 +4,18 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from tqdm import tqdm
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.build import EnginePlan
 from jaxserve.engine.chat import load_chat_template, split_conversations
 from jaxserve.engine.metrics import Metric
+from jaxserve.engine.progress import ProgressBar
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import read_generation_config, start_engine
+from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import RequestError
 from jaxserve.outputs import RequestOutput
@@ -46,8 +49,9 @@ class LLM:
         self.ledger = self._started.ledger
         logger.info("%s", self.ledger)
         self._defaults = self._default_params()
+        self._stats = None if self.config.disable_log_stats else StatsLogger(self.ledger.device)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "LLM":
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -63,6 +67,11 @@ class LLM:
         return self._started.plan.config.vocab_size
 
     @property
+    def plan(self) -> EnginePlan:
+        """How the model was fitted to the devices."""
+        return self._started.plan
+
+    @property
     def load_s(self) -> float:
         """Seconds spent reading weights at the start."""
         return self._started.load_s
@@ -73,8 +82,9 @@ class LLM:
         return self._started.compile_s
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer: transformers' object where transformers can make one of the model's files."""
-        return self._tokenizer().hf
+        """The tokenizer: transformers' object, or jaxserve's own where transformers would read the files wrong."""
+        tokenizer = self._tokenizer()
+        return tokenizer if tokenizer.hf is None else tokenizer.hf
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What ``generate`` uses when it is given none: the model's generation_config.json."""
@@ -156,7 +166,7 @@ class LLM:
         (request,) = self._submit(inputs)
         try:
             while not request.is_finished():
-                if self.engine.step():
+                if self._step():
                     yield request.output(not self.config.disable_log_stats)
         finally:
             self.engine.abort(request)
@@ -164,10 +174,10 @@ class LLM:
     def _run(self, inputs: list[PromptInput], use_tqdm: bool | Callable[..., tqdm]) -> list[RequestOutput]:
         """Submits everything, steps to the end, and puts the outputs in order."""
         requests = self._submit(inputs)
-        bar = _Progress(requests, use_tqdm)
+        bar = ProgressBar(requests, use_tqdm)
         try:
             while self.engine.num_unfinished:
-                for request in self.engine.step():
+                for request in self._step():
                     if request.is_finished():
                         bar.update(request)
         except BaseException:
@@ -176,6 +186,13 @@ class LLM:
         finally:
             bar.close()
         return [request.output(not self.config.disable_log_stats) for request in requests]
+
+    def _step(self) -> list[RequestState]:
+        """One step of the engine, and the log line when it is due."""
+        changed = self.engine.step()
+        if self._stats is not None and self._stats.is_due():
+            self._stats.log(self.engine.metrics())
+        return changed
 
     def _submit(self, inputs: list[PromptInput]) -> list[RequestState]:
         """All requests, or none: a bad one takes back those before it."""
@@ -205,39 +222,6 @@ class LLM:
         if self.config.generation_config != "auto":
             directory = Path(self.config.generation_config)
         return SamplingParams.from_generation_config(read_generation_config(directory))
-
-
-class _Progress:
-    """vLLM's progress bar: finished samples, and tokens a second of finished requests."""
-
-    def __init__(self, requests: list[RequestState], use_tqdm: bool | Callable[..., tqdm]):
-        self._bar = None
-        self._num_input = self._num_output = 0
-        if use_tqdm:
-            make = tqdm if use_tqdm is True else use_tqdm
-            total = sum(len(request.samples) for request in requests)
-            self._bar = make(
-                total=total,
-                desc="Processed prompts",
-                dynamic_ncols=True,
-                postfix="est. speed input: 0.00 toks/s, output: 0.00 toks/s",
-            )
-
-    def update(self, request: RequestState) -> None:
-        if self._bar is None:
-            return
-        count = len(request.samples)
-        self._num_input += len(request.prompt_token_ids) * count
-        self._num_output += sum(sample.sequence.num_output_tokens for sample in request.samples)
-        elapsed = max(self._bar.format_dict["elapsed"], 1e-9)
-        self._bar.postfix = (
-            f"est. speed input: {self._num_input / elapsed:.2f} toks/s, output: {self._num_output / elapsed:.2f} toks/s"
-        )
-        self._bar.update(count)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 def _read_template(template: str | None) -> str | None:

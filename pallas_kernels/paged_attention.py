@@ -6,7 +6,7 @@ table lists the pages of its whole context in order. In a mixed step the first `
 so that token r belongs to row r there; rows behind them are prefill chunks.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ class PoolSpec(NamedTuple):
     heads_dimension: int
 
 
+@runtime_checkable
 class PagedAttention(Protocol):
     """What an implementation module offers. Pools are opaque to everyone else: their layout is its own."""
 

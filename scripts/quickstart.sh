@@ -8,4 +8,4 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 bash "$root/scripts/make_venv.sh"
 exec "$root/.venv/bin/jaxserve" generate --model demo --prompts "$root/scripts/demo_prompts.txt" \
-  --temperature 0 --max-tokens 32 "$@" </dev/null
+  --temperature 0 --max-tokens 32 --max-num-seqs 8 --max-num-batched-tokens 256 "$@" </dev/null

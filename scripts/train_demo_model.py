@@ -1,6 +1,6 @@
 """Train the demo model from text that it generates itself, and write it as a Hugging Face directory.
 
-    python scripts/train_demo_model.py --out DIR [--seed 0] [--steps N]
+    python scripts/train_demo_model.py --out DIR [--seed 0]
 
 TIMING
 """
@@ -8,6 +8,7 @@ TIMING
 import argparse
 import math
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -18,27 +19,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from safetensors.numpy import save_file
 
-from jaxserve.demo import tasks
+from jaxserve.demo import tasks, training_text
 from jaxserve.demo.model_directory import (
-    FFN_SIZE,
     HEAD_SIZE,
-    HIDDEN_SIZE,
     NORM_EPSILON,
     NUM_HEADS,
     NUM_LAYERS,
     ROPE_THETA,
+    weight_shapes,
     write_model_directory,
 )
-from jaxserve.demo.training_text import (
-    PIECES,
-    Batch,
-    chat_example,
-    completion_example,
-    packed_batches,
-    training_examples,
-)
 
-NUM_STEPS = 2500
 NUM_ROWS = 32
 REPORT_STEPS = 500
 WARM_UP_STEPS = 50
@@ -51,6 +42,22 @@ ADAM_DECAYS = (0.9, 0.98)
 Params = dict[str, Array]
 
 
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training that starts from the stored weights of the one before and ends at learning rate zero."""
+
+    num_steps: int
+    peak: float
+    """Share of `MUON_RATE` and `ADAM_RATE` at the top of the schedule."""
+    mix: training_text.TextMix
+
+
+PHASES = (
+    Phase(2500, 1.0, training_text.TextMix((0.6, 0.15, 0.2, 0.05), 0.4, 0.2)),
+    Phase(700, 0.25, training_text.TextMix((0.5, 0.3, 0.15, 0.05), 0.3, 0.2)),
+)
+
+
 class TrainState(NamedTuple):
     """Weights and the optimiser's moments, each under the weights' Hugging Face names."""
 
@@ -61,23 +68,10 @@ class TrainState(NamedTuple):
 
 def init_params(seed: int) -> Params:
     """Return float32 weights under their Hugging Face names, matrices as [out, in]."""
-    heads = NUM_HEADS * HEAD_SIZE
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (len(PIECES), HIDDEN_SIZE)}
-    for layer in range(NUM_LAYERS):
-        prefix = f"model.layers.{layer}."
-        shapes[prefix + "input_layernorm.weight"] = (HIDDEN_SIZE,)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            shapes[f"{prefix}self_attn.{name}.weight"] = (heads, HIDDEN_SIZE)
-        shapes[prefix + "self_attn.o_proj.weight"] = (HIDDEN_SIZE, heads)
-        shapes[prefix + "post_attention_layernorm.weight"] = (HIDDEN_SIZE,)
-        shapes[prefix + "mlp.gate_proj.weight"] = (FFN_SIZE, HIDDEN_SIZE)
-        shapes[prefix + "mlp.up_proj.weight"] = (FFN_SIZE, HIDDEN_SIZE)
-        shapes[prefix + "mlp.down_proj.weight"] = (HIDDEN_SIZE, FFN_SIZE)
-    shapes["model.norm.weight"] = (HIDDEN_SIZE,)
     source = np.random.default_rng(seed)
     return {
         name: jnp.ones(shape) if len(shape) == 1 else jnp.asarray(source.normal(0, 0.02, shape), jnp.float32)
-        for name, shape in shapes.items()
+        for name, shape in weight_shapes().items()
     }
 
 
@@ -143,15 +137,16 @@ def orthogonalize(update: Float[Array, "O I"]) -> Float[Array, "O I"]:
     return x.T if is_tall else x
 
 
-def learning_rate(step: Int[Array, ""], num_steps: int) -> Float[Array, ""]:
-    """Return the share of the peak learning rate: a linear warm-up, then half a cosine to zero."""
-    progress = (step - WARM_UP_STEPS) / max(1, num_steps - WARM_UP_STEPS)
-    return jnp.where(step < WARM_UP_STEPS, (step + 1) / WARM_UP_STEPS, 0.5 + 0.5 * jnp.cos(jnp.pi * progress))
+def learning_rate(step: Int[Array, ""], phase: Phase) -> Float[Array, ""]:
+    """Return the share of the learning rates: a linear warm-up, then half a cosine to zero."""
+    progress = (step - WARM_UP_STEPS) / max(1, phase.num_steps - WARM_UP_STEPS)
+    share = jnp.where(step < WARM_UP_STEPS, (step + 1) / WARM_UP_STEPS, 0.5 + 0.5 * jnp.cos(jnp.pi * progress))
+    return phase.peak * share
 
 
-def update(state: TrainState, grads: Params, step: Int[Array, ""], num_steps: int) -> TrainState:
+def update(state: TrainState, grads: Params, step: Int[Array, ""], phase: Phase) -> TrainState:
     """Return the state after one optimiser step: Muon for the matrices of the layers, Adam for the rest."""
-    rate = learning_rate(step, num_steps)
+    rate = learning_rate(step, phase)
     params, first, second = dict(state.params), dict(state.first), dict(state.second)
     for name, grad in grads.items():
         if name.endswith("proj.weight"):
@@ -168,18 +163,18 @@ def update(state: TrainState, grads: Params, step: Int[Array, ""], num_steps: in
     return TrainState(params, first, second)
 
 
-@partial(jax.jit, static_argnames="num_steps", donate_argnums=0)
+@partial(jax.jit, static_argnames="phase", donate_argnums=0)
 def train_step(
     state: TrainState,
     step: Int[Array, ""],
     token_ids: Int[Array, "B T"],
     segments: Int[Array, "B T"],
     is_answer: Bool[Array, "B T"],
-    num_steps: int,
+    phase: Phase,
 ) -> tuple[TrainState, Float[Array, ""]]:
     """Return the state after one batch, and the batch's loss in nats."""
     loss, grads = jax.value_and_grad(loss_of)(state.params, token_ids, segments, is_answer)
-    return update(state, grads, step, num_steps), loss
+    return update(state, grads, step, phase), loss
 
 
 @jax.jit
@@ -195,14 +190,14 @@ def held_out_accuracy(params: Params, num_items: int, seed: int) -> dict[str, fl
     after the right tokens before it; so one forward pass over question and answer decides.
     """
 
-    def num_wrong(batch: Batch) -> int:
+    def num_wrong(batch: training_text.Batch) -> int:
         return batch.num_wrong(np.asarray(predict(params, jnp.asarray(batch.token_ids), jnp.asarray(batch.segments))))
 
     report: dict[str, float] = {}
     for task in tasks.TASKS:
         items = tasks.held_out(task, num_items, seed)
-        for form, write in (("chat", chat_example), ("completion", completion_example)):
-            batches = packed_batches((write(item) for item in items), NUM_ROWS)
+        for form, write in (("chat", training_text.chat_example), ("completion", training_text.completion_example)):
+            batches = training_text.packed_batches((write(item) for item in items), NUM_ROWS)
             report[f"{task} {form}"] = 1 - sum(map(num_wrong, batches)) / num_items
     return report
 
@@ -215,24 +210,23 @@ def save(params: Params, directory: Path) -> None:
     (directory / "model.safetensors").chmod(0o644)
 
 
-def train(seed: int, num_steps: int, out: Path) -> Params:
-    """Return trained float32 weights; saves them and prints the held-out accuracy every `REPORT_STEPS` steps."""
-    params = init_params(seed)
+def train(params: Params, phase: Phase, seed: int, out: Path) -> Params:
+    """Return the weights after a phase, as stored; saves and prints held-out accuracy every `REPORT_STEPS` steps."""
     state = TrainState(params, jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
-    batches = packed_batches(training_examples(seed), NUM_ROWS)
+    batches = training_text.packed_batches(training_text.training_examples(phase.mix, seed), NUM_ROWS)
     started, losses = time.monotonic(), []
-    for step in range(num_steps):
+    for step in range(phase.num_steps):
         batch = next(batches)
         arrays = map(jnp.asarray, (batch.token_ids, batch.segments, batch.is_answer))
-        state, loss = train_step(state, jnp.asarray(step), *arrays, num_steps=num_steps)
+        state, loss = train_step(state, jnp.asarray(step), *arrays, phase=phase)
         losses.append(loss)
         if (step + 1) % 50 == 0:
             print(f"{step + 1} {time.monotonic() - started:.0f} s loss {np.mean(losses[-50:]):.4f}", flush=True)
-        if (step + 1) % REPORT_STEPS == 0 or step + 1 == num_steps:
+        if (step + 1) % REPORT_STEPS == 0 or step + 1 == phase.num_steps:
             save(state.params, out)
             accuracy = held_out_accuracy(state.params, 100, seed=1)
             print(" ".join(f"{name} {share:.3f}" for name, share in accuracy.items()), flush=True)
-    return state.params
+    return {name: weight.astype(jnp.bfloat16).astype(jnp.float32) for name, weight in state.params.items()}
 
 
 def main() -> None:
@@ -240,11 +234,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo model and write it as a Hugging Face directory.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the text")
-    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="batches to train on")
     arguments = parser.parse_args()
-    params = train(arguments.seed, arguments.steps, arguments.out)
-    stored = {name: weight.astype(jnp.bfloat16).astype(jnp.float32) for name, weight in params.items()}
-    for name, share in held_out_accuracy(stored, 500, seed=0).items():
+    params = init_params(arguments.seed)
+    for index, phase in enumerate(PHASES):
+        params = train(params, phase, arguments.seed + index, arguments.out)
+    for name, share in held_out_accuracy(params, 500, seed=0).items():
         print(f"{name} {share:.4f}")
 
 

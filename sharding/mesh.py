@@ -2,12 +2,17 @@
 
 import dataclasses
 import os
+import re
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from sharding.axes import MESH_AXES
+
+
+Device = Any  # jax.Device, which type checkers take for a variable
 
 
 class MeshError(ValueError):
@@ -28,6 +33,9 @@ class MeshShape:
             size = getattr(self, axis)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise MeshError(f"mesh axis {axis!r}: expected a whole number of devices >= 1, got {size!r}")
+        for axis in ("stage", "expert"):
+            if getattr(self, axis) > 1:
+                raise MeshError(f"mesh axis {axis!r}: only 1 device is supported yet, got {getattr(self, axis)}")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -43,7 +51,7 @@ class MeshShape:
 def ensure_cpu_devices(num_devices: int) -> None:
     """Asks for virtual CPU devices, where the CPU is the platform and no JAX backend is up yet.
 
-    Must run before the first JAX operation of the process. On a platform other than CPU the setting is without effect.
+    Must run before the first JAX operation of the process; keeps a larger number that is set already. On a platform other than CPU the setting is without effect.
 
     Args:
         num_devices: How many devices the mesh needs.
@@ -54,7 +62,7 @@ def ensure_cpu_devices(num_devices: int) -> None:
     # JAX's CPU collectives deadlock when many sharded steps are queued on few threads; read once, when the backend
     # starts.
     os.environ.setdefault("PJRT_NPROC", str(max(16, os.cpu_count() or 1)))
-    if num_devices <= 1:
+    if num_devices <= max(1, _configured_cpu_devices()):
         return
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
@@ -63,7 +71,7 @@ def ensure_cpu_devices(num_devices: int) -> None:
             raise MeshError(_too_few(num_devices)) from None
 
 
-def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(shape: MeshShape, devices: list[Device] | None = None) -> Mesh:
     """Builds the mesh over the first devices of the platform.
 
     Args:
@@ -86,6 +94,12 @@ def data_slices(mesh: Mesh) -> list[Mesh]:
         Mesh(mesh.devices[i : i + 1], MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
         for i in range(mesh.devices.shape[0])
     ]
+
+
+def _configured_cpu_devices() -> int:
+    """Virtual CPU devices that settings ask for already."""
+    flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return max(jax.config.jax_num_cpu_devices, int(flag[1]) if flag else 0)
 
 
 def _too_few(asked: int, found: int | None = None) -> str:

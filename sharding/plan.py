@@ -2,7 +2,7 @@
 
 import collections
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
@@ -34,8 +34,9 @@ def collectives(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[Collective]:
     for equation in jaxpr.eqns:
         kind = _KINDS.get(equation.primitive.name)
         if kind is not None:
-            axes = equation.params.get("axes", equation.params.get("axis_name"))
-            num_bytes = sum(v.aval.size * v.aval.dtype.itemsize for v in equation.outvars)
+            axes: Any = equation.params.get("axes", equation.params.get("axis_name"))
+            outputs: list[Any] = [variable.aval for variable in equation.outvars]
+            num_bytes = sum(output.size * output.dtype.itemsize for output in outputs)
             yield Collective(kind, axes if isinstance(axes, tuple) else (axes,), num_bytes, times)
         rounds = times * equation.params["length"] if equation.primitive.name == "scan" else times
         for inner in core.jaxprs_in_params(equation.params):

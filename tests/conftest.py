@@ -4,6 +4,7 @@ Environment variables are set before JAX is imported, since its CPU backend read
 """
 
 import os
+from importlib import metadata
 from pathlib import Path
 
 # Threads enough for the collectives of eight virtual devices on any number of cores, and an end with a message when one
@@ -14,6 +15,13 @@ _COLLECTIVE_TIMEOUTS = (
 )
 if "xla_cpu_collective_call" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COLLECTIVE_TIMEOUTS}".strip()
+# Tests run small programs a few times each: compiling fast matters more than fast code. The second flag halves the time
+# again; later versions of XLA no longer know it, and an unknown flag ends the process.
+_FAST_COMPILES = "--xla_backend_optimization_level=0"
+if metadata.version("jaxlib").startswith("0.10."):
+    _FAST_COMPILES += " --xla_cpu_use_fusion_emitters=false"
+if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
+    os.environ["XLA_FLAGS"] += f" {_FAST_COMPILES}"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -39,6 +39,24 @@ def build_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def weight_shapes() -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of the checkpoint, matrices as [out, in]; the head is the embedding."""
+    heads = NUM_HEADS * HEAD_SIZE
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (len(PIECES), HIDDEN_SIZE)}
+    for layer in range(NUM_LAYERS):
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (HIDDEN_SIZE,)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            shapes[f"{prefix}self_attn.{name}.weight"] = (heads, HIDDEN_SIZE)
+        shapes[prefix + "self_attn.o_proj.weight"] = (HIDDEN_SIZE, heads)
+        shapes[prefix + "post_attention_layernorm.weight"] = (HIDDEN_SIZE,)
+        shapes[prefix + "mlp.gate_proj.weight"] = (FFN_SIZE, HIDDEN_SIZE)
+        shapes[prefix + "mlp.up_proj.weight"] = (FFN_SIZE, HIDDEN_SIZE)
+        shapes[prefix + "mlp.down_proj.weight"] = (HIDDEN_SIZE, FFN_SIZE)
+    shapes["model.norm.weight"] = (HIDDEN_SIZE,)
+    return shapes
+
+
 def config() -> dict[str, object]:
     """Return the content of config.json."""
     return {

@@ -33,9 +33,6 @@ WORDINGS: dict[str, tuple[str, ...]] = {
 SHORT_FORMS: dict[str, str] = {"sum": "{}+{}=", "sort": "sort {}:", "reverse": "reverse {}:", "count": "count {}:"}
 """The short completion prompt of each task."""
 
-DEFAULT_WEIGHTS: dict[str, float] = {"sum": 0.6, "sort": 0.15, "reverse": 0.2, "count": 0.05}
-"""How often `training_items` draws each task."""
-
 _OPERANDS = {"sum": "([0-9]+)", "sort": "([0-9]+(?: [0-9]+)*)", "reverse": "([a-z]+)", "count": "([a-z]+)"}
 _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (task, re.compile(re.escape(wording).replace(re.escape("{}"), _OPERANDS[task])))
@@ -115,10 +112,10 @@ def training_items(seed: int = 0, weights: dict[str, float] | None = None) -> It
 
     Args:
         seed: the same seed gives the same items.
-        weights: how often each task is drawn, relative to the others; `DEFAULT_WEIGHTS` when None.
+        weights: how often each task is drawn, relative to the others; all alike when None.
     """
     source = random.Random(f"training {seed}")
-    frequency = DEFAULT_WEIGHTS if weights is None else weights
+    frequency = dict.fromkeys(TASKS, 1.0) if weights is None else weights
     tasks, relative = list(frequency), list(frequency.values())
     while True:
         problem = _draw_problem(source.choices(tasks, relative)[0], source)

@@ -6,6 +6,7 @@ always seen one by one.
 
 import random
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -55,15 +56,27 @@ def completion_example(item: tasks.Item) -> Example:
     return example
 
 
-def training_examples(seed: int) -> Iterator[Example]:
-    """Yield single chats (40 %), chats of two turns (20 %) and completions (40 %) without end."""
-    items = tasks.training_items(seed)
+@dataclass(frozen=True)
+class TextMix:
+    """What a stream of examples is made of."""
+
+    task_weights: tuple[float, ...]
+    """How often each of `TASKS` is asked, relative to the others."""
+    single_chats: float
+    """Share of chats of one turn."""
+    double_chats: float
+    """Share of chats of two turns; what remains are completions."""
+
+
+def training_examples(mix: TextMix, seed: int) -> Iterator[Example]:
+    """Yield examples without end, drawn from a seed."""
+    items = tasks.training_items(seed, dict(zip(tasks.TASKS, mix.task_weights, strict=True)))
     source = random.Random(f"forms {seed}")
     while True:
         draw = source.random()
-        if draw < 0.4:
+        if draw < mix.single_chats:
             yield chat_example(next(items))
-        elif draw < 0.6:
+        elif draw < mix.single_chats + mix.double_chats:
             pair = next(items), next(items)
             chat = chat_example(*pair)
             yield from [chat] if len(chat.token_ids) <= ROW_TOKENS else map(chat_example, pair)

@@ -10,6 +10,7 @@ from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import RequestError
+from jaxserve.outputs import PromptLogprobs
 from jaxserve.request import PromptInput
 from jaxserve.sampling_params import SamplingParams
 
@@ -66,6 +67,7 @@ def admit(
         sequence.wants_prompt_logprobs = params.prompt_logprobs is not None and index == 0
         detokenizer = _detokenizer(token_ids, params, tokenizer)
         samples.append(Sample(index, sequence, detokenizer, None if params.logprobs is None else []))
+    prompt_logprobs: PromptLogprobs | None = None if params.prompt_logprobs is None else [None] * len(token_ids)
     return RequestState(
         request_id=request_id,
         prompt=prompt.prompt,
@@ -75,7 +77,7 @@ def admit(
         replica=replica,
         arrival_s=arrival_s,
         queued_s=time.monotonic(),
-        prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(token_ids),
+        prompt_logprobs=prompt_logprobs,
     )
 
 

@@ -1,17 +1,14 @@
 """From settings to a runnable model: everything is planned from shapes first; weights are read last."""
 
 import dataclasses
-import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from checkpoints import check_recipes, load_arrays, open_checkpoint, progress_bar, resolve_model
+from checkpoints import resolve_model
 from jaxserve.config import EngineConfig
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.memory import MemoryNeeds, device_memory_bytes, longest_that_fits, plan_pages
@@ -19,10 +16,13 @@ from jaxserve.engine.steps import ModelProgram
 from jaxserve.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
-from jaxserve.models.registry import checkpoint_names, config_from_hf
-from jaxserve.models.weights import check_tensor_size, ignored_patterns, weight_recipes
+from jaxserve.models.hf_config import read_config_json
+from jaxserve.models.loading import load_weights, resolve_dtype
+from jaxserve.models.registry import config_from_hf
+from jaxserve.models.weights import check_tensor_size
 from pallas_kernels import PagedAttention, select
 from sharding import MeshShape, data_slices, ensure_cpu_devices, get_layout, make_mesh
+from sharding.mesh import Device
 from sharding.plan import bytes_per_device
 
 logger = logging.getLogger(__name__)
@@ -69,15 +69,7 @@ def read_model_config(config: EngineConfig, directory: Path) -> ModelConfig:
         ConfigError: No readable config.json, or the model is not one that can run.
     """
     path = directory / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{directory} has no config.json; expected a Hugging Face model directory") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected a JSON object, got {type(raw).__name__}")
-    return config_from_hf({**raw, **(config.hf_overrides or {})}, str(path))
+    return config_from_hf({**read_config_json(path), **(config.hf_overrides or {})}, str(path))
 
 
 def plan_engine(config: EngineConfig) -> EnginePlan:
@@ -93,7 +85,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     mesh = make_mesh(MeshShape(data=config.data_parallel_size, tensor=config.tensor_parallel_size))
     device = mesh.devices.flat[0]
     check_tensor_size(model, config.tensor_parallel_size)
-    policy = DtypePolicy.for_platform(_dtype(config, model, device.platform), device.platform)
+    policy = DtypePolicy.for_platform(resolve_dtype(config.dtype, model, device.platform), device.platform)
     kernel = cast(
         PagedAttention,
         select(
@@ -134,40 +126,11 @@ def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...
     Raises:
         CheckpointError: Files or tensors are missing, damaged, of other shapes, or not the model's.
     """
-    names = checkpoint_names(plan.config)
-    recipes = weight_recipes(plan.config, names, program.parallel.size)
-    params = program.abstract_model().params
-    mismatched = {name for name in recipes.keys() ^ params.keys()}
-    assert not mismatched, f"recipes and module disagree on {sorted(mismatched)}"
-    for name, struct in params.items():
-        assert struct.shape == recipes[name].shape, f"{name}: module {struct.shape}, recipe {recipes[name].shape}"
-    with open_checkpoint(plan.directory) as reader:
-        check_recipes(reader.tensors, recipes, ignored_patterns(plan.config, names))
-        total = sum(int(np.prod(struct.shape)) * struct.dtype.itemsize for struct in params.values())
-        with progress_bar(total) as progress:
-            arrays = load_arrays(
-                reader,
-                {name: recipes[name] for name in params},
-                {name: struct.dtype for name, struct in params.items()},
-                {name: struct.sharding for name, struct in params.items()},
-                cast(Callable[[int, int], None], progress),
-            )
-    return tuple(arrays[name] for name in params)
+    _, _, params = program.abstract_model()
+    return load_weights(plan.directory, plan.config, params, program.parallel.size)
 
 
-def _dtype(config: EngineConfig, model: ModelConfig, platform: str) -> str:
-    """The type the model runs in."""
-    if config.dtype != "auto":
-        if config.dtype == "float16" and platform == "cpu":
-            raise ConfigError("dtype='float16' is not supported on CPUs; expected 'float32', 'bfloat16' or 'auto'")
-        return config.dtype
-    if model.dtype == "float16" and platform == "cpu":
-        logger.info("dtype: the checkpoint is float16, which CPUs lack; float32 holds it exactly")
-        return "float32"
-    return model.dtype
-
-
-def _batch_limits(config: EngineConfig, device: jax.Device) -> tuple[int, int]:
+def _batch_limits(config: EngineConfig, device: Device) -> tuple[int, int]:
     """Sequences and tokens of a step, with defaults for the device."""
     if device.platform == "cpu":
         seqs, tokens = 64, 1024
@@ -218,7 +181,7 @@ def _memory_needs(program: ModelProgram, max_model_len: int, max_num_batched_tok
     )
 
 
-def _fit(config: EngineConfig, needs: MemoryNeeds, device: jax.Device, num_devices: int) -> tuple[MemoryNeeds, int]:
+def _fit(config: EngineConfig, needs: MemoryNeeds, device: Device, num_devices: int) -> tuple[MemoryNeeds, int]:
     """The needs with the longest context that fits, if that is asked for, and the number of pages."""
     total = device_memory_bytes(device)
     sharing = num_devices if device.platform == "cpu" else 1

@@ -14,7 +14,7 @@ def use_compilation_cache(directory: str | None) -> None:
     Args:
         directory: Where to keep programs; None for the user's cache folder, empty for nowhere.
     """
-    if directory == "" or jax.config.jax_compilation_cache_dir is not None:
+    if directory == "" or jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     if directory is None:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

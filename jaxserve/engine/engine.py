@@ -14,6 +14,7 @@ from jaxserve.engine.runner import StepResult
 from jaxserve.engine.scheduler import Completion
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import EngineDeadError
+from jaxserve.outputs import FinishReason
 from jaxserve.request import PromptInput
 from jaxserve.sampling_params import SamplingParams
 
@@ -100,7 +101,7 @@ class Engine:
                 changed[request.request_id] = request
         return list(changed.values())
 
-    def abort(self, request: RequestState, reason: str = "abort") -> None:
+    def abort(self, request: RequestState, reason: FinishReason = "abort") -> None:
         """Ends a request; without effect on one that has ended."""
         for sample in request.samples:
             self.replicas[request.replica].scheduler.finish(sample.sequence, reason)
@@ -157,6 +158,9 @@ class Engine:
             except Exception:
                 logger.exception("request %s failed", request.request_id)
                 self.abort(request, "error")
+            self._totals["generation_tokens"] += 1
+            if request.first_token_s is None:
+                self._totals["prompt_tokens"] += len(request.prompt_token_ids)
             request.note_progress()
             changed.append(request)
             if request.is_finished() and request.request_id in self._requests:
@@ -189,8 +193,6 @@ class Engine:
         """Forgets a request that has ended."""
         if self._requests.pop(request.request_id, None) is None:
             return
-        self._totals["prompt_tokens"] += len(request.prompt_token_ids)
         for sample in request.samples:
             del self._owners[sample.sequence.sequence_id]
-            self._totals["generation_tokens"] += sample.sequence.num_output_tokens
             self._finished[sample.sequence.finish_reason or "abort"] += 1

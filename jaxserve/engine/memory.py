@@ -6,9 +6,8 @@ import dataclasses
 import os
 from pathlib import Path
 
-import jax
-
 from jaxserve.errors import MemoryPlanError
+from sharding.mesh import Device
 
 GIB = 1 << 30
 _CPU_POOL_BYTES = GIB
@@ -68,7 +67,7 @@ class MemoryLedger:
         )
 
 
-def device_memory_bytes(device: jax.Device) -> int:
+def device_memory_bytes(device: Device) -> int:
     """Memory of a device: what the platform reports, or for a CPU the machine's or the container's."""
     if device.platform != "cpu":
         stats = device.memory_stats()

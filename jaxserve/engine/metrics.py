@@ -35,6 +35,6 @@ class CompileCounter:
         """Stops listening."""
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **details: object) -> None:
-        del duration, details
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del duration_secs, kwargs
         self.count += self._is_watching and event == self._EVENT

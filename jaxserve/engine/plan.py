@@ -69,7 +69,7 @@ class StepPlan(NamedTuple):
     """One step. Rows are the decode rows, in order, and then the prefill rows.
 
     Attributes:
-        index: Number of the step.
+        number: Counts the steps from 0.
         setups: Slots that change hands before the step.
         grants: Pages slots get before the step.
         decode_slots: Slots that run one token each.
@@ -78,7 +78,7 @@ class StepPlan(NamedTuple):
         prefill: Chunks of known tokens.
     """
 
-    index: int
+    number: int
     setups: list[SlotSetup]
     grants: list[PageGrant]
     decode_slots: list[int]

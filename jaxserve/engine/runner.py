@@ -33,10 +33,6 @@ class PendingStep:
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
 
-    def is_ready(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return self._output.tokens.is_ready()
-
     def wait(self) -> StepResult:
         """Waits for the step."""
         output = jax.tree.map(np.asarray, self._output)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.plan import PageGrant, PrefillRow, SlotSetup, StepPlan
 from jaxserve.engine.sequence import Sequence
+from jaxserve.outputs import FinishReason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Completion(NamedTuple):
 class _Flight(NamedTuple):
     """A launched step: its number, the sequences of its sampling rows, and those of its prefill rows, in order."""
 
-    index: int
+    number: int
     sampled: list[Sequence]
     prefilled: list[Sequence]
 
@@ -76,7 +77,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plans the next step, or None where nothing can run before pending tokens are known."""
         plan = StepPlan(self._next_step, [], [], [], [], [], [])
-        flight = _Flight(plan.index, [], [])
+        flight = _Flight(plan.number, [], [])
         preempted = self._schedule_decodes(plan, flight)
         budget = self.limits.max_num_batched_tokens - len(plan.decode_slots)
         for sequence in self.running:
@@ -98,7 +99,7 @@ class Scheduler:
             tokens: Its sampled token for each row; those of rows that do not sample are not looked at.
         """
         flight = self._in_flight.popleft()
-        assert flight.index == plan.index, f"step {plan.index} completed, step {flight.index} expected"
+        assert flight.number == plan.number, f"step {plan.number} completed, step {flight.number} expected"
         num_decode = first_token = len(plan.decode_slots)
         rows = [*range(num_decode), *(num_decode + i for i, chunk in enumerate(plan.prefill) if chunk.samples)]
         completion = Completion([], [])
@@ -115,7 +116,7 @@ class Scheduler:
                 completion.sampled.append((sequence, row, token))
         return completion
 
-    def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence, running or waiting, and frees what it holds; ending it twice is without effect."""
         if sequence.finish_reason is not None:
             return

@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxserve.engine.plan import Sampling
+from jaxserve.outputs import FinishReason
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -32,14 +33,14 @@ class Sequence:
     num_prompt_tokens: int
     max_length: int
     sampling: Sampling = Sampling()
-    stop_ids: dict[int, int | None] = dataclasses.field(default_factory=dict)
+    stop_ids: dict[int, int | None] = dataclasses.field(default_factory=dict[int, int | None])
     min_length: int = 0
     wants_prompt_logprobs: bool = False
     slot: int = -1
-    pages: list[int] = dataclasses.field(default_factory=list)
+    pages: list[int] = dataclasses.field(default_factory=list[int])
     num_computed: int = 0
     num_pending: int = 0
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_preemptions: int = 0
 

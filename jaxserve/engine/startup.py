@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 from checkpoints import resolve_model
 from jaxserve.config import EngineConfig
@@ -103,7 +104,7 @@ def find_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
 
 def eos_token_ids(plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Tokens that end a text, by config.json, generation_config.json and the tokenizer."""
-    found = list(plan.config.eos_token_ids)
+    found: list[Any] = list(plan.config.eos_token_ids)
     declared = read_generation_config(plan.directory).get("eos_token_id")
     found += declared if isinstance(declared, list) else [declared]
     if tokenizer is not None:

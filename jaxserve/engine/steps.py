@@ -1,7 +1,7 @@
 """The compiled step: tokens in, tokens out, in one program; the only place that puts the model into shard_map."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ class AbstractModel(NamedTuple):
     """A module's structure, its state's, and each parameter's shape, type and sharding by path, in flat order."""
 
     graphdef: nnx.GraphDef
-    treedef: jax.tree_util.PyTreeDef
+    treedef: Any
     params: dict[str, jax.ShapeDtypeStruct]
 
 
@@ -103,7 +103,7 @@ class ModelProgram:
             axes = ["kv_heads" if i == spec.heads_dimension else None for i in range(len(spec.shape))]
             sharding = self.layout.sharding(self.mesh, *axes)
             pools.append(jax.ShapeDtypeStruct(spec.shape, jnp.dtype(self.policy.kv), sharding=sharding))
-        latest = jax.ShapeDtypeStruct((self.num_slots,), jnp.int32, sharding=self.replicated)
+        latest: Any = jax.ShapeDtypeStruct((self.num_slots,), jnp.int32, sharding=self.replicated)
         return StepState(((pools[0], pools[1]),) * self.config.num_layers, latest)
 
     @property

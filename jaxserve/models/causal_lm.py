@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools
 from jaxserve.layers.decoder import DecoderLayer
@@ -102,7 +102,7 @@ class CausalLM(nnx.Module):
 @functools.partial(jax.jit, static_argnums=(0, 5))
 def _run_layer(
     graphdef: nnx.GraphDef,
-    state: nnx.State,
+    state: PyTree,
     x: Float[Array, "T D"],
     pools: Pools,
     inputs: AttentionInputs,
@@ -125,14 +125,14 @@ def _private_batch(num_rows: int, length: int, page_size: int) -> tuple[Attentio
     row_pages = -(-length // page_size)
     table = np.arange(num_rows * row_pages, dtype=np.int32).reshape(num_rows, row_pages)
     position = np.tile(np.arange(length), num_rows)
-    batch = AttentionBatch(
-        page_table=table,
-        context_lens=np.full(num_rows, length, np.int32),
-        query_starts=(np.arange(num_rows) * length).astype(np.int32),
-        query_lens=np.full(num_rows, length, np.int32),
-        num_decode=np.int32(0),
-        num_rows=np.int32(num_rows),
-        token_pages=table[np.repeat(np.arange(num_rows), length), position // page_size],
-        token_offsets=(position % page_size).astype(np.int32),
-    )
-    return jax.tree.map(jnp.asarray, batch), table.size
+    fields = {
+        "page_table": table,
+        "context_lens": np.full(num_rows, length),
+        "query_starts": np.arange(num_rows) * length,
+        "query_lens": np.full(num_rows, length),
+        "num_decode": 0,
+        "num_rows": num_rows,
+        "token_pages": table[np.repeat(np.arange(num_rows), length), position // page_size],
+        "token_offsets": position % page_size,
+    }
+    return AttentionBatch(**{name: jnp.asarray(field, jnp.int32) for name, field in fields.items()}), table.size

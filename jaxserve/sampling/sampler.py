@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.random import threefry_2x32
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 from jaxserve.sampling.truncation import truncate
 
@@ -73,16 +73,16 @@ def sample_any(
 
 
 def token_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, " R"]) -> TokenLogprobs:
-    """Log-probabilities of given tokens and of the likeliest ones."""
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)
-    ranks = 1 + jnp.sum(logprobs > chosen, axis=1, dtype=jnp.int32)
+    """Log-probabilities of given tokens and of the likeliest ones, ranked by logits: two may round to one logprob."""
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+    ranks = 1 + jnp.sum(logits > chosen, axis=1, dtype=jnp.int32)
     count = min(MAX_LOGPROBS, logits.shape[1])
-    top, top_ids = lax.top_k(logprobs, count)
+    top, top_ids = lax.top_k(logits, count)
+    best = top[:, :1]
+    log_total = jnp.log(jnp.sum(jnp.exp(logits - best), axis=1, keepdims=True))
     padding = ((0, 0), (0, MAX_LOGPROBS - count))
-    return TokenLogprobs(
-        chosen[:, 0], ranks, jnp.pad(top_ids, padding), jnp.pad(top, padding, constant_values=-jnp.inf)
-    )
+    top = jnp.pad(top - best - log_total, padding, constant_values=-jnp.inf)
+    return TokenLogprobs((chosen - best - log_total)[:, 0], ranks, jnp.pad(top_ids, padding), top)
 
 
 def _no_logprobs(logits: Float[Array, "R V"]) -> TokenLogprobs:
@@ -122,10 +122,13 @@ def _draw(weights: Float[Array, "R V"], seeds: Int[Array, " R"], positions: Int[
 
 
 def _two_uniforms(seed: Int[Array, ""], position: Int[Array, ""]) -> Float[Array, "2"]:
-    """Two numbers in [0, 1), multiples of 2**-24."""
     key = jnp.stack([seed, position]).astype(jnp.uint32)
-    bits = threefry_2x32(key, jnp.arange(2, dtype=jnp.uint32))
-    return (bits >> 8).astype(jnp.float32) * 2.0**-24
+    return _uniform(threefry_2x32(key, jnp.arange(2, dtype=jnp.uint32)))
+
+
+def _uniform(bits: UInt[Array, " n"]) -> Float[Array, " n"]:
+    """Odd multiples of 2**-24 in (0, 1): 0 would draw the first token of any weight at all, 1 the last."""
+    return (bits >> 9).astype(jnp.float32) * 2.0**-23 + 2.0**-24
 
 
 def _invert(weights: Float[Array, "R n"], uniform: Float[Array, " R"]) -> Int[Array, " R"]:

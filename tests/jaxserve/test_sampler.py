@@ -60,13 +60,13 @@ def threshold(scores: np.ndarray, top_k: int, top_p: float, min_p: float) -> flo
 
 def check_kept(kept: np.ndarray, scores: np.ndarray, top_k: int, top_p: float, min_p: float) -> None:
     """Fails unless ``kept`` is what sorting keeps, but for tokens within rounding of the boundary."""
-    surely = scores >= threshold(scores, top_k, top_p * (1 - MARGIN) if top_p < 1 else 1.0, min_p) + 1e-5 * (min_p > 0)
-    perhaps = scores >= threshold(scores, top_k, top_p + (1 - top_p) * MARGIN * 2, min_p) - 1e-5 * (min_p > 0)
-    if top_p < 1:
-        perhaps = scores >= threshold(scores, top_k, min(1.0, top_p * (1 + MARGIN)), min_p) - 1e-5 * (min_p > 0)
+    slack = 1e-5 if 0 < min_p < 1 else 0.0
+    fewer, more = (top_p * (1 - MARGIN), min(1.0, top_p * (1 + MARGIN))) if top_p < 1 else (1.0, 1.0)
+    surely = (scores >= threshold(scores, top_k, fewer, min_p) + slack) & (scores > -np.inf)
+    perhaps = (scores >= threshold(scores, top_k, more, min_p) - slack) & (scores > -np.inf)
     assert (kept | ~surely).all(), "dropped a token that is surely kept"
     assert (perhaps | ~kept).all(), "kept a token that is surely dropped"
-    assert (kept == (scores >= scores[kept].min())).all(), "a tie was split"
+    assert (kept == ((scores >= scores[kept].min()) & (scores > -np.inf))).all(), "a tie was split"
 
 
 @cache
@@ -91,7 +91,6 @@ def test_truncation_keeps_what_sorting_keeps(vocab_size: int) -> None:
         kept = np.asarray(call(scores, *columns))
         for i, setting in enumerate(SETTINGS):
             check_kept(kept[i], row, setting[0], float(columns[1][i]), float(columns[2][i]))
-            assert not kept[i][row == -np.inf].any()
 
 
 def test_each_setting_alone_equals_the_mixed_batch() -> None:
@@ -113,7 +112,14 @@ def test_no_setting_keeps_everything() -> None:
 
 
 def inputs_for(
-    num_rows: int, *, temperature: Any = 1.0, top_k: Any = 0, top_p: Any = 1.0, min_p: Any = 0.0, seeds: Any, positions: Any
+    num_rows: int,
+    *,
+    temperature: Any = 1.0,
+    top_k: Any = 0,
+    top_p: Any = 1.0,
+    min_p: Any = 0.0,
+    seeds: Any,
+    positions: Any,
 ) -> SamplerInputs:
     """Sampler numbers, scalars repeated for every row."""
     numbers = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
@@ -135,7 +141,14 @@ call_sample_any = jax.jit(sample_any)
 @pytest.mark.parametrize("vary", ["seeds", "positions"])
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
-    [(1.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0), (2.5, 12, 1.0, 0.0), (1.0, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.05), (1.5, 30, 0.9, 0.02)],
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 1.0, 0.0),
+        (2.5, 12, 1.0, 0.0),
+        (1.0, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.05),
+        (1.5, 30, 0.9, 0.02),
+    ],
 )
 def test_tokens_are_distributed_as_their_probabilities(
     vary: str, temperature: float, top_k: int, top_p: float, min_p: float
@@ -168,7 +181,9 @@ def test_seeds_and_positions_are_unrelated() -> None:
     """Neighbouring seeds and positions, and the two swapped, share no randomness."""
     seeds, positions = (a.ravel() for a in np.meshgrid(np.arange(64), np.arange(64)))
     rows = jnp.zeros((4096, 16))
-    tokens, _ = call_sample(rows, inputs_for(4096, seeds=seeds, positions=positions), open_mask(4096, 16), variant="sampled")
+    tokens, _ = call_sample(
+        rows, inputs_for(4096, seeds=seeds, positions=positions), open_mask(4096, 16), variant="sampled"
+    )
     grid = np.asarray(tokens).reshape(64, 64)
     for other in (grid.T, np.roll(grid, 1, 0), np.roll(grid, 1, 1), np.roll(np.roll(grid, 1, 0), -1, 1)):
         agree = (grid == other)[~np.eye(64, dtype=bool)].mean()
@@ -176,7 +191,7 @@ def test_seeds_and_positions_are_unrelated() -> None:
 
 
 def test_the_seed_is_32_bits() -> None:
-    """Seeds above 2**31 arrive as negative numbers and count like any other."""
+    """Seeds from 2**31 on arrive as negative numbers and count like any other."""
     seeds = np.array([1, 2**31 + 1, 2**32 - 1, 0], np.uint32).view(np.int32)
     rows = jnp.zeros((4, 5000))
     tokens, _ = call_sample(rows, inputs_for(4, seeds=seeds, positions=3), open_mask(4, 5000), variant="sampled")
@@ -193,7 +208,8 @@ def jitted_invert() -> Any:
 
 
 @hypothesis.given(
-    st.lists(st.tuples(st.integers(1, 20), WEIGHT), min_size=1, max_size=20), st.floats(0.0, 1.0, exclude_max=True, width=32)
+    st.lists(st.tuples(st.integers(1, 20), WEIGHT), min_size=1, max_size=20),
+    st.floats(0.0, 1.0, exclude_max=True, width=32),
 )
 @hypothesis.example([(3, 0.0), (1, 1e-30), (20, 0.0)], 0.0)
 @hypothesis.example([(3, 0.0), (1, 1e-30), (20, 0.0)], 1 - 2.0**-24)
@@ -245,15 +261,14 @@ def take(inputs: SamplerInputs, rows: np.ndarray) -> SamplerInputs:
     return SamplerInputs(*(array[rows] for array in inputs))
 
 
-@pytest.mark.parametrize("variant", ["sampled", "full"])
-@pytest.mark.parametrize("vocab_size", [700, 5000])
+@pytest.mark.parametrize(("vocab_size", "variant"), [(700, "sampled"), (5000, "full")])
 def test_a_row_knows_nothing_of_its_batch_mates(vocab_size: int, variant: str) -> None:
     logits, inputs, mask = mixed_rows(vocab_size)
     whole = np.asarray(call_sample(logits, inputs, mask, variant=variant)[0])
     order = np.random.default_rng(0).permutation(len(logits))
     shuffled = call_sample(logits[order], take(inputs, order), mask[order], variant=variant)[0]
     np.testing.assert_array_equal(np.asarray(shuffled), whole[order])
-    for size in (1, 3, 8):
+    for size in (1, 6):
         for rows in np.split(order, range(size, len(order), size)):
             some = call_sample(logits[rows], take(inputs, rows), mask[rows], variant=variant)[0]
             np.testing.assert_array_equal(np.asarray(some), whole[rows], err_msg=f"{size} rows a batch")
@@ -339,7 +354,9 @@ def test_the_greedy_token_leads_its_logprobs() -> None:
     logits = np.full((1, 64), -2.0, np.float32)
     logits[0, 40] = 0.1
     logits[0, 9] = np.nextafter(np.float32(0.1), np.float32(0))
-    tokens, logprobs = call_sample(logits, inputs_for(1, temperature=0.0, seeds=0, positions=0), open_mask(1, 64), variant="full")
+    tokens, logprobs = call_sample(
+        logits, inputs_for(1, temperature=0.0, seeds=0, positions=0), open_mask(1, 64), variant="full"
+    )
     assert int(tokens[0]) == 40 == int(logprobs.top_ids[0, 0])
     assert int(logprobs.ranks[0]) == 1
     assert int(token_logprobs(jnp.asarray(logits), jnp.array([9])).ranks[0]) == 2

@@ -1,0 +1,105 @@
+"""Weights from a checkpoint onto devices, for the engine and for a model on its own in a notebook."""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import cast
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+from checkpoints import check_recipes, load_arrays, open_checkpoint, progress_bar, resolve_model
+from jaxserve.config import DTYPES
+from jaxserve.errors import ConfigError
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import DtypePolicy
+from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.hf_config import read_config_json
+from jaxserve.models.registry import checkpoint_names, config_from_hf
+from jaxserve.models.weights import ignored_patterns, weight_recipes
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(model: str | Path, dtype: str = "auto") -> CausalLM:
+    """A model on its own on one device, for a notebook: ``load_model(directory)(tokens)`` gives logits.
+
+    Args:
+        model: Hugging Face directory or hub id.
+        dtype: As in ``EngineConfig``.
+
+    Raises:
+        ConfigError: The model is not one that can run, or not in this type.
+        CheckpointError: The checkpoint cannot be read.
+    """
+    directory = resolve_model(str(model))
+    path = directory / "config.json"
+    config = config_from_hf(read_config_json(path), str(path))
+    device = jax.devices()[0]
+    policy = DtypePolicy.for_platform(resolve_dtype(dtype, config, device.platform), device.platform)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: CausalLM(config, policy=policy)))
+    structs = {}
+    for parameter_path, variable in nnx.to_flat_state(state):
+        value = variable.get_value()
+        name = ".".join(map(str, parameter_path))
+        structs[name] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=SingleDeviceSharding(device))
+    values = load_weights(directory, config, structs, 1)
+    return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), values))
+
+
+def load_weights(
+    directory: Path, config: ModelConfig, params: Mapping[str, jax.ShapeDtypeStruct], tensor_size: int
+) -> tuple[jax.Array, ...]:
+    """Reads a model's parameters onto devices.
+
+    Args:
+        directory: Where the checkpoint is.
+        config: The model.
+        params: Path in the module, shape, type and sharding of each parameter.
+        tensor_size: Devices that layers are split over.
+
+    Returns:
+        The parameters in the order of ``params``.
+
+    Raises:
+        CheckpointError: Files or tensors are missing, damaged, of other shapes, or not the model's.
+    """
+    names = checkpoint_names(config)
+    recipes = weight_recipes(config, names, tensor_size)
+    mismatched = {name for name in recipes.keys() ^ params.keys()}
+    assert not mismatched, f"recipes and module disagree on {sorted(mismatched)}"
+    for name, struct in params.items():
+        assert struct.shape == recipes[name].shape, f"{name}: module {struct.shape}, recipe {recipes[name].shape}"
+    with open_checkpoint(directory) as reader:
+        check_recipes(reader.tensors, recipes, ignored_patterns(config, names))
+        total = sum(int(np.prod(struct.shape)) * struct.dtype.itemsize for struct in params.values())
+        with progress_bar(total) as progress:
+            arrays = load_arrays(
+                reader,
+                {name: recipes[name] for name in params},
+                {name: struct.dtype for name, struct in params.items()},
+                {name: struct.sharding for name, struct in params.items()},
+                cast(Callable[[int, int], None], progress),
+            )
+    return tuple(arrays[name] for name in params)
+
+
+def resolve_dtype(dtype: str, config: ModelConfig, platform: str) -> str:
+    """The type a model's weights are kept in: as asked for, or as the checkpoint says.
+
+    Raises:
+        ConfigError: The type is unknown, or the platform does not support it.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    dtype = DTYPES[dtype]
+    if dtype != "auto":
+        if dtype == "float16" and platform == "cpu":
+            raise ConfigError("dtype='float16' is not supported on CPUs; expected 'float32', 'bfloat16' or 'auto'")
+        return dtype
+    if config.dtype == "float16" and platform == "cpu":
+        logger.info("dtype: the checkpoint is float16, which CPUs lack; float32 holds it exactly")
+        return "float32"
+    return config.dtype

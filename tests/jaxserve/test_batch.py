@@ -1,0 +1,209 @@
+"""Step buffers against a slow construction, row by row, from random plans."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.engine.batch import BatchBuilder, BatchShape, StepBatch, unpack
+from jaxserve.engine.plan import PageGrant, PrefillRow, Sampling, SlotSetup, StepPlan
+
+NUM_SLOTS, PAGE_SIZE, NUM_PAGES, TABLE_PAGES = 6, 8, 40, 5
+DECODE = BatchShape(num_tokens=4, num_rows=4, table_pages=TABLE_PAGES, decode_only=True)
+MIXED = BatchShape(num_tokens=32, num_rows=5, table_pages=TABLE_PAGES, decode_only=False)
+
+call_unpack = functools.cache(lambda shape: jax.jit(functools.partial(unpack, shape=shape)))
+
+
+@dataclasses.dataclass
+class Slot:
+    """A request as the test keeps it: its numbers, its pages in order, and how many tokens are computed."""
+
+    setup: SlotSetup
+    pages: list[int]
+    computed: int = 0
+
+
+class PlanMaker:
+    """Random plans that a scheduler could make, and the slots as they stand after each."""
+
+    def __init__(self, seed: int):
+        self.random = np.random.default_rng(seed)
+        self.slots: dict[int, Slot] = {}
+        self.free = [int(page) for page in self.random.permutation(NUM_PAGES)]
+        self.index = 0
+
+    def next(self, decode_only: bool, shape: BatchShape) -> StepPlan:
+        """A plan that fits the shape; slots change hands now and then."""
+        setups, grants = [], []
+        if not decode_only:
+            setups = [self._replace(slot) for slot in range(NUM_SLOTS) if self.random.random() < 0.3]
+        ready = [slot for slot in self.slots if 0 < self.slots[slot].computed < TABLE_PAGES * PAGE_SIZE]
+        decode = [slot for slot in self.random.permutation(ready).astype(int).tolist() if self.random.random() < 0.7]
+        decode = decode[: shape.num_rows]
+        positions = [self.slots[slot].computed for slot in decode]
+        tokens = [int(token) for token in self.random.integers(-1, 900, len(decode))]
+        for slot in decode:
+            grants += self._extend(slot, 1)
+        prefill = []
+        if not decode_only:
+            room = shape.num_tokens - len(decode)
+            for slot in sorted(set(self.slots) - set(decode), key=lambda slot: self.random.random()):
+                most = min(room, TABLE_PAGES * PAGE_SIZE - self.slots[slot].computed)
+                if most > 0 and len(decode) + len(prefill) < shape.num_rows:
+                    prefill.append(self._chunk(slot, int(self.random.integers(1, most + 1))))
+                    grants += self._extend(slot, len(prefill[-1].token_ids))
+                    room -= len(prefill[-1].token_ids)
+        self.index += 1
+        return StepPlan(self.index, setups, grants, decode, positions, tokens, prefill)
+
+    def _replace(self, slot: int) -> SlotSetup:
+        if slot in self.slots:
+            self.free += self.slots.pop(slot).pages
+        draw = self.random
+        sampling = Sampling(
+            temperature=float(np.float32(draw.random())),
+            top_k=int(draw.integers(0, 100)),
+            top_p=float(np.float32(1 - draw.random())),
+            min_p=float(np.float32(draw.random())),
+            seed=int(draw.integers(0, 2**32)),
+            num_logprobs=int(draw.integers(-1, 5)),
+        )
+        setup = SlotSetup(slot, sampling, int(draw.integers(1, 1000)))
+        self.slots[slot] = Slot(setup, [])
+        return setup
+
+    def _extend(self, slot: int, num_tokens: int) -> list[PageGrant]:
+        facts = self.slots[slot]
+        facts.computed += num_tokens
+        first, needed = len(facts.pages), -(-facts.computed // PAGE_SIZE)
+        pages = [self.free.pop() for _ in range(needed - first)]
+        facts.pages += pages
+        return [PageGrant(slot, first, pages)] if pages else []
+
+    def _chunk(self, slot: int, count: int) -> PrefillRow:
+        token_ids = [int(token) for token in self.random.integers(0, 900, count)]
+        targets = None
+        if self.random.random() < 0.5:
+            targets = [int(token) for token in self.random.integers(-1, 900, count)]
+        return PrefillRow(slot, self.slots[slot].computed, token_ids, bool(self.random.random() < 0.5), targets)
+
+
+def plan_rows(plan: StepPlan) -> list[PrefillRow]:
+    """Decode rows as chunks of one token, then the prefill rows."""
+    decode = zip(plan.decode_slots, plan.decode_positions, plan.decode_tokens, strict=True)
+    return [PrefillRow(slot, position, [token], True) for slot, position, token in decode] + plan.prefill
+
+
+def check_batch(batch: StepBatch, plan: StepPlan, slots: dict[int, Slot], shape: BatchShape) -> None:
+    """Compares every element of a batch with what the plan and the slots say."""
+    attention, token, num_target_tokens = batch.attention, 0, 0
+    for r, row in enumerate(plan_rows(plan)):
+        facts, count = slots[row.slot], len(row.token_ids)
+        assert (attention.query_starts[r], attention.query_lens[r]) == (token, count)
+        assert attention.context_lens[r] == row.start + count == facts.computed
+        num_pages = len(facts.pages)
+        assert attention.page_table[r].tolist() == facts.pages + [NUM_PAGES] * (TABLE_PAGES - num_pages)
+        assert batch.slots[r] == row.slot
+        if row.samples:
+            assert batch.sampled_slots[r] == row.slot
+        else:
+            assert batch.sampled_slots[r] >= NUM_SLOTS, "a row that does not sample would set a slot's latest token"
+        assert batch.sampled_tokens[r] == token + count - 1
+        sampling = facts.setup.sampling
+        numbers = (batch.temperature[r], batch.top_k[r], batch.top_p[r], batch.min_p[r])
+        assert numbers == (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        assert int(batch.seeds[r]) % 2**32 == sampling.seed
+        for i, token_id in enumerate(row.token_ids):
+            position = row.start + i
+            assert (batch.tokens[token], batch.positions[token]) == (token_id, position)
+            assert batch.lengths[token] == facts.setup.final_length
+            assert attention.token_pages[token] == facts.pages[position // PAGE_SIZE]
+            assert attention.token_offsets[token] == position % PAGE_SIZE
+            assert batch.targets[token] == (-1 if row.targets is None else row.targets[i])
+            token += 1
+            num_target_tokens = token if row.targets is not None else num_target_tokens
+    assert (attention.num_decode, attention.num_rows) == (len(plan.decode_slots), plan.num_rows)
+    assert batch.num_target_tokens == num_target_tokens
+    check_padding(batch, token, plan.num_rows, shape)
+
+
+def check_padding(batch: StepBatch, num_tokens: int, num_rows: int, shape: BatchShape) -> None:
+    """Padding reads no page, writes no page, and belongs to no slot."""
+    attention = batch.attention
+    assert (attention.token_pages[num_tokens:] > NUM_PAGES).all(), "the null page must stay clean"
+    assert (attention.page_table[num_rows:] == NUM_PAGES).all()
+    assert (attention.context_lens[num_rows:] == 0).all() and (attention.query_lens[num_rows:] == 0).all()
+    assert (attention.query_starts[num_rows:] == shape.num_tokens).all()
+    assert (batch.slots[num_rows:] >= NUM_SLOTS).all() and (batch.sampled_slots[num_rows:] >= NUM_SLOTS).all()
+    assert (batch.targets[num_tokens:] == -1).all()
+    assert (batch.tokens[num_tokens:] >= 0).all(), "-1 would look up a slot"
+    for name in ("temperature", "min_p", "top_k"):
+        assert (getattr(batch, name)[num_rows:] == 0).all(), f"padding asks for {name}"
+    assert (batch.top_p[num_rows:] == 1).all()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_buffers_hold_what_plans_say(seed: int) -> None:
+    maker, builder = PlanMaker(seed), BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES)
+    for step in range(15):
+        shape = DECODE if step % 3 == 2 else MIXED
+        plan = maker.next(shape.decode_only, shape)
+        builder.apply(plan)
+        buffer = builder.build(plan, shape, variant=step % 3)
+        assert buffer.dtype == np.int32 and buffer.shape == (shape.buffer_size(),)
+        batch = jax.tree.map(np.asarray, call_unpack(shape)(buffer))
+        check_batch(batch, plan, maker.slots, shape)
+        assert batch.variant == step % 3
+
+
+def test_buffers_do_not_share_memory() -> None:
+    """The step before may still read its buffer when the next is built."""
+    builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES)
+    plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], [], [], [], [PrefillRow(0, 0, [5], True)])
+    builder.apply(plan)
+    first, second = builder.build(plan, MIXED, 0), builder.build(plan, MIXED, 0)
+    second[...] = 7
+    assert not np.shares_memory(first, second) and not (first == 7).all()
+    assert not np.shares_memory(first, builder.page_table)
+
+
+def test_a_new_request_does_not_inherit_its_slot() -> None:
+    """Pages and bans of the request before are gone."""
+    builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES)
+    banned = Sampling(banned_ids=(1,), banned_until=100)
+    for sampling, pages, is_masked in [(banned, [3, 4], True), (Sampling(), [9], False)]:
+        plan = StepPlan(0, [SlotSetup(2, sampling, 9)], [PageGrant(2, 0, pages)], [2], [0], [5], [])
+        builder.apply(plan)
+        assert (builder.vocabulary_mask(plan, 4, 64) is not None) == is_masked
+        expected = pages + [NUM_PAGES] * (TABLE_PAGES - len(pages))
+        batch = call_unpack(DECODE)(builder.build(plan, DECODE, 0))
+        assert np.asarray(batch.attention.page_table)[0].tolist() == expected
+
+
+@pytest.mark.parametrize("vocab_size", [33, 64, 70, 96])
+def test_mask_bits(vocab_size: int) -> None:
+    """Bits 0, 31, 32, 63 and the last token; rows behind their minimum, and rows without one, are open."""
+    builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES)
+    banned = {slot: ids for slot, ids in enumerate([(0, 31), (31,), (32,), (63, vocab_size - 1), ()])}
+    banned = {slot: tuple(token for token in ids if token < vocab_size) for slot, ids in banned.items()}
+    setups = [SlotSetup(slot, Sampling(banned_ids=ids, banned_until=20), 99) for slot, ids in banned.items()]
+    prefill = [PrefillRow(3, 10, [1] * 9, True), PrefillRow(4, 0, [1], True)]
+    plan = StepPlan(0, setups, [], [2, 0, 1], [18, 18, 19], [5, 5, -1], prefill)
+    builder.apply(plan)
+    mask = builder.vocabulary_mask(plan, 7, vocab_size)
+    assert mask is not None and mask.dtype == np.int32 and mask.shape == (7, -(-vocab_size // 32))
+    allowed = np.ones((7, vocab_size), bool)
+    for row, slot in [(0, 2), (1, 0), (3, 3)]:  # slot 1 samples the token at position 20, which may be any
+        allowed[row, list(banned[slot])] = False
+    bits = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
+    np.testing.assert_array_equal(bits.astype(bool), allowed)
+
+
+def test_no_mask_where_every_token_is_allowed() -> None:
+    builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES)
+    plan = StepPlan(0, [SlotSetup(0, Sampling(banned_ids=(3,), banned_until=20), 99)], [], [0], [19], [5], [])
+    builder.apply(plan)
+    assert builder.vocabulary_mask(plan, 4, 64) is None

@@ -1,0 +1,63 @@
+"""Batch shapes: every step has one, small decode steps exactly, and there are few of them."""
+
+import pytest
+
+from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.runner import CompiledSteps
+from jaxserve.sampling.sampler import VARIANTS
+from tests.tiny_programs import make_program, tiny_config
+
+MAX_PROGRAMS = 40
+LIMITS = [(64, 1024), (256, 8192), (1024, 16384)]  # CPU, GPU, large GPU
+AWKWARD = [(1, 1), (1, 5), (3, 3), (7, 100), (8, 16), (13, 17), (48, 65), (100, 1000), (256, 2048)]
+
+
+@pytest.mark.parametrize("min_rows", [1, 2])
+@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), LIMITS + AWKWARD)
+def test_every_step_has_a_shape(max_num_seqs: int, max_num_batched_tokens: int, min_rows: int) -> None:
+    buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, 9, min_rows)
+    announced = set(buckets.shapes())
+    assert len(announced) == len(buckets.shapes())
+    for num_tokens in range(1, max_num_batched_tokens + 1):
+        for decode_only in (False, True):
+            if decode_only and num_tokens > max_num_seqs:
+                continue
+            shape = buckets.shape_for(num_tokens, decode_only)
+            assert shape in announced
+            assert shape.decode_only == decode_only and shape.table_pages == 9
+            assert num_tokens <= shape.num_tokens <= max_num_batched_tokens
+            assert shape.num_rows >= min(num_tokens, max_num_seqs), "a row for each token, as far as rows go"
+            assert not decode_only or shape.num_rows == shape.num_tokens
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), LIMITS)
+def test_small_decode_steps_are_exact(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, 9, 1)
+    assert [buckets.shape_for(rows, True).num_rows for rows in (1, 2, 4, 8)] == [1, 2, 4, 8]
+
+
+def test_decode_steps_have_at_least_the_rows_asked_for() -> None:
+    """bfloat16 weights on CPUs: XLA multiplies one row by them badly."""
+    buckets = Buckets.make(64, 1024, 9, 2)
+    assert [buckets.shape_for(rows, True).num_rows for rows in (1, 2, 3, 8)] == [2, 2, 4, 8]
+    assert Buckets.make(1, 16, 9, 2).decode_rows == (1,), "never more than there are sequences"
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), LIMITS)
+def test_at_most_a_third_of_a_prefill_step_is_padding(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, 9, 1)
+    for num_tokens in range(64, max_num_batched_tokens + 1):
+        padding = buckets.shape_for(num_tokens, False).num_tokens - num_tokens
+        assert 3 * padding <= num_tokens + padding
+
+
+def test_few_programs_on_cpu() -> None:
+    steps = CompiledSteps(make_program(tiny_config()), Buckets.make(*LIMITS[0], 9, 1))
+    assert steps.num_programs <= MAX_PROGRAMS
+
+
+@pytest.mark.xfail(reason="31 and 37 shapes, three variants each: 93 and 111 programs", strict=True)
+@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), LIMITS[1:])
+def test_few_programs_on_gpu(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, 9, 1)
+    assert len(buckets.shapes()) * len(VARIANTS) <= MAX_PROGRAMS

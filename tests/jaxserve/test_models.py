@@ -1,0 +1,277 @@
+"""Every family against transformers: the same greedy tokens on every layout, the same logits from a module on its own.
+
+A new model is one row of ``ROWS``. Each row is a tiny checkpoint with random weights in an awkward shape: heads wider or
+narrower than hidden / heads, a vocabulary that no number of devices divides, biases and norms that are not neutral.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+from checkpoints import CheckpointError
+from jaxserve import LLM, ConfigError, SamplingParams, load_model
+
+torch = pytest.importorskip("torch")
+
+NUM_NEW = 32
+PROMPT_LENGTHS = (3, 17, 40)
+LEAST_MARGIN = 1e-3
+SIZES: dict[str, Any] = {
+    "vocab_size": 509,
+    "hidden_size": 40,
+    "intermediate_size": 52,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 12,
+    "max_position_embeddings": 96,
+    "rms_norm_eps": 1e-4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+LAYOUTS = {"tp1": {}, "tp2": {"tensor_parallel_size": 2}, "tp4": {"tensor_parallel_size": 4}}
+LAYOUTS |= {"dp2": {"data_parallel_size": 2}}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """A checkpoint to compare.
+
+    Attributes:
+        family: Prefix of transformers' classes.
+        raw: Fields of config.json that differ from ``SIZES``.
+        seed: Of the weights; chosen so that no two tokens are closer than ``LEAST_MARGIN``.
+        is_fixed_rope: Whether the rotary embedding ignores the length; where it does not, ours is that of the final
+            length from the first token on, and transformers is asked for the same.
+        save: How the checkpoint is stored.
+        fast: Layouts that run by default; the others are slow tests.
+    """
+
+    family: str
+    raw: dict[str, Any] = dataclasses.field(default_factory=dict)
+    seed: int = 0
+    is_fixed_rope: bool = True
+    save: str = "safetensors"
+    fast: tuple[str, ...] = ("tp1", "tp2")
+
+
+def rope(kind: str, **raw: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **raw}}
+
+
+PHI3 = {"original_max_position_embeddings": 44}
+LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 9.0]}
+GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.6, "logits_scaling": 0.5}
+
+ROWS = {
+    "llama": Row(family="Llama", fast=("tp1", "tp2", "tp4", "dp2"), save="shards"),
+    "llama-mqa-bias-tied": Row(
+        family="Llama",
+        raw={"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        fast=("tp1", "tp2", "tp4"),
+    ),
+    "llama-linear": Row(family="Llama", raw=rope("linear", factor=4.0) | {"max_position_embeddings": 24}),
+    "llama-dynamic": Row(
+        family="Llama", raw=rope("dynamic", factor=2.5) | {"max_position_embeddings": 40}, is_fixed_rope=False
+    ),
+    "llama-yarn": Row(
+        family="Llama",
+        raw=rope("yarn", factor=4.0, original_max_position_embeddings=24, beta_fast=6.0),
+    ),
+    "llama-llama3": Row(
+        family="Llama",
+        raw=rope(
+            "llama3",
+            factor=8.0,
+            original_max_position_embeddings=48,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+        ),
+    ),
+    "mistral": Row(family="Mistral", raw={"sliding_window": 10, "num_key_value_heads": 2}, save="torch"),
+    "qwen2": Row(family="Qwen2", raw={"num_key_value_heads": 2, "vocab_size": 514}, fast=("tp1", "tp2", "dp2")),
+    "qwen2-windows": Row(
+        family="Qwen2", raw={"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    ),
+    "qwen3": Row(family="Qwen3", raw={"head_dim": 16, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "phi3": Row(family="Phi3", raw=PHI3 | rope("default", partial_rotary_factor=0.5)),
+    "phi3-longrope": Row(
+        family="Phi3",
+        raw=PHI3 | rope("longrope", **LONGROPE),
+        is_fixed_rope=False,
+    ),
+    "baichuan": Row(family="Llama", raw={"num_key_value_heads": 8}, save="w_pack"),
+    "smollm3": Row(family="SmolLM3", raw={"no_rope_layers": [1, 0, 1], "attention_bias": True}),
+    "olmo2": Row(family="Olmo2", raw={"num_key_value_heads": 2}, fast=("tp1", "tp2", "tp4")),
+    "granite": Row(family="Granite", raw=GRANITE),
+}
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    generator = np.random.default_rng(7)
+    return [generator.integers(0, vocab_size, length).tolist() for length in PROMPT_LENGTHS]
+
+
+def make_hf(row: Row) -> Any:
+    """Transformers' model with random weights, none of them neutral."""
+    config = getattr(transformers, f"{row.family}Config")(**{**SIZES, **row.raw})
+    config._attn_implementation = "eager"
+    torch.manual_seed(row.seed)
+    model = getattr(transformers, f"{row.family}ForCausalLM")(config).to(torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                gain = 6.0 if "lm_head" in name else 1.0 if "embed" in name else 1.6
+                scale = gain if "embed" in name else gain * parameter.shape[1] ** -0.5
+                parameter.normal_(0.0, scale)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0.0, 0.5)
+        model.tie_weights()
+    return model
+
+
+def save(model: Any, row: Row, directory: Path) -> None:
+    """Stores the checkpoint in the row's form."""
+    if row.save in ("safetensors", "shards"):
+        model.save_pretrained(directory, max_shard_size="60KB" if row.save == "shards" else "1GB")
+        return
+    model.config.save_pretrained(directory)
+    tensors = dict(model.state_dict())
+    path = directory / "config.json"
+    raw = {**json.loads(path.read_text()), "architectures": [type(model).__name__]}
+    if row.save == "w_pack":
+        for layer in range(model.config.num_hidden_layers):
+            prefix = f"model.layers.{layer}.self_attn."
+            parts = [tensors.pop(f"{prefix}{name}_proj.weight") for name in "qkv"]
+            tensors[f"{prefix}W_pack.weight"] = torch.cat(parts)
+        raw["architectures"] = ["BaiChuanForCausalLM"]
+    path.write_text(json.dumps(raw))
+    torch.save(tensors, directory / "pytorch_model.bin")
+
+
+def logits_of(model: Any, token_ids: list[int]) -> np.ndarray:
+    """Transformers' logits of every token, without a cache, with the rotary embedding of the whole length."""
+    for module in model.modules():
+        if "inv_freq" in dict(module.named_buffers(recurse=False)):  # forget longer texts seen before
+            module.max_seq_len_cached = 0
+    with torch.no_grad():
+        return model(torch.tensor([token_ids]), use_cache=False).logits[0].float().numpy()
+
+
+def greedy(row: Row, model: Any, prompt: list[int]) -> list[int]:
+    """Transformers' greedy tokens; fails where two tokens are too close to call."""
+    if row.is_fixed_rope:
+        ids = torch.tensor([prompt])
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_NEW,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        new = found.sequences[0, len(prompt) :].tolist()
+        scores = torch.stack(found.logits)[:, 0].numpy()
+    else:
+        text, rows = [*prompt], []
+        for _ in range(NUM_NEW):
+            padding = [0] * (len(prompt) + NUM_NEW - len(text))
+            rows.append(logits_of(model, text + padding)[len(text) - 1])
+            text.append(int(rows[-1].argmax()))
+        new, scores = text[len(prompt) :], np.stack(rows)
+    best = np.sort(scores, axis=1)[:, -2:]
+    margin = (best[:, 1] - best[:, 0]).min()
+    assert margin > LEAST_MARGIN, f"choose another seed: two tokens are {margin:.1e} apart"
+    return new
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A row's directory, transformers' model of it, and its greedy tokens for each prompt."""
+
+    directory: Path
+    model: Any
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    """Makes a row's checkpoint, once."""
+
+    @functools.cache
+    def make(name: str) -> Checkpoint:
+        row = ROWS[name]
+        model = make_hf(row)
+        directory = tmp_path_factory.mktemp(name)
+        save(model, row, directory)
+        asked = prompts(model.config.vocab_size)
+        return Checkpoint(directory, model, asked, [greedy(row, model, prompt) for prompt in asked])
+
+    return make
+
+
+def combinations() -> list[Any]:
+    """Every row on every layout; some of them slow."""
+    return [
+        pytest.param(name, layout, marks=[] if layout in row.fast else [pytest.mark.slow], id=f"{name}-{layout}")
+        for name, row in ROWS.items()
+        for layout in LAYOUTS
+    ]
+
+
+@pytest.mark.parametrize(("name", "layout"), combinations())
+def test_greedy_tokens_equal_those_of_transformers(
+    name: str, layout: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    made = checkpoint(name)
+    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 8, "compilation_cache_dir": ""}
+    with LLM(str(made.directory), dtype="float32", **settings, **LAYOUTS[layout]) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW)
+        outputs = llm.generate(made.prompts, params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == made.expected
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_module_on_its_own_gives_the_logits_of_transformers(
+    name: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    made = checkpoint(name)
+    model = load_model(made.directory, dtype="float32")
+    longest = max(made.prompts, key=len)
+    tokens = np.array([longest, longest[::-1]])
+    expected = np.stack([logits_of(made.model, row.tolist()) for row in tokens])
+    np.testing.assert_allclose(np.asarray(model(tokens)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_module_in_another_type_is_near(checkpoint: Callable[[str], Checkpoint]) -> None:
+    made = checkpoint("llama")
+    tokens = np.array([made.prompts[1]])
+    expected = logits_of(made.model, made.prompts[1])
+    found = np.asarray(load_model(str(made.directory), dtype="bfloat16")(tokens))[0]
+    assert 0 < np.abs(found - expected).mean() < 0.1 * expected.std()
+
+
+def test_load_model_says_what_is_wrong(checkpoint: Callable[[str], Checkpoint], tmp_path: Path) -> None:
+    directory = checkpoint("llama").directory
+    with pytest.raises(ConfigError, match="dtype: expected one of auto.*got 'int8'"):
+        load_model(directory, dtype="int8")
+    with pytest.raises(ConfigError, match="float16.*not supported on CPUs"):
+        load_model(directory, dtype="half")
+    with pytest.raises(ConfigError, match="no such file.*config.json"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
+    with pytest.raises(CheckpointError, match="safetensors"):
+        load_model(tmp_path)

@@ -1,0 +1,279 @@
+"""The compiled step: its collectives, its memory, and the same tokens however it is laid out."""
+
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.engine.batch import BatchBuilder
+from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.plan import PageGrant, PrefillRow, Sampling, SlotSetup, StepPlan
+from jaxserve.engine.runner import CompiledSteps, StepResult, StepRunner
+from jaxserve.engine.steps import ModelProgram, StepState, trace_step
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import DtypePolicy
+from jaxserve.models.causal_lm import CausalLM
+from sharding.plan import bytes_per_device, count_collectives
+from tests.tiny_programs import NUM_LAYERS, make_program, random_params, tiny_config
+
+PAGE_SIZE, NUM_SLOTS, TABLE_PAGES = 8, 4, 4
+BUCKETS = Buckets(decode_rows=(4,), mixed_tokens=(16,), max_num_seqs=4, table_pages=TABLE_PAGES)
+DECODE, MIXED = BUCKETS.shapes()
+# Norms over all heads need the other devices' sums: one more all-reduce a layer.
+WIDTH_NORM = {"qk_norm": "width", "norm_after": True}
+HLO_KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+
+
+def compiled_collectives(text: str) -> dict[str, int]:
+    """Operands of every collective in a program's text: XLA joins several into one with a tuple for a result."""
+    counts: dict[str, int] = {}
+    for result, kind in re.findall(rf"= (\([^=]*?\)|\S+) ({HLO_KINDS})(?:-start)?\(", text):
+        counts[kind] = counts.get(kind, 0) + len(re.findall(r"\w+\[", result))
+    return counts
+
+
+def test_the_parser_reads_joined_collectives() -> None:
+    text = """
+      %a = (f32[4,8]{1,0}, f32[]) all-reduce(%x, %y), channel_id=1, replica_groups={{0,1},{2,3}}
+      %b = f32[4]{0} all-reduce-start(%x), replica_groups=mesh['data'=2,'tensor'=2] {'tensor'}
+      ROOT %c = bf16[4,16]{1,0} all-gather(f32[4,8]{1,0} %x), replica_groups=[2,2]<=[4]T(1,0), dimensions={1}
+      %d = f32[4]{0} add(%all-reduce, %all-gather)
+    """
+    assert compiled_collectives(text) == {"all-reduce": 3, "all-gather": 1}
+
+
+@functools.cache
+def compiled_decode(tensor: int, is_olmo: bool) -> tuple[dict[str, int], jax.stages.Compiled, ModelProgram]:
+    """Collectives of the jaxpr, and the compiled decode step, with pools much larger than anything else."""
+    program = make_program(tiny_config(**WIDTH_NORM if is_olmo else {}), tensor=tensor, num_pages=2000)
+    traced = trace_step(program, DECODE, "any")
+    return count_collectives(traced), traced.lower().compile(), program
+
+
+@pytest.mark.parametrize("is_olmo", [False, True])
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_a_decode_step_communicates_what_its_layout_states(tensor: int, is_olmo: bool) -> None:
+    counted, compiled, program = compiled_decode(tensor, is_olmo)
+    layout = program.layout
+    assert layout.all_reduces_per_layer == 2
+    all_reduces = (2 + is_olmo) * NUM_LAYERS + layout.all_reduces_per_step
+    assert counted == {"all-reduce": all_reduces, "all-gather": layout.all_gathers_per_step}
+    assert (layout.all_reduces_per_step, layout.all_gathers_per_step) == (1, 1)
+    assert compiled_collectives(compiled.as_text()) == counted, "XLA added or lost collectives"
+
+
+def test_one_device_communicates_nothing() -> None:
+    counted, compiled, _ = compiled_decode(1, False)
+    assert counted == {}
+    assert compiled_collectives(compiled.as_text()) == {}
+
+
+@pytest.mark.parametrize("variant", ["greedy", "sampled", "full"])
+def test_sampling_communicates_nothing(variant: str) -> None:
+    counted = count_collectives(trace_step(make_program(tiny_config(), tensor=2), DECODE, variant))
+    assert counted == {"all-reduce": 2 * NUM_LAYERS + 1, "all-gather": 1}
+
+
+def test_prompt_logprobs_gather_only_where_asked() -> None:
+    """A mixed step has one gather more, in the body of a loop that runs as often as logprobs are wanted."""
+    counted = count_collectives(trace_step(make_program(tiny_config(), tensor=2), MIXED, "greedy"))
+    assert counted == {"all-reduce": 2 * NUM_LAYERS + 1, "all-gather": 2}
+
+
+@pytest.mark.parametrize(("tensor", "is_olmo"), [(1, False), (2, False), (4, True)])
+def test_the_state_is_updated_in_place(tensor: int, is_olmo: bool) -> None:
+    """All of it is donated, and no copy of a pool, of a share of it, or of a weight is made on the way."""
+    _, compiled, program = compiled_decode(tensor, is_olmo)
+    state = jax.tree.leaves(program.abstract_state())
+    sizes = [bytes_per_device(leaf.shape, leaf.dtype.itemsize, leaf.sharding) for leaf in state]
+    analysis = compiled.memory_analysis()
+    assert analysis.alias_size_in_bytes >= sum(sizes)
+    assert analysis.temp_size_in_bytes < min(size for size in sizes if size > 1000) // 4
+
+
+def test_no_copy_of_the_weights_is_made() -> None:
+    """Stored in the type they are multiplied in, weights are read in place."""
+    config = tiny_config(hidden_size=256, ffn_size=1024, vocab_size=2048)
+    for weights in ("float32", "bfloat16"):
+        program = make_program(config, policy=DtypePolicy(weights=weights))
+        compiled = trace_step(program, DECODE, "greedy").lower().compile()
+        params = program.abstract_model().params.values()
+        largest = max(math.prod(param.shape) * param.dtype.itemsize for param in params)
+        assert compiled.memory_analysis().temp_size_in_bytes < largest // 2, weights
+
+
+def zero_state(program: ModelProgram) -> StepState:
+    """Empty pools and slots, made on the program's devices: JAX does not write to memory that was numpy's."""
+    struct = program.abstract_state()
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, struct)
+    make = jax.jit(
+        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), struct), out_shardings=shardings
+    )
+    return make()
+
+
+def addresses(state: StepState) -> list[int]:
+    """Of every shard of every pool."""
+    return [
+        shard.data.unsafe_buffer_pointer() for pool in jax.tree.leaves(state.pools) for shard in pool.addressable_shards
+    ]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_pools_keep_their_addresses(tensor: int) -> None:
+    _, compiled, program = compiled_decode(tensor, False)
+    params, state = random_params(program), zero_state(program)
+    plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], [0], [0], [5], [])
+    builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, program.num_pages)
+    builder.apply(plan)
+    mask = np.full(program.mask_shape(DECODE.num_rows), -1, np.int32)
+    before = addresses(state)
+    for _ in range(3):
+        old = state
+        state, output = compiled(params, state, builder.build(plan, DECODE, 0), mask)
+        assert addresses(state) == before
+        assert all(array.is_deleted() for array in jax.tree.leaves(old))
+        assert not any(array.is_deleted() for array in params)
+    assert int(state.latest[0]) == int(output.tokens[0])
+    written = np.asarray(state.pools[0][0]).any(1).nonzero()[0]
+    assert written.tolist() == [3], "padding rows write nowhere"
+
+
+PROMPTS = {0: [3, 50, 7, 21, 0, 9, 9, 30, 2, 17, 44], 1: [52, 9], 2: [1, 2, 3, 4, 5, 6, 7, 8, 11]}
+SAMPLINGS = {
+    0: Sampling(num_logprobs=3),
+    1: Sampling(temperature=1.0, top_k=20, seed=3),
+    2: Sampling(temperature=0.8, top_p=0.9, min_p=0.01, seed=2**31 + 5),
+}
+NUM_DECODE = 8
+
+
+def pages_of(slot: int) -> list[int]:
+    """Pages out of order, none shared."""
+    return [slot + 15 - 4 * i for i in range(TABLE_PAGES)]
+
+
+def prefill_plans() -> list[StepPlan]:
+    """Three requests; the first in chunks, the second joins its second chunk, the third decodes of both in between."""
+    setups = [SlotSetup(slot, SAMPLINGS[slot], len(prompt) + NUM_DECODE) for slot, prompt in PROMPTS.items()]
+    grants = [PageGrant(slot, 0, pages_of(slot)) for slot in PROMPTS]
+    first, second = PROMPTS[0], PROMPTS[2]
+    return [
+        StepPlan(0, setups, grants, [], [], [], [PrefillRow(0, 0, first[:6], False, first[1:7])]),
+        StepPlan(
+            1,
+            [],
+            [],
+            [],
+            [],
+            [],
+            [PrefillRow(0, 6, first[6:], True, [*first[7:], -1]), PrefillRow(1, 0, PROMPTS[1], True)],
+        ),
+        StepPlan(2, [], [], [1, 0], [2, 11], [-1, -1], [PrefillRow(2, 0, second, True)]),
+    ]
+
+
+def run_requests(
+    config: ModelConfig, tensor: int, layout: str, in_flight: int
+) -> tuple[dict[int, list[int]], list[StepResult]]:
+    """Tokens of each request, and results of all steps.
+
+    Fewer than ``in_flight`` steps run unread; at 1 the host names each token, else the device finds it by slot.
+    """
+    program = make_program(config, tensor=tensor, layout=layout, num_pages=20)
+    steps = CompiledSteps(program, BUCKETS)
+    steps.compile()
+    runner = StepRunner(steps, random_params(program))
+    tokens: dict[int, list[int]] = {slot: [] for slot in PROMPTS}
+    results, pending = [], []
+
+    def read() -> None:
+        plan, step = pending.pop(0)
+        result = step.wait()
+        results.append(result)
+        slots = plan.decode_slots + [row.slot for row in plan.prefill]
+        samples = [True] * len(plan.decode_slots) + [row.samples for row in plan.prefill]
+        for slot, token, does_sample in zip(slots, result.tokens, samples, strict=True):
+            if does_sample:
+                tokens[slot].append(token)
+
+    def launch(plan: StepPlan) -> None:
+        pending.append((plan, runner.launch(plan)))
+        while len(pending) >= in_flight:
+            read()
+
+    for plan in prefill_plans():
+        launch(plan)
+    lengths = {slot: len(prompt) + (1 if slot < 2 else 0) for slot, prompt in PROMPTS.items()}
+    for i in range(NUM_DECODE):
+        slots = [[2, 0, 1], [1, 2], [0, 1, 2]][i % 3]
+        known = [tokens[slot][-1] if in_flight == 1 else -1 for slot in slots]
+        launch(StepPlan(3 + i, [], [], slots, [lengths[slot] for slot in slots], known, []))
+        for slot in slots:
+            lengths[slot] += 1
+    while pending:
+        read()
+    runner.release()
+    return tokens, results
+
+
+@functools.cache
+def on_one_device() -> tuple[dict[int, list[int]], list[StepResult]]:
+    return run_requests(tiny_config(), 1, "tensor_parallel", 1)
+
+
+def test_greedy_tokens_are_those_of_the_model_on_its_own() -> None:
+    """Pages, chunks and batches against one dense forward of prompt and answer together."""
+    tokens, results = on_one_device()
+    program = make_program(tiny_config())
+    model = CausalLM(tiny_config())
+    load(model, program)
+    text = PROMPTS[0] + tokens[0]
+    logits = np.asarray(model(np.array([text], np.int32))[0], np.float64)
+    start = len(PROMPTS[0]) - 1
+    assert logits[start:-1].argmax(1).tolist() == tokens[0]
+    logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    chunks = [(results[0].prompt_logprobs, 6), (results[1].prompt_logprobs, 4)]
+    found = np.concatenate([np.asarray(chunk.chosen)[:count] for chunk, count in chunks if chunk is not None])
+    expected = logprobs[np.arange(10), PROMPTS[0][1:]]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    sampled = results[2].logprobs
+    assert sampled is not None and results[2].prompt_logprobs is None
+    assert sampled.top_ids[1, 0] == tokens[0][1], "row 1 of that step is slot 0"
+    np.testing.assert_allclose(sampled.chosen[1], logprobs[len(PROMPTS[0])].max(), atol=1e-5)
+
+
+def load(model: CausalLM, program: ModelProgram) -> None:
+    """The program's random parameters, into a module of the notebook's kind."""
+    for name, array in zip(program.abstract_model().params, random_params(program), strict=True):
+        target: Any = model
+        for part in name.split("."):
+            target = target[int(part)] if part.isdigit() else getattr(target, part)
+        target[...] = array
+
+
+def test_launching_ahead_changes_nothing() -> None:
+    """The device finds the latest token of each slot itself."""
+    assert run_requests(tiny_config(), 1, "tensor_parallel", 2)[0] == on_one_device()[0]
+
+
+@pytest.mark.parametrize(("layout", "tensor"), [("tensor_parallel", 2), ("tensor_parallel", 4), ("replicated", 2)])
+def test_tokens_do_not_depend_on_the_layout(layout: str, tensor: int) -> None:
+    """Two key/value heads: with 4 devices each is on two of them."""
+    tokens, results = run_requests(tiny_config(), tensor, layout, 2)
+    expected, expected_results = on_one_device()
+    assert tokens == expected
+    for found, one in zip(results, expected_results, strict=True):
+        for array, other in zip(jax.tree.leaves(found[1:]), jax.tree.leaves(one[1:]), strict=True):
+            if array.dtype == np.float32:
+                np.testing.assert_allclose(array, other, atol=1e-4)
+
+
+def test_width_norms_do_not_depend_on_the_layout() -> None:
+    config = tiny_config(**WIDTH_NORM)
+    assert run_requests(config, 4, "tensor_parallel", 1)[0] == run_requests(config, 1, "tensor_parallel", 1)[0]
