@@ -2,7 +2,12 @@
 
     python scripts/train_demo_model.py --out DIR [--seed 0]
 
-TIMING
+The committed model is what the defaults make: seed 0, three phases of 2,500 + 700 + 600 steps of 32 rows of 96 tokens,
+0.3 s a step on two free cores (AMD EPYC Milan, AVX2), so about 20 minutes; 45 minutes with both cores shared. Its
+accuracy on 500 held-out items a task, answers exactly right, float32 from the stored bfloat16:
+
+    chat:       ACC_CHAT
+    completion: ACC_COMPLETION
 """
 
 import argparse
@@ -55,6 +60,7 @@ class Phase:
 PHASES = (
     Phase(2500, 1.0, training_text.TextMix((0.6, 0.15, 0.2, 0.05), 0.4, 0.2)),
     Phase(700, 0.25, training_text.TextMix((0.5, 0.3, 0.15, 0.05), 0.3, 0.2)),
+    Phase(600, 0.15, training_text.TextMix((0.76, 0.12, 0.1, 0.02), 0.35, 0.15)),
 )
 
 

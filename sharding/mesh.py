@@ -11,7 +11,6 @@ from jax.sharding import AxisType, Mesh
 
 from sharding.axes import MESH_AXES
 
-
 Device = Any  # jax.Device, which type checkers take for a variable
 
 
@@ -51,7 +50,8 @@ class MeshShape:
 def ensure_cpu_devices(num_devices: int) -> None:
     """Asks for virtual CPU devices, where the CPU is the platform and no JAX backend is up yet.
 
-    Must run before the first JAX operation of the process; keeps a larger number that is set already. On a platform other than CPU the setting is without effect.
+    Must run before the first JAX operation of the process. Keeps a larger number that is set already; on a platform
+    other than CPU the setting is without effect.
 
     Args:
         num_devices: How many devices the mesh needs.
@@ -99,7 +99,8 @@ def data_slices(mesh: Mesh) -> list[Mesh]:
 def _configured_cpu_devices() -> int:
     """Virtual CPU devices that settings ask for already."""
     flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    return max(jax.config.jax_num_cpu_devices, int(flag[1]) if flag else 0)
+    set_so_far: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    return max(set_so_far, int(flag[1]) if flag else 0)
 
 
 def _too_few(asked: int, found: int | None = None) -> str:

@@ -67,7 +67,9 @@ def admit(
         sequence.wants_prompt_logprobs = params.prompt_logprobs is not None and index == 0
         detokenizer = _detokenizer(token_ids, params, tokenizer)
         samples.append(Sample(index, sequence, detokenizer, None if params.logprobs is None else []))
-    prompt_logprobs: PromptLogprobs | None = None if params.prompt_logprobs is None else [None] * len(token_ids)
+    prompt_logprobs: PromptLogprobs | None = None
+    if params.prompt_logprobs is not None:
+        prompt_logprobs = [None for _ in token_ids]
     return RequestState(
         request_id=request_id,
         prompt=prompt.prompt,

@@ -26,12 +26,14 @@ class BatchShape:
         num_rows: R, sequences.
         table_pages: M, pages of the longest context.
         decode_only: Every row has one token.
+        scores_prompt: Prompt tokens get logprobs where asked for.
     """
 
     num_tokens: int
     num_rows: int
     table_pages: int
     decode_only: bool
+    scores_prompt: bool = False
 
     def fields(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and type of each array in the buffer, in order."""
@@ -175,22 +177,35 @@ class BatchBuilder:
         views["variant"][...] = variant
         return buffer
 
+    def variant(self, plan: StepPlan) -> str:
+        """The simplest sampler that does what every row asks for."""
+        slots = plan.decode_slots + [row.slot for row in plan.prefill if row.samples]
+        if self._banned_rows(plan) or (self.num_logprobs[slots] >= 0).any():
+            return "full"
+        return "sampled" if (self.temperature[slots] > 0).any() else "greedy"
+
     def vocabulary_mask(self, plan: StepPlan, num_rows: int, vocab_size: int) -> np.ndarray | None:
         """Allowed tokens of each row as bits, [num_rows, V / 32] int32; None where every token is allowed."""
+        banned = self._banned_rows(plan)
+        if not banned:
+            return None
+        mask = np.full((num_rows, -(-vocab_size // 32)), -1, np.int32)
+        for row, token_ids in banned:
+            for token in token_ids:
+                mask[row, token // 32] &= ~np.int32(np.uint32(1 << token % 32).view(np.int32))
+        return mask
+
+    def _banned_rows(self, plan: StepPlan) -> list[tuple[int, tuple[int, ...]]]:
+        """Rows that may not sample some tokens yet, and those tokens."""
+        if not self.banned:
+            return []
         rows = [*zip(plan.decode_slots, plan.decode_positions, strict=True)]
         rows += [(row.slot, row.start + len(row.token_ids) - 1) for row in plan.prefill]
-        banned = [
+        return [
             (i, self.banned[slot][1])
             for i, (slot, position) in enumerate(rows)
             if slot in self.banned and position + 1 < self.banned[slot][0]
         ]
-        if not banned:
-            return None
-        mask = np.full((num_rows, -(-vocab_size // 32)), -1, np.int32)
-        for i, token_ids in banned:
-            for token in token_ids:
-                mask[i, token // 32] &= ~np.int32(np.uint32(1 << token % 32).view(np.int32))
-        return mask
 
     def _views(self, shape: BatchShape) -> tuple[dict[str, np.ndarray], np.ndarray]:
         buffer = np.zeros(shape.buffer_size(), np.int32)

@@ -26,27 +26,36 @@ class Buckets:
 
     @classmethod
     def make(cls, max_num_seqs: int, max_num_batched_tokens: int, table_pages: int, min_rows: int) -> "Buckets":
-        """Powers of two; from 16 rows and 128 tokens on also the sizes halfway, so that at most a third is padding."""
+        """Powers of two; from 16 rows and 64 tokens on also the sizes halfway, so that at most a third is padding."""
         decode = _ladder(1, max_num_seqs, half_steps_from=16)
         decode = tuple(sorted({max(rows, min(min_rows, max_num_seqs)) for rows in decode}))
         smallest = min(_SMALLEST_MIXED, max_num_batched_tokens)
-        mixed = _ladder(smallest, max_num_batched_tokens, half_steps_from=128)
+        mixed = _ladder(smallest, max_num_batched_tokens, half_steps_from=64)
         return cls(decode, mixed, max_num_seqs, table_pages)
 
     def shapes(self) -> list[BatchShape]:
-        """Every shape, decode steps first."""
-        decode = [self.shape(rows, True) for rows in self.decode_rows]
-        return decode + [self.shape(tokens, False) for tokens in self.mixed_tokens]
+        """Every shape, decode steps first; the last is the one that scores prompts."""
+        decode = [self._shape(rows, decode_only=True) for rows in self.decode_rows]
+        return [*decode, *(self._shape(tokens) for tokens in self.mixed_tokens), self.scoring_shape]
 
     def shape_for(self, num_tokens: int, decode_only: bool) -> BatchShape:
         """The smallest shape that holds a step of ``num_tokens`` query tokens."""
         sizes = self.decode_rows if decode_only else self.mixed_tokens
-        return self.shape(sizes[bisect.bisect_left(sizes, num_tokens)], decode_only)
+        return self._shape(sizes[bisect.bisect_left(sizes, num_tokens)], decode_only=decode_only)
 
-    def shape(self, num_tokens: int, decode_only: bool) -> BatchShape:
-        """The shape of a bucket."""
-        rows = num_tokens if decode_only else min(self.max_num_seqs, num_tokens)
-        return BatchShape(num_tokens=num_tokens, num_rows=rows, table_pages=self.table_pages, decode_only=decode_only)
+    @property
+    def scoring_shape(self) -> BatchShape:
+        """The shape of steps that score prompts: one for all of them, since they are rare."""
+        return self._shape(self.mixed_tokens[-1], scores_prompt=True)
+
+    def _shape(self, num_tokens: int, decode_only: bool = False, scores_prompt: bool = False) -> BatchShape:
+        return BatchShape(
+            num_tokens=num_tokens,
+            num_rows=num_tokens if decode_only else min(self.max_num_seqs, num_tokens),
+            table_pages=self.table_pages,
+            decode_only=decode_only,
+            scores_prompt=scores_prompt,
+        )
 
 
 def _ladder(first: int, last: int, half_steps_from: int) -> tuple[int, ...]:

@@ -40,38 +40,49 @@ class PendingStep:
 
 
 class CompiledSteps:
-    """The compiled programs of a model: one for each batch shape, or one for each shape and sampler variant.
+    """The compiled programs of a model.
 
-    On CPUs one program chooses its sampler when it runs, which costs nothing there and compiles a third of the
-    programs; an accelerator would stop for the choice.
+    On CPUs there is one for each batch shape, which chooses its sampler when it runs: that costs nothing there. An
+    accelerator would stop for the choice, so there each decode shape has a program for greedy and one for sampled rows,
+    and decode steps that need more than that take a mixed shape, whose programs choose.
     """
 
     def __init__(self, program: ModelProgram, buckets: Buckets):
         self.program = program
         self.buckets = buckets
-        platform = program.mesh.devices.flat[0].platform
-        self._variants = ("any",) if platform == "cpu" else VARIANTS
+        self._decode_variants = ("any",)
+        if program.mesh.devices.flat[0].platform != "cpu":
+            self._decode_variants = ("greedy", "sampled")
         self._compiled: dict[tuple[BatchShape, str], jax.stages.Compiled] = {}
 
     @property
-    def num_programs(self) -> int:
-        """Programs announced."""
-        return len(self.buckets.shapes()) * len(self._variants)
+    def keys(self) -> list[tuple[BatchShape, str]]:
+        """Shape and sampler of every program."""
+        return [
+            (shape, variant)
+            for shape in self.buckets.shapes()
+            for variant in (self._decode_variants if shape.decode_only else ("any",))
+        ]
 
     def compile(self) -> None:
         """Compiles every program: traced one after the other, compiled on all cores."""
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             futures = {}
-            for shape in self.buckets.shapes():
-                for variant in self._variants:
-                    lowered = trace_step(self.program, shape, variant).lower()
-                    futures[shape, variant] = pool.submit(lowered.compile)
+            for shape, variant in self.keys:
+                lowered = trace_step(self.program, shape, variant).lower()
+                futures[shape, variant] = pool.submit(lowered.compile)
             self._compiled = {key: future.result() for key, future in futures.items()}
         return_freed_memory()
 
-    def get(self, shape: BatchShape, variant: str) -> jax.stages.Compiled:
-        """The program of a shape and sampler variant."""
-        return self._compiled[shape, variant if variant in self._variants else "any"]
+    def choose(self, plan: StepPlan, variant: str) -> tuple[BatchShape, jax.stages.Compiled]:
+        """The program of a step and its shape."""
+        if any(row.targets is not None for row in plan.prefill):
+            shape = self.buckets.scoring_shape
+        else:
+            decode_only = not plan.prefill and ("any" in self._decode_variants or variant in self._decode_variants)
+            shape = self.buckets.shape_for(plan.num_tokens, decode_only)
+        compiled = self._compiled.get((shape, variant)) or self._compiled[shape, "any"]
+        return shape, compiled
 
     @property
     def temporary_bytes(self) -> int:
@@ -109,28 +120,19 @@ class StepRunner:
         """Starts a step and returns without waiting for it; steps run in the order they are launched."""
         program, builder = self._steps.program, self._builder
         builder.apply(plan)
-        shape = self._steps.buckets.shape_for(plan.num_tokens, not plan.prefill)
+        variant = builder.variant(plan)
+        shape, compiled = self._steps.choose(plan, variant)
         mask = builder.vocabulary_mask(plan, shape.num_rows, program.config.vocab_size)
-        variant = self._variant(plan, mask is not None)
         buffer = builder.build(plan, shape, VARIANTS.index(variant))
         device_mask = self._open_masks[shape.num_rows] if mask is None else mask
-        self._state, output = self._steps.get(shape, variant)(self._params, self._state, buffer, device_mask)
+        self._state, output = compiled(self._params, self._state, buffer, device_mask)
         wanted = output if variant == "full" else output._replace(logprobs=None)
-        if all(row.targets is None for row in plan.prefill):
-            wanted = wanted._replace(prompt_logprobs=None)
         return PendingStep(wanted, plan.num_rows)
 
     def release(self) -> None:
         """Gives the device's memory back."""
         for array in jax.tree.leaves((self._params, self._state, self._open_masks)):
             array.delete()
-
-    def _variant(self, plan: StepPlan, is_masked: bool) -> str:
-        """The simplest sampler that does what every row asks for."""
-        slots = plan.decode_slots + [row.slot for row in plan.prefill if row.samples]
-        if is_masked or (self._builder.num_logprobs[slots] >= 0).any():
-            return "full"
-        return "sampled" if (self._builder.temperature[slots] > 0).any() else "greedy"
 
 
 def _zeros(program: ModelProgram) -> StepState:

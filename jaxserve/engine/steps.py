@@ -28,7 +28,7 @@ class StepOutput(NamedTuple):
     Attributes:
         tokens: The sampled token of each row.
         logprobs: Its logprobs, where the sampler computes any.
-        prompt_logprobs: Those of the prompt tokens behind each query token; None in decode steps.
+        prompt_logprobs: Those of the prompt tokens behind each query token; None unless the shape scores prompts.
     """
 
     tokens: Int[Array, " R"]
@@ -129,7 +129,7 @@ def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.st
         arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], mask: Int[Array, "R words"]
     ) -> tuple[StepState, StepOutput]:
         model = nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays))
-        return run_step(model, state, unpack(buffer, shape), mask, settings, variant)
+        return run_step(model, state, unpack(buffer, shape), mask, settings, variant, shape.scores_prompt)
 
     abstract_state = program.abstract_state()
     whole = program.replicated
@@ -150,6 +150,7 @@ def run_step(
     mask: Int[Array, "R words"],
     settings: AttentionSettings,
     variant: str,
+    scores_prompt: bool,
 ) -> tuple[StepState, StepOutput]:
     """One step on one device of the mesh: embed, layers, head, sampler, and the slots' latest tokens."""
     num_rows = batch.slots.shape[0]
@@ -166,14 +167,12 @@ def run_step(
     else:
         sampled, logprobs = sample(logits, inputs, mask, variant)
     latest = state.latest.at[batch.sampled_slots].set(sampled, mode="drop")
-    prompt = None
-    if not settings.decode_only:
-        prompt = _prompt_logprobs(model, hidden, batch)
+    prompt = _prompt_logprobs(model, hidden, batch) if scores_prompt else None
     return StepState(tuple(pools), latest), StepOutput(sampled, logprobs, prompt)
 
 
 def _prompt_logprobs(model: CausalLM, hidden: Float[Array, "T D"], batch: StepBatch) -> TokenLogprobs:
-    """Logprobs of the prompt tokens behind each query token, a tile of logits at a time; free where none is asked."""
+    """Logprobs of the prompt tokens behind each query token, a tile of logits at a time."""
     num_tokens = hidden.shape[0]
     tile = min(_LOGPROB_TILE, num_tokens)
     padding = -num_tokens % tile

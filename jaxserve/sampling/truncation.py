@@ -39,8 +39,9 @@ def _cut(
     count = min(_NUM_CANDIDATES, scores.shape[1])
     candidates = lax.top_k(scores, count)[0]
     kth = jnp.take_along_axis(candidates, jnp.clip(top_k - 1, 0, count - 1)[:, None], axis=1)[:, 0]
-    wide_k = top_k > count
-    kth = lax.cond(wide_k.any(), lambda: jnp.where(wide_k, _kth_by_bisection(scores, top_k), kth), lambda: kth)
+    if count < scores.shape[1]:
+        wide_k = top_k > count
+        kth = lax.cond(wide_k.any(), lambda: jnp.where(wide_k, _kth_by_bisection(scores, top_k), kth), lambda: kth)
     floor = jnp.where(top_k > 0, jnp.maximum(floor, kth), floor)
 
     best = candidates[:, :1]
@@ -48,14 +49,17 @@ def _cut(
     wanted = top_p * mass
     cumulative = jnp.cumsum(jnp.where(candidates >= floor[:, None], jnp.exp(candidates - best), 0.0), axis=1)
     reached = cumulative >= wanted[:, None]
+    is_reached = reached.any(1)
     nucleus = jnp.take_along_axis(candidates, jnp.argmax(reached, axis=1)[:, None], axis=1)[:, 0]
+    nucleus = jnp.where(is_reached, nucleus, -jnp.inf)
     is_cut = top_p < 1
-    wide_p = is_cut & ~reached.any(1)
-    nucleus = lax.cond(
-        wide_p.any(),
-        lambda: jnp.where(wide_p, _nucleus_by_bisection(scores, floor, best, wanted), nucleus),
-        lambda: nucleus,
-    )
+    if count < scores.shape[1]:
+        wide_p = is_cut & ~is_reached
+        nucleus = lax.cond(
+            wide_p.any(),
+            lambda: jnp.where(wide_p, _nucleus_by_bisection(scores, floor, best, wanted), nucleus),
+            lambda: nucleus,
+        )
     return jnp.where(is_cut, jnp.maximum(floor, nucleus), floor)
 
 

@@ -2,10 +2,13 @@
 
 import json
 from itertools import islice
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxserve.demo import MODEL_DIRECTORY
+from jaxserve.demo.model_directory import config, weight_shapes, write_model_directory
 from jaxserve.demo.tasks import (
     TASKS,
     WORDINGS,
@@ -19,6 +22,14 @@ from jaxserve.demo.tasks import (
     is_held_out,
     problem_of,
     training_items,
+)
+from jaxserve.demo.training_text import (
+    ROW_TOKENS,
+    TextMix,
+    chat_example,
+    completion_example,
+    packed_batches,
+    training_examples,
 )
 
 
@@ -144,8 +155,59 @@ def test_model_directory_is_complete_and_small() -> None:
         "tokenizer_config.json",
     }
     assert sum(path.stat().st_size for path in MODEL_DIRECTORY.iterdir()) <= 4_000_000
-    config = json.loads((MODEL_DIRECTORY / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_model_directory_is_what_the_training_script_writes(tmp_path: Path) -> None:
+    write_model_directory(tmp_path)
+    for path in tmp_path.iterdir():
+        assert json.loads(path.read_text()) == json.loads((MODEL_DIRECTORY / path.name).read_text())
+    stored = (MODEL_DIRECTORY / "model.safetensors").read_bytes()
+    header = json.loads(stored[8 : 8 + int.from_bytes(stored[:8], "little")])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    assert {name: tuple(entry["shape"]) for name, entry in header.items()} == weight_shapes()
+    assert {entry["dtype"] for entry in header.values()} == {"BF16"}
+    assert config()["tie_word_embeddings"] is True
+
+
+def test_packing_keeps_every_example_whole_and_apart() -> None:
+    mix = TextMix((0.4, 0.2, 0.3, 0.1), single_chats=0.4, double_chats=0.3)
+    examples = list(islice(training_examples(mix, seed=5), 200))
+    assert all(len(example.token_ids) <= ROW_TOKENS for example in examples)
+    batches = list(packed_batches(examples, num_rows=8))
+    assert len(batches) > 1
+    found: list[tuple[list[int], list[bool]]] = []
+    for batch in batches:
+        for segment in range(1, batch.segments.max() + 1):
+            places = batch.segments == segment
+            assert places.any(axis=1).sum() == 1
+            found.append((batch.token_ids[places].tolist(), batch.is_answer[places].tolist()))
+    assert found == [(example.token_ids, example.is_answer) for example in examples]
+
+
+def test_an_example_is_wrong_when_one_answer_token_is() -> None:
+    items = held_out("sum", 3)
+    (batch,) = packed_batches(map(chat_example, items), num_rows=2)
+    predicted = np.roll(batch.token_ids, -1, axis=1)
+    assert batch.num_wrong(predicted) == 0
+    predicted[0, int(batch.is_answer[0].argmax()) - 1] += 1
+    assert batch.num_wrong(predicted) == 1
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_training_texts_are_what_tokenizer_and_chat_template_give(task: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_DIRECTORY)
+    first, second = held_out(task, 2)
+    turns = [
+        *chat_messages(first),
+        {"role": "assistant", "content": first.answer},
+        *chat_messages(second),
+        {"role": "assistant", "content": second.answer},
+    ]
+    chat = tokenizer.apply_chat_template(turns, tokenize=False)
+    assert chat_example(first, second).token_ids == tokenizer(chat, add_special_tokens=False).input_ids
+    completion = completion_prompt(first) + completion_answer(first)
+    assert completion_example(first).token_ids == [*tokenizer(completion).input_ids, tokenizer.eos_token_id]
 
 
 def test_tokenizer_decodes_exactly_and_keeps_one_token_a_character() -> None:

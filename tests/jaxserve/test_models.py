@@ -1,6 +1,6 @@
 """Every family against transformers: the same greedy tokens on every layout, the same logits from a module on its own.
 
-A new model is one row of ``ROWS``. Each row is a tiny checkpoint with random weights in an awkward shape: heads wider or
+A new model is one row of ``ROWS``. Each is a tiny checkpoint with random weights in an awkward shape: heads wider or
 narrower than hidden / heads, a vocabulary that no number of devices divides, biases and norms that are not neutral.
 """
 
@@ -79,13 +79,19 @@ ROWS = {
         raw={"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
         fast=("tp1", "tp2", "tp4"),
     ),
-    "llama-linear": Row(family="Llama", raw=rope("linear", factor=4.0) | {"max_position_embeddings": 24}),
+    "llama-linear": Row(
+        family="Llama", raw=rope("linear", factor=4.0) | {"max_position_embeddings": 24}, fast=("tp1",)
+    ),
     "llama-dynamic": Row(
-        family="Llama", raw=rope("dynamic", factor=2.5) | {"max_position_embeddings": 40}, is_fixed_rope=False
+        family="Llama",
+        raw=rope("dynamic", factor=2.5) | {"max_position_embeddings": 40},
+        is_fixed_rope=False,
+        fast=("tp1",),
     ),
     "llama-yarn": Row(
         family="Llama",
         raw=rope("yarn", factor=4.0, original_max_position_embeddings=24, beta_fast=6.0),
+        fast=("tp1",),
     ),
     "llama-llama3": Row(
         family="Llama",
@@ -96,18 +102,19 @@ ROWS = {
             low_freq_factor=1.0,
             high_freq_factor=4.0,
         ),
+        fast=("tp1",),
     ),
     "mistral": Row(family="Mistral", raw={"sliding_window": 10, "num_key_value_heads": 2}, save="torch"),
     "qwen2": Row(family="Qwen2", raw={"num_key_value_heads": 2, "vocab_size": 514}, fast=("tp1", "tp2", "dp2")),
-    "qwen2-windows": Row(
-        family="Qwen2", raw={"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
-    ),
+    "qwen2-windows": Row(family="Qwen2", raw={"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": Row(family="Qwen3", raw={"head_dim": 16, "num_key_value_heads": 2, "tie_word_embeddings": True}),
     "phi3": Row(family="Phi3", raw=PHI3 | rope("default", partial_rotary_factor=0.5)),
     "phi3-longrope": Row(
         family="Phi3",
-        raw=PHI3 | rope("longrope", **LONGROPE),
+        raw=PHI3 | rope("longrope", **LONGROPE) | {"hidden_size": 96},
+        seed=1,
         is_fixed_rope=False,
+        fast=("tp1",),
     ),
     "baichuan": Row(family="Llama", raw={"num_key_value_heads": 8}, save="w_pack"),
     "smollm3": Row(family="SmolLM3", raw={"no_rope_layers": [1, 0, 1], "attention_bias": True}),
@@ -209,6 +216,8 @@ class Checkpoint:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
     """Makes a row's checkpoint, once."""
+
+    torch.set_num_threads(1)
 
     @functools.cache
     def make(name: str) -> Checkpoint:

@@ -29,12 +29,20 @@ WIDTH_NORM = {"qk_norm": "width", "norm_after": True}
 HLO_KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
 
 
-def compiled_collectives(text: str) -> dict[str, int]:
+def compiled_collectives(text: str | None) -> dict[str, int]:
     """Operands of every collective in a program's text: XLA joins several into one with a tuple for a result."""
+    assert text is not None
     counts: dict[str, int] = {}
     for result, kind in re.findall(rf"= (\([^=]*?\)|\S+) ({HLO_KINDS})(?:-start)?\(", text):
         counts[kind] = counts.get(kind, 0) + len(re.findall(r"\w+\[", result))
     return counts
+
+
+def temporary_bytes(compiled: jax.stages.Compiled) -> int:
+    """What a program takes on a device while it runs."""
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
 
 
 def test_the_parser_reads_joined_collectives() -> None:
@@ -92,8 +100,8 @@ def test_the_state_is_updated_in_place(tensor: int, is_olmo: bool) -> None:
     state = jax.tree.leaves(program.abstract_state())
     sizes = [bytes_per_device(leaf.shape, leaf.dtype.itemsize, leaf.sharding) for leaf in state]
     analysis = compiled.memory_analysis()
-    assert analysis.alias_size_in_bytes >= sum(sizes)
-    assert analysis.temp_size_in_bytes < min(size for size in sizes if size > 1000) // 4
+    assert analysis is not None and analysis.alias_size_in_bytes >= sum(sizes)
+    assert temporary_bytes(compiled) < min(size for size in sizes if size > 1000) // 4
 
 
 def test_no_copy_of_the_weights_is_made() -> None:
@@ -104,7 +112,7 @@ def test_no_copy_of_the_weights_is_made() -> None:
         compiled = trace_step(program, DECODE, "greedy").lower().compile()
         params = program.abstract_model().params.values()
         largest = max(math.prod(param.shape) * param.dtype.itemsize for param in params)
-        assert compiled.memory_analysis().temp_size_in_bytes < largest // 2, weights
+        assert temporary_bytes(compiled) < largest // 2, weights
 
 
 def zero_state(program: ModelProgram) -> StepState:
@@ -133,15 +141,15 @@ def test_pools_keep_their_addresses(tensor: int) -> None:
     builder.apply(plan)
     mask = np.full(program.mask_shape(DECODE.num_rows), -1, np.int32)
     before = addresses(state)
+    output = None
     for _ in range(3):
         old = state
         state, output = compiled(params, state, builder.build(plan, DECODE, 0), mask)
         assert addresses(state) == before
         assert all(array.is_deleted() for array in jax.tree.leaves(old))
         assert not any(array.is_deleted() for array in params)
-    assert int(state.latest[0]) == int(output.tokens[0])
-    written = np.asarray(state.pools[0][0]).any(1).nonzero()[0]
-    assert written.tolist() == [3], "padding rows write nowhere"
+    assert output is not None and int(state.latest[0]) == int(output.tokens[0])
+    assert np.flatnonzero(np.abs(np.asarray(state.pools[0][0])).sum(1)).tolist() == [3], "padding rows write nowhere"
 
 
 PROMPTS = {0: [3, 50, 7, 21, 0, 9, 9, 30, 2, 17, 44], 1: [52, 9], 2: [1, 2, 3, 4, 5, 6, 7, 8, 11]}

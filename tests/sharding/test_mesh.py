@@ -18,6 +18,12 @@ def test_axis_sizes_are_whole_numbers(axis: str, size: int) -> None:
         MeshShape(**{axis: size})
 
 
+@pytest.mark.parametrize("axis", ["stage", "expert"])
+def test_axes_of_later_issues_have_one_device(axis: str) -> None:
+    with pytest.raises(MeshError, match=f"mesh axis '{axis}': only 1 device is supported yet, got 2"):
+        MeshShape(**{axis: 2})
+
+
 def test_mesh_has_all_axes_in_order() -> None:
     shape = MeshShape(data=2, tensor=4)
     assert shape.sizes == (2, 1, 4, 1) and shape.num_devices == 8

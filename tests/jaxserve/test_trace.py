@@ -1,0 +1,96 @@
+"""A real trace of conversations through the engine, with too few pages for it."""
+
+import csv
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from jaxserve import LLM, RequestOutput, SamplingParams
+
+NUM_REQUESTS = 500
+SCALE = 8
+CONTEXT = 512
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 128,
+    "block_size": 8,
+    "compilation_cache_dir": "",
+}
+NUM_PAGES = 160  # full contexts of eight sequences would take 512
+
+
+class Work(NamedTuple):
+    """A request of the trace, its prompt drawn at random."""
+
+    prompt: list[int]
+    params: SamplingParams
+
+
+@pytest.fixture(scope="module")
+def trace(shared_data: Path) -> list[Work]:
+    """The first requests of the Azure trace, scaled down; every other one draws its tokens at random."""
+    generator = np.random.default_rng(0)
+    path = shared_data / "traces" / "azure-llm-2023" / "AzureLLMInferenceTrace_conv.csv"
+    work = []
+    with path.open(newline="") as file:
+        for i, row in enumerate(itertools.islice(csv.DictReader(file), NUM_REQUESTS)):
+            num_new = min(max(1, int(row["GeneratedTokens"]) // SCALE), CONTEXT - 1)
+            length = min(max(1, int(row["ContextTokens"]) // SCALE), CONTEXT - num_new)
+            params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=num_new, ignore_eos=True)
+            work.append(Work(generator.integers(3, 512, length).tolist(), params))
+    return work
+
+
+@pytest.fixture(scope="module")
+def llm(stories_model: Path) -> Iterator[LLM]:
+    with LLM(str(stories_model), **SETTINGS, num_gpu_blocks_override=NUM_PAGES) as made:
+        yield made
+
+
+def generate(llm: LLM, work: list[Work]) -> list[RequestOutput]:
+    prompts = [{"prompt_token_ids": one.prompt} for one in work]
+    return llm.generate(prompts, [one.params for one in work], use_tqdm=False)
+
+
+def metrics(llm: LLM) -> dict[str, float]:
+    return {metric.name.removeprefix("jaxserve:"): metric.value for metric in llm.get_metrics() if not metric.labels}
+
+
+def test_a_trace_with_too_few_pages(llm: LLM, trace: list[Work], monkeypatch: pytest.MonkeyPatch) -> None:
+    possible = []
+    step = llm.engine.step
+    (replica,) = llm.engine.replicas
+
+    def counted_step() -> Any:
+        unfinished, num_steps = llm.engine.num_unfinished, replica.num_steps
+        changed = step()
+        possible.append((replica.num_steps - num_steps) * min(SETTINGS["max_num_seqs"], unfinished))
+        return changed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", counted_step)
+        outputs = generate(llm, trace)
+    found = metrics(llm)
+
+    assert len(outputs) == NUM_REQUESTS
+    for output, one in zip(outputs, trace, strict=True):
+        assert output.prompt_token_ids == one.prompt
+        assert len(output.outputs[0].token_ids) == one.params.max_tokens
+        assert output.outputs[0].finish_reason == "length"
+    assert found["num_preemptions"] >= 20
+    assert found["decode_rows"] >= 0.8 * sum(possible)
+    assert found["kv_cache_usage_perc"] == 0
+    assert found["num_requests_running"] == found["num_requests_waiting"] == 0
+    assert found["compiles_after_ready"] == 0
+    assert found["generation_tokens"] == sum(one.params.max_tokens or 0 for one in trace)
+    assert found["prompt_tokens"] == sum(len(one.prompt) for one in trace)
+
+    for i in np.random.default_rng(1).choice(NUM_REQUESTS, 20, replace=False).tolist():
+        (alone,) = generate(llm, [trace[i]])
+        assert alone.outputs[0].token_ids == outputs[i].outputs[0].token_ids, f"request {i}"
+    assert metrics(llm)["compiles_after_ready"] == 0
