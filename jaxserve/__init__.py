@@ -54,6 +54,7 @@ __all__ = [
     "SamplingParams",
     "UnsupportedModelError",
     "__version__",
+    "load_model",
 ]
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +158,10 @@ class LLM:
             inputs.append(PromptInput(prompt=text, prompt_token_ids=tuple(token_ids), params=one))
         return self._run(inputs, use_tqdm)
 
-    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Generates text for one prompt, giving what there is of it after each step."""
+    def stream(
+        self, prompt: Any, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput, None, None]:
+        """Generates text for one prompt, giving what there is of it after each step; closing it ends the request."""
         inputs = parse_prompts(prompt, sampling_params)
         if len(inputs) != 1:
             raise RequestError(f"stream takes one prompt, got {len(inputs)}")

@@ -18,13 +18,14 @@ class AttentionBatch(NamedTuple):
     """Where each query token of a step stands and what it sees; all int32.
 
     Attributes:
-        page_table: Pages of each row's context; entries past it name the null page, the pool's last.
+        page_table: Pages of each row's context; entries past it name the null page, which stands behind the usable
+            ones.
         context_lens: Tokens of each row's context, this step's included; 0 for an empty row.
         query_starts: First query token of each row.
         query_lens: Query tokens of each row.
         num_decode: Leading rows that own one token each.
         num_rows: Rows in use.
-        token_pages: Page that takes each token's key and value; out of the pool for a padding token.
+        token_pages: Page that takes each token's key and value; for a padding token the one behind the null page.
         token_offsets: Its place in the page.
     """
 
@@ -54,7 +55,7 @@ class PagedAttention(Protocol):
         ...
 
     def pool_specs(self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[PoolSpec, PoolSpec]:
-        """Pools of keys and of values for ``num_pages`` usable pages and a null page behind them."""
+        """Pools of keys and of values for ``num_pages`` usable pages, a null page and one for padding tokens."""
         ...
 
     def write_kv(

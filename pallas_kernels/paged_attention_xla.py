@@ -19,6 +19,7 @@ _LARGE_TILE = 512  # the same for few rows, whose rounds would be too short to p
 _FEW_ROWS = 8
 _QUERY_TILE = 128  # prefill tokens that share a pass over the context
 _PREFILL_TILE = 256  # tokens of context a prefill round reads
+_FEW_TOKENS = 1
 _MASKED = -1e30
 
 
@@ -49,8 +50,8 @@ def unsupported(platform: str, device_kind: str, dtype: str) -> str | None:
 
 
 def pool_specs(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[PoolSpec, PoolSpec]:
-    """Pools of flat pages, one more than asked: the last is the null page, which is never written."""
-    spec = PoolSpec((num_pages + 1, num_kv_heads * head_dim * page_size), 1)
+    """Pools of flat pages, two more than asked: the null page, never written, and one never read, for padding."""
+    spec = PoolSpec((num_pages + 2, num_kv_heads * head_dim * page_size), 1)
     return spec, spec
 
 
@@ -61,14 +62,20 @@ def write_kv(
     batch: AttentionBatch,
     page_size: int,
 ) -> tuple[Float[Array, "P row"], Float[Array, "P row"]]:
-    """Pools with this step's keys and values in their places; a token whose page is out of the pool is dropped."""
+    """Pools with this step's keys and values in their places. XLA writes a few tokens faster one by one."""
     key_pool, value_pool = pools
-    _, num_kv_heads, head_dim = key.shape
+    num_tokens, num_kv_heads, head_dim = key.shape
     pages, offsets = batch.token_pages, batch.token_offsets
+    key, value = key.astype(key_pool.dtype), value.astype(value_pool.dtype)
     key_view = key_pool.reshape(-1, num_kv_heads, head_dim, page_size)
     value_view = value_pool.reshape(-1, num_kv_heads, page_size, head_dim)
-    key_view = key_view.at[pages, :, :, offsets].set(key.astype(key_pool.dtype), mode="drop")
-    value_view = value_view.at[pages, :, offsets].set(value.astype(value_pool.dtype), mode="drop")
+    if num_tokens <= _FEW_TOKENS:
+        for i in range(num_tokens):
+            key_view = lax.dynamic_update_slice(key_view, key[i][None, :, :, None], (pages[i], 0, 0, offsets[i]))
+            value_view = lax.dynamic_update_slice(value_view, value[i][None, :, None], (pages[i], 0, offsets[i], 0))
+    else:
+        key_view = key_view.at[pages, :, :, offsets].set(key, mode="promise_in_bounds")
+        value_view = value_view.at[pages, :, offsets].set(value, mode="promise_in_bounds")
     return key_view.reshape(key_pool.shape), value_view.reshape(value_pool.shape)
 
 

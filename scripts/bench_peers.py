@@ -1,6 +1,7 @@
 """jaxserve on the workloads that other engines are compared on: one JSON line a workload, in the peers' form.
 
-    python scripts/bench_peers.py --model CHECKPOINT --dtype float32 --workloads AB --workloads-dir ../shared/bench/peers
+    python scripts/bench_peers.py --model CHECKPOINT --dtype float32 --workloads AB --workloads-dir
+    ../shared/bench/peers
 
 A is one request of 128 + 128 tokens, B 32 ragged requests at once, C 32 requests with a shared prefix. ``--attention``
 prints instead how a decode step grows with the context, beside the time that reading those keys and values

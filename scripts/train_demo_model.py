@@ -2,12 +2,10 @@
 
     python scripts/train_demo_model.py --out DIR [--seed 0]
 
-The committed model is what the defaults make: seed 0, three phases of 2,500 + 700 + 600 steps of 32 rows of 96 tokens,
-0.3 s a step on two free cores (AMD EPYC Milan, AVX2), so about 20 minutes; 45 minutes with both cores shared. Its
-accuracy on 500 held-out items a task, answers exactly right, float32 from the stored bfloat16:
-
-    chat:       ACC_CHAT
-    completion: ACC_COMPLETION
+The committed model is what the defaults make: 3,800 steps of 32 rows of 96 tokens, 0.33 s a step on two free cores (AMD
+EPYC Milan), about 20 minutes; it took 46 with the cores shared. Its weights are the mean of those at the end of each
+phase: each end was below 99 % in one task, the mean is not. Right of 500 held-out items (seed 0), chat and completion:
+sum 99.4 and 99.2 %, sort 99.8 and 99.8 %, reverse 99.8 and 99.8 %, count 100 and 100 %.
 """
 
 import argparse
@@ -24,32 +22,21 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from safetensors.numpy import save_file
 
-from jaxserve.demo import tasks, training_text
-from jaxserve.demo.model_directory import (
-    HEAD_SIZE,
-    NORM_EPSILON,
-    NUM_HEADS,
-    NUM_LAYERS,
-    ROPE_THETA,
-    weight_shapes,
-    write_model_directory,
-)
+from jaxserve.demo import model_directory, tasks, training_text
 
 NUM_ROWS = 32
 REPORT_STEPS = 500
 WARM_UP_STEPS = 50
-MUON_RATE = 0.02
-MUON_MOMENTUM = 0.95
+MUON_RATE, MUON_MOMENTUM = 0.02, 0.95
 WEIGHT_DECAY = 0.1
-ADAM_RATE = 3e-3
-ADAM_DECAYS = (0.9, 0.98)
+ADAM_RATE, ADAM_DECAYS = 3e-3, (0.9, 0.98)
 
 Params = dict[str, Array]
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of training that starts from the stored weights of the one before and ends at learning rate zero."""
+    """A stretch of training that starts from the rounded weights of the one before and ends at learning rate zero."""
 
     num_steps: int
     peak: float
@@ -77,19 +64,19 @@ def init_params(seed: int) -> Params:
     source = np.random.default_rng(seed)
     return {
         name: jnp.ones(shape) if len(shape) == 1 else jnp.asarray(source.normal(0, 0.02, shape), jnp.float32)
-        for name, shape in weight_shapes().items()
+        for name, shape in model_directory.weight_shapes().items()
     }
 
 
 def rms_norm(x: Float[Array, "B T D"], weight: Float[Array, " D"]) -> Float[Array, "B T D"]:
     """Return x over its root mean square, times the weight."""
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + NORM_EPSILON) * weight
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + model_directory.NORM_EPSILON) * weight
 
 
 def rotate(x: Float[Array, "B N T H"]) -> Float[Array, "B N T H"]:
     """Return heads rotated by their position in the row (rotary embedding, halves convention)."""
     half = x.shape[-1] // 2
-    angles = jnp.arange(x.shape[2])[:, None] * ROPE_THETA ** (-jnp.arange(half) / half)
+    angles = jnp.arange(x.shape[2])[:, None] * model_directory.ROPE_THETA ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = x[..., :half], x[..., half:]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -100,10 +87,14 @@ def attend(x: Float[Array, "B T D"], params: Params, prefix: str, mask: Bool[Arr
     num_rows, length, _ = x.shape
 
     def heads(name: str) -> Float[Array, "B N T H"]:
-        return (x @ params[prefix + name].T).reshape(num_rows, length, NUM_HEADS, HEAD_SIZE).swapaxes(1, 2)
+        return (
+            (x @ params[prefix + name].T)
+            .reshape(num_rows, length, model_directory.NUM_HEADS, model_directory.HEAD_SIZE)
+            .swapaxes(1, 2)
+        )
 
     q, k, v = rotate(heads("q_proj.weight")), rotate(heads("k_proj.weight")), heads("v_proj.weight")
-    scores = q @ k.swapaxes(2, 3) / math.sqrt(HEAD_SIZE)
+    scores = q @ k.swapaxes(2, 3) / math.sqrt(model_directory.HEAD_SIZE)
     weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -1e30), axis=-1)
     return (weights @ v).swapaxes(1, 2).reshape(num_rows, length, -1) @ params[prefix + "o_proj.weight"].T
 
@@ -113,7 +104,7 @@ def forward(params: Params, token_ids: Int[Array, "B T"], segments: Int[Array, "
     causal = jnp.tril(jnp.ones((token_ids.shape[1], token_ids.shape[1]), bool))
     mask = causal & (segments[:, :, None] == segments[:, None, :])
     x = params["model.embed_tokens.weight"][token_ids]
-    for layer in range(NUM_LAYERS):
+    for layer in range(model_directory.NUM_LAYERS):
         prefix = f"model.layers.{layer}."
         x += attend(rms_norm(x, params[prefix + "input_layernorm.weight"]), params, prefix + "self_attn.", mask)
         y = rms_norm(x, params[prefix + "post_attention_layernorm.weight"])
@@ -190,11 +181,7 @@ def predict(params: Params, token_ids: Int[Array, "B T"], segments: Int[Array, "
 
 
 def held_out_accuracy(params: Params, num_items: int, seed: int) -> dict[str, float]:
-    """Return, for each "task form", the share of held-out items whose greedy answer is exactly right.
-
-    Greedy decoding writes the answer if and only if each of its tokens, and the end after it, is the most likely one
-    after the right tokens before it; so one forward pass over question and answer decides.
-    """
+    """Return the share of items, for each "task form", whose every answer token is the greedy choice."""
 
     def num_wrong(batch: training_text.Batch) -> int:
         return batch.num_wrong(np.asarray(predict(params, jnp.asarray(batch.token_ids), jnp.asarray(batch.segments))))
@@ -210,7 +197,7 @@ def held_out_accuracy(params: Params, num_items: int, seed: int) -> dict[str, fl
 
 def save(params: Params, directory: Path) -> None:
     """Write the Hugging Face directory, weights in bfloat16."""
-    write_model_directory(directory)
+    model_directory.write_model_directory(directory)
     stored = {name: np.asarray(weight.astype(jnp.bfloat16)) for name, weight in sorted(params.items())}
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)
@@ -218,13 +205,13 @@ def save(params: Params, directory: Path) -> None:
 
 def train(params: Params, phase: Phase, seed: int, out: Path) -> Params:
     """Return the weights after a phase, as stored; saves and prints held-out accuracy every `REPORT_STEPS` steps."""
-    state = TrainState(params, jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
+    zeros = [jax.tree.map(jnp.zeros_like, params) for _ in range(2)]
+    state = TrainState(jax.tree.map(jnp.copy, params), *zeros)  # copied, because train_step donates its state
     batches = training_text.packed_batches(training_text.training_examples(phase.mix, seed), NUM_ROWS)
     started, losses = time.monotonic(), []
-    for step in range(phase.num_steps):
-        batch = next(batches)
-        arrays = map(jnp.asarray, (batch.token_ids, batch.segments, batch.is_answer))
-        state, loss = train_step(state, jnp.asarray(step), *arrays, phase=phase)
+    for step, batch in zip(range(phase.num_steps), batches, strict=False):
+        arrays = map(jnp.asarray, (step, batch.token_ids, batch.segments, batch.is_answer))
+        state, loss = train_step(state, *arrays, phase=phase)
         losses.append(loss)
         if (step + 1) % 50 == 0:
             print(f"{step + 1} {time.monotonic() - started:.0f} s loss {np.mean(losses[-50:]):.4f}", flush=True)
@@ -232,7 +219,15 @@ def train(params: Params, phase: Phase, seed: int, out: Path) -> Params:
             save(state.params, out)
             accuracy = held_out_accuracy(state.params, 100, seed=1)
             print(" ".join(f"{name} {share:.3f}" for name, share in accuracy.items()), flush=True)
-    return {name: weight.astype(jnp.bfloat16).astype(jnp.float32) for name, weight in state.params.items()}
+    return mean_as_stored([state.params])
+
+
+def mean_as_stored(ends: list[Params]) -> Params:
+    """Return the mean of several sets of weights, rounded to the bfloat16 in which they are stored, as float32."""
+    return {
+        name: jnp.mean(jnp.stack([end[name] for end in ends]), axis=0).astype(jnp.bfloat16).astype(jnp.float32)
+        for name in ends[0]
+    }
 
 
 def main() -> None:
@@ -241,9 +236,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the text")
     arguments = parser.parse_args()
-    params = init_params(arguments.seed)
+    ends = [init_params(arguments.seed)]
     for index, phase in enumerate(PHASES):
-        params = train(params, phase, arguments.seed + index, arguments.out)
+        ends.append(train(ends[-1], phase, arguments.seed + index, arguments.out))
+    params = mean_as_stored(ends[1:])
+    save(params, arguments.out)
     for name, share in held_out_accuracy(params, 500, seed=0).items():
         print(f"{name} {share:.4f}")
 

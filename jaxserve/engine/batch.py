@@ -1,121 +1,12 @@
-"""From a plan to the arrays of a step: the only padding code.
+"""From a plan to the buffer of a step: the only padding code.
 
-A step takes all its numbers in one int32 buffer (floats by their bits), so that one transfer carries them; ``unpack``
-cuts
-it up again on the device. Facts of a slot are kept here between steps, since plans name them only when they change.
+Facts of a slot are kept here between steps, since plans name them only when they change.
 """
 
-import dataclasses
-from typing import NamedTuple
-
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Int
 
 from jaxserve.engine.plan import StepPlan
-from pallas_kernels import AttentionBatch
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchShape:
-    """Sizes of a compiled step.
-
-    Attributes:
-        num_tokens: T, query tokens; equal to ``num_rows`` in a decode step.
-        num_rows: R, sequences.
-        table_pages: M, pages of the longest context.
-        decode_only: Every row has one token.
-        scores_prompt: Prompt tokens get logprobs where asked for.
-    """
-
-    num_tokens: int
-    num_rows: int
-    table_pages: int
-    decode_only: bool
-    scores_prompt: bool = False
-
-    def fields(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and type of each array in the buffer, in order."""
-        tokens, rows, scalar = (self.num_tokens,), (self.num_rows,), ()
-        return {
-            "tokens": (tokens, "int"),
-            "positions": (tokens, "int"),
-            "lengths": (tokens, "int"),
-            "token_pages": (tokens, "int"),
-            "token_offsets": (tokens, "int"),
-            "targets": (tokens, "int"),
-            "page_table": ((self.num_rows, self.table_pages), "int"),
-            "context_lens": (rows, "int"),
-            "query_starts": (rows, "int"),
-            "query_lens": (rows, "int"),
-            "slots": (rows, "int"),
-            "sampled_slots": (rows, "int"),
-            "sampled_tokens": (rows, "int"),
-            "top_k": (rows, "int"),
-            "seeds": (rows, "int"),
-            "temperature": (rows, "float"),
-            "top_p": (rows, "float"),
-            "min_p": (rows, "float"),
-            "num_decode": (scalar, "int"),
-            "num_rows": (scalar, "int"),
-            "num_target_tokens": (scalar, "int"),
-            "variant": (scalar, "int"),
-        }
-
-    def buffer_size(self) -> int:
-        """Elements of the buffer."""
-        return sum(int(np.prod(shape)) for shape, _ in self.fields().values())
-
-
-class StepBatch(NamedTuple):
-    """A step's arrays on the device; see ``AttentionBatch`` for what attention reads.
-
-    Attributes:
-        tokens: Token ids; -1 stands for the latest token of the row's slot (rows and tokens agree there).
-        positions: Place of each token in its context.
-        lengths: Most tokens its request can have.
-        targets: Prompt token behind each token, where its logprob is asked for; else -1.
-        attention: What attention reads.
-        slots: Slot of each row; out of range for an empty row.
-        sampled_slots: The same where the row samples; out of range where it does not.
-        sampled_tokens: Query token behind which the row samples.
-        top_k: Candidates kept, 0 for all.
-        seeds: Seed of each row's random numbers.
-        temperature: 0 for the likeliest token.
-        top_p: Probability mass kept.
-        min_p: Probability kept, relative to the likeliest token's.
-        num_target_tokens: Tokens up to the last with a target; 0 for none.
-        variant: Index of the sampler the rows need, in ``sampler.VARIANTS``.
-    """
-
-    tokens: Int[Array, " T"]
-    positions: Int[Array, " T"]
-    lengths: Int[Array, " T"]
-    targets: Int[Array, " T"]
-    attention: AttentionBatch
-    slots: Int[Array, " R"]
-    sampled_slots: Int[Array, " R"]
-    sampled_tokens: Int[Array, " R"]
-    top_k: Int[Array, " R"]
-    seeds: Int[Array, " R"]
-    temperature: Float[Array, " R"]
-    top_p: Float[Array, " R"]
-    min_p: Float[Array, " R"]
-    num_target_tokens: Int[Array, ""]
-    variant: Int[Array, ""]
-
-
-def unpack(buffer: Int[Array, " size"], shape: BatchShape) -> StepBatch:
-    """The arrays of a step, on the device."""
-    arrays, start = {}, 0
-    for name, (dimensions, kind) in shape.fields().items():
-        size = int(np.prod(dimensions))
-        part = lax.slice(buffer, (start,), (start + size,)).reshape(dimensions)
-        arrays[name] = lax.bitcast_convert_type(part, jnp.float32) if kind == "float" else part
-        start += size
-    attention = AttentionBatch(**{name: arrays.pop(name) for name in AttentionBatch._fields})
-    return StepBatch(attention=attention, **arrays)
+from jaxserve.engine.step_batch import BatchShape
 
 
 class BatchBuilder:
@@ -141,6 +32,8 @@ class BatchBuilder:
         self.seeds = np.zeros(num_slots, np.int32)
         self.num_logprobs = np.full(num_slots, -1, np.int32)
         self.banned: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._sampling = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p", "top_k", "seeds")}
+        self._paddings: dict[BatchShape, np.ndarray] = {}
 
     def apply(self, plan: StepPlan) -> None:
         """Takes over what the plan says of slots."""
@@ -161,17 +54,17 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan, shape: BatchShape, variant: int) -> np.ndarray:
         """The step's buffer, int32, padded to ``shape``."""
-        views, buffer = self._views(shape)
+        buffer = self._padding(shape).copy()
+        views = _views(buffer, shape)
         num_decode, num_rows = len(plan.decode_slots), plan.num_rows
-        self._fill_padding(views, shape)
         slots = np.array(plan.decode_slots + [row.slot for row in plan.prefill], np.int32)
         if num_decode:
             self._fill_decode(views, plan, slots[:num_decode])
         self._fill_prefill(views, plan, num_decode)
         views["slots"][:num_rows] = slots
         views["page_table"][:num_rows] = self.page_table[slots]
-        for name in ("temperature", "top_p", "min_p", "top_k", "seeds"):
-            views[name][:num_rows] = getattr(self, name)[slots]
+        for name, values in self._sampling.items():
+            views[name][:num_rows] = values[slots]
         views["num_decode"][...] = num_decode
         views["num_rows"][...] = num_rows
         views["variant"][...] = variant
@@ -207,24 +100,20 @@ class BatchBuilder:
             if slot in self.banned and position + 1 < self.banned[slot][0]
         ]
 
-    def _views(self, shape: BatchShape) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        buffer = np.zeros(shape.buffer_size(), np.int32)
-        views, start = {}, 0
-        for name, (dimensions, kind) in shape.fields().items():
-            size = int(np.prod(dimensions))
-            part = buffer[start : start + size]
-            views[name] = (part.view(np.float32) if kind == "float" else part).reshape(dimensions)
-            start += size
-        return views, buffer
-
-    def _fill_padding(self, views: dict[str, np.ndarray], shape: BatchShape) -> None:
-        views["token_pages"][...] = self.num_pages + 1
-        views["targets"][...] = -1
-        views["page_table"][...] = self.num_pages
-        views["slots"][...] = self.num_slots
-        views["sampled_slots"][...] = self.num_slots
-        views["query_starts"][...] = shape.num_tokens
-        views["top_p"][...] = 1.0
+    def _padding(self, shape: BatchShape) -> np.ndarray:
+        """A buffer of empty rows and padding tokens."""
+        if shape not in self._paddings:
+            buffer = np.zeros(shape.buffer_size, np.int32)
+            views = _views(buffer, shape)
+            views["token_pages"][...] = self.num_pages + 1
+            views["targets"][...] = -1
+            views["page_table"][...] = self.num_pages
+            views["slots"][...] = self.num_slots
+            views["sampled_slots"][...] = self.num_slots
+            views["query_starts"][...] = shape.num_tokens
+            views["top_p"][...] = 1.0
+            self._paddings[shape] = buffer
+        return self._paddings[shape]
 
     def _fill_decode(self, views: dict[str, np.ndarray], plan: StepPlan, slots: np.ndarray) -> None:
         num_decode = len(slots)
@@ -260,3 +149,12 @@ class BatchBuilder:
                 views["targets"][span] = row.targets
                 views["num_target_tokens"][...] = start + count
             start += count
+
+
+def _views(buffer: np.ndarray, shape: BatchShape) -> dict[str, np.ndarray]:
+    """The arrays in a buffer."""
+    floats = buffer.view(np.float32)
+    return {
+        name: (floats if field.is_float else buffer)[field.start : field.stop].reshape(field.shape)
+        for name, field in shape.fields.items()
+    }

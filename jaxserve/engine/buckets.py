@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 
-from jaxserve.engine.batch import BatchShape
+from jaxserve.engine.step_batch import BatchShape
 
 _SMALLEST_MIXED = 64
 

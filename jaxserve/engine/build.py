@@ -165,7 +165,7 @@ def _memory_needs(program: ModelProgram, max_model_len: int, max_num_batched_tok
     params = program.abstract_model().params
     weights = sum(bytes_per_device(p.shape, p.dtype.itemsize, p.sharding) for p in params.values())
     pools = jax.tree.leaves(program.abstract_state().pools)
-    pages_held = program.num_pages + 1
+    pages_held = program.num_pages + 2
     page = sum(bytes_per_device(p.shape, p.dtype.itemsize, p.sharding) // pages_held for p in pools)
     qkv = (model.num_heads + 2 * max(model.num_kv_heads, size)) * model.head_dim // size
     token = 4 * (6 * model.hidden_size + 3 * qkv + 3 * 2 * model.ffn_size // size)

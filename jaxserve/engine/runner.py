@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.engine.batch import BatchBuilder, BatchShape
+from jaxserve.engine.batch import BatchBuilder
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.memory import return_freed_memory
 from jaxserve.engine.plan import StepPlan
+from jaxserve.engine.step_batch import BatchShape
 from jaxserve.engine.steps import ModelProgram, StepOutput, StepState, trace_step
 from jaxserve.sampling.sampler import VARIANTS, TokenLogprobs
 

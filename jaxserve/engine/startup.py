@@ -162,7 +162,7 @@ def _make_ledger(
     device = program.mesh.devices.flat[0]
     copies = len(plan.programs) * program.mesh.devices.size if device.platform == "cpu" else 1
     weights = plan.needs.weights * copies
-    pages = plan.needs.page * (program.num_pages + 1) * copies
+    pages = plan.needs.page * (program.num_pages + 2) * copies
     temporaries = max(steps.temporary_bytes for steps in all_steps)
     if device.platform == "cpu":
         programs = max(0, resident_bytes() - resident_before - weights - pages)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
-from jaxserve.engine.batch import BatchShape, StepBatch, unpack
+from jaxserve.engine.step_batch import BatchShape, StepBatch, unpack
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel
@@ -133,7 +133,7 @@ def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.st
 
     abstract_state = program.abstract_state()
     whole = program.replicated
-    rows = (jax.ShapeDtypeStruct((shape.buffer_size(),), jnp.int32, sharding=whole),)
+    rows = (jax.ShapeDtypeStruct((shape.buffer_size,), jnp.int32, sharding=whole),)
     rows += (jax.ShapeDtypeStruct(program.mask_shape(shape.num_rows), jnp.int32, sharding=whole),)
     arguments = (tuple(params.values()), abstract_state, *rows)
     in_specs = jax.tree.map(lambda struct: struct.sharding.spec, arguments)

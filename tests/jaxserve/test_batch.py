@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.engine.batch import BatchBuilder, BatchShape, StepBatch, unpack
+from jaxserve.engine.batch import BatchBuilder
 from jaxserve.engine.plan import PageGrant, PrefillRow, Sampling, SlotSetup, StepPlan
+from jaxserve.engine.step_batch import BatchShape, StepBatch, unpack
 
 NUM_SLOTS, PAGE_SIZE, NUM_PAGES, TABLE_PAGES = 6, 8, 40, 5
 DECODE = BatchShape(num_tokens=4, num_rows=4, table_pages=TABLE_PAGES, decode_only=True)
@@ -153,7 +154,7 @@ def test_buffers_hold_what_plans_say(seed: int) -> None:
         plan = maker.next(shape.decode_only, shape)
         builder.apply(plan)
         buffer = builder.build(plan, shape, variant=step % 3)
-        assert buffer.dtype == np.int32 and buffer.shape == (shape.buffer_size(),)
+        assert buffer.dtype == np.int32 and buffer.shape == (shape.buffer_size,)
         batch = jax.tree.map(np.asarray, call_unpack(shape)(buffer))
         check_batch(batch, plan, maker.slots, shape)
         assert batch.variant == step % 3
@@ -207,3 +208,26 @@ def test_no_mask_where_every_token_is_allowed() -> None:
     plan = StepPlan(0, [SlotSetup(0, Sampling(banned_ids=(3,), banned_until=20), 99)], [], [0], [19], [5], [])
     builder.apply(plan)
     assert builder.vocabulary_mask(plan, 4, 64) is None
+
+
+def test_the_simplest_sampler_is_chosen() -> None:
+    """By the rows that sample: the numbers of a prompt's inner chunk do not count, nor do bans that are over."""
+    samplings = {
+        0: Sampling(),
+        1: Sampling(temperature=0.5),
+        2: Sampling(num_logprobs=0),
+        3: Sampling(banned_ids=(3,), banned_until=20),
+    }
+    builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES)
+    builder.apply(StepPlan(0, [SlotSetup(slot, samplings[slot], 99) for slot in samplings], [], [], [], [], []))
+
+    def variant(decode: dict[int, int], *prefill: PrefillRow) -> str:
+        return builder.variant(StepPlan(0, [], [], [*decode], [*decode.values()], [-1] * len(decode), [*prefill]))
+
+    assert variant({0: 5}) == "greedy"
+    assert variant({0: 5, 1: 5}) == "sampled"
+    assert variant({2: 5}) == variant({1: 5, 2: 5}) == "full"
+    assert (variant({3: 18}), variant({3: 19})) == ("full", "greedy")
+    assert variant({0: 5}, PrefillRow(1, 0, [4, 4], True)) == "sampled"
+    assert variant({0: 5}, PrefillRow(1, 0, [4, 4], False), PrefillRow(2, 0, [4], False)) == "greedy"
+    assert variant({}, PrefillRow(3, 0, [4] * 19, True)) == "full"

@@ -399,10 +399,10 @@ def test_metrics_count_tokens_and_requests(llm: LLM) -> None:
 def test_times_of_a_request_are_in_order(stories_model: Path) -> None:
     with LLM(str(stories_model), **{**SETTINGS, "max_num_seqs": 1}, disable_log_stats=False) as made:
         first, second = made.generate([STORY] * 2, GREEDY.clone(max_tokens=3), use_tqdm=False)
-    for output in (first, second):
-        times = output.metrics
+    found: list[Any] = [first.metrics, second.metrics]
+    for times in found:
         assert times is not None
         stages = [times.arrival_s, times.queued_s, times.scheduled_s, times.first_token_s, times.finished_s]
         assert None not in stages
         assert stages == sorted(stages, key=float)
-    assert second.metrics.scheduled_s >= first.metrics.finished_s
+    assert found[1].scheduled_s >= found[0].finished_s

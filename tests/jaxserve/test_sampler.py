@@ -225,6 +225,31 @@ def test_inversion_never_gives_a_token_of_weight_zero(runs: list[tuple[int, floa
     assert below - 1e-5 <= uniform <= cumulative[index] + 1e-5
 
 
+@pytest.mark.parametrize("size", [256, 594])
+def test_inversion_where_rounded_sums_rise_at_weight_zero(size: int) -> None:
+    """Parallel sums need not be monotonic: 594 blocks of a vocabulary of 152,000 are summed that way."""
+    generator = np.random.default_rng(size)
+    weights = (10.0 ** generator.uniform(-6, 0, (4096, size))).astype(np.float32)
+    weights[generator.random(weights.shape) < 0.6] = 0
+    cumulative = np.asarray(jnp.cumsum(jnp.asarray(weights), axis=1))
+    rises = (np.diff(cumulative, axis=1) > 0) & (weights[:, 1:] == 0)
+    rows = np.arange(len(weights))
+    uniform = cumulative[rows, rises.argmax(1)] / cumulative[:, -1]
+    index = np.asarray(jax.jit(sampler._invert)(weights, np.minimum(uniform, np.float32(1 - 2.0**-24))))
+    assert (weights[rows, index] > 0).all()
+
+
+def test_a_large_vocabulary_is_drawn_row_by_row() -> None:
+    """594 blocks: sums of a row do not depend on how many rows there are."""
+    generator = np.random.default_rng(2)
+    weights = np.exp(generator.normal(0.0, 2.0, (12, 152_000))).astype(np.float32)
+    seeds, positions = generator.integers(0, 2**31, (2, 12)).astype(np.int32)
+    draw = jax.jit(sampler._draw)
+    whole = np.asarray(draw(weights, seeds, positions))
+    for rows in [*np.split(np.arange(12), 12), np.arange(5), np.arange(11, -1, -1)]:
+        np.testing.assert_array_equal(np.asarray(draw(weights[rows], seeds[rows], positions[rows])), whole[rows])
+
+
 def test_uniform_numbers_stay_inside_zero_and_one() -> None:
     """At exactly 0 the first token of the vocabulary would be drawn whatever its weight, once in 17 million tokens."""
     bits = np.array([0, 1, 255, 511, 512, 2**31, 2**32 - 2, 2**32 - 1], np.uint32)

@@ -23,7 +23,7 @@ from tests.tiny_programs import NUM_LAYERS, make_program, random_params, tiny_co
 
 PAGE_SIZE, NUM_SLOTS, TABLE_PAGES = 8, 4, 4
 BUCKETS = Buckets(decode_rows=(4,), mixed_tokens=(16,), max_num_seqs=4, table_pages=TABLE_PAGES)
-DECODE, MIXED = BUCKETS.shapes()
+DECODE, MIXED, SCORING = BUCKETS.shapes()
 # Norms over all heads need the other devices' sums: one more all-reduce a layer.
 WIDTH_NORM = {"qk_norm": "width", "norm_after": True}
 HLO_KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
@@ -88,9 +88,10 @@ def test_sampling_communicates_nothing(variant: str) -> None:
 
 
 def test_prompt_logprobs_gather_only_where_asked() -> None:
-    """A mixed step has one gather more, in the body of a loop that runs as often as logprobs are wanted."""
-    counted = count_collectives(trace_step(make_program(tiny_config(), tensor=2), MIXED, "greedy"))
-    assert counted == {"all-reduce": 2 * NUM_LAYERS + 1, "all-gather": 2}
+    """The program that scores prompts has one gather more, in a loop that runs as often as logprobs are wanted."""
+    for shape, gathers in ((MIXED, 1), (SCORING, 2)):
+        counted = count_collectives(trace_step(make_program(tiny_config(), tensor=2), shape, "any"))
+        assert counted == {"all-reduce": 2 * NUM_LAYERS + 1, "all-gather": gathers}
 
 
 @pytest.mark.parametrize(("tensor", "is_olmo"), [(1, False), (2, False), (4, True)])
@@ -149,7 +150,8 @@ def test_pools_keep_their_addresses(tensor: int) -> None:
         assert all(array.is_deleted() for array in jax.tree.leaves(old))
         assert not any(array.is_deleted() for array in params)
     assert output is not None and int(state.latest[0]) == int(output.tokens[0])
-    assert np.flatnonzero(np.abs(np.asarray(state.pools[0][0])).sum(1)).tolist() == [3], "padding rows write nowhere"
+    written = np.flatnonzero(np.abs(np.asarray(state.pools[0][0])).sum(1)).tolist()
+    assert written == [3, program.num_pages + 1], "padding rows write to the page behind the null page"
 
 
 PROMPTS = {0: [3, 50, 7, 21, 0, 9, 9, 30, 2, 17, 44], 1: [52, 9], 2: [1, 2, 3, 4, 5, 6, 7, 8, 11]}

@@ -45,7 +45,7 @@ def make_step(case: Case, seed: int, spare_rows: int = 2, spare_tokens: int = 3)
 def fill_pools(module, case: Case, batch: AttentionBatch, keys, values, num_pages: int, poison: float):
     """Pools with every token before this step's written, and pages nobody owns poisoned."""
     specs = module.pool_specs(num_pages, case.page_size, case.num_kv_heads, case.head_dim)
-    pools = tuple(jnp.zeros(spec.shape, jnp.float32).at[:-1].set(poison) for spec in specs)
+    pools = tuple(jnp.zeros(spec.shape, jnp.float32).at[:num_pages].set(poison) for spec in specs)
     table, contexts, lens = (np.asarray(a) for a in (batch.page_table, batch.context_lens, batch.query_lens))
     owners = [(r, s) for r in range(len(contexts)) for s in range(contexts[r] - lens[r])]
     owned = np.unique(table[table < num_pages])

@@ -10,8 +10,9 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.engine.batch import BatchBuilder, BatchShape, unpack
+from jaxserve.engine.batch import BatchBuilder
 from jaxserve.engine.plan import PageGrant, PrefillRow, Sampling, SlotSetup, StepPlan
+from jaxserve.engine.step_batch import BatchShape, unpack
 from jaxserve.engine.steps import ModelProgram
 from jaxserve.layers.attention import AttentionSettings
 from sharding import LAYOUTS, LayoutError, MeshShape, ShardingLayout, get_layout, make_mesh

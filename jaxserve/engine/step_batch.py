@@ -1,0 +1,116 @@
+"""The arrays of a step, and the one buffer that carries them to the device.
+
+A step takes all its numbers in one int32 buffer (floats by their bits), so that one transfer carries them; ``unpack``
+cuts it up again on the device.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import AttentionBatch
+
+
+class Field(NamedTuple):
+    """Where an array lies in the buffer."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    is_float: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """Sizes of a compiled step.
+
+    Attributes:
+        num_tokens: T, query tokens; equal to ``num_rows`` in a decode step.
+        num_rows: R, sequences.
+        table_pages: M, pages of the longest context.
+        decode_only: Every row has one token.
+        scores_prompt: Prompt tokens get logprobs where asked for.
+    """
+
+    num_tokens: int
+    num_rows: int
+    table_pages: int
+    decode_only: bool
+    scores_prompt: bool = False
+
+    @functools.cached_property
+    def fields(self) -> dict[str, Field]:
+        """Place of each array in the buffer, in order."""
+        tokens, rows, scalar = (self.num_tokens,), (self.num_rows,), ()
+        shapes = {
+            **dict.fromkeys(("tokens", "positions", "lengths", "token_pages", "token_offsets", "targets"), tokens),
+            "page_table": (self.num_rows, self.table_pages),
+            **dict.fromkeys(("context_lens", "query_starts", "query_lens", "slots"), rows),
+            **dict.fromkeys(("sampled_slots", "sampled_tokens", "top_k", "seeds"), rows),
+            **dict.fromkeys(("temperature", "top_p", "min_p"), rows),
+            **dict.fromkeys(("num_decode", "num_rows", "num_target_tokens", "variant"), scalar),
+        }
+        fields, start = {}, 0
+        for name, shape in shapes.items():
+            stop = start + math.prod(shape)
+            fields[name] = Field(start, stop, shape, name in ("temperature", "top_p", "min_p"))
+            start = stop
+        return fields
+
+    @functools.cached_property
+    def buffer_size(self) -> int:
+        """Elements of the buffer."""
+        return max(field.stop for field in self.fields.values())
+
+
+class StepBatch(NamedTuple):
+    """A step's arrays on the device; see ``AttentionBatch`` for what attention reads.
+
+    Attributes:
+        tokens: Token ids; -1 stands for the latest token of the row's slot (rows and tokens agree there).
+        positions: Place of each token in its context.
+        lengths: Most tokens its request can have.
+        targets: Prompt token behind each token, where its logprob is asked for; else -1.
+        attention: What attention reads.
+        slots: Slot of each row; out of range for an empty row.
+        sampled_slots: The same where the row samples; out of range where it does not.
+        sampled_tokens: Query token behind which the row samples.
+        top_k: Candidates kept, 0 for all.
+        seeds: Seed of each row's random numbers.
+        temperature: 0 for the likeliest token.
+        top_p: Probability mass kept.
+        min_p: Probability kept, relative to the likeliest token's.
+        num_target_tokens: Tokens up to the last with a target; 0 for none.
+        variant: Index of the sampler the rows need, in ``sampler.VARIANTS``.
+    """
+
+    tokens: Int[Array, " T"]
+    positions: Int[Array, " T"]
+    lengths: Int[Array, " T"]
+    targets: Int[Array, " T"]
+    attention: AttentionBatch
+    slots: Int[Array, " R"]
+    sampled_slots: Int[Array, " R"]
+    sampled_tokens: Int[Array, " R"]
+    top_k: Int[Array, " R"]
+    seeds: Int[Array, " R"]
+    temperature: Float[Array, " R"]
+    top_p: Float[Array, " R"]
+    min_p: Float[Array, " R"]
+    num_target_tokens: Int[Array, ""]
+    variant: Int[Array, ""]
+
+
+def unpack(buffer: Int[Array, " size"], shape: BatchShape) -> StepBatch:
+    """The arrays of a step, on the device."""
+    arrays = {}
+    for name, field in shape.fields.items():
+        part = lax.slice(buffer, (field.start,), (field.stop,)).reshape(field.shape)
+        arrays[name] = lax.bitcast_convert_type(part, jnp.float32) if field.is_float else part
+    attention = AttentionBatch(**{name: arrays.pop(name) for name in AttentionBatch._fields})
+    return StepBatch(attention=attention, **arrays)

@@ -1,0 +1,193 @@
+"""Settings of an engine: vLLM's names and defaults, and a message for everything that is wrong with them."""
+
+import ast
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jaxtyping
+import pytest
+
+from jaxserve.config import EngineConfig, parse_length
+from jaxserve.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def without_type_checks() -> Iterator[None]:
+    """The type checks that tests run with would see wrong types before our own checks do."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def make(**arguments: Any) -> EngineConfig:
+    return EngineConfig.from_arguments("some-model", **arguments)
+
+
+def test_defaults_are_those_of_vllm() -> None:
+    config = make()
+    assert config.model == "some-model"
+    assert (config.dtype, config.seed, config.gpu_memory_utilization) == ("auto", 0, 0.92)
+    assert (config.tensor_parallel_size, config.data_parallel_size) == (1, 1)
+    assert config.trust_remote_code is False
+    assert config.max_model_len is config.max_num_seqs is config.block_size is None
+
+
+def test_settings_cannot_be_changed_afterwards() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make().seed = 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_secret_is_not_printed() -> None:
+    assert "hf_abc" not in repr(make(hf_token="hf_abc"))
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("tensor_paralel_size", "tensor_parallel_size"),
+        ("max_model_length", "max_model_len"),
+        ("gpu_memory_utilisation", "gpu_memory_utilization"),
+        ("enable_prefix_cache", "enable_prefix_caching"),
+        ("blocksize", "block_size"),
+    ],
+)
+def test_an_unknown_argument_suggests_the_nearest(name: str, suggestion: str) -> None:
+    with pytest.raises(ConfigError, match=f"no argument '{name}'; did you mean '{suggestion}'"):
+        make(**{name: 1})
+
+
+def test_an_argument_like_no_other_has_no_suggestion() -> None:
+    with pytest.raises(ConfigError, match="no argument 'xyzzy'$"):
+        make(xyzzy=1)
+
+
+NOT_BUILT = {
+    "runner": ("pooling", "generate"),
+    "tokenizer_mode": ("mistral", "auto"),
+    "skip_tokenizer_init": (True, False),
+    "quantization": ("awq", None),
+    "cpu_offload_gb": (4, 0),
+    "swap_space": (4.0, 0),
+    "enforce_eager": (True, False),
+    "speculative_config": ({"method": "ngram"}, None),
+    "pipeline_parallel_size": (2, 1),
+    "enable_expert_parallel": (True, False),
+    "distributed_executor_backend": ("ray", "uni"),
+    "enable_prefix_caching": (True, False),
+    "enable_chunked_prefill": (False, True),
+    "scheduling_policy": ("priority", "fcfs"),
+    "kv_cache_dtype": ("fp8", "auto"),
+    "enable_lora": (True, False),
+    "load_format": ("dummy", "auto"),
+    "max_logprobs": (-1, 20),
+    "logprobs_mode": ("processed_logits", "raw_logprobs"),
+    "logits_processors": ([print], []),
+}
+
+
+@pytest.mark.parametrize("name", NOT_BUILT)
+def test_what_is_not_built_takes_its_neutral_value_alone(name: str) -> None:
+    wanted, neutral = NOT_BUILT[name]
+    with pytest.raises(ConfigError, match=f"^{name}=.*is not supported yet; only {name}="):
+        make(**{name: wanted})
+    assert make(**{name: neutral}) == make()
+
+
+def test_a_number_is_not_a_neutral_flag() -> None:
+    with pytest.raises(ConfigError, match="enable_prefix_caching=0 is not supported"):
+        make(enable_prefix_caching=0)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=True is not supported"):
+        make(pipeline_parallel_size=True)
+
+
+@pytest.mark.parametrize(("given", "kept"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
+def test_types_have_their_other_names(given: str, kept: str) -> None:
+    assert make(dtype=given).dtype == kept
+
+
+WRONG = [
+    ({"dtype": "int8"}, "dtype: expected one of auto, float32.*got 'int8'"),
+    ({"dtype": None}, "dtype: expected one of .*got None"),
+    ({"block_size": 12}, "block_size: expected 8, 16, 32, 64 or 128 tokens, got 12"),
+    ({"block_size": True}, "block_size: .*got True"),
+    ({"block_size": "16"}, "block_size: .*got '16'"),
+    ({"gpu_memory_utilization": 0}, r"gpu_memory_utilization: expected a number in \(0, 1\], got 0"),
+    ({"gpu_memory_utilization": 1.01}, "gpu_memory_utilization: .*got 1.01"),
+    ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization: .*got nan"),
+    ({"gpu_memory_utilization": "0.5"}, "gpu_memory_utilization: .*got '0.5'"),
+    ({"gpu_memory_utilization": True}, "gpu_memory_utilization: .*got True"),
+    ({"tensor_parallel_size": 0}, "tensor_parallel_size: expected a whole number >= 1, got 0"),
+    ({"tensor_parallel_size": 2.0}, "tensor_parallel_size: .*got 2.0"),
+    ({"data_parallel_size": -1}, "data_parallel_size: expected a whole number >= 1, got -1"),
+    ({"max_num_seqs": 0}, "max_num_seqs: expected a whole number >= 1, got 0"),
+    ({"max_num_seqs": True}, "max_num_seqs: .*got True"),
+    ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens: .*got 'many'"),
+    ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override: expected a whole number >= 1, got 0"),
+    ({"kv_cache_memory_bytes": 1.5}, "kv_cache_memory_bytes: .*got 1.5"),
+    ({"seed": -1}, "seed: expected a whole number >= 0, got -1"),
+    ({"trust_remote_code": "yes"}, "trust_remote_code: expected bool, got 'yes'"),
+    ({"disable_log_stats": 1}, "disable_log_stats: expected bool, got 1"),
+    ({"async_scheduling": "on"}, "async_scheduling: expected bool, got 'on'"),
+    ({"hf_overrides": "x"}, "hf_overrides: expected dict, got 'x'"),
+    ({"tokenizer": 7}, "tokenizer: expected str, got 7"),
+    ({"revision": 7}, "revision: expected str, got 7"),
+    ({"layout": 7}, "layout: expected str, got 7"),
+    ({"max_model_len": 0}, "max_model_len: expected a number of tokens >= 1, such as 4096, '4k' or -1 for auto, got 0"),
+    ({"max_model_len": "long"}, "max_model_len: .*got 'long'"),
+    ({"max_model_len": 4096.0}, "max_model_len: .*got 4096.0"),
+    ({"max_model_len": True}, "max_model_len: .*got True"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
+def test_wrong_values_say_what_was_expected_and_what_came(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"), [("", "model: .*got an empty string"), (7, "model: expected str, got 7")]
+)
+def test_a_model_is_named_by_text(model: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_arguments(model)
+
+
+@pytest.mark.parametrize(
+    ("given", "length"),
+    [
+        (1, 1),
+        (4096, 4096),
+        (-1, -1),
+        ("auto", -1),
+        ("512", 512),
+        ("4k", 4000),
+        ("4K", 4096),
+        ("25.6k", 25600),
+        ("0.5K", 512),
+        ("1M", 1 << 20),
+        (" 2m ", 2_000_000),
+    ],
+)
+def test_lengths_in_all_forms(given: Any, length: int) -> None:
+    assert parse_length("max_model_len", given) == length
+
+
+@pytest.mark.parametrize("given", ["", "k", "-4k", "0", "0.0001k", "1.5", "4 k", "4g", "1e3", "-1", None, [4]])
+def test_texts_that_are_no_length(given: Any) -> None:
+    with pytest.raises(ConfigError, match="^length: expected a number of tokens"):
+        parse_length("length", given)
+
+
+def test_every_setting_is_used_somewhere(repository: Path) -> None:
+    """A setting that is accepted and ignored is a bug."""
+    read = set()
+    for path in (repository / "jaxserve").rglob("*.py"):
+        if path.name != "config.py":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "config":
+                    read.add(node.attr)
+    unused = {field.name for field in dataclasses.fields(EngineConfig)} - read
+    assert not unused
