@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Generator, Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -14,7 +13,7 @@ from jaxserve.engine.chat import load_chat_template, split_conversations
 from jaxserve.engine.metrics import Metric
 from jaxserve.engine.progress import ProgressBar
 from jaxserve.engine.request_state import RequestState
-from jaxserve.engine.startup import read_generation_config, start_engine
+from jaxserve.engine.startup import start_engine
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import RequestError
@@ -48,7 +47,7 @@ class LLM:
         self.engine = self._started.engine
         self.ledger = self._started.ledger
         logger.info("%s", self.ledger)
-        self._defaults = self._default_params()
+        self._defaults = self._started.default_params
         self._stats = None if self.config.disable_log_stats else StatsLogger(self.ledger.device)
 
     def __enter__(self) -> "LLM":
@@ -216,14 +215,6 @@ class LLM:
         if self.engine.tokenizer is None:
             raise RequestError(f"{self._started.plan.directory} has no tokenizer")
         return self.engine.tokenizer
-
-    def _default_params(self) -> SamplingParams:
-        if self.config.generation_config == "vllm":
-            return SamplingParams()
-        directory = self._started.plan.directory
-        if self.config.generation_config != "auto":
-            directory = Path(self.config.generation_config)
-        return SamplingParams.from_generation_config(read_generation_config(directory))
 
 
 def _read_template(template: str | None) -> str | None:

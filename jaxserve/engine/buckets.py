@@ -6,6 +6,7 @@ import dataclasses
 from jaxserve.engine.step_batch import BatchShape
 
 _SMALLEST_MIXED = 64
+_FEW_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +27,11 @@ class Buckets:
 
     @classmethod
     def make(cls, max_num_seqs: int, max_num_batched_tokens: int, table_pages: int, min_rows: int) -> "Buckets":
-        """Powers of two; from 16 rows and 64 tokens on also the sizes halfway, so that at most a third is padding."""
-        decode = _ladder(1, max_num_seqs, half_steps_from=16)
+        """Powers of two; from 64 tokens on also the sizes halfway, so that a third of a mixed step at most is padding.
+
+        Decode rows have sizes halfway (from 16 on) only where few rows are asked for: programs are to be at most 40.
+        """
+        decode = _ladder(1, max_num_seqs, half_steps_from=16 if max_num_seqs <= _FEW_ROWS else max_num_seqs)
         decode = tuple(sorted({max(rows, min(min_rows, max_num_seqs)) for rows in decode}))
         smallest = min(_SMALLEST_MIXED, max_num_batched_tokens)
         mixed = _ladder(smallest, max_num_batched_tokens, half_steps_from=64)

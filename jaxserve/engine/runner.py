@@ -40,30 +40,30 @@ class PendingStep:
         return StepResult(output.tokens[: self._num_rows].tolist(), output.logprobs, output.prompt_logprobs)
 
 
-class CompiledSteps:
-    """The compiled programs of a model.
+ProgramKey = tuple[BatchShape, str]
 
-    On CPUs there is one for each batch shape, which chooses its sampler when it runs: that costs nothing there. An
+
+def program_keys(buckets: Buckets, platform: str) -> list[ProgramKey]:
+    """Batch shape and sampler of every program to compile.
+
+    On CPUs there is one program for each shape, which chooses its sampler when it runs: that costs nothing there. An
     accelerator would stop for the choice, so there each decode shape has a program for greedy and one for sampled rows,
     and decode steps that need more than that take a mixed shape, whose programs choose.
     """
+    decode = ("any",) if platform == "cpu" else ("greedy", "sampled")
+    shapes = buckets.shapes()
+    return [(shape, variant) for shape in shapes for variant in (decode if shape.decode_only else ("any",))]
+
+
+class CompiledSteps:
+    """The compiled programs of a model."""
 
     def __init__(self, program: ModelProgram, buckets: Buckets):
         self.program = program
         self.buckets = buckets
-        self._decode_variants = ("any",)
-        if program.mesh.devices.flat[0].platform != "cpu":
-            self._decode_variants = ("greedy", "sampled")
-        self._compiled: dict[tuple[BatchShape, str], jax.stages.Compiled] = {}
-
-    @property
-    def keys(self) -> list[tuple[BatchShape, str]]:
-        """Shape and sampler of every program."""
-        return [
-            (shape, variant)
-            for shape in self.buckets.shapes()
-            for variant in (self._decode_variants if shape.decode_only else ("any",))
-        ]
+        self.keys = program_keys(buckets, program.mesh.devices.flat[0].platform)
+        self._decode_variants = {variant for shape, variant in self.keys if shape.decode_only}
+        self._compiled: dict[ProgramKey, jax.stages.Compiled] = {}
 
     def compile(self) -> None:
         """Compiles every program: traced one after the other, compiled on all cores."""

@@ -21,7 +21,9 @@ from jaxserve.engine.replica import Replica
 from jaxserve.engine.runner import CompiledSteps, StepRunner
 from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
 from jaxserve.engine.tokenizer import Tokenizer, load_tokenizer
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.models.loading import check_weights
+from jaxserve.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class StartedEngine:
     Attributes:
         engine: The engine.
         plan: What was fitted to the devices.
+        default_params: What a request that brings no parameters gets.
         ledger: Where a device's memory went.
         load_s: Seconds spent reading weights.
         compile_s: Seconds spent tracing and compiling, partly beside the reading.
@@ -43,6 +46,7 @@ class StartedEngine:
 
     engine: Engine
     plan: EnginePlan
+    default_params: SamplingParams
     ledger: MemoryLedger
     load_s: float
     compile_s: float
@@ -62,8 +66,10 @@ def start_engine(config: EngineConfig) -> StartedEngine:
             "trust_remote_code=True: no remote code ever runs here; the model's own Python files are not read"
         )
     plan = plan_engine(config)
-    use_compilation_cache(config.compilation_cache_dir)
+    default_params = default_sampling_params(config, plan.directory)
     tokenizer = find_tokenizer(config, plan.directory)
+    check_weights(plan.directory, plan.config, plan.programs[0].parallel.size)
+    use_compilation_cache(config.compilation_cache_dir)
     _log_choices(plan)
     resident_before = resident_bytes()
     runners, steps, load_s, compile_s = _make_runners(plan)
@@ -88,7 +94,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     total_s = time.monotonic() - start
     logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.needs.weights / (1 << 30), load_s)
     logger.info("init engine took %.2f s (compilation: %.2f s)", total_s, compile_s)
-    return StartedEngine(engine, plan, ledger, load_s, compile_s, total_s)
+    return StartedEngine(engine, plan, default_params, ledger, load_s, compile_s, total_s)
 
 
 def find_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
@@ -110,6 +116,27 @@ def eos_token_ids(plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, .
     if tokenizer is not None:
         found.append(tokenizer.eos_token_id)
     return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
+
+
+def default_sampling_params(config: EngineConfig, directory: Path) -> SamplingParams:
+    """Sampling parameters of the model's generation_config.json, or of the one asked for.
+
+    Raises:
+        ConfigError: The file asked for does not exist, or its values are no sampling parameters.
+    """
+    if config.generation_config == "vllm":
+        return SamplingParams()
+    if config.generation_config != "auto":
+        directory = Path(config.generation_config)
+        if not (directory / "generation_config.json").exists():
+            raise ConfigError(
+                "generation_config: expected 'auto', 'vllm' or a directory with a generation_config.json, got "
+                f"{config.generation_config!r}"
+            )
+    try:
+        return SamplingParams.from_generation_config(read_generation_config(directory))
+    except RequestError as error:
+        raise ConfigError(f"{directory / 'generation_config.json'}: {error}") from error
 
 
 def read_generation_config(directory: Path) -> dict:

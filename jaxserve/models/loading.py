@@ -49,6 +49,17 @@ def load_model(model: str | Path, dtype: str = "auto") -> CausalLM:
     return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), values))
 
 
+def check_weights(directory: Path, config: ModelConfig, tensor_size: int) -> None:
+    """Compares a checkpoint's list of tensors with the model's, before time is spent on anything else.
+
+    Raises:
+        CheckpointError: Files or tensors are missing, damaged, of other shapes, or not the model's.
+    """
+    names = checkpoint_names(config)
+    with open_checkpoint(directory) as reader:
+        check_recipes(reader.tensors, weight_recipes(config, names, tensor_size), ignored_patterns(config, names))
+
+
 def load_weights(
     directory: Path, config: ModelConfig, params: Mapping[str, jax.ShapeDtypeStruct], tensor_size: int
 ) -> tuple[jax.Array, ...]:

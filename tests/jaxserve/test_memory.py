@@ -1,0 +1,215 @@
+"""Memory: what fits is found out before a byte is loaded, and where it went is accounted for afterwards."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from jaxserve import LLM, MemoryPlanError
+from jaxserve.config import EngineConfig
+from jaxserve.engine.build import EnginePlan, plan_engine
+from jaxserve.engine.memory import MemoryNeeds, longest_that_fits, plan_pages
+
+GIB = 1 << 30
+MIB = 1 << 20
+NEEDS = MemoryNeeds(
+    weights=2 * GIB, page=2 * MIB, temporaries=GIB // 2, page_size=16, max_model_len=4096, max_num_seqs=8
+)
+
+
+def plan(needs: MemoryNeeds = NEEDS, **settings: Any) -> int:
+    defaults = {"total": 8 * GIB, "utilization": 0.9, "platform": "gpu", "pool_bytes": None, "num_pages": None}
+    return plan_pages(needs, **{**defaults, **settings})
+
+
+def test_a_model_that_does_not_fit_says_why() -> None:
+    with pytest.raises(
+        MemoryPlanError,
+        match=r"2\.00 GiB of weights, 0\.50 GiB for the largest step and 1\.00 GiB of reserve .*"
+        r"may use 2\.70 GiB \(gpu_memory_utilization=0\.9 of 3\.00 GiB\).*tensor_parallel_size",
+    ):
+        plan(total=3 * GIB)
+
+
+def test_too_many_pages_say_how_many_fit() -> None:
+    with pytest.raises(MemoryPlanError, match=r"4000 KV pages take 7\.81 GiB .* 3\.70 GiB is left") as caught:
+        plan(num_pages=4000)
+    pages, pool = map(int, re.findall(r"(?:override|bytes)=(\d+)", str(caught.value)))
+    assert plan(num_pages=pages) == pages
+    assert plan(pool_bytes=pool) == pages
+    with pytest.raises(MemoryPlanError):
+        plan(num_pages=pages + 1)
+
+
+def test_a_request_that_does_not_fit_says_which_would() -> None:
+    with pytest.raises(
+        MemoryPlanError, match=r"max_model_len=4096 tokens needs 256 KV pages .*there are 100"
+    ) as caught:
+        plan(num_pages=100)
+    (length,) = map(int, re.findall(r"max_model_len=(\d+) would fit", str(caught.value)))
+    assert length == 1600
+    assert plan(MemoryNeeds(**{**vars(NEEDS), "max_model_len": length}), num_pages=100) == 100
+
+
+def test_pages_are_never_more_than_all_sequences_can_use() -> None:
+    assert plan(total=100 * GIB) == 256 * 8
+    assert plan(total=100 * GIB, pool_bytes=50 * GIB) == 256 * 8
+    assert plan(total=100 * GIB, num_pages=5000) == 5000
+
+
+def test_on_cpus_the_pool_has_a_sane_default() -> None:
+    many = MemoryNeeds(**{**vars(NEEDS), "max_num_seqs": 64})
+    assert plan(many, platform="cpu", total=64 * GIB) == GIB // many.page
+    long = MemoryNeeds(**{**vars(NEEDS), "max_model_len": 16 * 1000})
+    assert plan(long, platform="cpu", total=64 * GIB) == 1000
+    assert plan(many, platform="cpu", total=64 * GIB, pool_bytes=2 * GIB) == 2 * GIB // many.page
+
+
+def test_virtual_devices_share_the_machine() -> None:
+    small = MemoryNeeds(**{**vars(NEEDS), "weights": GIB // 2})
+    one, four = (plan(small, platform="cpu", total=8 * GIB, num_pages=256, devices_sharing=n) for n in (1, 4))
+    assert one == four
+    with pytest.raises(MemoryPlanError, match="does not fit"):
+        plan(small, platform="cpu", total=8 * GIB, devices_sharing=8)
+
+
+@hypothesis.given(
+    weights=st.integers(1, 20 * GIB),
+    page=st.integers(1, 64 * MIB),
+    length=st.integers(1, 100_000),
+    seqs=st.integers(1, 300),
+    total=st.integers(1, 40 * GIB),
+    pool=st.none() | st.integers(1, 40 * GIB),
+    pages=st.none() | st.integers(1, 10_000),
+    platform=st.sampled_from(["cpu", "gpu"]),
+)
+def test_a_plan_fits_or_what_it_suggests_does(
+    weights: int, page: int, length: int, seqs: int, total: int, pool: int | None, pages: int | None, platform: str
+) -> None:
+    needs = MemoryNeeds(
+        weights=weights, page=page, temporaries=MIB, page_size=16, max_model_len=length, max_num_seqs=seqs
+    )
+    settings: dict[str, Any] = {"total": total, "platform": platform, "pool_bytes": pool, "num_pages": pages}
+    try:
+        found = plan(needs, **settings)
+    except MemoryPlanError as error:
+        suggested = re.search(r"max_model_len=(\d+) would fit", str(error))
+        if suggested and int(suggested[1]):
+            shorter = MemoryNeeds(**{**vars(needs), "max_model_len": int(suggested[1])})
+            assert plan(shorter, **settings) >= shorter.request_pages
+        return
+    assert needs.request_pages <= found
+    assert weights + found * page + needs.temporaries <= total
+    assert longest_that_fits(needs, left=found * page) == length
+
+
+@pytest.mark.xfail(strict=True, reason="plan_pages suggests max_model_len=0 where not one page fits")
+def test_no_length_is_suggested_where_none_fits() -> None:
+    with pytest.raises(MemoryPlanError) as caught:
+        plan(pool_bytes=1)
+    assert "max_model_len=0" not in str(caught.value)
+    assert "kv_cache_memory_bytes" in str(caught.value)
+
+
+# ---------------------------------------------------------------- a model directory, before its weights are read
+
+
+@pytest.fixture
+def without_weights(stories_model: Path, tmp_path: Path) -> Path:
+    """The model's config.json alone: reading its weights would fail."""
+    shutil.copy(stories_model / "config.json", tmp_path / "config.json")
+    return tmp_path
+
+
+def plan_stories(directory: Path, **settings: Any) -> EnginePlan:
+    return plan_engine(EngineConfig.from_arguments(str(directory), block_size=8, max_num_seqs=4, **settings))
+
+
+def test_the_memory_error_comes_before_the_weights(without_weights: Path) -> None:
+    with pytest.raises(MemoryPlanError, match="max_model_len=512 tokens needs 64 KV pages"):
+        LLM(str(without_weights), block_size=8, num_gpu_blocks_override=63)
+    with pytest.raises(MemoryPlanError, match="the model does not fit"):
+        LLM(str(without_weights), gpu_memory_utilization=1e-6)
+
+
+def test_what_the_error_suggests_fits(without_weights: Path) -> None:
+    with pytest.raises(MemoryPlanError) as caught:
+        plan_stories(without_weights, kv_cache_memory_bytes=300_000)
+    (length,) = map(int, re.findall(r"max_model_len=(\d+) would fit", str(caught.value)))
+    made = plan_stories(without_weights, kv_cache_memory_bytes=300_000, max_model_len=length)
+    assert made.max_model_len == length
+    assert made.programs[0].num_pages * 8 >= length
+    with pytest.raises(MemoryPlanError):
+        plan_stories(without_weights, kv_cache_memory_bytes=300_000, max_model_len=length + 1)
+
+
+def test_the_longest_context_that_fits(without_weights: Path) -> None:
+    made = plan_stories(without_weights, kv_cache_memory_bytes=300_000, max_model_len=-1)
+    page_bytes = 5 * 2 * 4 * 8 * 4 * 8  # layers, keys and values, heads, features, bytes, tokens
+    assert made.needs.page == page_bytes
+    assert made.max_model_len == 300_000 // page_bytes * 8
+    assert plan_stories(without_weights, max_model_len=-1).max_model_len == 512
+
+
+def test_needs_follow_the_layout(without_weights: Path) -> None:
+    one, two = (plan_stories(without_weights, tensor_parallel_size=n).needs for n in (1, 2))
+    assert two.page == one.page // 2
+    assert one.weights // 2 < two.weights < one.weights * 0.6
+    parameters = 260_032
+    assert one.weights == parameters * 4
+    half = plan_stories(without_weights, dtype="bfloat16").needs
+    assert half.weights == parameters * 2
+
+
+def test_a_real_model_that_is_too_large(shared_data: Path) -> None:
+    with pytest.raises(MemoryPlanError, match=r"the model does not fit: 131\.4\d GiB of weights"):
+        plan_engine(
+            EngineConfig.from_arguments(
+                str(shared_data / "configs" / "llama-3.1-70b"), dtype="bfloat16", gpu_memory_utilization=0.01
+            )
+        )
+
+
+# ---------------------------------------------------------------- the ledger
+
+
+MEASURE = """
+import json, sys
+from pathlib import Path
+from jaxserve import LLM
+llm = LLM(sys.argv[1], dtype="float32", max_num_seqs=4, max_num_batched_tokens=32, compilation_cache_dir="",
+          kv_cache_memory_bytes=200_000_000, **json.loads(sys.argv[2]))
+status = Path("/proc/self/status").read_text()
+(resident,) = [int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS")]
+ledger = llm.ledger
+print(json.dumps({"resident": resident, "total": ledger.total, "lines": ledger.lines, "text": str(ledger),
+                  "tokens": ledger.num_pages * ledger.page_size}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("settings", [{}, {"tensor_parallel_size": 2, "data_parallel_size": 2}])
+def test_the_ledger_adds_up_to_what_the_process_holds(
+    settings: dict[str, int], stories_model: Path, repository: Path
+) -> None:
+    """In a fresh process, which has no devices but those that the engine asks for."""
+    command = [sys.executable, "-c", MEASURE, str(stories_model), json.dumps(settings)]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["total"] == sum(size for _, size in found["lines"])
+    assert found["total"] == pytest.approx(found["resident"], rel=0.1)
+    lines = dict(found["lines"])
+    assert {"weights", "KV pages"} < lines.keys()
+    assert lines["weights"] >= 260_032 * 4
+    for name, size in found["lines"]:
+        assert re.search(rf"{re.escape(name)} +{size / GIB:.3f} GiB", found["text"])
+    assert f"CPU KV cache size: {found['tokens']:,} tokens" in found["text"]
+    assert f"Maximum concurrency for 512 tokens per request: {found['tokens'] / 512:.2f}x" in found["text"]
