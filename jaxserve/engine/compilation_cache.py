@@ -1,11 +1,10 @@
 """Compiled programs kept on disk, so that the next start only loads them."""
 
-import hashlib
 import os
-import platform
-from pathlib import Path
 
 import jax
+
+from jaxserve.layers.cpu import cpu_key
 
 
 def use_compilation_cache(directory: str | None) -> None:
@@ -19,16 +18,6 @@ def use_compilation_cache(directory: str | None) -> None:
     if directory is None:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         directory = os.path.join(home, "jaxserve", "xla")
-    jax.config.update("jax_compilation_cache_dir", os.path.join(directory, _machine_key()))
+    jax.config.update("jax_compilation_cache_dir", os.path.join(directory, cpu_key()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _machine_key() -> str:
-    """A name for this kind of CPU: compiled programs hold its instructions."""
-    features = platform.machine() + platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
-        features += "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
-    return hashlib.sha256(features.encode()).hexdigest()[:16]

@@ -13,6 +13,7 @@ from jax.sharding import SingleDeviceSharding
 from checkpoints import check_recipes, load_arrays, open_checkpoint, progress_bar, resolve_model
 from jaxserve.config import DTYPES
 from jaxserve.errors import ConfigError
+from jaxserve.layers.cpu import has_bfloat16_products
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.models.causal_lm import CausalLM
@@ -110,7 +111,7 @@ def resolve_dtype(dtype: str, config: ModelConfig, platform: str) -> str:
         if dtype == "float16" and platform == "cpu":
             raise ConfigError("dtype='float16' is not supported on CPUs; expected 'float32', 'bfloat16' or 'auto'")
         return dtype
-    if config.dtype == "float16" and platform == "cpu":
-        logger.info("dtype: the checkpoint is float16, which CPUs lack; float32 holds it exactly")
-        return "float32"
-    return config.dtype
+    if platform != "cpu" or config.dtype == "float32" or (config.dtype == "bfloat16" and has_bfloat16_products()):
+        return config.dtype
+    logger.info("dtype: this CPU has no products of %s, the checkpoint's type; float32 holds it exactly", config.dtype)
+    return "float32"
