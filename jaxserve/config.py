@@ -175,19 +175,20 @@ class EngineConfig:
         _check_type("model", self.model, str)
         if not self.model:
             raise ConfigError("model: expected a directory or a hub id, got an empty string")
-        if self.dtype not in DTYPES:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
         object.__setattr__(self, "dtype", DTYPES[self.dtype])
         if self.max_model_len is not None:
             object.__setattr__(self, "max_model_len", parse_length("max_model_len", self.max_model_len))
+        optional = {field.name for field in dataclasses.fields(self) if field.default is None}
         for name, least in _WHOLE_FIELDS.items():
-            if getattr(self, name) is not None:
+            if not (name in optional and getattr(self, name) is None):
                 _check_whole(name, getattr(self, name), least)
         for name, kind in _TYPED_FIELDS.items():
-            if getattr(self, name) is not None:
+            if not (name in optional and getattr(self, name) is None):
                 _check_type(name, getattr(self, name), kind)
         size = self.block_size
-        if size is not None and (isinstance(size, bool) or size not in (8, 16, 32, 64, 128)):
+        if size is not None and (type(size) is not int or size not in (8, 16, 32, 64, 128)):
             raise ConfigError(f"block_size: expected 8, 16, 32, 64 or 128 tokens, got {size!r}")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
@@ -201,7 +202,7 @@ def parse_length(name: str, value: Any) -> int:
         if text.lower() == "auto":
             return -1
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text)
-        if match:
+        if match and len(text) < 20:
             scale = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}[match[2]]
             length = float(match[1]) * scale
             if length == math.floor(length) and length >= 1:

@@ -52,6 +52,7 @@ class Engine:
         self._totals: collections.Counter[str] = collections.Counter()
         self._finished: collections.Counter[str] = collections.Counter()
         self._failure: BaseException | None = None
+        self._is_closed = False
 
     @property
     def num_unfinished(self) -> int:
@@ -134,7 +135,10 @@ class Engine:
         return found
 
     def close(self) -> None:
-        """Frees the devices' memory; the engine is of no use afterwards."""
+        """Frees the devices' memory; the engine is of no use afterwards. Closing it again is without effect."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._failure = self._failure or RuntimeError("it was closed")
         for replica in self.replicas:
             replica.close()
@@ -146,26 +150,29 @@ class Engine:
 
     def _deliver(self, completion: Completion, result: StepResult) -> list[RequestState]:
         """Text and logprobs of a step's tokens, to the requests they belong to."""
-        changed = []
         for sequence, chunk, first in completion.scored:
             request, _ = self._owners[sequence.sequence_id]
             assert result.prompt_logprobs is not None
             request.add_prompt_logprobs(chunk, first, result.prompt_logprobs, self.tokenizer)
+        changed: dict[str, RequestState] = {}
         for sequence, row, token in completion.sampled:
+            if sequence.sequence_id not in self._owners:
+                continue  # another sample of its request failed in this step
             request, sample = self._owners[sequence.sequence_id]
+            changed[request.request_id] = request
+            self._totals["generation_tokens"] += 1
+            if request.first_token_s is None:
+                self._totals["prompt_tokens"] += len(request.prompt_token_ids)
             try:
                 self._extend(request, sample, row, token, result)
             except Exception:
                 logger.exception("request %s failed", request.request_id)
                 self.abort(request, "error")
-            self._totals["generation_tokens"] += 1
-            if request.first_token_s is None:
-                self._totals["prompt_tokens"] += len(request.prompt_token_ids)
             request.note_progress()
-            changed.append(request)
-            if request.is_finished() and request.request_id in self._requests:
+        for request in changed.values():
+            if request.is_finished():
                 self._close(request)
-        return changed
+        return list(changed.values())
 
     def _extend(self, request: RequestState, sample: Sample, row: int, token: int, result: StepResult) -> None:
         """One more token of a sample."""

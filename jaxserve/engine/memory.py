@@ -134,12 +134,12 @@ def plan_pages(
             f"kv_cache_memory_bytes={left} fits"
         )
     if num_pages < needs.request_pages:
-        fitting = num_pages * needs.page_size
+        hint = f"max_model_len={num_pages * needs.page_size} would fit; or g" if num_pages else "G"
         raise MemoryPlanError(
             f"one request of max_model_len={needs.max_model_len} tokens needs {needs.request_pages} KV pages "
             f"({_gib(needs.request_pages * needs.page)} on each device), but there are {num_pages} "
-            f"({_gib(num_pages * needs.page)}). max_model_len={fitting} would fit; or give more with "
-            "kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization"
+            f"({_gib(num_pages * needs.page)}). {hint}ive more with kv_cache_memory_bytes, num_gpu_blocks_override "
+            "or gpu_memory_utilization"
         )
     return num_pages
 

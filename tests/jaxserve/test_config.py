@@ -148,6 +148,23 @@ def test_wrong_values_say_what_was_expected_and_what_came(arguments: dict[str, A
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": None}, "seed: .*got None"),
+        ({"tensor_parallel_size": None}, "tensor_parallel_size: .*got None"),
+        ({"layout": None}, "layout: .*got None"),
+        ({"trust_remote_code": None}, "trust_remote_code: .*got None"),
+        ({"block_size": 16.0}, "block_size: .*got 16.0"),
+        ({"dtype": ["float32"]}, "dtype: .*got"),
+        ({"max_model_len": "9" * 400}, "max_model_len: "),
+    ],
+)
+def test_more_wrong_values(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**arguments)
+
+
+@pytest.mark.parametrize(
     ("model", "message"), [("", "model: .*got an empty string"), (7, "model: expected str, got 7")]
 )
 def test_a_model_is_named_by_text(model: Any, message: str) -> None:

@@ -289,7 +289,6 @@ def test_logprobs_change_no_token(llm: LLM, cases: list[dict[str, Any]]) -> None
 # ---------------------------------------------------------------- random samples
 
 
-@pytest.mark.xfail(strict=True, raises=KeyError, reason="engine: samples of one request that end in the same step")
 def test_a_seed_decides_the_samples(llm: LLM) -> None:
     params = SamplingParams(seed=11, n=4, max_tokens=20)
     (first,), (again,) = llm.generate(STORY, params), llm.generate(STORY, params)
@@ -340,7 +339,6 @@ def test_narrow_sampling_is_greedy(llm: LLM) -> None:
         assert llm.generate(STORY, params)[0].outputs[0].token_ids == expected, narrow
 
 
-@pytest.mark.xfail(strict=True, raises=KeyError, reason="engine: samples of one request that end in the same step")
 def test_sampled_tokens_follow_the_model_s_probabilities(
     llm: LLM, hf_logprobs: Callable[[list[int]], np.ndarray]
 ) -> None:

@@ -110,7 +110,6 @@ def test_a_plan_fits_or_what_it_suggests_does(
     assert longest_that_fits(needs, left=found * page) == length
 
 
-@pytest.mark.xfail(strict=True, reason="plan_pages suggests max_model_len=0 where not one page fits")
 def test_no_length_is_suggested_where_none_fits() -> None:
     with pytest.raises(MemoryPlanError) as caught:
         plan(pool_bytes=1)
