@@ -8,6 +8,8 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
+
     from jaxserve.config import EngineConfig as EngineConfig
     from jaxserve.errors import ConfigError as ConfigError
     from jaxserve.errors import EngineDeadError as EngineDeadError
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from jaxserve.outputs import Logprob as Logprob
     from jaxserve.outputs import RequestOutput as RequestOutput
     from jaxserve.sampling_params import SamplingParams as SamplingParams
-
-__version__ = importlib.metadata.version("jaxserve")
 
 _EXPORTS = {
     "EngineConfig": "jaxserve.config",
@@ -59,6 +59,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("jaxserve")
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_EXPORTS[name]), name)

@@ -169,6 +169,8 @@ class EngineConfig:
                 near = difflib.get_close_matches(name, [*known, *_NEUTRAL], n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"LLM has no argument {name!r}{hint}")
+        if kept.get("max_model_len") is not None:
+            kept["max_model_len"] = parse_length("max_model_len", kept["max_model_len"])
         return cls(model=model, **kept)
 
     def __post_init__(self):

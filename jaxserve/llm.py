@@ -167,8 +167,9 @@ class LLM:
         (request,) = self._submit(inputs)
         try:
             while not request.is_finished():
-                if self._step():
+                if request in self._step() and not request.is_finished():
                     yield request.output(not self.config.disable_log_stats)
+            yield request.output(not self.config.disable_log_stats)
         finally:
             self.engine.abort(request)
 

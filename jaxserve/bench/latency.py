@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxserve.bench.workload import add_output_arguments, random_prompts, report
 from jaxserve.cli_arguments import engine_arguments
+from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 
 NAME = "latency"
@@ -26,8 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Runs the batch again and again and prints how long it took."""
-    from jaxserve.llm import LLM
-
     params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True, detokenize=False)
     latencies = []
     with LLM(**engine_arguments(options)) as llm:

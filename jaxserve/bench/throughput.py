@@ -5,6 +5,7 @@ import time
 
 from jaxserve.bench.workload import add_output_arguments, random_prompts, report
 from jaxserve.cli_arguments import engine_arguments
+from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 
 NAME = "throughput"
@@ -21,8 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Runs all requests and prints vLLM's line."""
-    from jaxserve.llm import LLM
-
     params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True, detokenize=False)
     with LLM(**engine_arguments(options)) as llm:
         prompts = random_prompts(options.num_prompts, options.input_len, llm.vocab_size, seed=llm.config.seed)

@@ -91,16 +91,12 @@ class Engine:
             with self._counter:
                 launched = [replica.launch() for replica in self.replicas]
                 found = [r.collect(admitted is None) for r, admitted in zip(self.replicas, launched, strict=True)]
+            for sequence in itertools.chain.from_iterable(filter(None, launched)):
+                self._owners[sequence.sequence_id][0].note_scheduled()
+            return [request for due in found if due is not None for request in self._deliver(*due)]
         except Exception as error:
             self._failure = error
             raise EngineDeadError(f"the engine stopped: {error}") from error
-        for sequence in itertools.chain.from_iterable(filter(None, launched)):
-            self._owners[sequence.sequence_id][0].note_scheduled()
-        changed: dict[str, RequestState] = {}
-        for completion, result in filter(None, found):
-            for request in self._deliver(completion, result):
-                changed[request.request_id] = request
-        return list(changed.values())
 
     def abort(self, request: RequestState, reason: FinishReason = "abort") -> None:
         """Ends a request; without effect on one that has ended."""

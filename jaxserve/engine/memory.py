@@ -118,12 +118,13 @@ def plan_pages(
     usable = int(total * utilization) // devices_sharing
     reserve = _RESERVE_BYTES.get(platform, _RESERVE_BYTES["gpu"]) // devices_sharing
     left = usable - reserve - needs.weights - needs.temporaries
+    less = "A smaller dtype" if platform == "cpu" else "A larger tensor_parallel_size, a smaller dtype"
     if left <= 0:
         raise MemoryPlanError(
             f"the model does not fit: {_gib(needs.weights)} of weights, {_gib(needs.temporaries)} for the largest step "
             f"and {_gib(reserve)} of reserve on each device, which may use {_gib(usable)} "
-            f"(gpu_memory_utilization={utilization} of {_gib(total)}). A larger tensor_parallel_size, a smaller dtype "
-            "or a smaller max_num_batched_tokens takes less"
+            f"(gpu_memory_utilization={utilization} of {_gib(total)}). {less} or a smaller max_num_batched_tokens "
+            "takes less"
         )
     if num_pages is None:
         num_pages = _default_pages(needs, left, platform, pool_bytes)

@@ -98,7 +98,7 @@ class ConfigFields:
         value = self.raw.get(field)
         if value is None and default is not None:
             return default
-        if _is_number(value) and (value > 0 or (is_zero_allowed and value == 0)):
+        if _holds_number(value) and (value > 0 or (is_zero_allowed and value == 0)):
             return float(value)
         self._reject(field, "a number of at least 0" if is_zero_allowed else "a number above 0")
         return 1.0
@@ -124,7 +124,7 @@ class ConfigFields:
     def numbers(self, field: str, count: int) -> tuple[float, ...]:
         """Exactly ``count`` numbers above 0."""
         value = self.raw.get(field)
-        if isinstance(value, list) and len(value) == count and all(_is_number(each) and each > 0 for each in value):
+        if isinstance(value, list) and len(value) == count and all(_holds_number(each) and each > 0 for each in value):
             return tuple(float(each) for each in value)
         self._reject(field, f"a list of {count} numbers above 0")
         return ()
@@ -186,5 +186,5 @@ def _quantization_method(section: object) -> str | None:
     return f"an unknown method (fields {', '.join(sorted(map(str, section)))})"
 
 
-def _is_number(value: object) -> TypeGuard[int | float]:
+def _holds_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and -_MAX_NUMBER <= value <= _MAX_NUMBER
