@@ -71,9 +71,8 @@ class CompiledSteps:
             futures = {}
             for shape, variant in self.keys:
                 lowered = trace_step(self.program, shape, variant).lower()
-                futures[shape, variant] = pool.submit(lowered.compile)
+                futures[shape, variant] = pool.submit(_compile, lowered)
             self._compiled = {key: future.result() for key, future in futures.items()}
-        return_freed_memory()
 
     def choose(self, plan: StepPlan, variant: str) -> tuple[BatchShape, jax.stages.Compiled]:
         """The program of a step and its shape."""
@@ -96,6 +95,13 @@ class CompiledSteps:
         """Machine code of all programs together."""
         analyses = [compiled.memory_analysis() for compiled in self._compiled.values()]
         return sum(analysis.generated_code_size_in_bytes for analysis in analyses if analysis is not None)
+
+
+def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles a program and gives back the memory that took, so that what many leave does not add up."""
+    compiled = lowered.compile()
+    return_freed_memory()
+    return compiled
 
 
 class StepRunner:
