@@ -9,9 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from checkpoints import convert, resolve_model
 from jaxserve.bench import latency, startup, throughput
+from jaxserve.bench.accuracy import evaluate_demo
 from jaxserve.cli_arguments import add_engine_arguments, add_sampling_arguments, engine_arguments, sampling_arguments
 from jaxserve.errors import JaxserveError
+from jaxserve.llm import LLM
+from jaxserve.outputs import RequestOutput
+from jaxserve.sampling_params import SamplingParams
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -88,8 +93,6 @@ def _add_eval(commands: Any) -> None:
 
 
 def _generate(options: argparse.Namespace) -> None:
-    from jaxserve.llm import LLM
-
     prompts = _prompts(options)
     params = sampling_arguments(options)
     with LLM(**engine_arguments(options)) as llm:
@@ -124,7 +127,7 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
     return prompts
 
 
-def _stream(llm: Any, prompt: Any, params: Any) -> None:
+def _stream(llm: LLM, prompt: Any, params: SamplingParams | None) -> None:
     """Prints a text while it comes."""
     start, shown, output = time.monotonic(), 0, None
     print(prompt if isinstance(prompt, str) else "", end="", flush=True)
@@ -137,11 +140,11 @@ def _stream(llm: Any, prompt: Any, params: Any) -> None:
     print(f"\n{tokens} tokens in {elapsed:.2f} s: {tokens / elapsed:.1f} tokens/s")
 
 
-def _as_text(output: Any) -> str:
+def _as_text(output: RequestOutput) -> str:
     return "\n".join(f"{output.prompt or output.prompt_token_ids}{completion.text}" for completion in output.outputs)
 
 
-def _as_json(output: Any) -> str:
+def _as_json(output: RequestOutput) -> str:
     fields = ("index", "text", "token_ids", "cumulative_logprob", "finish_reason", "stop_reason")
     completions = [{name: getattr(completion, name) for name in fields} for completion in output.outputs]
     return json.dumps(
@@ -151,12 +154,8 @@ def _as_json(output: Any) -> str:
 
 
 def _convert(options: argparse.Namespace) -> None:
-    from checkpoints import convert, resolve_model
-
     convert(resolve_model(options.source), options.destination, options.format, options.dtype)
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from jaxserve.bench.accuracy import evaluate_demo
-
     evaluate_demo(engine_arguments(options), options.items, options.json)

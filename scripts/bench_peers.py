@@ -106,8 +106,9 @@ def time_contexts(llm: LLM, runs: int) -> dict[str, Any]:
     plan = llm.plan
     found["kv_bytes_per_token"] = plan.needs.page // plan.needs.page_size
     found["step_bytes_of_4096_less_128"] = found["kv_bytes_per_token"] * (4096 - 128)
-    found["read_gb_per_s"] = round(read_bandwidth() / 1e9, 1)
-    floor_ms = found["step_bytes_of_4096_less_128"] / read_bandwidth() * 1e3
+    bandwidth = read_bandwidth()
+    found["read_gb_per_s"] = round(bandwidth / 1e9, 1)
+    floor_ms = found["step_bytes_of_4096_less_128"] / bandwidth * 1e3
     grown = found["ms_per_step"][4096] - found["ms_per_step"][128]
     return found | {"floor_ms": round(floor_ms, 3), "grown_ms": round(grown, 3), "ratio": round(grown / floor_ms, 2)}
 

@@ -3,31 +3,27 @@
 import dataclasses
 import logging
 from pathlib import Path
-from typing import cast
 
 import jax
 import jax.numpy as jnp
 
 from checkpoints import resolve_model
 from jaxserve.config import EngineConfig
+from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.memory import MemoryNeeds, device_memory_bytes, longest_that_fits, plan_pages
 from jaxserve.engine.steps import ModelProgram
 from jaxserve.errors import ConfigError
+from jaxserve.layers.attention import select_attention
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
-from jaxserve.models.hf_config import read_config_json
-from jaxserve.models.loading import load_weights, resolve_dtype
-from jaxserve.models.registry import config_from_hf
+from jaxserve.models.loading import load_weights, read_model_config, resolve_dtype
 from jaxserve.models.weights import check_tensor_size
-from pallas_kernels import PagedAttention, select
 from sharding import MeshShape, data_slices, ensure_cpu_devices, get_layout, make_mesh
 from sharding.mesh import Device
 from sharding.plan import bytes_per_device
 
 logger = logging.getLogger(__name__)
-
-DEMO_DIRECTORY = Path(__file__).parent.parent / "demo" / "model"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,18 +54,8 @@ class EnginePlan:
 def find_model(config: EngineConfig) -> Path:
     """The model's directory: the demo model's, a local one, or a download."""
     if config.model == "demo":
-        return DEMO_DIRECTORY
+        return MODEL_DIRECTORY
     return resolve_model(config.model, config.revision, config.download_dir, config.hf_token)
-
-
-def read_model_config(config: EngineConfig, directory: Path) -> ModelConfig:
-    """The model that ``config.json`` and ``hf_overrides`` describe.
-
-    Raises:
-        ConfigError: No readable config.json, or the model is not one that can run.
-    """
-    path = directory / "config.json"
-    return config_from_hf({**read_config_json(path), **(config.hf_overrides or {})}, str(path))
 
 
 def plan_engine(config: EngineConfig) -> EnginePlan:
@@ -80,22 +66,13 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         MemoryPlanError: The model or one request does not fit.
     """
     directory = find_model(config)
-    model = read_model_config(config, directory)
+    model = read_model_config(directory, config.hf_overrides)
     ensure_cpu_devices(config.tensor_parallel_size * config.data_parallel_size)
     mesh = make_mesh(MeshShape(data=config.data_parallel_size, tensor=config.tensor_parallel_size))
     device = mesh.devices.flat[0]
     check_tensor_size(model, config.tensor_parallel_size)
     policy = DtypePolicy.for_platform(resolve_dtype(config.dtype, model, device.platform), device.platform)
-    kernel = cast(
-        PagedAttention,
-        select(
-            "paged_attention",
-            platform=device.platform,
-            device_kind=device.device_kind,
-            dtype=policy.kv,
-            name=config.attention_backend,
-        ),
-    )
+    kernel = select_attention(device, policy.kv, config.attention_backend)
     page_size = config.block_size or (64 if device.platform == "cpu" else 16)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     layout = get_layout(config.layout)
@@ -126,8 +103,7 @@ def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...
     Raises:
         CheckpointError: Files or tensors are missing, damaged, of other shapes, or not the model's.
     """
-    _, _, params = program.abstract_model()
-    return load_weights(plan.directory, plan.config, params, program.parallel.size)
+    return load_weights(plan.directory, plan.config, program.abstract_model.params, program.parallel.size)
 
 
 def _batch_limits(config: EngineConfig, device: Device) -> tuple[int, int]:
@@ -162,11 +138,9 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 def _memory_needs(program: ModelProgram, max_model_len: int, max_num_batched_tokens: int) -> MemoryNeeds:
     model, size = program.config, program.parallel.size
-    params = program.abstract_model().params
+    params = program.abstract_model.params
     weights = sum(bytes_per_device(p.shape, p.dtype.itemsize, p.sharding) for p in params.values())
-    pools = jax.tree.leaves(program.abstract_state().pools)
-    pages_held = program.num_pages + 2
-    page = sum(bytes_per_device(p.shape, p.dtype.itemsize, p.sharding) // pages_held for p in pools)
+    page = dataclasses.replace(program, num_pages=program.num_pages + 1).pool_bytes - program.pool_bytes
     qkv = (model.num_heads + 2 * max(model.num_kv_heads, size)) * model.head_dim // size
     token = 4 * (6 * model.hidden_size + 3 * qkv + 3 * 2 * model.ffn_size // size)
     rows = min(program.num_slots, max_num_batched_tokens)

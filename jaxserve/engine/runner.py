@@ -5,7 +5,6 @@ import os
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.engine.batch import BatchBuilder
@@ -13,7 +12,7 @@ from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.memory import return_freed_memory
 from jaxserve.engine.plan import StepPlan
 from jaxserve.engine.step_batch import BatchShape
-from jaxserve.engine.steps import ModelProgram, StepOutput, StepState, trace_step
+from jaxserve.engine.steps import ModelProgram, StepOutput, trace_step
 from jaxserve.sampling.sampler import VARIANTS, TokenLogprobs
 
 
@@ -90,12 +89,6 @@ class CompiledSteps:
         analyses = [compiled.memory_analysis() for compiled in self._compiled.values()]
         return max((analysis.temp_size_in_bytes for analysis in analyses if analysis is not None), default=0)
 
-    @property
-    def code_bytes(self) -> int:
-        """Machine code of all programs together."""
-        analyses = [compiled.memory_analysis() for compiled in self._compiled.values()]
-        return sum(analysis.generated_code_size_in_bytes for analysis in analyses if analysis is not None)
-
 
 def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compiles a program and gives back the memory that took, so that what many leave does not add up."""
@@ -117,7 +110,7 @@ class StepRunner:
         self._params = params
         program = steps.program
         self._builder = BatchBuilder(program.num_slots, steps.buckets.table_pages, program.page_size, program.num_pages)
-        self._state = _zeros(program)
+        self._state = program.empty_state()
         self._open_masks = {
             rows: jax.device_put(np.full(program.mask_shape(rows), -1, np.int32), program.replicated)
             for rows in {shape.num_rows for shape in steps.buckets.shapes()}
@@ -140,13 +133,3 @@ class StepRunner:
         """Gives the device's memory back."""
         for array in jax.tree.leaves((self._params, self._state, self._open_masks)):
             array.delete()
-
-
-def _zeros(program: ModelProgram) -> StepState:
-    """Empty pools and slots, made on the devices."""
-    abstract = program.abstract_state()
-    shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
-    make = jax.jit(
-        lambda: jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract), out_shardings=shardings
-    )
-    return make()

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import dataclasses
-import json
 import logging
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from jaxserve.engine.replica import Replica
 from jaxserve.engine.runner import CompiledSteps, StepRunner
 from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
 from jaxserve.engine.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.engine.tokenizer_files import read_json
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models.loading import check_weights
 from jaxserve.sampling_params import SamplingParams
@@ -141,7 +141,11 @@ def default_sampling_params(config: EngineConfig, directory: Path) -> SamplingPa
 
 def read_generation_config(directory: Path) -> dict:
     """The model's generation_config.json; empty where there is none."""
-    return read_optional_json(directory / "generation_config.json")
+    path = directory / "generation_config.json"
+    found = read_json(path)
+    if found is not None and not isinstance(found, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found or {}
 
 
 def _make_runners(plan: EnginePlan) -> tuple[list[StepRunner], list[CompiledSteps], float, float]:
@@ -189,7 +193,7 @@ def _make_ledger(
     device = program.mesh.devices.flat[0]
     copies = len(plan.programs) * program.mesh.devices.size if device.platform == "cpu" else 1
     weights = plan.needs.weights * copies
-    pages = plan.needs.page * (program.num_pages + 2) * copies
+    pages = program.pool_bytes * copies
     temporaries = max(steps.temporary_bytes for steps in all_steps)
     if device.platform == "cpu":
         programs = max(0, resident_bytes() - resident_before - weights - pages)
@@ -208,16 +212,3 @@ def _make_ledger(
         max_model_len=plan.max_model_len,
         device="CPU" if device.platform == "cpu" else device.platform.upper(),
     )
-
-
-def read_optional_json(path: Path) -> dict:
-    """A JSON object in a file; empty where the file does not exist."""
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: expected a JSON object, got {type(found).__name__}")
-    return found

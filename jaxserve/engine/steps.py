@@ -1,6 +1,7 @@
 """The compiled step: tokens in, tokens out, in one program; the only place that puts the model into shard_map."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +15,11 @@ from jaxserve.engine.step_batch import BatchShape, StepBatch, unpack
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel
-from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.causal_lm import AbstractModel, CausalLM, abstract_model
 from jaxserve.sampling.sampler import MAX_LOGPROBS, SamplerInputs, TokenLogprobs, sample, sample_any, token_logprobs
 from pallas_kernels import PagedAttention
 from sharding import ShardingLayout
+from sharding.plan import bytes_per_device
 
 _LOGPROB_TILE = 32  # prompt tokens whose logits exist at a time
 
@@ -41,14 +43,6 @@ class StepState(NamedTuple):
 
     pools: tuple[tuple[Array, Array], ...]
     latest: Int[Array, " slots"]
-
-
-class AbstractModel(NamedTuple):
-    """A module's structure, its state's, and each parameter's shape, type and sharding by path, in flat order."""
-
-    graphdef: nnx.GraphDef
-    treedef: Any
-    params: dict[str, jax.ShapeDtypeStruct]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,17 +75,12 @@ class ModelProgram:
         axis = self.layout.mesh_axis("q_heads")
         return Parallel.from_layout(self.layout, 1 if axis is None else self.mesh.shape[axis])
 
-    def abstract_model(self) -> "AbstractModel":
-        """The module without values."""
-        model = nnx.eval_shape(lambda: CausalLM(self.config, parallel=self.parallel, policy=self.policy))
-        graphdef, state = nnx.split(model)
-        params = {}
-        for path, variable in nnx.to_flat_state(state):
-            value = variable.get_value()
-            sharding = self.layout.sharding(self.mesh, *variable.get_metadata()["axes"])
-            name = ".".join(map(str, path))
-            params[name] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-        return AbstractModel(graphdef, jax.tree.structure(state), params)
+    @functools.cached_property
+    def abstract_model(self) -> AbstractModel:
+        """The module without values, made once: every step is traced from it."""
+        return abstract_model(
+            self.config, self.parallel, self.policy, lambda axes: self.layout.sharding(self.mesh, *axes)
+        )
 
     def abstract_state(self) -> StepState:
         """Shapes and shardings of what the device keeps between steps."""
@@ -105,6 +94,22 @@ class ModelProgram:
             pools.append(jax.ShapeDtypeStruct(spec.shape, jnp.dtype(self.policy.kv), sharding=sharding))
         latest: Any = jax.ShapeDtypeStruct((self.num_slots,), jnp.int32, sharding=self.replicated)
         return StepState(((pools[0], pools[1]),) * self.config.num_layers, latest)
+
+    def empty_state(self) -> StepState:
+        """Empty pools and slots, made on the devices."""
+        abstract = self.abstract_state()
+        shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
+
+        def zeros() -> StepState:
+            return jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
+
+        return jax.jit(zeros, out_shardings=shardings)()
+
+    @property
+    def pool_bytes(self) -> int:
+        """Memory of the pages on each device, those that padding needs included."""
+        pools = jax.tree.leaves(self.abstract_state().pools)
+        return sum(bytes_per_device(pool.shape, pool.dtype.itemsize, pool.sharding) for pool in pools)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -122,7 +127,7 @@ def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.st
     The traced function takes (parameters, ``StepState``, buffer, vocabulary mask) and gives (``StepState``,
     ``StepOutput``); the state is donated.
     """
-    graphdef, treedef, params = program.abstract_model()
+    graphdef, treedef, params = program.abstract_model
     settings = AttentionSettings(program.kernel, program.page_size, shape.decode_only)
 
     def body(

@@ -1,7 +1,7 @@
 """Self-attention over paged keys and values."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 from flax import nnx
@@ -12,7 +12,8 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.norm import RMSNorm, split_mean_squares
 from jaxserve.layers.parallel import DtypePolicy, Parallel
 from jaxserve.layers.rope import apply_rope
-from pallas_kernels import AttentionBatch, PagedAttention
+from pallas_kernels import AttentionBatch, PagedAttention, select
+from sharding.mesh import Device
 
 Pools = tuple[jax.Array, jax.Array]
 
@@ -24,6 +25,12 @@ class AttentionSettings:
     kernel: PagedAttention
     page_size: int
     decode_only: bool
+
+
+def select_attention(device: Device, dtype: str, name: str | None = None) -> PagedAttention:
+    """The implementation of paged attention for a device and a type of KV pages; see ``pallas_kernels.select``."""
+    found = select("paged_attention", platform=device.platform, device_kind=device.device_kind, dtype=dtype, name=name)
+    return cast(PagedAttention, found)
 
 
 class AttentionInputs(NamedTuple):

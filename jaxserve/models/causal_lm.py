@@ -1,8 +1,8 @@
 """The decoder-only language model that every family is a configuration of."""
 
 import functools
-from types import ModuleType
-from typing import cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools
+from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools, select_attention
 from jaxserve.layers.decoder import DecoderLayer
 from jaxserve.layers.embedding import VocabEmbedding
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import DtypePolicy, Parallel
 from jaxserve.layers.rope import rope_cos_sin
-from pallas_kernels import AttentionBatch, PagedAttention, select
+from pallas_kernels import AttentionBatch
 
 _NOTEBOOK_PAGE_SIZE = 64
 
@@ -84,7 +84,7 @@ class CausalLM(nnx.Module):
     def __call__(self, tokens: Int[Array, "B T"] | Int[np.ndarray, "B T"]) -> Float[Array, "B T V"]:
         """Logits of every token of B sequences, each over its own past; private pages, freed at the end."""
         num_rows, length = tokens.shape
-        kernel = _kernel_here(self.policy)
+        kernel = select_attention(jax.devices()[0], self.policy.kv)
         batch, num_pages = _private_batch(num_rows, length, _NOTEBOOK_PAGE_SIZE)
         layer = cast(DecoderLayer, self.layers[0]).attention
         specs = kernel.pool_specs(num_pages, _NOTEBOOK_PAGE_SIZE, layer.num_kv_heads, layer.head_dim)
@@ -99,6 +99,30 @@ class CausalLM(nnx.Module):
         return self.logits(x).reshape(num_rows, length, -1)
 
 
+class AbstractModel(NamedTuple):
+    """A module's structure, its state's, and each parameter's shape, type and sharding by path, in flat order."""
+
+    graphdef: nnx.GraphDef
+    treedef: Any
+    params: dict[str, jax.ShapeDtypeStruct]
+
+
+def abstract_model(
+    config: ModelConfig,
+    parallel: Parallel,
+    policy: DtypePolicy,
+    sharding: Callable[[tuple[str, ...]], jax.sharding.Sharding],
+) -> AbstractModel:
+    """A model without values; ``sharding`` says where a parameter goes from its logical axes."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: CausalLM(config, parallel=parallel, policy=policy)))
+    params = {}
+    for path, variable in nnx.to_flat_state(state):
+        value = variable.get_value()
+        placed = sharding(variable.get_metadata()["axes"])
+        params[".".join(map(str, path))] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=placed)
+    return AbstractModel(graphdef, jax.tree.structure(state), params)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 5))
 def _run_layer(
     graphdef: nnx.GraphDef,
@@ -110,14 +134,6 @@ def _run_layer(
 ) -> tuple[Float[Array, "T D"], Pools]:
     """One layer. Within a step this is inlined; being a function of its own lets equal layers be traced once."""
     return nnx.merge(graphdef, state)(x, pools, inputs, settings)
-
-
-def _kernel_here(policy: DtypePolicy) -> PagedAttention:
-    device = jax.devices()[0]
-    module: ModuleType = select(
-        "paged_attention", platform=device.platform, device_kind=device.device_kind, dtype=policy.kv
-    )
-    return cast(PagedAttention, module)
 
 
 def _private_batch(num_rows: int, length: int, page_size: int) -> tuple[AttentionBatch, int]:

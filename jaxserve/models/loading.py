@@ -15,8 +15,8 @@ from jaxserve.config import DTYPES
 from jaxserve.errors import ConfigError
 from jaxserve.layers.cpu import has_bfloat16_products
 from jaxserve.layers.model_config import ModelConfig
-from jaxserve.layers.parallel import DtypePolicy
-from jaxserve.models.causal_lm import CausalLM
+from jaxserve.layers.parallel import DtypePolicy, Parallel
+from jaxserve.models.causal_lm import CausalLM, abstract_model
 from jaxserve.models.hf_config import read_config_json
 from jaxserve.models.registry import checkpoint_names, config_from_hf
 from jaxserve.models.weights import ignored_patterns, weight_recipes
@@ -36,18 +36,21 @@ def load_model(model: str | Path, dtype: str = "auto") -> CausalLM:
         CheckpointError: The checkpoint cannot be read.
     """
     directory = resolve_model(str(model))
-    path = directory / "config.json"
-    config = config_from_hf(read_config_json(path), str(path))
+    config = read_model_config(directory)
     device = jax.devices()[0]
     policy = DtypePolicy.for_platform(resolve_dtype(dtype, config, device.platform), device.platform)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: CausalLM(config, policy=policy)))
-    structs = {}
-    for parameter_path, variable in nnx.to_flat_state(state):
-        value = variable.get_value()
-        name = ".".join(map(str, parameter_path))
-        structs[name] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=SingleDeviceSharding(device))
-    values = load_weights(directory, config, structs, 1)
-    return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), values))
+    graphdef, treedef, params = abstract_model(config, Parallel(), policy, lambda axes: SingleDeviceSharding(device))
+    return nnx.merge(graphdef, jax.tree.unflatten(treedef, load_weights(directory, config, params, 1)))
+
+
+def read_model_config(directory: Path, overrides: Mapping[str, object] | None = None) -> ModelConfig:
+    """The model that a directory's ``config.json`` describes, with some of its values replaced.
+
+    Raises:
+        ConfigError: No readable config.json, or the model is not one that can run.
+    """
+    path = directory / "config.json"
+    return config_from_hf({**read_config_json(path), **(overrides or {})}, str(path))
 
 
 def check_weights(directory: Path, config: ModelConfig, tensor_size: int) -> None:

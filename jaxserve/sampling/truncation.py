@@ -1,9 +1,8 @@
 """Which tokens min-p, top-k and top-p keep, without sorting the vocabulary.
 
 In the order vLLM applies them: min-p, then top-k, then top-p over what those two keep. Each keeps the tokens at or
-above a
-threshold; tokens that tie with the threshold are all kept. Thresholds come from the largest candidates; where those
-do not reach far enough, from bisection over the order-preserving integers of the scores, which is exact in 32 passes.
+above a threshold; tokens that tie with the threshold are all kept. Thresholds come from the largest candidates; where
+those do not reach far enough, from bisection over the order-preserving integers of the scores, exact in 32 passes.
 """
 
 from collections.abc import Callable

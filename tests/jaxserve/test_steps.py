@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -111,19 +110,9 @@ def test_no_copy_of_the_weights_is_made() -> None:
     for weights in ("float32", "bfloat16"):
         program = make_program(config, policy=DtypePolicy(weights=weights))
         compiled = trace_step(program, DECODE, "greedy").lower().compile()
-        params = program.abstract_model().params.values()
+        params = program.abstract_model.params.values()
         largest = max(math.prod(param.shape) * param.dtype.itemsize for param in params)
         assert temporary_bytes(compiled) < largest // 2, weights
-
-
-def zero_state(program: ModelProgram) -> StepState:
-    """Empty pools and slots, made on the program's devices: JAX does not write to memory that was numpy's."""
-    struct = program.abstract_state()
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, struct)
-    make = jax.jit(
-        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), struct), out_shardings=shardings
-    )
-    return make()
 
 
 def addresses(state: StepState) -> list[int]:
@@ -136,7 +125,7 @@ def addresses(state: StepState) -> list[int]:
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_pools_keep_their_addresses(tensor: int) -> None:
     _, compiled, program = compiled_decode(tensor, False)
-    params, state = random_params(program), zero_state(program)
+    params, state = random_params(program), program.empty_state()
     plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], [0], [0], [5], [])
     builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, program.num_pages)
     builder.apply(plan)
@@ -260,7 +249,7 @@ def test_greedy_tokens_are_those_of_the_model_on_its_own() -> None:
 
 def load(model: CausalLM, program: ModelProgram) -> None:
     """The program's random parameters, into a module of the notebook's kind."""
-    for name, array in zip(program.abstract_model().params, random_params(program), strict=True):
+    for name, array in zip(program.abstract_model.params, random_params(program), strict=True):
         target: Any = model
         for part in name.split("."):
             target = target[int(part)] if part.isdigit() else getattr(target, part)
