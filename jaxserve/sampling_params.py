@@ -31,6 +31,18 @@ _GENERATION_CONFIG_KEYS = MappingProxyType(
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RepetitionDetectionParams:
+    """When a text that repeats itself ends, with finish reason ``repetition``: vLLM's names and rules."""
+
+    max_pattern_size: int = 0
+    """Longest pattern looked for, in tokens; 0 looks for none."""
+    min_pattern_size: int = 0
+    """Shortest pattern looked for; 0 means 1."""
+    min_count: int = 0
+    """How often in a row a pattern must stand at the end of the output; at least 2."""
+
+
 def _checks_fields(cls: type[T]) -> type[T]:
     """Decorates a keyword-only dataclass: names and values are checked before its generated `__init__` sees them."""
     generated = cls.__init__

@@ -4,6 +4,7 @@ A slot is a place on the device that a request holds while it runs: its pages, i
 live there. A plan names slots; it carries the facts of a slot once, when they change.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -19,6 +20,15 @@ class Sampling(NamedTuple):
         num_logprobs: Alternatives reported with each token; -1 reports nothing.
         banned_ids: Tokens not allowed before ``banned_until``.
         banned_until: Position of the first token that may be one of ``banned_ids``.
+        bad_ids: Tokens never allowed.
+        allowed_ids: The only tokens allowed; None allows all.
+        presence_penalty: Taken from the scores of tokens that the output has.
+        frequency_penalty: The same, once for each time the output has them.
+        repetition_penalty: Divides the positive scores, and multiplies the negative ones, of tokens that prompt or output
+            have.
+        logit_bias: Tokens and what is added to their scores.
+        tracked_ids: Tokens whose logprobs are reported at every position.
+        arguments: Numbers for the engine's logits processors, in their order.
     """
 
     temperature: float = 0.0
@@ -29,14 +39,51 @@ class Sampling(NamedTuple):
     num_logprobs: int = -1
     banned_ids: tuple[int, ...] = ()
     banned_until: int = 0
+    bad_ids: tuple[int, ...] = ()
+    allowed_ids: tuple[int, ...] | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    tracked_ids: tuple[int, ...] = ()
+    arguments: tuple[float, ...] = ()
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change the scores of the next."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
 class SlotSetup(NamedTuple):
-    """A request moves into a slot; ``final_length`` is the most tokens it can have at the end."""
+    """A request moves into a slot.
+
+    Attributes:
+        slot: The slot.
+        sampling: The request's numbers.
+        final_length: The most tokens it can have at the end.
+        token_ids: Where ``sampling.has_penalties``, every token the host knows; else empty.
+        num_prompt_tokens: How many of ``token_ids`` are the prompt's.
+    """
 
     slot: int
     sampling: Sampling
     final_length: int
+    token_ids: Sequence[int] = ()
+    num_prompt_tokens: int = 0
+
+
+class PageCopy(NamedTuple):
+    """The content of page ``source``, as earlier steps left it, goes to page ``target`` before the step runs."""
+
+    source: int
+    target: int
+
+
+class SlotMask(NamedTuple):
+    """Tokens that a slot may sample in this step, as bits: little-endian int32 words, token t in word t // 32."""
+
+    slot: int
+    words: bytes
 
 
 class PageGrant(NamedTuple):
@@ -76,6 +123,8 @@ class StepPlan(NamedTuple):
         decode_positions: Position of each such token.
         decode_tokens: Each such token's id, or -1: the slot's latest token, which only the device knows yet.
         prefill: Chunks of known tokens.
+        copies: Pages copied before the step.
+        masks: Tokens allowed to slots whose requests constrain them.
     """
 
     number: int
@@ -85,6 +134,8 @@ class StepPlan(NamedTuple):
     decode_positions: list[int]
     decode_tokens: list[int]
     prefill: list[PrefillRow]
+    copies: Sequence[PageCopy] = ()
+    masks: Sequence[SlotMask] = ()
 
     @property
     def num_rows(self) -> int:

@@ -2,8 +2,10 @@
 
 import dataclasses
 
+from jaxserve.engine.constraint import Constraint
 from jaxserve.engine.plan import Sampling
 from jaxserve.outputs import FinishReason
+from jaxserve.sampling_params import RepetitionDetectionParams
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -19,6 +21,14 @@ class Sequence:
         stop_ids: Tokens that end it.
         min_length: Tokens, prompt included, below which nothing but ``max_length`` ends it.
         wants_prompt_logprobs: Whether logprobs of the prompt are asked for.
+        priority: Lower runs sooner, where the scheduler goes by it.
+        arrival: Counts sequences as they are added to the scheduler; set by it.
+        cache_root: What a cached page's key begins with; pages are shared between sequences of the same root.
+        reads_cache: Whether it may start from pages that others computed.
+        constraint: What its next token must keep to, given the tokens before.
+        repetition: When a repeating text ends.
+        followers: Further samples of the same prompt; the scheduler adds them once this one's prompt is computed.
+        num_cached_tokens: Tokens of its context found in the prefix cache when it was first admitted; -1 before.
         slot: Place on the device; -1 while it waits.
         pages: Pages of its context, in order.
         num_computed: Tokens whose keys and values are in pages, those of launched steps included.
@@ -36,6 +46,14 @@ class Sequence:
     stop_ids: dict[int, int | None] = dataclasses.field(default_factory=dict[int, int | None])
     min_length: int = 0
     wants_prompt_logprobs: bool = False
+    priority: int = 0
+    arrival: int = 0
+    cache_root: bytes = b""
+    reads_cache: bool = True
+    constraint: Constraint | None = None
+    repetition: RepetitionDetectionParams | None = None
+    followers: "list[Sequence]" = dataclasses.field(default_factory=list["Sequence"])
+    num_cached_tokens: int = -1
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list[int])
     num_computed: int = 0
