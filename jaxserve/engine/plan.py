@@ -24,8 +24,7 @@ class Sampling(NamedTuple):
         allowed_ids: The only tokens allowed; None allows all.
         presence_penalty: Taken from the scores of tokens that the output has.
         frequency_penalty: The same, once for each time the output has them.
-        repetition_penalty: Divides the positive scores, and multiplies the negative ones, of tokens that prompt or output
-            have.
+        repetition_penalty: Divides the positive scores of tokens that prompt or output have, multiplies the negative.
         logit_bias: Tokens and what is added to their scores.
         tracked_ids: Tokens whose logprobs are reported at every position.
         arguments: Numbers for the engine's logits processors, in their order.

@@ -52,7 +52,7 @@ class Sequence:
     reads_cache: bool = True
     constraint: Constraint | None = None
     repetition: RepetitionDetectionParams | None = None
-    followers: "list[Sequence]" = dataclasses.field(default_factory=list["Sequence"])
+    followers: list["Sequence"] = dataclasses.field(default_factory=list["Sequence"])
     num_cached_tokens: int = -1
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list[int])
