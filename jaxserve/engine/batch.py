@@ -37,7 +37,7 @@ class BatchBuilder:
 
     def apply(self, plan: StepPlan) -> None:
         """Takes over what the plan says of slots."""
-        for slot, sampling, final_length in plan.setups:
+        for slot, sampling, final_length, *_ in plan.setups:
             self.page_table[slot] = self.num_pages
             self.lengths[slot] = final_length
             self.temperature[slot] = sampling.temperature
