@@ -2,91 +2,10 @@
 
 import dataclasses
 import difflib
-import math
-import re
-from types import MappingProxyType
 from typing import Any
 
+from jaxserve.config_checks import NEUTRAL, check_neutral, check_settings, parse_length
 from jaxserve.errors import ConfigError
-
-DTYPES = MappingProxyType(
-    {
-        "auto": "auto",
-        "float32": "float32",
-        "float": "float32",
-        "bfloat16": "bfloat16",
-        "float16": "float16",
-        "half": "float16",
-    }
-)
-
-# Arguments of vLLM's that nothing here does yet: each takes the value that asks for nothing.
-_NEUTRAL: MappingProxyType[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "runner": ("auto", "generate"),
-        "convert": ("auto", "none"),
-        "tokenizer_mode": ("auto",),
-        "skip_tokenizer_init": (False,),
-        "quantization": (None,),
-        "cpu_offload_gb": (0,),
-        "swap_space": (0,),
-        "enforce_eager": (False,),
-        "disable_custom_all_reduce": (False,),
-        "pooler_config": (None,),
-        "structured_outputs_config": (None,),
-        "profiler_config": (None,),
-        "attention_config": (None,),
-        "compilation_config": (None,),
-        "quantization_config": (None,),
-        "logits_processors": (None, []),
-        "spec_method": (None,),
-        "spec_model": (None,),
-        "spec_tokens": (None,),
-        "speculative_config": (None,),
-        "pipeline_parallel_size": (1,),
-        "enable_expert_parallel": (False,),
-        "distributed_executor_backend": (None, "uni"),
-        "enable_prefix_caching": (False,),
-        "enable_chunked_prefill": (None, True),
-        "long_prefill_token_threshold": (0,),
-        "scheduling_policy": ("fcfs",),
-        "kv_cache_dtype": ("auto",),
-        "calculate_kv_scales": (False,),
-        "enable_lora": (False,),
-        "enable_sleep_mode": (False,),
-        "kv_transfer_config": (None,),
-        "load_format": ("auto",),
-        "max_logprobs": (20,),
-        "logprobs_mode": ("raw_logprobs",),
-        "watermark": (0.0,),
-    }
-)
-
-
-_WHOLE_FIELDS = MappingProxyType(
-    {
-        "tensor_parallel_size": 1,
-        "data_parallel_size": 1,
-        "num_gpu_blocks_override": 1,
-        "kv_cache_memory_bytes": 1,
-        "max_num_seqs": 1,
-        "max_num_batched_tokens": 1,
-        "seed": 0,
-    }
-)
-_TEXT_FIELDS = (
-    "tokenizer hf_token revision tokenizer_revision download_dir generation_config chat_template layout "
-    "attention_backend compilation_cache_dir"
-).split()
-_TYPED_FIELDS: MappingProxyType[str, type] = MappingProxyType(
-    {
-        "trust_remote_code": bool,
-        "disable_log_stats": bool,
-        "async_scheduling": bool,
-        "hf_overrides": dict,
-        **dict.fromkeys(_TEXT_FIELDS, str),
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +36,17 @@ class EngineConfig:
         max_model_len: Longest context in tokens; None is the model's own, -1 or ``auto`` the longest that fits.
         max_num_seqs: Most sequences in a step.
         max_num_batched_tokens: Most query tokens in a step.
+        long_prefill_token_threshold: Most tokens of one prompt in a step, so that others get on; 0: any number.
+        scheduling_policy: ``fcfs`` runs requests in the order they come, ``priority`` the lowest ``priority`` first.
+        enable_prefix_caching: Keep the pages of texts that have ended, for later requests that begin the same.
+        deterministic: A greedy or seeded request gives the same bits alone or in any batch, at a cost in speed.
         async_scheduling: Launch a step before the tokens of the step before are known.
+        max_logprobs: Most alternatives a request may ask logprobs of at each position; -1 for the whole vocabulary.
+        logprobs_mode: What logprobs report: ``raw_logprobs`` before masks, penalties and temperature,
+            ``processed_logprobs`` behind them, ``raw_logits`` and ``processed_logits`` the scores themselves.
+        logits_processors: Functions that change scores in the step (``LogitsProcessor``), or their ``module:name``.
+        reasoning_parser: How the model marks its reasoning, for ``parse_message`` and ``thinking_token_budget``.
+        tool_call_parser: How the model writes tool calls, for ``parse_message``.
         attention_backend: Name of the paged-attention implementation.
         disable_log_stats: Leave out the periodic log line and per-request metrics.
         compilation_cache_dir: Where compiled programs are kept for the next start; empty for nowhere.
@@ -145,7 +74,16 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"
+    enable_prefix_caching: bool = True
+    deterministic: bool = False
     async_scheduling: bool | None = None
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
+    logits_processors: list[Any] | None = None
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
     attention_backend: str | None = None
     disable_log_stats: bool = True
     compilation_cache_dir: str | None = None
@@ -163,10 +101,10 @@ class EngineConfig:
         for name, value in arguments.items():
             if name in known:
                 kept[name] = value
-            elif name in _NEUTRAL:
-                _check_neutral(name, value)
+            elif name in NEUTRAL:
+                check_neutral(name, value)
             else:
-                near = difflib.get_close_matches(name, [*known, *_NEUTRAL], n=1)
+                near = difflib.get_close_matches(name, [*known, *NEUTRAL], n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"LLM has no argument {name!r}{hint}")
         if kept.get("max_model_len") is not None:
@@ -174,56 +112,9 @@ class EngineConfig:
         return cls(model=model, **kept)
 
     def __post_init__(self):
-        _check_type("model", self.model, str)
-        if not self.model:
-            raise ConfigError("model: expected a directory or a hub id, got an empty string")
-        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
-            raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        object.__setattr__(self, "dtype", DTYPES[self.dtype])
-        if self.max_model_len is not None:
-            object.__setattr__(self, "max_model_len", parse_length("max_model_len", self.max_model_len))
-        optional = {field.name for field in dataclasses.fields(self) if field.default is None}
-        for name, least in _WHOLE_FIELDS.items():
-            if not (name in optional and getattr(self, name) is None):
-                _check_whole(name, getattr(self, name), least)
-        for name, kind in _TYPED_FIELDS.items():
-            if not (name in optional and getattr(self, name) is None):
-                _check_type(name, getattr(self, name), kind)
-        size = self.block_size
-        if size is not None and (type(size) is not int or size not in (8, 16, 32, 64, 128)):
-            raise ConfigError(f"block_size: expected 8, 16, 32, 64 or 128 tokens, got {size!r}")
-        share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization: expected a number in (0, 1], got {share!r}")
-
-
-def parse_length(name: str, value: Any) -> int:
-    """A number of tokens: a whole number, or text such as ``1k``, ``25.6k``, ``1K`` (1024) or ``auto`` (-1)."""
-    if isinstance(value, str):
-        text = value.strip()
-        if text.lower() == "auto":
-            return -1
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text)
-        if match and len(text) < 20:
-            scale = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}[match[2]]
-            length = float(match[1]) * scale
-            if length == math.floor(length) and length >= 1:
-                return int(length)
-    elif isinstance(value, int) and not isinstance(value, bool) and (value >= 1 or value == -1):
-        return value
-    raise ConfigError(f"{name}: expected a number of tokens >= 1, such as 4096, '4k' or -1 for auto, got {value!r}")
-
-
-def _check_neutral(name: str, value: Any) -> None:
-    if not any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _NEUTRAL[name]):
-        raise ConfigError(f"{name}={value!r} is not supported yet; only {name}={_NEUTRAL[name][0]!r} is")
-
-
-def _check_type(name: str, value: Any, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise ConfigError(f"{name}: expected {kind.__name__}, got {value!r}")
-
-
-def _check_whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}: expected a whole number >= {least}, got {value!r}")
+        fields = dataclasses.fields(self)
+        optional = frozenset(field.name for field in fields if field.default is None)
+        for name, value in check_settings(
+            {field.name: getattr(self, field.name) for field in fields}, optional
+        ).items():
+            object.__setattr__(self, name, value)

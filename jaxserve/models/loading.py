@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from checkpoints import check_recipes, load_arrays, open_checkpoint, progress_bar, resolve_model
-from jaxserve.config import DTYPES
+from jaxserve.config_checks import DTYPES
 from jaxserve.errors import ConfigError
 from jaxserve.layers.cpu import has_bfloat16_products
 from jaxserve.layers.model_config import ModelConfig

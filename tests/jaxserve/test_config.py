@@ -9,7 +9,8 @@ from typing import Any
 import jaxtyping
 import pytest
 
-from jaxserve.config import EngineConfig, parse_length
+from jaxserve.config import EngineConfig
+from jaxserve.config_checks import parse_length
 from jaxserve.errors import ConfigError
 
 
@@ -75,15 +76,10 @@ NOT_BUILT = {
     "pipeline_parallel_size": (2, 1),
     "enable_expert_parallel": (True, False),
     "distributed_executor_backend": ("ray", "uni"),
-    "enable_prefix_caching": (True, False),
     "enable_chunked_prefill": (False, True),
-    "scheduling_policy": ("priority", "fcfs"),
     "kv_cache_dtype": ("fp8", "auto"),
     "enable_lora": (True, False),
     "load_format": ("dummy", "auto"),
-    "max_logprobs": (-1, 20),
-    "logprobs_mode": ("processed_logits", "raw_logprobs"),
-    "logits_processors": ([print], []),
 }
 
 
@@ -96,10 +92,24 @@ def test_what_is_not_built_takes_its_neutral_value_alone(name: str) -> None:
 
 
 def test_a_number_is_not_a_neutral_flag() -> None:
-    with pytest.raises(ConfigError, match="enable_prefix_caching=0 is not supported"):
-        make(enable_prefix_caching=0)
+    with pytest.raises(ConfigError, match="enable_lora=0 is not supported"):
+        make(enable_lora=0)
     with pytest.raises(ConfigError, match="pipeline_parallel_size=True is not supported"):
         make(pipeline_parallel_size=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("scheduling_policy", "lifo", "expected one of fcfs, priority, got 'lifo'"),
+        ("logprobs_mode", "cooked", "expected one of raw_logprobs, processed_logprobs, raw_logits, processed_logits"),
+        ("max_logprobs", -2, "expected a whole number >= -1, got -2"),
+        ("long_prefill_token_threshold", -1, "expected a whole number >= 0, got -1"),
+    ],
+)
+def test_a_setting_says_which_values_it_takes(name: str, value: object, expected: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: {expected}"):
+        make(**{name: value})
 
 
 @pytest.mark.parametrize(("given", "kept"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])

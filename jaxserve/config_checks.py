@@ -1,0 +1,168 @@
+"""The checks behind ``EngineConfig``: one table a kind of value. Values come as users gave them: no type is assumed."""
+
+import math
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from jaxserve.errors import ConfigError
+
+DTYPES = MappingProxyType(
+    {
+        "auto": "auto",
+        "float32": "float32",
+        "float": "float32",
+        "bfloat16": "bfloat16",
+        "float16": "float16",
+        "half": "float16",
+    }
+)
+
+SCHEDULING_POLICIES = ("fcfs", "priority")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+
+# Arguments of vLLM's that nothing here does yet: each takes the value that asks for nothing.
+NEUTRAL: MappingProxyType[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "runner": ("auto", "generate"),
+        "convert": ("auto", "none"),
+        "tokenizer_mode": ("auto",),
+        "skip_tokenizer_init": (False,),
+        "quantization": (None,),
+        "cpu_offload_gb": (0,),
+        "swap_space": (0,),
+        "enforce_eager": (False,),
+        "disable_custom_all_reduce": (False,),
+        "pooler_config": (None,),
+        "structured_outputs_config": (None, {"backend": "auto"}, {"backend": "guidance"}),
+        "prefix_caching_hash_algo": ("sha256",),
+        "profiler_config": (None,),
+        "attention_config": (None,),
+        "compilation_config": (None,),
+        "quantization_config": (None,),
+        "spec_method": (None,),
+        "spec_model": (None,),
+        "spec_tokens": (None,),
+        "speculative_config": (None,),
+        "pipeline_parallel_size": (1,),
+        "enable_expert_parallel": (False,),
+        "distributed_executor_backend": (None, "uni"),
+        "enable_chunked_prefill": (None, True),
+        "kv_cache_dtype": ("auto",),
+        "calculate_kv_scales": (False,),
+        "enable_lora": (False,),
+        "enable_sleep_mode": (False,),
+        "kv_transfer_config": (None,),
+        "load_format": ("auto",),
+        "watermark": (0.0,),
+    }
+)
+
+
+_WHOLE_FIELDS = MappingProxyType(
+    {
+        "tensor_parallel_size": 1,
+        "data_parallel_size": 1,
+        "num_gpu_blocks_override": 1,
+        "kv_cache_memory_bytes": 1,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 1,
+        "seed": 0,
+        "long_prefill_token_threshold": 0,
+        "max_logprobs": -1,
+    }
+)
+_CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
+    {"scheduling_policy": SCHEDULING_POLICIES, "logprobs_mode": LOGPROBS_MODES}
+)
+_TEXT_FIELDS = (
+    "tokenizer hf_token revision tokenizer_revision download_dir generation_config chat_template layout "
+    "attention_backend compilation_cache_dir reasoning_parser tool_call_parser"
+).split()
+_TYPED_FIELDS: MappingProxyType[str, type] = MappingProxyType(
+    {
+        "trust_remote_code": bool,
+        "disable_log_stats": bool,
+        "async_scheduling": bool,
+        "enable_prefix_caching": bool,
+        "deterministic": bool,
+        "logits_processors": list,
+        "hf_overrides": dict,
+        **dict.fromkeys(_TEXT_FIELDS, str),
+    }
+)
+
+
+def check_settings(values: Mapping[str, Any], optional: frozenset[str]) -> dict[str, Any]:
+    """All settings checked; those that have several spellings in the usual one.
+
+    Args:
+        values: Every setting.
+        optional: Names that may be None.
+
+    Raises:
+        ConfigError: A value of the wrong type or out of range.
+    """
+    checked = dict(values)
+    check_type("model", values["model"], str)
+    if not values["model"]:
+        raise ConfigError("model: expected a directory or a hub id, got an empty string")
+    if not isinstance(values["dtype"], str) or values["dtype"] not in DTYPES:
+        raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {values['dtype']!r}")
+    checked["dtype"] = DTYPES[values["dtype"]]
+    given = {name: value for name, value in values.items() if not (name in optional and value is None)}
+    if "max_model_len" in given:
+        checked["max_model_len"] = parse_length("max_model_len", given["max_model_len"])
+    for name, least in _WHOLE_FIELDS.items():
+        if name in given:
+            _check_whole(name, given[name], least)
+    for name, kind in _TYPED_FIELDS.items():
+        if name in given:
+            check_type(name, given[name], kind)
+    for name, choices in _CHOICES.items():
+        if given[name] not in choices:
+            raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {given[name]!r}")
+    _check_numbers(values)
+    return checked
+
+
+def _check_numbers(values: Mapping[str, Any]) -> None:
+    size = values["block_size"]
+    if size is not None and (type(size) is not int or size not in (8, 16, 32, 64, 128)):
+        raise ConfigError(f"block_size: expected 8, 16, 32, 64 or 128 tokens, got {size!r}")
+    share = values["gpu_memory_utilization"]
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ConfigError(f"gpu_memory_utilization: expected a number in (0, 1], got {share!r}")
+
+
+def parse_length(name: str, value: Any) -> int:
+    """A number of tokens: a whole number, or text such as ``1k``, ``25.6k``, ``1K`` (1024) or ``auto`` (-1)."""
+    if isinstance(value, str):
+        text = value.strip()
+        if text.lower() == "auto":
+            return -1
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text)
+        if match and len(text) < 20:
+            scale = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}[match[2]]
+            length = float(match[1]) * scale
+            if length == math.floor(length) and length >= 1:
+                return int(length)
+    elif isinstance(value, int) and not isinstance(value, bool) and (value >= 1 or value == -1):
+        return value
+    raise ConfigError(f"{name}: expected a number of tokens >= 1, such as 4096, '4k' or -1 for auto, got {value!r}")
+
+
+def check_neutral(name: str, value: Any) -> None:
+    if not any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL[name]):
+        raise ConfigError(f"{name}={value!r} is not supported yet; only {name}={NEUTRAL[name][0]!r} is")
+
+
+def check_type(name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name}: expected {kind.__name__}, got {value!r}")
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}: expected a whole number >= {least}, got {value!r}")
