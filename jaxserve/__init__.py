@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
 
+    from jaxserve.async_llm import AsyncLLM as AsyncLLM
     from jaxserve.config import EngineConfig as EngineConfig
     from jaxserve.errors import ConfigError as ConfigError
     from jaxserve.errors import EngineDeadError as EngineDeadError
@@ -18,13 +19,21 @@ if TYPE_CHECKING:
     from jaxserve.errors import RequestError as RequestError
     from jaxserve.errors import UnsupportedModelError as UnsupportedModelError
     from jaxserve.llm import LLM as LLM
+    from jaxserve.logprobs import FlatLogprobs as FlatLogprobs
+    from jaxserve.logprobs import Logprob as Logprob
     from jaxserve.models.loading import load_model as load_model
+    from jaxserve.outputs import BeamSearchOutput as BeamSearchOutput
+    from jaxserve.outputs import BeamSearchSequence as BeamSearchSequence
     from jaxserve.outputs import CompletionOutput as CompletionOutput
-    from jaxserve.outputs import Logprob as Logprob
     from jaxserve.outputs import RequestOutput as RequestOutput
+    from jaxserve.sampling_params import BeamSearchParams as BeamSearchParams
+    from jaxserve.sampling_params import RequestOutputKind as RequestOutputKind
     from jaxserve.sampling_params import SamplingParams as SamplingParams
+    from jaxserve.structured_params import RepetitionDetectionParams as RepetitionDetectionParams
+    from jaxserve.structured_params import StructuredOutputsParams as StructuredOutputsParams
 
 _EXPORTS = {
+    "AsyncLLM": "jaxserve.async_llm",
     "EngineConfig": "jaxserve.config",
     "ConfigError": "jaxserve.errors",
     "EngineDeadError": "jaxserve.errors",
@@ -33,25 +42,40 @@ _EXPORTS = {
     "RequestError": "jaxserve.errors",
     "UnsupportedModelError": "jaxserve.errors",
     "LLM": "jaxserve.llm",
+    "FlatLogprobs": "jaxserve.logprobs",
+    "Logprob": "jaxserve.logprobs",
     "load_model": "jaxserve.models.loading",
+    "BeamSearchOutput": "jaxserve.outputs",
+    "BeamSearchSequence": "jaxserve.outputs",
     "CompletionOutput": "jaxserve.outputs",
-    "Logprob": "jaxserve.outputs",
     "RequestOutput": "jaxserve.outputs",
+    "BeamSearchParams": "jaxserve.sampling_params",
+    "RequestOutputKind": "jaxserve.sampling_params",
     "SamplingParams": "jaxserve.sampling_params",
+    "RepetitionDetectionParams": "jaxserve.structured_params",
+    "StructuredOutputsParams": "jaxserve.structured_params",
 }
 
 __all__ = [
+    "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
     "EngineDeadError",
+    "FlatLogprobs",
     "JaxserveError",
     "LLM",
     "Logprob",
     "MemoryPlanError",
+    "RepetitionDetectionParams",
     "RequestError",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "UnsupportedModelError",
     "__version__",
     "load_model",

@@ -2,7 +2,9 @@
 
 import argparse
 import ast
+import collections.abc
 import dataclasses
+import functools
 import inspect
 import json
 import re
@@ -11,18 +13,16 @@ import typing
 from typing import Any
 
 from jaxserve.config import EngineConfig
-from jaxserve.sampling_checks import NOT_BUILT
 from jaxserve.sampling_params import SamplingParams
 
-_JSON_FIELDS = ("hf_overrides",)
 _LENGTH_FIELDS = ("max_model_len",)
-_NO_FLAG = {*NOT_BUILT, "seed"}  # --seed is the engine's
+_NO_FLAG = {"seed", "output_kind"}  # --seed is the engine's; the command decides what it prints when
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """A flag for each field of ``EngineConfig``, named as vLLM names it."""
     group = parser.add_argument_group("engine")
-    docs = _attribute_docs(EngineConfig)
+    docs = field_docs(EngineConfig)
     types_ = typing.get_type_hints(EngineConfig)
     for field in dataclasses.fields(EngineConfig):
         if field.name == "model":
@@ -38,9 +38,9 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """A flag for each field of ``SamplingParams`` that does something."""
+    """A flag for each field of ``SamplingParams`` but the seed, which is the engine's."""
     group = parser.add_argument_group("sampling (what is not given comes from the model's generation_config.json)")
-    docs = _field_docs(SamplingParams)
+    docs = field_docs(SamplingParams)
     types_ = typing.get_type_hints(SamplingParams)
     for field in dataclasses.fields(SamplingParams):
         if field.name not in _NO_FLAG:
@@ -55,28 +55,42 @@ def sampling_arguments(options: argparse.Namespace) -> SamplingParams | None:
 
 
 def _add_flag(group: Any, name: str, kind: Any, help_: str) -> None:
-    flag = "--" + name.replace("_", "-")
-    help_ = help_.replace("%", "%%")
-    if _is(kind, bool):
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help_)
-    elif name in _JSON_FIELDS:
-        group.add_argument(flag, type=_json_object, metavar="JSON", help=help_)
-    elif name in _LENGTH_FIELDS:
-        group.add_argument(flag, metavar="TOKENS", help=help_)
-    elif name == "stop":
-        group.add_argument(flag, action="append", metavar="TEXT", help=help_)
-    elif name == "stop_token_ids":
-        group.add_argument(flag, type=int, nargs="+", metavar="ID", help=help_)
+    """A flag for a field of type ``kind``: the first of its types that a flag can be made for, in the order below."""
+    add = functools.partial(group.add_argument, "--" + name.replace("_", "-"), help=help_.replace("%", "%%"))
+    kinds = _alternatives(kind)
+    literals = [value for one in kinds if typing.get_origin(one) is typing.Literal for value in typing.get_args(one)]
+    if name in _LENGTH_FIELDS:
+        add(metavar="TOKENS")
+    elif bool in kinds:
+        add(action=argparse.BooleanOptionalAction, default=None)
+    elif literals:
+        add(type=type(literals[0]), choices=literals)
+    elif any(_is_object(one) for one in kinds):
+        add(type=_json_object, metavar="JSON")
+    elif any(_is_list(one, int) for one in kinds):
+        add(type=int, nargs="+", metavar="ID")
+    elif any(_is_list(one, str) for one in kinds):
+        add(action="append", metavar="TEXT")
     else:
-        parse = int if _is(kind, int) else float if _is(kind, float) else str
-        group.add_argument(flag, type=parse, metavar=parse.__name__.upper(), help=help_)
+        parse = int if int in kinds else float if float in kinds else str
+        add(type=parse, metavar=parse.__name__.upper())
 
 
-def _is(kind: Any, wanted: type) -> bool:
-    """Whether a type is ``wanted``, or ``wanted | None``."""
-    if isinstance(kind, types.UnionType):
-        return any(_is(part, wanted) for part in typing.get_args(kind))
-    return kind is wanted
+def _alternatives(kind: Any) -> list[Any]:
+    """The types of a union; of another type, that type alone."""
+    is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+    return list(typing.get_args(kind)) if is_union else [kind]
+
+
+def _is_object(kind: Any) -> bool:
+    """Whether its values are written as JSON objects."""
+    return typing.get_origin(kind) in (dict, collections.abc.Mapping) or dataclasses.is_dataclass(kind)
+
+
+def _is_list(kind: Any, item: type) -> bool:
+    """Whether its values are several of ``item``; those of anything are written as text."""
+    is_list = typing.get_origin(kind) in (list, tuple, collections.abc.Sequence)
+    return is_list and (item in typing.get_args(kind) or (item is str and Any in typing.get_args(kind)))
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -89,19 +103,13 @@ def _json_object(text: str) -> dict[str, Any]:
     return found
 
 
-def _attribute_docs(cls: type) -> dict[str, str]:
-    """What a class's docstring says of each attribute."""
+def field_docs(cls: type) -> dict[str, str]:
+    """What a dataclass says of each field, on one line: below the field, or among the attributes in its docstring."""
     text = (cls.__doc__ or "").partition("Attributes:")[2]
-    found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", text, flags=re.MULTILINE)
-    return {name: re.sub(r"\s+", " ", doc) for name, doc in found}
-
-
-def _field_docs(cls: type) -> dict[str, str]:
-    """The strings that stand below a class's fields."""
+    found = dict(re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", text, flags=re.MULTILINE))
     (definition,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(definition, ast.ClassDef)
-    found = {}
-    for field, text in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            found[field.target.id] = inspect.cleandoc(ast.literal_eval(text.value))
-    return found
+    for field, below in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+            found[field.target.id] = ast.literal_eval(below.value)
+    return {name: re.sub(r"\s+", " ", doc).strip() for name, doc in found.items()}

@@ -154,11 +154,13 @@ def parse_length(name: str, value: Any) -> int:
 
 
 def check_neutral(name: str, value: Any) -> None:
+    """Refuses any value but the neutral ones of an argument that nothing here does yet."""
     if not any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL[name]):
         raise ConfigError(f"{name}={value!r} is not supported yet; only {name}={NEUTRAL[name][0]!r} is")
 
 
 def check_type(name: str, value: Any, kind: type) -> None:
+    """Refuses a value that is not of a type."""
     if not isinstance(value, kind):
         raise ConfigError(f"{name}: expected {kind.__name__}, got {value!r}")
 

@@ -1,25 +1,26 @@
 """The Python API: ``LLM``, with vLLM's names."""
 
 import logging
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.beam_search import BeamSearch
 from jaxserve.engine.build import EnginePlan
-from jaxserve.engine.chat import load_chat_template, split_conversations
-from jaxserve.engine.metrics import Metric
-from jaxserve.engine.progress import ProgressBar
-from jaxserve.engine.request_state import RequestState
+from jaxserve.engine.chat import split_conversations
+from jaxserve.engine.chat_prompt import chat_prompt, read_template
+from jaxserve.engine.metric_types import Metric
+from jaxserve.engine.offline import OfflineRunner
 from jaxserve.engine.startup import start_engine
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.errors import RequestError
-from jaxserve.outputs import RequestOutput
-from jaxserve.request import PromptInput, params_for_each, parse_prompts
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.outputs import BeamSearchOutput, RequestOutput
+from jaxserve.parsers import MessageParser, ParsedMessage, starts_in_reasoning
+from jaxserve.request import params_for_each, parse_prompts, priorities_for_each
+from jaxserve.sampling_params import BeamSearchParams, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +43,13 @@ class LLM:
 
     def __init__(self, model: str, **arguments: Any):
         self.config = EngineConfig.from_arguments(model, **arguments)
-        self._chat_template = _read_template(self.config.chat_template)
+        self._chat_template = read_template(self.config.chat_template)
         self._started = start_engine(self.config)
         self.engine = self._started.engine
         self.ledger = self._started.ledger
         logger.info("%s", self.ledger)
-        self._defaults = self._started.default_params
-        self._stats = None if self.config.disable_log_stats else StatsLogger(self.ledger.device)
+        stats = None if self.config.disable_log_stats else StatsLogger(self.ledger.device)
+        self._runner = OfflineRunner(self.engine, self._started.default_params, stats)
 
     def __enter__(self) -> "LLM":
         return self
@@ -87,7 +88,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What ``generate`` uses when it is given none: the model's generation_config.json."""
-        return self._defaults
+        return self._started.default_params
 
     def get_metrics(self) -> list[Metric]:
         """Numbers about the engine, each with ``name`` and ``value``."""
@@ -99,6 +100,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., tqdm] = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generates text for each prompt, all of them together.
 
@@ -106,6 +108,7 @@ class LLM:
             prompts: A string, a list of token ids, ``{"prompt": …}``, ``{"prompt_token_ids": …}``, or a list of those.
             sampling_params: For all prompts, or one for each; None takes the model's defaults.
             use_tqdm: Whether to show a progress bar, or what makes it.
+            priority: One number for each prompt, the lowest first; needs ``scheduling_policy="priority"``.
 
         Returns:
             Outputs in the order of the prompts.
@@ -113,7 +116,52 @@ class LLM:
         Raises:
             RequestError: A bad prompt or parameter; the message names its index. Nothing has run then.
         """
-        return self._run(parse_prompts(prompts, sampling_params), use_tqdm)
+        inputs = parse_prompts(prompts, sampling_params)
+        return self._runner.run(inputs, priorities_for_each(priority, len(inputs)), use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest texts for each prompt.
+
+        Args:
+            prompts: As in ``generate``.
+            params: How many texts, how long, and how they compare.
+            use_tqdm: Whether to show a progress bar.
+            concurrency_limit: Most prompts searched for at the same time; None for all.
+
+        Returns:
+            For each prompt up to ``beam_width`` texts, best first, their tokens with the prompt's in front.
+        """
+        return BeamSearch(self.engine, params).run(parse_prompts(prompts), use_tqdm, concurrency_limit)
+
+    def parse_message(
+        self, text: str, tools: Sequence[Mapping[str, Any]] | None = None, *, prompt: str = ""
+    ) -> ParsedMessage:
+        """What a model's answer holds: reasoning, content, tool calls.
+
+        Args:
+            text: The answer, generated with ``skip_special_tokens=False`` where the model's marks are special tokens.
+            tools: The tools that were offered, each with its JSON schema; formats without types take them from there.
+            prompt: The text before the answer, which may have begun the reasoning.
+
+        Raises:
+            ConfigError: The engine was made without ``reasoning_parser`` and without ``tool_call_parser``.
+        """
+        reasoning, calls = self.config.reasoning_parser, self.config.tool_call_parser
+        if reasoning is None and calls is None:
+            raise ConfigError("parse_message needs an engine with a reasoning_parser or a tool_call_parser")
+        begun = None if reasoning is None else starts_in_reasoning(prompt, reasoning)
+        return MessageParser(reasoning, calls, schemas=tools, prompt_ends_in_reasoning=begun).parse(text)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every cached page (after a change of weights, say); texts that run go on. Returns whether it did."""
+        return self.engine.reset_prefix_cache()
 
     def chat(
         self,
@@ -126,6 +174,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generates the next message of one conversation, or of each in a list.
 
@@ -138,85 +187,30 @@ class LLM:
             continue_final_message: Leave the last message open, to be continued.
             tools: Passed to the template.
             chat_template_kwargs: Further variables for the template.
+            priority: As in ``generate``.
         """
         conversations = split_conversations(messages)
-        params = params_for_each(sampling_params, len(conversations))
-        tokenizer = self._tokenizer()
-        template = self._chat_template if chat_template is None else _read_template(chat_template)
-        inputs = []
-        for conversation, one in zip(conversations, params, strict=True):
-            text = tokenizer.render_chat(
-                conversation,
-                template,
-                add_generation_prompt,
-                continue_final_message,
-                tools,
-                **(chat_template_kwargs or {}),
-            )
-            token_ids = tokenizer.encode(text, add_special_tokens=False)
-            inputs.append(PromptInput(prompt=text, prompt_token_ids=tuple(token_ids), params=one))
-        return self._run(inputs, use_tqdm)
+        options: dict[str, Any] = {
+            "chat_template": self._chat_template if chat_template is None else read_template(chat_template),
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        pairs = zip(conversations, params_for_each(sampling_params, len(conversations)), strict=True)
+        inputs = [chat_prompt(self._tokenizer(), *pair, **options) for pair in pairs]
+        return self._runner.run(inputs, priorities_for_each(priority, len(inputs)), use_tqdm)
 
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
-        """Generates text for one prompt, giving what there is of it after each step; closing it ends the request."""
+        """Generates text for one prompt: outputs of the kind it asks for as they come. Closing it ends the request."""
         inputs = parse_prompts(prompt, sampling_params)
         if len(inputs) != 1:
             raise RequestError(f"stream takes one prompt, got {len(inputs)}")
-        (request,) = self._submit(inputs)
-        try:
-            while not request.is_finished():
-                if request in self._step() and not request.is_finished():
-                    yield request.output(not self.config.disable_log_stats)
-            yield request.output(not self.config.disable_log_stats)
-        finally:
-            self.engine.abort(request)
-
-    def _run(self, inputs: list[PromptInput], use_tqdm: bool | Callable[..., tqdm]) -> list[RequestOutput]:
-        """Submits everything, steps to the end, and puts the outputs in order."""
-        requests = self._submit(inputs)
-        bar = ProgressBar(requests, use_tqdm)
-        try:
-            while self.engine.num_unfinished:
-                for request in self._step():
-                    if request.is_finished():
-                        bar.update(request)
-        except BaseException:
-            self._abort(requests)
-            raise
-        finally:
-            bar.close()
-        return [request.output(not self.config.disable_log_stats) for request in requests]
-
-    def _step(self) -> list[RequestState]:
-        """One step of the engine, and the log line when it is due."""
-        changed = self.engine.step()
-        if self._stats is not None and self._stats.is_due():
-            self._stats.log(self.engine.metrics())
-        return changed
-
-    def _submit(self, inputs: list[PromptInput]) -> list[RequestState]:
-        """All requests, or none: a bad one takes back those before it."""
-        arrival_s = time.monotonic()
-        requests: list[RequestState] = []
-        for index, one in enumerate(inputs):
-            try:
-                requests.append(self.engine.submit(one, one.params or self._defaults, arrival_s))
-            except RequestError as error:
-                self._abort(requests)
-                raise RequestError(f"prompt {index}: {error}") from error
-        return requests
-
-    def _abort(self, requests: list[RequestState]) -> None:
-        for request in requests:
-            self.engine.abort(request)
+        return self._runner.stream(inputs[0])
 
     def _tokenizer(self) -> Tokenizer:
         if self.engine.tokenizer is None:
             raise RequestError(f"{self._started.plan.directory} has no tokenizer")
         return self.engine.tokenizer
-
-
-def _read_template(template: str | None) -> str | None:
-    return None if template is None else load_chat_template(template)

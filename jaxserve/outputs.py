@@ -1,30 +1,14 @@
-"""What a request returns: vLLM's classes and field names (`vllm/outputs.py`, `vllm/logprobs.py`)."""
+"""What a request returns: vLLM's classes and field names (`vllm/outputs.py`)."""
 
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxserve.logprobs import Logprob, PromptLogprobs, SampleLogprobs
+
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """Log probability of one token at one position, before temperature and masks."""
-
-    logprob: float
-    rank: int | None = None
-    """1 for the most likely token of the vocabulary, 2 for the next."""
-    decoded_token: str | None = None
-    """The token's own text; U+FFFD where it holds only part of a character."""
-
-
-SampleLogprobs = list[dict[int, Logprob]]
-"""One dict a generated token: token id -> `Logprob`, the k most likely and the sampled one, so k or k + 1 entries."""
-
-PromptLogprobs = list[dict[int, Logprob] | None]
-"""One dict a prompt token; None for the first, which nothing predicts."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompletionOutput:
     """One of the `n` sequences generated from a prompt."""
 
@@ -80,7 +64,7 @@ class RequestMetrics:
         return None if self.finished_s is None else self.finished_s - self.arrival_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestOutput:
     """A prompt and everything generated from it so far."""
 
@@ -96,6 +80,8 @@ class RequestOutput:
     """None unless the engine runs with `disable_log_stats=False`."""
     num_cached_tokens: int | None = None
     """Prompt tokens whose keys and values were found in the prefix cache."""
+    error: str | None = None
+    """What went wrong, where a finish reason is `error`."""
 
     def __repr__(self) -> str:
         """All fields, with long lists shortened."""
@@ -112,7 +98,33 @@ class RequestOutput:
             parts.append(f"metrics={self.metrics!r}")
         if self.num_cached_tokens is not None:
             parts.append(f"num_cached_tokens={self.num_cached_tokens}")
+        if self.error is not None:
+            parts.append(f"error={self.error!r}")
         return f"RequestOutput({', '.join(parts)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchSequence:
+    """One of the texts that a beam search found."""
+
+    tokens: list[int]
+    """The prompt and what was generated."""
+    logprobs: list[dict[int, Logprob]]
+    """One dict a generated token: the candidates of that step."""
+    cum_logprob: float = 0.0
+    """Sum over the generated tokens."""
+    text: str | None = None
+    """Of all `tokens`, the prompt included; None without a tokenizer."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The result of a beam search for one prompt."""
+
+    sequences: list[BeamSearchSequence]
+    """At most `beam_width`, best first."""
 
 
 def _listed(token_ids: list[int], limit: int = 16) -> str:

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from jaxserve.errors import RequestError
+from jaxserve.field_checks import integer, sequence
 from jaxserve.sampling_params import SamplingParams
 
 PROMPT_FORMS = "a string, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
+MAX_PRIORITY = 2**63 - 1
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,8 @@ class PromptInput:
     """When not None these are used and `prompt` is only shown. Each is ≥ 0; the engine checks the vocabulary's end."""
     params: SamplingParams | None
     """None: the model's defaults."""
+    cache_salt: str | None = None
+    """Cached keys and values are shared between prompts of the same salt only."""
 
 
 def parse_prompts(prompts: Any, params: Any = None) -> list[PromptInput]:
@@ -30,7 +35,7 @@ def parse_prompts(prompts: Any, params: Any = None) -> list[PromptInput]:
 
     Args:
       prompts: A string, a list of token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a sequence of those.
-        An empty sequence is no prompts.
+        The dicts may have a `cache_salt` too. An empty sequence is no prompts.
       params: `SamplingParams` for all prompts, a sequence with one (or None) a prompt, or None.
 
     Returns:
@@ -41,7 +46,7 @@ def parse_prompts(prompts: Any, params: Any = None) -> list[PromptInput]:
     """
     items = _items(prompts)
     return [
-        PromptInput(*_parse(index, item), params=one)
+        _parse(index, item, one)
         for index, (item, one) in enumerate(zip(items, params_for_each(params, len(items)), strict=True))
     ]
 
@@ -66,6 +71,20 @@ def params_for_each(params: Any, num_prompts: int) -> list[SamplingParams | None
     return listed
 
 
+def priorities_for_each(priority: Any, num_prompts: int) -> list[int]:
+    """Returns the priority of each prompt, 0 for each where None is given; the lower runs first.
+
+    Raises:
+      RequestError: No list, one of another length, or an item that is no int.
+    """
+    if priority is None:
+        return [0] * num_prompts
+    listed = sequence("priority", priority)
+    if len(listed) != num_prompts:
+        raise RequestError(f"the lengths of prompts ({num_prompts}) and priority ({len(listed)}) must be the same")
+    return [integer(f"priority[{index}]", one, -MAX_PRIORITY, MAX_PRIORITY) for index, one in enumerate(listed)]
+
+
 def _items(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
@@ -77,31 +96,40 @@ def _items(prompts: Any) -> list[Any]:
     return listed
 
 
-def _parse(index: int, item: Any) -> tuple[str | None, tuple[int, ...] | None]:
+def _parse(index: int, item: Any, params: SamplingParams | None) -> PromptInput:
     if isinstance(item, str):
-        return _text(index, item), None
+        return PromptInput(_text(index, item), None, params)
     if isinstance(item, Mapping):
-        return _parse_mapping(index, cast("Mapping[str, Any]", item))
+        return _parse_mapping(index, cast("Mapping[str, Any]", item), params)
     if isinstance(item, Sequence) and not isinstance(item, bytes):
-        return None, _token_ids(index, cast("Sequence[Any]", item))
+        return PromptInput(None, _token_ids(index, cast("Sequence[Any]", item)), params)
     raise RequestError(f"prompt {index} must be {PROMPT_FORMS}; got {type(item).__name__}")
 
 
-def _parse_mapping(index: int, item: Mapping[str, Any]) -> tuple[str | None, tuple[int, ...] | None]:
-    unknown = sorted(set(item) - {"prompt", "prompt_token_ids"}, key=str)
+def _parse_mapping(index: int, item: Mapping[str, Any], params: SamplingParams | None) -> PromptInput:
+    unknown = sorted(set(item) - set(_KEYS), key=str)
     if unknown:
-        message = f"prompt {index}: key {unknown[0]!r} is not supported, only 'prompt' and 'prompt_token_ids'"
-        raise RequestError(message)
+        known = ", ".join(map(repr, _KEYS))
+        raise RequestError(f"prompt {index}: key {unknown[0]!r} is not supported, only {known}")
     text, token_ids = item.get("prompt"), item.get("prompt_token_ids")
     if text is None and token_ids is None:
         raise RequestError(f"prompt {index}: the mapping has neither 'prompt' nor 'prompt_token_ids'")
     if text is not None and not isinstance(text, str):
         raise RequestError(f"prompt {index}: 'prompt' must be a string, got {type(text).__name__}")
+    salt = _salt(index, item.get("cache_salt"))
     if token_ids is None:
-        return _text(index, text or ""), None
+        return PromptInput(_text(index, text or ""), None, params, salt)
     if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):
         raise RequestError(f"prompt {index}: 'prompt_token_ids' must be a list of ints, got {type(token_ids).__name__}")
-    return text, _token_ids(index, cast("Sequence[Any]", token_ids))
+    return PromptInput(text, _token_ids(index, cast("Sequence[Any]", token_ids)), params, salt)
+
+
+def _salt(index: int, salt: Any) -> str | None:
+    if salt is None:
+        return None
+    if not isinstance(salt, str) or not salt:
+        raise RequestError(f"prompt {index}: 'cache_salt' must be a string that is not empty, got {salt!r}")
+    return _text(index, salt)
 
 
 def _text(index: int, text: str) -> str:

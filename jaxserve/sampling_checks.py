@@ -1,26 +1,44 @@
-"""The checks behind `SamplingParams`: one function a field, then what must hold between fields.
+"""The checks behind `SamplingParams` and `BeamSearchParams`: each field alone, then what must hold between fields.
 
-Messages follow vLLM's (`vllm/sampling_params.py`). Values come as users gave them: no type is assumed.
+Messages follow vLLM's (`vllm/sampling_params.py`).
 """
 
 import enum
 import functools
 import logging
+import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from jaxserve.errors import RequestError
+from jaxserve.field_checks import (
+    Values,
+    flag,
+    instance_of,
+    integer,
+    json_copy,
+    mapping,
+    number,
+    texts,
+    token_ids,
+)
+from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
-MAX_LOGPROBS = 20
 MAX_N = 16384
 MAX_SEED = 2**63 - 1
 MAX_TEMPERATURE = 2.0
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_ARGUMENT_NESTING = 64
 # A positive temperature below this divides logits into the range where float32 loses them; vLLM has the same floor.
 MIN_TEMPERATURE = 0.01
+# Bias, repetition penalty and temperature together still leave a logit finite in float32.
+MAX_FACTOR = 1e15
+# A length to this power is still a finite float.
+MAX_LENGTH_PENALTY = 32.0
 
 
 class RequestOutputKind(enum.Enum):
@@ -34,57 +52,8 @@ class RequestOutputKind(enum.Enum):
     """One output, at the end."""
 
 
-# Fields of vLLM's that nothing reads yet: only the value that asks for nothing is taken.
-NOT_BUILT: Mapping[str, Any] = MappingProxyType(
-    {
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "logprob_token_ids": None,
-        "flat_logprobs": False,
-        "spaces_between_special_tokens": True,
-        "output_kind": RequestOutputKind.CUMULATIVE,
-        "structured_outputs": None,
-        "logit_bias": None,
-        "allowed_token_ids": None,
-        "extra_args": None,
-        "bad_words": None,
-        "thinking_token_budget": None,
-        "repetition_detection": None,
-    }
-)
-
-
-def _number(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> float:
-    span = f"{'(' if above_low else '['}{low:g}, {high:g}]"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        message = f"{name} must be a number in {span}, got {type(value).__name__}"
-        raise RequestError(message, parameter=name, value=value)
-    number = float(value)
-    if not (low <= number <= high) or (above_low and number == low):
-        raise RequestError(f"{name} must be in {span}, got {number}", parameter=name, value=value)
-    return number
-
-
-def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise RequestError(f"{name} must be an int, got {type(value).__name__}", parameter=name, value=value)
-    number = int(value)
-    if number < low:
-        raise RequestError(f"{name} must be at least {low}, got {number}", parameter=name, value=value)
-    if high is not None and number > high:
-        raise RequestError(f"{name} must be at most {high}, got {number}", parameter=name, value=value)
-    return number
-
-
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise RequestError(f"{name} must be True or False, got {type(value).__name__}", parameter=name, value=value)
-    return value
-
-
-def _temperature(value: object) -> float:
-    temperature = _number("temperature", value, 0.0, MAX_TEMPERATURE)
+def _temperature(name: str, value: object) -> float:
+    temperature = number(name, value, 0.0, MAX_TEMPERATURE)
     if 0.0 < temperature < MIN_TEMPERATURE:
         logger.warning(
             "temperature %g is too small for stable sampling and is raised to %g", temperature, MIN_TEMPERATURE
@@ -93,90 +62,143 @@ def _temperature(value: object) -> float:
     return temperature
 
 
-def _seed(value: object) -> int | None:
+def _optional_integer(name: str, value: object, high: int | None = None) -> int | None:
+    """A whole number from 0, or None, for which -1 also stands."""
     if value is None or (isinstance(value, numbers.Integral) and int(value) == -1):
         return None
-    return _integer("seed", value, 0, MAX_SEED)
+    return integer(name, value, 0, high)
+
+
+def _max_tokens(name: str, value: object) -> int | None:
+    return None if value is None else integer(name, value, 1)
 
 
 def _num_logprobs(name: str, value: object) -> int | None:
+    if value is None or value is True:
+        return None if value is None else 1
+    return integer(name, value, -1)
+
+
+def _optional_flag(name: str, value: object) -> bool | None:
+    return None if value is None else flag(name, value)
+
+
+def _optional_texts(name: str, value: object, *, may_be_one: bool = False) -> tuple[str, ...]:
+    return () if value is None else texts(name, value, may_be_one=may_be_one)
+
+
+def _stop_token_ids(name: str, value: object) -> tuple[int, ...]:
+    return () if value is None else tuple(dict.fromkeys(token_ids(name, value)))
+
+
+def _allowed_token_ids(name: str, value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
-    if value is True:
-        return 1
-    if isinstance(value, numbers.Integral) and int(value) == -1:
-        message = f"{name}=-1 (all tokens) is not supported: at most {MAX_LOGPROBS} a position"
+    found = tuple(dict.fromkeys(token_ids(name, value)))
+    if not found:
+        raise RequestError(f"{name} cannot be an empty list: no token would be left", parameter=name, value=value)
+    return found
+
+
+def _logprob_token_ids(name: str, value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    found = token_ids(name, value)
+    if len(found) > MAX_LOGPROB_TOKEN_IDS:
+        message = f"{name} must have at most {MAX_LOGPROB_TOKEN_IDS} ids, got {len(found)}"
         raise RequestError(message, parameter=name, value=value)
-    return _integer(name, value, 0, MAX_LOGPROBS)
+    return found or None
 
 
-def _stop(value: object) -> tuple[str, ...]:
+def _logit_bias(name: str, value: object) -> dict[int, float] | None:
     if value is None:
-        return ()
-    items: tuple[Any, ...] = (value,) if isinstance(value, str) else tuple(_sequence("stop", value))
-    for item in items:
-        if not isinstance(item, str):
-            message = f"stop must be a string or a list of strings, got an item of {type(item).__name__}"
-            raise RequestError(message, parameter="stop", value=value)
-        if not item:
-            raise RequestError("stop cannot contain an empty string", parameter="stop", value=value)
-    return items
+        return None
+    found: dict[int, float] = {}
+    for key, bias in mapping(name, value).items():
+        token_id = _token_id(name, key)
+        if token_id in found:
+            raise RequestError(f"{name} has token id {token_id} twice", parameter=name, value=value)
+        bias = number(f"{name}[{token_id}]", bias, -math.inf, math.inf)
+        found[token_id] = min(max(bias, -MAX_FACTOR), MAX_FACTOR)
+    return found or None
 
 
-def _stop_token_ids(value: object) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(_integer("stop_token_ids", item, 0) for item in _sequence("stop_token_ids", value))
+def _token_id(name: str, key: object) -> int:
+    if isinstance(key, str):
+        try:
+            key = int(key)
+        except ValueError:
+            message = f"{name} must have token ids as keys, got {key!r}"
+            raise RequestError(message, parameter=name, value=key) from None
+    return integer(f"a token id of {name}", key, 0)
 
 
-def _sequence(name: str, value: object) -> Sequence[Any]:
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise RequestError(f"{name} must be a list, got {type(value).__name__}", parameter=name, value=value)
-    return cast("Sequence[Any]", value)
+def _output_kind(name: str, value: object) -> RequestOutputKind:
+    if isinstance(value, RequestOutputKind):
+        return value
+    kinds = RequestOutputKind.__members__
+    if not isinstance(value, str) or value.upper() not in kinds:
+        message = f"{name} must be a RequestOutputKind or one of {', '.join(kinds)}; got {value!r}"
+        raise RequestError(message, parameter=name, value=value)
+    return kinds[value.upper()]
 
 
-_CHECKS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+def _structured_outputs(name: str, value: object) -> StructuredOutputsParams | None:
+    return None if value is None else instance_of(StructuredOutputsParams, name, value)
+
+
+def _repetition_detection(name: str, value: object) -> RepetitionDetectionParams | None:
+    return None if value is None else instance_of(RepetitionDetectionParams, name, value)
+
+
+def _extra_args(name: str, value: object) -> dict[str, Any] | None:
+    return None if value is None else json_copy(name, mapping(name, value), MAX_ARGUMENT_NESTING) or None
+
+
+_FLAGS = (
+    "ignore_eos detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output flat_logprobs"
+).split()
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
     {
-        "n": functools.partial(_integer, "n", low=1, high=MAX_N),
+        "n": functools.partial(integer, low=1, high=MAX_N),
+        "presence_penalty": functools.partial(number, low=-2.0, high=2.0),
+        "frequency_penalty": functools.partial(number, low=-2.0, high=2.0),
+        "repetition_penalty": functools.partial(number, low=1 / MAX_FACTOR, high=MAX_FACTOR),
         "temperature": _temperature,
-        "top_p": functools.partial(_number, "top_p", low=0.0, high=1.0, above_low=True),
-        "top_k": functools.partial(_integer, "top_k", low=-1),
-        "min_p": functools.partial(_number, "min_p", low=0.0, high=1.0),
-        "seed": _seed,
-        "min_tokens": functools.partial(_integer, "min_tokens", low=0),
-        "logprobs": functools.partial(_num_logprobs, "logprobs"),
-        "prompt_logprobs": functools.partial(_num_logprobs, "prompt_logprobs"),
-        "stop": _stop,
+        "top_p": functools.partial(number, low=0.0, high=1.0, above_low=True),
+        "top_k": functools.partial(integer, low=-1),
+        "min_p": functools.partial(number, low=0.0, high=1.0),
+        "seed": functools.partial(_optional_integer, high=MAX_SEED),
+        "stop": functools.partial(_optional_texts, may_be_one=True),
         "stop_token_ids": _stop_token_ids,
-        **{
-            name: functools.partial(_flag, name)
-            for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
-        },
+        "max_tokens": _max_tokens,
+        "min_tokens": functools.partial(integer, low=0),
+        "logprobs": _num_logprobs,
+        "prompt_logprobs": _num_logprobs,
+        "logprob_token_ids": _logprob_token_ids,
+        "output_kind": _output_kind,
+        "structured_outputs": _structured_outputs,
+        "logit_bias": _logit_bias,
+        "allowed_token_ids": _allowed_token_ids,
+        "bad_words": _optional_texts,
+        "thinking_token_budget": _optional_integer,
+        "repetition_detection": _repetition_detection,
+        "skip_reading_prefix_cache": _optional_flag,
+        "extra_args": _extra_args,
+        **dict.fromkeys(_FLAGS, flag),
     }
 )
 
 
-def _is_neutral(value: object, neutral: object) -> bool:
-    if neutral is None:
-        return value is None or (isinstance(value, Sequence | Mapping) and not value)
-    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
-
-
-def normalised(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all fields checked, each alone and then together."""
-    for name, neutral in NOT_BUILT.items():
-        if not _is_neutral(values[name], neutral):
-            message = f"{name} is not supported yet: leave it at {neutral!r}"
-            raise RequestError(message, parameter=name, value=values[name])
-    checked = {name: _CHECKS[name](value) if name in _CHECKS else value for name, value in values.items()}
-    checked.update(NOT_BUILT)
-    if checked["max_tokens"] is not None:
-        checked["max_tokens"] = _integer("max_tokens", checked["max_tokens"], 1)
-        if checked["min_tokens"] > checked["max_tokens"]:
-            message = f"min_tokens must be at most max_tokens={checked['max_tokens']}, got {checked['min_tokens']}"
-            raise RequestError(message, parameter="min_tokens", value=checked["min_tokens"])
+def checked_sampling(values: Values) -> Values:
+    """The fields of `SamplingParams`, checked each alone and then together."""
+    checked = {name: _CHECKS[name](name, value) for name, value in values.items()}
+    if checked["max_tokens"] is not None and checked["min_tokens"] > checked["max_tokens"]:
+        message = f"min_tokens must be at most max_tokens={checked['max_tokens']}, got {checked['min_tokens']}"
+        raise RequestError(message, parameter="min_tokens", value=checked["min_tokens"])
     if checked["stop"] and not checked["detokenize"]:
         raise RequestError("stop strings need detokenize=True", parameter="stop", value=list(checked["stop"]))
+    _check_logprobs(checked)
     if checked["top_k"] == -1:
         checked["top_k"] = 0
     if checked["temperature"] == 0.0:
@@ -185,3 +207,31 @@ def normalised(values: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestError(message, parameter="n", value=checked["n"])
         checked.update(top_p=1.0, top_k=0, min_p=0.0)
     return checked
+
+
+def _check_logprobs(checked: Values) -> None:
+    tracked, count = checked["logprob_token_ids"], checked["logprobs"]
+    if tracked is not None and count not in (None, len(tracked)):
+        message = f"logprobs must be left out beside logprob_token_ids, or be their number {len(tracked)}; got {count}"
+        raise RequestError(message, parameter="logprobs", value=count)
+    if checked["prompt_logprobs"] is not None and checked["skip_reading_prefix_cache"] is False:
+        message = "skip_reading_prefix_cache cannot be False with prompt_logprobs: cached tokens would have none"
+        raise RequestError(message, parameter="skip_reading_prefix_cache", value=False)
+
+
+_BEAM_CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
+    {
+        "beam_width": functools.partial(integer, low=1, high=MAX_N),
+        "max_tokens": functools.partial(integer, low=1),
+        "ignore_eos": flag,
+        "temperature": _temperature,
+        "length_penalty": functools.partial(number, low=-MAX_LENGTH_PENALTY, high=MAX_LENGTH_PENALTY),
+        "include_stop_str_in_output": flag,
+        "skip_special_tokens": flag,
+    }
+)
+
+
+def checked_beam_search(values: Values) -> Values:
+    """The fields of `BeamSearchParams`, each checked."""
+    return {name: _BEAM_CHECKS[name](name, value) for name, value in values.items()}

@@ -4,19 +4,14 @@ Everything is checked and normalised once, before the object exists, so the rest
 """
 
 import dataclasses
-import difflib
-import functools
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxserve.errors import RequestError
-from jaxserve.sampling_checks import NOT_BUILT, RequestOutputKind, normalised
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
+from jaxserve.field_checks import changed_fields, checks_fields
+from jaxserve.sampling_checks import RequestOutputKind, checked_beam_search, checked_sampling
+from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 
 # vLLM's keys of generation_config.json -> field
 _GENERATION_CONFIG_KEYS = MappingProxyType(
@@ -31,48 +26,23 @@ _GENERATION_CONFIG_KEYS = MappingProxyType(
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RepetitionDetectionParams:
-    """When a text that repeats itself ends, with finish reason ``repetition``: vLLM's names and rules."""
-
-    max_pattern_size: int = 0
-    """Longest pattern looked for, in tokens; 0 looks for none."""
-    min_pattern_size: int = 0
-    """Shortest pattern looked for; 0 means 1."""
-    min_count: int = 0
-    """How often in a row a pattern must stand at the end of the output; at least 2."""
-
-
-def _checks_fields(cls: type[T]) -> type[T]:
-    """Decorates a keyword-only dataclass: names and values are checked before its generated `__init__` sees them."""
-    generated = cls.__init__
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
-
-    @functools.wraps(generated)
-    def __init__(self: T, **values: Any) -> None:
-        for name in values:
-            if name not in defaults:
-                near = difflib.get_close_matches(name, defaults, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(defaults)}"
-                raise RequestError(f"SamplingParams has no field {name!r}{hint}", parameter=name, value=values[name])
-        generated(self, **normalised({**defaults, **values}))
-
-    cls.__init__ = __init__
-    return cls
-
-
-@_checks_fields
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks_fields(checked_sampling)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class SamplingParams:
     """Sampling settings of one request, with vLLM's names and defaults. Immutable; `clone` makes a changed copy.
 
     Raises:
-      RequestError: A value of the wrong type or out of range, an unknown name (the nearest is suggested), or a
-        field of vLLM's that is not built yet with anything but its neutral value.
+      RequestError: A value of the wrong type or out of range, or an unknown name (the nearest is suggested).
     """
 
     n: int = 1
     """Sequences to generate from the prompt, 1 to 16384; 1 when greedy."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that the output has, in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Taken from the logits of tokens for each time the output has them, in [-2, 2]."""
+    repetition_penalty: float = 1.0
+    """Above 1 makes tokens of prompt and output less likely (positive logits are divided, others multiplied by it)."""
     temperature: float = 1.0
     """0 is greedy; else 0.01 to 2 (smaller positive values are raised to 0.01 with a warning)."""
     top_p: float = 1.0
@@ -94,39 +64,47 @@ class SamplingParams:
     min_tokens: int = 0
     """No end of sequence and no stop string before this many tokens."""
     logprobs: int | None = None
-    """Log probabilities of this many most likely tokens (and of the sampled one) a position, 0 to 20; True is 1."""
+    """Log probabilities of this many most likely tokens (and of the sampled one) a position; -1: of all; True is 1."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
+    logprob_token_ids: Sequence[int] | None = None
+    """Log probabilities of these tokens, at most 128, in place of the most likely; stored as a tuple."""
+    flat_logprobs: bool = False
+    """Give log probabilities as `FlatLogprobs`, a few long lists, in place of a dict a position."""
     detokenize: bool = True
     """Make text; False leaves `CompletionOutput.text` empty."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    spaces_between_special_tokens: bool = True
+    """As in vLLM it concerns slow tokenizers alone; the fast and sentencepiece ones here put no such spaces."""
     include_stop_str_in_output: bool = False
     """Cut the text after the stop string, not before it."""
-
-    # Not built yet: anything but the neutral value raises, so that nothing is ignored.
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    spaces_between_special_tokens: bool = True
-    logprob_token_ids: Sequence[int] | None = None
-    flat_logprobs: bool = False
-    structured_outputs: Any = None
-    logit_bias: Mapping[int, float] | None = None
+    """What each streamed output holds: CUMULATIVE all so far, DELTA what is new, FINAL_ONLY comes once; or its name."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the text must keep to, such as a JSON schema; or a dict of its fields."""
+    logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
+    """Added to the logits of these token ids (which may be written as text)."""
     allowed_token_ids: Sequence[int] | None = None
+    """The only tokens that may be sampled, stored as a tuple."""
     bad_words: Sequence[str] | None = None
+    """Texts whose last token is never sampled behind their others, stored as a tuple."""
     thinking_token_budget: int | None = None
-    repetition_detection: Any = None
-    extra_args: Mapping[str, Any] | None = None
+    """Most tokens of a model's thinking, after which its end is forced; None or -1: no limit."""
+    repetition_detection: RepetitionDetectionParams | None = None
+    """When a text that repeats itself ends; or a dict of its fields."""
+    skip_reading_prefix_cache: bool | None = None
+    """Compute the whole prompt, whatever the cache holds; None: only with `prompt_logprobs`, which need it."""
+    extra_args: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
+    """JSON values for custom logits processors, by name."""
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any], **changes: Any) -> "SamplingParams":
         """Makes the defaults that a model ships with.
 
         Args:
-          config: Contents of `generation_config.json`. `do_sample: false` means temperature 0. A key that vLLM reads
-            and that is not built yet is left out with one warning that names it; other keys don't concern sampling.
+          config: Contents of `generation_config.json`. `do_sample: false` means temperature 0; keys that don't concern
+            sampling are left out.
           **changes: Fields that win over the file.
 
         Raises:
@@ -135,11 +113,23 @@ class SamplingParams:
         found = {name: config[key] for key, name in _GENERATION_CONFIG_KEYS.items() if config.get(key) is not None}
         if config.get("do_sample") is False:
             found["temperature"] = 0.0
-        ignored = [f"{name}={found[name]}" for name in found if name in NOT_BUILT and found[name] != NOT_BUILT[name]]
-        if ignored:
-            logger.warning("generation_config.json asks for %s, not supported yet: left out", ", ".join(ignored))
-        kept = {name: value for name, value in found.items() if name not in NOT_BUILT}
-        return cls(**{**kept, **changes})
+        return cls(**{**found, **changes})
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> "SamplingParams":
+        """Makes what a web request asks for: None means the default, and `logit_bias` is cut to [-100, 100].
+
+        `max_tokens=None` keeps its meaning, as many as the context holds.
+
+        Raises:
+          RequestError: As the constructor.
+        """
+        given: dict[str, Any] = {}
+        given.update((name, value) for name, value in values.items() if value is not None or name == "max_tokens")
+        params = cls(**given)
+        if params.logit_bias is None:
+            return params
+        return params.clone(logit_bias={key: min(max(bias, -100.0), 100.0) for key, bias in params.logit_bias.items()})
 
     def clone(self, **changes: Any) -> "SamplingParams":
         """Returns a copy with some fields changed, checked like a new one."""
@@ -152,9 +142,23 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def num_logprobs(self) -> int | None:
+        """Entries asked for at each sampled position, beside the sampled token; -1: all; None: no log probabilities."""
+        if self.logprob_token_ids is not None:
+            return len(self.logprob_token_ids)
+        return self.logprobs
+
+    @property
     def needs_logprobs(self) -> bool:
         """Whether any log probabilities are to be returned."""
-        return self.logprobs is not None or self.prompt_logprobs is not None
+        return self.num_logprobs is not None or self.prompt_logprobs is not None
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether it may start from keys and values computed for others."""
+        if self.skip_reading_prefix_cache is None:
+            return self.prompt_logprobs is None
+        return not self.skip_reading_prefix_cache
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -162,9 +166,61 @@ class SamplingParams:
         return tuple(self.stop or ())
 
     def __repr__(self) -> str:
-        changed = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) not in (field.default, ())
-        ]
-        return f"SamplingParams({', '.join(changed)})"
+        return changed_fields(self)
+
+
+@checks_fields(checked_beam_search)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """How a beam search goes, with vLLM's names and defaults. Immutable.
+
+    Raises:
+      RequestError: A value missing, of the wrong type or out of range, or an unknown name.
+    """
+
+    beam_width: int
+    """Texts kept at each step and returned, 1 to 16384."""
+    max_tokens: int
+    """Most tokens to generate."""
+    ignore_eos: bool = False
+    """Go on after the end-of-sequence token."""
+    temperature: float = 0.0
+    """As in `SamplingParams`; it matters only where the engine's log probabilities are processed ones."""
+    length_penalty: float = 1.0
+    """Texts are compared by log probability / length to this power, in [-32, 32]."""
+    include_stop_str_in_output: bool = False
+    """Keep the end-of-sequence token that ends a text."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+
+def check_against(params: SamplingParams, *, vocab_size: int, max_logprobs: int) -> None:
+    """Checks what depends on the engine.
+
+    Args:
+      params: Checked by itself already.
+      vocab_size: Token ids are below it.
+      max_logprobs: Most log probabilities a position; -1: as many as the vocabulary has tokens.
+
+    Raises:
+      RequestError: More log probabilities than that, or a token id out of the vocabulary.
+    """
+    limit = vocab_size if max_logprobs == -1 else max_logprobs
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if name == "logprobs" and params.logprob_token_ids is not None:
+            continue
+        if count is not None and (vocab_size if count == -1 else count) > limit:
+            shown = f"-1 (all {vocab_size} tokens)" if count == -1 else count
+            message = f"{name} must be at most {limit}, the engine's max_logprobs; got {shown}"
+            raise RequestError(message, parameter=name, value=count)
+    _check_token_ids("logit_bias", params.logit_bias, vocab_size)
+    _check_token_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
+    _check_token_ids("logprob_token_ids", params.logprob_token_ids, vocab_size)
+    _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+
+
+def _check_token_ids(name: str, token_ids: Iterable[int] | None, vocab_size: int) -> None:
+    outside = [token_id for token_id in token_ids or () if token_id >= vocab_size]
+    if outside:
+        message = f"{name} must have token ids from 0 to {vocab_size - 1}, got {outside}"
+        raise RequestError(message, parameter=name, value=outside)

@@ -69,6 +69,16 @@ class PagedAttention(Protocol):
         """Pools with this step's keys and values in their places."""
         ...
 
+    def copy_pages(
+        self, pools: tuple[Array, Array], sources: Int[Array, " C"], targets: Int[Array, " C"]
+    ) -> tuple[Array, Array]:
+        """Pools with the content of page ``sources[i]`` in page ``targets[i]``.
+
+        All sources are read before a target is written. No page is the target of two sources, but targets behind the
+        pool's end are not written: entries that only fill up the arrays have one.
+        """
+        ...
+
     def attend(
         self,
         query: Float[Array, "T N H"],
@@ -81,8 +91,13 @@ class PagedAttention(Protocol):
         window: int | None,
         soft_cap: float | None,
         decode_only: bool,
+        row_tile: int | None = None,
     ) -> Float[Array, "T N H"]:
-        """Each query token's attention over its row's context up to itself; padding tokens get anything finite."""
+        """Each query token's attention over its row's context up to itself; padding tokens get anything finite.
+
+        With a ``row_tile`` a token's result has the same bits in every batch, in a decode step and in a chunk of any
+        length; the query tokens that rows own then stand together at the front.
+        """
         ...
 
 

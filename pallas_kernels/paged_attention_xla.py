@@ -20,6 +20,7 @@ _FEW_ROWS = 8
 _QUERY_TILE = 128  # prefill tokens that share a pass over the context
 _PREFILL_TILE = 256  # tokens of context a prefill round reads
 _FEW_TOKENS = 1
+_TOKEN_TILE = 8  # query tokens that walk together where results must not depend on how many there are
 _MASKED = -1e30
 
 
@@ -62,11 +63,17 @@ def write_kv(
     batch: AttentionBatch,
     page_size: int,
 ) -> tuple[Float[Array, "P row"], Float[Array, "P row"]]:
-    """Pools with this step's keys and values in their places. XLA writes a few tokens faster one by one."""
+    """Pools with this step's keys and values in their places. XLA writes a few tokens faster one by one.
+
+    A value that is not a number would reach whoever has its page later, since masked values count as zero times
+    themselves: it moves to the key, which is masked before it counts and makes its own text's scores no numbers either.
+    """
     key_pool, value_pool = pools
     num_tokens, num_kv_heads, head_dim = key.shape
     pages, offsets = batch.token_pages, batch.token_offsets
     key, value = key.astype(key_pool.dtype), value.astype(value_pool.dtype)
+    is_finite = jnp.isfinite(value)
+    key, value = jnp.where(is_finite, key, jnp.nan), jnp.where(is_finite, value, 0)
     key_view = key_pool.reshape(-1, num_kv_heads, head_dim, page_size)
     value_view = value_pool.reshape(-1, num_kv_heads, page_size, head_dim)
     if num_tokens <= _FEW_TOKENS:
@@ -77,6 +84,16 @@ def write_kv(
         key_view = key_view.at[pages, :, :, offsets].set(key, mode="promise_in_bounds")
         value_view = value_view.at[pages, :, offsets].set(value, mode="promise_in_bounds")
     return key_view.reshape(key_pool.shape), value_view.reshape(value_pool.shape)
+
+
+def copy_pages(
+    pools: tuple[Float[Array, "P row"], Float[Array, "P row"]], sources: Int[Array, " C"], targets: Int[Array, " C"]
+) -> tuple[Float[Array, "P row"], Float[Array, "P row"]]:
+    """Pools with pages copied; see ``PagedAttention.copy_pages``."""
+    key_pool, value_pool = (
+        pool.at[targets].set(jnp.take(pool, sources, 0, mode="clip"), mode="drop") for pool in pools
+    )
+    return key_pool, value_pool
 
 
 def attend(
@@ -90,13 +107,16 @@ def attend(
     window: int | None,
     soft_cap: float | None,
     decode_only: bool,
+    row_tile: int | None = None,
 ) -> Float[Array, "T N H"]:
     """Attention of each query token over its row's context up to itself; see ``PagedAttention.attend``."""
     num_tokens, num_heads, head_dim = query.shape
     grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scoring = _Scoring(scale, window, soft_cap)
     num_rows = batch.context_lens.shape[0]
-    if decode_only:
+    if row_tile is not None:
+        out = _token_by_token(grouped, pools, batch, page_size, scoring)
+    elif decode_only:
         out = _decode(grouped, pools, batch.page_table, batch.context_lens, page_size, scoring)
     else:
         decode_lens = jnp.where(jnp.arange(num_rows) < batch.num_decode, batch.context_lens, 0)
@@ -113,14 +133,60 @@ def _decode(
     page_size: int,
     scoring: _Scoring,
 ) -> Float[Array, "R K G H"]:
-    """One query a row. All rows walk together up to the longest context; few rows walk in large tiles first."""
+    """One query a row. Few rows walk in large tiles first."""
+    small = _tile_pages(_SMALL_TILE, page_size, page_table.shape[1])
+    large = _tile_pages(_LARGE_TILE, page_size, page_table.shape[1]) if query.shape[0] <= _FEW_ROWS else small
+    return _walk(query, pools, page_table, context_lens, page_size, scoring, small, large)
+
+
+def _token_by_token(
+    query: Float[Array, "T K G H"],
+    pools: tuple[Float[Array, "P row"], Float[Array, "P row"]],
+    batch: AttentionBatch,
+    page_size: int,
+    scoring: _Scoring,
+) -> Float[Array, "T K G H"]:
+    """Every query token as a row of its own, with the same operations wherever it stands.
+
+    The tiles of its context start at its first token and have one size, so that they neither depend on where a chunk
+    starts nor on how much the page table holds; masked ones add exact zeros. A few tokens walk together.
+    """
+    num_tokens, tile = query.shape[0], _TOKEN_TILE
+    padding = (-num_tokens % tile) + tile  # never one tile alone, which a compiler takes out of the loop
+    token = jnp.arange(num_tokens + padding)[:, None]
+    owned = (token >= batch.query_starts) & (token < batch.query_starts + batch.query_lens)
+    rows = jnp.argmax(owned, 1)
+    before = batch.context_lens - batch.query_lens - batch.query_starts
+    context_lens = jnp.where(owned.any(1), before[rows] + token[:, 0] + 1, 0)
+    padded = jnp.pad(query, ((0, padding), (0, 0), (0, 0), (0, 0)))
+    pages = max(1, _SMALL_TILE // page_size)
+
+    def tile_round(i, out):
+        queries, table_rows, lens = (lax.dynamic_slice_in_dim(a, i * tile, tile) for a in (padded, rows, context_lens))
+        table = jnp.take(batch.page_table, table_rows, axis=0, mode="clip")
+        attended = _walk(queries, pools, table, lens, page_size, scoring, pages, pages)
+        return lax.dynamic_update_slice_in_dim(out, attended, i * tile, 0)
+
+    used = batch.query_lens.sum()
+    return lax.fori_loop(0, -(-used // tile), tile_round, jnp.zeros(padded.shape, jnp.float32))[:num_tokens]
+
+
+def _walk(
+    query: Float[Array, "R K G H"],
+    pools: tuple[Float[Array, "P row"], Float[Array, "P row"]],
+    page_table: Int[Array, "R M"],
+    context_lens: Int[Array, " R"],
+    page_size: int,
+    scoring: _Scoring,
+    small: int,
+    large: int,
+) -> Float[Array, "R K G H"]:
+    """One query a row. All walk together up to the longest context, in large tiles (in pages) as far as they fit."""
     num_rows, num_kv_heads, group, head_dim = query.shape
     longest = context_lens.max()
     first = jnp.zeros((), jnp.int32)
     if scoring.window is not None:
         first = jnp.maximum(jnp.where(context_lens > 0, context_lens, longest) - scoring.window, 0).min()
-    small = _tile_pages(_SMALL_TILE, page_size, page_table.shape[1])
-    large = _tile_pages(_LARGE_TILE, page_size, page_table.shape[1]) if num_rows <= _FEW_ROWS else small
     shape = (num_rows, num_kv_heads, group)
     state = _Softmax(jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
 

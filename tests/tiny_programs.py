@@ -47,10 +47,11 @@ def make_program(
     num_pages: int = 24,
     num_slots: int = 4,
     policy: DtypePolicy = DtypePolicy(),  # noqa: B008 - frozen
+    **settings: Any,
 ) -> ModelProgram:
-    """The model on the first ``tensor`` devices, with pages of 8 tokens."""
+    """The model on the first ``tensor`` devices, with pages of 8 tokens; ``settings`` are further fields."""
     mesh = make_mesh(MeshShape(tensor=tensor))
-    return ModelProgram(config, mesh, get_layout(layout).on(mesh), policy, KERNEL, 8, num_pages, num_slots)
+    return ModelProgram(config, mesh, get_layout(layout).on(mesh), policy, KERNEL, 8, num_pages, num_slots, **settings)
 
 
 def random_params(program: ModelProgram, seed: int = 0) -> tuple[jax.Array, ...]:

@@ -3,104 +3,228 @@
 import dataclasses
 import hashlib
 import time
+from collections.abc import Mapping
 
+from jaxserve.engine.constraint import Constraint
+from jaxserve.engine.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids
 from jaxserve.engine.detokenizer import Detokenizer
-from jaxserve.engine.plan import Sampling
+from jaxserve.engine.grammars import GrammarCompiler
 from jaxserve.engine.request_state import RequestState, Sample
+from jaxserve.engine.sampling_numbers import make_sampling, stream_seed
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import RequestError
-from jaxserve.outputs import PromptLogprobs
+from jaxserve.layers.model_config import RopeConfig
+from jaxserve.layers.rope import length_regime
+from jaxserve.logprobs import FlatLogprobs, Logprob, SampleLogprobs
 from jaxserve.request import PromptInput
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import SamplingParams, check_against
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelLimits:
-    """What a request must keep to.
+    """What a request must keep to, and what it can ask for.
 
     Attributes:
         max_model_len: Longest context in tokens.
         vocab_size: Token ids are below it.
         eos_token_ids: Tokens that end a text.
+        max_logprobs: Most alternatives reported at a position.
+        has_priorities: Whether the scheduler goes by priority.
+        shares_prefixes: Whether requests share the pages of what they begin with.
+        arguments: What the logits processors read of ``extra_args``, with the values that change nothing.
+        thinking_ids: Token ids that begin and that end the model's reasoning.
+        rope: The model's rotary embedding.
+        model_key: Tells this model's keys and values from those of any other.
     """
 
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    max_logprobs: int = 20
+    has_priorities: bool = False
+    shares_prefixes: bool = True
+    arguments: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    thinking_ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    rope: RopeConfig | None = None
+    model_key: bytes = b""
 
 
-def admit(
-    prompt: PromptInput,
-    params: SamplingParams,
-    *,
-    request_id: str,
-    replica: int,
-    limits: ModelLimits,
-    tokenizer: Tokenizer | None,
-    default_seed: int,
-    arrival_s: float,
-) -> RequestState:
-    """The state of a new request.
+class Admission:
+    """Makes requests: checks them, tokenizes them, starts to compile their grammars. Any thread may use it.
 
     Args:
-        prompt: Text or token ids.
-        params: How to sample.
-        request_id: Its name.
-        replica: Index of the data slice it will run on.
-        limits: What the model can take.
-        tokenizer: None where the model has none.
-        default_seed: Used where the parameters bring no seed.
-        arrival_s: When it came, in seconds of ``time.monotonic()``.
-
-    Raises:
-        RequestError: No token ids, a token id out of the vocabulary, or more tokens than a context can hold.
+        limits: What a request must keep to.
+        tokenizer: None where the model has none; requests then bring token ids and get no text.
+        grammars: Compiles structured outputs; None where the model has no tokenizer.
     """
-    token_ids = _token_ids(prompt, tokenizer, limits.vocab_size)
-    params = _fitted(params, len(token_ids), limits.max_model_len)
-    if params.stop_strings and tokenizer is None:
-        raise RequestError("stop strings need text; the model directory has no tokenizer", parameter="stop")
-    seed = default_seed if params.seed is None else params.seed
-    samples = []
-    for index in range(params.n):
-        sequence = _sequence(f"{request_id}-{index}", token_ids, params, stream_seed(seed, index), limits)
-        sequence.wants_prompt_logprobs = params.prompt_logprobs is not None and index == 0
-        detokenizer = _detokenizer(token_ids, params, tokenizer)
-        samples.append(Sample(index, sequence, detokenizer, None if params.logprobs is None else []))
-    prompt_logprobs: PromptLogprobs | None = None
-    if params.prompt_logprobs is not None:
-        prompt_logprobs = [None for _ in token_ids]
-    return RequestState(
-        request_id=request_id,
-        prompt=prompt.prompt,
-        prompt_token_ids=token_ids,
-        params=params,
-        samples=samples,
-        replica=replica,
-        arrival_s=arrival_s,
-        queued_s=time.monotonic(),
-        prompt_logprobs=prompt_logprobs,
-    )
 
+    def __init__(self, limits: ModelLimits, tokenizer: Tokenizer | None, grammars: GrammarCompiler | None):
+        self.limits = limits
+        self.tokenizer = tokenizer
+        self.grammars = grammars
 
-def stream_seed(seed: int, index: int) -> int:
-    """A 32-bit seed for sample ``index`` of a request, unlike those of other seeds and samples."""
-    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little")
+    def admit(
+        self,
+        prompt: PromptInput,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int,
+        default_seed: int,
+        arrival_s: float,
+    ) -> RequestState:
+        """The state of a new request.
 
+        Args:
+            prompt: Text or token ids.
+            params: How to sample.
+            request_id: Its name.
+            priority: Lower runs sooner; must be 0 unless the scheduler goes by it.
+            default_seed: Used where the parameters bring no seed.
+            arrival_s: When it came, in seconds of ``time.monotonic()``.
 
-def _token_ids(prompt: PromptInput, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
-    if prompt.prompt_token_ids is not None:
-        token_ids = list(prompt.prompt_token_ids)
-    elif tokenizer is None:
-        raise RequestError("the model directory has no tokenizer; expected prompt_token_ids, got text")
-    else:
-        token_ids = tokenizer.encode(prompt.prompt or "")
-    if not token_ids:
-        raise RequestError("the prompt has no token ids after tokenization; at least one is needed")
-    if max(token_ids) >= vocab_size:
-        raise RequestError(f"token id {max(token_ids)} is out of vocabulary; expected ids from 0 to {vocab_size - 1}")
-    return token_ids
+        Raises:
+            RequestError: No token ids, a token id out of the vocabulary, more tokens than a context can hold, or a
+                parameter that this model or engine cannot serve.
+        """
+        limits = self.limits
+        if priority and not limits.has_priorities:
+            message = "priority needs an engine with scheduling_policy='priority'; this one runs 'fcfs'"
+            raise RequestError(message, parameter="priority", value=priority)
+        check_against(params, vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs)
+        token_ids = self._token_ids(prompt)
+        params = _fitted(params, len(token_ids), limits.max_model_len)
+        self._check_text(params)
+        grammar = None
+        if params.structured_outputs is not None:
+            assert self.grammars is not None
+            grammar = self.grammars.submit(params.structured_outputs)
+        root = self._cache_root(prompt.cache_salt, request_id, len(token_ids) + (params.max_tokens or 0))
+        seed = default_seed if params.seed is None else params.seed
+        samples = self._samples(request_id, token_ids, params, seed, root)
+        for sample in samples:
+            sample.sequence.priority = priority
+        return RequestState(
+            request_id=request_id,
+            prompt=prompt.prompt,
+            prompt_token_ids=token_ids,
+            params=params,
+            samples=samples,
+            replica=0,
+            arrival_s=arrival_s,
+            queued_s=time.monotonic(),
+            prompt_logprobs=_no_prompt_logprobs(params, len(token_ids)),
+            priority=priority,
+            grammar=grammar,
+        )
+
+    def _samples(
+        self, request_id: str, token_ids: list[int], params: SamplingParams, seed: int, root: bytes
+    ) -> list[Sample]:
+        """The samples of a request; the first leads the others, which share its prompt's pages."""
+        bad_words = bad_word_ids(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else []
+        samples: list[Sample] = []
+        for index in range(params.n):
+            sequence = self._sequence(f"{request_id}-{index}", token_ids, params, stream_seed(seed, index), bad_words)
+            sequence.cache_root = root
+            follows_own_prompt = index > 0 and params.skip_reading_prefix_cache is None
+            sequence.reads_cache = params.reads_prefix_cache or follows_own_prompt
+            sequence.wants_prompt_logprobs = params.prompt_logprobs is not None and index == 0
+            samples.append(Sample(index, sequence, self._detokenizer(token_ids, params), _no_logprobs(params)))
+        samples[0].sequence.followers = [sample.sequence for sample in samples[1:]]
+        return samples
+
+    def _token_ids(self, prompt: PromptInput) -> list[int]:
+        if prompt.prompt_token_ids is not None:
+            token_ids = list(prompt.prompt_token_ids)
+        elif self.tokenizer is None:
+            raise RequestError("the model directory has no tokenizer; expected prompt_token_ids, got text")
+        else:
+            token_ids = self.tokenizer.encode(prompt.prompt or "")
+        if not token_ids:
+            raise RequestError("the prompt has no token ids after tokenization; at least one is needed")
+        largest = max(token_ids)
+        if largest >= self.limits.vocab_size:
+            expected = f"expected ids from 0 to {self.limits.vocab_size - 1}"
+            raise RequestError(f"token id {largest} is out of vocabulary; {expected}")
+        return token_ids
+
+    def _check_text(self, params: SamplingParams) -> None:
+        """Refuses what needs a tokenizer or a parser that the engine does not have, and unknown extra arguments."""
+        if self.tokenizer is None:
+            for name, what in (("stop", "stop strings"), ("bad_words", "bad words"), ("structured_outputs", "it")):
+                if getattr(params, name):
+                    raise RequestError(f"{what} need text; the model directory has no tokenizer", parameter=name)
+        if params.thinking_token_budget is not None and self.limits.thinking_ids is None:
+            message = "thinking_token_budget needs an engine with a reasoning_parser and a tokenizer"
+            raise RequestError(message, parameter="thinking_token_budget", value=params.thinking_token_budget)
+        for name, value in (params.extra_args or {}).items():
+            if name not in self.limits.arguments:
+                known = (
+                    ", ".join(self.limits.arguments) or "nothing: the engine has no logits_processors with arguments"
+                )
+                raise RequestError(f"extra_args has no argument {name!r}; there is {known}", parameter="extra_args")
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise RequestError(f"extra_args[{name!r}] must be a number, got {value!r}", parameter="extra_args")
+
+    def _cache_root(self, salt: str | None, request_id: str, final_length: int) -> bytes:
+        """What tells a request's keys and values from those of other models, rotary regimes, tenants."""
+        regime = 0 if self.limits.rope is None else length_regime(self.limits.rope, final_length)
+        shared = "" if self.limits.shares_prefixes else request_id
+        parts = (self.limits.model_key, str(regime).encode(), shared.encode(), (salt or "").encode())
+        return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+
+    def _sequence(
+        self, name: str, prompt: list[int], params: SamplingParams, seed: int, bad_words: list[tuple[int, ...]]
+    ) -> Sequence:
+        stop_ids: dict[int, int | None] = {} if params.ignore_eos else dict.fromkeys(self.limits.eos_token_ids)
+        stop_ids |= {token: token for token in params.stop_token_ids or ()}
+        sampling = make_sampling(
+            params,
+            seed=seed,
+            vocab_size=self.limits.vocab_size,
+            arguments=self.limits.arguments,
+            banned_ids=[token for token in stop_ids if token < self.limits.vocab_size],
+            banned_until=len(prompt) + params.min_tokens,
+            bad_ids=[word[0] for word in bad_words if len(word) == 1],
+        )
+        return Sequence(
+            sequence_id=name,
+            token_ids=list(prompt),
+            num_prompt_tokens=len(prompt),
+            max_length=len(prompt) + (params.max_tokens or 0),
+            sampling=sampling,
+            stop_ids=stop_ids,
+            min_length=len(prompt) + params.min_tokens,
+            constraint=self._constraint(prompt, params, bad_words),
+            repetition=params.repetition_detection,
+        )
+
+    def _constraint(
+        self, prompt: list[int], params: SamplingParams, bad_words: list[tuple[int, ...]]
+    ) -> Constraint | None:
+        """What the tokens before decide of the next, but for the grammar, which comes when it is compiled."""
+        found: list[Constraint] = []
+        if params.thinking_token_budget is not None and self.limits.thinking_ids is not None:
+            start, end = self.limits.thinking_ids
+            vocab_size = self.limits.vocab_size
+            found.append(ThinkingBudget(start, end, params.thinking_token_budget, prompt, vocab_size=vocab_size))
+        longer = [word for word in bad_words if len(word) > 1]
+        if longer:
+            found.append(BadWords(longer, vocab_size=self.limits.vocab_size))
+        return AllOf(found) if len(found) > 1 else found[0] if found else None
+
+    def _detokenizer(self, prompt: list[int], params: SamplingParams) -> Detokenizer | None:
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        return Detokenizer(
+            self.tokenizer.pieces(params.skip_special_tokens),
+            stop=params.stop_strings,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            prompt_token_ids=prompt,
+        )
 
 
 def _fitted(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
@@ -116,37 +240,11 @@ def _fitted(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) 
     return params
 
 
-def _sequence(name: str, prompt: list[int], params: SamplingParams, seed: int, limits: ModelLimits) -> Sequence:
-    stop_ids: dict[int, int | None] = {} if params.ignore_eos else dict.fromkeys(limits.eos_token_ids)
-    stop_ids |= {token: token for token in params.stop_token_ids or ()}
-    sampling = Sampling(
-        temperature=params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=seed,
-        num_logprobs=-1 if params.logprobs is None else params.logprobs,
-        banned_ids=tuple(token for token in stop_ids if token < limits.vocab_size) if params.min_tokens else (),
-        banned_until=len(prompt) + params.min_tokens,
-    )
-    return Sequence(
-        sequence_id=name,
-        token_ids=list(prompt),
-        num_prompt_tokens=len(prompt),
-        max_length=len(prompt) + (params.max_tokens or 0),
-        sampling=sampling,
-        stop_ids=stop_ids,
-        min_length=len(prompt) + params.min_tokens,
-    )
-
-
-def _detokenizer(prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None) -> Detokenizer | None:
-    if tokenizer is None or not params.detokenize:
+def _no_logprobs(params: SamplingParams) -> SampleLogprobs | None:
+    if params.logprobs is None and not params.logprob_token_ids:
         return None
-    return Detokenizer(
-        tokenizer.pieces(params.skip_special_tokens),
-        stop=params.stop_strings,
-        include_stop_str_in_output=params.include_stop_str_in_output,
-        min_tokens=params.min_tokens,
-        prompt_token_ids=prompt,
-    )
+    return FlatLogprobs() if params.flat_logprobs else []
+
+
+def _no_prompt_logprobs(params: SamplingParams, num_tokens: int) -> list[dict[int, Logprob] | None] | None:
+    return None if params.prompt_logprobs is None else [None for _ in range(num_tokens)]

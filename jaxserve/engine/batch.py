@@ -3,10 +3,14 @@
 Facts of a slot are kept here between steps, since plans name them only when they change.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from jaxserve.engine.plan import StepPlan
-from jaxserve.engine.step_batch import BatchShape
+from jaxserve.engine.plan import Sampling, StepPlan
+from jaxserve.engine.step_batch import SLOT_NUMBERS, BatchShape
+
+_NEVER = np.iinfo(np.int32).max
 
 
 class BatchBuilder:
@@ -17,38 +21,48 @@ class BatchBuilder:
         table_pages: M, pages of the longest context.
         page_size: Tokens a page.
         num_pages: Usable pages; the null page is the one behind them.
+        neutral_arguments: What the engine's logits processors read of requests that give them nothing.
     """
 
-    def __init__(self, num_slots: int, table_pages: int, page_size: int, num_pages: int):
+    def __init__(
+        self,
+        num_slots: int,
+        table_pages: int,
+        page_size: int,
+        num_pages: int,
+        neutral_arguments: Sequence[float] = (),
+    ):
         self.page_size = page_size
         self.num_pages = num_pages
         self.num_slots = num_slots
+        self.neutral_arguments = tuple(neutral_arguments)
         self.page_table = np.full((num_slots, table_pages), num_pages, np.int32)
         self.lengths = np.zeros(num_slots, np.int32)
-        self.temperature = np.zeros(num_slots, np.float32)
-        self.top_p = np.ones(num_slots, np.float32)
-        self.min_p = np.zeros(num_slots, np.float32)
-        self.top_k = np.zeros(num_slots, np.int32)
-        self.seeds = np.zeros(num_slots, np.int32)
-        self.num_logprobs = np.full(num_slots, -1, np.int32)
-        self.banned: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self._sampling = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p", "top_k", "seeds")}
+        self.numbers = np.zeros((len(SLOT_NUMBERS) + len(self.neutral_arguments), num_slots), np.int32)
+        self._floats = self.numbers.view(np.float32)
+        self._set_numbers(0, Sampling())
+        self._neutral = self.numbers[:, :1].copy()
+        self.numbers[...] = self._neutral
+        self.is_random = np.zeros(num_slots, bool)
+        self.needs_full = np.zeros(num_slots, bool)
+        self.counted_from = np.full(num_slots, _NEVER, np.int32)
         self._paddings: dict[BatchShape, np.ndarray] = {}
 
     def apply(self, plan: StepPlan) -> None:
         """Takes over what the plan says of slots."""
-        for slot, sampling, final_length, *_ in plan.setups:
+        for slot, sampling, final_length, token_ids, _ in plan.setups:
             self.page_table[slot] = self.num_pages
             self.lengths[slot] = final_length
-            self.temperature[slot] = sampling.temperature
-            self.top_p[slot] = sampling.top_p
-            self.min_p[slot] = sampling.min_p
-            self.top_k[slot] = sampling.top_k
-            self.seeds[slot] = np.uint32(sampling.seed).view(np.int32)
-            self.num_logprobs[slot] = sampling.num_logprobs
-            self.banned.pop(slot, None)
-            if sampling.banned_ids:
-                self.banned[slot] = (sampling.banned_until, sampling.banned_ids)
+            self._set_numbers(slot, sampling)
+            has_penalties = sampling.has_penalties
+            self.is_random[slot] = sampling.temperature > 0
+            self.counted_from[slot] = len(token_ids) if has_penalties else _NEVER
+            self.needs_full[slot] = (
+                sampling.num_logprobs >= 0
+                or has_penalties
+                or len(sampling.logit_bias) + len(sampling.tracked_ids) > 0
+                or sampling.arguments not in ((), self.neutral_arguments)
+            )
         for slot, first, pages in plan.grants:
             self.page_table[slot, first : first + len(pages)] = pages
 
@@ -63,42 +77,35 @@ class BatchBuilder:
         self._fill_prefill(views, plan, num_decode)
         views["slots"][:num_rows] = slots
         views["page_table"][:num_rows] = self.page_table[slots]
-        for name, values in self._sampling.items():
-            views[name][:num_rows] = values[slots]
+        start, stop, size, _ = shape.slot_numbers
+        buffer[start:stop].reshape(size)[:, :num_rows] = self.numbers[:, slots]
         views["num_decode"][...] = num_decode
         views["num_rows"][...] = num_rows
         views["variant"][...] = variant
         return buffer
 
-    def variant(self, plan: StepPlan) -> str:
-        """The simplest sampler that does what every row asks for."""
+    def variant(self, plan: StepPlan, is_masked: bool = False) -> str:
+        """The simplest sampler that does what every row asks for; ``is_masked``: a row may not sample every token."""
         slots = plan.decode_slots + [row.slot for row in plan.prefill if row.samples]
-        if self._banned_rows(plan) or (self.num_logprobs[slots] >= 0).any():
+        if is_masked or self.needs_full[slots].any():
             return "full"
-        return "sampled" if (self.temperature[slots] > 0).any() else "greedy"
+        return "sampled" if self.is_random[slots].any() else "greedy"
 
-    def vocabulary_mask(self, plan: StepPlan, num_rows: int, vocab_size: int) -> np.ndarray | None:
-        """Allowed tokens of each row as bits, [num_rows, V / 32] int32; None where every token is allowed."""
-        banned = self._banned_rows(plan)
-        if not banned:
-            return None
-        mask = np.full((num_rows, -(-vocab_size // 32)), -1, np.int32)
-        for row, token_ids in banned:
-            for token in token_ids:
-                mask[row, token // 32] &= ~np.int32(np.uint32(1 << token % 32).view(np.int32))
-        return mask
-
-    def _banned_rows(self, plan: StepPlan) -> list[tuple[int, tuple[int, ...]]]:
-        """Rows that may not sample some tokens yet, and those tokens."""
-        if not self.banned:
-            return []
-        rows = [*zip(plan.decode_slots, plan.decode_positions, strict=True)]
-        rows += [(row.slot, row.start + len(row.token_ids) - 1) for row in plan.prefill]
-        return [
-            (i, self.banned[slot][1])
-            for i, (slot, position) in enumerate(rows)
-            if slot in self.banned and position + 1 < self.banned[slot][0]
-        ]
+    def _set_numbers(self, slot: int, sampling: Sampling) -> None:
+        """A slot's part of the buffer, in the order of ``SLOT_NUMBERS``."""
+        arguments = sampling.arguments or self.neutral_arguments
+        assert len(arguments) == len(self.neutral_arguments), "as many arguments as the logits processors read"
+        seed = sampling.seed if sampling.seed < 1 << 31 else sampling.seed - (1 << 32)
+        self.numbers[:2, slot] = (sampling.top_k, seed)
+        self._floats[2:, slot] = (
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+            sampling.repetition_penalty,
+            *arguments,
+        )
 
     def _padding(self, shape: BatchShape) -> np.ndarray:
         """A buffer of empty rows and padding tokens."""
@@ -110,8 +117,10 @@ class BatchBuilder:
             views["page_table"][...] = self.num_pages
             views["slots"][...] = self.num_slots
             views["sampled_slots"][...] = self.num_slots
+            views["counted_slots"][...] = self.num_slots
             views["query_starts"][...] = shape.num_tokens
-            views["top_p"][...] = 1.0
+            start, stop, size, _ = shape.slot_numbers
+            buffer[start:stop].reshape(size)[...] = self._neutral
             self._paddings[shape] = buffer
         return self._paddings[shape]
 
@@ -127,6 +136,7 @@ class BatchBuilder:
         views["query_starts"][:num_decode] = views["sampled_tokens"][:num_decode] = np.arange(num_decode)
         views["query_lens"][:num_decode] = 1
         views["sampled_slots"][:num_decode] = slots
+        views["counted_slots"][:num_decode] = np.where(positions >= self.counted_from[slots], slots, self.num_slots)
 
     def _fill_prefill(self, views: dict[str, np.ndarray], plan: StepPlan, first_row: int) -> None:
         start = first_row

@@ -18,24 +18,29 @@ class Buckets:
         mixed_tokens: Query tokens of each mixed shape.
         max_num_seqs: Most rows of a mixed step.
         table_pages: M, pages of the longest context.
+        multiple: Rows and tokens of every shape are multiples of it.
     """
 
     decode_rows: tuple[int, ...]
     mixed_tokens: tuple[int, ...]
     max_num_seqs: int
     table_pages: int
+    multiple: int = 1
 
     @classmethod
-    def make(cls, max_num_seqs: int, max_num_batched_tokens: int, table_pages: int, min_rows: int) -> "Buckets":
+    def make(
+        cls, max_num_seqs: int, max_num_batched_tokens: int, table_pages: int, min_rows: int = 1, multiple: int = 1
+    ) -> "Buckets":
         """Powers of two; from 64 tokens on also the sizes halfway, so that a third of a mixed step at most is padding.
 
         Decode rows have sizes halfway (from 16 on) only where few rows are asked for: programs are to be at most 40.
         """
         decode = _ladder(1, max_num_seqs, half_steps_from=16 if max_num_seqs <= _FEW_ROWS else max_num_seqs)
-        decode = tuple(sorted({max(rows, min(min_rows, max_num_seqs)) for rows in decode}))
+        decode = [max(rows, min(min_rows, max_num_seqs)) for rows in decode]
         smallest = min(_SMALLEST_MIXED, max_num_batched_tokens)
         mixed = _ladder(smallest, max_num_batched_tokens, half_steps_from=64)
-        return cls(decode, mixed, max_num_seqs, table_pages)
+        decode, mixed = (tuple(sorted({_up(size, multiple) for size in sizes})) for sizes in (decode, mixed))
+        return cls(decode, mixed, max_num_seqs, table_pages, multiple)
 
     def shapes(self) -> list[BatchShape]:
         """Every shape, decode steps first; the last is the one that scores prompts."""
@@ -55,7 +60,7 @@ class Buckets:
     def _shape(self, num_tokens: int, decode_only: bool = False, scores_prompt: bool = False) -> BatchShape:
         return BatchShape(
             num_tokens=num_tokens,
-            num_rows=num_tokens if decode_only else min(self.max_num_seqs, num_tokens),
+            num_rows=num_tokens if decode_only else min(_up(self.max_num_seqs, self.multiple), num_tokens),
             table_pages=self.table_pages,
             decode_only=decode_only,
             scores_prompt=scores_prompt,
@@ -71,3 +76,7 @@ def _ladder(first: int, last: int, half_steps_from: int) -> tuple[int, ...]:
             sizes.append(size * 3 // 2)
         size *= 2
     return (*sizes, last)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,8 +1,11 @@
 """From settings to a runnable model: everything is planned from shapes first; weights are read last."""
 
 import dataclasses
+import importlib
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +15,15 @@ from jaxserve.config import EngineConfig
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.memory import MemoryNeeds, device_memory_bytes, longest_that_fits, plan_pages
-from jaxserve.engine.steps import ModelProgram
+from jaxserve.engine.program import ModelProgram
 from jaxserve.errors import ConfigError
 from jaxserve.layers.attention import select_attention
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
+from jaxserve.layers.rows import ROW_TILE
 from jaxserve.models.loading import load_weights, read_model_config, resolve_dtype
 from jaxserve.models.weights import check_tensor_size
+from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from sharding import MeshShape, data_slices, ensure_cpu_devices, get_layout, make_mesh
 from sharding.mesh import Device
 from sharding.plan import bytes_per_device
@@ -77,14 +82,27 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     layout = get_layout(config.layout)
     first, *others = data_slices(mesh)
-    program = ModelProgram(model, first, layout.on(first), policy, kernel, page_size, 1, max_num_seqs)
+    program = ModelProgram(
+        config=model,
+        mesh=first,
+        layout=layout.on(first),
+        policy=policy,
+        kernel=kernel,
+        page_size=page_size,
+        num_pages=1,
+        num_slots=max_num_seqs,
+        row_tile=ROW_TILE if config.deterministic else None,
+        max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
+        logprobs_mode=config.logprobs_mode,
+        processors=load_processors(config.logits_processors or []),
+    )
     if config.tensor_parallel_size > 1 and program.parallel.size == 1:
         raise ConfigError(f"layout {config.layout!r} does not split over {config.tensor_parallel_size} devices")
     needs = _memory_needs(program, _max_model_len(config, model), max_num_batched_tokens)
     needs, num_pages = _fit(config, needs, device, mesh.devices.size)
     programs = [dataclasses.replace(program, mesh=slice_, num_pages=num_pages) for slice_ in (first, *others)]
     min_rows = 2 if device.platform == "cpu" and policy.weights != "float32" else 1
-    buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, needs.request_pages, min_rows)
+    buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, needs.request_pages, min_rows, program.row_tile or 1)
     return EnginePlan(
         directory=directory,
         config=model,
@@ -104,6 +122,35 @@ def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...
         CheckpointError: Files or tensors are missing, damaged, of other shapes, or not the model's.
     """
     return load_weights(plan.directory, plan.config, program.abstract_model.params, program.parallel.size)
+
+
+def load_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
+    """Logits processors, given as themselves, as classes without arguments, or by ``module:name``.
+
+    Raises:
+        ConfigError: Nothing by that name, or something that is no processor; the message says which.
+    """
+    found = []
+    for item in given:
+        processor = _imported(item) if isinstance(item, str) else item
+        if isinstance(processor, type):
+            processor = processor()
+        if not isinstance(processor, LogitsProcessor) or not isinstance(processor.arguments, Mapping):
+            raise ConfigError(
+                f"logits_processors: expected functions of logits with a mapping `arguments` (LogitsProcessor), "
+                f"got {item!r}"
+            )
+        found.append(processor)
+    argument_names(found)
+    return tuple(found)
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"logits_processors: {name!r} is no 'module:name' that can be imported: {error}") from error
 
 
 def _batch_limits(config: EngineConfig, device: Device) -> tuple[int, int]:
@@ -152,6 +199,7 @@ def _memory_needs(program: ModelProgram, max_model_len: int, max_num_batched_tok
         page_size=program.page_size,
         max_model_len=max_model_len,
         max_num_seqs=program.num_slots,
+        slots=program.slot_state_bytes,
     )
 
 

@@ -1,15 +1,20 @@
 """Conversations to prompt text, by the model's own Jinja template in transformers' sandbox."""
 
+import json
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
-
-import jinja2
 
 from jaxserve.errors import RequestError
 
 Message = Mapping[str, Any]
+
+MAX_RENDERED_CHARACTERS = 2**25
+"""Longest prompt text of a conversation: more is a template gone wrong."""
+
+logger = logging.getLogger(__name__)
 
 
 def quiet_transformers() -> None:
@@ -80,7 +85,9 @@ def render_chat(
     """Returns the prompt text of one conversation, special tokens written out.
 
     Args:
-      conversation: Messages with "role" and "content". A content of several text parts is joined by newlines.
+      conversation: Messages with "role" and "content". A content of several text parts is joined by newlines. An
+        assistant's "tool_calls" are in OpenAI's form, their arguments a mapping or its JSON text; templates always see
+        a mapping, as in vLLM.
       template: Jinja source.
       add_generation_prompt: End with what begins the assistant's answer.
       continue_final_message: Leave the last message open, so that the model goes on with it.
@@ -88,7 +95,7 @@ def render_chat(
       variables: More names that the template sees: the special tokens, and what the user passed.
 
     Raises:
-      RequestError: The template refused the conversation, or both ways to end it were asked for.
+      RequestError: The template refused the conversation or wrote far too much, or both ways to end it were asked for.
     """
     if continue_final_message and add_generation_prompt:
         raise RequestError("continue_final_message=True needs add_generation_prompt=False: the last message stays open")
@@ -96,15 +103,18 @@ def render_chat(
     from transformers.utils import chat_template_utils
 
     try:
+        # Every template that transformers compiles has an environment of its own.
+        environment: Any = chat_template_utils._compile_jinja_template(template).environment
+        environment.concat = _join_bounded
         rendered, _ = chat_template_utils.render_jinja_template(
-            conversations=[[_with_flat_content(message) for message in conversation]],
+            conversations=[[_as_templates_expect(message) for message in conversation]],
             tools=cast("Any", None if tools is None else list(tools)),
             chat_template=template,
             continue_final_message=continue_final_message,
             add_generation_prompt=add_generation_prompt,
             **variables,
         )
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
+    except Exception as error:  # a template is a program: it may fail in any way
         raise RequestError(f"the chat template failed: {error}") from error
     return rendered[0]
 
@@ -121,6 +131,8 @@ def _checked(index: int, conversation: Any) -> list[Message]:
             _check_parts(f"{where}: message {place}", cast("list[Any]", content))
         elif content is not None and not isinstance(content, str):
             raise RequestError(f"{where}: message {place}: content must be text, got {type(content).__name__}")
+        if message.get("tool_calls") is not None:
+            _check_tool_calls(f"{where}: message {place}", message["tool_calls"])
     return list(cast("Sequence[Message]", conversation))
 
 
@@ -130,9 +142,64 @@ def _check_parts(where: str, parts: list[Any]) -> None:
             raise RequestError(f"{where}: content parts must be {{'type': 'text', 'text': …}}, got {part!r:.80}")
 
 
-def _with_flat_content(message: Message) -> dict[str, Any]:
+def _check_tool_calls(where: str, calls: Any) -> None:
+    expected = "{'type': 'function', 'function': {'name': …, 'arguments': …}}"
+    if not isinstance(calls, list):
+        raise RequestError(f"{where}: tool_calls must be a list, got {type(calls).__name__}")
+    for call in cast("list[Any]", calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(f"{where}: a tool call must be {expected}, got {call!r:.80}")
+        if not isinstance(function.get("arguments"), Mapping | str | None):
+            raise RequestError(f"{where}: arguments must be a mapping or JSON text, got {function['arguments']!r:.80}")
+
+
+def _as_templates_expect(message: Message) -> dict[str, Any]:
+    """Content as one text, reasoning under its older name too, calls with mappings; no "tool_calls" where none are."""
+    changed = dict(message)
+    if message.get("reasoning") is not None:
+        changed.setdefault("reasoning_content", message["reasoning"])
     content = message.get("content")
     if isinstance(content, list):
-        content = "\n".join(part["text"] for part in cast("list[Mapping[str, str]]", content))
-        return {**message, "content": content}
-    return dict(message)
+        changed["content"] = "\n".join(part["text"] for part in cast("list[Mapping[str, str]]", content))
+    elif content is None:
+        changed["content"] = ""
+    calls = cast("list[Mapping[str, Any]]", changed.pop("tool_calls", None) or [])
+    if calls:
+        changed["tool_calls"] = [_with_mapping_arguments(call) for call in calls]
+    return changed
+
+
+def _with_mapping_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = _read_arguments(function["name"], arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _read_arguments(name: str, written: str) -> Mapping[str, Any]:
+    """A call that the model wrote badly stays in the conversation; failing would make all its later turns fail."""
+    try:
+        arguments = json.loads(written)
+    except (ValueError, RecursionError):
+        arguments = None
+    if isinstance(arguments, Mapping):
+        return arguments
+    logger.warning("the arguments of a call of %r are no JSON object; the chat template gets {} instead", name)
+    return {}
+
+
+def _join_bounded(pieces: Iterable[str]) -> str:
+    """Joins what a template writes, while it writes it.
+
+    This bounds loops that write. transformers' sandbox bounds each `range` to 100,000 numbers; neither bounds time.
+    """
+    joined: list[str] = []
+    length = 0
+    for piece in pieces:
+        joined.append(piece)
+        length += len(piece)
+        if length > MAX_RENDERED_CHARACTERS:
+            raise ValueError(f"it writes more than {MAX_RENDERED_CHARACTERS} characters")
+    return "".join(joined)

@@ -51,6 +51,7 @@ class Detokenizer:
         self._pieces = pieces
         self._joiner = TextJoiner(pieces, prompt_token_ids)
         self._parts: list[str] = []
+        self._num_taken = 0
         self._num_tokens = 0
         self._min_tokens = min_tokens
         self._includes_stop = include_stop_str_in_output
@@ -66,30 +67,48 @@ class Detokenizer:
     @property
     def text(self) -> str:
         """Everything given out so far."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
+        if len(self._parts) > 2:
+            taken, rest = self._parts[: self._num_taken], self._parts[self._num_taken :]
+            self._parts = ["".join(taken), "".join(rest)]
+            self._num_taken = 1
+        return "".join(self._parts)
 
     @property
     def num_tokens(self) -> int:
         """Tokens pushed, without those after a stop string."""
         return self._num_tokens
 
+    def take(self) -> str:
+        """What was given out since the last `take`; its cost is that of the new text alone."""
+        parts = self._parts
+        if self._num_taken == len(parts):
+            return ""
+        delta = "".join(parts[self._num_taken :])
+        self._num_taken = len(parts)
+        return delta
+
+    def push_token(self, token_id: int) -> StopVerdict | None:
+        """`push` of one id, for the loop over a step's tokens: its text waits for `text` or `take`."""
+        joiner = self._joiner
+        text = self._pieces[token_id]
+        if text is None or joiner.is_busy:
+            text = joiner.feed(token_id)
+        self._num_tokens += 1
+        if self._stops:
+            if self._held or self._tentative or joiner.is_busy or not self._first_characters.isdisjoint(text):
+                text = self._search(text)
+        if text:
+            self._parts.append(text)
+        return self._verdict
+
     def push(self, token_ids: Sequence[int]) -> DetokenizedDelta:
         """Takes the next ids of the sequence. After a stop verdict nothing more may be pushed."""
         assert self._verdict is None, "push after a stop string"
-        if self._stops:
-            return self._push_searching(token_ids)
-        pieces, joiner = self._pieces, self._joiner
-        delta = ""
+        num_parts = len(self._parts)
         for token_id in token_ids:
-            text = pieces[token_id]
-            if text is None or joiner.is_busy:
-                text = joiner.feed(token_id)
-            delta += text
-        self._num_tokens += len(token_ids)
-        self._parts.append(delta)
-        return DetokenizedDelta(delta, None)
+            if self.push_token(token_id) is not None:
+                break
+        return DetokenizedDelta("".join(self._parts[num_parts:]), self._verdict)
 
     def flush(self) -> str:
         """Ends the sequence: gives out what was held back. An unfinished character becomes U+FFFD."""
@@ -97,24 +116,9 @@ class Detokenizer:
             return ""
         delta = self._held + self._joiner.finish()
         self._held = self._tentative = ""
-        self._parts.append(delta)
+        if delta:
+            self._parts.append(delta)
         return delta
-
-    def _push_searching(self, token_ids: Sequence[int]) -> DetokenizedDelta:
-        pieces, joiner, first_characters = self._pieces, self._joiner, self._first_characters
-        delta = ""
-        for token_id in token_ids:
-            self._num_tokens += 1
-            text = pieces[token_id]
-            if text is None or joiner.is_busy:
-                text = joiner.feed(token_id)
-            if self._held or self._tentative or joiner.is_busy or not first_characters.isdisjoint(text):
-                text = self._search(text)
-            delta += text
-            if self._verdict is not None:
-                break
-        self._parts.append(delta)
-        return DetokenizedDelta(delta, self._verdict)
 
     def _search(self, text: str) -> str:
         """Takes the text that a token adds; returns what to give out, which is cut where a stop string is found."""

@@ -1,19 +1,22 @@
 """The engine: takes requests, steps, and gives out what became of them."""
 
-import collections
 import itertools
 import logging
 import random
 import time
 
-from jaxserve.engine.admission import ModelLimits, admit
-from jaxserve.engine.metrics import CompileCounter, Metric
+from jaxserve.engine.admission import Admission
+from jaxserve.engine.constraints import AllOf
+from jaxserve.engine.delivery import deliver
+from jaxserve.engine.grammar_constraint import Grammar
+from jaxserve.engine.metric_types import Metric
+from jaxserve.engine.metrics import CompileCounter, EngineMetrics
 from jaxserve.engine.replica import Replica
-from jaxserve.engine.request_state import RequestState, Sample, logprob_entry
+from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.engine.runner import StepResult
 from jaxserve.engine.scheduler import Completion
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.errors import EngineDeadError
+from jaxserve.errors import EngineDeadError, RequestError
 from jaxserve.outputs import FinishReason
 from jaxserve.request import PromptInput
 from jaxserve.sampling_params import SamplingParams
@@ -22,66 +25,83 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Owner of requests and their streams; one thread may use it at a time.
+    """Owner of requests and their streams. ``prepare`` may be called on any thread, all else on one at a time.
 
     Args:
         replicas: One for each data slice.
-        limits: What a request must keep to.
-        tokenizer: None where the model has none; requests then bring token ids and get no text.
+        admission: Checks requests and makes their state.
         seed: For requests that bring none.
         counter: Counts compilations while stepping.
     """
 
-    def __init__(
-        self,
-        replicas: list[Replica],
-        *,
-        limits: ModelLimits,
-        tokenizer: Tokenizer | None,
-        seed: int,
-        counter: CompileCounter,
-    ):
+    def __init__(self, replicas: list[Replica], admission: Admission, *, seed: int, counter: CompileCounter):
         self.replicas = replicas
-        self.limits = limits
-        self.tokenizer = tokenizer
+        self.admission = admission
         self._counter = counter
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
         self._requests: dict[str, RequestState] = {}
         self._owners: dict[str, tuple[RequestState, Sample]] = {}
-        self._totals: collections.Counter[str] = collections.Counter()
-        self._finished: collections.Counter[str] = collections.Counter()
+        self._metrics = EngineMetrics(admission.limits.max_model_len)
         self._failure: BaseException | None = None
         self._is_closed = False
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None where the model has none; requests then bring token ids and get no text."""
+        return self.admission.tokenizer
 
     @property
     def num_unfinished(self) -> int:
         """Requests that run or wait."""
         return len(self._requests)
 
-    def submit(self, prompt: PromptInput, params: SamplingParams, arrival_s: float | None = None) -> RequestState:
-        """Takes a request.
+    def prepare(
+        self,
+        prompt: PromptInput,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        arrival_s: float | None = None,
+    ) -> RequestState:
+        """Checks and tokenizes a request, and starts to compile its grammar; it runs once it is enqueued.
 
         Raises:
-            RequestError: No token ids, a token id out of the vocabulary, or more tokens than a context can hold.
-            EngineDeadError: The engine has failed before.
+            RequestError: The prompt or a parameter is not one that this engine can serve.
         """
-        self._check_alive()
-        replica = min(range(len(self.replicas)), key=lambda i: self.replicas[i].scheduler.num_unfinished)
-        request = admit(
+        return self.admission.admit(
             prompt,
             params,
-            request_id=str(next(self._ids)),
-            replica=replica,
-            limits=self.limits,
-            tokenizer=self.tokenizer,
+            request_id=str(next(self._ids)) if request_id is None else request_id,
+            priority=priority,
             default_seed=self._seeds.getrandbits(32),
             arrival_s=time.monotonic() if arrival_s is None else arrival_s,
         )
+
+    def enqueue(self, request: RequestState) -> None:
+        """Takes a prepared request, after waiting for its grammar.
+
+        Raises:
+            RequestError: A request of the same name runs or waits, or its grammar cannot be compiled.
+            EngineDeadError: The engine has failed before.
+        """
+        self._check_alive()
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use", parameter="request_id")
+        if request.grammar is not None:
+            _constrain(request, request.grammar.result())
+        schedulers = [replica.scheduler for replica in self.replicas]
+        request.replica = min(range(len(schedulers)), key=lambda i: schedulers[i].num_unfinished)
         self._requests[request.request_id] = request
         for sample in request.samples:
             self._owners[sample.sequence.sequence_id] = (request, sample)
-            self.replicas[replica].scheduler.add(sample.sequence)
+        schedulers[request.replica].add(request.samples[0].sequence)
+
+    def submit(self, prompt: PromptInput, params: SamplingParams) -> RequestState:
+        """Prepares a request and enqueues it."""
+        request = self.prepare(prompt, params)
+        self.enqueue(request)
         return request
 
     def step(self) -> list[RequestState]:
@@ -91,44 +111,30 @@ class Engine:
             with self._counter:
                 launched = [replica.launch() for replica in self.replicas]
                 found = [r.collect(admitted is None) for r, admitted in zip(self.replicas, launched, strict=True)]
+            now = time.monotonic()
             for sequence in itertools.chain.from_iterable(filter(None, launched)):
-                self._owners[sequence.sequence_id][0].note_scheduled()
-            return [request for due in found if due is not None for request in self._deliver(*due)]
+                self._owners[sequence.sequence_id][0].note_scheduled(now)
+            return [request for due in found if due is not None for request in self._deliver(*due, now)]
         except Exception as error:
             self._failure = error
             raise EngineDeadError(f"the engine stopped: {error}") from error
 
     def abort(self, request: RequestState, reason: FinishReason = "abort") -> None:
         """Ends a request; without effect on one that has ended."""
+        scheduler = self.replicas[request.replica].scheduler
         for sample in request.samples:
-            self.replicas[request.replica].scheduler.finish(sample.sequence, reason)
+            scheduler.finish(sample.sequence, reason)
         self._close(request)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every cached page; texts that run go on. Returns whether that worked, which it always does."""
+        for replica in self.replicas:
+            replica.scheduler.allocator.reset()
+        return True
 
     def metrics(self) -> list[Metric]:
         """The numbers of this moment."""
-        schedulers = [replica.scheduler for replica in self.replicas]
-        usage = sum(scheduler.allocator.usage for scheduler in schedulers) / len(schedulers)
-        gauges = {
-            "num_requests_running": sum(len(scheduler.running) for scheduler in schedulers),
-            "num_requests_waiting": sum(len(scheduler.waiting) for scheduler in schedulers),
-            "kv_cache_usage_perc": usage,
-        }
-        counters = {
-            "num_preemptions": sum(scheduler.num_preemptions for scheduler in schedulers),
-            "prompt_tokens": self._totals["prompt_tokens"],
-            "generation_tokens": self._totals["generation_tokens"],
-            "compiles_after_ready": self._counter.count,
-            "steps": sum(replica.num_steps for replica in self.replicas),
-            "decode_rows": sum(replica.num_decode_rows for replica in self.replicas),
-        }
-        found = [Metric("gauge", f"jaxserve:{name}", value, {}) for name, value in gauges.items()]
-        found += [Metric("counter", f"jaxserve:{name}", value, {}) for name, value in counters.items()]
-        reasons = ("stop", "length", "abort", "error")
-        found += [
-            Metric("counter", "jaxserve:request_success", self._finished[reason], {"finished_reason": reason})
-            for reason in reasons
-        ]
-        return found
+        return self._metrics.collect(self.replicas, self._counter.count)
 
     def close(self) -> None:
         """Frees the devices' memory; the engine is of no use afterwards. Closing it again is without effect."""
@@ -139,58 +145,57 @@ class Engine:
         for replica in self.replicas:
             replica.close()
         self._counter.close()
+        if self.admission.grammars is not None:
+            self.admission.grammars.close()
 
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineDeadError(f"the engine stopped: {self._failure}") from self._failure
 
-    def _deliver(self, completion: Completion, result: StepResult) -> list[RequestState]:
-        """Text and logprobs of a step's tokens, to the requests they belong to."""
+    def _deliver(self, completion: Completion, result: StepResult, now: float) -> list[RequestState]:
+        """Text and logprobs of a step's tokens, to the requests they belong to; returns these."""
         for sequence, chunk, first in completion.scored:
             request, _ = self._owners[sequence.sequence_id]
             assert result.prompt_logprobs is not None
             request.add_prompt_logprobs(chunk, first, result.prompt_logprobs, self.tokenizer)
-        changed: dict[str, RequestState] = {}
-        for sequence, row, token in completion.sampled:
-            if sequence.sequence_id not in self._owners:
-                continue  # another sample of its request failed in this step
-            request, sample = self._owners[sequence.sequence_id]
-            changed[request.request_id] = request
-            self._totals["generation_tokens"] += 1
-            if request.first_token_s is None:
-                self._totals["prompt_tokens"] += len(request.prompt_token_ids)
-            try:
-                self._extend(request, sample, row, token, result)
-            except Exception:
-                logger.exception("request %s failed", request.request_id)
-                self.abort(request, "error")
-            request.note_progress()
-        for request in changed.values():
-            if request.is_finished():
+        unscored = self._fail_unscored(completion) if min(result.tokens, default=0) < 0 else []
+        delivery = deliver(completion.sampled, self._owners, result.logprobs, self.tokenizer, now)
+        self._metrics.delivered(delivery, now)
+        for request, sample, stop_string in delivery.stopped:
+            sequence = sample.sequence
+            self.replicas[request.replica].scheduler.finish(sequence, "stop", stop_string)
+            sequence.finish_reason, sequence.stop_reason = "stop", stop_string
+        for request, error in delivery.failures:
+            logger.error("request %s failed", request.request_id, exc_info=error)
+            self._fail(request, str(error))
+        for request in delivery.ended:
+            error = next((sample.sequence.error for sample in request.samples if sample.sequence.error), None)
+            if error is not None:
+                self._fail(request, error)
+            elif request.is_finished():
+                request.finished_s = now
                 self._close(request)
-        return list(changed.values())
+        return unscored + delivery.changed
 
-    def _extend(self, request: RequestState, sample: Sample, row: int, token: int, result: StepResult) -> None:
-        """One more token of a sample."""
-        sequence = sample.sequence
-        if sample.logprobs is not None:
-            assert result.logprobs is not None
-            entry = logprob_entry(token, row, result.logprobs, request.params.logprobs or 0, self.tokenizer)
-            sample.logprobs.append(entry)
-            sample.cumulative_logprob += entry[token].logprob
-        detokenizer = sample.detokenizer
-        if detokenizer is None:
-            return
-        if sequence.finish_reason == "stop" and not request.params.include_stop_str_in_output:
-            detokenizer.flush()
-            return
-        verdict = detokenizer.push((token,)).stop
-        if verdict is not None:
-            scheduler = self.replicas[request.replica].scheduler
-            scheduler.finish(sequence, "stop", verdict.stop_string)
-            sequence.finish_reason, sequence.stop_reason = "stop", verdict.stop_string
-        elif sequence.finish_reason is not None:
-            detokenizer.flush()
+    def _fail_unscored(self, completion: Completion) -> list[RequestState]:
+        """Fails requests whose scores are not numbers, or leave no token to choose; returns them."""
+        failed = []
+        for sequence, _, token in completion.sampled:
+            owner = self._owners.get(sequence.sequence_id)
+            if token < 0 and owner is not None:
+                self._fail(owner[0], "the model's scores are not numbers (NaN), or leave no token to choose")
+                failed.append(owner[0])
+            if token < 0:
+                sequence.token_ids.pop()
+        return failed
+
+    def _fail(self, request: RequestState, error: str) -> None:
+        """Ends a request that cannot go on, with the reason; nothing of it stays in the prefix cache."""
+        request.error = error
+        for sample in request.samples:
+            self.replicas[request.replica].scheduler.finish(sample.sequence, "error")
+            sample.sequence.finish_reason = "error"
+        self._close(request)
 
     def _close(self, request: RequestState) -> None:
         """Forgets a request that has ended."""
@@ -198,4 +203,12 @@ class Engine:
             return
         for sample in request.samples:
             del self._owners[sample.sequence.sequence_id]
-            self._finished[sample.sequence.finish_reason or "abort"] += 1
+        self._metrics.finished(request)
+
+
+def _constrain(request: RequestState, grammar: Grammar) -> None:
+    """Lets a request's samples keep to a grammar; where no token keeps to everything asked for, it comes first."""
+    for sample in request.samples:
+        own = sample.sequence.constraint
+        rule = grammar.constraint()
+        sample.sequence.constraint = rule if own is None else AllOf([rule, own])

@@ -22,6 +22,7 @@ class MemoryNeeds:
         weights: Parameters.
         page: One KV page over all layers.
         temporaries: Estimate of what the largest step takes while it runs.
+        slots: What is kept of running sequences beside their pages.
         page_size: Tokens a page.
         max_model_len: Longest context.
         max_num_seqs: Most sequences at once.
@@ -33,6 +34,7 @@ class MemoryNeeds:
     page_size: int
     max_model_len: int
     max_num_seqs: int
+    slots: int = 0
 
     @property
     def request_pages(self) -> int:
@@ -117,12 +119,12 @@ def plan_pages(
     """
     usable = int(total * utilization) // devices_sharing
     reserve = _RESERVE_BYTES.get(platform, _RESERVE_BYTES["gpu"]) // devices_sharing
-    left = usable - reserve - needs.weights - needs.temporaries
+    left = usable - reserve - needs.weights - needs.temporaries - needs.slots
     less = "A smaller dtype" if platform == "cpu" else "A larger tensor_parallel_size, a smaller dtype"
     if left <= 0:
         raise MemoryPlanError(
-            f"the model does not fit: {_gib(needs.weights)} of weights, {_gib(needs.temporaries)} for the largest step "
-            f"and {_gib(reserve)} of reserve on each device, which may use {_gib(usable)} "
+            f"the model does not fit: {_gib(needs.weights)} of weights, {_gib(needs.temporaries + needs.slots)} for "
+            f"the largest step and {_gib(reserve)} of reserve on each device, which may use {_gib(usable)} "
             f"(gpu_memory_utilization={utilization} of {_gib(total)}). {less} or a smaller max_num_batched_tokens "
             "takes less"
         )

@@ -1,17 +1,132 @@
 """Numbers about a running engine, under vLLM's names with the prefix ``jaxserve:``."""
 
-from typing import Literal, NamedTuple
+import collections
+from collections.abc import Sequence
 
 import jax
 
+from jaxserve.engine.delivery import Delivery
+from jaxserve.engine.metric_types import Counter, Distribution, Gauge, Metric
+from jaxserve.engine.replica import Replica
+from jaxserve.engine.request_state import RequestState
 
-class Metric(NamedTuple):
-    """One number: a counter only grows while the engine lives, a gauge is the state of this moment."""
+PREFIX = "jaxserve:"
+FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
-    kind: Literal["counter", "gauge"]
-    name: str
-    value: float
-    labels: dict[str, str]
+# Upper bounds of the histograms' buckets: vLLM's (`vllm/v1/metrics/buckets.py`), so that dashboards fit.
+_LATENCY_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_TOKEN_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+_STEP_TOKENS = (1.0, *(2.0**power for power in range(3, 15)))
+_SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+
+class EngineMetrics:
+    """Counts what happens in an engine; one call for each step that gave tokens, one for each request that ends.
+
+    A request with ``n`` samples is one observation of its times, its prompt and its parameters, and ``n`` of what each
+    sample has of its own: ``request_success``, ``request_generation_tokens`` and
+    ``request_time_per_output_token_seconds``. Requests that were aborted or failed are counted in ``request_success``
+    alone.
+
+    Args:
+        max_model_len: Most tokens of a context.
+    """
+
+    def __init__(self, max_model_len: int):
+        tokens = _one_two_five(max_model_len)
+        self._prompt_tokens = self._cached_tokens = self._generation_tokens = 0
+        self._finished = dict.fromkeys(FINISH_REASONS, 0)
+        self._first_token = Distribution("time_to_first_token_seconds", _FIRST_TOKEN_S)
+        self._between_tokens = Distribution("inter_token_latency_seconds", _TOKEN_S)
+        self._per_token = Distribution("request_time_per_output_token_seconds", _TOKEN_S)
+        self._latency = Distribution("e2e_request_latency_seconds", _LATENCY_S)
+        self._queue = Distribution("request_queue_time_seconds", _LATENCY_S)
+        self._inference = Distribution("request_inference_time_seconds", _LATENCY_S)
+        self._prefill = Distribution("request_prefill_time_seconds", _LATENCY_S)
+        self._decode = Distribution("request_decode_time_seconds", _LATENCY_S)
+        self._request_prompt = Distribution("request_prompt_tokens", tokens)
+        self._request_generation = Distribution("request_generation_tokens", tokens)
+        self._request_n = Distribution("request_params_n", _SAMPLES)
+        self._request_max_tokens = Distribution("request_params_max_tokens", tokens)
+        self._step_tokens = Distribution("iteration_tokens_total", _STEP_TOKENS)
+
+    def delivered(self, delivery: Delivery, now: float) -> None:
+        """Counts a step's tokens, which came at ``now``."""
+        previous = collections.Counter(delivery.previous_s)
+        del previous[0.0]
+        for previous_s, count in previous.items():
+            self._between_tokens.observe(now - previous_s, count)
+        num_tokens = len(delivery.previous_s)
+        self._generation_tokens += num_tokens
+        for request in delivery.started:
+            num_prompt_tokens = len(request.prompt_token_ids)
+            num_tokens += num_prompt_tokens
+            self._prompt_tokens += num_prompt_tokens
+            self._cached_tokens += request.num_cached_tokens or 0
+            self._first_token.observe(now - request.arrival_s)
+        if num_tokens:
+            self._step_tokens.observe(num_tokens)
+
+    def finished(self, request: RequestState) -> None:
+        """Counts a request that has ended."""
+        is_whole = True
+        for sample in request.samples:
+            reason = sample.sequence.finish_reason or "abort"
+            self._finished[reason] += 1
+            is_whole = is_whole and reason not in ("abort", "error")
+        first_s, scheduled_s = request.first_token_s, request.scheduled_s
+        if not is_whole or first_s is None or scheduled_s is None:
+            return
+        last_s = max(sample.last_token_s for sample in request.samples)
+        self._latency.observe(last_s - request.arrival_s)
+        self._queue.observe(scheduled_s - request.queued_s)
+        self._prefill.observe(first_s - scheduled_s)
+        self._inference.observe(last_s - scheduled_s)
+        self._decode.observe(last_s - first_s)
+        self._request_prompt.observe(len(request.prompt_token_ids))
+        self._request_n.observe(len(request.samples))
+        self._request_max_tokens.observe(request.params.max_tokens or 0)
+        for sample in request.samples:
+            num_tokens = sample.sequence.num_output_tokens
+            self._request_generation.observe(num_tokens)
+            self._per_token.observe((sample.last_token_s - first_s) / max(num_tokens - 1, 1))
+
+    def collect(self, replicas: Sequence[Replica], num_compiles: int) -> list[Metric]:
+        """The numbers of this moment, in a fixed order; ``num_compiles`` is what a ``CompileCounter`` says."""
+        schedulers = [replica.scheduler for replica in replicas]
+        usage = sum(scheduler.allocator.usage for scheduler in schedulers) / len(schedulers)
+        gauges = {
+            "num_requests_running": sum(len(scheduler.running) for scheduler in schedulers),
+            "num_requests_waiting": sum(len(scheduler.waiting) for scheduler in schedulers),
+            "kv_cache_usage_perc": usage,
+        }
+        counters = {
+            "num_preemptions": sum(scheduler.num_preemptions for scheduler in schedulers),
+            "prompt_tokens": self._prompt_tokens,
+            "prompt_tokens_cached": self._cached_tokens,
+            "generation_tokens": self._generation_tokens,
+            "prefix_cache_queries": sum(scheduler.pages.num_queried_tokens for scheduler in schedulers),
+            "prefix_cache_hits": sum(scheduler.pages.num_hit_tokens for scheduler in schedulers),
+            "compiles_after_ready": num_compiles,
+            "steps": sum(replica.num_steps for replica in replicas),
+            "decode_rows": sum(replica.num_decode_rows for replica in replicas),
+        }
+        found: list[Metric] = [Gauge(PREFIX + name, {}, value) for name, value in gauges.items()]
+        found += [Counter(PREFIX + name, {}, value) for name, value in counters.items()]
+        for reason, count in self._finished.items():
+            found.append(Counter(f"{PREFIX}request_success", {"finished_reason": reason}, count))
+        found += [one.snapshot(PREFIX) for one in vars(self).values() if isinstance(one, Distribution)]
+        return found
 
 
 class CompileCounter:
@@ -38,3 +153,9 @@ class CompileCounter:
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         del duration_secs, kwargs
         self.count += self._is_watching and event == self._EVENT
+
+
+def _one_two_five(largest: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50 … up to ``largest``."""
+    powers = range(len(str(largest)))
+    return tuple(float(bound) for power in powers for digit in (1, 2, 5) if (bound := digit * 10**power) <= largest)

@@ -35,7 +35,7 @@ class Replica:
         self._in_flight.append((plan, self._runner.launch(plan)))
         self.num_steps += 1
         self.num_decode_rows += len(plan.decode_slots)
-        return self.scheduler.running[-len(plan.setups) :] if plan.setups else []
+        return self.scheduler.admitted
 
     def collect(self, is_last: bool) -> tuple[Completion, StepResult] | None:
         """The oldest step's results, once ``depth`` steps are in flight or none can be added (``is_last``)."""

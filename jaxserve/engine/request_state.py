@@ -1,44 +1,116 @@
-"""One request while it runs: its samples, their text and logprobs, and the output made of them."""
+"""One request while it runs: its samples, their text and logprobs, and the outputs made of them."""
 
+import concurrent.futures
 import dataclasses
-import time
+from typing import Any
 
 from jaxserve.engine.detokenizer import Detokenizer
+from jaxserve.engine.logprob_entries import logprob_entry, sample_entry
 from jaxserve.engine.plan import PrefillRow
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestMetrics, RequestOutput, SampleLogprobs
-from jaxserve.sampling.sampler import TokenLogprobs
+from jaxserve.logprobs import FlatLogprobs, Logprob, PromptLogprobs, SampleLogprobs
+from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxserve.sampling.logprobs import TokenLogprobs
+from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sample:
-    """One of a request's ``n`` texts."""
+    """One of a request's ``n`` texts.
+
+    Attributes:
+        index: Its place among them.
+        sequence: Its tokens; the scheduler's.
+        detokenizer: Its text; None where no text is wanted.
+        logprobs: One entry an output token; None where none are wanted.
+        cumulative_logprob: Sum over the output tokens.
+        last_token_s: When its last token came; 0 before the first.
+        num_given: Output tokens that deltas have held.
+        has_given_end: Whether a delta has held its finish reason.
+    """
 
     index: int
     sequence: Sequence
     detokenizer: Detokenizer | None
     logprobs: SampleLogprobs | None
     cumulative_logprob: float = 0.0
+    last_token_s: float = 0.0
+    num_given: int = 0
+    has_given_end: bool = False
+
+    def extend(self, token: int, keeps_stop_token: bool) -> str | None:
+        """Takes the text of a token that the sequence has just got; returns the stop string it completes, if any."""
+        detokenizer = self.detokenizer
+        if detokenizer is None:
+            return None
+        sequence = self.sequence
+        if sequence.finish_reason == "stop" and token in sequence.stop_ids and not keeps_stop_token:
+            return None
+        verdict = detokenizer.push_token(token)
+        return None if verdict is None else verdict.stop_string
+
+    def score(
+        self, token: int, row: int, scores: TokenLogprobs, params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
+        """Takes the logprobs of its newest token, which row ``row`` of a step sampled."""
+        assert self.logprobs is not None
+        entry = sample_entry(token, row, scores, params, tokenizer)
+        self.logprobs.append(entry)
+        self.cumulative_logprob += entry[token].logprob
 
     def output(self) -> CompletionOutput:
         """What there is of it so far."""
         sequence = self.sequence
+        reason = sequence.finish_reason
+        detokenizer = self.detokenizer
+        if detokenizer is not None and reason is not None:
+            detokenizer.flush()
+        logprobs = self.logprobs
         return CompletionOutput(
             index=self.index,
-            text="" if self.detokenizer is None else self.detokenizer.text,
+            text="" if detokenizer is None else detokenizer.text,
             token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
-            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-            logprobs=self.logprobs,
-            finish_reason=sequence.finish_reason,
+            cumulative_logprob=None if logprobs is None else self.cumulative_logprob,
+            logprobs=logprobs[:] if logprobs is not None and reason is None else logprobs,
+            finish_reason=reason,
             stop_reason=sequence.stop_reason,
         )
+
+    def take(self) -> CompletionOutput | None:
+        """What is new since the last ``take``; None where nothing is. Its cost is that of the news alone."""
+        sequence = self.sequence
+        reason = sequence.finish_reason
+        start = sequence.num_prompt_tokens + self.num_given
+        token_ids = sequence.token_ids[start:]
+        if not token_ids and (reason is None or self.has_given_end):
+            return None
+        detokenizer = self.detokenizer
+        if detokenizer is not None and reason is not None:
+            detokenizer.flush()
+        logprobs = self.logprobs
+        output = CompletionOutput(
+            index=self.index,
+            text="" if detokenizer is None else detokenizer.take(),
+            token_ids=token_ids,
+            cumulative_logprob=None if logprobs is None else self.cumulative_logprob,
+            logprobs=None if logprobs is None else logprobs[self.num_given :],
+            finish_reason=reason,
+            stop_reason=sequence.stop_reason,
+        )
+        self.num_given += len(token_ids)
+        self.has_given_end = reason is not None
+        return output
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RequestState:
-    """A request from submission to its last token. Times are in seconds of ``time.monotonic()``."""
+    """A request from submission to its last token. Times are in seconds of ``time.monotonic()``.
+
+    ``grammar`` is what its structured output compiles to; ``error`` says why it failed (its samples' finish reason is
+    then ``error``).
+    """
 
     request_id: str
     prompt: str | None
@@ -48,48 +120,67 @@ class RequestState:
     replica: int
     arrival_s: float
     queued_s: float
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
+    priority: int = 0
+    grammar: concurrent.futures.Future[Any] | None = None
+    error: str | None = None
+    _metrics: RequestMetrics | None = None
+    _has_given_prompt: bool = False
 
     def is_finished(self) -> bool:
         """Whether every sample has ended."""
-        return all(sample.sequence.finish_reason is not None for sample in self.samples)
+        for sample in self.samples:
+            if sample.sequence.finish_reason is None:
+                return False
+        return True
 
     def output(self, with_metrics: bool = False) -> RequestOutput:
-        """What there is of it so far."""
-        metrics = None
-        if with_metrics:
-            metrics = RequestMetrics(
+        """What there is of it so far, whatever kind of output it asked for."""
+        return self._output([sample.output() for sample in self.samples], self._prompt_logprobs(), with_metrics)
+
+    def next_output(self, with_metrics: bool = False) -> RequestOutput | None:
+        """The next output of the kind it asked for; None where there is nothing to give yet.
+
+        CUMULATIVE is everything so far, FINAL_ONLY the same at the end alone. DELTA is what is new since the last call:
+        a sample without news is left out, finish reasons and the prompt's logprobs come once.
+        """
+        kind = self.params.output_kind
+        if kind is not RequestOutputKind.DELTA:
+            return (
+                None if kind is RequestOutputKind.FINAL_ONLY and not self.is_finished() else self.output(with_metrics)
+            )
+        outputs = [output for sample in self.samples if (output := sample.take()) is not None]
+        if not outputs:
+            return None
+        prompt_logprobs = None if self._has_given_prompt else self._prompt_logprobs()
+        self._has_given_prompt = True
+        return self._output(outputs, prompt_logprobs, with_metrics)
+
+    def metrics(self) -> RequestMetrics:
+        """When things happened to it so far."""
+        if self._metrics is None or self._metrics.finished_s is not self.finished_s or self.first_token_s is None:
+            self._metrics = RequestMetrics(
                 arrival_s=self.arrival_s,
                 queued_s=self.queued_s,
                 scheduled_s=self.scheduled_s,
                 first_token_s=self.first_token_s,
                 finished_s=self.finished_s,
             )
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[sample.output() for sample in self.samples],
-            finished=self.is_finished(),
-            prompt_logprobs=self.prompt_logprobs,
-            metrics=metrics,
-        )
+        return self._metrics
 
-    def note_scheduled(self) -> None:
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Prompt tokens found in the prefix cache; None before it first runs."""
+        count = self.samples[0].sequence.num_cached_tokens
+        return None if count < 0 else count
+
+    def note_scheduled(self, now: float) -> None:
         """Notes the time of the first step."""
         if self.scheduled_s is None:
-            self.scheduled_s = time.monotonic()
-
-    def note_progress(self) -> None:
-        """Notes the times of the first token and of the end."""
-        now = time.monotonic()
-        if self.first_token_s is None:
-            self.first_token_s = now
-        if self.finished_s is None and self.is_finished():
-            self.finished_s = now
+            self.scheduled_s = now
 
     def add_prompt_logprobs(
         self, chunk: PrefillRow, first: int, scores: TokenLogprobs, tokenizer: Tokenizer | None
@@ -102,15 +193,23 @@ class RequestState:
                 entry = logprob_entry(target, first + i, scores, count, tokenizer)
                 self.prompt_logprobs[chunk.start + i + 1] = entry
 
+    def _prompt_logprobs(self) -> PromptLogprobs | None:
+        entries = self.prompt_logprobs
+        if entries is None or not self.params.flat_logprobs:
+            return entries
+        return FlatLogprobs.of(entries)
 
-def logprob_entry(
-    token: int, row: int, scores: TokenLogprobs, count: int, tokenizer: Tokenizer | None
-) -> dict[int, Logprob]:
-    """Logprobs of a token and of the ``count`` likeliest ones."""
-    found = {token: (float(scores.chosen[row]), int(scores.ranks[row]))}
-    for rank in range(count):
-        found.setdefault(int(scores.top_ids[row, rank]), (float(scores.top[row, rank]), rank + 1))
-    return {
-        token_id: Logprob(logprob, rank, None if tokenizer is None else tokenizer.token_text(token_id))
-        for token_id, (logprob, rank) in found.items()
-    }
+    def _output(
+        self, outputs: list[CompletionOutput], prompt_logprobs: PromptLogprobs | None, with_metrics: bool
+    ) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=outputs,
+            finished=self.is_finished(),
+            prompt_logprobs=prompt_logprobs,
+            metrics=self.metrics() if with_metrics else None,
+            num_cached_tokens=self.num_cached_tokens,
+            error=self.error,
+        )

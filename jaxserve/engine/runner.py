@@ -1,7 +1,9 @@
 """Owner of what is on the devices of one data slice: parameters, pages, compiled steps. Takes plans, gives tokens."""
 
 import concurrent.futures
+import dataclasses
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,15 +11,25 @@ import numpy as np
 
 from jaxserve.engine.batch import BatchBuilder
 from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.masks import TokenMasks
 from jaxserve.engine.memory import return_freed_memory
-from jaxserve.engine.plan import StepPlan
+from jaxserve.engine.plan import PageCopy, SlotSetup, StepPlan
+from jaxserve.engine.program import ModelProgram, StepState
+from jaxserve.engine.slot_programs import copy_arrays, slot_row, trace_copy_pages, trace_set_up
 from jaxserve.engine.step_batch import BatchShape
-from jaxserve.engine.steps import ModelProgram, StepOutput, trace_step
-from jaxserve.sampling.sampler import VARIANTS, TokenLogprobs
+from jaxserve.engine.steps import StepOutput, trace_step
+from jaxserve.sampling.logprobs import TokenLogprobs
+from jaxserve.sampling.sampler import VARIANTS
 
 
 class StepResult(NamedTuple):
-    """What the host learns of a step: each row's token, and logprobs where a row asked for them."""
+    """What the host learns of a step.
+
+    Attributes:
+        tokens: Each row's token; ``sampler.NO_TOKEN`` (-1) for a row whose logits have NaN, or nothing to choose from.
+        logprobs: Those of the tokens, where a row asked for any.
+        prompt_logprobs: Those of the prompt tokens behind each query token, where a chunk asked for any.
+    """
 
     tokens: list[int]
     logprobs: TokenLogprobs | None
@@ -42,27 +54,34 @@ class PendingStep:
 ProgramKey = tuple[BatchShape, str]
 
 
-def program_keys(buckets: Buckets, platform: str) -> list[ProgramKey]:
+def program_keys(buckets: Buckets, platform: str, always_full: bool = False) -> list[ProgramKey]:
     """Batch shape and sampler of every program to compile.
 
     On CPUs there is one program for each shape, which chooses its sampler when it runs: that costs nothing there. An
     accelerator would stop for the choice, so there each decode shape has a program for greedy and one for sampled rows,
-    and decode steps that need more than that take a mixed shape, whose programs choose.
+    and decode steps that need more than that take a mixed shape, whose programs choose. Where every step needs more
+    (``always_full``), decode shapes have a program for that alone.
     """
-    decode = ("any",) if platform == "cpu" else ("greedy", "sampled")
+    decode = ("any",) if platform == "cpu" else ("full",) if always_full else ("greedy", "sampled")
     shapes = buckets.shapes()
     return [(shape, variant) for shape in shapes for variant in (decode if shape.decode_only else ("any",))]
 
 
 class CompiledSteps:
-    """The compiled programs of a model."""
+    """The compiled programs of a model: its steps, and the two small ones that run before steps that need them."""
 
     def __init__(self, program: ModelProgram, buckets: Buckets):
         self.program = program
         self.buckets = buckets
-        self.keys = program_keys(buckets, program.mesh.devices.flat[0].platform)
+        arguments = len(program.arguments)
+        self._shapes = {shape: dataclasses.replace(shape, num_arguments=arguments) for shape in buckets.shapes()}
+        platform = program.mesh.devices.flat[0].platform
+        keys = program_keys(buckets, platform, program.is_always_full)
+        self.keys = [(self._shapes[shape], variant) for shape, variant in keys]
         self._decode_variants = {variant for shape, variant in self.keys if shape.decode_only}
         self._compiled: dict[ProgramKey, jax.stages.Compiled] = {}
+        self._set_up: jax.stages.Compiled | None = None
+        self._copy_pages: jax.stages.Compiled | None = None
 
     def compile(self) -> None:
         """Compiles every program: traced one after the other, compiled on all cores."""
@@ -71,7 +90,18 @@ class CompiledSteps:
             for shape, variant in self.keys:
                 lowered = trace_step(self.program, shape, variant).lower()
                 futures[shape, variant] = pool.submit(_compile, lowered)
+            small = [pool.submit(_compile, trace(self.program).lower()) for trace in (trace_set_up, trace_copy_pages)]
             self._compiled = {key: future.result() for key, future in futures.items()}
+            self._set_up, self._copy_pages = (future.result() for future in small)
+
+    def prepare(self, state: StepState, setups: Sequence[SlotSetup], copies: Sequence[PageCopy]) -> StepState:
+        """The state with slots set up and pages copied; given up as a step gives it up."""
+        assert self._set_up is not None and self._copy_pages is not None
+        for setup in setups:
+            state = state._replace(tables=self._set_up(state.tables, slot_row(setup, self.program.config.vocab_size)))
+        for sources, targets in copy_arrays(copies, self.program.num_pages):
+            state = state._replace(pools=tuple(self._copy_pages(pools, sources, targets) for pools in state.pools))
+        return state
 
     def choose(self, plan: StepPlan, variant: str) -> tuple[BatchShape, jax.stages.Compiled]:
         """The program of a step and its shape."""
@@ -80,6 +110,7 @@ class CompiledSteps:
         else:
             decode_only = not plan.prefill and ("any" in self._decode_variants or variant in self._decode_variants)
             shape = self.buckets.shape_for(plan.num_tokens, decode_only)
+        shape = self._shapes[shape]
         compiled = self._compiled.get((shape, variant)) or self._compiled[shape, "any"]
         return shape, compiled
 
@@ -109,7 +140,15 @@ class StepRunner:
         self._steps = steps
         self._params = params
         program = steps.program
-        self._builder = BatchBuilder(program.num_slots, steps.buckets.table_pages, program.page_size, program.num_pages)
+        self._builder = BatchBuilder(
+            program.num_slots,
+            steps.buckets.table_pages,
+            program.page_size,
+            program.num_pages,
+            tuple(program.arguments.values()),
+        )
+        self._masks = TokenMasks(program.config.vocab_size)
+        self._biased_slots: set[int] = set()
         self._state = program.empty_state()
         self._open_masks = {
             rows: jax.device_put(np.full(program.mask_shape(rows), -1, np.int32), program.replicated)
@@ -118,16 +157,31 @@ class StepRunner:
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Starts a step and returns without waiting for it; steps run in the order they are launched."""
-        program, builder = self._steps.program, self._builder
+        builder, masks = self._builder, self._masks
         builder.apply(plan)
-        variant = builder.variant(plan)
+        masks.apply(plan.setups)
+        setups = [setup for setup in plan.setups if self._needs_row(setup)]
+        if setups or plan.copies:
+            self._state = self._steps.prepare(self._state, setups, plan.copies)
+        masked = masks.rows(plan)
+        is_full = bool(masked) or self._steps.program.is_always_full
+        variant = builder.variant(plan, is_full)
         shape, compiled = self._steps.choose(plan, variant)
-        mask = builder.vocabulary_mask(plan, shape.num_rows, program.config.vocab_size)
+        mask = masks.array(masked, shape.num_rows) if masked else self._open_masks[shape.num_rows]
         buffer = builder.build(plan, shape, VARIANTS.index(variant))
-        device_mask = self._open_masks[shape.num_rows] if mask is None else mask
-        self._state, output = compiled(self._params, self._state, buffer, device_mask)
+        self._state, output = compiled(self._params, self._state, buffer, mask)
         wanted = output if variant == "full" else output._replace(logprobs=None)
         return PendingStep(wanted, plan.num_rows)
+
+    def _needs_row(self, setup: SlotSetup) -> bool:
+        """Whether a slot's tables must be written: its request reads them, or would find the bias of the one before."""
+        slot, sampling = setup.slot, setup.sampling
+        was_biased = slot in self._biased_slots
+        if sampling.logit_bias:
+            self._biased_slots.add(slot)
+        elif was_biased:
+            self._biased_slots.remove(slot)
+        return was_biased or bool(sampling.logit_bias or sampling.tracked_ids) or sampling.has_penalties
 
     def release(self) -> None:
         """Gives the device's memory back."""

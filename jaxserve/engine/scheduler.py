@@ -1,33 +1,43 @@
 """Which sequences run next, and on which pages: iteration-level continuous batching (Orca, OSDI '22).
 
-First come, first served. Every running sequence that decodes takes a row in each step; chunks of waiting prompts fill
-what is left of the token budget (chunked prefill, arXiv:2308.16369). A sequence is admitted when pages for its whole
-context are
-free, so that only decoding ever needs more; when none is left, the sequence admitted last gives its pages up and is
-computed
-again later (preemption by recompute). The sequence admitted first is never the victim of another, and a pool always
-holds the longest sequence it accepts: so there is always one that can go on.
+Sequences are in order of priority, then of arrival. Every running sequence that decodes takes a row in each step;
+chunks of prompts fill what is left of the token budget (chunked prefill, arXiv:2308.16369). The first that waits is
+admitted when pages for its whole context are there, so that only decoding ever needs more; when none is left, the last
+running sequence gives its pages up and is computed again later (preemption by recompute). The first running sequence is
+never the victim of another, and a pool always holds the longest sequence it accepts: so one can always go on.
 
 Steps overlap: a plan is made before the tokens of the plan before are known. A sequence counts such tokens as
 pending; its next input is then the slot's latest token, which is on the device already.
 """
 
+import bisect
 import dataclasses
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from jaxserve.engine.context_pages import ContextPages
+from jaxserve.engine.endings import find_ending
 from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.plan import PageGrant, PrefillRow, SlotSetup, StepPlan
+from jaxserve.engine.plan import PrefillRow, StepPlan
+from jaxserve.engine.plan_draft import Flight, PlanDraft
 from jaxserve.engine.sequence import Sequence
 from jaxserve.outputs import FinishReason
 
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerLimits:
-    """Most sequences in a step, and most query tokens in a step (at least one for each sequence)."""
+    """What a step may hold.
+
+    Attributes:
+        max_num_seqs: Most sequences.
+        max_num_batched_tokens: Most query tokens, at least one for each sequence.
+        long_prefill_token_threshold: Most query tokens of one prompt, so that others get through beside it; 0: all.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    long_prefill_token_threshold: int = 0
 
 
 class Completion(NamedTuple):
@@ -42,26 +52,29 @@ class Completion(NamedTuple):
     scored: list[tuple[Sequence, PrefillRow, int]]
 
 
-class _Flight(NamedTuple):
-    """A launched step: its number, the sequences of its sampling rows, and those of its prefill rows, in order."""
-
-    number: int
-    sampled: list[Sequence]
-    prefilled: list[Sequence]
-
-
 class Scheduler:
-    """Owner of the queues and of every sequence's state."""
+    """Owner of the queues and of every sequence's state.
+
+    Attributes:
+        waiting: Sequences without a slot, in order.
+        running: Sequences with a slot, in order.
+        admitted: The sequences that the latest plan set up, in the order of its setups.
+        pages: Moves pages between the allocator and sequences; counts hits of the prefix cache.
+        num_preemptions: How often a sequence lost its pages.
+    """
 
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator):
         self.limits = limits
         self.allocator = allocator
+        self.pages = ContextPages(allocator)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.admitted: list[Sequence] = []
         self.num_preemptions = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._in_flight: deque[_Flight] = deque()
+        self._in_flight: deque[Flight] = deque()
         self._next_step = 0
+        self._num_arrivals = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -69,24 +82,29 @@ class Scheduler:
         return len(self.waiting) + len(self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Takes a new sequence; its pages at ``max_length`` must fit the pool."""
-        needed = self.allocator.pages_for(sequence.max_length)
-        assert needed <= self.allocator.num_pages, f"{needed} pages needed, the pool has {self.allocator.num_pages}"
-        self.waiting.append(sequence)
+        """Takes a new sequence and its followers; its pages at ``max_length`` must fit the pool."""
+        for one in (sequence, *sequence.followers):
+            needed = self.allocator.pages_for(one.max_length)
+            assert needed <= self.allocator.num_pages, f"{needed} pages needed, the pool has {self.allocator.num_pages}"
+            one.arrival = self._num_arrivals
+            self._num_arrivals += 1
+        self._enqueue([sequence])
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step, or None where nothing can run before pending tokens are known."""
-        plan = StepPlan(self._next_step, [], [], [], [], [], [])
-        flight = _Flight(plan.number, [], [])
-        preempted = self._schedule_decodes(plan, flight)
-        budget = self.limits.max_num_batched_tokens - len(plan.decode_slots)
-        for sequence in self.running:
-            if budget > 0 and not sequence.is_decoding() and sequence.num_computed < len(sequence.token_ids):
-                budget -= self._schedule_chunk(sequence, budget, plan, flight)
-        if not preempted:
-            self._admit(budget, plan, flight)
-        if not plan.decode_slots and not plan.prefill:
+        self.allocator.cache.settle()
+        draft = PlanDraft()
+        self._schedule_decodes(draft)
+        budget = self.limits.max_num_batched_tokens - len(draft.slots)
+        for sequence in draft.half_prompts:
+            if budget > 0:
+                budget -= self._schedule_chunk(sequence, budget, draft)
+        self.admitted = []
+        if not draft.preempts:
+            self._admit(budget, draft)
+        if draft.is_empty:
             return None
+        plan, flight = draft.build(self._next_step)
         self._next_step += 1
         self._in_flight.append(flight)
         return plan
@@ -100,24 +118,28 @@ class Scheduler:
         """
         flight = self._in_flight.popleft()
         assert flight.number == plan.number, f"step {plan.number} completed, step {flight.number} expected"
-        num_decode = first_token = len(plan.decode_slots)
+        num_decode = len(plan.decode_slots)
         rows = [*range(num_decode), *(num_decode + i for i, chunk in enumerate(plan.prefill) if chunk.samples)]
-        completion = Completion([], [])
-        for sequence, chunk in zip(flight.prefilled, plan.prefill, strict=True):
-            if chunk.targets is not None and sequence.finish_reason is None:
-                completion.scored.append((sequence, chunk, first_token))
-            first_token += len(chunk.token_ids)
+        sampled: list[tuple[Sequence, int, int]] = []
+        completion = Completion(sampled, flight.scored(plan))
         for sequence, row in zip(flight.sampled, rows, strict=True):
             sequence.num_pending -= 1
             if sequence.finish_reason is None:
                 token = tokens[row]
-                sequence.token_ids.append(token)
-                self._check_end(sequence, token)
-                completion.sampled.append((sequence, row, token))
+                token_ids = sequence.token_ids
+                token_ids.append(token)
+                sampled.append((sequence, row, token))
+                if len(token_ids) >= sequence.next_check or token in sequence.stop_ids:
+                    self._check(sequence, token)
         return completion
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a sequence, running or waiting, and frees what it holds; ending it twice is without effect."""
+        """Ends a sequence, wherever it is, and frees what it holds; ending it twice is without effect.
+
+        What it computed stays in the prefix cache, but for the reason "error" (then also if it ended before).
+        """
+        if reason == "error":
+            self.pages.forget(sequence)
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = reason
@@ -125,88 +147,104 @@ class Scheduler:
         if sequence.slot >= 0:
             self.running.remove(sequence)
             self._release(sequence)
-        else:
+        elif sequence in self.waiting:  # a follower may not have been added yet
             self.waiting.remove(sequence)
+        self._enqueue(sequence.release_followers())
 
-    def _check_end(self, sequence: Sequence, token: int) -> None:
-        length = len(sequence.token_ids)
-        if token in sequence.stop_ids and length >= sequence.min_length:
-            self.finish(sequence, "stop", sequence.stop_ids[token])
-        elif length >= sequence.max_length:
-            self.finish(sequence, "length")
+    def _check(self, sequence: Sequence, token: int) -> None:
+        """Looks at a new token of consequence: the first, one that may end the sequence, one behind a full page."""
+        ending = find_ending(sequence, token)
+        if ending is not None:
+            self.finish(sequence, *ending)
+            return
+        self._enqueue(sequence.release_followers())
+        if sequence.slot >= 0:
+            self.pages.register(sequence, len(sequence.token_ids) - 1)
+        if sequence.constraint is None and sequence.repetition is None:
+            page_end = (sequence.num_registered_pages + 1) * self.allocator.page_size
+            sequence.next_check = min(sequence.max_length, page_end + 1)
 
-    def _schedule_decodes(self, plan: StepPlan, flight: _Flight) -> bool:
-        """A row for each sequence that decodes, oldest first; returns whether one lost its pages for it."""
-        preempted = False
-        page_size = self.allocator.page_size
-        i = 0
-        while i < len(self.running):
-            sequence = self.running[i]
-            i += 1
+    def _enqueue(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            bisect.insort(self.waiting, sequence, key=_rank)
+
+    def _schedule_decodes(self, draft: PlanDraft) -> None:
+        """A row for each sequence that decodes, in order."""
+        slots, positions, tokens, sampled = draft.slots, draft.positions, draft.tokens, draft.sampled
+        for sequence in self.running:  # loses sequences at its end only
             position = sequence.num_computed
-            if not sequence.is_decoding() or sequence.num_tokens >= sequence.max_length:
+            is_plain = position < sequence.decodes_until and sequence.constraint is None
+            if not is_plain and not self._prepare_decode(sequence, draft):
                 continue
-            if position >= len(sequence.pages) * page_size:
-                while (pages := self.allocator.allocate(1)) is None:
-                    preempted = True
-                    if self._preempt_last() is sequence:
-                        return True
-                plan.grants.append(PageGrant(sequence.slot, len(sequence.pages), pages))
-                sequence.pages += pages
-            plan.decode_slots.append(sequence.slot)
-            plan.decode_positions.append(position)
-            plan.decode_tokens.append(-1 if sequence.num_pending else sequence.token_ids[position])
+            slots.append(sequence.slot)
+            positions.append(position)
+            tokens.append(-1 if sequence.num_pending else sequence.token_ids[position])
+            sampled.append(sequence)
             sequence.num_computed = position + 1
             sequence.num_pending += 1
-            flight.sampled.append(sequence)
-        return preempted
 
-    def _schedule_chunk(self, sequence: Sequence, budget: int, plan: StepPlan, flight: _Flight) -> int:
+    def _prepare_decode(self, sequence: Sequence, draft: PlanDraft) -> bool:
+        """Whether a sequence can decode; it gets a page if it needs one, and its mask if it is constrained."""
+        if not sequence.decodes_until:
+            draft.half_prompts.append(sequence)
+            return False
+        is_constrained = sequence.constraint is not None
+        if sequence.num_computed + 1 >= sequence.max_length or (is_constrained and sequence.num_pending):
+            return False
+        if sequence.num_computed >= sequence.decodes_until and not self._grow(sequence, draft):
+            return False
+        draft.add_mask(sequence)
+        return True
+
+    def _grow(self, sequence: Sequence, draft: PlanDraft) -> bool:
+        """One more page; the last running sequences give theirs up for it. False where this one had to."""
+        while not self.pages.grow(sequence):
+            draft.preempts = True
+            if self._preempt_last() is sequence:
+                return False
+        draft.add_grant(sequence, len(sequence.pages) - 1)
+        return True
+
+    def _schedule_chunk(self, sequence: Sequence, budget: int, draft: PlanDraft) -> int:
         """The next chunk of a sequence's known tokens, at most ``budget``; returns its length."""
         start = sequence.num_computed
-        end = min(len(sequence.token_ids), start + budget)
-        samples = end == len(sequence.token_ids)
-        targets = None
-        if sequence.wants_prompt_logprobs and start < sequence.num_prompt_tokens:
-            prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-            targets = [prompt[i + 1] if i + 1 < len(prompt) else -1 for i in range(start, end)]
-        plan.prefill.append(PrefillRow(sequence.slot, start, sequence.token_ids[start:end], samples, targets))
-        flight.prefilled.append(sequence)
+        end = min(len(sequence.token_ids), start + min(budget, self.limits.long_prefill_token_threshold or budget))
+        samples = draft.add_chunk(sequence, end)
         sequence.num_computed = end
+        self.pages.register(sequence, end, with_last=samples)
         if samples:
             sequence.num_pending += 1
-            flight.sampled.append(sequence)
+            self.pages.note_room(sequence)
         return end - start
 
-    def _admit(self, budget: int, plan: StepPlan, flight: _Flight) -> None:
+    def _admit(self, budget: int, draft: PlanDraft) -> None:
         """Waiting sequences in order, while slots, tokens and pages last."""
         while self.waiting and budget > 0 and self._free_slots:
             sequence = self.waiting[0]
-            if sequence.num_pending:
-                return
-            pages = self.allocator.allocate(self.allocator.pages_for(len(sequence.token_ids)))
-            if pages is None:
+            copies = None if sequence.num_pending else self.pages.take(sequence)
+            if copies is None:
                 return
             self.waiting.popleft()
-            self.running.append(sequence)
+            bisect.insort(self.running, sequence, key=_rank)
+            self.admitted.append(sequence)
             sequence.slot = self._free_slots.pop()
-            sequence.pages = pages
-            plan.setups.append(SlotSetup(sequence.slot, sequence.sampling, sequence.max_length))
-            plan.grants.append(PageGrant(sequence.slot, 0, pages))
-            budget -= self._schedule_chunk(sequence, budget, plan, flight)
+            draft.add_setup(sequence, copies)
+            budget -= self._schedule_chunk(sequence, budget, draft)
 
     def _preempt_last(self) -> Sequence:
-        """Takes slot and pages of the sequence admitted last; it waits first in line to be computed again."""
+        """Takes slot and pages of the last running sequence; it waits in its place to be computed again."""
         victim = self.running.pop()
         self._release(victim)
-        victim.num_computed = 0
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(victim)
+        self._enqueue([victim])
         return victim
 
     def _release(self, sequence: Sequence) -> None:
-        self.allocator.free(sequence.pages)
+        self.pages.release(sequence)
         self._free_slots.append(sequence.slot)
-        sequence.pages = []
         sequence.slot = -1
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.priority, sequence.arrival

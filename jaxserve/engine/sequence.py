@@ -5,7 +5,7 @@ import dataclasses
 from jaxserve.engine.constraint import Constraint
 from jaxserve.engine.plan import Sampling
 from jaxserve.outputs import FinishReason
-from jaxserve.sampling_params import RepetitionDetectionParams
+from jaxserve.structured_params import RepetitionDetectionParams
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -33,9 +33,14 @@ class Sequence:
         pages: Pages of its context, in order.
         num_computed: Tokens whose keys and values are in pages, those of launched steps included.
         num_pending: Tokens sampled by launched steps that the host does not know yet.
+        decodes_until: Position that its pages and its length let it decode up to; 0 while its prompt is computed.
+        next_check: Length from which on a new token may be of consequence even where it is no stop token.
+        page_keys: Keys of its context's first full pages in the prefix cache, as far as needed, behind the root's.
+        num_registered_pages: Pages of ``pages`` that the prefix cache was told of.
         finish_reason: ``stop``, ``length`` or ``abort`` once it has ended.
         stop_reason: Stop string or stop token id that ended it, if one did and it is not an end-of-sequence token.
         num_preemptions: How often it lost its pages.
+        error: Why its constraint failed, if it did; the sequence then ends.
     """
 
     sequence_id: str
@@ -58,20 +63,28 @@ class Sequence:
     pages: list[int] = dataclasses.field(default_factory=list[int])
     num_computed: int = 0
     num_pending: int = 0
+    decodes_until: int = 0
+    next_check: int = 0
+    page_keys: list[bytes] = dataclasses.field(default_factory=list[bytes])
+    num_registered_pages: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_preemptions: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens known to host or device."""
-        return len(self.token_ids) + self.num_pending
+    error: str | None = None
 
     @property
     def num_output_tokens(self) -> int:
         """Output tokens the host knows."""
         return len(self.token_ids) - self.num_prompt_tokens
 
-    def is_decoding(self) -> bool:
-        """Whether its next step is one token whose successor is sampled."""
-        return self.num_tokens - self.num_computed == 1 and self.num_computed >= self.num_prompt_tokens
+    def release_followers(self) -> list["Sequence"]:
+        """Followers that need not wait for this sequence any more, once it has a token or has ended.
+
+        Where it ended without a token, its prompt may not be computed: then the first of them leads the others.
+        """
+        followers = [follower for follower in self.followers if follower.finish_reason is None]
+        self.followers = []
+        if followers and self.num_output_tokens == 0:
+            followers[0].followers = followers[1:]
+            del followers[1:]
+        return followers

@@ -4,30 +4,31 @@ import concurrent.futures
 import dataclasses
 import logging
 import time
-from pathlib import Path
-from typing import Any
 
-from checkpoints import resolve_model
 from jaxserve.config import EngineConfig
-from jaxserve.engine.admission import ModelLimits
+from jaxserve.engine.admission import Admission, ModelLimits
 from jaxserve.engine.build import EnginePlan, load_params, plan_engine
 from jaxserve.engine.compilation_cache import use_compilation_cache
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.grammars import GrammarCompiler
 from jaxserve.engine.memory import MemoryLedger, device_memory_bytes, resident_bytes
 from jaxserve.engine.metrics import CompileCounter
+from jaxserve.engine.model_defaults import (
+    check_parsers,
+    default_sampling_params,
+    eos_token_ids,
+    find_tokenizer,
+    thinking_ids,
+)
 from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.runner import CompiledSteps, StepRunner
 from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
-from jaxserve.engine.tokenizer import Tokenizer, load_tokenizer
-from jaxserve.engine.tokenizer_files import read_json
-from jaxserve.errors import ConfigError, RequestError
+from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.models.loading import check_weights
 from jaxserve.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,28 +69,20 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     plan = plan_engine(config)
     default_params = default_sampling_params(config, plan.directory)
     tokenizer = find_tokenizer(config, plan.directory)
+    check_parsers(config)
     check_weights(plan.directory, plan.config, plan.programs[0].parallel.size)
     use_compilation_cache(config.compilation_cache_dir)
     _log_choices(plan)
     resident_before = resident_bytes()
     runners, steps, load_s, compile_s = _make_runners(plan)
     program = plan.programs[0]
-    limits = SchedulerLimits(plan.max_num_seqs, plan.max_num_batched_tokens)
+    scheduling = SchedulerLimits(plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
     depth = 1 if config.async_scheduling is False else 2
-    engine = Engine(
-        [
-            Replica(Scheduler(limits, PageAllocator(program.num_pages, program.page_size)), runner, depth)
-            for runner in runners
-        ],
-        limits=ModelLimits(
-            max_model_len=plan.max_model_len,
-            vocab_size=plan.config.vocab_size,
-            eos_token_ids=eos_token_ids(plan, tokenizer),
-        ),
-        tokenizer=tokenizer,
-        seed=config.seed,
-        counter=CompileCounter(),
-    )
+    replicas = []
+    for runner in runners:
+        allocator = PageAllocator(program.num_pages, program.page_size, keeps_free_pages=config.enable_prefix_caching)
+        replicas.append(Replica(Scheduler(scheduling, allocator), runner, depth))
+    engine = Engine(replicas, make_admission(config, plan, tokenizer), seed=config.seed, counter=CompileCounter())
     ledger = _make_ledger(config, plan, steps, resident_before)
     total_s = time.monotonic() - start
     logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.needs.weights / (1 << 30), load_s)
@@ -97,55 +90,25 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     return StartedEngine(engine, plan, default_params, ledger, load_s, compile_s, total_s)
 
 
-def find_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
-    """The model's tokenizer, or the one asked for; None where the model's directory has none."""
-    if config.tokenizer is not None:
-        return load_tokenizer(
-            resolve_model(config.tokenizer, config.tokenizer_revision, config.download_dir, config.hf_token)
-        )
-    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
-        return None
-    return load_tokenizer(directory)
-
-
-def eos_token_ids(plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Tokens that end a text, by config.json, generation_config.json and the tokenizer."""
-    found: list[Any] = list(plan.config.eos_token_ids)
-    declared = read_generation_config(plan.directory).get("eos_token_id")
-    found += declared if isinstance(declared, list) else [declared]
-    if tokenizer is not None:
-        found.append(tokenizer.eos_token_id)
-    return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
-
-
-def default_sampling_params(config: EngineConfig, directory: Path) -> SamplingParams:
-    """Sampling parameters of the model's generation_config.json, or of the one asked for.
-
-    Raises:
-        ConfigError: The file asked for does not exist, or its values are no sampling parameters.
-    """
-    if config.generation_config == "vllm":
-        return SamplingParams()
-    if config.generation_config != "auto":
-        directory = Path(config.generation_config)
-        if not (directory / "generation_config.json").exists():
-            raise ConfigError(
-                "generation_config: expected 'auto', 'vllm' or a directory with a generation_config.json, got "
-                f"{config.generation_config!r}"
-            )
-    try:
-        return SamplingParams.from_generation_config(read_generation_config(directory))
-    except RequestError as error:
-        raise ConfigError(f"{directory / 'generation_config.json'}: {error}") from error
-
-
-def read_generation_config(directory: Path) -> dict:
-    """The model's generation_config.json; empty where there is none."""
-    path = directory / "generation_config.json"
-    found = read_json(path)
-    if found is not None and not isinstance(found, dict):
-        raise ConfigError(f"{path}: expected a JSON object, got {type(found).__name__}")
-    return found or {}
+def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> Admission:
+    """What checks requests and makes their state."""
+    model = plan.config
+    eos_ids = eos_token_ids(plan, tokenizer)
+    key = f"{plan.directory.resolve()} {config.revision} {plan.programs[0].policy}"
+    limits = ModelLimits(
+        max_model_len=plan.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=eos_ids,
+        max_logprobs=config.max_logprobs,
+        has_priorities=config.scheduling_policy == "priority",
+        shares_prefixes=config.enable_prefix_caching,
+        arguments=plan.programs[0].arguments,
+        thinking_ids=thinking_ids(config, tokenizer),
+        rope=model.rope,
+        model_key=key.encode(),
+    )
+    grammars = None if tokenizer is None else GrammarCompiler(tokenizer, model.vocab_size, eos_ids)
+    return Admission(limits, tokenizer, grammars)
 
 
 def _make_runners(plan: EnginePlan) -> tuple[list[StepRunner], list[CompiledSteps], float, float]:
@@ -194,15 +157,18 @@ def _make_ledger(
     copies = len(plan.programs) * program.mesh.devices.size if device.platform == "cpu" else 1
     weights = plan.needs.weights * copies
     pages = program.pool_bytes * copies
+    slots = program.slot_state_bytes * copies
     temporaries = max(steps.temporary_bytes for steps in all_steps)
     if device.platform == "cpu":
-        programs = max(0, resident_bytes() - resident_before - weights - pages)
+        programs = max(0, resident_bytes() - resident_before - weights - pages - slots)
         lines = [("Python and libraries", resident_before), ("weights", weights), ("KV pages", pages)]
+        lines.append(("state of running requests", slots))
         lines += [("compiled programs", programs), ("temporaries of a step, at most", temporaries)]
         total = sum(size for _, size in lines)
     else:
         total = int(device_memory_bytes(device) * config.gpu_memory_utilization)
-        lines = [("weights", weights), ("KV pages", pages), ("temporaries of a step, at most", temporaries)]
+        lines = [("weights", weights), ("KV pages", pages), ("state of running requests", slots)]
+        lines.append(("temporaries of a step, at most", temporaries))
         lines.append(("reserve", total - sum(size for _, size in lines)))
     return MemoryLedger(
         lines=tuple(lines),

@@ -2,46 +2,83 @@
 
 import logging
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from jaxserve.engine.metrics import Metric
+from jaxserve.engine.metric_types import Metric
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
 
 
+class _Totals(NamedTuple):
+    """Numbers that only grow, in tokens."""
+
+    prompt: float = 0.0
+    generation: float = 0.0
+    queries: float = 0.0
+    hits: float = 0.0
+
+
 class StatsLogger:
-    """Logs throughput since its last line, and the state of this moment."""
+    """Logs throughput since its last line, and the state of this moment.
+
+    Args:
+        device: What the pages lie on, as the line names it.
+        interval_s: Time between two lines.
+    """
 
     def __init__(self, device: str, interval_s: float = INTERVAL_S):
         self._device = device
         self._interval_s = interval_s
         self._last_s = time.monotonic()
-        self._last_tokens = (0.0, 0.0)
+        self._last = _Totals()
+        self._hit_rate: float | None = None
+        self._is_quiet = True
 
     def is_due(self) -> bool:
         """Whether the interval has passed."""
-        return time.monotonic() - self._last_s >= self._interval_s
+        return self.remaining_s() <= 0
 
-    def log(self, metrics: list[Metric]) -> None:
+    def remaining_s(self) -> float:
+        """Seconds until the next line is due."""
+        return self._interval_s - (time.monotonic() - self._last_s)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the last call of ``log`` found nothing to say, so that an engine at rest need not call again."""
+        return self._is_quiet
+
+    def resume(self) -> None:
+        """Call when work begins: a time of rest is no part of the next line's throughput."""
+        if self._is_quiet:
+            self._last_s = time.monotonic()
+            self._is_quiet = False
+
+    def log(self, metrics: Sequence[Metric]) -> None:
         """Writes the line, unless nothing has run since the last."""
-        values = {metric.name.removeprefix("jaxserve:"): metric.value for metric in metrics if not metric.labels}
+        values = {metric.name.partition(":")[2]: metric.value for metric in metrics if not metric.labels}
+        names = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
+        totals = _Totals(*(values[name] for name in names))
         now = time.monotonic()
         elapsed = max(now - self._last_s, 1e-9)
-        tokens = (values["prompt_tokens"], values["generation_tokens"])
-        is_idle = tokens == self._last_tokens and not values["num_requests_running"]
-        prompt, generation = (new - old for new, old in zip(tokens, self._last_tokens, strict=True))
-        self._last_s, self._last_tokens = now, tokens
-        if is_idle:
+        prompt, generation, queries, hits = (new - old for new, old in zip(totals, self._last, strict=True))
+        self._is_quiet = totals == self._last and not values["num_requests_running"]
+        self._last_s, self._last = now, totals
+        if self._is_quiet:
             return
-        logger.info(
-            "Engine 000: Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, "
-            "Running: %d reqs, Waiting: %d reqs, Preemptions: %d, %s KV cache usage: %.1f%%",
-            prompt / elapsed,
-            generation / elapsed,
-            values["num_requests_running"],
-            values["num_requests_waiting"],
-            values["num_preemptions"],
-            self._device,
-            100 * values["kv_cache_usage_perc"],
-        )
+        if queries:
+            self._hit_rate = hits / queries
+        parts = [
+            f"Avg prompt throughput: {prompt / elapsed:.1f} tokens/s",
+            f"Avg generation throughput: {generation / elapsed:.1f} tokens/s",
+            f"Running: {values['num_requests_running']:.0f} reqs",
+            f"Waiting: {values['num_requests_waiting']:.0f} reqs",
+        ]
+        if values["num_preemptions"]:
+            parts.append(f"Preemptions: {values['num_preemptions']:.0f}")
+        parts.append(f"{self._device} KV cache usage: {100 * values['kv_cache_usage_perc']:.1f}%")
+        if self._hit_rate is not None:
+            parts.append(f"Prefix cache hit rate: {100 * self._hit_rate:.1f}%")
+        logger.info("Engine 000: %s", ", ".join(parts))

@@ -13,7 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxserve.sampling.penalties import SamplerInputs
 from pallas_kernels import AttentionBatch
+
+FLOAT_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+SLOT_NUMBERS = ("top_k", "seeds", *FLOAT_NUMBERS)
+"""Numbers of a row's request that stay while it has its slot, one behind the other in the buffer; then arguments."""
 
 
 class Field(NamedTuple):
@@ -35,6 +40,7 @@ class BatchShape:
         table_pages: M, pages of the longest context.
         decode_only: Every row has one token.
         scores_prompt: Prompt tokens get logprobs where asked for.
+        num_arguments: Numbers of each row for the engine's logits processors.
     """
 
     num_tokens: int
@@ -42,6 +48,7 @@ class BatchShape:
     table_pages: int
     decode_only: bool
     scores_prompt: bool = False
+    num_arguments: int = 0
 
     @functools.cached_property
     def fields(self) -> dict[str, Field]:
@@ -51,16 +58,23 @@ class BatchShape:
             **dict.fromkeys(("tokens", "positions", "lengths", "token_pages", "token_offsets", "targets"), tokens),
             "page_table": (self.num_rows, self.table_pages),
             **dict.fromkeys(("context_lens", "query_starts", "query_lens", "slots"), rows),
-            **dict.fromkeys(("sampled_slots", "sampled_tokens", "top_k", "seeds"), rows),
-            **dict.fromkeys(("temperature", "top_p", "min_p"), rows),
+            **dict.fromkeys(("sampled_slots", "sampled_tokens", "counted_slots"), rows),
+            **dict.fromkeys(SLOT_NUMBERS, rows),
+            "arguments": (self.num_arguments, self.num_rows),
             **dict.fromkeys(("num_decode", "num_rows", "num_target_tokens", "variant"), scalar),
         }
         fields, start = {}, 0
         for name, shape in shapes.items():
             stop = start + math.prod(shape)
-            fields[name] = Field(start, stop, shape, name in ("temperature", "top_p", "min_p"))
+            fields[name] = Field(start, stop, shape, name in (*FLOAT_NUMBERS, "arguments"))
             start = stop
         return fields
+
+    @functools.cached_property
+    def slot_numbers(self) -> Field:
+        """Place of all ``SLOT_NUMBERS`` and arguments together, a line each."""
+        first, last = self.fields[SLOT_NUMBERS[0]], self.fields["arguments"]
+        return Field(first.start, last.stop, (len(SLOT_NUMBERS) + self.num_arguments, self.num_rows), False)
 
     @functools.cached_property
     def buffer_size(self) -> int:
@@ -80,11 +94,16 @@ class StepBatch(NamedTuple):
         slots: Slot of each row; out of range for an empty row.
         sampled_slots: The same where the row samples; out of range where it does not.
         sampled_tokens: Query token behind which the row samples.
+        counted_slots: Slot of each row whose token is to be counted for its penalties; out of range for the others.
         top_k: Candidates kept, 0 for all.
         seeds: Seed of each row's random numbers.
         temperature: 0 for the likeliest token.
         top_p: Probability mass kept.
         min_p: Probability kept, relative to the likeliest token's.
+        presence_penalty: See ``jaxserve.engine.plan.Sampling``.
+        frequency_penalty: See there.
+        repetition_penalty: See there.
+        arguments: Numbers for the engine's logits processors.
         num_target_tokens: Tokens up to the last with a target; 0 for none.
         variant: Index of the sampler the rows need, in ``sampler.VARIANTS``.
     """
@@ -97,11 +116,16 @@ class StepBatch(NamedTuple):
     slots: Int[Array, " R"]
     sampled_slots: Int[Array, " R"]
     sampled_tokens: Int[Array, " R"]
+    counted_slots: Int[Array, " R"]
     top_k: Int[Array, " R"]
     seeds: Int[Array, " R"]
     temperature: Float[Array, " R"]
     top_p: Float[Array, " R"]
     min_p: Float[Array, " R"]
+    presence_penalty: Float[Array, " R"]
+    frequency_penalty: Float[Array, " R"]
+    repetition_penalty: Float[Array, " R"]
+    arguments: Float[Array, "arguments R"]
     num_target_tokens: Int[Array, ""]
     variant: Int[Array, ""]
 
@@ -114,3 +138,11 @@ def unpack(buffer: Int[Array, " size"], shape: BatchShape) -> StepBatch:
         arrays[name] = lax.bitcast_convert_type(part, jnp.float32) if field.is_float else part
     attention = AttentionBatch(**{name: arrays.pop(name) for name in AttentionBatch._fields})
     return StepBatch(attention=attention, **arrays)
+
+
+def sampler_inputs(batch: StepBatch) -> SamplerInputs:
+    """What the sampler reads of a step."""
+    numbers = {name: getattr(batch, name) for name in SLOT_NUMBERS}
+    return SamplerInputs(
+        positions=batch.attention.context_lens, slots=batch.slots, arguments=batch.arguments.T, **numbers
+    )

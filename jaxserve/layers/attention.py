@@ -5,7 +5,7 @@ from typing import NamedTuple, cast
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxserve.layers.model_config import ModelConfig
@@ -20,11 +20,20 @@ Pools = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """What is fixed when a step is compiled: implementation, tokens a page, and whether rows have one token each."""
+    """What is fixed when a step is compiled.
+
+    Attributes:
+        kernel: Implementation of paged attention.
+        page_size: Tokens a page.
+        decode_only: Whether rows have one token each.
+        row_tile: Rows that are computed together wherever the number of rows could change a result; None computes all
+            at once. See :mod:`jaxserve.layers.rows`.
+    """
 
     kernel: PagedAttention
     page_size: int
     decode_only: bool
+    row_tile: int | None = None
 
 
 def select_attention(device: Device, dtype: str, name: str | None = None) -> PagedAttention:
@@ -34,11 +43,20 @@ def select_attention(device: Device, dtype: str, name: str | None = None) -> Pag
 
 
 class AttentionInputs(NamedTuple):
-    """What all layers of a step share: the batch and the rotation of its tokens."""
+    """What all layers of a step share: the batch, its tokens in use, and the rotation of each."""
 
     batch: AttentionBatch
+    num_tokens: Int[Array, ""]
     cos: Float[Array, "T half"]
     sin: Float[Array, "T half"]
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values of tokens, by head."""
+
+    query: Float[Array, "T N H"]
+    key: Float[Array, "T K H"]
+    value: Float[Array, "T K H"]
 
 
 class Attention(nnx.Module):
@@ -74,10 +92,8 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(q_width, eps=config.norm_eps, policy=policy, axis="q_heads")
             self.k_norm = RMSNorm(k_width, eps=config.norm_eps, policy=policy, axis="kv_heads")
 
-    def __call__(
-        self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
-    ) -> tuple[Float[Array, "T D"], Pools]:
-        """Attention's output and this layer's pools with the step's keys and values written."""
+    def heads(self, x: Float[Array, "T D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]) -> Heads:
+        """Queries, keys and values of tokens, normed and rotated."""
         num_tokens = x.shape[0]
         q_width, k_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         qkv = self.qkv(x)
@@ -89,17 +105,28 @@ class Attention(nnx.Module):
         if self.qk_norm == "head":
             query, key = self.q_norm(query), self.k_norm(key)
         if self.is_rotated:
-            query, key = (apply_rope(a, inputs.cos, inputs.sin) for a in (query, key))
-        pools = settings.kernel.write_kv(pools, key, value, inputs.batch, settings.page_size)
+            query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
+        return Heads(query, key, value)
+
+    def attend(
+        self, heads: Heads, pools: Pools, batch: AttentionBatch, settings: AttentionSettings
+    ) -> tuple[Float[Array, "T N H"], Pools]:
+        """What each head attends to, and this layer's pools with the step's keys and values written."""
+        pools = settings.kernel.write_kv(pools, heads.key, heads.value, batch, settings.page_size)
         attended = settings.kernel.attend(
-            query,
+            heads.query,
             pools,
-            inputs.batch,
+            batch,
             page_size=settings.page_size,
             num_kv_heads=self.num_kv_heads,
             scale=self.scale,
             window=self.window,
             soft_cap=self.soft_cap,
             decode_only=settings.decode_only,
+            row_tile=settings.row_tile,
         )
-        return self.out(attended.reshape(num_tokens, q_width)), pools
+        return attended, pools
+
+    def output(self, attended: Float[Array, "T N H"]) -> Float[Array, "T D"]:
+        """All heads together, projected."""
+        return self.out(attended.reshape(attended.shape[0], -1))

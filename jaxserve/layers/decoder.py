@@ -3,11 +3,12 @@
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings, Pools
+from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings, Heads, Pools
 from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import DtypePolicy, Parallel
+from jaxserve.layers.rows import map_rows
 
 
 class DecoderLayer(nnx.Module):
@@ -25,11 +26,21 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> tuple[Float[Array, "T D"], Pools]:
         """The residual stream behind this layer, and the layer's pools with the step's keys and values written."""
-        branch = x if self.norm_after else self.attention_norm(x)
-        branch, pools = self.attention(branch, pools, inputs, settings)
+        num_tokens, tile = inputs.num_tokens, settings.row_tile
+        heads = map_rows(self._before_attention, (x, inputs.cos, inputs.sin), num_tokens, tile)
+        attended, pools = self.attention.attend(heads, pools, inputs.batch, settings)
+        return map_rows(self._after_attention, (x, attended), num_tokens, tile), pools
+
+    def _before_attention(
+        self, x: Float[Array, "T D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
+    ) -> Heads:
+        return self.attention.heads(x if self.norm_after else self.attention_norm(x), cos, sin)
+
+    def _after_attention(self, x: Float[Array, "T D"], attended: Float[Array, "T N H"]) -> Float[Array, "T D"]:
+        branch = self.attention.output(attended)
         x = self._add(x, self.attention_norm(branch) if self.norm_after else branch)
         branch = self.mlp(x if self.norm_after else self.mlp_norm(x))
-        return self._add(x, self.mlp_norm(branch) if self.norm_after else branch), pools
+        return self._add(x, self.mlp_norm(branch) if self.norm_after else branch)
 
     def _add(self, x: Float[Array, "T D"], branch: Float[Array, "T D"]) -> Float[Array, "T D"]:
         return x + (branch if self.residual_multiplier == 1.0 else branch * self.residual_multiplier)

@@ -61,6 +61,13 @@ def attention_factor(config: RopeConfig) -> float:
     return 1.0
 
 
+def length_regime(config: RopeConfig, length: int) -> int:
+    """A number that is the same for final lengths with the same frequencies: only their keys may be shared."""
+    if config.kind == "dynamic":
+        return max(length - config.max_positions, 0)
+    return int(config.kind == "longrope" and length > _original_positions(config))
+
+
 def _frequencies(config: RopeConfig, lengths: Int[Array, " T"]) -> Float[Array, "T R"] | Float[Array, "1 R"]:
     """Radians per position: one row for all tokens, or one a token where the length decides."""
     if config.kind == "dynamic":

@@ -17,6 +17,7 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import DtypePolicy, Parallel
 from jaxserve.layers.rope import rope_cos_sin
+from jaxserve.layers.rows import map_rows
 from pallas_kernels import AttentionBatch
 
 _NOTEBOOK_PAGE_SIZE = 64
@@ -65,18 +66,37 @@ class CausalLM(nnx.Module):
             batch: Where each token stands and what it sees.
             settings: What is fixed at compile time.
         """
-        x = self.embed(tokens)
-        if self.config.embedding_multiplier != 1.0:
-            x = x * self.config.embedding_multiplier
-        inputs = AttentionInputs(batch, *rope_cos_sin(self.config.rope, positions, lengths))
+        num_tokens = batch.query_lens.sum()
+        x, cos, sin = map_rows(self._embed, (tokens, positions, lengths), num_tokens, settings.row_tile)
+        inputs = AttentionInputs(batch, num_tokens, cos, sin)
         written = []
         for layer, layer_pools in zip(self.layers, pools, strict=True):
             x, layer_pools = _run_layer(*nnx.split(layer), x, layer_pools, inputs, settings)
             written.append(layer_pools)
         return x, written
 
-    def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Scores of the vocabulary, float32, from hidden states."""
+    def logits(
+        self, hidden: Float[Array, "R D"], num_rows: Int[Array, ""] | int = 0, row_tile: int | None = None
+    ) -> Float[Array, "R V"]:
+        """Scores of the vocabulary, float32, from hidden states.
+
+        Args:
+            hidden: Hidden states before the head's norm.
+            num_rows: Rows in use, the first of the R; read where there is a ``row_tile``.
+            row_tile: Rows that are computed together; None computes all at once.
+        """
+        return map_rows(self._scores, (hidden,), num_rows, row_tile)
+
+    def _embed(
+        self, tokens: Int[Array, " T"], positions: Int[Array, " T"], lengths: Int[Array, " T"]
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T half"], Float[Array, "T half"]]:
+        """What the layers start from: embeddings, and the rotation of queries and keys."""
+        x = self.embed(tokens)
+        if self.config.embedding_multiplier != 1.0:
+            x = x * self.config.embedding_multiplier
+        return x, *rope_cos_sin(self.config.rope, positions, lengths)
+
+    def _scores(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         head = self.embed if self.head is None else self.head
         scores = head.logits(self.norm(hidden))
         return scores if self.config.logits_divisor == 1.0 else scores / self.config.logits_divisor

@@ -1,46 +1,63 @@
 """Choosing tokens from logits, inside the step.
 
-A row's choice depends on its logits, its numbers and the pair (seed, position) alone, never on other rows: random
-numbers come from a counter-based generator (Threefry, SC '11) keyed by that pair.
+A row's choice depends on its logits, its numbers, its slot's tables and the pair (seed, position) alone, never on other
+rows.
 """
 
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.random import threefry_2x32
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Float, Int, PyTree
 
-from jaxserve.sampling.truncation import truncate
+from jaxserve.sampling.draw import broken_rows, draw, likeliest
+from jaxserve.sampling.logits_processors import LogitsProcessor
+from jaxserve.sampling.logprobs import LOGPROBS_MODES, MAX_LOGPROBS, TokenLogprobs, no_logprobs, token_logprobs
+from jaxserve.sampling.penalties import SamplerInputs, SlotTables, adjust
+from jaxserve.sampling.truncation import truncation_floor
 
 VARIANTS = ("greedy", "sampled", "full")
-MAX_LOGPROBS = 20
-_BLOCK = 256
+NO_TOKEN = -1
+"""Sampled where a row's logits have NaN, or nothing to choose from."""
+
+Chosen = TypeVar("Chosen", bound=PyTree)
 
 
-class SamplerInputs(NamedTuple):
-    """Numbers of each row; see ``jaxserve.engine.plan.Sampling``. ``positions`` are those of the tokens to come."""
+@dataclasses.dataclass(frozen=True)
+class SamplerSettings:
+    """What is fixed when a step is compiled.
 
-    temperature: Float[Array, " R"]
-    top_k: Int[Array, " R"]
-    top_p: Float[Array, " R"]
-    min_p: Float[Array, " R"]
-    seeds: Int[Array, " R"]
-    positions: Int[Array, " R"]
+    Attributes:
+        max_logprobs: Alternatives reported with each token, where any are.
+        logprobs_mode: One of ``LOGPROBS_MODES``: of the model's own logits (raw), or of those the token was chosen by,
+            behind masks, bias, processors, penalties, temperature and truncation (processed).
+        processors: The engine's own changes to logits.
+    """
 
+    max_logprobs: int = MAX_LOGPROBS
+    logprobs_mode: str = LOGPROBS_MODES[0]
+    processors: tuple[LogitsProcessor, ...] = ()
 
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities before temperature and masks: of the chosen token, its rank (from 1), and the best tokens'."""
+    @property
+    def is_normalized(self) -> bool:
+        """Whether logprobs are reported, and not logits."""
+        return self.logprobs_mode.endswith("logprobs")
 
-    chosen: Float[Array, " R"]
-    ranks: Int[Array, " R"]
-    top_ids: Int[Array, "R top"]
-    top: Float[Array, "R top"]
+    @property
+    def is_processed(self) -> bool:
+        """Whether the logits the token was chosen by are reported, and not the model's own."""
+        return self.logprobs_mode.startswith("processed")
 
 
 def sample(
-    logits: Float[Array, "R V"], inputs: SamplerInputs, mask: Int[Array, "R words"], variant: str
+    logits: Float[Array, "R V"],
+    inputs: SamplerInputs,
+    mask: Int[Array, "R words"],
+    tables: SlotTables,
+    variant: str | Int[Array, ""],
+    settings: SamplerSettings,
 ) -> tuple[Int[Array, " R"], TokenLogprobs]:
     """A token for each row.
 
@@ -48,98 +65,60 @@ def sample(
         logits: Scores, float32.
         inputs: Numbers of each row.
         mask: Allowed tokens as bits, used by ``full`` alone.
-        variant: ``greedy`` (every row takes the likeliest token), ``sampled``, or ``full`` (masks and logprobs too).
+        tables: What is known of the rows' slots, used by ``full`` alone.
+        variant: ``greedy`` (every row takes the likeliest token), ``sampled``, or ``full`` (all that a request can ask
+            for); or its index in ``VARIANTS``, known only when the step runs.
+        settings: What is fixed.
 
     Returns:
-        Tokens, and logprobs (zeros unless ``full``).
+        Tokens, ``NO_TOKEN`` for rows with NaN among their logits or nothing to choose from; and logprobs (zeros unless
+        ``full``).
     """
-    if variant == "greedy":
-        return _likeliest(logits), _no_logprobs(logits)
-    allowed = _masked(logits, mask) if variant == "full" else logits
-    tokens = _sampled(allowed, inputs, _likeliest(allowed))
-    return tokens, token_logprobs(logits, tokens) if variant == "full" else _no_logprobs(logits)
+    is_greedy, is_full = _takes(variant, "greedy"), _takes(variant, "full")
+    adjusted = _choose(is_full, lambda: adjust(logits, inputs, mask, tables, settings.processors), lambda: logits)
+    best = likeliest(adjusted)
+    best = jnp.where(broken_rows(adjusted, best), NO_TOKEN, best)
+    no_floor = jnp.full(len(logits), -jnp.inf)
+    tokens, floor = _choose(is_greedy, lambda: (best, no_floor), lambda: _sampled(adjusted, inputs, best))
+
+    def logprobs() -> TokenLogprobs:
+        tracked_ids = tables.tracked_ids.at[inputs.slots].get(mode="clip")
+        scores = _processed(adjusted, inputs, floor) if settings.is_processed else logits
+        return token_logprobs(scores, tokens, tracked_ids, settings.max_logprobs, settings.is_normalized)
+
+    num_tracked = tables.tracked_ids.shape[1]
+    return tokens, _choose(is_full, logprobs, lambda: no_logprobs(len(logits), settings.max_logprobs, num_tracked))
 
 
-def sample_any(
-    logits: Float[Array, "R V"], inputs: SamplerInputs, mask: Int[Array, "R words"], variant: Int[Array, ""]
-) -> tuple[Int[Array, " R"], TokenLogprobs]:
-    """``sample`` with the variant, an index into ``VARIANTS``, known only when the step runs."""
-    is_full = variant == VARIANTS.index("full")
-    allowed = lax.cond(is_full, lambda: _masked(logits, mask), lambda: logits)
-    likeliest = _likeliest(allowed)
-    is_greedy = variant == VARIANTS.index("greedy")
-    tokens = lax.cond(is_greedy, lambda: likeliest, lambda: _sampled(allowed, inputs, likeliest))
-    return tokens, lax.cond(is_full, lambda: token_logprobs(logits, tokens), lambda: _no_logprobs(logits))
+def _takes(variant: str | Int[Array, ""], name: str) -> bool | Array:
+    return variant == name if isinstance(variant, str) else variant == VARIANTS.index(name)
 
 
-def token_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, " R"]) -> TokenLogprobs:
-    """Log-probabilities of given tokens and of the likeliest ones, ranked by logits: two may round to one logprob."""
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
-    ranks = 1 + jnp.sum(logits > chosen, axis=1, dtype=jnp.int32)
-    count = min(MAX_LOGPROBS, logits.shape[1])
-    top, top_ids = lax.top_k(logits, count)
-    best = top[:, :1]
-    log_total = jnp.log(jnp.sum(jnp.exp(logits - best), axis=1, keepdims=True))
-    padding = ((0, 0), (0, MAX_LOGPROBS - count))
-    top = jnp.pad(top - best - log_total, padding, constant_values=-jnp.inf)
-    return TokenLogprobs((chosen - best - log_total)[:, 0], ranks, jnp.pad(top_ids, padding), top)
+def _choose(condition: bool | Array, yes: Callable[[], Chosen], no: Callable[[], Chosen]) -> Chosen:
+    """One of two results, chosen now or when the step runs."""
+    if isinstance(condition, bool):
+        return yes() if condition else no()
+    return lax.cond(condition, yes, no)
 
 
-def _no_logprobs(logits: Float[Array, "R V"]) -> TokenLogprobs:
-    rows = logits.shape[0]
-    return TokenLogprobs(
-        jnp.zeros(rows),
-        jnp.zeros(rows, jnp.int32),
-        jnp.zeros((rows, MAX_LOGPROBS), jnp.int32),
-        jnp.zeros((rows, MAX_LOGPROBS)),
-    )
-
-
-def _likeliest(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
-    """The first of the largest; XLA on CPUs finds it three times faster by ``top_k`` than by ``argmax``."""
-    return lax.platform_dependent(
-        logits, cpu=lambda x: lax.top_k(x, 1)[1][:, 0], default=lambda x: jnp.argmax(x, axis=1).astype(jnp.int32)
-    )
-
-
-def _sampled(logits: Float[Array, "R V"], inputs: SamplerInputs, likeliest: Int[Array, " R"]) -> Int[Array, " R"]:
-    """A random token for rows with a temperature, the likeliest for the others."""
+def _sampled(
+    logits: Float[Array, "R V"], inputs: SamplerInputs, best: Int[Array, " R"]
+) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
+    """A random token for rows with a temperature, the likeliest for the others; and the lowest score each row kept."""
+    scores = _scaled(logits, inputs)
+    weights = jnp.exp(scores - scores.max(1, keepdims=True))
+    floor = truncation_floor(scores, weights, inputs.top_k, inputs.top_p, inputs.min_p)
+    drawn, weight = draw(jnp.where(scores >= floor[:, None], weights, 0.0), inputs.seeds, inputs.positions)
+    drawn = jnp.where((best >= 0) & (weight > 0), drawn, NO_TOKEN)
     is_random = inputs.temperature > 0
-    scaled = logits / jnp.where(is_random, inputs.temperature, 1.0)[:, None]
-    kept = truncate(scaled, inputs.top_k, inputs.top_p, inputs.min_p)
-    weights = jnp.where(kept, jnp.exp(scaled - scaled.max(1, keepdims=True)), 0.0)
-    return jnp.where(is_random, _draw(weights, inputs.seeds, inputs.positions), likeliest)
+    return jnp.where(is_random, drawn, best), jnp.where(is_random, floor, -jnp.inf)
 
 
-def _draw(weights: Float[Array, "R V"], seeds: Int[Array, " R"], positions: Int[Array, " R"]) -> Int[Array, " R"]:
-    """A token of each row, in proportion to its weight: first a block of tokens, then a token of the block."""
-    rows, size = weights.shape
-    blocks = jnp.pad(weights, ((0, 0), (0, -size % _BLOCK))).reshape(rows, -1, _BLOCK)
-    uniform = jax.vmap(_two_uniforms)(seeds, positions)
-    block = _invert(blocks.sum(2), uniform[:, 0])
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * _BLOCK + _invert(inside, uniform[:, 1])
+def _scaled(logits: Float[Array, "R V"], inputs: SamplerInputs) -> Float[Array, "R V"]:
+    return logits / jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)[:, None]
 
 
-def _two_uniforms(seed: Int[Array, ""], position: Int[Array, ""]) -> Float[Array, "2"]:
-    key = jnp.stack([seed, position]).astype(jnp.uint32)
-    return _uniform(threefry_2x32(key, jnp.arange(2, dtype=jnp.uint32)))
-
-
-def _uniform(bits: UInt[Array, " n"]) -> Float[Array, " n"]:
-    """Odd multiples of 2**-24 in (0, 1): 0 would draw the first token of any weight at all, 1 the last."""
-    return (bits >> 9).astype(jnp.float32) * 2.0**-23 + 2.0**-24
-
-
-def _invert(weights: Float[Array, "R n"], uniform: Float[Array, " R"]) -> Int[Array, " R"]:
-    """The first index whose cumulative weight exceeds ``uniform`` times the total; never one of weight zero."""
-    cumulative = jnp.cumsum(weights, axis=1)
-    beyond = (cumulative > uniform[:, None] * cumulative[:, -1:]) & (weights > 0)
-    last = weights.shape[1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=1)
-    return jnp.where(beyond.any(1), jnp.argmax(beyond, axis=1), last).astype(jnp.int32)
-
-
-def _masked(logits: Float[Array, "R V"], mask: Int[Array, "R words"]) -> Float[Array, "R V"]:
-    """Logits with -inf for the tokens whose bit is not set."""
-    bits = (mask[:, :, None] >> jnp.arange(32)) & 1
-    return jnp.where(bits.reshape(mask.shape[0], -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
+def _processed(logits: Float[Array, "R V"], inputs: SamplerInputs, floor: Float[Array, " R"]) -> Float[Array, "R V"]:
+    """What a row's token was drawn from; rows without a temperature keep all that is allowed."""
+    scores = _scaled(logits, inputs)
+    return jnp.where(scores >= floor[:, None], scores, -jnp.inf)

@@ -1,91 +1,105 @@
 """Which tokens min-p, top-k and top-p keep, without sorting the vocabulary.
 
 In the order vLLM applies them: min-p, then top-k, then top-p over what those two keep. Each keeps the tokens at or
-above a threshold; tokens that tie with the threshold are all kept. Thresholds come from the largest candidates; where
-those do not reach far enough, from bisection over the order-preserving integers of the scores, exact in 32 passes.
+above a threshold; tokens that tie with the threshold are all kept. Top-k and top-p are the same search with other
+weights: where the weights of the tokens, largest scores first, reach what is wanted. Thresholds come from the largest
+candidates; where those do not reach far enough, from bisection over the order-preserving integers of the scores, exact
+in 32 passes.
 """
 
 from collections.abc import Callable
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 _NUM_CANDIDATES = 1024
+_LOWEST = float(np.finfo(np.float32).min)
 
 
-def truncate(
-    scores: Float[Array, "R V"], top_k: Int[Array, " R"], top_p: Float[Array, " R"], min_p: Float[Array, " R"]
-) -> Bool[Array, "R V"]:
-    """The tokens each row keeps.
+def truncation_floor(
+    scores: Float[Array, "R V"],
+    weights: Float[Array, "R V"],
+    top_k: Int[Array, " R"],
+    top_p: Float[Array, " R"],
+    min_p: Float[Array, " R"],
+) -> Float[Array, " R"]:
+    """The lowest score each row keeps, finite: tokens of score -inf are never kept.
 
     Args:
         scores: Logits over temperature; -inf for tokens that are not allowed.
+        weights: Exponentials of the scores less the row's largest.
         top_k: Candidates kept; 0 keeps all.
         top_p: Probability mass kept; 1 keeps all.
         min_p: Probability kept at least, relative to the likeliest token's; 0 keeps all.
     """
-    floor = jnp.where(min_p > 0, scores.max(1) + jnp.log(jnp.maximum(min_p, 1e-30)), -jnp.inf)
-    cuts = (top_k > 0) | (top_p < 1)
-    floor = lax.cond(cuts.any(), lambda: _cut(scores, floor, top_k, top_p), lambda: floor)
-    return (scores >= floor[:, None]) & (scores > -jnp.inf)
+    best = scores.max(1)
+    floor = jnp.where(min_p > 0, best + jnp.log(jnp.maximum(min_p, 1e-30)), _LOWEST)
+    first, last = jnp.where((top_k > 0).any(), 0, 1), jnp.where((top_p < 1).any(), 2, 1)
+
+    def cut() -> Float[Array, " R"]:
+        candidates = lax.top_k(scores, min(_NUM_CANDIDATES, scores.shape[1]))[0]
+        candidate_weights = jnp.exp(candidates - best[:, None])
+
+        def phase(i: Int[Array, ""], floor: Float[Array, " R"]) -> Float[Array, " R"]:
+            is_top_p = i == 1
+            parts = jnp.where(is_top_p, weights, 1.0), jnp.where(is_top_p, candidate_weights, 1.0)
+            share = jnp.where(is_top_p, top_p, jnp.where(top_k > 0, top_k, jnp.inf))
+            return _raised(floor, (scores, parts[0]), (candidates, parts[1]), share, is_top_p)
+
+        return lax.fori_loop(first, last, phase, floor)
+
+    return lax.cond(first < last, cut, lambda: floor)
 
 
-def _cut(
-    scores: Float[Array, "R V"], floor: Float[Array, " R"], top_k: Int[Array, " R"], top_p: Float[Array, " R"]
+def _raised(
+    floor: Float[Array, " R"],
+    tokens: tuple[Float[Array, "R V"], Float[Array, "R V"]],
+    candidates: tuple[Float[Array, "R C"], Float[Array, "R C"]],
+    wanted: Float[Array, " R"],
+    is_share: Bool[Array, ""],
 ) -> Float[Array, " R"]:
-    """The floor raised to what top-k and top-p keep."""
-    count = min(_NUM_CANDIDATES, scores.shape[1])
-    candidates = lax.top_k(scores, count)[0]
-    kth = jnp.take_along_axis(candidates, jnp.clip(top_k - 1, 0, count - 1)[:, None], axis=1)[:, 0]
-    if count < scores.shape[1]:
-        wide_k = top_k > count
-        kth = lax.cond(wide_k.any(), lambda: jnp.where(wide_k, _kth_by_bisection(scores, top_k), kth), lambda: kth)
-    floor = jnp.where(top_k > 0, jnp.maximum(floor, kth), floor)
+    """The score at which the weights from the largest down reach ``wanted``, at least the floor.
 
-    best = candidates[:, :1]
-    mass = jnp.where(scores >= floor[:, None], jnp.exp(scores - best), 0.0).sum(1)
-    wanted = top_p * mass
-    cumulative = jnp.cumsum(jnp.where(candidates >= floor[:, None], jnp.exp(candidates - best), 0.0), axis=1)
-    reached = cumulative >= wanted[:, None]
-    is_reached = reached.any(1)
-    nucleus = jnp.take_along_axis(candidates, jnp.argmax(reached, axis=1)[:, None], axis=1)[:, 0]
-    nucleus = jnp.where(is_reached, nucleus, -jnp.inf)
-    is_cut = top_p < 1
+    Args:
+        floor: Scores below it do not count.
+        tokens: Scores and weights.
+        candidates: The largest scores in order, and their weights.
+        wanted: Weight to reach; where ``is_share``, a share of that of all that count.
+        is_share: See above.
+    """
+    scores, weights = tokens
+
+    def reaches(threshold: Float[Array, " R"]) -> Bool[Array, " R"]:
+        return _mass(scores, weights, jnp.maximum(threshold, floor)) >= wanted
+
+    mass = _mass(scores, weights, floor)
+    wanted = jnp.where(is_share, wanted * mass, wanted)
+    cumulative = jnp.cumsum(jnp.where(candidates[0] >= floor[:, None], candidates[1], 0.0), axis=1)
+    num_short = (cumulative < wanted[:, None]).sum(1)
+    count = candidates[0].shape[1]
+    found = jnp.take_along_axis(candidates[0], jnp.minimum(num_short, count - 1)[:, None], axis=1)[:, 0]
+    is_cut = wanted < mass
     if count < scores.shape[1]:
-        wide_p = is_cut & ~is_reached
-        nucleus = lax.cond(
-            wide_p.any(),
-            lambda: jnp.where(wide_p, _nucleus_by_bisection(scores, floor, best, wanted), nucleus),
-            lambda: nucleus,
+        is_wide = is_cut & (num_short >= count)
+        found = lax.cond(
+            is_wide.any(), lambda: jnp.where(is_wide, _largest_threshold(reaches, floor.shape[0]), found), lambda: found
         )
-    return jnp.where(is_cut, jnp.maximum(floor, nucleus), floor)
+    return jnp.where(is_cut, jnp.maximum(floor, found), floor)
 
 
-def _kth_by_bisection(scores: Float[Array, "R V"], top_k: Int[Array, " R"]) -> Float[Array, " R"]:
-    def enough(threshold: Float[Array, " R"]) -> Bool[Array, " R"]:
-        return (scores >= threshold[:, None]).sum(1) >= top_k
-
-    return _largest_threshold(enough, scores.shape[0])
+def _mass(scores: Float[Array, "R V"], weights: Float[Array, "R V"], floor: Float[Array, " R"]) -> Float[Array, " R"]:
+    return jnp.where(scores >= floor[:, None], weights, 0.0).sum(1)
 
 
-def _nucleus_by_bisection(
-    scores: Float[Array, "R V"], floor: Float[Array, " R"], best: Float[Array, "R 1"], wanted: Float[Array, " R"]
-) -> Float[Array, " R"]:
-    def enough(threshold: Float[Array, " R"]) -> Bool[Array, " R"]:
-        kept = scores >= jnp.maximum(threshold, floor)[:, None]
-        return jnp.where(kept, jnp.exp(scores - best), 0.0).sum(1) >= wanted
-
-    return _largest_threshold(enough, scores.shape[0])
-
-
-def _largest_threshold(enough: Callable[[Float[Array, " R"]], Bool[Array, " R"]], num_rows: int) -> Float[Array, " R"]:
-    """The largest float at which ``enough``, true below some point of each row, still holds; else -inf."""
+def _largest_threshold(reaches: Callable[[Float[Array, " R"]], Bool[Array, " R"]], num_rows: int) -> Float[Array, " R"]:
+    """The largest float at which ``reaches``, true below some point of each row, still holds; else -inf."""
 
     def round_(_, bounds):
         low, high = bounds
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)
-        holds = enough(_from_order(middle))
+        holds = reaches(_from_order(middle))
         return jnp.where(holds, middle, low), jnp.where(holds, high, middle - 1)
 
     low = jnp.full(num_rows, _to_order(jnp.float32(-jnp.inf)), jnp.int32)

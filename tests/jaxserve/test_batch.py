@@ -2,18 +2,23 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.engine.batch import BatchBuilder
 from jaxserve.engine.plan import PageGrant, PrefillRow, Sampling, SlotSetup, StepPlan
-from jaxserve.engine.step_batch import BatchShape, StepBatch, unpack
+from jaxserve.engine.step_batch import BatchShape, StepBatch, sampler_inputs, unpack
+from jaxserve.sampling.penalties import SamplerInputs
+from pallas_kernels import AttentionBatch
 
 NUM_SLOTS, PAGE_SIZE, NUM_PAGES, TABLE_PAGES = 6, 8, 40, 5
 DECODE = BatchShape(num_tokens=4, num_rows=4, table_pages=TABLE_PAGES, decode_only=True)
 MIXED = BatchShape(num_tokens=32, num_rows=5, table_pages=TABLE_PAGES, decode_only=False)
+NEUTRAL = (0.5, -3.0)  # what two processors read of requests that give them nothing
 
 call_unpack = functools.cache(lambda shape: jax.jit(functools.partial(unpack, shape=shape)))
 
@@ -71,8 +76,15 @@ class PlanMaker:
             min_p=float(np.float32(draw.random())),
             seed=int(draw.integers(0, 2**32)),
             num_logprobs=int(draw.integers(-1, 5)),
+            presence_penalty=float(np.float32(draw.normal())) * (draw.random() < 0.5),
+            frequency_penalty=float(np.float32(draw.normal())),
+            repetition_penalty=float(np.float32(draw.random())),
+            arguments=tuple(draw.normal(size=2).astype(np.float32).tolist()) if draw.random() < 0.5 else (),
         )
-        setup = SlotSetup(slot, sampling, int(draw.integers(1, 1000)))
+        if draw.random() < 0.5:
+            sampling = sampling._replace(presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
+        known = [7] * int(draw.integers(1, 30)) if sampling.has_penalties else []
+        setup = SlotSetup(slot, sampling, int(draw.integers(1, 1000)), known)
         self.slots[slot] = Slot(setup, [])
         return setup
 
@@ -117,6 +129,13 @@ def check_batch(batch: StepBatch, plan: StepPlan, slots: dict[int, Slot], shape:
         numbers = (batch.temperature[r], batch.top_k[r], batch.top_p[r], batch.min_p[r])
         assert numbers == (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         assert int(batch.seeds[r]) % 2**32 == sampling.seed
+        penalties = (batch.presence_penalty[r], batch.frequency_penalty[r], batch.repetition_penalty[r])
+        assert penalties == (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
+        if batch.arguments.size:
+            assert tuple(batch.arguments[:, r].tolist()) == (sampling.arguments or NEUTRAL)
+        is_new = r < attention.num_decode and row.start >= len(facts.setup.token_ids)
+        assert (batch.counted_slots[r] == row.slot) == (sampling.has_penalties and is_new)
+        assert batch.counted_slots[r] in (row.slot, NUM_SLOTS)
         for i, token_id in enumerate(row.token_ids):
             position = row.start + i
             assert (batch.tokens[token], batch.positions[token]) == (token_id, position)
@@ -138,19 +157,23 @@ def check_padding(batch: StepBatch, num_tokens: int, num_rows: int, shape: Batch
     assert (attention.page_table[num_rows:] == NUM_PAGES).all()
     assert (attention.context_lens[num_rows:] == 0).all() and (attention.query_lens[num_rows:] == 0).all()
     assert (attention.query_starts[num_rows:] == shape.num_tokens).all()
+    assert (batch.counted_slots[num_rows:] >= NUM_SLOTS).all()
     assert (batch.slots[num_rows:] >= NUM_SLOTS).all() and (batch.sampled_slots[num_rows:] >= NUM_SLOTS).all()
     assert (batch.targets[num_tokens:] == -1).all()
     assert (batch.tokens[num_tokens:] >= 0).all(), "-1 would look up a slot"
-    for name in ("temperature", "min_p", "top_k"):
+    for name in ("temperature", "min_p", "top_k", "presence_penalty", "frequency_penalty"):
         assert (getattr(batch, name)[num_rows:] == 0).all(), f"padding asks for {name}"
-    assert (batch.top_p[num_rows:] == 1).all()
+    assert (batch.top_p[num_rows:] == 1).all() and (batch.repetition_penalty[num_rows:] == 1).all()
+    neutral = np.tile(NEUTRAL[: len(batch.arguments)], (shape.num_rows - num_rows, 1))
+    assert np.array_equal(batch.arguments[:, num_rows:].T, neutral)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_buffers_hold_what_plans_say(seed: int) -> None:
-    maker, builder = PlanMaker(seed), BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES)
+    """Also with logits processors that read arguments."""
+    maker, builder = PlanMaker(seed), BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES, NEUTRAL)
     for step in range(15):
-        shape = DECODE if step % 3 == 2 else MIXED
+        shape = dataclasses.replace(DECODE if step % 3 == 2 else MIXED, num_arguments=len(NEUTRAL))
         plan = maker.next(shape.decode_only, shape)
         builder.apply(plan)
         buffer = builder.build(plan, shape, variant=step % 3)
@@ -172,62 +195,60 @@ def test_buffers_do_not_share_memory() -> None:
 
 
 def test_a_new_request_does_not_inherit_its_slot() -> None:
-    """Pages and bans of the request before are gone."""
-    builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES)
-    banned = Sampling(banned_ids=(1,), banned_until=100)
-    for sampling, pages, is_masked in [(banned, [3, 4], True), (Sampling(), [9], False)]:
+    """Pages, penalties and arguments of the request before are gone."""
+    builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES, NEUTRAL)
+    shape = dataclasses.replace(DECODE, num_arguments=2)
+    busy = Sampling(temperature=1.0, presence_penalty=1.0, arguments=(1.0, 2.0), num_logprobs=2)
+    for sampling, pages, counted_slot, variant in [(busy, [3, 4], 2, "full"), (Sampling(), [9], NUM_SLOTS, "greedy")]:
         plan = StepPlan(0, [SlotSetup(2, sampling, 9)], [PageGrant(2, 0, pages)], [2], [0], [5], [])
         builder.apply(plan)
-        assert (builder.vocabulary_mask(plan, 4, 64) is not None) == is_masked
         expected = pages + [NUM_PAGES] * (TABLE_PAGES - len(pages))
-        batch = call_unpack(DECODE)(builder.build(plan, DECODE, 0))
-        assert np.asarray(batch.attention.page_table)[0].tolist() == expected
+        batch = jax.tree.map(np.asarray, call_unpack(shape)(builder.build(plan, shape, 0)))
+        assert batch.attention.page_table[0].tolist() == expected
+        assert batch.counted_slots[0] == counted_slot
+        assert tuple(batch.arguments[:, 0].tolist()) == (sampling.arguments or NEUTRAL)
+        assert builder.variant(plan) == variant
 
 
-@pytest.mark.parametrize("vocab_size", [33, 64, 70, 96])
-def test_mask_bits(vocab_size: int) -> None:
-    """Bits 0, 31, 32, 63 and the last token; rows behind their minimum, and rows without one, are open."""
-    builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES)
-    banned = {slot: ids for slot, ids in enumerate([(0, 31), (31,), (32,), (63, vocab_size - 1), ()])}
-    banned = {slot: tuple(token for token in ids if token < vocab_size) for slot, ids in banned.items()}
-    setups = [SlotSetup(slot, Sampling(banned_ids=ids, banned_until=20), 99) for slot, ids in banned.items()]
-    prefill = [PrefillRow(3, 10, [1] * 9, True), PrefillRow(4, 0, [1], True)]
-    plan = StepPlan(0, setups, [], [2, 0, 1], [18, 18, 19], [5, 5, -1], prefill)
-    builder.apply(plan)
-    mask = builder.vocabulary_mask(plan, 7, vocab_size)
-    assert mask is not None and mask.dtype == np.int32 and mask.shape == (7, -(-vocab_size // 32))
-    allowed = np.ones((7, vocab_size), bool)
-    for row, slot in [(0, 2), (1, 0), (3, 3)]:  # slot 1 samples the token at position 20, which may be any
-        allowed[row, list(banned[slot])] = False
-    bits = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
-    np.testing.assert_array_equal(bits.astype(bool), allowed)
-
-
-def test_no_mask_where_every_token_is_allowed() -> None:
-    builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES)
-    plan = StepPlan(0, [SlotSetup(0, Sampling(banned_ids=(3,), banned_until=20), 99)], [], [0], [19], [5], [])
-    builder.apply(plan)
-    assert builder.vocabulary_mask(plan, 4, 64) is None
+def test_the_sampler_takes_its_numbers_from_the_batch() -> None:
+    """Each under its own name."""
+    fields: dict[str, Any] = dict.fromkeys(StepBatch._fields)
+    names = [name for name in SamplerInputs._fields if name not in ("positions", "slots", "arguments")]
+    numbers: dict[str, Any] = {name: jnp.full(4, i) for i, name in enumerate(names)}
+    places: dict[str, Any] = dict.fromkeys(AttentionBatch._fields, jnp.zeros(4))
+    attention = AttentionBatch(**(places | {"context_lens": jnp.full(4, 77)}))
+    others: dict[str, Any] = {"attention": attention, "slots": jnp.arange(4), "arguments": jnp.ones((2, 4))}
+    batch = StepBatch(**(fields | dict(numbers) | others))
+    inputs = sampler_inputs(batch)
+    for name, number in numbers.items():
+        assert getattr(inputs, name) is number
+    assert inputs.positions[0] == 77 and inputs.slots.tolist() == [0, 1, 2, 3] and inputs.arguments.shape == (4, 2)
 
 
 def test_the_simplest_sampler_is_chosen() -> None:
-    """By the rows that sample: the numbers of a prompt's inner chunk do not count, nor do bans that are over."""
-    samplings = {
-        0: Sampling(),
-        1: Sampling(temperature=0.5),
-        2: Sampling(num_logprobs=0),
-        3: Sampling(banned_ids=(3,), banned_until=20),
-    }
-    builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES)
+    """By the rows that sample: the numbers of a prompt's inner chunk do not count."""
+    needy = [
+        Sampling(num_logprobs=0),
+        Sampling(presence_penalty=0.1),
+        Sampling(frequency_penalty=-0.1),
+        Sampling(repetition_penalty=1.1),
+        Sampling(logit_bias=((3, 1.0),)),
+        Sampling(tracked_ids=(3,)),
+        Sampling(arguments=(0.5, 1.0)),
+    ]
+    samplings = dict(enumerate([Sampling(), Sampling(temperature=0.5), Sampling(arguments=NEUTRAL), *needy]))
+    builder = BatchBuilder(len(samplings), TABLE_PAGES, PAGE_SIZE, NUM_PAGES, NEUTRAL)
     builder.apply(StepPlan(0, [SlotSetup(slot, samplings[slot], 99) for slot in samplings], [], [], [], [], []))
 
-    def variant(decode: dict[int, int], *prefill: PrefillRow) -> str:
-        return builder.variant(StepPlan(0, [], [], [*decode], [*decode.values()], [-1] * len(decode), [*prefill]))
+    def variant(decode: list[int], *prefill: PrefillRow, is_masked: bool = False) -> str:
+        count = len(decode)
+        return builder.variant(StepPlan(0, [], [], decode, [5] * count, [-1] * count, [*prefill]), is_masked)
 
-    assert variant({0: 5}) == "greedy"
-    assert variant({0: 5, 1: 5}) == "sampled"
-    assert variant({2: 5}) == variant({1: 5, 2: 5}) == "full"
-    assert (variant({3: 18}), variant({3: 19})) == ("full", "greedy")
-    assert variant({0: 5}, PrefillRow(1, 0, [4, 4], True)) == "sampled"
-    assert variant({0: 5}, PrefillRow(1, 0, [4, 4], False), PrefillRow(2, 0, [4], False)) == "greedy"
-    assert variant({}, PrefillRow(3, 0, [4] * 19, True)) == "full"
+    assert variant([0]) == variant([0, 2]) == "greedy"
+    assert variant([0, 1]) == "sampled"
+    for slot in range(3, len(samplings)):
+        assert variant([0, slot]) == variant([1, slot]) == "full", samplings[slot]
+    assert variant([0], is_masked=True) == "full"
+    assert variant([0], PrefillRow(1, 0, [4, 4], True)) == "sampled"
+    assert variant([0], PrefillRow(1, 0, [4, 4], False), PrefillRow(3, 0, [4], False)) == "greedy"
+    assert variant([], PrefillRow(4, 0, [4], True)) == "full"

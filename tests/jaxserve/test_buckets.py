@@ -62,3 +62,15 @@ def test_prompts_are_scored_by_one_program() -> None:
     scoring = [shape for shape in buckets.shapes() if shape.scores_prompt]
     assert scoring == [buckets.scoring_shape]
     assert (scoring[0].num_tokens, scoring[0].num_rows, scoring[0].decode_only) == (100, 7, False)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), AWKWARD)
+def test_shapes_are_multiples_where_rows_are_computed_in_tiles(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, 9, multiple=8)
+    for shape in buckets.shapes():
+        assert shape.num_rows % 8 == shape.num_tokens % 8 == 0
+    for num_tokens in range(1, max_num_batched_tokens + 1):
+        assert buckets.shape_for(num_tokens, False).num_tokens >= num_tokens
+        assert buckets.shape_for(num_tokens, False).num_rows >= min(num_tokens, max_num_seqs)
+    for rows in range(1, max_num_seqs + 1):
+        assert buckets.shape_for(rows, True).num_rows >= rows

@@ -184,6 +184,37 @@ def test_the_verdict_counts_tokens_and_later_ones_are_dropped(byte_level: Tokeni
     assert detokenizer.text == "ah"
 
 
+@pytest.mark.parametrize("name", ["byte-level", "byte-fallback"])
+@settings(shared_fixture, max_examples=200)
+@given(data=st.data())
+def test_what_is_taken_adds_up_and_never_has_to_be_taken_back(
+    tiny_tokenizers: dict[str, Tokenizer], name: str, data: st.DataObject
+) -> None:
+    """One token at a time, taken now and then, the text read in between: no half character, no part of a stop."""
+    tokenizer = tiny_tokenizers[name]
+    text = data.draw(st.text(alphabet="ab e\nhl.é🙂", max_size=24))
+    stops = data.draw(st.lists(st.text(alphabet="ab é🙂", min_size=1, max_size=3), max_size=2))
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    whole = tokenizer.decode(token_ids)
+    detokenizer, expected = Detokenizer(tokenizer.pieces(), stop=stops), Detokenizer(tokenizer.pieces(), stop=stops)
+    taken = ""
+    for token_id in token_ids:
+        stop = detokenizer.push_token(token_id)
+        assert stop == expected.push([token_id]).stop
+        if data.draw(st.booleans()):
+            taken += detokenizer.take()
+            assert detokenizer.take() == ""
+            assert whole.startswith(taken)
+        if data.draw(st.booleans()):
+            assert detokenizer.text == expected.text
+        if stop is not None:
+            break
+    assert detokenizer.flush() == expected.flush()
+    taken += detokenizer.take()
+    assert taken == detokenizer.text == expected.text
+    assert not any(stop in taken for stop in stops)
+
+
 def test_the_stop_string_may_stay(byte_level: Tokenizer) -> None:
     detokenizer = Detokenizer(byte_level.pieces(), stop=["ll"], include_stop_str_in_output=True)
     assert detokenizer.push(ids_of(byte_level, "hell", "o")).text == "hell"

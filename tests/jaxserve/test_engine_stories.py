@@ -310,7 +310,7 @@ def test_requests_without_a_seed_differ_and_follow_the_engine_s_seed(stories_mod
     found = []
     for seed in (0, 0, 5):
         with LLM(str(stories_model), **{**SETTINGS, "max_num_seqs": 1}, seed=seed) as made:
-            found.append(tokens(made.generate([STORY] * 2, SamplingParams(max_tokens=12), use_tqdm=False)))
+            found.append(tokens(made.generate([STORY] * 2, SamplingParams(max_tokens=40), use_tqdm=False)))
     assert found[0] == found[1]
     assert found[0] != found[2]
     assert found[0][0] != found[0][1]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings
+from jaxserve.layers.attention import Attention, AttentionSettings
 from jaxserve.layers.embedding import VocabEmbedding
 from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear, project
 from jaxserve.layers.mlp import ACTIVATIONS, GatedMLP
@@ -253,10 +253,12 @@ def attend(module: Attention, x: np.ndarray, config: ModelConfig) -> jax.Array:
     """The layer's output for one prompt, over pools of its own."""
     length = len(x)
     positions = jnp.arange(length)
-    inputs = AttentionInputs(one_row(length), *rope_cos_sin(config.rope, positions, jnp.full(length, length)))
+    rotation = rope_cos_sin(config.rope, positions, jnp.full(length, length))
     specs = KERNEL.pool_specs(3, 8, module.num_kv_heads, config.head_dim)
     pools = (jnp.zeros(specs[0].shape), jnp.zeros(specs[1].shape))
-    return module(jnp.asarray(x), pools, inputs, AttentionSettings(KERNEL, 8, decode_only=False))[0]
+    heads = module.heads(jnp.asarray(x), *rotation)
+    settings = AttentionSettings(KERNEL, 8, decode_only=False)
+    return module.output(module.attend(heads, pools, one_row(length), settings)[0])
 
 
 def exact_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:

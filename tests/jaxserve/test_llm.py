@@ -155,7 +155,6 @@ def test_bad_prompts_are_named_and_nothing_is_lost(
         ({"max_tokens": 0}, "max_tokens"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"n": 0}, "n must"),
-        ({"logprobs": 21}, "logprobs"),
         ({"stop": [""]}, "stop"),
         ({"stop_token_ids": ["x"]}, "stop_token_ids"),
         ({"temprature": 1.0}, "did you mean 'temperature'"),

@@ -5,7 +5,8 @@ import pickle
 import pytest
 
 from jaxserve.errors import ConfigError, EngineDeadError, JaxserveError, RequestError, UnsupportedModelError
-from jaxserve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxserve.logprobs import FlatLogprobs, Logprob
+from jaxserve.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestMetrics, RequestOutput
 
 
 def completion(**changes: object) -> CompletionOutput:
@@ -47,6 +48,26 @@ def test_request_output() -> None:
         "RequestOutput(request_id='0', prompt='Hi', prompt_token_ids=[1, 2], outputs=[CompletionOutput(index=0, "
         "text=' there', token_ids=[5, 6], finish_reason=None)], finished=False, num_cached_tokens=0)"
     )
+
+
+def test_repr_shows_the_error_and_counts_logprobs() -> None:
+    output = RequestOutput(
+        request_id="0",
+        prompt=None,
+        prompt_token_ids=[1],
+        outputs=[completion(logprobs=FlatLogprobs.of([{5: Logprob(-0.5)}, {6: Logprob(-0.5)}]), finish_reason="error")],
+        finished=True,
+        prompt_logprobs=FlatLogprobs.of([None]),
+        error="the grammar has no start",
+    )
+    assert "logprobs=[2 positions], finish_reason='error'" in repr(output)
+    assert repr(output).endswith("finished=True, prompt_logprobs=[1 positions], error='the grammar has no start')")
+
+
+def test_beam_search_output() -> None:
+    beam = BeamSearchSequence(tokens=[1, 2], logprobs=[{2: Logprob(-0.5)}], cum_logprob=-0.5)
+    assert BeamSearchOutput([beam]).sequences == [beam]
+    assert (beam.text, beam.finish_reason, beam.stop_reason) == (None, None, None)
 
 
 def test_metrics_are_differences_of_times() -> None:

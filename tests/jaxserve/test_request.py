@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import RequestError
-from jaxserve.request import parse_prompts
+from jaxserve.request import parse_prompts, priorities_for_each
 from jaxserve.sampling_params import SamplingParams
 
 
@@ -52,11 +52,43 @@ def test_forms(prompts: object, expected: list) -> None:
         ({"prompt_token_ids": "abc"}, "prompt 0: 'prompt_token_ids' must be a list of ints, got str"),
         (["a", {"prompt": "x", "multi_modal_data": {}}], "prompt 1: key 'multi_modal_data' is not supported"),
         (["a", "\ud800"], "prompt 1 is not valid Unicode"),
+        ({"prompt": "a", "cache_salt": ""}, "prompt 0: 'cache_salt' must be a string that is not empty, got ''"),
+        ({"prompt": "a", "cache_salt": 5}, "prompt 0: 'cache_salt' must be a string that is not empty, got 5"),
+        (["a", {"prompt_token_ids": [1], "cache_salt": "\ud800"}], "prompt 1 is not valid Unicode"),
+        ({"cache_salt": "x"}, "prompt 0: the mapping has neither"),
     ],
 )
 def test_bad_prompt_is_named_by_index(prompts: object, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         parse_prompts(prompts)
+
+
+def test_cache_salt() -> None:
+    prompts = ["a", {"prompt": "a", "cache_salt": "x"}, {"prompt_token_ids": [1], "cache_salt": "y"}, {"prompt": "b"}]
+    assert [item.cache_salt for item in parse_prompts(prompts)] == [None, "x", "y", None]
+    assert [item.cache_salt for item in parse_prompts({"prompt": "a", "cache_salt": None})] == [None]
+
+
+def test_priorities() -> None:
+    assert priorities_for_each(None, 3) == [0, 0, 0]
+    assert priorities_for_each([2, -1], 2) == [2, -1]
+    assert priorities_for_each((np.int64(4),), 1) == [4]
+    assert priorities_for_each([], 0) == []
+
+
+@pytest.mark.parametrize(
+    ("priority", "message"),
+    [
+        (3, "priority must be a list, got int"),
+        ([1], r"the lengths of prompts \(2\) and priority \(1\) must be the same"),
+        ([1, 2.0], r"priority\[1\] must be an int, got float"),
+        ([1, None], r"priority\[1\] must be an int, got NoneType"),
+        ([2**63, 0], r"priority\[0\] must be at most"),
+    ],
+)
+def test_bad_priorities(priority: object, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        priorities_for_each(priority, 2)
 
 
 def test_params_go_to_each_prompt() -> None:

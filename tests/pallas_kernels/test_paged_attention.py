@@ -73,14 +73,14 @@ def test_matches_reference(name, case_name):
         span = slice(contexts[row] - lens[row], contexts[row])
         new[starts[row] : starts[row] + lens[row]] = np.stack([keys[row, span], values[row, span]], 1)
     settings = {"scale": 0.3, "window": case.window, "soft_cap": case.soft_cap}
-    modes = [False, True] if all(q == 1 for _, q in case.rows) else [False]
+    modes = [(False, None), (False, 8)] + ([(True, None)] if all(q == 1 for _, q in case.rows) else [])
     expected = reference(jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), batch, **settings)
-    for decode_only in modes:
+    for decode_only, row_tile in modes:
         tokens = batch.context_lens.shape[0] if decode_only else query.shape[0]
         trimmed = batch._replace(token_pages=batch.token_pages[:tokens], token_offsets=batch.token_offsets[:tokens])
 
         @jax.jit
-        def step(pools, query, new, batch, decode_only=decode_only):
+        def step(pools, query, new, batch, decode_only=decode_only, row_tile=row_tile):
             pools = module.write_kv(pools, new[:, 0], new[:, 1], batch, case.page_size)
             out = module.attend(
                 query,
@@ -89,6 +89,7 @@ def test_matches_reference(name, case_name):
                 page_size=case.page_size,
                 num_kv_heads=case.num_kv_heads,
                 decode_only=decode_only,
+                row_tile=row_tile,
                 **settings,
             )
             return pools, out
@@ -97,6 +98,60 @@ def test_matches_reference(name, case_name):
         used = sum(q for _, q in case.rows)
         np.testing.assert_allclose(np.asarray(out)[:used], np.asarray(expected)[:used], atol=2e-5)
         assert np.isfinite(np.asarray(out)).all()
+
+
+@pytest.mark.parametrize("name", OPERATIONS["paged_attention"])
+def test_copies_pages(name):
+    """A chain and a swap read what was there before; entries behind the end, and onto themselves, change nothing."""
+    module = select("paged_attention", platform="cpu", device_kind="cpu", dtype="float32", name=name)
+    rng = np.random.default_rng(0)
+    specs = module.pool_specs(6, 4, 2, 3)
+    pools = tuple(rng.standard_normal(spec.shape, dtype=np.float32) for spec in specs)
+    sources, targets = [0, 1, 4, 5, 0, 7, 7, 6], [1, 2, 5, 4, 3, 8, 8, 6]
+    copy = jax.jit(module.copy_pages, donate_argnums=0)
+    given = tuple(jnp.asarray(pool) for pool in pools)
+    compiled = copy.lower(given, jnp.asarray(sources), jnp.asarray(targets)).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None and analysis.alias_size_in_bytes == sum(pool.nbytes for pool in pools)
+    found = compiled(given, jnp.asarray(sources), jnp.asarray(targets))
+    for before, after in zip(pools, found, strict=True):
+        expected = before.copy()
+        expected[[1, 2, 5, 4, 3]] = before[[0, 1, 4, 5, 0]]
+        np.testing.assert_array_equal(after, expected)
+
+
+@pytest.mark.parametrize("name", OPERATIONS["paged_attention"])
+@pytest.mark.parametrize("row_tile", [None, 8])
+def test_what_is_no_number_stays_with_its_text(name, row_tile):
+    """Left behind in a page that has a new owner it changes nothing; in a text's own past it is not lost."""
+    module = select("paged_attention", platform="cpu", device_kind="cpu", dtype="float32", name=name)
+    case = Case(rows=((20, 1),))
+    batch, query, keys, values, num_pages = make_step(case, seed=1, spare_rows=0, spare_tokens=0)
+    clean = fill_pools(module, case, batch, keys, values, num_pages, poison=0.0)
+    page, bad = int(batch.page_table[0, 1]), jnp.full((1, case.num_kv_heads, case.head_dim), jnp.nan)
+
+    def attended(pools):
+        return np.asarray(
+            module.attend(
+                jnp.asarray(query),
+                pools,
+                batch,
+                page_size=case.page_size,
+                num_kv_heads=case.num_kv_heads,
+                scale=0.3,
+                window=None,
+                soft_cap=None,
+                decode_only=False,
+                row_tile=row_tile,
+            )
+        )
+
+    def with_bad(offset):
+        place = batch._replace(token_pages=jnp.array([page]), token_offsets=jnp.array([offset]))
+        return module.write_kv(clean, bad, bad, place, case.page_size)
+
+    np.testing.assert_array_equal(attended(with_bad(9)), attended(clean))
+    assert np.isnan(attended(with_bad(2))).all()
 
 
 def test_select_refuses_unknown_names():

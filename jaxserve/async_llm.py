@@ -1,0 +1,250 @@
+"""The asyncio API: ``AsyncLLM``, with vLLM's names."""
+
+import asyncio
+import atexit
+import concurrent.futures
+import functools
+import logging
+import time
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import Any
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.chat import split_conversations
+from jaxserve.engine.chat_prompt import chat_prompt, read_template
+from jaxserve.engine.engine_thread import EngineThread
+from jaxserve.engine.metric_types import Metric
+from jaxserve.engine.request_state import RequestState
+from jaxserve.engine.startup import start_engine
+from jaxserve.engine.stats_log import StatsLogger
+from jaxserve.engine.stream import Stream
+from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.errors import EngineDeadError, RequestError
+from jaxserve.outputs import RequestOutput
+from jaxserve.request import PromptInput, parse_prompts
+from jaxserve.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_NUM_PREPARING_THREADS = 2  # more would only take time from the steps
+
+
+class AsyncLLM:
+    """A model ready to generate text for many requests at a time, each a stream of outputs.
+
+    A thread of its own steps the model; prompts are tokenized on others. Several event loops may use one engine.
+
+    Args:
+        model: Directory, hub id, or ``demo`` for the model that comes with the package.
+        **arguments: Those of ``LLM``. As in vLLM, ``disable_log_stats`` is False unless given: outputs carry
+            ``metrics``, and a line in the log says every ten seconds how the engine does.
+
+    Raises:
+        ConfigError: An unknown or unsupported setting, or a model that cannot run or does not fit.
+        CheckpointError: A checkpoint that cannot be read.
+
+    Example:
+        >>> async def main():
+        ...     async with AsyncLLM("demo") as engine:
+        ...         async for output in engine.generate("12+30=", SamplingParams(temperature=0)):
+        ...             print(output.outputs[0].text)
+        >>> asyncio.run(main())
+    """
+
+    def __init__(self, model: str, **arguments: Any):
+        self.config = EngineConfig.from_arguments(model, **{"disable_log_stats": False, **arguments})
+        self._chat_template = read_template(self.config.chat_template)
+        self._started = start_engine(self.config)
+        self.ledger = self._started.ledger
+        logger.info("%s", self.ledger)
+        self._engine = self._started.engine
+        self._pool = concurrent.futures.ThreadPoolExecutor(_NUM_PREPARING_THREADS, "jaxserve-prepare")
+        stats = None if self.config.disable_log_stats else StatsLogger(self.ledger.device)
+        self._thread = EngineThread(self._engine, stats)
+        self._preparing: set[tuple[str | None, Stream]] = set()
+        # At the interpreter's exit the thread must end before JAX does; a forgotten engine must not keep its memory.
+        atexit.register(self._thread.stop)
+        weakref.finalize(self, self._thread.stop).atexit = False
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    def shutdown(self, timeout: float = 0.0) -> None:
+        """Ends the engine and frees the devices' memory; shutting down again is without effect.
+
+        New requests are refused at once. Those that run may go on for ``timeout`` seconds; then they end with what they
+        have, finish reason ``abort``. Blocks meanwhile: on an event loop with a timeout, call it by
+        ``asyncio.to_thread``.
+        """
+        self._thread.stop(timeout)
+        self._pool.shutdown()
+        atexit.unregister(self._thread.stop)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it takes requests."""
+        return self._thread.is_running
+
+    @property
+    def errored(self) -> bool:
+        """Whether it stopped after a failure."""
+        return self._thread.failure is not None
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer: transformers' object, or jaxserve's own where transformers would read the files wrong."""
+        tokenizer = self._tokenizer()
+        return tokenizer if tokenizer.hf is None else tokenizer.hf
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without parameters use: the model's generation_config.json."""
+        return self._started.default_params
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that run or wait."""
+        return self._engine.num_unfinished
+
+    def get_metrics(self) -> list[Metric]:
+        """Numbers about the engine: ``Counter``, ``Gauge`` and ``Histogram`` objects. Waits for nothing."""
+        return self._engine.metrics()
+
+    def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generates text for one prompt. The request begins when the first output is asked for.
+
+        Outputs are of the kind that ``sampling_params.output_kind`` names. A reader who falls behind gets fewer and
+        longer ones. Closing the generator, or cancelling who reads it, ends the request.
+
+        Args:
+            prompt: A string, a list of token ids, ``{"prompt": …}`` or ``{"prompt_token_ids": …}``.
+            sampling_params: None takes the model's defaults.
+            request_id: Its name, for ``abort``; none that runs may have it. None makes one.
+            priority: The lowest run first; needs ``scheduling_policy="priority"``.
+
+        Raises:
+            RequestError: While it is read: a bad prompt or parameter, or a request that failed. Others go on.
+            EngineDeadError: While it is read: the engine failed or was shut down.
+        """
+        return self._stream(functools.partial(self._parsed, prompt, sampling_params), request_id, priority)
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        chat_template: str | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generates the next message of one conversation; else as ``generate``.
+
+        Args:
+            messages: A list of ``{"role": …, "content": …}``.
+            sampling_params: As in ``generate``.
+            request_id: As in ``generate``.
+            priority: As in ``generate``.
+            chat_template: A Jinja template in place of the model's.
+            **options: ``add_generation_prompt``, ``continue_final_message``, ``tools`` and ``chat_template_kwargs``, as
+                in ``LLM.chat``.
+        """
+
+        def render() -> PromptInput:
+            conversations = split_conversations(messages)
+            if len(conversations) != 1:
+                raise RequestError(f"chat takes one conversation, got {len(conversations)}")
+            template = self._chat_template if chat_template is None else read_template(chat_template)
+            return chat_prompt(self._tokenizer(), conversations[0], sampling_params, chat_template=template, **options)
+
+        return self._stream(render, request_id, priority)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests by name; their streams end with what there is, finish reason ``abort``.
+
+        A name that nothing has is no error. When this returns their pages are free.
+        """
+        names = {request_id} if isinstance(request_id, str) else set(request_id)
+        for name, stream in tuple(self._preparing):
+            stream.is_cancelled = stream.is_cancelled or name in names
+        if self._thread.is_running:
+            await asyncio.wrap_future(self._thread.abort(names))
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets every cached page; texts that run go on. Returns whether it did."""
+        return await asyncio.wrap_future(self._thread.call(self._engine.reset_prefix_cache))
+
+    def _parsed(self, prompt: Any, params: SamplingParams | None) -> PromptInput:
+        inputs = parse_prompts(prompt, params)
+        if len(inputs) != 1:
+            raise RequestError(f"generate takes one prompt, got {len(inputs)}")
+        return inputs[0]
+
+    async def _stream(
+        self, read: Callable[[], PromptInput], request_id: str | None, priority: int
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Prepares a request, lets it run, and gives its outputs until it ends or nobody reads them."""
+        stream = Stream(asyncio.get_running_loop(), not self.config.disable_log_stats)
+        try:
+            await self._submit(stream, read, request_id, priority)
+            while True:
+                output = await stream.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._thread.drop(stream)
+
+    async def _submit(
+        self, stream: Stream, read: Callable[[], PromptInput], request_id: str | None, priority: int
+    ) -> None:
+        arrival_s = time.monotonic()
+
+        def prepare() -> RequestState:
+            prompt = read()
+            params = prompt.params or self._started.default_params
+            return self._engine.prepare(prompt, params, request_id=request_id, priority=priority, arrival_s=arrival_s)
+
+        self._thread.check_alive()
+        key = (request_id, stream)
+        self._preparing.add(key)
+        try:
+            try:
+                prepared = self._pool.submit(prepare)
+            except RuntimeError as error:
+                raise EngineDeadError("the engine stopped: it was shut down") from error
+            request = await asyncio.wrap_future(prepared)
+            if request.grammar is not None:
+                await _compiled(request.grammar)
+            self._thread.submit(stream, request)
+        finally:
+            self._preparing.discard(key)
+
+    def _tokenizer(self) -> Tokenizer:
+        if self._engine.tokenizer is None:
+            raise RequestError(f"{self._started.plan.directory} has no tokenizer")
+        return self._engine.tokenizer
+
+
+async def _compiled(grammar: "concurrent.futures.Future[Any]") -> None:
+    """Waits for a grammar, which other requests may share: being cancelled here does not cancel it."""
+    future = asyncio.wrap_future(grammar)
+    future.add_done_callback(_look_at_error)
+    await asyncio.wait([future])
+    error = future.exception()
+    if error is not None:
+        raise RequestError(str(error)) from error
+
+
+def _look_at_error(future: "asyncio.Future[Any]") -> None:
+    """Keeps asyncio from logging an error that nobody waits for any more."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,198 @@
+"""Replays a trace through the engine's own scheduler and page allocator, against a model of how long steps take.
+
+Times of requests are simulated: they come from the model, not from a device. Host times (of `schedule` and `complete`)
+are measured.
+"""
+
+import collections
+import dataclasses
+import math
+import time
+from typing import NamedTuple
+
+from jaxserve.bench.traces import MAX_PIECE_ID, Trace, symbolic_prompt
+from jaxserve.engine.page_allocator import PageAllocator
+from jaxserve.engine.plan import StepPlan
+from jaxserve.engine.scheduler import Completion, Scheduler, SchedulerLimits
+from jaxserve.engine.sequence import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+    """Seconds of a step, as a sum.
+
+    Attributes:
+        step_s: Each step: reading the weights, launching, sampling.
+        prefill_token_s: Each prompt token: its share of the matrix products.
+        decode_row_s: Each decoding sequence.
+        context_token_s: Each token of context that a row reads.
+        pair_s: Each pair of a prompt token and a token it attends to.
+        host_s: The host's part of a step, from what it learns of earlier ones to the launch; at depth 2 the step
+            that runs meanwhile hides it.
+    """
+
+    step_s: float
+    prefill_token_s: float
+    decode_row_s: float
+    context_token_s: float
+    pair_s: float
+    host_s: float
+
+    def seconds(self, plan: StepPlan) -> float:
+        """Time of a step on the device."""
+        num_decode = len(plan.decode_positions)
+        context = sum(plan.decode_positions) + num_decode
+        num_prefill = num_pairs = 0
+        for row in plan.prefill:
+            length = len(row.token_ids)
+            num_prefill += length
+            context += row.start + length
+            num_pairs += length * row.start + length * (length + 1) // 2
+        time_s = self.step_s + self.decode_row_s * num_decode + self.context_token_s * context
+        return time_s + self.prefill_token_s * num_prefill + self.pair_s * num_pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the scheduler gets, and the costs. ``priorities``: one for each request, or none for all alike."""
+
+    cost: CostModel
+    num_pages: int
+    page_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    long_prefill_token_threshold: int = 0
+    is_caching: bool = True
+    depth: int = 2
+    priorities: tuple[int, ...] = ()
+
+
+class _Flight(NamedTuple):
+    """A launched step, the tokens it will turn out to have sampled, and when it ends."""
+
+    plan: StepPlan
+    tokens: list[int]
+    end_s: float
+
+
+class Moment(NamedTuple):
+    """State at the end of a step."""
+
+    time_s: float
+    num_running: int
+    num_waiting: int
+    kv_use: float
+
+
+class Simulation:
+    """One replay of a trace at ``rate`` times its speed; `run` it once, then read the attributes.
+
+    Attributes:
+        arrival_s: When each request came; ``scheduled_s``, ``first_s`` and ``last_s``: when it was first admitted, and
+            when its first and last tokens came.
+        moments: State after each step.
+        host_s: Measured seconds of `schedule` and `complete` for each step.
+        num_rows: Rows of each step.
+    """
+
+    def __init__(self, trace: Trace, rate: float, settings: Settings):
+        self.trace = trace
+        self.settings = settings
+        self.scheduler = make_scheduler(settings)
+        self.arrival_s = [request.arrival_s / rate for request in trace.requests]
+        self.scheduled_s, self.first_s, self.last_s = ([math.nan] * len(trace.requests) for _ in range(3))
+        self.moments: list[Moment] = []
+        self.host_s: list[float] = []
+        self.num_rows: list[int] = []
+        self._now_s = self._device_free_s = 0.0
+        self._num_added = 0
+        self._flights: collections.deque[_Flight] = collections.deque()
+        self._indices: dict[Sequence, int] = {}
+        self._slot_indices = [0] * settings.max_num_seqs
+
+    def run(self) -> None:
+        """Replays the trace to its end."""
+        while True:
+            self._add_arrivals()
+            can_launch = len(self._flights) < self.settings.depth
+            if can_launch and self._launch():
+                continue
+            arrival = self.arrival_s[self._num_added] if self._num_added < len(self.arrival_s) else math.inf
+            if self._flights and not (can_launch and arrival < self._flights[0].end_s):
+                self._collect()
+            elif arrival < math.inf:
+                self._now_s = arrival
+            else:
+                break
+        assert not self.scheduler.num_unfinished, "the scheduler left sequences waiting for ever"
+
+    def _add_arrivals(self) -> None:
+        while self._num_added < len(self.arrival_s) and self.arrival_s[self._num_added] <= self._now_s:
+            index = self._num_added
+            sequence = self._sequence(index)
+            self._indices[sequence] = index
+            self.scheduler.add(sequence)
+            self._num_added += 1
+
+    def _sequence(self, index: int) -> Sequence:
+        prompt = symbolic_prompt(self.trace, index)
+        settings = self.settings
+        return Sequence(
+            str(index),
+            prompt,
+            len(prompt),
+            len(prompt) + self.trace.requests[index].num_output_tokens,
+            priority=settings.priorities[index] if settings.priorities else 0,
+            cache_root=b"" if settings.is_caching else index.to_bytes(8, "little"),
+        )
+
+    def _launch(self) -> bool:
+        """Plans a step and starts it when the device is free; returns whether there was one."""
+        start = time.perf_counter()
+        plan = self.scheduler.schedule()
+        host_s = time.perf_counter() - start
+        if plan is None:
+            return False
+        self.host_s.append(host_s)
+        self.num_rows.append(plan.num_rows)
+        slots = self._slot_indices
+        for sequence in self.scheduler.admitted:
+            index = slots[sequence.slot] = self._indices[sequence]
+            if math.isnan(self.scheduled_s[index]):
+                self.scheduled_s[index] = self._now_s
+        first_token = 2 * MAX_PIECE_ID  # each request's own, so that outputs are shared with nobody
+        tokens = [first_token + slots[slot] for slot in plan.decode_slots]
+        tokens += [first_token + slots[row.slot] for row in plan.prefill]
+        cost = self.settings.cost
+        self._device_free_s = max(self._now_s + cost.host_s, self._device_free_s) + cost.seconds(plan)
+        self._flights.append(_Flight(plan, tokens, self._device_free_s))
+        return True
+
+    def _collect(self) -> None:
+        flight = self._flights.popleft()
+        self._now_s = flight.end_s
+        start = time.perf_counter()
+        completion = self.scheduler.complete(flight.plan, flight.tokens)
+        self.host_s[flight.plan.number] += time.perf_counter() - start
+        self._note_tokens(completion, len(flight.plan.decode_slots))
+        scheduler = self.scheduler
+        self.moments.append(
+            Moment(self._now_s, len(scheduler.running), len(scheduler.waiting), scheduler.allocator.usage)
+        )
+
+    def _note_tokens(self, completion: Completion, num_decode: int) -> None:
+        for sequence, row, _ in completion.sampled:
+            if row >= num_decode:
+                index = self._indices[sequence]
+                if math.isnan(self.first_s[index]):
+                    self.first_s[index] = self._now_s
+            if sequence.finish_reason is not None:
+                self.last_s[self._indices.pop(sequence)] = self._now_s
+
+
+def make_scheduler(settings: Settings) -> Scheduler:
+    """The engine's own scheduler on a page allocator of its own."""
+    limits = SchedulerLimits(
+        settings.max_num_seqs, settings.max_num_batched_tokens, settings.long_prefill_token_threshold
+    )
+    return Scheduler(limits, PageAllocator(settings.num_pages, settings.page_size, settings.is_caching))

@@ -1,0 +1,158 @@
+"""Beam search: of all texts, token by token, the few likeliest.
+
+A round makes every beam a request of one token that reports the likeliest next tokens: twice as many as there are
+beams, so that enough are left when some end the text. A round's requests have nearly all of their tokens in common with
+one of the round before, and find its pages in the prefix cache, the last and half-filled one by a copy of it.
+"""
+
+import dataclasses
+
+from tqdm import tqdm
+
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.request_state import RequestState
+from jaxserve.errors import RequestError
+from jaxserve.outputs import BeamSearchOutput, BeamSearchSequence, Logprob
+from jaxserve.request import PromptInput
+from jaxserve.sampling_params import BeamSearchParams, SamplingParams
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Search:
+    """One prompt's beams, and those of its texts that have ended."""
+
+    prompt: PromptInput
+    beams: list[BeamSearchSequence]
+    completed: list[BeamSearchSequence] = dataclasses.field(default_factory=list)
+
+
+class BeamSearch:
+    """Beam search for several prompts at once; scores and lengths are counted as vLLM does, prompt tokens included.
+
+    Args:
+        engine: Runs the requests; nothing else may step it meanwhile.
+        params: Width, length and how to compare texts of different length.
+
+    Raises:
+        RequestError: The engine does not report as many logprobs at a position as the width needs.
+    """
+
+    def __init__(self, engine: Engine, params: BeamSearchParams):
+        limits = engine.admission.limits
+        most = limits.vocab_size if limits.max_logprobs == -1 else limits.max_logprobs
+        if 2 * params.beam_width > most:
+            raise RequestError(
+                f"beam_width={params.beam_width} needs the logprobs of {2 * params.beam_width} tokens; this engine "
+                f"reports {most} (max_logprobs)",
+                parameter="beam_width",
+                value=params.beam_width,
+            )
+        self._engine = engine
+        self._params = params
+        self._max_model_len = limits.max_model_len
+        self._eos_ids = frozenset(() if params.ignore_eos else limits.eos_token_ids)
+
+    def run(
+        self, prompts: list[PromptInput], use_tqdm: bool = False, concurrency_limit: int | None = None
+    ) -> list[BeamSearchOutput]:
+        """Up to ``beam_width`` texts for each prompt, best first, at most ``concurrency_limit`` prompts at a time.
+
+        Raises:
+            RequestError: A bad prompt; the message names its index.
+        """
+        searches = self._start(prompts)
+        size = concurrency_limit or max(len(searches), 1)
+        total = len(searches) * self._params.max_tokens
+        with tqdm(total=total, desc="Beam search", unit="token", disable=not use_tqdm) as bar:
+            for first in range(0, len(searches), size):
+                group = searches[first : first + size]
+                for _ in range(self._params.max_tokens):
+                    goes_on = self._advance(group)
+                    bar.update(len(group))
+                    if not goes_on:
+                        break
+        return [self._result(search) for search in searches]
+
+    def _start(self, prompts: list[PromptInput]) -> list[_Search]:
+        """Searches that have not made a token yet."""
+        searches = []
+        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+        for index, prompt in enumerate(prompts):
+            try:
+                request = self._engine.prepare(prompt, params)
+            except RequestError as error:
+                raise RequestError(f"prompt {index}: {error}") from error
+            searches.append(_Search(prompt, [BeamSearchSequence(tokens=request.prompt_token_ids, logprobs=[])]))
+        return searches
+
+    def _advance(self, searches: list[_Search]) -> bool:
+        """One more token for every beam; returns whether any beam is left."""
+        requests: list[tuple[_Search, BeamSearchSequence, RequestState]] = []
+        try:
+            for search in searches:
+                for beam in search.beams:
+                    requests.append((search, beam, self._submit(search.prompt, beam)))
+            while not all(request.is_finished() for _, _, request in requests):
+                self._engine.step()
+        except BaseException:
+            for _, _, request in requests:
+                self._engine.abort(request)
+            raise
+        for search in searches:
+            search.beams = []
+        for search, beam, request in requests:
+            self._extend(search, beam, request)
+        for search in searches:
+            search.beams.sort(key=self._score, reverse=True)
+            del search.beams[self._params.beam_width :]
+            full = [beam for beam in search.beams if len(beam.tokens) >= self._max_model_len]
+            search.completed += [dataclasses.replace(beam, finish_reason="length") for beam in full]
+            search.beams = [beam for beam in search.beams if len(beam.tokens) < self._max_model_len]
+        return any(search.beams for search in searches)
+
+    def _result(self, search: _Search) -> BeamSearchOutput:
+        """The best texts of a search, best first."""
+        cut = [dataclasses.replace(beam, finish_reason="length") for beam in search.beams]
+        best = sorted(search.completed + cut, key=self._score, reverse=True)[: self._params.beam_width]
+        tokenizer = self._engine.tokenizer
+        if tokenizer is not None:
+            best = [
+                dataclasses.replace(beam, text=tokenizer.decode(beam.tokens, self._params.skip_special_tokens))
+                for beam in best
+            ]
+        return BeamSearchOutput(sequences=best)
+
+    def _submit(self, prompt: PromptInput, beam: BeamSearchSequence) -> RequestState:
+        params = SamplingParams(
+            temperature=self._params.temperature,
+            logprobs=2 * self._params.beam_width,
+            max_tokens=1,
+            ignore_eos=True,
+            detokenize=False,
+            seed=0,
+        )
+        tokens = dataclasses.replace(prompt, prompt_token_ids=tuple(beam.tokens))
+        return self._engine.submit(tokens, params)
+
+    def _extend(self, search: _Search, beam: BeamSearchSequence, request: RequestState) -> None:
+        """The beams that a beam becomes: one for each token reported."""
+        if request.error is not None:
+            raise RequestError(f"beam search: {request.error}")
+        logprobs = request.samples[0].logprobs
+        assert logprobs is not None
+        position: dict[int, Logprob] = logprobs[0]
+        for token, logprob in position.items():
+            ends = token in self._eos_ids
+            keeps = not ends or self._params.include_stop_str_in_output
+            longer = BeamSearchSequence(
+                tokens=[*beam.tokens, token] if keeps else beam.tokens,
+                logprobs=[*beam.logprobs, position],
+                cum_logprob=beam.cum_logprob + logprob.logprob,
+                finish_reason="stop" if ends else None,
+            )
+            (search.completed if ends else search.beams).append(longer)
+
+    def _score(self, beam: BeamSearchSequence) -> float:
+        """Log-probability over length to the power of the penalty; an end-of-sequence token does not count."""
+        length = len(beam.tokens) - (beam.tokens[-1] in self._eos_ids)
+        return beam.cum_logprob / max(length, 1) ** self._params.length_penalty

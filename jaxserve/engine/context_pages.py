@@ -1,0 +1,134 @@
+"""Pages of a sequence's context: found in the prefix cache, taken, noted there when they fill up, given back.
+
+Which steps have written what: the device runs steps in the order they are planned in. So a page counts as written once
+the step that writes it is planned, and a step that is planned later, or whose rows are planned later in the same step,
+may read it: a layer writes all its keys and values before it attends. Copies alone run before a step, so their sources
+are pages of steps planned before (``PrefixCache.settle``). A context only ever grows: steps in flight of a sequence
+that has ended write behind the tokens that the cache knows of.
+"""
+
+from jaxserve.engine.page_allocator import PageAllocator
+from jaxserve.engine.plan import PageCopy
+from jaxserve.engine.prefix_cache import PartialHit, pack_tokens
+from jaxserve.engine.sequence import Sequence
+
+
+class ContextPages:
+    """Moves pages between an allocator, its cache and sequences.
+
+    Attributes:
+        num_queried_tokens: Prompt tokens looked for in the cache, once a sequence.
+        num_hit_tokens: Those of them found.
+    """
+
+    def __init__(self, allocator: PageAllocator):
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+        self._allocator = allocator
+        self._cache = allocator.cache
+        self._page_size = allocator.page_size
+
+    def take(self, sequence: Sequence) -> list[PageCopy] | None:
+        """Gives a waiting sequence pages for all its tokens, cached ones where there are; its last token is computed.
+
+        Returns:
+            What is copied before the step, one page or none; None, and nothing taken, where too few pages are free.
+        """
+        allocator = self._allocator
+        root = self._cache.root_key(sequence.cache_root)
+        if sequence.page_keys[:1] != [root]:
+            sequence.page_keys = [root]
+        shared = self._find_shared(sequence) if sequence.reads_cache else []
+        partial = self._find_partial(sequence, len(shared)) if sequence.reads_cache else None
+        if partial is not None:
+            allocator.touch(partial.page)
+        pages = allocator.allocate_behind(shared, allocator.pages_for(len(sequence.token_ids)) - len(shared))
+        if pages is None:
+            return None
+        num_copied = 0 if partial is None else partial.num_tokens
+        sequence.pages = pages
+        sequence.num_registered_pages = len(shared)
+        sequence.num_computed = len(shared) * self._page_size + num_copied
+        self._count(sequence)
+        if partial is None or partial.page == pages[len(shared)]:
+            return []
+        return [PageCopy(partial.page, pages[len(shared)])]
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Gives a decoding sequence one more page; returns whether one was free."""
+        pages = self._allocator.allocate(1)
+        if pages is None:
+            return False
+        sequence.pages += pages
+        self.note_room(sequence)
+        return True
+
+    def note_room(self, sequence: Sequence) -> None:
+        """Notes how far a sequence whose prompt is computed can decode."""
+        sequence.decodes_until = min(len(sequence.pages) * self._page_size, sequence.max_length - 1)
+
+    def register(self, sequence: Sequence, num_tokens: int, with_last: bool = False) -> None:
+        """Notes the pages that the first ``num_tokens`` tokens fill, and with ``with_last`` the one they do not fill.
+
+        The tokens are known, and written by steps planned or being planned.
+        """
+        keys = sequence.page_keys
+        num_full, num_left = divmod(num_tokens, self._page_size)
+        for index in range(sequence.num_registered_pages, num_full):
+            content = self._content(sequence, index)
+            if len(keys) == index + 1:
+                keys.append(self._cache.key(keys[index], content))
+            self._cache.add(sequence.pages[index], keys[index], content, keys[index + 1])
+            sequence.num_registered_pages = index + 1
+        if with_last and num_left:
+            content = self._content(sequence, num_full, num_tokens)
+            self._cache.add(sequence.pages[num_full], keys[num_full], content)
+
+    def release(self, sequence: Sequence) -> None:
+        """Takes a running sequence's pages; what it computed stays in the cache while its pages are not needed."""
+        if sequence.finish_reason != "error" and self._allocator.keeps_free_pages:
+            num_known = min(sequence.num_computed, len(sequence.token_ids))
+            self.register(sequence, num_known, with_last=True)
+        self._allocator.free(sequence.pages)
+        sequence.pages = []
+        sequence.num_registered_pages = 0
+        sequence.num_computed = 0
+        sequence.decodes_until = 0
+
+    def forget(self, sequence: Sequence) -> None:
+        """Takes out of the cache what a sequence computed: everything behind the pages it found at first."""
+        first = max(sequence.num_cached_tokens, 0) // self._page_size
+        for index in range(first, len(sequence.page_keys)):
+            self._cache.forget_context(sequence.page_keys[index], self._content(sequence, index))
+
+    def _count(self, sequence: Sequence) -> None:
+        """Notes how much of a prompt was found when its sequence first got pages."""
+        if sequence.num_cached_tokens >= 0:
+            return
+        sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+        if sequence.reads_cache:
+            self.num_queried_tokens += sequence.num_prompt_tokens
+            self.num_hit_tokens += sequence.num_cached_tokens
+
+    def _find_shared(self, sequence: Sequence) -> list[int]:
+        """Cached pages that a sequence's context begins with; they leave at least one token to compute."""
+        keys, shared = sequence.page_keys, list[int]()
+        for index in range((len(sequence.token_ids) - 1) // self._page_size):
+            if len(keys) == index + 1:
+                keys.append(self._cache.key(keys[index], self._content(sequence, index)))
+            page = self._cache.find(keys[index + 1])
+            if page is None:
+                break
+            shared.append(page)
+        return shared
+
+    def _find_partial(self, sequence: Sequence, num_shared: int) -> PartialHit | None:
+        """A page to copy behind the shared ones."""
+        content = self._content(sequence, num_shared, len(sequence.token_ids) - 1)
+        return self._cache.find_partial(sequence.page_keys[num_shared], content)
+
+    def _content(self, sequence: Sequence, index: int, num_tokens: int | None = None) -> bytes:
+        """Tokens of a context's page, of the first ``num_tokens`` or of all."""
+        start = index * self._page_size
+        end = start + self._page_size
+        return pack_tokens(sequence.token_ids[start : end if num_tokens is None else min(end, num_tokens)])

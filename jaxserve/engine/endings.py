@@ -1,0 +1,62 @@
+"""Which tokens end a sequence, and why."""
+
+from typing import NamedTuple
+
+from jaxserve.engine.sequence import Sequence
+from jaxserve.outputs import FinishReason
+from jaxserve.structured_params import RepetitionDetectionParams
+
+
+class Ending(NamedTuple):
+    """Why a sequence ends, and the stop token or other cause that is told to the user."""
+
+    reason: FinishReason
+    stop_reason: int | str | None = None
+
+
+def find_ending(sequence: Sequence, token: int) -> Ending | None:
+    """How a sequence ends with its newest token, or None; its constraint takes the token if no stop token ends it.
+
+    Args:
+        sequence: Its ``token_ids`` end in ``token``.
+        token: The newest token.
+    """
+    length = len(sequence.token_ids)
+    if sequence.error is not None:
+        return Ending("error")
+    if token in sequence.stop_ids and length >= sequence.min_length:
+        return Ending("stop", sequence.stop_ids[token])
+    if sequence.constraint is not None:
+        try:
+            if sequence.constraint.accept(token):
+                return Ending("stop")
+        except Exception as error:  # whatever a rule does wrong, it is one sequence's own
+            sequence.error = str(error)
+            return Ending("error")
+    if length >= sequence.max_length:
+        return Ending("length")
+    repetition = sequence.repetition
+    if repetition is not None and length >= sequence.min_length:
+        if ends_in_repetition(sequence.token_ids, sequence.num_prompt_tokens, repetition):
+            return Ending("repetition", "repetition_detected")
+    return None
+
+
+def ends_in_repetition(token_ids: list[int], num_prompt_tokens: int, params: RepetitionDetectionParams) -> bool:
+    """Whether the output ends in ``min_count`` copies of a pattern of ``min_pattern_size`` to ``max_pattern_size``.
+
+    vLLM's rule (`check_sequence_repetition`). Nearly always the last token does not stand where a pattern would have
+    it, which one scan finds out.
+    """
+    count = params.min_count
+    if count < 2:
+        return False
+    shortest = max(params.min_pattern_size, 1)
+    longest = min(params.max_pattern_size, (len(token_ids) - num_prompt_tokens) // count)
+    last = token_ids[-1]
+    if longest < shortest or last not in token_ids[-1 - longest : -shortest]:
+        return False
+    return any(
+        token_ids[-1 - size] == last and token_ids[-size * (count - 1) :] == token_ids[-size * count : -size]
+        for size in range(shortest, longest + 1)
+    )

@@ -1,0 +1,250 @@
+"""The thread that steps an engine, and how others reach it: nothing else touches the engine while it runs."""
+
+import collections
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from jaxserve.engine.request_state import RequestState
+from jaxserve.engine.stats_log import StatsLogger
+from jaxserve.engine.step_engine import StepEngine
+from jaxserve.engine.stream import Stream, wake_readers
+from jaxserve.errors import EngineDeadError, JaxserveError, RequestError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Steps an engine while it has requests, sleeps while it has none, and hands outputs to streams.
+
+    Args:
+        engine: The engine; from here on only this thread touches it.
+        stats: Writes a log line now and then; None for none.
+    """
+
+    def __init__(self, engine: StepEngine, stats: StatsLogger | None = None):
+        self._engine = engine
+        self._stats = stats
+        self._streams: dict[str, Stream] = {}
+        self._behind: list[Stream] = []
+        self._inbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._wakeup = threading.Condition()
+        self._drain_until_s: float | None = None
+        self._failure: BaseException | None = None
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What stopped the engine, if it was not ``stop``."""
+        return self._failure
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it takes requests."""
+        return not self._is_stopped and self._drain_until_s is None
+
+    def check_alive(self) -> None:
+        """Raises unless it takes requests.
+
+        Raises:
+            EngineDeadError: The engine failed or was shut down.
+        """
+        if not self.is_running:
+            raise self._dead()
+
+    def submit(self, stream: Stream, request: RequestState) -> None:
+        """Lets a prepared request run; what comes of it, an error too, goes to the stream.
+
+        Raises:
+            EngineDeadError: The engine failed or was shut down.
+        """
+        stream.request = request
+        with self._wakeup:
+            self.check_alive()
+            self._post(lambda: self._enqueue(stream, request))
+
+    def drop(self, stream: Stream) -> None:
+        """Ends a stream's request, if it still runs, since nobody reads it any more. Does not wait."""
+        request = stream.request
+        if request is None or request.is_finished():
+            return
+
+        def abort() -> None:
+            if self._forget(stream, request):
+                self._engine.abort(request)
+
+        self._post(abort)
+
+    def abort(self, request_ids: Iterable[str]) -> "concurrent.futures.Future[None]":
+        """Ends requests; their streams end with what there is, finish reason ``abort``. Unknown ids are left out."""
+        wanted = list(request_ids)
+
+        def abort() -> None:
+            for request_id in wanted:
+                stream = self._streams.get(request_id)
+                if stream is not None and stream.request is not None:
+                    self._engine.abort(stream.request)
+                    self._hand_over([stream])
+
+        return self.call(abort)
+
+    def call(self, function: Callable[[], T]) -> "concurrent.futures.Future[T]":
+        """Runs a function on the engine's thread, between two steps.
+
+        Raises:
+            EngineDeadError: The engine failed or was shut down.
+        """
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                if self._is_stopped:
+                    raise self._dead()
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        if not self._post(run):
+            raise self._dead()
+        return future
+
+    def stop(self, drain_s: float = 0.0) -> None:
+        """Takes no more requests, lets those that run go on for ``drain_s`` seconds, then ends all.
+
+        Streams end with what there is, finish reason ``abort`` where a request was cut. Returns when the thread has
+        ended; stopping again is without effect.
+        """
+        with self._wakeup:
+            until_s = time.monotonic() + drain_s
+            self._drain_until_s = until_s if self._drain_until_s is None else min(until_s, self._drain_until_s)
+            self._wakeup.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _post(self, command: Callable[[], None]) -> bool:
+        """Leaves a command for the thread; returns False, and does not, where the thread has ended."""
+        with self._wakeup:
+            if not self._is_stopped:
+                self._inbox.append(command)
+                self._wakeup.notify()
+            return not self._is_stopped
+
+    def _dead(self) -> EngineDeadError:
+        error = EngineDeadError(f"the engine stopped: {self._failure or 'it was shut down'}")
+        error.__cause__ = self._failure
+        return error
+
+    def _run(self) -> None:
+        """The thread: until told to stop, or the engine fails."""
+        try:
+            while self._wait_for_work():
+                while self._inbox:
+                    self._inbox.popleft()()
+                if self._engine.num_unfinished:
+                    self._step()
+        except BaseException as error:
+            # An EngineDeadError has the first failure as its cause.
+            self._failure = error.__cause__ or error
+            logger.exception("the engine stopped")
+        finally:
+            self._end()
+
+    def _wait_for_work(self) -> bool:
+        """Sleeps while there is nothing to do; returns whether to go on."""
+        with self._wakeup:
+            while not self._inbox and not self._engine.num_unfinished and self._drain_until_s is None:
+                is_quiet = self._stats is None or self._stats.is_quiet
+                self._wakeup.wait(None if is_quiet or self._stats is None else max(self._stats.remaining_s(), 0.0))
+                self._log()
+            if self._stats is not None:
+                self._stats.resume()
+            if self._drain_until_s is None:
+                return True
+            return bool(self._engine.num_unfinished or self._inbox) and time.monotonic() < self._drain_until_s
+
+    def _step(self) -> None:
+        found = [self._streams.get(request.request_id) for request in self._engine.step()]
+        behind, self._behind = self._behind, []
+        self._hand_over(dict.fromkeys(stream for stream in [*behind, *found] if stream is not None))
+        self._log()
+
+    def _log(self) -> None:
+        if self._stats is not None and self._stats.is_due():
+            self._stats.log(self._engine.metrics())
+
+    def _enqueue(self, stream: Stream, request: RequestState) -> None:
+        try:
+            if self._is_stopped:
+                raise self._dead()
+            self._engine.enqueue(request)
+        except JaxserveError as error:
+            stream.fail(error)
+            wake_readers([stream])
+            return
+        self._streams[request.request_id] = stream
+        if stream.is_cancelled:
+            self._engine.abort(request)
+            self._hand_over([stream])
+
+    def _hand_over(self, streams: Iterable[Stream]) -> None:
+        """Offers each stream its request's news, and wakes their readers, each event loop once."""
+        woken: list[Stream] = []
+        for stream in streams:
+            request = stream.request
+            assert request is not None
+            try:
+                failure = request.error
+                has_news = stream.offer() if failure is None else False
+            except Exception as error:
+                logger.exception("request %s: no output could be made", request.request_id)
+                self._engine.abort(request)
+                has_news, failure = False, str(error)
+            if failure is not None:
+                stream.fail(RequestError(f"request {request.request_id} failed: {failure}"))
+            if has_news or failure is not None:
+                woken.append(stream)
+            if request.is_finished():
+                self._forget(stream, request)
+            elif stream.is_behind:
+                self._behind.append(stream)
+        wake_readers(woken)
+
+    def _forget(self, stream: Stream, request: RequestState) -> bool:
+        """Takes a stream off the list; returns whether it was there, and not another of the same name."""
+        is_there = self._streams.get(request.request_id) is stream
+        if is_there:
+            del self._streams[request.request_id]
+        return is_there
+
+    def _end(self) -> None:
+        """Ends all streams, answers what is still in the inbox, and frees the devices."""
+        with self._wakeup:
+            self._is_stopped = True
+        streams = list(self._streams.values())
+        try:
+            if self._failure is None:
+                for request in [stream.request for stream in streams if stream.request is not None]:
+                    self._engine.abort(request)
+                self._hand_over(streams)
+        except Exception as error:
+            self._failure = error
+        if self._failure is not None:
+            for stream in streams:
+                stream.fail(self._dead())
+            wake_readers(streams)
+        self._streams.clear()
+        while self._inbox:
+            self._inbox.popleft()()
+        try:
+            self._engine.close()
+        except Exception:
+            logger.exception("the engine could not be closed")

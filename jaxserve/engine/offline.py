@@ -1,0 +1,90 @@
+"""Requests run to their end on the caller's thread: what ``LLM`` does."""
+
+import time
+from collections.abc import Callable, Generator, Sequence
+
+from tqdm import tqdm
+
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.progress import ProgressBar
+from jaxserve.engine.request_state import RequestState
+from jaxserve.engine.stats_log import StatsLogger
+from jaxserve.errors import RequestError
+from jaxserve.outputs import RequestOutput
+from jaxserve.request import PromptInput
+from jaxserve.sampling_params import SamplingParams
+
+
+class OfflineRunner:
+    """Steps an engine for as long as there is something to wait for.
+
+    Args:
+        engine: Nothing else may step it meanwhile.
+        defaults: Parameters of requests that bring none.
+        stats: Writes the log line when it is due; None writes none, and outputs have no ``metrics``.
+    """
+
+    def __init__(self, engine: Engine, defaults: SamplingParams, stats: StatsLogger | None):
+        self._engine = engine
+        self._defaults = defaults
+        self._stats = stats
+
+    def run(
+        self, inputs: list[PromptInput], priorities: Sequence[int], use_tqdm: bool | Callable[..., tqdm]
+    ) -> list[RequestOutput]:
+        """Submits everything, steps to the end, and puts the outputs in order."""
+        requests = self._submit(inputs, priorities)
+        if self._stats is not None:
+            self._stats.resume()
+        bar = ProgressBar(requests, use_tqdm)
+        try:
+            while self._engine.num_unfinished:
+                for request in self._step():
+                    if request.is_finished():
+                        bar.update(request)
+        except BaseException:
+            for request in requests:
+                self._engine.abort(request)
+            raise
+        finally:
+            bar.close()
+        return [request.output(self._stats is not None) for request in requests]
+
+    def stream(self, prompt: PromptInput) -> Generator[RequestOutput, None, None]:
+        """The outputs of one request as they come; closing the generator ends the request."""
+        (request,) = self._submit([prompt], [0])
+        try:
+            while not request.is_finished():
+                if request in self._step():
+                    output = request.next_output(self._stats is not None)
+                    if output is not None:
+                        yield output
+        finally:
+            self._engine.abort(request)
+
+    def _step(self) -> list[RequestState]:
+        """One step of the engine, and the log line when it is due."""
+        changed = self._engine.step()
+        if self._stats is not None and self._stats.is_due():
+            self._stats.log(self._engine.metrics())
+        return changed
+
+    def _submit(self, inputs: list[PromptInput], priorities: Sequence[int]) -> list[RequestState]:
+        """All requests, or none: where one is bad, or its grammar, nothing runs."""
+        arrival_s = time.monotonic()
+        requests: list[RequestState] = []
+        for index, (one, priority) in enumerate(zip(inputs, priorities, strict=True)):
+            try:
+                params = one.params or self._defaults
+                requests.append(self._engine.prepare(one, params, priority=priority, arrival_s=arrival_s))
+            except RequestError as error:
+                raise RequestError(f"prompt {index}: {error}") from error
+        for index, request in enumerate(requests):
+            try:
+                if request.grammar is not None:
+                    request.grammar.result()
+            except RequestError as error:
+                raise RequestError(f"prompt {index}: {error}") from error
+        for request in requests:
+            self._engine.enqueue(request)
+        return requests

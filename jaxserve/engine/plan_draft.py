@@ -1,0 +1,98 @@
+"""A step's plan in the making, and what the scheduler remembers of it until the step is done."""
+
+from typing import NamedTuple
+
+from jaxserve.engine.plan import PageCopy, PageGrant, PrefillRow, SlotMask, SlotSetup, StepPlan
+from jaxserve.engine.sequence import Sequence
+
+
+class Flight(NamedTuple):
+    """A launched step: its number, the sequences of its sampling rows, and those of its prefill rows, in order."""
+
+    number: int
+    sampled: list[Sequence]
+    prefilled: list[Sequence]
+
+    def scored(self, plan: StepPlan) -> list[tuple[Sequence, PrefillRow, int]]:
+        """Sequences not ended whose chunk has targets, the chunk, and the step's first query token of it."""
+        found: list[tuple[Sequence, PrefillRow, int]] = []
+        first_token = len(plan.decode_slots)
+        for sequence, chunk in zip(self.prefilled, plan.prefill, strict=True):
+            if chunk.targets is not None and sequence.finish_reason is None:
+                found.append((sequence, chunk, first_token))
+            first_token += len(chunk.token_ids)
+        return found
+
+
+class PlanDraft:
+    """Collects rows and what goes with them; for the public lists see ``StepPlan`` and ``Flight``.
+
+    Attributes:
+        half_prompts: Running sequences whose prompts are computed in part.
+        preempts: Whether a sequence lost its pages to another.
+    """
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.positions: list[int] = []
+        self.tokens: list[int] = []
+        self.sampled: list[Sequence] = []
+        self.half_prompts: list[Sequence] = []
+        self.preempts = False
+        self._setups: list[SlotSetup] = []
+        self._grants: list[PageGrant] = []
+        self._copies: list[PageCopy] = []
+        self._masks: list[SlotMask] = []
+        self._prefill: list[PrefillRow] = []
+        self._prefilled: list[Sequence] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row was added."""
+        return not self.slots and not self._prefill
+
+    def add_setup(self, sequence: Sequence, copies: list[PageCopy]) -> None:
+        """A sequence moves into its slot with its pages."""
+        known = list(sequence.token_ids) if sequence.sampling.has_penalties else ()
+        self._setups.append(
+            SlotSetup(sequence.slot, sequence.sampling, sequence.max_length, known, sequence.num_prompt_tokens)
+        )
+        self.add_grant(sequence, 0)
+        self._copies += copies
+
+    def add_grant(self, sequence: Sequence, first: int) -> None:
+        """A sequence has new pages from index ``first`` on."""
+        self._grants.append(PageGrant(sequence.slot, first, sequence.pages[first:]))
+
+    def add_mask(self, sequence: Sequence) -> None:
+        """What a sequence that samples is constrained to, if it is; where its rule fails, it ends with the step."""
+        if sequence.constraint is None:
+            return
+        try:
+            words = sequence.constraint.mask()
+        except Exception as error:  # whatever a rule does wrong, it is one sequence's own
+            sequence.error = str(error)
+            return
+        if words is not None:
+            self._masks.append(SlotMask(sequence.slot, words))
+
+    def add_chunk(self, sequence: Sequence, end: int) -> bool:
+        """A sequence's known tokens up to position ``end``; returns whether it samples behind them."""
+        start = sequence.num_computed
+        samples = end == len(sequence.token_ids)
+        targets = None
+        if sequence.wants_prompt_logprobs and start < sequence.num_prompt_tokens:
+            behind = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
+            targets = behind + [-1] * (end - start - len(behind))
+        self._prefill.append(PrefillRow(sequence.slot, start, sequence.token_ids[start:end], samples, targets))
+        self._prefilled.append(sequence)
+        if samples:
+            self.add_mask(sequence)
+            self.sampled.append(sequence)
+        return samples
+
+    def build(self, number: int) -> tuple[StepPlan, Flight]:
+        """The plan, as step ``number``, and its record."""
+        rows = self.slots, self.positions, self.tokens, self._prefill
+        plan = StepPlan(number, self._setups, self._grants, *rows, self._copies, self._masks)
+        return plan, Flight(number, self.sampled, self._prefilled)

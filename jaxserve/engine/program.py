@@ -1,0 +1,155 @@
+"""A model laid out on a mesh, without its values, and what the devices keep between its steps."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Int
+
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import DtypePolicy, Parallel
+from jaxserve.models.causal_lm import AbstractModel, abstract_model
+from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
+from jaxserve.sampling.logprobs import LOGPROBS_MODES, MAX_LOGPROBS
+from jaxserve.sampling.penalties import MAX_TRACKED, SlotTables
+from jaxserve.sampling.sampler import SamplerSettings
+from pallas_kernels import PagedAttention
+from sharding import ShardingLayout
+from sharding.plan import bytes_per_device
+
+
+class StepState(NamedTuple):
+    """What the device keeps between steps, given up to each step and got back.
+
+    Attributes:
+        pools: Key and value pages of each layer.
+        latest: Latest token of each slot.
+        tables: What the sampler needs of requests that ask for more than a few numbers.
+    """
+
+    pools: tuple[tuple[Array, Array], ...]
+    latest: Int[Array, " slots"]
+    tables: SlotTables
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelProgram:
+    """A model without its values, laid out on a mesh: all that lowering a step needs.
+
+    Attributes:
+        config: The model.
+        mesh: One data slice.
+        layout: Resolved on that mesh.
+        policy: Element types.
+        kernel: Implementation of paged attention.
+        page_size: Tokens a page.
+        num_pages: Usable pages.
+        num_slots: Sequences that can run at once.
+        row_tile: Rows that are computed together in the deterministic mode, which divides the rows and the tokens of
+            every batch shape; None computes all at once.
+        max_logprobs: Most alternatives a request can ask for with each token.
+        logprobs_mode: What is reported as logprobs; one of ``LOGPROBS_MODES``.
+        processors: The engine's own changes to logits.
+    """
+
+    config: ModelConfig
+    mesh: Mesh
+    layout: ShardingLayout
+    policy: DtypePolicy
+    kernel: PagedAttention
+    page_size: int
+    num_pages: int
+    num_slots: int
+    row_tile: int | None = None
+    max_logprobs: int = MAX_LOGPROBS
+    logprobs_mode: str = LOGPROBS_MODES[0]
+    processors: tuple[LogitsProcessor, ...] = ()
+
+    @property
+    def sampler(self) -> SamplerSettings:
+        """What is fixed about sampling."""
+        assert self.logprobs_mode in LOGPROBS_MODES, self.logprobs_mode
+        return SamplerSettings(self.max_logprobs, self.logprobs_mode, self.processors)
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, float]:
+        """What the processors read of each request; see ``argument_names``."""
+        return argument_names(self.processors)
+
+    @property
+    def is_always_full(self) -> bool:
+        """Whether a processor applies to every row, so that no step can take the simpler samplers."""
+        return any(not processor.arguments for processor in self.processors)
+
+    @property
+    def parallel(self) -> Parallel:
+        """The layout from a module's point of view."""
+        axis = self.layout.mesh_axis("q_heads")
+        return Parallel.from_layout(self.layout, 1 if axis is None else self.mesh.shape[axis])
+
+    @functools.cached_property
+    def abstract_model(self) -> AbstractModel:
+        """The module without values, made once: every step is traced from it."""
+        return abstract_model(
+            self.config, self.parallel, self.policy, lambda axes: self.layout.sharding(self.mesh, *axes)
+        )
+
+    def abstract_state(self) -> StepState:
+        """Shapes and shardings of what the device keeps between steps."""
+        size = self.parallel.size
+        num_kv_heads = size * max(1, self.config.num_kv_heads // size)
+        specs = self.kernel.pool_specs(self.num_pages, self.page_size, num_kv_heads, self.config.head_dim)
+        pools = []
+        for spec in specs:
+            axes = ["kv_heads" if i == spec.heads_dimension else None for i in range(len(spec.shape))]
+            sharding = self.layout.sharding(self.mesh, *axes)
+            pools.append(jax.ShapeDtypeStruct(spec.shape, jnp.dtype(self.policy.kv), sharding=sharding))
+        latest = self.whole((self.num_slots,), jnp.int32)
+        vocabulary = (self.num_slots, self.config.vocab_size)
+        tables = SlotTables(
+            token_counts=self.whole(vocabulary, jnp.int32),
+            bias=self.whole(vocabulary, jnp.float32),
+            tracked_ids=self.whole((self.num_slots, MAX_TRACKED), jnp.int32),
+        )
+        return StepState(((pools[0], pools[1]),) * self.config.num_layers, latest, tables)
+
+    def empty_state(self) -> StepState:
+        """Empty pools and slots, made on the devices."""
+        abstract = self.abstract_state()
+        shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
+
+        def zeros() -> StepState:
+            return jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
+
+        return jax.jit(zeros, out_shardings=shardings)()
+
+    @property
+    def pool_bytes(self) -> int:
+        """Memory of the pages on each device, those that padding needs included."""
+        return _bytes_per_device(self.abstract_state().pools)
+
+    @property
+    def slot_state_bytes(self) -> int:
+        """Memory of what each device keeps of the slots beside their pages."""
+        return _bytes_per_device(self.abstract_state()._replace(pools=()))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """A whole copy on each device."""
+        return self.layout.sharding(self.mesh)
+
+    def mask_shape(self, num_rows: int) -> tuple[int, int]:
+        """Shape of the vocabulary mask of a step: a bit for each token."""
+        return num_rows, -(-self.config.vocab_size // 32)
+
+    def whole(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Shape of an array that each device has a whole copy of."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+
+
+def _bytes_per_device(structs: Any) -> int:
+    leaves = jax.tree.leaves(structs)
+    return sum(bytes_per_device(leaf.shape, leaf.dtype.itemsize, leaf.sharding) for leaf in leaves)

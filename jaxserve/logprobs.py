@@ -1,0 +1,116 @@
+"""Log probabilities as requests return them: vLLM's classes and field names (`vllm/logprobs.py`)."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass, field
+from typing import overload
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log probability of one token at one position."""
+
+    logprob: float
+    rank: int | None = None
+    """1 for the most likely token of the vocabulary, 2 for the next; None where it is not known."""
+    decoded_token: str | None = None
+    """The token's own text; U+FFFD where it holds only part of a character."""
+
+
+@dataclass(slots=True)
+class FlatLogprobs(AbstractSequence[dict[int, Logprob]]):
+    """The log probabilities of many positions in a few long lists, which the garbage collector need not walk.
+
+    Reads like a list with a dict for each position; grows at the end only. An empty dict stands for None.
+    """
+
+    start_indices: list[int] = field(default_factory=list[int])
+    """Where each position's entries begin in the lists below."""
+    end_indices: list[int] = field(default_factory=list[int])
+    """Where they end."""
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    ranks: list[int | None] = field(default_factory=list[int | None])
+    decoded_tokens: list[str | None] = field(default_factory=list[str | None])
+
+    @classmethod
+    def of(cls, positions: Iterable[Mapping[int, Logprob] | None]) -> "FlatLogprobs":
+        """Makes one of a dict for each position."""
+        made = cls()
+        made.extend(positions)
+        return made
+
+    def append(self, position: Mapping[int, Logprob] | None) -> None:
+        """Adds the next position."""
+        entries = (position or {}).values()
+        self.append_fast(
+            list(position or ()),
+            [entry.logprob for entry in entries],
+            [entry.rank for entry in entries],
+            [entry.decoded_token for entry in entries],
+        )
+
+    def append_fast(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        ranks: Sequence[int | None],
+        decoded_tokens: Sequence[str | None],
+    ) -> None:
+        """Adds the next position without a dict; the arguments have one item for each of its tokens, no token twice."""
+        assert len(token_ids) == len(logprobs) == len(ranks) == len(decoded_tokens)
+        self.start_indices.append(len(self.token_ids))
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend(logprobs)
+        self.ranks.extend(ranks)
+        self.decoded_tokens.extend(decoded_tokens)
+        self.end_indices.append(len(self.token_ids))
+
+    def extend(self, positions: Iterable[Mapping[int, Logprob] | None]) -> None:
+        """Adds the next positions."""
+        for position in positions:
+            self.append(position)
+
+    def __len__(self) -> int:
+        """Number of positions."""
+        return len(self.start_indices)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "FlatLogprobs": ...
+
+    def __getitem__(self, index: int | slice) -> "dict[int, Logprob] | FlatLogprobs":
+        """One position as a dict, or several as a copy."""
+        if isinstance(index, slice):
+            return self._selected(range(*index.indices(len(self))))
+        entries = slice(self.start_indices[index], self.end_indices[index])
+        columns = zip(
+            self.token_ids[entries],
+            self.logprobs[entries],
+            self.ranks[entries],
+            self.decoded_tokens[entries],
+            strict=True,
+        )
+        return {token_id: Logprob(logprob, rank, decoded) for token_id, logprob, rank, decoded in columns}
+
+    def _selected(self, positions: Iterable[int]) -> "FlatLogprobs":
+        made = FlatLogprobs()
+        for position in positions:
+            entries = slice(self.start_indices[position], self.end_indices[position])
+            made.append_fast(
+                self.token_ids[entries], self.logprobs[entries], self.ranks[entries], self.decoded_tokens[entries]
+            )
+        return made
+
+    def __iter__(self) -> Iterator[dict[int, Logprob]]:
+        """Each position as a dict."""
+        return map(self.__getitem__, range(len(self)))
+
+
+SampleLogprobs = FlatLogprobs | list[dict[int, Logprob]]
+"""One dict a generated token: token id -> `Logprob`, the k most likely and the sampled one, so k or k + 1 entries."""
+
+PromptLogprobs = FlatLogprobs | list[dict[int, Logprob] | None]
+"""One dict a prompt token; None (in `FlatLogprobs` an empty dict) for the first, which nothing predicts."""

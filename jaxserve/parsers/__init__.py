@@ -1,0 +1,18 @@
+"""A model's answers taken apart: reasoning, content and tool calls, streamed or whole. Plain Python, no JAX.
+
+parser = MessageParser("qwen3", "hermes")
+for piece in pieces:
+    delta = parser.feed(piece)
+delta = parser.finish()
+message = parser.message()
+"""
+
+from jaxserve.parsers.message import MessageDelta as MessageDelta
+from jaxserve.parsers.message import ParsedMessage as ParsedMessage
+from jaxserve.parsers.message import ToolCall as ToolCall
+from jaxserve.parsers.message import ToolCallDelta as ToolCallDelta
+from jaxserve.parsers.parser import MessageParser as MessageParser
+from jaxserve.parsers.parser import reasoning_parser as reasoning_parser
+from jaxserve.parsers.parser import starts_in_reasoning as starts_in_reasoning
+from jaxserve.parsers.parser import tool_parser as tool_parser
+from jaxserve.parsers.tool_choice import tool_choice_schema as tool_choice_schema

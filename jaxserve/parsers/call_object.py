@@ -1,0 +1,186 @@
+"""Calls written as JSON objects with a name and arguments, and the text around calls."""
+
+import json
+from collections.abc import Callable, Collection, Sequence
+
+from jaxserve.parsers.json_scanner import JsonScanner, whole_json
+from jaxserve.parsers.message import MessageBuilder
+from jaxserve.parsers.source import NotACall, Reading, Source, partial_length
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+MAX_NAME_LENGTH = 256
+
+
+class CallReader:
+    """Reads calls, and content between them, from a source into a message.
+
+    A call opens when its name is known and its arguments have begun as they must. Until then its text is held, and is
+    content if it turns out to be no call. Once open it stays a call: if it breaks off, it ends there, incomplete, and
+    reading goes on as content with the character that broke it.
+    """
+
+    def __init__(self, source: Source, message: MessageBuilder, make_id: Callable[[], str]) -> None:
+        self.source = source
+        self.message = message
+        self._make_id = make_id
+
+    def open(self, name: str, call_id: str | None = None) -> None:
+        """Begins a call; what was held is its beginning."""
+        self.source.release()
+        self.message.open_call(call_id or self._make_id(), name)
+
+    def attempt(self, reading: Reading[None]) -> Reading[bool]:
+        """Reads what may be a call; returns whether it was one. If not, its text is content."""
+        num_calls = self.message.num_calls
+        try:
+            yield from reading
+        except NotACall:
+            if self.message.is_call_open:
+                self.message.close_call(is_complete=False)
+            self.message.add_content(self.source.release())
+        return self.message.num_calls > num_calls
+
+    def read_content(self, marks: Sequence[str], separator: str = "") -> Reading[str]:
+        """Passes content on up to a mark; takes the mark and returns it, or "" at the end of the text.
+
+        The mark is held, with the white space before it and, right after a call, the separator: they are content only
+        if no call follows. White space between a call and the end of the text is dropped.
+        """
+        source = self.source
+        while True:
+            text = source.rest()
+            place, mark = _first_mark(text, marks)
+            if not mark and source.is_ended:
+                if not (self.message.is_after_call and text.strip() in ("", separator)):
+                    self.message.add_content(text)
+                source.advance(len(text))
+                return ""
+            before = text[:place] if mark else text[: len(text) - partial_length(text, marks)]
+            before = before.rstrip()
+            if separator and self.message.is_after_call and before.lstrip() == separator:
+                before = ""
+            self.message.add_content(before)
+            source.advance(len(before))
+            if mark:
+                source.hold()
+                source.advance(place - len(before) + len(mark))
+                return mark
+            yield
+
+    def read_value(self, emit: Callable[[str], None]) -> Reading[None]:
+        """Passes on one JSON value.
+
+        Raises:
+          NotACall: It is malformed, or cut.
+        """
+        scanner = JsonScanner()
+        while not scanner.is_done:
+            if not (yield from self.source.peek()):
+                raise NotACall
+            count, text = scanner.take(self.source.rest())
+            self.source.advance(count)
+            emit(text)
+            if scanner.is_broken:
+                raise NotACall
+
+    def read_arguments(self) -> Reading[None]:
+        """Reads the arguments of the open call as they come, and closes the call."""
+        yield from self.read_value(self.message.add_arguments)
+        self.message.close_call(is_complete=True)
+
+    def read_call(self, *, keys: Collection[str] | None = None, needs_arguments: bool = False) -> Reading[None]:
+        """Reads one object, its opening brace taken already.
+
+        Args:
+          keys: The keys that a call may have besides name and arguments; None allows any.
+          needs_arguments: Whether an object without arguments is no call. If not, its arguments are {}.
+        """
+        source = self.source
+        name, early, is_opened, is_first = "", "", False, True
+        while not (is_first and (yield from source.peek_past_space()) == "}"):
+            key = yield from self._read_text()
+            yield from source.expect(":")
+            yield from source.peek_past_space()
+            if key == "name" and not name:
+                name = yield from self._read_text(is_name=True)
+                if early:
+                    self._give(name, early)
+                    is_opened = True
+            elif key in ARGUMENT_KEYS and not is_opened and not early:
+                early = yield from self._read_call_arguments(name)
+                is_opened = bool(name)
+            elif keys is None or key in keys or is_opened:
+                yield from self.read_value(_ignore)
+            else:
+                raise NotACall
+            is_first = False
+            if (yield from source.peek_past_space()) != ",":
+                break
+            source.advance(1)
+        yield from source.expect("}")
+        if not is_opened:
+            if needs_arguments or early or not name:
+                raise NotACall
+            self._give(name, "{}")
+
+    def _read_call_arguments(self, name: str) -> Reading[str]:
+        """Opens the call and passes its arguments on; returns them instead while the name is not known."""
+        if name and (yield from self.source.peek()) == "{":
+            self.open(name)
+            yield from self.read_arguments()
+            return ""
+        parts: list[str] = []
+        yield from self.read_value(parts.append)
+        arguments = _as_object("".join(parts))
+        if name:
+            self._give(name, arguments)
+        return arguments
+
+    def _give(self, name: str, arguments: str) -> None:
+        self.open(name)
+        self.message.add_arguments(arguments)
+        self.message.close_call(is_complete=True)
+
+    def _read_text(self, *, is_name: bool = False) -> Reading[str]:
+        """Reads a short JSON string; the name of a tool has no white space in it, and no tag."""
+        yield from self.source.expect('"')
+        written = '"'
+        while True:
+            character = yield from self.source.peek()
+            if (
+                not character
+                or len(written) > MAX_NAME_LENGTH
+                or (is_name and (character.isspace() or character in "<{"))
+            ):
+                raise NotACall
+            self.source.advance(1)
+            written += character
+            if character == '"' and (len(written) - len(written[:-1].rstrip("\\"))) % 2:
+                break
+        try:
+            text = str(json.loads(written))
+        except ValueError as error:
+            raise NotACall from error
+        if is_name and not text:
+            raise NotACall
+        return text
+
+
+def _first_mark(text: str, marks: Sequence[str]) -> tuple[int, str]:
+    found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+    return min(found, default=(len(text), ""))
+
+
+def _as_object(written: str) -> str:
+    """Arguments that were not written as an object: null stands for none, a string may hold the object's text."""
+    if written == "null":
+        return "{}"
+    if written.startswith('"'):
+        written = whole_json(str(json.loads(written)))
+    if not written.startswith("{"):
+        raise NotACall
+    return written
+
+
+def _ignore(_: str) -> None:
+    """Drops text."""

@@ -1,0 +1,187 @@
+"""From a model's answer to reasoning, content and tool calls, as a whole or piece by piece."""
+
+import difflib
+import secrets
+import string
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from jaxserve.errors import ConfigError
+from jaxserve.parsers.call_object import CallReader
+from jaxserve.parsers.message import MessageBuilder, MessageDelta, ParsedMessage
+from jaxserve.parsers.reasoning_formats import REASONING_FORMATS, ReasoningFormat
+from jaxserve.parsers.source import Reading, Source
+from jaxserve.parsers.tool_choice import chosen_function, parameter_schemas
+from jaxserve.parsers.tool_formats import TOOL_FORMATS, NamedFormat, RequiredFormat, ToolFormat
+
+Format = TypeVar("Format")
+
+PIECE_LENGTH = 1024
+"""Longer pieces are read in parts: the work for a part may grow with the square of its length."""
+
+
+def tool_parser(name: str) -> type[ToolFormat]:
+    """Returns the format of tool calls by its vLLM name.
+
+    Raises:
+      ConfigError: No such name.
+    """
+    return _named(TOOL_FORMATS, name, "tool_call_parser")
+
+
+def reasoning_parser(name: str) -> type[ReasoningFormat]:
+    """Returns the format of reasoning by its vLLM name; it has `start_text` and `end_text`.
+
+    Raises:
+      ConfigError: No such name.
+    """
+    return _named(REASONING_FORMATS, name, "reasoning_parser")
+
+
+def starts_in_reasoning(prompt: str, name: str) -> bool | None:
+    """Returns whether a prompt's text ends with an open (True) or a just closed reasoning (False), None with neither.
+
+    Args:
+      prompt: As rendered by the chat template.
+      name: The reasoning format.
+
+    Raises:
+      ConfigError: No such format.
+    """
+    reasoning, prompt = reasoning_parser(name), prompt.rstrip()
+    if prompt.endswith(reasoning.start_text):
+        return True
+    return False if prompt.endswith(reasoning.end_text) else None
+
+
+class MessageParser:
+    """Takes one answer apart.
+
+    The result depends on the text alone, not on its grouping into pieces: the deltas' texts joined are what `message()`
+    and `parse()` give. Nothing that a delta has said is taken back.
+
+    White space between content and a call after it, or between the last call and the end, belongs to the format and is
+    dropped; all other text outside of calls is content, and so is what looks like a call but is none. See `CallReader`
+    for calls that break off.
+
+    Args:
+      reasoning: Name of a reasoning format, or None to leave reasoning in the content.
+      tools: Name of a tool format, or None to leave calls in the content. Its marks may be special tokens: generate
+        with `skip_special_tokens=False`.
+      schemas: The tools as offered to the model, in OpenAI's form.
+      tool_choice: As in OpenAI's API. "none" leaves calls in the content. "required" and a named function read what
+        `tool_choice_schema` constrains the answer to, whatever `tools` is.
+      prompt_ends_in_reasoning: What `starts_in_reasoning` says of the prompt.
+      make_id: Makes the ids of calls; by default as vLLM's.
+
+    Raises:
+      ConfigError: An unknown format.
+      RequestError: Tools or a tool choice of the wrong form.
+    """
+
+    def __init__(
+        self,
+        reasoning: str | None = None,
+        tools: str | None = None,
+        *,
+        schemas: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = "auto",
+        prompt_ends_in_reasoning: bool | None = None,
+        make_id: Callable[[], str] | None = None,
+    ) -> None:
+        self._message = MessageBuilder()
+        self._is_finished = False
+        chosen = _choose_format(tools, schemas, tool_choice)
+        content = self._message.add_content
+        self._calls: _Driver | None = None
+        if chosen is not None:
+            source = Source()
+            id_length = None if tools is None else tool_parser(tools).id_length
+            reader = CallReader(source, self._message, make_id or partial(make_call_id, id_length))
+            self._calls = _Driver(source, chosen.run(reader))
+            content = self._calls.feed
+        self._thoughts: _Driver | None = None
+        if reasoning is not None:
+            source = Source()
+            thoughts = reasoning_parser(reasoning)()
+            reading = thoughts.run(source, prompt_ends_in_reasoning, self._message.add_reasoning, content)
+            self._thoughts = _Driver(source, reading)
+            content = self._thoughts.feed
+        self._feed = content
+
+    def feed(self, text: str) -> MessageDelta:
+        """Takes the next piece of the answer, returns what it adds."""
+        if self._is_finished:
+            raise ValueError("feed after finish: a MessageParser reads one answer")
+        for start in range(0, len(text), PIECE_LENGTH):
+            self._feed(text[start : start + PIECE_LENGTH])
+        return self._message.take_delta()
+
+    def finish(self) -> MessageDelta:
+        """Says that the answer has ended, returns what was held back."""
+        self._is_finished = True
+        for driver in (self._thoughts, self._calls):
+            if driver is not None:
+                driver.finish()
+        return self._message.take_delta()
+
+    def message(self) -> ParsedMessage:
+        """Returns the answer so far."""
+        return self._message.message()
+
+    def parse(self, text: str) -> ParsedMessage:
+        """Takes a whole answer apart; the same as `feed`, `finish` and `message`."""
+        self.feed(text)
+        self.finish()
+        return self.message()
+
+
+class _Driver:
+    """A reading and the source that it reads from."""
+
+    def __init__(self, source: Source, reading: Reading[None]) -> None:
+        self._source = source
+        self._reading = reading
+        self._resume()
+
+    def feed(self, text: str) -> None:
+        """Appends text and reads on."""
+        self._source.feed(text)
+        self._resume()
+
+    def finish(self) -> None:
+        """Reads to the end."""
+        self._source.end()
+        self._resume()
+
+    def _resume(self) -> None:
+        next(self._reading, None)
+
+
+def make_call_id(length: int | None = None) -> str:
+    """Returns a new id: vLLM's usual form, or so many letters and digits."""
+    if length is None:
+        return f"chatcmpl-tool-{uuid.uuid4().hex}"
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length))
+
+
+def _choose_format(
+    tools: str | None, schemas: Sequence[Mapping[str, Any]] | None, tool_choice: str | Mapping[str, Any] | None
+) -> ToolFormat | None:
+    offered = parameter_schemas(schemas or [])
+    chosen = None if tools is None else tool_parser(tools)
+    if tool_choice == "required":
+        return RequiredFormat(offered)
+    if (name := chosen_function(tool_choice, offered)) is not None:
+        return NamedFormat({name: offered[name]})
+    return None if tool_choice == "none" or chosen is None else chosen(offered)
+
+
+def _named(table: Mapping[str, type[Format]], name: str, setting: str) -> type[Format]:
+    if name in table:
+        return table[name]
+    near = difflib.get_close_matches(name, table, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"{setting} must be one of {sorted(table)}, got {name!r}{hint}")

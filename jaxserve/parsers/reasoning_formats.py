@@ -1,0 +1,85 @@
+"""How models mark their reasoning. Each format splits an answer into reasoning and the rest."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from jaxserve.parsers.source import Reading, Source
+
+Emit = Callable[[str], None]
+
+
+class ReasoningFormat(ABC):
+    """A way to mark reasoning."""
+
+    start_text: ClassVar[str]
+    end_text: ClassVar[str]
+
+    @abstractmethod
+    def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
+        """Reads to the end of the text.
+
+        Args:
+          source: The text.
+          starts_inside: Whether the prompt has opened the reasoning already; None when it says nothing about it.
+          reasoning: Gets the reasoning, without its tags.
+          content: Gets the rest.
+        """
+
+
+class Qwen3Reasoning(ReasoningFormat):
+    """<think>…</think> at the beginning of the answer, if at all.
+
+    With `enable_thinking=False` the template writes an empty pair into the prompt, and none is in the answer.
+    """
+
+    start_text: ClassVar[str] = "<think>"
+    end_text: ClassVar[str] = "</think>"
+
+    def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
+        """Reads to the end of the text."""
+        is_started = yield from source.match([self.start_text])
+        if is_started or starts_inside:
+            yield from source.read_until(self.end_text, reasoning)
+        yield from _pass_rest(source, content)
+
+
+class DeepSeekR1Reasoning(ReasoningFormat):
+    """Reasoning up to </think>, with or without <think> before it, unless the prompt has closed it already."""
+
+    start_text: ClassVar[str] = "<think>"
+    end_text: ClassVar[str] = "</think>"
+
+    def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
+        """Reads to the end of the text."""
+        yield from Qwen3Reasoning().run(source, starts_inside is not False, reasoning, content)
+
+
+class ThinkReasoning(ReasoningFormat):
+    """<think>…</think> anywhere, any number of times."""
+
+    start_text: ClassVar[str] = "<think>"
+    end_text: ClassVar[str] = "</think>"
+
+    def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
+        """Reads to the end of the text."""
+        is_inside = bool((yield from source.match([self.start_text])) or starts_inside)
+        is_going = True
+        while is_going:
+            mark, emit = (self.end_text, reasoning) if is_inside else (self.start_text, content)
+            is_going = yield from source.read_until(mark, emit)
+            is_inside = not is_inside
+
+
+REASONING_FORMATS: Mapping[str, type[ReasoningFormat]] = {
+    "deepseek_r1": DeepSeekR1Reasoning,
+    "qwen3": Qwen3Reasoning,
+    "think": ThinkReasoning,
+}
+
+
+def _pass_rest(source: Source, emit: Emit) -> Reading[None]:
+    while (yield from source.peek()):
+        rest = source.rest()
+        emit(rest)
+        source.advance(len(rest))

@@ -1,0 +1,150 @@
+"""Text that arrives in pieces, read as if it were all there.
+
+A format is a generator that reads a `Source` and yields whenever it needs more text. It sees one sequence of
+characters, never the pieces, so what it makes of them cannot depend on the grouping.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+Result = TypeVar("Result")
+# Yields when the text so far is used up and not at its end; the driver resumes it after the next piece.
+Reading = Generator[None, None, Result]
+
+
+class NotACall(Exception):
+    """What was being read as a tool call is none, or breaks off."""
+
+
+class Source:
+    """The unread rest of a text. Text may be held: read already, but still needed if it turns out to be no call."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._position = 0
+        self._held_from: int | None = None
+        self.is_ended = False
+
+    def feed(self, text: str) -> None:
+        """Appends a piece."""
+        keep = self._position if self._held_from is None else self._held_from
+        self._text = self._text[keep:] + text
+        self._position -= keep
+        if self._held_from is not None:
+            self._held_from = 0
+
+    def end(self) -> None:
+        """Says that no piece follows."""
+        self.is_ended = True
+
+    def rest(self) -> str:
+        """Returns the unread text that is there."""
+        return self._text[self._position :]
+
+    def advance(self, count: int) -> None:
+        """Takes characters as read."""
+        self._position += count
+
+    def hold(self) -> None:
+        """From here on, remembers what is read."""
+        self._held_from = self._position
+
+    def release(self) -> str:
+        """Returns what was read since `hold`, and forgets it; empty when nothing is held."""
+        held = "" if self._held_from is None else self._text[self._held_from : self._position]
+        self._held_from = None
+        return held
+
+    def peek(self) -> Reading[str]:
+        """Reads the next character without taking it; empty at the end."""
+        while self._position == len(self._text):
+            if self.is_ended:
+                return ""
+            yield
+        return self._text[self._position]
+
+    def peek_past_space(self) -> Reading[str]:
+        """Takes white space, then peeks."""
+        while (character := (yield from self.peek())).isspace():
+            self.advance(1)
+        return character
+
+    def expect(self, character: str) -> Reading[None]:
+        """Takes white space and one character.
+
+        Raises:
+          NotACall: Another one, or the end.
+        """
+        if (yield from self.peek_past_space()) != character:
+            raise NotACall
+        self.advance(1)
+
+    def match(self, options: Sequence[str]) -> Reading[str]:
+        """Takes white space and the first option that follows it; returns "" and takes nothing when none does."""
+        while True:
+            rest = self.rest()
+            text = rest.lstrip()
+            for option in options:
+                if text.startswith(option):
+                    self.advance(len(rest) - len(text) + len(option))
+                    return option
+            if self.is_ended or not any(option.startswith(text) for option in options):
+                return ""
+            yield
+
+    def skip_closing(self, tag: str) -> Reading[None]:
+        """Takes a closing tag with the white space before it, if that is what follows; also one cut by the end."""
+        taken = yield from self.match([tag])
+        rest = self.rest().strip()
+        if not taken and self.is_ended and rest and tag.startswith(rest):
+            self.advance(len(self.rest()))
+
+    def read_name(self, end: str, limit: int = 256) -> Reading[str]:
+        """Takes a name and the mark after it, returns the name.
+
+        Raises:
+          NotACall: No mark within `limit` characters, or characters that no name has.
+        """
+        name = ""
+        while not name.endswith(end):
+            character = yield from self.peek()
+            if not character or character in "<\n{" or len(name) > limit:
+                raise NotACall
+            self.advance(1)
+            name += character
+        name = name.removesuffix(end).strip()
+        if not name:
+            raise NotACall
+        return name
+
+    def read_until(self, end: str, emit: Callable[[str], None]) -> Reading[bool]:
+        """Passes text on up to a mark, and takes the mark.
+
+        Returns:
+          Whether the mark came; at the end of the text everything has been passed on.
+        """
+        while True:
+            text = self.rest()
+            place = text.find(end)
+            safe = place if place >= 0 else len(text)
+            if place < 0 and not self.is_ended:
+                safe -= partial_length(text, [end])
+            if safe:
+                emit(text[:safe])
+            self.advance(safe)
+            if place >= 0:
+                self.advance(len(end))
+                return True
+            if self.is_ended:
+                return False
+            yield
+
+
+def partial_length(text: str, marks: Sequence[str]) -> int:
+    """Returns the length of the longest end of `text` that begins a mark without being one."""
+    longest = min(len(text), max(map(len, marks), default=1) - 1)
+    for length in range(longest, 0, -1):
+        tail = text[-length:]
+        if any(len(mark) > length and mark.startswith(tail) for mark in marks):
+            return length
+    return 0

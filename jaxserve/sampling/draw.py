@@ -1,0 +1,74 @@
+"""Random choice of tokens by weight.
+
+A race (exponential clocks): the token wins whose random waiting time, divided by its weight, is shortest; each wins in
+proportion to its weight. First blocks of tokens race by their sums, then the tokens of the winning block. Waiting times
+come from a counter-based generator (Threefry-2x32 with 20 rounds, SC '11) keyed by seed and position, so that a row's
+token depends on that pair and its weights alone.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+_BLOCK = 256
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = 0x1BD11BDA
+
+
+def draw(
+    weights: Float[Array, "R V"], seeds: Int[Array, " R"], positions: Int[Array, " R"]
+) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
+    """A token of each row in proportion to its weight, never one of weight zero.
+
+    Returns:
+        Tokens and their weights, which are not positive where a row has no weight at all, or weights that are NaN.
+    """
+    rows, size = weights.shape
+    blocks = jnp.pad(weights, ((0, 0), (0, -size % _BLOCK))).reshape(rows, -1, _BLOCK)
+    num_blocks = blocks.shape[1]
+    counters = jnp.arange(max(num_blocks, _BLOCK), dtype=jnp.uint32)[None]
+    key = (seeds[:, None].astype(jnp.uint32), positions[:, None].astype(jnp.uint32))
+    block_bits, token_bits = threefry(key, (counters, jnp.zeros_like(counters)))
+    block = likeliest(blocks.sum(2) / _waiting_time(block_bits[:, :num_blocks]))
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    token = likeliest(inside / _waiting_time(token_bits[:, :_BLOCK]))
+    return block * _BLOCK + token, jnp.take_along_axis(inside, token[:, None], axis=1)[:, 0]
+
+
+def likeliest(scores: Float[Array, "R n"]) -> Int[Array, " R"]:
+    """The first of each row's largest; XLA on CPUs finds it three times faster by ``top_k`` than by ``argmax``."""
+    return lax.platform_dependent(
+        scores, cpu=lambda x: lax.top_k(x, 1)[1][:, 0], default=lambda x: jnp.argmax(x, axis=1).astype(jnp.int32)
+    )
+
+
+def broken_rows(scores: Float[Array, "R V"], chosen: Int[Array, " R"]) -> Bool[Array, " R"]:
+    """Whether a row has NaN, or nothing above -inf; ``chosen`` is the row's ``likeliest``.
+
+    ``argmax`` takes a NaN where there is one, so that its score tells and nothing is read twice. On CPUs ``top_k`` puts
+    NaNs with a minus sign last, as x86 makes them, and XLA's maximum of many numbers passes over NaNs; a sum does not,
+    and costs a tenth of a percent of a step. It takes a row with both infinities for one with NaN.
+    """
+    score = jnp.take_along_axis(scores, chosen[:, None], axis=1)[:, 0]
+    sums = lax.platform_dependent(scores, score, cpu=lambda x, _: x.sum(1), default=lambda _, score: score)
+    return jnp.isnan(sums) | ~(score > -jnp.inf)
+
+
+def threefry(
+    key: tuple[UInt[Array, "..."], UInt[Array, "..."]], counter: tuple[UInt[Array, "..."], UInt[Array, "..."]]
+) -> tuple[UInt[Array, "..."], UInt[Array, "..."]]:
+    """Two words of random bits for each key and counter; all straight-line, so that it fuses into what uses it."""
+    keys = (*key, key[0] ^ key[1] ^ jnp.uint32(_PARITY))
+    first, second = counter[0] + keys[0], counter[1] + keys[1]
+    for i in range(5):
+        for rotation in _ROTATIONS[i % 2]:
+            first = first + second
+            second = first ^ ((second << rotation) | (second >> (32 - rotation)))
+        first, second = first + keys[(i + 1) % 3], second + keys[(i + 2) % 3] + jnp.uint32(i + 1)
+    return first, second
+
+
+def _waiting_time(bits: UInt[Array, "..."]) -> Float[Array, "..."]:
+    """Exponentially distributed; short times, by which unlikely tokens win, are as fine as 32 bits allow."""
+    uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
+    return -jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24))

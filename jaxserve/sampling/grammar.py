@@ -1,0 +1,190 @@
+"""What a request asks its text to keep to, written as a grammar for llguidance."""
+
+import copy
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from llguidance import LLMatcher
+
+from jaxserve.errors import RequestError
+from jaxserve.structured_params import StructuredOutputsParams
+
+FREE_TEXT = r"/(.|\n)*/"
+OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
+
+# Where a JSON schema holds further schemas: by name, or directly (one or a list).
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+_SCHEMAS = (
+    *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
+    *("additionalProperties", "unevaluatedProperties", "propertyNames"),
+    *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "contentSchema"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GrammarLimits:
+    """What compiling a grammar may take.
+
+    Attributes:
+        max_bytes: Longest schema, pattern, grammar or list of choices, as UTF-8.
+        time_s: Seconds until a grammar counts as too complex.
+        memory_bytes: Memory of the process that tries a grammar out, its vocabulary included.
+        max_cached: Compiled grammars kept.
+        max_cached_bytes: Sum of their texts.
+        max_waiting: Grammars waiting to be compiled.
+    """
+
+    max_bytes: int = 1 << 18
+    time_s: float = 5.0
+    memory_bytes: int = 4 << 30
+    max_cached: int = 128
+    max_cached_bytes: int = 1 << 23
+    max_waiting: int = 256
+
+
+class GrammarSource(NamedTuple):
+    """A grammar's text.
+
+    Attributes:
+        text: In llguidance's notation: Lark with extensions, or JSON.
+        is_ebnf: Whether it is a user's grammar, which may be in llama.cpp's EBNF notation instead.
+    """
+
+    text: str
+    is_ebnf: bool = False
+
+
+def grammar_error(message: str, params: StructuredOutputsParams) -> RequestError:
+    """An error that names the parameter and shows its value."""
+    kind = params.kind
+    value = getattr(params, kind)
+    return RequestError(f"structured_outputs.{kind} {message}", parameter="structured_outputs", value={kind: value})
+
+
+def content_key(params: StructuredOutputsParams, limits: GrammarLimits) -> tuple[str, ...]:
+    """Strings that differ wherever two parameters ask for different grammars.
+
+    Raises:
+        RequestError: The content is longer than the limit.
+    """
+    value = getattr(params, params.kind)
+    text = value if isinstance(value, str) else json.dumps(value)
+    num_bytes = len(text.encode())
+    if num_bytes > limits.max_bytes:
+        raise grammar_error(f"has {num_bytes} bytes; at most {limits.max_bytes} are allowed", params)
+    return (params.kind, text, *(repr(getattr(params, name)) for name in OPTIONS))
+
+
+def write_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> GrammarSource:
+    """The grammar that the parameters ask for, not compiled yet.
+
+    Args:
+        params: What to keep to.
+        special_tokens: Ids by name of the tokens whose text is not matched as text.
+
+    Raises:
+        RequestError: Options that say nothing about this kind, or a structural tag of the wrong form.
+    """
+    kind, options = params.kind, _json_options(params)
+    if kind == "json":
+        return _json_grammar(_schema(params.json, params, options))
+    if kind == "json_object":
+        return _json_grammar({"type": "object", "x-guidance": options})
+    if kind == "structural_tag":
+        return GrammarSource(_tagged_text(params, options, special_tokens))
+    if params.regex is not None:
+        return GrammarSource(LLMatcher.grammar_from_regex(params.regex))
+    if params.choice is not None:
+        choices = dict.fromkeys(params.choice)
+        return GrammarSource("start: " + " | ".join(json.dumps(choice) for choice in choices))
+    assert params.grammar is not None
+    return GrammarSource(params.grammar, is_ebnf=True)
+
+
+def _json_grammar(schema: dict[str, Any]) -> GrammarSource:
+    return GrammarSource(json.dumps({"grammars": [{"json_schema": schema}]}))
+
+
+def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
+    """The library's options of a JSON schema."""
+    if params.kind not in ("json", "json_object", "structural_tag"):
+        given = [name for name in OPTIONS if getattr(params, name)]
+        if given:
+            raise grammar_error(f"is no JSON, and takes no {' or '.join(given)}", params)
+    if params.whitespace_pattern is not None and params.disable_any_whitespace:
+        raise grammar_error("takes whitespace_pattern or disable_any_whitespace, not both", params)
+    options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
+    if params.whitespace_pattern is not None:
+        options["whitespace_pattern"] = params.whitespace_pattern
+    return options
+
+
+def _schema(given: Any, params: StructuredOutputsParams, options: dict[str, Any]) -> dict[str, Any]:
+    """A schema with the options in it; options that it brings itself count first."""
+    schema: Any = json.loads(given) if isinstance(given, str) else copy.deepcopy(given)
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise grammar_error(f"must hold JSON schemas that some text matches: objects, got {schema!r}", params)
+    if params.disable_additional_properties:
+        _close(schema)
+    own = schema.get("x-guidance")
+    schema["x-guidance"] = {**options, **own} if isinstance(own, dict) else options
+    return schema
+
+
+def _close(schema: Any) -> None:
+    """Forbids properties beyond those named, wherever a schema names some and says nothing of others."""
+    if isinstance(schema, list):
+        for inner in schema:
+            _close(inner)
+    if not isinstance(schema, dict):
+        return
+    for name in _NAMED_SCHEMAS:
+        named = schema.get(name)
+        if isinstance(named, dict):
+            for inner in named.values():
+                _close(inner)
+    for name in _SCHEMAS:
+        _close(schema.get(name))
+    if any(isinstance(schema.get(name), dict) for name in ("properties", "patternProperties")):
+        schema.setdefault("additionalProperties", False)
+
+
+def _tagged_text(params: StructuredOutputsParams, options: dict[str, Any], special_tokens: Mapping[str, int]) -> str:
+    """Free text in which each trigger leads into one of its tags: beginning, JSON, end."""
+    described = json.loads(params.structural_tag or "")
+    triggers, structures = _tag_parts(described, params)
+    lines = ["%llguidance {}", f"TEXT: {FREE_TEXT}"]
+    for place, tag in enumerate(structures):
+        begin, end = tag["begin"], tag["end"]
+        trigger = next((text for text in triggers if begin.startswith(text)), None)
+        if not trigger:
+            raise grammar_error(f"needs a trigger that the tag beginning {begin!r} starts with: {triggers}", params)
+        schema = json.dumps(_schema(tag["schema"], params, options))
+        head = f"head_{place}"
+        if trigger in special_tokens:
+            lines.append(f"{head}: TEXT <[{special_tokens[trigger]}]>")
+        else:
+            lines.append(f"{head}[lazy]: TEXT {json.dumps(trigger)}")
+        rest = json.dumps(begin[len(trigger) :]) if len(begin) > len(trigger) else ""
+        lines.append(f"tag_{place}: {head} {rest} %json {schema} {json.dumps(end) if end else ''}")
+    tags = " | ".join(f"tag_{place}" for place in range(len(structures)))
+    return "\n".join([*lines, f"start: ({tags})* TEXT"])
+
+
+def _tag_parts(described: Any, params: StructuredOutputsParams) -> tuple[list[str], list[dict[str, Any]]]:
+    """Triggers and tags, of the right types."""
+    triggers = described.get("triggers") if isinstance(described, dict) else None
+    structures = described.get("structures") if isinstance(described, dict) else None
+    if not isinstance(triggers, list) or not isinstance(structures, list) or not structures:
+        raise grammar_error("must be a JSON object with the lists 'structures' (not empty) and 'triggers'", params)
+    if not all(isinstance(trigger, str) for trigger in triggers):
+        raise grammar_error(f"needs texts as triggers, got {triggers}", params)
+    for tag in structures:
+        texts = [tag.get(name) for name in ("begin", "end")] if isinstance(tag, dict) else [None]
+        if not all(isinstance(text, str) for text in texts) or "schema" not in tag:
+            raise grammar_error(f"needs tags with the texts 'begin' and 'end' and a 'schema', got {tag!r}", params)
+    return triggers, structures

@@ -1,0 +1,147 @@
+"""Compiles grammars with llguidance, in a process of its own first: a small grammar can hang or crash it.
+
+`python -P grammar_check.py` is that process. It imports nothing of ours, reads one JSON line with the vocabulary, and
+then answers each JSON line that holds a grammar with one JSON line: the grammar in llguidance's form, or what is wrong.
+It has less stack and memory than the engine; so a grammar that passes here can be compiled there.
+"""
+
+import base64
+import json
+import resource
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.numpy import fill_next_token_bitmask
+
+STACK_BYTES = 1 << 20
+"""Stack of the checking thread; a thread of the engine has at least twice as much, and usually 8 MiB."""
+SPECIAL_MARK = b"\xff"
+"""Begins no text in UTF-8."""
+MAX_SKIPPED = 4
+"""Tokens at the beginning of a text that may belong to what stands before it, plus one."""
+
+
+class Vocabulary:
+    """Tokens as llguidance wants them: bytes by id, and a function that tokenizes the text a grammar forces.
+
+    Args:
+        tokens: Bytes of each id. After `SPECIAL_MARK`, the name of a token that is not matched as text; b"" for an id
+            that is never allowed but as end.
+        end_ids: Ids that end a text; at least one.
+        encode: Ids of a text. May be wrong about white space: what does not spell the text is not used.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    special_token_ids = ()
+
+    def __init__(
+        self, tokens: Sequence[bytes], end_ids: Sequence[int], encode: Callable[[str], list[int]] | None = None
+    ) -> None:
+        self.tokens = tokens
+        self.eos_token_id = end_ids[0]
+        self.end_ids = list(end_ids)
+        self._encode = encode
+        self._greedy: LLTokenizer | None = None
+
+    def build(self) -> LLTokenizer:
+        """The library's form of it: seconds for a large vocabulary."""
+        wrapper: Any = self
+        made = LLTokenizer(wrapper, n_vocab=len(self.tokens), eos_token=self.end_ids)
+        self._greedy = made
+        return made
+
+    def release(self) -> None:
+        """Drops the reference to what `build` made; that one refers back, out of the garbage collector's sight."""
+        self._greedy = None
+
+    def __call__(self, text: str) -> list[int]:
+        """Ids that spell a text. The library calls this and takes no exception."""
+        try:
+            found = self._spelt(text)
+        except Exception:  # whatever a tokenizer may raise
+            found = None
+        if found is not None:
+            return found
+        return [] if self._greedy is None else self._greedy.greedy_tokenize(text)
+
+    def _spelt(self, text: str) -> list[int] | None:
+        """Ids from the tokenizer; from the middle of a text where it begins texts with a space."""
+        if self._encode is None:
+            return None
+        raw = text.encode()
+        for before in ("", "\n"):
+            ids = self._encode(before + text)
+            for skipped in range(min(len(ids), MAX_SKIPPED)):
+                if b"".join(self.tokens[token_id] for token_id in ids[skipped:]) == raw:
+                    return ids[skipped:]
+        return None
+
+
+def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """A matcher at the start of a text, its first mask computed.
+
+    Raises:
+        ValueError: The grammar is wrong, too large, or matches no text that the vocabulary can spell.
+    """
+    limits = LLParserLimits(
+        max_items_in_row=10_000, max_lexer_states=100_000, max_grammar_size=200_000, verbose_errors=False
+    )
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        mask = np.zeros((1, (tokenizer.vocab_size + 31) // 32), np.int32)
+        fill_next_token_bitmask(matcher, mask)
+        if not matcher.is_error() and mask.any():
+            return matcher
+    error = " ".join(matcher.get_error().split())
+    if not error or error.startswith("NoExtension"):
+        error = "no text matches it"
+    raise ValueError(error[:500])
+
+
+def check(tokenizer: LLTokenizer, grammar: str, is_ebnf: bool) -> dict[str, str]:
+    """The answer to one grammar: ``{"grammar": ...}`` or ``{"error": ...}``."""
+    try:
+        if is_ebnf:
+            grammar = any_to_lark(grammar)
+        make_matcher(tokenizer, grammar).deep_copy()
+    except RecursionError:
+        return {"error": "it is nested too deeply"}
+    except Exception as error:  # the library's converter raises bare Exception
+        return {"error": str(error)[:500]}
+    return {"grammar": grammar}
+
+
+def _limit_cpu(seconds: int) -> None:
+    """Lets the kernel end this process after some more seconds of work, should nobody be left to do it."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + seconds + 1, hard))
+
+
+def _serve() -> None:
+    setup = json.loads(sys.stdin.readline())
+    if sys.platform == "linux":
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        memory_bytes = setup["memory_bytes"] if hard == resource.RLIM_INFINITY else min(setup["memory_bytes"], hard)
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    tokens = [base64.b64decode(token) for token in setup["tokens"]]
+    tokenizer = Vocabulary(tokens, setup["end_ids"]).build()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        _limit_cpu(setup["cpu_s"])
+        print(json.dumps(check(tokenizer, job["grammar"], job["is_ebnf"])), flush=True)
+
+
+if __name__ == "__main__":
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_serve)
+    thread.start()
+    thread.join()

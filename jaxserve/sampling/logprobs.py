@@ -1,0 +1,69 @@
+"""Log-probabilities that are reported with tokens."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+MAX_LOGPROBS = 20
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities, or logits, of some tokens of each row.
+
+    Attributes:
+        chosen: Those of the row's token.
+        ranks: Its rank from 1: how many tokens score higher, and one.
+        top_ids: The best tokens, in order.
+        top: Theirs; -inf where the vocabulary has fewer tokens.
+        tracked: Those of the tokens that the row's request tracks.
+    """
+
+    chosen: Float[Array, " R"]
+    ranks: Int[Array, " R"]
+    top_ids: Int[Array, "R top"]
+    top: Float[Array, "R top"]
+    tracked: Float[Array, "R tracked"]
+
+
+def token_logprobs(
+    scores: Float[Array, "R V"],
+    tokens: Int[Array, " R"],
+    tracked_ids: Int[Array, "R tracked"],
+    max_logprobs: int = MAX_LOGPROBS,
+    is_normalized: bool = True,
+) -> TokenLogprobs:
+    """Log-probabilities of given tokens and of the likeliest ones, ranked by scores: two may round to one logprob.
+
+    Args:
+        scores: Logits.
+        tokens: The row's token.
+        tracked_ids: Further tokens.
+        max_logprobs: How many of the likeliest.
+        is_normalized: Whether to give log-probabilities; else the scores themselves.
+    """
+    chosen = jnp.take_along_axis(scores, tokens[:, None], axis=1)
+    ranks = 1 + jnp.sum(scores > chosen, axis=1, dtype=jnp.int32)
+    count = min(max_logprobs, scores.shape[1])
+    top, top_ids = lax.top_k(scores, count)
+    tracked = jnp.take_along_axis(scores, tracked_ids, axis=1)
+    if is_normalized:
+        best = scores.max(1, keepdims=True)
+        log_total = jnp.log(jnp.sum(jnp.exp(scores - best), axis=1, keepdims=True))
+        chosen, top, tracked = (part - best - log_total for part in (chosen, top, tracked))
+    padding = ((0, 0), (0, max_logprobs - count))
+    top = jnp.pad(top, padding, constant_values=-jnp.inf)
+    return TokenLogprobs(chosen[:, 0], ranks, jnp.pad(top_ids, padding), top, tracked)
+
+
+def no_logprobs(num_rows: int, max_logprobs: int, num_tracked: int) -> TokenLogprobs:
+    """Zeros in place of logprobs."""
+    return TokenLogprobs(
+        jnp.zeros(num_rows),
+        jnp.zeros(num_rows, jnp.int32),
+        jnp.zeros((num_rows, max_logprobs), jnp.int32),
+        jnp.zeros((num_rows, max_logprobs)),
+        jnp.zeros((num_rows, num_tracked)),
+    )

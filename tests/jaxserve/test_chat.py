@@ -1,0 +1,210 @@
+"""Conversations with tools and reasoning through the published chat templates, and back through the parsers."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.engine.chat import MAX_RENDERED_CHARACTERS, render_chat, split_conversations
+from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.errors import RequestError
+from jaxserve.parsers import MessageParser, starts_in_reasoning
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "description": "Its name"},
+                    "days": {"type": "integer", "description": "How many"},
+                },
+                "required": ["city"],
+            },
+        },
+    }
+]
+ARGUMENTS = {"city": 'Zü"rich', "days": 2}
+CALL = {"id": "abcdef123", "type": "function", "function": {"name": "get_weather", "arguments": json.dumps(ARGUMENTS)}}
+CONVERSATION = [
+    {"role": "user", "content": "Weather in Zürich?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "abcdef123", "name": "get_weather", "content": '{"celsius": 21}'},
+    {"role": "assistant", "content": "It is 21 degrees."},
+    {"role": "user", "content": "Thanks!"},
+]
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+# File under configs/chat-templates, format of its calls, where the call begins and ends, whether it writes BOS.
+TEMPLATES = [
+    ("Qwen-Qwen2.5-7B-Instruct.jinja", "hermes", "<tool_call>", "<|im_end|>", False),
+    ("NousResearch-Hermes-3-Llama-3.1-8B-tool_use.jinja", "hermes", "<tool_call>", "<|im_end|>", True),
+    ("NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use.jinja", "hermes", "<tool_call>", "<|im_end|>", True),
+    ("vllm/tool_chat_template_hermes.jinja", "hermes", "<tool_call>", "<|im_end|>", True),
+    ("meta-llama-Llama-3.1-8B-Instruct.jinja", "llama3_json", '{"name"', "<|eot_id|>", True),
+    ("meta-llama-Llama-3.2-3B-Instruct.jinja", "llama3_json", '{"name"', "<|eot_id|>", True),
+    ("meta-llama-Llama-3.3-70B-Instruct.jinja", "llama3_json", '{"name"', "<|eot_id|>", True),
+    ("vllm/tool_chat_template_llama3.1_json.jinja", "llama3_json", '{"name"', "<|eot_id|>", True),
+    ("vllm/tool_chat_template_llama3.2_json.jinja", "llama3_json", '{"name"', "<|eot_id|>", True),
+    ("mistralai-Mistral-Nemo-Instruct-2407.jinja", "mistral", "[TOOL_CALLS]", "</s>", True),
+    ("vllm/tool_chat_template_mistral.jinja", "mistral", "[TOOL_CALLS]", "</s>", True),
+    ("vllm/tool_chat_template_mistral3.jinja", "mistral", "[TOOL_CALLS]", "</s>", True),
+    ("vllm/tool_chat_template_qwen3coder.jinja", "qwen3_coder", "<tool_call>", "<|im_end|>", False),
+]
+
+
+def render(template: str, conversation: list[dict[str, Any]], **arguments: Any) -> str:
+    """Renders with the special tokens above."""
+    (checked,) = split_conversations([conversation])
+    variables = {**SPECIAL, **arguments.pop("variables", {})}
+    return render_chat(checked, template, variables=variables, **arguments)
+
+
+@pytest.mark.parametrize(("file", "name", "start", "end", "has_bos"), TEMPLATES, ids=[row[0] for row in TEMPLATES])
+def test_tool_conversations_render_and_parse_back(
+    shared_data: Path, file: str, name: str, start: str, end: str, has_bos: bool
+) -> None:
+    template = (shared_data / "configs/chat-templates" / file).read_text()
+    text = render(template, CONVERSATION, tools=TOOLS)
+    assert text.count("<s>") == int(has_bos)
+    assert text.startswith("<s>") == has_bos
+    for shown in ("get_weather", "How many", "Weather in Zürich?", "celsius", "21 degrees.", "Thanks!"):
+        assert shown in text
+    after = text[text.rindex(start, 0, text.index("celsius")) :]
+    message = MessageParser(tools=name, schemas=TOOLS).parse(after[: after.index(end)])
+    (call,) = message.tool_calls
+    assert call.name == "get_weather"
+    assert json.loads(call.arguments) == ARGUMENTS
+    assert message.content is None
+    # What the parser gives goes back into the conversation as it is, and gives the same prompt.
+    again = {**CALL, "function": {"name": call.name, "arguments": call.arguments}}
+    mapped = {**CALL, "function": {"name": call.name, "arguments": ARGUMENTS}}
+    for one in (again, mapped):
+        changed = [dict(turn, tool_calls=[one]) if turn.get("tool_calls") else turn for turn in CONVERSATION]
+        assert render(template, changed, tools=TOOLS) == text
+
+
+def test_reasoning_goes_into_the_prompt(real_tokenizer: Callable[[str], Tokenizer]) -> None:
+    tokenizer = real_tokenizer("qwen")
+    conversation: list[dict[str, Any]] = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "", "reasoning_content": "I add.", "tool_calls": [CALL]},
+        {"role": "tool", "content": "4"},
+    ]
+    text = tokenizer.render_chat(conversation, tools=TOOLS)
+    assert "<think>\nI add.\n</think>\n\n<tool_call>" in text
+    conversation[1]["reasoning"] = conversation[1].pop("reasoning_content")
+    assert tokenizer.render_chat(conversation, tools=TOOLS) == text
+    # An earlier turn's reasoning is left out by the template.
+    later = [*conversation, {"role": "assistant", "content": "4"}, {"role": "user", "content": "and 3+3?"}]
+    assert "I add." not in tokenizer.render_chat(later, tools=TOOLS)
+
+
+def test_prompts_tell_whether_they_end_in_reasoning(
+    real_tokenizer: Callable[[str], Tokenizer], shared_data: Path
+) -> None:
+    tokenizer = real_tokenizer("qwen")
+    conversation = [{"role": "user", "content": "Hi"}]
+    assert starts_in_reasoning(tokenizer.render_chat(conversation), "qwen3") is None
+    assert starts_in_reasoning(tokenizer.render_chat(conversation, enable_thinking=False), "qwen3") is False
+    template = shared_data / "configs/chat-templates/deepseek-ai-DeepSeek-R1-Distill-Qwen-32B.jinja"
+    text = render(template.read_text(), conversation)
+    assert starts_in_reasoning(text, "deepseek_r1") in (True, None)
+    assert text.count("<s>") == 1
+
+
+def test_bos_of_tool_conversations_is_never_doubled(
+    real_tokenizer: Callable[[str], Tokenizer], shared_data: Path
+) -> None:
+    tokenizer = real_tokenizer("llama2")
+    for file, _, _, _, has_bos in TEMPLATES:
+        template = str(shared_data / "configs/chat-templates" / file)
+        token_ids = tokenizer.apply_chat_template(CONVERSATION, template, tools=TOOLS)
+        assert token_ids.count(1) == int(has_bos), file
+
+
+DUMP = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+
+
+def shown_call(arguments: Any) -> dict[str, Any]:
+    """What a template sees of a call with these arguments."""
+    function = {"name": "f", "arguments": arguments}
+    message = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    return json.loads(render(DUMP, [message]))["tool_calls"][0]["function"]
+
+
+def test_templates_see_mappings(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert shown_call('{"a": [1]}') == {"name": "f", "arguments": {"a": [1]}}
+        assert shown_call({"a": [1]}) == {"name": "f", "arguments": {"a": [1]}}
+        assert shown_call("") == shown_call(None) == {"name": "f", "arguments": {}}
+        assert not caplog.records
+        for broken in ('{"a": ', "[1]", "[" * 100_000):
+            assert shown_call(broken) == {"name": "f", "arguments": {}}
+    assert [record.getMessage() for record in caplog.records] == [
+        "the arguments of a call of 'f' are no JSON object; the chat template gets {} instead"
+    ] * 3
+
+
+def test_messages_are_not_changed() -> None:
+    call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    render(DUMP, [message])
+    assert message == {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert call == {"function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+def test_no_calls_are_no_tool_calls() -> None:
+    for calls in ([], None):
+        message = {"role": "assistant", "content": "Hi", "tool_calls": calls}
+        assert json.loads(render(DUMP, [message])) == {"role": "assistant", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ("f()", "conversation 0: message 0: tool_calls must be a list, got str"),
+        (["f"], "conversation 0: message 0: a tool call must be .* got 'f'"),
+        ([{"name": "f"}], "a tool call must be"),
+        ([{"function": {"name": 5}}], "a tool call must be"),
+        ([{"function": {"name": "f", "arguments": [1]}}], r"arguments must be a mapping or JSON text, got \[1\]"),
+    ],
+)
+def test_bad_tool_calls(calls: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        render(DUMP, [{"role": "assistant", "content": "", "tool_calls": calls}])
+
+
+LONG = "{{ '" + "x" * 2000 + "' }}"
+LOOP = "{% for i in range(90000) %}" + LONG + "{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [LOOP, "{% macro m() %}" + LOOP + "{% endmacro %}{{ m() }}"])
+def test_a_runaway_template_is_stopped(template: str) -> None:
+    expected = f"the chat template failed: it writes more than {MAX_RENDERED_CHARACTERS} characters"
+    with pytest.raises(RequestError, match=expected):
+        render(template, [{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ range(100000000) | list }}",
+        "{% for a in messages %}{{ a.append(1) }}{% endfor %}",
+        "{{ messages.append(1) }}",
+        "{{ nothing.at.all }}",
+        "{{ 1 // 0 }}",
+        "{% include 'other' %}",
+        "{{ messages[0].content + 1 }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ],
+)
+def test_templates_that_fail_are_request_errors(template: str) -> None:
+    with pytest.raises(RequestError, match="the chat template failed"):
+        render(template, [{"role": "user", "content": "a"}])

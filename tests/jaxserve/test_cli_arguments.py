@@ -1,0 +1,146 @@
+"""Flags made from fields: what each kind of field takes, and what becomes of it."""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import pytest
+
+from jaxserve import cli_arguments
+from jaxserve.cli_arguments import (
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_arguments,
+    field_docs,
+    sampling_arguments,
+)
+from jaxserve.config import EngineConfig
+from jaxserve.sampling_params import SamplingParams
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of `jaxserve generate` that stand for fields."""
+    made = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    add_engine_arguments(made)
+    add_sampling_arguments(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--temperature 0.5 --top-k 3", {"temperature": 0.5, "top_k": 3}),
+        ("--presence-penalty -1 --repetition-penalty 1.5", {"presence_penalty": -1.0, "repetition_penalty": 1.5}),
+        ("--stop a --stop b", {"stop": ("a", "b")}),
+        ("--bad-words x --bad-words y", {"bad_words": ("x", "y")}),
+        ("--stop-token-ids 1 2", {"stop_token_ids": (1, 2)}),
+        ("--allowed-token-ids 4 5", {"allowed_token_ids": (4, 5)}),
+        ("--logprob-token-ids 9", {"logprob_token_ids": (9,)}),
+        ('--logit-bias {"5":-1.5}', {"logit_bias": {5: -1.5}}),
+        ('--extra-args {"a":[1]}', {"extra_args": {"a": [1]}}),
+        ('--structured-outputs {"regex":"a+"}', {"structured_outputs": {"regex": "a+"}}),
+        (
+            '--repetition-detection {"max_pattern_size":4,"min_count":3}',
+            {"repetition_detection": {"max_pattern_size": 4, "min_count": 3}},
+        ),
+        (
+            "--no-detokenize --flat-logprobs --skip-reading-prefix-cache",
+            {"detokenize": False, "flat_logprobs": True, "skip_reading_prefix_cache": True},
+        ),
+        ("--thinking-token-budget 7 --logprobs -1", {"thinking_token_budget": 7, "logprobs": -1}),
+    ],
+)
+def test_sampling_flags(words: str, expected: dict[str, Any]) -> None:
+    assert sampling_arguments(parser().parse_args(words.split())) == SamplingParams(**expected)
+
+
+def test_nothing_given_is_none() -> None:
+    options = parser().parse_args([])
+    assert sampling_arguments(options) is None
+    assert engine_arguments(options) == {"model": "demo"}
+
+
+def test_the_seed_is_the_engines() -> None:
+    options = parser().parse_args(["--seed", "3"])
+    assert engine_arguments(options)["seed"] == 3
+    assert sampling_arguments(options) is None
+
+
+def test_engine_flags() -> None:
+    words = ["--max-model-len", "4k", "--hf-overrides", '{"a": 1}', "--no-async-scheduling", "--block-size", "8"]
+    expected = {"max_model_len": "4k", "hf_overrides": {"a": 1}, "async_scheduling": False, "block_size": 8}
+    assert engine_arguments(parser().parse_args(words)) == {"model": "demo", **expected}
+
+
+def test_every_field_has_a_flag() -> None:
+    help_ = parser().format_help()
+    names = [field.name for cls in (SamplingParams, EngineConfig) for field in dataclasses.fields(cls)]
+    without = [name for name in names if f"--{name.replace('_', '-')}" not in help_]
+    assert without == ["output_kind"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--logit-bias", "x"], "expected a JSON object, got 'x'"),
+        (["--structured-outputs", "[1]"], r"expected a JSON object, got '\[1\]'"),
+        (["--top-k", "many"], "invalid int value: 'many'"),
+        (["--allowed-token-ids", "a"], "invalid int value: 'a'"),
+    ],
+)
+def test_bad_flags(words: list[str], message: str) -> None:
+    with pytest.raises(argparse.ArgumentError, match=message):
+        parser().parse_args(words)
+
+
+@dataclasses.dataclass
+class Part:
+    """Fields of every kind that a flag can be made for."""
+
+    mode: Literal["fast", "small"] | None = None
+    """One of two."""
+    level: Literal[1, 2] = 1
+    """A number of
+    two."""
+    names: list[str] | None = None
+    """Some texts."""
+    things: list[Any] | None = None
+    """Anything."""
+    ids: tuple[int, ...] = ()
+    """Some numbers, 100 % whole."""
+    table: Mapping[str, float] | None = None
+    """A table."""
+    inner: "Part | None" = None
+    """Another."""
+    either: str | Sequence[str] = ""
+    """A text or some."""
+    share: float | None = None
+    """A number."""
+
+
+def test_kinds_of_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_arguments, "SamplingParams", Part)
+    made = argparse.ArgumentParser(exit_on_error=False)
+    add_sampling_arguments(made)
+    words = "--mode fast --level 2 --names a --names b --things c --ids 1 2 --either d --share 2".split()
+    options = vars(made.parse_args([*words, "--table", '{"a": 1}', "--inner", "{}"]))
+    assert options == {
+        "mode": "fast",
+        "level": 2,
+        "names": ["a", "b"],
+        "things": ["c"],
+        "ids": [1, 2],
+        "table": {"a": 1},
+        "inner": {},
+        "either": ["d"],
+        "share": 2.0,
+    }
+    with pytest.raises(argparse.ArgumentError, match="invalid choice: 'slow'"):
+        made.parse_args(["--mode", "slow"])
+    assert "100 % whole" in made.format_help()
+
+
+def test_docs_are_one_line_each() -> None:
+    assert field_docs(Part)["level"] == "A number of two."
+    assert field_docs(EngineConfig)["model"].startswith("Directory, hub id")

@@ -1,0 +1,578 @@
+"""The thread that steps an engine, and streams, with an engine whose steps the test allows one by one."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from jaxserve import EngineDeadError, RequestError, RequestOutput, RequestOutputKind, SamplingParams
+from jaxserve.engine.delivery import deliver
+from jaxserve.engine.engine_thread import EngineThread
+from jaxserve.engine.metric_types import Counter, Gauge, Metric
+from jaxserve.engine.request_state import RequestState, Sample
+from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.stats_log import StatsLogger
+from jaxserve.engine.stream import Stream
+
+DELTA = SamplingParams(output_kind=RequestOutputKind.DELTA)
+PATIENCE_S = 60.0
+
+
+class FakeEngine:
+    """Each step gives every request that is not paused its next token: 1000 times its number, then one more each."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, RequestState] = {}
+        self.owners: dict[str, tuple[RequestState, Sample]] = {}
+        self.paused: set[str] = set()
+        self.aborted: list[str] = []
+        self.num_steps = 0
+        self.is_closed = False
+        self.before_step: Callable[[], None] | None = None
+        self.threads: set[int] = set()
+        self._changed = threading.Condition()
+        self._allowed = 0
+        self._num_entered = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.requests)
+
+    def enqueue(self, request: RequestState) -> None:
+        self.threads.add(threading.get_ident())
+        if request.request_id in self.requests:
+            raise RequestError(f"request id {request.request_id!r} is in use")
+        self.requests[request.request_id] = request
+        for sample in request.samples:
+            self.owners[sample.sequence.sequence_id] = (request, sample)
+
+    def step(self) -> list[RequestState]:
+        with self._changed:
+            self._num_entered += 1
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._allowed > self.num_steps, PATIENCE_S)
+        self.threads.add(threading.get_ident())
+        if self.before_step is not None:
+            self.before_step()
+        sampled = []
+        for request in self.requests.values():
+            for row, sample in enumerate(request.samples):
+                sequence = sample.sequence
+                if request.request_id in self.paused or sequence.finish_reason is not None:
+                    continue
+                sequence.token_ids.append(1000 * int(request.request_id) + sequence.num_output_tokens + 1)
+                if len(sequence.token_ids) >= sequence.max_length:
+                    sequence.finish_reason = "length"
+                sampled.append((sequence, row, sequence.token_ids[-1]))
+        changed = deliver(sampled, self.owners, None, None, 1.0).changed
+        for request in changed:
+            if request.is_finished():
+                del self.requests[request.request_id]
+        self.num_steps += 1
+        return changed
+
+    def abort(self, request: RequestState) -> None:
+        if self.requests.pop(request.request_id, None) is None:
+            return
+        self.aborted.append(request.request_id)
+        for sample in request.samples:
+            sample.sequence.finish_reason = sample.sequence.finish_reason or "abort"
+
+    def metrics(self) -> list[Metric]:
+        names = ("prompt_tokens", "generation_tokens", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits")
+        counters: list[Metric] = [Counter(f"jaxserve:{name}", {}, self.num_steps) for name in names]
+        gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        return [*counters, *(Gauge(f"jaxserve:{name}", {}, len(self.requests)) for name in gauges)]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def allow(self, count: int) -> None:
+        """Lets that many more steps run. On the test's side, as what follows."""
+        with self._changed:
+            self._allowed += count
+            self._changed.notify_all()
+
+    async def run(self, count: int) -> None:
+        """Lets that many steps run and waits until what they gave is handed over and the next step has begun."""
+
+        def wait() -> None:
+            with self._changed:
+                assert self._changed.wait_for(lambda: self._num_entered > self._allowed, PATIENCE_S)
+
+        self.allow(count)
+        await asyncio.to_thread(wait)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def thread(engine: FakeEngine) -> Iterator[EngineThread]:
+    made = EngineThread(engine)
+    yield made
+    engine.allow(1000)
+    made.stop()
+    assert engine.is_closed
+
+
+def make_request(number: int, num_tokens: int = 5, params: SamplingParams = DELTA) -> RequestState:
+    samples = [
+        Sample(index, Sequence(f"{number}-{index}", [1, 2], 2, 2 + num_tokens), None, None) for index in range(params.n)
+    ]
+    return RequestState(str(number), None, [1, 2], params, samples, 0, 0.0, 0.0)
+
+
+def submit(thread: EngineThread, number: int, num_tokens: int = 5, params: SamplingParams = DELTA) -> Stream:
+    """A request that runs, and its stream, read on the running event loop."""
+    stream = Stream(asyncio.get_running_loop(), False)
+    thread.submit(stream, make_request(number, num_tokens, params))
+    return stream
+
+
+async def settled(thread: EngineThread) -> None:
+    """Returns when the thread has seen all that was posted before."""
+    await asyncio.wait_for(asyncio.wrap_future(thread.call(int)), PATIENCE_S)
+
+
+async def rest(stream: Stream) -> list[RequestOutput]:
+    """All outputs to the end."""
+    outputs: list[RequestOutput] = []
+    while not outputs or not outputs[-1].finished:
+        outputs.append(await asyncio.wait_for(stream.get(), PATIENCE_S))
+    return outputs
+
+
+def ids(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+# ---------------------------------------------------------------- readers, fast and slow
+
+
+def test_a_reader_that_keeps_up_gets_each_token(engine: FakeEngine, thread: EngineThread) -> None:
+    async def main() -> None:
+        stream = submit(thread, 7, 3)
+        for expected in ([7001], [7002], [7003]):
+            engine.allow(1)
+            output = await stream.get()
+            assert output.outputs[0].token_ids == expected
+        assert output.finished
+        assert output.outputs[0].finish_reason == "length"
+
+    asyncio.run(main())
+
+
+def test_what_a_slow_reader_missed_comes_in_one_output(engine: FakeEngine, thread: EngineThread) -> None:
+    async def main() -> None:
+        stream = submit(thread, 7, 100)
+        await engine.run(50)
+        assert ids([await stream.get()]) == [[7001]]
+        await engine.run(1)
+        assert ids([await stream.get()]) == [[*range(7002, 7052)]]
+        await engine.run(48)
+        engine.allow(1)
+        assert sum(ids(await rest(stream)), []) == [*range(7052, 7101)]
+
+    asyncio.run(main())
+
+
+def test_news_of_a_request_that_pauses_still_reach_a_slow_reader(engine: FakeEngine, thread: EngineThread) -> None:
+    """A preempted request gets no token for a while; what it has must not wait for the next."""
+
+    async def main() -> None:
+        slow, other = submit(thread, 1, 9), submit(thread, 2, 9)
+        await engine.run(4)
+        engine.paused.add("1")
+        assert ids([await slow.get()]) == [[1001]]
+        await engine.run(1)
+        assert ids([await slow.get()]) == [[1002, 1003, 1004]]
+        engine.allow(100)
+        engine.paused.clear()
+        assert sum(ids(await rest(slow)), []) == [*range(1005, 1010)]
+        assert sum(ids(await rest(other)), []) == [*range(2001, 2010)]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_every_kind_of_output(kind: RequestOutputKind, engine: FakeEngine, thread: EngineThread) -> None:
+    async def main() -> None:
+        stream = submit(thread, 3, 4, SamplingParams(output_kind=kind, n=2))
+        engine.allow(4)
+        outputs = await rest(stream)
+        if kind is RequestOutputKind.FINAL_ONLY:
+            assert len(outputs) == 1
+        for index in (0, 1):
+            parts = [one for output in outputs for one in output.outputs if one.index == index]
+            is_delta = kind is RequestOutputKind.DELTA
+            found = sum((part.token_ids for part in parts), []) if is_delta else parts[-1].token_ids
+            assert found == [3001, 3002, 3003, 3004]
+
+    asyncio.run(main())
+
+
+def test_each_step_wakes_an_event_loop_once(engine: FakeEngine, thread: EngineThread) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        streams = [submit(thread, number, 1000) for number in range(8)]
+        while len(engine.requests) < 8:
+            await engine.run(1)
+        for stream in streams:
+            stream._take()
+        calls: list[int] = []
+        original = loop.call_soon_threadsafe
+
+        def counted(callback: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+            if getattr(callback, "__name__", "") == "_wake_all":
+                calls.append(len(arguments[0]))
+            return original(callback, *arguments, **more)
+
+        loop.call_soon_threadsafe = counted
+        for _ in range(3):
+            engine.allow(1)
+            await asyncio.gather(*(stream.get() for stream in streams))
+        assert calls == [8, 8, 8]
+
+    asyncio.run(main())
+
+
+def test_several_event_loops_share_an_engine(engine: FakeEngine, thread: EngineThread) -> None:
+    found: dict[int, list[int]] = {}
+
+    async def main(number: int) -> None:
+        found[number] = sum(ids(await rest(submit(thread, number, 20))), [])
+
+    threads = [threading.Thread(target=lambda n=number: asyncio.run(main(n))) for number in (1, 2, 3)]
+    for one in threads:
+        one.start()
+    engine.allow(200)
+    for one in threads:
+        one.join(PATIENCE_S)
+    assert found == {number: [*range(1000 * number + 1, 1000 * number + 21)] for number in (1, 2, 3)}
+    assert len(engine.threads) == 1
+
+
+def test_a_closed_event_loop_harms_nobody_else(
+    engine: FakeEngine, thread: EngineThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = asyncio.new_event_loop()
+    lost = Stream(loop, False)
+    thread.submit(lost, make_request(1))
+    loop.close()
+
+    async def main() -> None:
+        stream = submit(thread, 2)
+        engine.allow(100)
+        assert sum(ids(await rest(stream)), []) == [*range(2001, 2006)]
+
+    asyncio.run(main())
+    assert "an event loop was closed with 1 requests running" in caplog.text
+
+
+# ---------------------------------------------------------------- requests that end early
+
+
+def test_an_aborted_request_ends_with_what_it_has(engine: FakeEngine, thread: EngineThread) -> None:
+    async def main() -> None:
+        stream, other = submit(thread, 1, 100), submit(thread, 2, 9)
+        await engine.run(3)
+        aborting = asyncio.ensure_future(asyncio.wrap_future(thread.abort(["1", "unknown"])))
+        await engine.run(1)
+        await aborting
+        assert engine.aborted == ["1"]
+        outputs = await rest(stream)
+        assert outputs[-1].outputs[0].finish_reason == "abort"
+        found = sum(ids(outputs), [])
+        assert found == [*range(1001, 1001 + len(found))]
+        engine.allow(10)
+        assert sum(ids(await rest(other)), []) == [*range(2001, 2010)]
+
+    asyncio.run(main())
+
+
+def test_a_dropped_request_is_aborted_once(engine: FakeEngine, thread: EngineThread) -> None:
+    async def main() -> None:
+        stream = submit(thread, 1, 100)
+        await engine.run(2)
+        thread.drop(stream)
+        thread.drop(stream)
+        engine.allow(1)
+        await settled(thread)
+        assert engine.aborted == ["1"]
+        assert engine.num_unfinished == 0
+        again = submit(thread, 1, 2)  # the name is free again, and the old stream no longer ends it
+        thread.drop(stream)
+        engine.allow(10)
+        assert sum(ids(await rest(again)), []) == [1001, 1002]
+        thread.drop(again)
+        await settled(thread)
+        assert engine.aborted == ["1"]
+
+    asyncio.run(main())
+
+
+def test_a_request_cancelled_before_it_runs_ends_at_once(engine: FakeEngine, thread: EngineThread) -> None:
+    async def main() -> None:
+        stream = Stream(asyncio.get_running_loop(), False)
+        stream.is_cancelled = True
+        thread.submit(stream, make_request(1))
+        (output,) = await rest(stream)
+        assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("abort", [])
+        assert engine.num_steps == 0
+
+    asyncio.run(main())
+
+
+def test_a_name_in_use_fails_the_second_request_alone(engine: FakeEngine, thread: EngineThread) -> None:
+    async def main() -> None:
+        first, second = submit(thread, 1), submit(thread, 1)
+        engine.allow(1)
+        with pytest.raises(RequestError, match="request id '1' is in use"):
+            await asyncio.wait_for(second.get(), PATIENCE_S)
+        thread.drop(second)
+        engine.allow(10)
+        assert sum(ids(await rest(first)), []) == [*range(1001, 1006)]
+        assert engine.aborted == []
+
+    asyncio.run(main())
+
+
+def test_a_request_that_fails_raises_in_its_own_stream(engine: FakeEngine, thread: EngineThread) -> None:
+    async def main() -> None:
+        bad, good = submit(thread, 1), submit(thread, 2)
+        await engine.run(2)
+        request = engine.requests["1"]
+
+        def fail() -> None:
+            request.error = "the grammar broke"
+            request.samples[0].sequence.finish_reason = "error"
+            engine.before_step = None
+
+        engine.before_step = fail
+        original = engine.step
+        engine.step = lambda: [*original(), *([request] if engine.requests.pop("1", None) else [])]
+        engine.allow(10)
+        found = [await bad.get()]
+        with pytest.raises(RequestError, match="request 1 failed: the grammar broke"):
+            while True:
+                found.append(await asyncio.wait_for(bad.get(), PATIENCE_S))
+        assert sum(ids(found), [])[0] == 1001
+        assert sum(ids(await rest(good)), []) == [*range(2001, 2006)]
+
+    asyncio.run(main())
+
+
+def test_an_output_that_cannot_be_made_fails_its_request_alone(
+    engine: FakeEngine, thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = RequestState.next_output
+
+    def next_output(self: RequestState, with_metrics: bool = False) -> RequestOutput | None:
+        if self.request_id == "1" and self.samples[0].sequence.num_output_tokens == 2:
+            raise ArithmeticError("out of luck")
+        return original(self, with_metrics)
+
+    monkeypatch.setattr(RequestState, "next_output", next_output)
+
+    async def main() -> None:
+        bad, good = submit(thread, 1), submit(thread, 2)
+        engine.allow(1)
+        await bad.get()
+        engine.allow(10)
+        with pytest.raises(RequestError, match="request 1 failed: out of luck"):
+            await asyncio.wait_for(bad.get(), PATIENCE_S)
+        assert sum(ids(await rest(good)), []) == [*range(2001, 2006)]
+        assert engine.aborted == ["1"]
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------- the end of an engine
+
+
+def test_when_the_engine_dies_every_stream_says_why(engine: FakeEngine) -> None:
+    thread = EngineThread(engine)
+
+    def die() -> None:
+        if engine.num_steps == 2:
+            raise EngineDeadError("the engine stopped: a device is gone") from OSError("a device is gone")
+
+    engine.before_step = die
+
+    async def main() -> None:
+        streams = [submit(thread, number, 100) for number in range(3)]
+        engine.allow(3)
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="the engine stopped: a device is gone") as caught:
+                await rest(stream)
+            assert isinstance(caught.value.__cause__, OSError)
+        with pytest.raises(EngineDeadError, match="a device is gone"):
+            submit(thread, 9)
+        with pytest.raises(EngineDeadError, match="a device is gone"):
+            thread.call(int)
+        thread.drop(streams[0])
+
+    asyncio.run(main())
+    thread.stop()
+    assert isinstance(thread.failure, OSError)
+    assert not thread.is_running
+    assert engine.is_closed
+
+
+def test_what_is_in_the_inbox_when_the_engine_dies_is_answered(engine: FakeEngine) -> None:
+    thread = EngineThread(engine)
+
+    async def main() -> None:
+        first = submit(thread, 1, 100)
+        late: list[Any] = []
+
+        def die() -> None:
+            late.append(submit_to(thread, first.loop, 2))
+            late.append(thread.call(int))
+            raise RuntimeError("out of luck")
+
+        engine.before_step = die
+        engine.allow(1)
+        with pytest.raises(EngineDeadError, match="out of luck"):
+            await asyncio.wait_for(first.get(), PATIENCE_S)
+        with pytest.raises(EngineDeadError, match="out of luck"):
+            await asyncio.wait_for(late[0].get(), PATIENCE_S)
+        with pytest.raises(EngineDeadError, match="out of luck"):
+            late[1].result(PATIENCE_S)
+
+    asyncio.run(main())
+    thread.stop()
+
+
+def submit_to(thread: EngineThread, loop: asyncio.AbstractEventLoop, number: int) -> Stream:
+    stream = Stream(loop, False)
+    thread.submit(stream, make_request(number))
+    return stream
+
+
+def test_stopping_ends_streams_with_what_they_have(engine: FakeEngine) -> None:
+    thread = EngineThread(engine)
+
+    async def main() -> None:
+        stream = submit(thread, 1, 100)
+        await engine.run(3)
+        stopping = asyncio.ensure_future(asyncio.to_thread(thread.stop))
+        while thread.is_running:
+            await asyncio.sleep(0)
+        engine.allow(1)  # the step that has begun
+        outputs = await rest(stream)
+        await stopping
+        assert outputs[-1].outputs[0].finish_reason == "abort"
+        found = sum(ids(outputs), [])
+        assert found == [*range(1001, 1001 + len(found))]
+        with pytest.raises(EngineDeadError, match="the engine stopped: it was shut down"):
+            submit(thread, 2)
+
+    asyncio.run(main())
+    thread.stop()
+    assert engine.is_closed
+    assert thread.failure is None
+
+
+def test_requests_may_go_on_while_the_engine_drains(engine: FakeEngine) -> None:
+    thread = EngineThread(engine)
+
+    async def main() -> None:
+        stream, dropped = submit(thread, 1, 8), submit(thread, 2, 10_000)
+        await engine.run(2)
+        stopping = asyncio.ensure_future(asyncio.to_thread(thread.stop, PATIENCE_S))
+        while thread.is_running:
+            await asyncio.sleep(0)
+        with pytest.raises(EngineDeadError, match="it was shut down"):
+            submit(thread, 3)
+        thread.drop(dropped)
+        engine.allow(100)
+        outputs = await rest(stream)
+        assert outputs[-1].outputs[0].finish_reason == "length"
+        assert sum(ids(outputs), []) == [*range(1001, 1009)]
+        await stopping
+        assert engine.aborted == ["2"]
+
+    asyncio.run(main())
+
+
+def test_stopping_again_cuts_the_draining_short(engine: FakeEngine) -> None:
+    thread = EngineThread(engine)
+
+    async def main() -> None:
+        stream = submit(thread, 1, 1_000_000)
+        await engine.run(1)
+        draining = asyncio.ensure_future(asyncio.to_thread(thread.stop, 1e6))
+        while thread.is_running:
+            await asyncio.sleep(0)
+        engine.allow(10_000)
+        await asyncio.to_thread(thread.stop)
+        await draining
+        assert (await rest(stream))[-1].outputs[0].finish_reason == "abort"
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_cannot_be_closed_does_not_keep_the_thread(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def close() -> None:
+        raise OSError("stuck")
+
+    monkeypatch.setattr(engine, "close", close)
+    EngineThread(engine).stop()
+    assert "the engine could not be closed" in caplog.text
+
+
+# ---------------------------------------------------------------- the thread itself
+
+
+def test_an_idle_engine_is_not_stepped(engine: FakeEngine, thread: EngineThread) -> None:
+    async def main() -> None:
+        engine.allow(1000)
+        for number in (1, 2):
+            await rest(submit(thread, number, 5))
+            for _ in range(20):
+                await settled(thread)
+            assert engine.num_steps == 5 * number
+
+    asyncio.run(main())
+
+
+def test_calls_run_between_steps_on_the_thread_and_may_fail(engine: FakeEngine, thread: EngineThread) -> None:
+    def divide() -> float:
+        return 1 / 0
+
+    async def main() -> None:
+        ran_on = await asyncio.wrap_future(thread.call(threading.get_ident))
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wrap_future(thread.call(divide))
+        engine.allow(100)
+        await rest(submit(thread, 1))
+        assert engine.threads == {ran_on}
+
+    asyncio.run(main())
+
+
+def test_the_log_line_comes_while_it_works_and_ends_when_it_rests(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    stats = StatsLogger("CPU", interval_s=0.0)
+    thread = EngineThread(engine, stats)
+
+    async def main() -> None:
+        engine.allow(100)
+        await rest(submit(thread, 1, 3))
+        while not stats.is_quiet:
+            await settled(thread)
+
+    asyncio.run(main())
+    thread.stop()
+    assert "Avg generation throughput" in caplog.text

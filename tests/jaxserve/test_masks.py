@@ -1,0 +1,86 @@
+"""Masks of rows: their bits, when they apply, and what is left where rules leave nothing."""
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.masks import TokenMasks
+from jaxserve.engine.plan import PrefillRow, Sampling, SlotMask, SlotSetup, StepPlan
+from tests.sampler_rows import mask_of
+
+
+def decode_plan(slots: dict[int, int], *masks: SlotMask, prefill: tuple[PrefillRow, ...] = ()) -> StepPlan:
+    """Slots and the positions of their input tokens."""
+    return StepPlan(0, [], [], [*slots], [*slots.values()], [-1] * len(slots), [*prefill], masks=masks)
+
+
+def bits(masks: TokenMasks, plan: StepPlan, num_rows: int, vocab_size: int) -> np.ndarray:
+    """Allowed tokens of each row as booleans."""
+    mask = masks.array(masks.rows(plan), num_rows)
+    assert mask.dtype == np.int32 and mask.shape == (num_rows, -(-vocab_size // 32))
+    return np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size].astype(bool)
+
+
+@pytest.mark.parametrize("vocab_size", [33, 64, 70, 96])
+def test_bits(vocab_size: int) -> None:
+    """Bits 0, 31, 32, 63 and the last token; rows behind their minimum, and rows without one, are open."""
+    banned = {slot: ids for slot, ids in enumerate([(0, 31), (31,), (32,), (63, vocab_size - 1), ()])}
+    banned = {slot: tuple(token for token in ids if token < vocab_size) for slot, ids in banned.items()}
+    masks = TokenMasks(vocab_size)
+    masks.apply(SlotSetup(slot, Sampling(banned_ids=ids, banned_until=20), 99) for slot, ids in banned.items())
+    prefill = (PrefillRow(3, 10, [1] * 9, True), PrefillRow(4, 0, [1], True))
+    found = bits(masks, decode_plan({2: 18, 0: 18, 1: 19}, prefill=prefill), 7, vocab_size)
+    allowed = np.ones((7, vocab_size), bool)
+    for row, slot in [(0, 2), (1, 0), (3, 3)]:  # slot 1 samples the token at position 20, which may be any
+        allowed[row, list(banned[slot])] = False
+    np.testing.assert_array_equal(found, allowed)
+
+
+def test_no_row_is_masked_where_every_token_is_allowed() -> None:
+    """Bans that are over, chunks that do not sample, slots that changed hands, constraints that allow all."""
+    masks = TokenMasks(64)
+    assert masks.rows(decode_plan({0: 1})) == []
+    masks.apply([SlotSetup(slot, Sampling(banned_ids=(3,), banned_until=20), 99) for slot in (0, 1, 2)])
+    assert [row.row for row in masks.rows(decode_plan({0: 18}))] == [0]
+    assert masks.rows(decode_plan({0: 19})) == []
+    assert masks.rows(decode_plan({}, prefill=(PrefillRow(1, 0, [4, 4], False),))) == []
+    assert [row.row for row in masks.rows(decode_plan({5: 3}, prefill=(PrefillRow(1, 0, [4], True),)))] == [1]
+    masks.apply([SlotSetup(2, Sampling(), 99)])
+    assert masks.rows(decode_plan({2: 1})) == []
+
+
+def test_rules_give_way_where_nothing_is_left() -> None:
+    """First the bans for a time, then the bad tokens; never the allowed ones, nor a constraint."""
+    vocab_size = 40
+    cases = {
+        0: (Sampling(allowed_ids=(1, 2), bad_ids=(1,), banned_ids=(2,), banned_until=9), None, {2}),
+        1: (Sampling(allowed_ids=(1, 2), bad_ids=(1, 2), banned_ids=(2,), banned_until=9), None, {1}),
+        2: (Sampling(allowed_ids=(1, 2), bad_ids=(1, 2)), None, {1, 2}),
+        3: (Sampling(allowed_ids=(1, 2)), {2, 3}, {2}),
+        4: (Sampling(allowed_ids=(1, 2)), {3, 39}, {3, 39}),
+        5: (Sampling(banned_ids=(3,), banned_until=9), {3}, {3}),
+        6: (Sampling(), {5}, {5}),
+        7: (Sampling(bad_ids=(5,)), {5, 6}, {6}),
+    }
+    masks = TokenMasks(vocab_size)
+    masks.apply(SlotSetup(slot, sampling, 99) for slot, (sampling, _, _) in cases.items())
+    given = []
+    for slot, (_, constraint, _) in cases.items():
+        if constraint is not None:
+            allowed = np.isin(np.arange(vocab_size), [*constraint])[None]
+            given.append(SlotMask(slot, mask_of(allowed).tobytes()))
+    found = bits(masks, decode_plan(dict.fromkeys(cases, 3), *given), len(cases), vocab_size)
+    for slot, (_, _, expected) in cases.items():
+        assert set(np.flatnonzero(found[slot])) == expected, slot
+
+
+@pytest.mark.parametrize("num_words", [1, 2, 5])
+def test_constraints_of_other_lengths(num_words: int) -> None:
+    """A grammar's vocabulary may be shorter than the model's, or padded to more words; bits past the end count not."""
+    masks = TokenMasks(40)
+    plan = decode_plan({0: 3}, SlotMask(0, np.full(num_words, -1, np.int32).tobytes()))
+    found = bits(masks, plan, 1, 40)[0]
+    assert found.tolist() == [token < num_words * 32 for token in range(40)]
+    outside = np.zeros(2, np.uint32)
+    outside[1] = 1 << 31  # token 63
+    plan = decode_plan({0: 3}, SlotMask(0, outside.tobytes()))
+    assert not bits(masks, plan, 1, 40).any(), "nothing but the constraint counts, even where it allows nothing"

@@ -1,0 +1,347 @@
+"""Requests that ask for more than a few numbers, through the runner: what their slots keep from step to step."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.plan import PageCopy, PageGrant, PrefillRow, Sampling, SlotMask, SlotSetup, StepPlan
+from jaxserve.engine.program import ModelProgram
+from jaxserve.engine.runner import CompiledSteps, StepResult, StepRunner, program_keys
+from jaxserve.engine.slot_programs import COPY_CAPACITY, copy_arrays
+from jaxserve.sampling.sampler import NO_TOKEN
+from tests.sampler_rows import mask_of
+from tests.tiny_programs import make_program, random_params, tiny_config
+
+NUM_SLOTS, TABLE_PAGES, NUM_PAGES = 4, 4, 20
+BUCKETS = Buckets(decode_rows=(4,), mixed_tokens=(64,), max_num_seqs=4, table_pages=TABLE_PAGES)
+VOCAB_SIZE = tiny_config().vocab_size
+PROMPT = [3, 50, 7, 21, 0, 9, 9, 30, 2, 17, 44]
+
+
+class Favour:
+    """Adds ``favour`` to token 11."""
+
+    arguments: Mapping[str, float] = {"favour": 0.0}
+
+    def __call__(self, logits: jax.Array, arguments: dict[str, jax.Array], positions: jax.Array) -> jax.Array:
+        del positions
+        return logits + jnp.where(jnp.arange(logits.shape[1]) == 11, arguments["favour"][:, None], 0.0)
+
+
+@functools.cache
+def compiled_steps(
+    tensor: int, processors: tuple = (Favour(),), row_tile: int | None = None, buckets: Buckets = BUCKETS
+) -> CompiledSteps:
+    """Programs that report logprobs of the whole vocabulary, compiled once for all tests."""
+    settings: dict[str, Any] = {"max_logprobs": VOCAB_SIZE, "processors": processors, "row_tile": row_tile}
+    program = make_program(tiny_config(), tensor=tensor, num_pages=NUM_PAGES, **settings)
+    steps = CompiledSteps(program, buckets)
+    steps.compile()
+    return steps
+
+
+class Driver:
+    """A runner, and texts that run in its slots, a page table each of pages of their own."""
+
+    def __init__(self, tensor: int = 1, params: Any = None, steps: CompiledSteps | None = None):
+        self.steps = compiled_steps(tensor) if steps is None else steps
+        self.runner = StepRunner(self.steps, random_params(self.steps.program) if params is None else params)
+        self.texts: dict[int, list[int]] = {}
+        self.number = 0
+
+    def start(self, texts: dict[int, tuple[Sampling, list[int]]], num_prompt_tokens: int | None = None) -> StepResult:
+        """Sets slots up and computes their texts in one chunk; returns the step's result."""
+        setups, grants, prefill = [], [], []
+        for slot, (sampling, tokens) in texts.items():
+            known = tokens if sampling.has_penalties else []
+            setups.append(SlotSetup(slot, sampling, 30, known, num_prompt_tokens or len(tokens)))
+            grants.append(PageGrant(slot, 0, [slot * TABLE_PAGES + i for i in range(TABLE_PAGES)]))
+            prefill.append(PrefillRow(slot, 0, tokens, True))
+            self.texts[slot] = [*tokens]
+        return self._run(StepPlan(self.number, setups, grants, [], [], [], prefill), [*texts])
+
+    def decode(self, slots: list[int], masks: tuple[SlotMask, ...] = ()) -> StepResult:
+        """One token more for each slot; the host leaves naming it to the device."""
+        positions = [len(self.texts[slot]) - 1 for slot in slots]
+        plan = StepPlan(self.number, [], [], slots, positions, [-1] * len(slots), [], masks=masks)
+        return self._run(plan, slots)
+
+    def _run(self, plan: StepPlan, slots: list[int]) -> StepResult:
+        self.number += 1
+        result = self.runner.launch(plan).wait()
+        for slot, token in zip(slots, result.tokens, strict=True):
+            self.texts[slot].append(token)
+        return result
+
+
+def raw_logprobs(result: StepResult, row: int) -> np.ndarray:
+    """A row's logprobs of the whole vocabulary."""
+    assert result.logprobs is not None
+    found = np.zeros(VOCAB_SIZE)
+    found[result.logprobs.top_ids[row]] = result.logprobs.top[row]
+    return found
+
+
+def penalized(scores: np.ndarray, text: list[int], num_prompt_tokens: int, sampling: Sampling) -> np.ndarray:
+    """Penalties and bias on logprobs, whose differences are the logits' own; exact for a repetition penalty of 1."""
+    scores = scores.copy()
+    for token, added in sampling.logit_bias:
+        scores[token] += added
+    for token in set(text[num_prompt_tokens:]):
+        count = text[num_prompt_tokens:].count(token)
+        scores[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
+    return scores
+
+
+def check_greedy(driver: Driver, result: StepResult, slots: list[int], samplings: dict[int, Sampling]) -> None:
+    """The tokens just appended are those that counting the texts on the host gives."""
+    for row, slot in enumerate(slots):
+        text = driver.texts[slot][:-1]
+        scores = penalized(raw_logprobs(result, row), text, len(PROMPT), samplings[slot])
+        assert driver.texts[slot][-1] == scores.argmax(), f"slot {slot} behind {text}"
+
+
+def test_penalties_follow_the_text() -> None:
+    """From prefill to decode, together with others, in a slot set up again midway, and in one that changes hands."""
+    strict = Sampling(num_logprobs=5, frequency_penalty=3.0, presence_penalty=2.0)
+    biased = Sampling(num_logprobs=5, logit_bias=((11, 40.0), (12, 39.0)), frequency_penalty=0.75)
+    samplings = {0: strict, 1: biased, 2: Sampling(num_logprobs=5)}
+    driver = Driver()
+    result = driver.start({slot: (sampling, PROMPT) for slot, sampling in samplings.items()})
+    check_greedy(driver, result, [0, 1, 2], samplings)
+    for slots in ([0, 1, 2], [2, 1], [1, 0], [0, 1, 2]):
+        check_greedy(driver, driver.decode(slots), slots, samplings)
+    assert driver.texts[1][-5:].count(11) > 1 and 12 in driver.texts[1], "11 until it is worth less than 12"
+    # Slot 0 loses its pages and is computed again elsewhere: its output tokens count as output.
+    again = driver.texts[0]
+    check_greedy(driver, driver.start({3: (strict, again)}, len(PROMPT)), [3], {3: strict})
+    samplings[3] = strict
+    for _ in range(3):
+        check_greedy(driver, driver.decode([3, 0]), [3, 0], samplings)
+    assert driver.texts[3][:-1] == driver.texts[0]
+    # Slot 1 goes to a request without bias or penalties: nothing is left of either.
+    samplings[1] = Sampling(num_logprobs=5)
+    check_greedy(driver, driver.start({1: (samplings[1], PROMPT)}), [1], samplings)
+    for _ in range(3):
+        check_greedy(driver, driver.decode([1, 2]), [1, 2], samplings)
+    assert driver.texts[1] == driver.texts[2][: len(driver.texts[1])]
+    driver.runner.release()
+
+
+def test_a_decode_row_of_a_known_token_is_not_counted_twice() -> None:
+    """The last chunk of a text that is computed again may be one token, as a decode row."""
+    sampling = Sampling(num_logprobs=5, frequency_penalty=3.0)
+    text = [*PROMPT, 5, 5, 6]
+    whole, parts = Driver(), Driver()
+    whole.start({0: (sampling, text)}, len(PROMPT))
+    setup = SlotSetup(0, sampling, 30, text, len(PROMPT))
+    grant = PageGrant(0, 0, [0, 1, 2, 3])
+    parts.runner.launch(StepPlan(0, [setup], [grant], [], [], [], [PrefillRow(0, 0, text[:-1], False)])).wait()
+    last = parts.runner.launch(StepPlan(1, [], [], [0], [len(text) - 1], [6], [])).wait()
+    assert last.tokens == [whole.texts[0][-1]]
+    parts.texts[0] = [*text, *last.tokens]
+    for _ in range(4):
+        whole.decode([0])
+        parts.decode([0])
+    assert parts.texts == whole.texts
+    whole.runner.release()
+    parts.runner.release()
+
+
+def test_mixed_rows_are_each_row_alone() -> None:
+    """Greedy, seeded, penalised, biased, masked, constrained, tracked and processed requests in one batch."""
+    allowed = np.arange(VOCAB_SIZE) % 2 == 0
+    samplings = [
+        Sampling(),
+        Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=3, num_logprobs=2),
+        Sampling(temperature=0.7, seed=4, repetition_penalty=1.3, presence_penalty=0.5, tracked_ids=(4, 52)),
+        Sampling(temperature=0.9, min_p=0.02, seed=5, bad_ids=(0, 9), logit_bias=((7, 2.0),), arguments=(1.5,)),
+        Sampling(temperature=1.2, seed=6, allowed_ids=tuple(range(20)), banned_ids=(2, 3), banned_until=14),
+        Sampling(temperature=1.0, seed=7, num_logprobs=0),
+    ]
+
+    def masks(slots: list[int], names: list[int]) -> tuple[SlotMask, ...]:
+        words = mask_of(allowed[None]).tobytes()
+        return tuple(SlotMask(slot, words) for slot, name in zip(slots, names, strict=True) if name == 5)
+
+    def run(names: list[int]) -> dict[int, tuple[list[int], list[np.ndarray]]]:
+        driver = Driver()
+        slots = [*range(len(names))]
+        driver.start({slot: (samplings[name], [*PROMPT, name]) for slot, name in zip(slots, names, strict=True)})
+        tracked = []
+        for _ in range(8):
+            result = driver.decode(slots, masks(slots, names))
+            tracked.append(None if result.logprobs is None else result.logprobs.tracked)
+        driver.runner.release()
+        return {
+            name: (driver.texts[slot], [row[slot, :2] for row in tracked if row is not None])
+            for slot, name in zip(slots, names, strict=True)
+        }
+
+    alone = {name: run([name])[name] for name in range(len(samplings))}
+    for names in ([0, 1, 2, 3], [5, 4, 3, 2], [1, 5, 0, 4]):
+        for name, (text, tracked) in run(names).items():
+            assert text == alone[name][0], f"request {name} among {names}"
+            if name == 2:
+                np.testing.assert_allclose(tracked, alone[name][1], atol=1e-5)
+    assert all(token % 2 == 0 for token in alone[5][0][len(PROMPT) + 2 :])
+    assert not {0, 9} & set(alone[3][0][len(PROMPT) + 1 :])
+    assert set(alone[4][0][len(PROMPT) + 1 :]) <= set(range(20))
+
+
+def test_row_tiles_make_rows_the_same_bits_in_every_program() -> None:
+    """Logprobs of a text, and of its prompt, alone or among others, in decode shapes of one tile and of two."""
+    samplings = [
+        Sampling(
+            temperature=0.8, top_p=0.9, seed=seed, num_logprobs=VOCAB_SIZE, frequency_penalty=0.3, tracked_ids=(4,)
+        )
+        for seed in range(4)
+    ]
+    buckets = Buckets(decode_rows=(2, 4), mixed_tokens=(16, 64), max_num_seqs=4, table_pages=TABLE_PAGES)
+    steps = compiled_steps(1, (), 2, buckets)
+
+    def run(groups: list[list[int]]) -> dict[int, list[Any]]:
+        """What is reported of each request: those of a group start together, and all there are go on together."""
+        driver = Driver(steps=steps)
+        reports: dict[int, list[Any]] = {}
+        for group in [*groups, [], [], []]:
+            slots = [*reports]
+            if slots:
+                note(reports, driver.decode(slots), slots)
+            if group:
+                reports |= {name: [] for name in group}
+                note(reports, driver.start({name: (samplings[name], [*PROMPT, name]) for name in group}), group)
+        driver.runner.release()
+        return {name: [driver.texts[name][: len(PROMPT) + 5], *found[:4]] for name, found in reports.items()}
+
+    def note(reports: dict[int, list[Any]], result: StepResult, slots: list[int]) -> None:
+        for row, slot in enumerate(slots):
+            reports[slot].append([np.array(array[row]) for array in jax.tree.leaves(result.logprobs)])
+
+    alone = {name: run([[name]])[name] for name in range(4)}
+    for groups in ([[0, 1, 2, 3]], [[2], [1, 3], [0]]):
+        for name, reports in run(groups).items():
+            for found, expected in zip(jax.tree.leaves(reports), jax.tree.leaves(alone[name]), strict=True):
+                np.testing.assert_array_equal(found, expected)
+
+
+def test_tracked_tokens() -> None:
+    """Values of the tokens asked for, in their order, in every step."""
+    ids = (4, 52, 0)
+    driver = Driver()
+    results = [driver.start({0: (Sampling(tracked_ids=ids), PROMPT)}), driver.decode([0]), driver.decode([0])]
+    for result in results:
+        assert result.logprobs is not None
+        np.testing.assert_array_equal(result.logprobs.tracked[0, :3], raw_logprobs(result, 0)[list(ids)])
+    driver.runner.release()
+
+
+def test_the_engines_processors() -> None:
+    """A request that gives its argument is in one batch with one that does not."""
+    driver = Driver()
+    driver.start({0: (Sampling(arguments=(1000.0,)), PROMPT), 1: (Sampling(), PROMPT)})
+    for _ in range(3):
+        driver.decode([1, 0])
+    assert driver.texts[0][len(PROMPT) :] == [11] * 4 != driver.texts[1][len(PROMPT) :]
+    driver.runner.release()
+
+
+class Always:
+    """Leaves token 13 alone."""
+
+    arguments: Mapping[str, float] = {}
+
+    def __call__(self, logits: jax.Array, arguments: dict[str, jax.Array], positions: jax.Array) -> jax.Array:
+        del arguments, positions
+        return jnp.where(jnp.arange(logits.shape[1]) == 13, logits, -jnp.inf)
+
+
+def test_a_processor_without_arguments_applies_to_every_row() -> None:
+    steps = compiled_steps(1, (Always(),))
+    runner = StepRunner(steps, random_params(steps.program))
+    plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], [0], [0], [5], [])
+    assert runner.launch(plan).wait().tokens == [13]
+    runner.release()
+
+
+def test_programs_of_an_accelerator() -> None:
+    """Decode shapes for greedy and for sampled rows; where every row needs more, for that alone."""
+    for always_full, decode in ((False, ["greedy", "sampled"]), (True, ["full"])):
+        keys = program_keys(BUCKETS, "gpu", always_full)
+        assert [variant for shape, variant in keys if shape.decode_only] == decode
+        assert [variant for shape, variant in keys if not shape.decode_only] == ["any", "any"]
+
+
+def poisoned_params(program: ModelProgram, token: int) -> tuple[jax.Array, ...]:
+    """A model whose embedding of a token is NaN."""
+    params = []
+    for name, array in zip(program.abstract_model.params, random_params(program), strict=True):
+        values = np.array(array)
+        if name.startswith("embed"):
+            values[token] = np.nan
+        params.append(jax.device_put(values, array.sharding))
+    return tuple(params)
+
+
+def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:
+    """It is told by its token; other rows get what they would have got, bit for bit, also in later steps."""
+    program = compiled_steps(1).program
+    good = Sampling(temperature=1.0, seed=1, num_logprobs=3)
+    results: list[list[StepResult]] = []
+    for bad_prompt in ([1, 2, 3], [1, 40, 3]):
+        driver = Driver(params=poisoned_params(program, 40))
+        texts = {0: (good, [3, 1]), 1: (Sampling(num_logprobs=1), bad_prompt), 2: (Sampling(num_logprobs=1), [9, 8])}
+        results.append([driver.start(texts), *(driver.decode([2, 0, 1]) for _ in range(3))])
+        driver.runner.release()
+    for step, (clean, broken) in enumerate(zip(*results, strict=True)):
+        rows, bad = ([0, 2], 1) if step == 0 else ([0, 1], 2)
+        assert broken.tokens[bad] == NO_TOKEN != clean.tokens[bad]
+        for found, expected in zip(jax.tree.leaves(broken.logprobs), jax.tree.leaves(clean.logprobs), strict=True):
+            np.testing.assert_array_equal(found[rows], expected[rows])
+        assert [broken.tokens[row] for row in rows] == [clean.tokens[row] for row in rows]
+
+
+def pool_pages(runner: StepRunner) -> list[np.ndarray]:
+    """Every pool, whole."""
+    return [np.array(pool) for pool in jax.tree.leaves(runner._state.pools)]
+
+
+@pytest.mark.parametrize("num_copies", [1, 3, COPY_CAPACITY // 2, 9])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_page_copies_move_the_pages_asked(tensor: int, num_copies: int) -> None:
+    """Before the step writes, on every device, and no other page changes."""
+    driver = Driver(tensor)
+    runner = driver.runner
+    pools = jax.tree.map(
+        lambda pool: jax.device_put(np.random.default_rng(0).normal(size=pool.shape).astype(np.float32), pool.sharding),
+        runner._state.pools,
+    )
+    runner._state = runner._state._replace(pools=pools)
+    before = pool_pages(runner)
+    pages = np.random.default_rng(num_copies).permutation(NUM_PAGES)[: 2 * num_copies].tolist()
+    copies = [PageCopy(*pair) for pair in zip(pages[:num_copies], pages[num_copies:], strict=True)]
+    written = copies[0].source  # the step's own token goes to the page just copied from
+    plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [written])], [0], [0], [5], [], copies)
+    runner.launch(plan).wait()
+    untouched = [page for page in range(NUM_PAGES + 1) if page not in (written, *(copy.target for copy in copies))]
+    for old, new in zip(before, pool_pages(runner), strict=True):
+        for source, target in copies:
+            np.testing.assert_array_equal(new[target], old[source])
+        np.testing.assert_array_equal(new[untouched], old[untouched])
+        assert (new[written] != old[written]).any()
+    runner.release()
+
+
+def test_copies_beyond_a_call() -> None:
+    """Several calls of fixed size; what fills the last names no page of the pool."""
+    copies = [PageCopy(i, 100 + i) for i in range(COPY_CAPACITY + 3)]
+    calls = copy_arrays(copies, 200)
+    assert [sources.shape for sources, _ in calls] == [(COPY_CAPACITY,)] * 2
+    pairs = [pair for sources, targets in calls for pair in zip(sources.tolist(), targets.tolist(), strict=True)]
+    assert [pair for pair in pairs if pair[1] < 202] == copies

@@ -1,0 +1,574 @@
+"""Tool calls in every format: tables of answers, any grouping into pieces, cuts at every position."""
+
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from itertools import count, pairwise
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.parsers import MessageDelta, MessageParser, ParsedMessage, tool_choice_schema, tool_parser
+from jaxserve.parsers.json_scanner import MAX_DEPTH, JsonScanner, whole_json
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Weather of a city",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "ratio": {"type": "number"},
+                    "is_exact": {"type": "boolean"},
+                    "tags": {"type": "array", "items": {"type": "string"}},
+                    "options": {"$ref": "#/$defs/Options"},
+                    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                    "unit": {"enum": ["C", "F"]},
+                    "level": {"enum": [1, 2]},
+                },
+                "required": ["city"],
+                "$defs": {"Options": {"type": "object"}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+class Case(NamedTuple):
+    """An answer in a format, and what is in it. Calls: name and arguments' text, "…" behind one that broke off."""
+
+    format: str
+    text: str
+    content: str | None
+    calls: list[tuple[str, str]]
+
+
+WEATHER = '{"city": "Zürich", "days": 2}'
+HERMES = f'<tool_call>\n{{"name": "get_weather", "arguments": {WEATHER}}}\n</tool_call>'
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+LLAMA = f'{{"name": "get_weather", "parameters": {WEATHER}}}'
+CODER = "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n</function>\n</tool_call>"
+NASTY = '{"a": "</tool_call> {\\"x\\": [TOOL_CALLS]", "b": [{}, {"c": [1, -2.5e3, null]}], "d": "<tool_call>\\\\"}'
+
+
+def coder(*parameters: tuple[str, str]) -> str:
+    """A call of get_weather as Qwen 3 Coder writes it."""
+    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters)
+    return f"<tool_call>\n<function=get_weather>\n{written}</function>\n</tool_call>"
+
+
+CASES = [
+    # ---- Hermes
+    Case("hermes", "Just text with <b>tags</b>. \n", "Just text with <b>tags</b>. \n", []),
+    Case("hermes", HERMES, None, [("get_weather", WEATHER)]),
+    Case("hermes", f"Let me look.\n\n{HERMES}\n{NOW}\n", "Let me look.", [("get_weather", WEATHER), ("now", "{}")]),
+    Case("hermes", f"A {NOW} and\n{NOW}\n\nB\n", "A and\n\nB\n", [("now", "{}")] * 2),
+    Case("hermes", f'<tool_call>{{"name":"f","arguments":{NASTY}}}</tool_call>', None, [("f", NASTY)]),
+    Case("hermes", f'<tool_call>{{"arguments": {WEATHER}, "name": "f"}}</tool_call>', None, [("f", WEATHER)]),
+    Case("hermes", '<tool_call>{"id": [1, {"name": "x"}], "name": "f"}</tool_call>', None, [("f", "{}")]),
+    Case("hermes", '<tool_call>{"name": "f", "arguments": {}, "id": "1"}</tool_call>', None, [("f", "{}")]),
+    Case("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', None, [("f", '{"a": 1}')]),
+    Case("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', None, [("f", "{}")]),
+    Case("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', None, [("f", '{"a": 1}')]),
+    Case("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}', None, [("f", '{"a": 1}')]),
+    Case("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>', None, [("f", '{"a": "x\\ny"}')]),
+    Case("hermes", '<tool_call>{"name": "f", "arguments": {}} more</tool_call>', " more</tool_call>", [("f", "{}")]),
+    # No calls: all of it is content.
+    Case("hermes", "a <tool_call>no call</tool_call> b", "a <tool_call>no call</tool_call> b", []),
+    Case("hermes", '<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
+    Case("hermes", "<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>", []),
+    Case("hermes", '<tool_call>{"name": ""}</tool_call>', '<tool_call>{"name": ""}</tool_call>', []),
+    Case("hermes", "<tool_call>{'name': 'f'}</tool_call>", "<tool_call>{'name': 'f'}</tool_call>", []),
+    Case("hermes", '<tool_call>{"name": "f", "arguments": [1]}', '<tool_call>{"name": "f", "arguments": [1]}', []),
+    Case("hermes", '<tool_call>{"name": "f', '<tool_call>{"name": "f', []),
+    Case(
+        "hermes", f'<tool_call>{{"name": "f</tool_call>\n{NOW}', '<tool_call>{"name": "f</tool_call>', [("now", "{}")]
+    ),
+    # Broken after the call opened: it ends there, the rest is content.
+    Case("hermes", '<tool_call>{"name": "f", "arguments": {"a": oops}}', "oops}}", [("f", '{"a": …')]),
+    Case("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', None, [("f", '{"a": "b…')]),
+    Case(
+        "hermes",
+        f'<tool_call>{{"name": "f", "arguments": {{"a":</tool_call>{NOW}',
+        None,
+        [("f", '{"a":…'), ("now", "{}")],
+    ),
+    # ---- Llama 3
+    Case("llama3_json", LLAMA, None, [("get_weather", WEATHER)]),
+    Case("llama3_json", f"<|python_tag|>{LLAMA}", None, [("get_weather", WEATHER)]),
+    Case("llama3_json", f"<|python_tag|> {LLAMA}; {LLAMA} ;\n{LLAMA};", None, [("get_weather", WEATHER)] * 3),
+    Case("llama3_json", f"Sure: {LLAMA}\nDone; {{x}}", "Sure:\nDone; {x}", [("get_weather", WEATHER)]),
+    Case("llama3_json", f'{{"type": "function", "name": "f", "arguments": {NASTY}}}', None, [("f", NASTY)]),
+    Case("llama3_json", f"{LLAMA}; and", "; and", [("get_weather", WEATHER)]),
+    Case("llama3_json", '<|python_tag|>search.call(query="a")', '<|python_tag|>search.call(query="a")', []),
+    Case("llama3_json", f'{{"steps": [{LLAMA}], "n": 1}} .', f'{{"steps": [{LLAMA}], "n": 1}} .', []),
+    Case("llama3_json", '{"name": "Bob Smith", "age": 4}', '{"name": "Bob Smith", "age": 4}', []),
+    Case("llama3_json", '{"name": "Bob"}', '{"name": "Bob"}', []),
+    Case("llama3_json", "void f() { return {}; }", "void f() { return {}; }", []),
+    Case("llama3_json", '{"name": "f", "parameters": {"a": 1', None, [("f", '{"a": 1…')]),
+    Case("llama3_json", '{"name": "f", "parameters": {"a": !} x', "!} x", [("f", '{"a": …')]),
+    # ---- Mistral
+    Case("mistral", f'[TOOL_CALLS][{{"name": "f", "arguments": {NASTY}}}]', None, [("f", NASTY)]),
+    Case(
+        "mistral",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "123456789"}, {"arguments": {"a": 1}, "name": "g"}]',
+        None,
+        [("f", "{}"), ("g", '{"a": 1}')],
+    ),
+    Case("mistral", 'Hi[TOOL_CALLS]{"name": "f", "arguments": {}}', "Hi", [("f", "{}")]),
+    Case("mistral", f"Hi\n[TOOL_CALLS]get_weather[ARGS]{WEATHER}", "Hi", [("get_weather", WEATHER)]),
+    Case("mistral", '[TOOL_CALLS]a{"x": 1}[TOOL_CALLS]b {}', None, [("a", '{"x": 1}'), ("b", "{}")]),
+    Case("mistral", "[TOOL_CALLS]a.b-c[CALL_ID]abcdefghi[ARGS]{}", None, [("a.b-c", "{}")]),
+    Case("mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", []),
+    Case("mistral", "[TOOL_CALLS] [] x", "[TOOL_CALLS] [] x", []),
+    Case("mistral", "[TOOL_CALLS] what is it", "[TOOL_CALLS] what is it", []),
+    Case("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"na', '{"na', [("f", "{}")]),
+    Case("mistral", '[TOOL_CALLS]f[ARGS]{"a": tru', None, [("f", '{"a": tru…')]),
+    # ---- Qwen 3
+    Case("qwen3", f"Look:\n{HERMES}\n{NOW}", "Look:", [("get_weather", WEATHER), ("now", "{}")]),
+    Case("qwen3_coder", f"Look:\n{CODER}\n", "Look:", [("get_weather", '{"city": "Zürich"}')]),
+    Case("qwen3_xml", "<tool_call><function=now></function></tool_call>", None, [("now", "{}")]),
+    Case("qwen3", "<function=now>\n</function>\n</tool_call> x", " x", [("now", "{}")]),
+    Case("qwen3", "<tool_call>\n<function=now>\n</tool_call>", None, [("now", "{}")]),
+    Case(
+        "qwen3",
+        coder(("city", 'a\n\n<b>"q"\n'), ("days", "3"), ("ratio", "2.5"), ("is_exact", "True")),
+        None,
+        [("get_weather", '{"city": "a\\n\\n<b>\\"q\\"\\n", "days": 3, "ratio": 2.5, "is_exact": true}')],
+    ),
+    Case(
+        "qwen3",
+        coder(("tags", '["a", "b"]'), ("options", '{"a": {"b": 1}}'), ("note", "null"), ("unit", "1"), ("level", "2")),
+        None,
+        [("get_weather", '{"tags": ["a", "b"], "options": {"a": {"b": 1}}, "note": null, "unit": "1", "level": 2}')],
+    ),
+    Case(
+        "qwen3",
+        coder(("days", "three"), ("tags", "a, b"), ("note", "so"), ("unknown", "7")),
+        None,
+        [("get_weather", '{"days": "three", "tags": "a, b", "note": "so", "unknown": "7"}')],
+    ),
+    Case("qwen3", "<tool_call><function=f>oops</function>", "<tool_call><function=f>oops</function>", []),
+    Case("qwen3", "a <function=b c", "a <function=b c", []),
+    Case("qwen3", "<tool_call>\n<function=f>\n<parameter=a>\nbc", None, [("f", '{"a": "bc…')]),
+    Case("qwen3", f"{CODER[:-24]}oops", "\noops", [("get_weather", '{"city": "Zürich"…')]),
+]
+IDS = [f"{case.format}-{index}" for index, case in enumerate(CASES)]
+
+
+def make_parser(name: str | None, reasoning: str | None = None, **arguments: Any) -> MessageParser:
+    """A parser that gives calls the ids 0, 1, …"""
+    numbers = count()
+    return MessageParser(reasoning, name, schemas=TOOLS, make_id=lambda: str(next(numbers)), **arguments)
+
+
+def groupings(text: str, seed: int) -> list[str]:
+    """The text in random pieces, some of them empty."""
+    chance = random.Random(seed)
+    cuts = sorted(chance.choices(range(len(text) + 1), k=chance.randint(0, max(1, len(text)))))
+    return [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
+
+
+class Joined(NamedTuple):
+    """Content, reasoning, and calls as id, name and arguments."""
+
+    content: str | None
+    reasoning: str | None
+    calls: list[list[str]]
+
+
+def joined(deltas: Sequence[MessageDelta]) -> Joined:
+    """What a client makes of the deltas; arguments' completeness is not in them."""
+    calls: list[list[str]] = []
+    for delta in deltas:
+        for call in delta.tool_calls:
+            if call.index == len(calls):
+                assert call.id is not None
+                assert call.name
+                calls.append([call.id, call.name, ""])
+            else:
+                assert call.id is None
+                assert call.name is None
+            calls[call.index][2] += call.arguments
+    content = "".join(delta.content or "" for delta in deltas)
+    reasoning = "".join(delta.reasoning or "" for delta in deltas)
+    return Joined(content or None, reasoning or None, calls)
+
+
+def comparable(message: ParsedMessage) -> Joined:
+    """A parsed message in the form of `joined`."""
+    calls = [[call.id, call.name, call.arguments] for call in message.tool_calls]
+    return Joined(message.content, message.reasoning, calls)
+
+
+def check_stream(make: Callable[[], MessageParser], pieces: Sequence[str]) -> ParsedMessage:
+    """Feeds the pieces, compares the deltas with the whole, and returns the message."""
+    parser = make()
+    deltas = [parser.feed(piece) for piece in pieces]
+    deltas.append(parser.finish())
+    assert joined(deltas) == comparable(parser.message())
+    assert parser.message() == make().parse("".join(pieces))
+    return parser.message()
+
+
+def shown(message: ParsedMessage) -> list[tuple[str, str]]:
+    """Calls in the form of the tables."""
+    return [(call.name, call.arguments + ("" if call.is_complete else "…")) for call in message.tool_calls]
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_answers(case: Case) -> None:
+    message = make_parser(case.format).parse(case.text)
+    assert shown(message) == case.calls
+    assert message.content == case.content
+    assert message.reasoning is None
+    for call in message.tool_calls:
+        if call.is_complete:
+            assert isinstance(json.loads(call.arguments), dict)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_any_grouping_gives_the_same(case: Case) -> None:
+    check_stream(lambda: make_parser(case.format), list(case.text))
+    for seed in range(8):
+        check_stream(lambda: make_parser(case.format), groupings(case.text, seed))
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_cut_anywhere(case: Case) -> None:
+    """A cut answer has the beginning of the whole one's calls, and its content but for the unfinished end."""
+    whole = make_parser(case.format).parse(case.text)
+    for length in range(len(case.text)):
+        text = case.text[:length]
+        message = make_parser(case.format).parse(text)
+        assert len(message.tool_calls) <= max(1, len(whole.tool_calls))
+        for cut, full in zip(message.tool_calls, whole.tool_calls, strict=False):
+            assert cut.name == full.name
+            if cut.is_complete:
+                assert cut.arguments == full.arguments
+            json.loads(whole_json_after(cut.arguments) if not cut.is_complete else cut.arguments)
+        if not message.tool_calls:
+            assert message.content == (text or None)
+            continue
+        content, full = message.content or "", whole.content or ""
+        shared = next(end for end in range(len(content), -1, -1) if full.startswith(content[:end]))
+        assert text.endswith(content[shared:])
+
+
+def whole_json_after(prefix: str) -> str:
+    """Completes the beginning of a JSON object: closes what is open. Shows that the beginning is well-formed."""
+    for literal in ("true", "false", "null"):
+        for length in range(1, len(literal)):
+            if re.search(rf"[\s:,\[]{literal[:length]}$", prefix) and (made := _closed(prefix + literal[length:])):
+                return made
+    for ending in ("", "0", "null", '"k": null', '": null', ": null", 'k": null', '\\"', '"', "n", "0000", "000", "00"):
+        if made := _closed(prefix + ending):
+            return made
+    raise AssertionError(prefix)
+
+
+def _closed(text: str) -> str:
+    closers: list[str] = []
+    is_string = False
+    plain = re.sub(r"\\.", "__", text)
+    for character in plain:
+        if character == '"':
+            is_string = not is_string
+        elif not is_string and character in "{[":
+            closers.append("}" if character == "{" else "]")
+        elif not is_string and character in "}]":
+            closers.pop()
+    made = text + ('"' if is_string else "") + "".join(reversed(closers))
+    try:
+        json.loads(made)
+    except ValueError:
+        return ""
+    return made
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    parser = make_parser("hermes")
+    assert not parser.feed('<tool_call>{"name": "f", "arguments": ')
+    (call,) = parser.feed('{"a').tool_calls
+    assert (call.index, call.id, call.name, call.arguments) == (0, "0", "f", '{"a')
+    (call,) = parser.feed('": "b').tool_calls
+    assert (call.index, call.id, call.name, call.arguments) == (0, None, None, '": "b')
+    parser = make_parser("qwen3")
+    (call,) = parser.feed("<tool_call><function=f><parameter=city>\nZür").tool_calls
+    assert call.arguments == '{"city": "Zür'
+    assert parser.feed("ich\n</para").tool_calls[0].arguments == "ich"
+
+
+def test_content_is_not_held_longer_than_needed() -> None:
+    parser = make_parser("hermes")
+    assert parser.feed("a < b").content == "a < b"
+    assert parser.feed(" <tool").content is None
+    assert parser.feed("s>").content == " <tools>"
+    parser = make_parser("llama3_json")
+    assert parser.feed('{"answer').content is None
+    assert parser.feed('": 4, "x": ').content == '{"answer": 4, "x": '
+
+
+def test_ids() -> None:
+    first, second = MessageParser(tools="hermes").parse(NOW + NOW).tool_calls
+    assert first.id != second.id
+    assert re.fullmatch("chatcmpl-tool-[0-9a-f]{32}", first.id)
+    (call,) = MessageParser(tools="mistral").parse("[TOOL_CALLS]f{}").tool_calls
+    assert re.fullmatch("[A-Za-z0-9]{9}", call.id)
+    (call,) = (
+        MessageParser(tools="mistral", tool_choice="required").parse('[{"name": "f", "parameters": {}}]').tool_calls
+    )
+    assert re.fullmatch("[A-Za-z0-9]{9}", call.id)
+    (call,) = MessageParser(tools="mistral").parse("[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}").tool_calls
+    assert call.id == "abcdefghi"
+
+
+def test_work_grows_with_the_text_alone() -> None:
+    """Every character is taken at most a few times, whatever is held back and given up."""
+    taken = 0
+
+    class Counting(JsonScanner):
+        def take(self, text: str) -> tuple[int, str]:
+            nonlocal taken
+            used, made = super().take(text)
+            taken += used
+            return used, made
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("call_object", "tool_formats"):
+            patch.setattr(f"jaxserve.parsers.{module}.JsonScanner", Counting)
+        for name, unit in [
+            ("llama3_json", '{"name":'),
+            ("llama3_json", '{"a":{"name":"f","x":'),
+            ("hermes", HERMES[:20]),
+        ]:
+            taken = 0
+            text = unit * 2000
+            assert make_parser(name).parse(text).content == text
+            assert taken <= 3 * len(text)
+
+
+# ------------------------------------------------------------------------------------------------ any JSON
+
+
+SNIPPETS = [
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "{",
+    "}",
+    '"',
+    "\\",
+    "é",
+    "\n",
+    "; ",
+]
+TEXTS = st.lists(st.sampled_from(SNIPPETS) | st.text(max_size=4)).map("".join)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+ARGUMENTS = st.dictionaries(TEXTS, VALUES, max_size=3)
+NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,20}", fullmatch=True)
+
+
+def write(name: str, calls: Sequence[tuple[str, str]]) -> str:
+    """Calls as a model of the format writes them."""
+    if name == "mistral":
+        return "[TOOL_CALLS]" + json.dumps([{"name": n, "arguments": json.loads(a)} for n, a in calls])
+    if name == "mistral-named":
+        return "".join(f"[TOOL_CALLS]{n}[ARGS]{a}" for n, a in calls)
+    if name == "llama3_json":
+        return "; ".join(f'{{"name": "{n}", "parameters": {a}}}' for n, a in calls)
+    return "\n".join(f'<tool_call>\n{{"name": "{n}", "arguments": {a}}}\n</tool_call>' for n, a in calls)
+
+
+@given(
+    name=st.sampled_from(["hermes", "llama3_json", "mistral", "mistral-named", "qwen3"]),
+    calls=st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3),
+    is_ascii=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_any_arguments_survive(name: str, calls: list[tuple[str, dict[str, Any]]], is_ascii: bool, seed: int) -> None:
+    written = [(function, json.dumps(arguments, ensure_ascii=is_ascii)) for function, arguments in calls]
+    text = "Well: " + write(name, written)
+    message = check_stream(lambda: make_parser(name.split("-")[0]), groupings(text, seed))
+    assert message.content == "Well:"
+    assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == calls
+    if name != "mistral":
+        assert shown(message) == written
+
+
+@given(
+    values=st.dictionaries(
+        st.from_regex(r"[a-z_]{1,8}", fullmatch=True), TEXTS.filter(lambda t: "</parameter>" not in t)
+    ),
+    seed=st.integers(0, 2**32),
+)
+def test_any_strings_survive_in_tags(values: dict[str, str], seed: int) -> None:
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    text = f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
+    (call,) = check_stream(lambda: make_parser("qwen3"), groupings(text, seed)).tool_calls
+    assert json.loads(call.arguments) == values
+
+
+@given(
+    name=st.sampled_from(["hermes", "llama3_json", "mistral", "qwen3"]),
+    parts=st.lists(st.sampled_from([*SNIPPETS, HERMES, LLAMA, CODER, '"name": "f"', '"arguments": {', "<function=f>"])),
+    seed=st.integers(0, 2**32),
+)
+def test_any_text_gives_the_same_in_any_grouping(name: str, parts: list[str], seed: int) -> None:
+    text = "".join(parts)
+    message = check_stream(lambda: make_parser(name), groupings(text, seed))
+    if not message.tool_calls:
+        assert message.content == (text or None)
+
+
+@given(value=VALUES, is_ascii=st.booleans())
+def test_scanner_follows_json(value: Any, is_ascii: bool) -> None:
+    text = json.dumps(value, ensure_ascii=is_ascii, indent=1) + " "
+    scanner = JsonScanner()
+    taken = "".join(scanner.take(character)[1] for character in text)
+    assert scanner.is_done
+    assert taken.rstrip() == text.rstrip()
+    assert whole_json(text) == text.strip()
+
+
+@given(text=st.text(alphabet='{}[]",:\\u01.eE+-tfn rueals\x01', max_size=12))
+def test_scanner_agrees_with_json_module(text: str) -> None:
+    try:
+        json.loads(text, strict=False)
+    except ValueError:
+        assert not whole_json(text)
+    else:
+        assert json.loads(whole_json(text)) == json.loads(text, strict=False)
+
+
+def test_scanner_limits_depth() -> None:
+    assert whole_json("[" * MAX_DEPTH + "]" * MAX_DEPTH)
+    assert not whole_json("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
+
+
+# ------------------------------------------------------------------------------------------------ tool choice
+
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def test_schema_of_required_tools() -> None:
+    schema = tool_choice_schema(TOOLS, "required")
+    assert schema is not None
+    weather = TOOLS[0]["function"]["parameters"]
+    assert schema == {
+        "type": "array",
+        "minItems": 1,
+        "items": {
+            "type": "object",
+            "anyOf": [
+                {
+                    "properties": {
+                        "name": {"type": "string", "enum": ["get_weather"]},
+                        "parameters": {key: value for key, value in weather.items() if key != "$defs"},
+                    },
+                    "required": ["name", "parameters"],
+                },
+                {
+                    "properties": {
+                        "name": {"type": "string", "enum": ["now"]},
+                        "parameters": {"type": "object", "properties": {}},
+                    },
+                    "required": ["name", "parameters"],
+                },
+            ],
+        },
+        "$defs": {"Options": {"type": "object"}},
+    }
+    one = tool_choice_schema(TOOLS, "required", parallel_tool_calls=False)
+    assert one == {**schema, "maxItems": 1}
+    assert "$defs" in weather
+
+
+def test_schema_of_other_choices() -> None:
+    assert tool_choice_schema(TOOLS, NAMED) == TOOLS[0]["function"]["parameters"]
+    for choice in ("auto", "none", None):
+        assert tool_choice_schema(TOOLS, choice) is None
+
+
+REQUIRED = f'[{{"name": "get_weather", "parameters": {WEATHER}}}, {{"name": "now", "parameters": {{}}}}]'
+
+
+@pytest.mark.parametrize(
+    ("choice", "text", "content", "calls"),
+    [
+        ("required", REQUIRED, None, [("get_weather", WEATHER), ("now", "{}")]),
+        ("required", f"\n{REQUIRED}\n", None, [("get_weather", WEATHER), ("now", "{}")]),
+        ("required", REQUIRED[:-40], None, [("get_weather", '{"city": "Zürich", "days":…')]),
+        ("required", "I cannot.\n", "I cannot.\n", []),
+        (NAMED, WEATHER, None, [("get_weather", WEATHER)]),
+        (NAMED, f" {WEATHER[:-5]}", None, [("get_weather", f"{WEATHER[:-5]}…")]),
+        (NAMED, "I cannot.", "I cannot.", []),
+        ("none", HERMES, HERMES, []),
+        ("auto", HERMES, None, [("get_weather", WEATHER)]),
+    ],
+)
+def test_answers_to_tool_choices(choice: Any, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
+    for seed in range(10):
+        message = check_stream(lambda: make_parser("hermes", tool_choice=choice), groupings(text, seed))
+        assert shown(message) == calls
+        assert message.content == content
+
+
+CONFLICT = [
+    {"type": "function", "function": {"name": name, "parameters": {"$defs": {"A": {"type": kind}}}}}
+    for name, kind in [("f", "string"), ("g", "object")]
+]
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "message"),
+    [
+        (TOOLS, "always", "tool_choice must be 'auto', 'none', 'required' or"),
+        (TOOLS, {"type": "function"}, "tool_choice must be"),
+        (TOOLS, {"function": {"name": "f"}}, "tool_choice names a function that tools lacks"),
+        ([], "required", "tool_choice='required' needs tools"),
+        ([{"name": "f"}], "required", "a tool must be"),
+        ([{"function": {"name": "f", "parameters": []}}, {"function": {"name": "f"}}], "auto", "the same name"),
+        ([{"function": {"name": "f", "parameters": 5}}], "auto", "a tool must be"),
+        (CONFLICT, "required", r"two tools define this differently in \$defs"),
+    ],
+)
+def test_bad_tools_and_choices(tools: Any, choice: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        tool_choice_schema(tools, choice)
+
+
+def test_names_of_formats() -> None:
+    assert tool_parser("qwen3_coder") is tool_parser("qwen3")
+    with pytest.raises(
+        ConfigError, match=r"tool_call_parser must be one of \['hermes', .*'; did you mean 'llama3_json'\?"
+    ):
+        tool_parser("llama3")
+    with pytest.raises(ConfigError, match="got 'zzz'$"):
+        MessageParser(tools="zzz")
+
+
+def test_nothing_after_the_end() -> None:
+    parser = make_parser("hermes")
+    parser.parse("a")
+    with pytest.raises(ValueError, match="feed after finish"):
+        parser.feed("b")
