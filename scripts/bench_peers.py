@@ -38,6 +38,8 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--no-async-scheduling", dest="async_scheduling", action="store_false")
+    parser.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--attention", action="store_true", help="time decode steps at contexts 128 to 4096")
     options = parser.parse_args()
     settings: dict[str, Any] = {
@@ -45,6 +47,8 @@ def main() -> None:
         "max_num_seqs": 1 if options.attention else options.max_num_seqs,
         "max_model_len": 8192 if options.attention else options.max_model_len,
         "async_scheduling": options.async_scheduling,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "deterministic": options.deterministic,
         "kv_cache_memory_bytes": 2 << 30,
     }
     if options.max_num_batched_tokens:
@@ -55,7 +59,9 @@ def main() -> None:
             return
         workloads = load_workloads(Path(options.workloads_dir))
         options.threads = 0
-        workloads.measure("jaxserve", importlib.metadata.version("jaxserve"), options.dtype, options, Driver(llm))
+        name = "jaxserve" + " deterministic" * options.deterministic
+        name += "" if options.enable_prefix_caching else " without prefix caching"
+        workloads.measure(name, importlib.metadata.version("jaxserve"), options.dtype, options, Driver(llm))
 
 
 def load_workloads(folder: Path) -> ModuleType:
