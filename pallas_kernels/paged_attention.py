@@ -27,6 +27,7 @@ class AttentionBatch(NamedTuple):
         num_rows: Rows in use.
         token_pages: Page that takes each token's key and value; for a padding token the one behind the null page.
         token_offsets: Its place in the page.
+        num_shared_pages: Leading pages that the contexts of all decode rows have in common, each full in all of them.
     """
 
     page_table: Int[Array, "R M"]
@@ -37,6 +38,7 @@ class AttentionBatch(NamedTuple):
     num_rows: Int[Array, ""]
     token_pages: Int[Array, " T"]
     token_offsets: Int[Array, " T"]
+    num_shared_pages: Int[Array, ""]
 
 
 class PoolSpec(NamedTuple):

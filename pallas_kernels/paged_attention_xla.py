@@ -17,7 +17,7 @@ from pallas_kernels.paged_attention import AttentionBatch, PoolSpec
 _SMALL_TILE = 128  # tokens of context a decode round reads
 _LARGE_TILE = 512  # the same for few rows, whose rounds would be too short to pay for themselves
 _FEW_ROWS = 8
-_QUERY_TILE = 128  # prefill tokens that share a pass over the context
+_QUERY_TILE = 64  # prefill tokens that share a pass over the context
 _PREFILL_TILE = 256  # tokens of context a prefill round reads
 _FEW_TOKENS = 1
 _TOKEN_TILE = 8  # query tokens that walk together where results must not depend on how many there are
@@ -117,7 +117,7 @@ def attend(
     if row_tile is not None:
         out = _token_by_token(grouped, pools, batch, page_size, scoring)
     elif decode_only:
-        out = _decode(grouped, pools, batch.page_table, batch.context_lens, page_size, scoring)
+        out = _decode(grouped, pools, batch.page_table, batch.context_lens, page_size, scoring, batch.num_shared_pages)
     else:
         decode_lens = jnp.where(jnp.arange(num_rows) < batch.num_decode, batch.context_lens, 0)
         out = _decode(grouped[:num_rows], pools, batch.page_table, decode_lens, page_size, scoring)
@@ -132,11 +132,28 @@ def _decode(
     context_lens: Int[Array, " R"],
     page_size: int,
     scoring: _Scoring,
+    num_shared_pages: Int[Array, ""] | None = None,
 ) -> Float[Array, "R K G H"]:
-    """One query a row. Few rows walk in large tiles first."""
+    """One query a row. Few rows walk in large tiles first; many read the pages that all begin with once, for all."""
+    num_rows, num_kv_heads, group, head_dim = query.shape
     small = _tile_pages(_SMALL_TILE, page_size, page_table.shape[1])
-    large = _tile_pages(_LARGE_TILE, page_size, page_table.shape[1]) if query.shape[0] <= _FEW_ROWS else small
-    return _walk(query, pools, page_table, context_lens, page_size, scoring, small, large)
+    if num_rows <= _FEW_ROWS or num_shared_pages is None or scoring.window is not None:
+        large = _tile_pages(_LARGE_TILE, page_size, page_table.shape[1]) if num_rows <= _FEW_ROWS else small
+        return _mean(_walk(query, pools, page_table, context_lens, page_size, scoring, small, large))
+    shared_tokens = num_shared_pages // small * small * page_size
+    together = query.transpose(1, 0, 2, 3).reshape(1, num_kv_heads, num_rows * group, head_dim)
+    state = _walk(together, pools, page_table[:1], shared_tokens[None], page_size, scoring, small, small)
+
+    def apart(array: Float[Array, "..."]) -> Float[Array, "..."]:
+        return array.reshape(num_kv_heads, num_rows, group, *array.shape[3:]).swapaxes(0, 1)
+
+    begun = _Softmax(*(apart(array) for array in state)), shared_tokens
+    return _mean(_walk(query, pools, page_table, context_lens, page_size, scoring, small, small, begun))
+
+
+def _mean(state: _Softmax) -> Float[Array, "... H"]:
+    """The weighted mean of the values."""
+    return state.values / jnp.maximum(state.total, 1e-30)[..., None]
 
 
 def _token_by_token(
@@ -164,7 +181,7 @@ def _token_by_token(
     def tile_round(i, out):
         queries, table_rows, lens = (lax.dynamic_slice_in_dim(a, i * tile, tile) for a in (padded, rows, context_lens))
         table = jnp.take(batch.page_table, table_rows, axis=0, mode="clip")
-        attended = _walk(queries, pools, table, lens, page_size, scoring, pages, pages)
+        attended = _mean(_walk(queries, pools, table, lens, page_size, scoring, pages, pages))
         return lax.dynamic_update_slice_in_dim(out, attended, i * tile, 0)
 
     used = batch.query_lens.sum()
@@ -180,15 +197,22 @@ def _walk(
     scoring: _Scoring,
     small: int,
     large: int,
-) -> Float[Array, "R K G H"]:
-    """One query a row. All walk together up to the longest context, in large tiles (in pages) as far as they fit."""
+    begun: tuple[_Softmax, Int[Array, ""]] | None = None,
+) -> _Softmax:
+    """One query a row. All walk together up to the longest context, in large tiles (in pages) as far as they fit.
+
+    ``begun`` is the softmax over so many first tokens of every context, which are whole tiles.
+    """
     num_rows, num_kv_heads, group, head_dim = query.shape
     longest = context_lens.max()
     first = jnp.zeros((), jnp.int32)
     if scoring.window is not None:
         first = jnp.maximum(jnp.where(context_lens > 0, context_lens, longest) - scoring.window, 0).min()
-    shape = (num_rows, num_kv_heads, group)
-    state = _Softmax(jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    if begun is not None:
+        state, first = begun
+    else:
+        shape = (num_rows, num_kv_heads, group)
+        state = _Softmax(jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
 
     def walk(state: _Softmax, tile: int, start: Int[Array, ""], stop: Int[Array, ""]) -> _Softmax:
         def round_(i, state):
@@ -204,7 +228,7 @@ def _walk(
         state = walk(state, small, jnp.maximum(walked, first // small_tokens), -(-longest // small_tokens))
     else:
         state = walk(state, small, first // small_tokens, -(-longest // small_tokens))
-    return state.values / jnp.maximum(state.total, 1e-30)[..., None]
+    return state
 
 
 def _decode_tile(
@@ -321,8 +345,7 @@ def _prefill_tile(
     if scoring.window is not None:
         start = jnp.maximum(first - scoring.window + 1, 0) // tokens
     state = lax.fori_loop(start, -(-last // tokens), round_, state)
-    out = state.values / jnp.maximum(state.total, 1e-30)[..., None]
-    return out.transpose(2, 0, 1, 3)
+    return _mean(state).transpose(2, 0, 1, 3)
 
 
 def _tile_pages(tokens: int, page_size: int, table_pages: int) -> int:

@@ -136,7 +136,15 @@ class BatchBuilder:
         views["query_starts"][:num_decode] = views["sampled_tokens"][:num_decode] = np.arange(num_decode)
         views["query_lens"][:num_decode] = 1
         views["sampled_slots"][:num_decode] = slots
+        views["num_shared_pages"][...] = self._num_shared_pages(slots, positions)
         views["counted_slots"][:num_decode] = np.where(positions >= self.counted_from[slots], slots, self.num_slots)
+
+    def _num_shared_pages(self, slots: np.ndarray, positions: np.ndarray) -> int:
+        """Leading pages that all rows have in common, full in each."""
+        num_full = int(positions.min() + 1) // self.page_size
+        table = self.page_table[slots, :num_full]
+        differs = (table != table[0]).any(0)
+        return int(differs.argmax()) if differs.any() else num_full
 
     def _fill_prefill(self, views: dict[str, np.ndarray], plan: StepPlan, first_row: int) -> None:
         start = first_row

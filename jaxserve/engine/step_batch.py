@@ -61,7 +61,7 @@ class BatchShape:
             **dict.fromkeys(("sampled_slots", "sampled_tokens", "counted_slots"), rows),
             **dict.fromkeys(SLOT_NUMBERS, rows),
             "arguments": (self.num_arguments, self.num_rows),
-            **dict.fromkeys(("num_decode", "num_rows", "num_target_tokens", "variant"), scalar),
+            **dict.fromkeys(("num_decode", "num_rows", "num_shared_pages", "num_target_tokens", "variant"), scalar),
         }
         fields, start = {}, 0
         for name, shape in shapes.items():

@@ -170,5 +170,6 @@ def _private_batch(num_rows: int, length: int, page_size: int) -> tuple[Attentio
         "num_rows": num_rows,
         "token_pages": table[np.repeat(np.arange(num_rows), length), position // page_size],
         "token_offsets": position % page_size,
+        "num_shared_pages": 0,
     }
     return AttentionBatch(**{name: jnp.asarray(field, jnp.int32) for name, field in fields.items()}), table.size

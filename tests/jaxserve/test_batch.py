@@ -147,6 +147,10 @@ def check_batch(batch: StepBatch, plan: StepPlan, slots: dict[int, Slot], shape:
             num_target_tokens = token if row.targets is not None else num_target_tokens
     assert (attention.num_decode, attention.num_rows) == (len(plan.decode_slots), plan.num_rows)
     assert batch.num_target_tokens == num_target_tokens
+    decoding = [slots[slot] for slot in plan.decode_slots]
+    num_full = min((facts.computed // PAGE_SIZE for facts in decoding), default=0)
+    same = [len({facts.pages[i] for facts in decoding}) == 1 for i in range(num_full)]
+    assert attention.num_shared_pages == (same.index(False) if False in same else num_full)
     check_padding(batch, token, plan.num_rows, shape)
 
 

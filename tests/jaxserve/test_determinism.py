@@ -120,7 +120,10 @@ def trace(program: ModelProgram, shape: Shape, row_tile: int | None) -> jax.stag
 def batch_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     """Shapes of what attention reads."""
     rows, tokens = (shape.num_rows,), (shape.num_tokens,)
-    shapes = {"page_table": (*rows, shape.table_pages), **dict.fromkeys(("num_decode", "num_rows"), ())}
+    shapes = {
+        "page_table": (*rows, shape.table_pages),
+        **dict.fromkeys(("num_decode", "num_rows", "num_shared_pages"), ()),
+    }
     shapes |= dict.fromkeys(("context_lens", "query_starts", "query_lens"), rows)
     return shapes | dict.fromkeys(("token_pages", "token_offsets"), tokens)
 

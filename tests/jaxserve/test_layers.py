@@ -245,6 +245,7 @@ def one_row(length: int) -> AttentionBatch:
         "num_rows": 1,
         "token_pages": pages[positions // 8],
         "token_offsets": positions % 8,
+        "num_shared_pages": 0,
     }
     return AttentionBatch(**{name: jnp.asarray(field, jnp.int32) for name, field in fields.items()})
 

@@ -165,7 +165,9 @@ def wide() -> Iterator[LLM]:
 @pytest.mark.parametrize("concurrency", [1, 2, 5, 8, 16, 33, 64])
 def test_accuracy_holds_at_every_concurrency(concurrency: int, wide: LLM) -> None:
     """Held-out questions with so many requests in flight at any time, each handed over as another ends."""
-    items = [item for task in ("sum", "sort", "reverse", "count") for item in held_out(task, 40 if concurrency > 1 else 25)]
+    items = [
+        item for task in ("sum", "sort", "reverse", "count") for item in held_out(task, 40 if concurrency > 1 else 25)
+    ]
     random.Random(concurrency).shuffle(items)
     params = SamplingParams(temperature=0.0, max_tokens=64)
     tokenizer = wide.engine.tokenizer

@@ -34,7 +34,7 @@ def make_step(case: Case, seed: int, spare_rows: int = 2, spare_tokens: int = 3)
             position = contexts[row] - queries[row] + j
             pages[starts[row] + j] = table[row, position // case.page_size]
             offsets[starts[row] + j] = position % case.page_size
-    fields = (table, contexts, starts, queries, num_decode, len(case.rows), pages, offsets)
+    fields = (table, contexts, starts, queries, num_decode, len(case.rows), pages, offsets, 0)
     batch = AttentionBatch(*(jnp.asarray(field, jnp.int32) for field in fields))
     shape = (num_rows, max(longest, 1), case.num_kv_heads, case.head_dim)
     keys, values = (rng.standard_normal(shape, dtype=np.float32) for _ in range(2))
@@ -98,6 +98,32 @@ def test_matches_reference(name, case_name):
         used = sum(q for _, q in case.rows)
         np.testing.assert_allclose(np.asarray(out)[:used], np.asarray(expected)[:used], atol=2e-5)
         assert np.isfinite(np.asarray(out)).all()
+
+
+@pytest.mark.parametrize("name", OPERATIONS["paged_attention"])
+@pytest.mark.parametrize("num_shared", [0, 1, 7, 8, 15])
+def test_pages_that_all_rows_begin_with_are_read_as_well_together(name, num_shared):
+    """Twelve rows, so that they are many; with 16 tokens a page a tile has eight pages."""
+    module = select("paged_attention", platform="cpu", device_kind="cpu", dtype="float32", name=name)
+    case = Case(rows=tuple((250 + 5 * i, 1) for i in range(12)))
+    batch, query, keys, values, num_pages = make_step(case, seed=3, spare_rows=4, spare_tokens=4)
+    table = np.array(batch.page_table)
+    table[:12, :num_shared] = table[0, :num_shared]
+    keys[:, : num_shared * 16], values[:, : num_shared * 16] = (
+        keys[:1, : num_shared * 16],
+        values[:1, : num_shared * 16],
+    )
+    batch = batch._replace(page_table=jnp.asarray(table), query_lens=jnp.zeros_like(batch.query_lens))
+    pools = fill_pools(module, case, batch, keys, values, num_pages, poison=float("nan"))
+    batch = batch._replace(query_lens=jnp.asarray([1] * 12 + [0] * 4, jnp.int32))
+    settings = {"scale": 0.3, "window": None, "soft_cap": None}
+    expected = reference(jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), batch, **settings)
+    shared = batch._replace(num_shared_pages=jnp.int32(num_shared))
+    out = module.attend(
+        jnp.asarray(query), pools, shared, page_size=16, num_kv_heads=case.num_kv_heads, decode_only=True, **settings
+    )
+    np.testing.assert_allclose(np.asarray(out)[:12], np.asarray(expected)[:12], atol=2e-5)
+    assert np.isfinite(np.asarray(out)).all()
 
 
 @pytest.mark.parametrize("name", OPERATIONS["paged_attention"])

@@ -1,0 +1,142 @@
+"""What the host does for each step, without a device: schedule, batch, complete, detokenize, metrics.
+
+    python scripts/bench_host.py --rows 256
+
+The engine is the real one, its scheduler, batch builder and detokenizer too; only the compiled step is left out, in
+whose place known tokens come back at once. Every row decodes. Prints microseconds a step as one JSON line.
+"""
+
+import argparse
+import dataclasses
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+from jaxserve.demo import MODEL_DIRECTORY
+from jaxserve.engine.admission import Admission, ModelLimits
+from jaxserve.engine.batch import BatchBuilder
+from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.masks import TokenMasks
+from jaxserve.engine.metrics import CompileCounter
+from jaxserve.engine.page_allocator import PageAllocator
+from jaxserve.engine.plan import StepPlan
+from jaxserve.engine.replica import Replica
+from jaxserve.engine.runner import PendingStep, StepResult, StepRunner
+from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
+from jaxserve.engine.tokenizer import load_tokenizer
+from jaxserve.request import parse_prompts
+from jaxserve.sampling.sampler import VARIANTS
+from jaxserve.sampling_params import SamplingParams
+
+PAGE_SIZE = 64
+PROMPT_TOKENS = 500
+MAX_MODEL_LEN = 4096
+
+
+@dataclasses.dataclass
+class Clock:
+    """Seconds spent in each part of the current step."""
+
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, its time added to a part."""
+
+        def call(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*arguments)
+            self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - start
+            return result
+
+        return call
+
+
+class Answer:
+    """A step's results, there at once."""
+
+    def __init__(self, tokens: list[int]):
+        self._tokens = tokens
+
+    def wait(self) -> StepResult:
+        """The tokens."""
+        return StepResult(self._tokens, None, None)
+
+
+class HostRunner:
+    """The host's part of ``StepRunner``: the buffers of each step, and tokens that a seed chooses."""
+
+    def __init__(self, num_rows: int, num_pages: int, vocab_size: int):
+        table_pages = MAX_MODEL_LEN // PAGE_SIZE
+        self._builder = BatchBuilder(num_rows, table_pages, PAGE_SIZE, num_pages)
+        self._masks = TokenMasks(vocab_size)
+        self._buckets = Buckets.make(num_rows, 8192, table_pages)
+        self._tokens = random.Random(0).choices(range(270, vocab_size), k=num_rows)
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Builds the step's buffers."""
+        builder = self._builder
+        builder.apply(plan)
+        self._masks.apply(plan.setups)
+        masked = self._masks.rows(plan)
+        variant = builder.variant(plan, bool(masked))
+        shape = self._buckets.shape_for(plan.num_tokens, not plan.prefill)
+        builder.build(plan, shape, VARIANTS.index(variant))
+        return cast(PendingStep, cast(object, Answer(self._tokens[: plan.num_rows])))
+
+    def release(self) -> None:
+        """Nothing to give back."""
+
+
+def main() -> None:
+    """Runs steps of rows that all decode, and prints their times."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=256, help="requests that run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1000, help="steps measured (default: %(default)s)")
+    parser.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
+    options = parser.parse_args()
+    tokenizer = load_tokenizer(MODEL_DIRECTORY)
+    num_pages = options.rows * (MAX_MODEL_LEN // PAGE_SIZE)
+    allocator = PageAllocator(num_pages, PAGE_SIZE, keeps_free_pages=options.enable_prefix_caching)
+    scheduler = Scheduler(SchedulerLimits(options.rows, 8192), allocator)
+    runner = HostRunner(options.rows, num_pages, tokenizer.vocab_size)
+    limits = ModelLimits(max_model_len=MAX_MODEL_LEN, vocab_size=tokenizer.vocab_size, eos_token_ids=(2,))
+    clock = Clock()
+    scheduler.schedule = clock.timed("schedule", scheduler.schedule)
+    scheduler.complete = clock.timed("complete", scheduler.complete)
+    runner.launch = clock.timed("batch", runner.launch)
+    replica = Replica(scheduler, cast(StepRunner, cast(object, runner)), depth=2)
+    engine = Engine([replica], Admission(limits, tokenizer, None), seed=0, counter=CompileCounter())
+    print(json.dumps(measure(engine, options.rows, options.steps, clock)))
+
+
+def measure(engine: Engine, num_rows: int, num_steps: int, clock: Clock) -> dict[str, Any]:
+    """Medians and the 99th percentile of the whole, in microseconds."""
+    rng = random.Random(1)
+    for _ in range(num_rows):
+        prompt = {"prompt_token_ids": rng.choices(range(270, engine.admission.limits.vocab_size), k=PROMPT_TOKENS)}
+        engine.submit(parse_prompts(prompt)[0], SamplingParams(temperature=0.8, max_tokens=None, ignore_eos=True))
+    whole: list[float] = []
+    parts: dict[str, list[float]] = {"schedule": [], "batch": [], "complete": []}
+    while len(whole) < num_steps:
+        clock.parts.clear()
+        rows = engine.replicas[0].num_decode_rows
+        start = time.perf_counter()
+        engine.step()
+        elapsed = time.perf_counter() - start
+        if engine.replicas[0].num_decode_rows - rows != num_rows:
+            continue  # prompts are still being computed
+        whole.append(elapsed)
+        for name, values in parts.items():
+            values.append(clock.parts.get(name, 0.0))
+    median = {name: statistics.median(values) * 1e6 for name, values in {"step": whole, **parts}.items()}
+    median["deliver"] = median["step"] - sum(median[name] for name in parts)
+    found = {f"{name}_us": round(value, 1) for name, value in median.items()}
+    return {"rows": num_rows, "steps": num_steps, **found, "p99_us": round(sorted(whole)[-num_steps // 100] * 1e6, 1)}
+
+
+if __name__ == "__main__":
+    main()
