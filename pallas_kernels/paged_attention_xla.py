@@ -16,6 +16,7 @@ from pallas_kernels.paged_attention import AttentionBatch, PoolSpec
 
 _SMALL_TILE = 128  # tokens of context a decode round reads
 _LARGE_TILE = 512  # the same for few rows, whose rounds would be too short to pay for themselves
+_SHARED_TILE = 256  # tokens that many rows read together in a round
 _FEW_ROWS = 8
 _QUERY_TILE = 64  # prefill tokens that share a pass over the context
 _PREFILL_TILE = 256  # tokens of context a prefill round reads
@@ -140,9 +141,10 @@ def _decode(
     if num_rows <= _FEW_ROWS or num_shared_pages is None or scoring.window is not None:
         large = _tile_pages(_LARGE_TILE, page_size, page_table.shape[1]) if num_rows <= _FEW_ROWS else small
         return _mean(_walk(query, pools, page_table, context_lens, page_size, scoring, small, large))
-    shared_tokens = num_shared_pages // small * small * page_size
+    tile = _SHARED_TILE // _SMALL_TILE * small
+    shared_tokens = num_shared_pages // tile * tile * page_size
     together = query.transpose(1, 0, 2, 3).reshape(1, num_kv_heads, num_rows * group, head_dim)
-    state = _walk(together, pools, page_table[:1], shared_tokens[None], page_size, scoring, small, small)
+    state = _walk(together, pools, page_table[:1], shared_tokens[None], page_size, scoring, tile, tile)
 
     def apart(array: Float[Array, "..."]) -> Float[Array, "..."]:
         return array.reshape(num_kv_heads, num_rows, group, *array.shape[3:]).swapaxes(0, 1)
