@@ -19,7 +19,6 @@ from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import start_engine
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.engine.stream import Stream
-from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import EngineDeadError, RequestError
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import PromptInput, parse_prompts
@@ -96,8 +95,7 @@ class AsyncLLM:
 
     def get_tokenizer(self) -> Any:
         """The tokenizer: transformers' object, or jaxserve's own where transformers would read the files wrong."""
-        tokenizer = self._tokenizer()
-        return tokenizer if tokenizer.hf is None else tokenizer.hf
+        return self._started.public_tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests without parameters use: the model's generation_config.json."""
@@ -163,7 +161,9 @@ class AsyncLLM:
             if len(conversations) != 1:
                 raise RequestError(f"chat takes one conversation, got {len(conversations)}")
             template = self._chat_template if chat_template is None else read_template(chat_template)
-            return chat_prompt(self._tokenizer(), conversations[0], sampling_params, chat_template=template, **options)
+            return chat_prompt(
+                self._started.tokenizer, conversations[0], sampling_params, chat_template=template, **options
+            )
 
         return self._stream(render, request_id, priority)
 
@@ -227,11 +227,6 @@ class AsyncLLM:
             self._thread.submit(stream, request)
         finally:
             self._preparing.discard(key)
-
-    def _tokenizer(self) -> Tokenizer:
-        if self._engine.tokenizer is None:
-            raise RequestError(f"{self._started.plan.directory} has no tokenizer")
-        return self._engine.tokenizer
 
 
 async def _compiled(grammar: "concurrent.futures.Future[Any]") -> None:

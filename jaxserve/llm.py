@@ -15,7 +15,6 @@ from jaxserve.engine.metric_types import Metric
 from jaxserve.engine.offline import OfflineRunner
 from jaxserve.engine.startup import start_engine
 from jaxserve.engine.stats_log import StatsLogger
-from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.outputs import BeamSearchOutput, RequestOutput
 from jaxserve.parsers import MessageParser, ParsedMessage, starts_in_reasoning
@@ -83,8 +82,7 @@ class LLM:
 
     def get_tokenizer(self) -> Any:
         """The tokenizer: transformers' object, or jaxserve's own where transformers would read the files wrong."""
-        tokenizer = self._tokenizer()
-        return tokenizer if tokenizer.hf is None else tokenizer.hf
+        return self._started.public_tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What ``generate`` uses when it is given none: the model's generation_config.json."""
@@ -198,7 +196,7 @@ class LLM:
             "chat_template_kwargs": chat_template_kwargs,
         }
         pairs = zip(conversations, params_for_each(sampling_params, len(conversations)), strict=True)
-        inputs = [chat_prompt(self._tokenizer(), *pair, **options) for pair in pairs]
+        inputs = [chat_prompt(self._started.tokenizer, *pair, **options) for pair in pairs]
         return self._runner.run(inputs, priorities_for_each(priority, len(inputs)), use_tqdm)
 
     def stream(
@@ -209,8 +207,3 @@ class LLM:
         if len(inputs) != 1:
             raise RequestError(f"stream takes one prompt, got {len(inputs)}")
         return self._runner.stream(inputs[0])
-
-    def _tokenizer(self) -> Tokenizer:
-        if self.engine.tokenizer is None:
-            raise RequestError(f"{self._started.plan.directory} has no tokenizer")
-        return self.engine.tokenizer

@@ -115,7 +115,6 @@ class Admission:
             arrival_s=arrival_s,
             queued_s=time.monotonic(),
             prompt_logprobs=_no_prompt_logprobs(params, len(token_ids)),
-            priority=priority,
             grammar=grammar,
         )
 
@@ -153,7 +152,8 @@ class Admission:
     def _check_text(self, params: SamplingParams) -> None:
         """Refuses what needs a tokenizer or a parser that the engine does not have, and unknown extra arguments."""
         if self.tokenizer is None:
-            for name, what in (("stop", "stop strings"), ("bad_words", "bad words"), ("structured_outputs", "it")):
+            names = {"stop": "stop strings", "bad_words": "bad words", "structured_outputs": "structured outputs"}
+            for name, what in names.items():
                 if getattr(params, name):
                     raise RequestError(f"{what} need text; the model directory has no tokenizer", parameter=name)
         if params.thinking_token_budget is not None and self.limits.thinking_ids is None:
@@ -161,9 +161,8 @@ class Admission:
             raise RequestError(message, parameter="thinking_token_budget", value=params.thinking_token_budget)
         for name, value in (params.extra_args or {}).items():
             if name not in self.limits.arguments:
-                known = (
-                    ", ".join(self.limits.arguments) or "nothing: the engine has no logits_processors with arguments"
-                )
+                nothing = "nothing: the engine has no logits_processors with arguments"
+                known = ", ".join(self.limits.arguments) or nothing
                 raise RequestError(f"extra_args has no argument {name!r}; there is {known}", parameter="extra_args")
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise RequestError(f"extra_args[{name!r}] must be a number, got {value!r}", parameter="extra_args")

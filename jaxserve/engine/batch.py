@@ -142,6 +142,8 @@ class BatchBuilder:
     def _num_shared_pages(self, slots: np.ndarray, positions: np.ndarray) -> int:
         """Leading pages that all rows have in common, full in each."""
         num_full = int(positions.min() + 1) // self.page_size
+        if not num_full or (self.page_table[slots, 0] != self.page_table[slots[0], 0]).any():
+            return 0  # nearly always
         table = self.page_table[slots, :num_full]
         differs = (table != table[0]).any(0)
         return int(differs.argmax()) if differs.any() else num_full

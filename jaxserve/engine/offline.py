@@ -34,8 +34,6 @@ class OfflineRunner:
     ) -> list[RequestOutput]:
         """Submits everything, steps to the end, and puts the outputs in order."""
         requests = self._submit(inputs, priorities)
-        if self._stats is not None:
-            self._stats.resume()
         bar = ProgressBar(requests, use_tqdm)
         try:
             while self._engine.num_unfinished:
@@ -87,4 +85,6 @@ class OfflineRunner:
                 raise RequestError(f"prompt {index}: {error}") from error
         for request in requests:
             self._engine.enqueue(request)
+        if self._stats is not None:
+            self._stats.resume()
         return requests

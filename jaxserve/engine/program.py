@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
+from jaxserve.config_checks import LOGPROBS_MODES
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel
 from jaxserve.models.causal_lm import AbstractModel, abstract_model
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
-from jaxserve.sampling.logprobs import LOGPROBS_MODES, MAX_LOGPROBS
+from jaxserve.sampling.logprobs import MAX_LOGPROBS
 from jaxserve.sampling.penalties import MAX_TRACKED, SlotTables
 from jaxserve.sampling.sampler import SamplerSettings
 from pallas_kernels import PagedAttention

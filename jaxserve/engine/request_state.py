@@ -124,7 +124,6 @@ class RequestState:
     scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
-    priority: int = 0
     grammar: concurrent.futures.Future[Any] | None = None
     error: str | None = None
     _metrics: RequestMetrics | None = None

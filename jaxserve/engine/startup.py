@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import time
+from typing import Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.admission import Admission, ModelLimits
@@ -25,6 +26,7 @@ from jaxserve.engine.replica import Replica
 from jaxserve.engine.runner import CompiledSteps, StepRunner
 from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
 from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.errors import RequestError
 from jaxserve.models.loading import check_weights
 from jaxserve.sampling_params import SamplingParams
 
@@ -52,6 +54,22 @@ class StartedEngine:
     load_s: float
     compile_s: float
     total_s: float
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            RequestError: It has none.
+        """
+        if self.engine.tokenizer is None:
+            raise RequestError(f"{self.plan.directory} has no tokenizer")
+        return self.engine.tokenizer
+
+    @property
+    def public_tokenizer(self) -> Any:
+        """The tokenizer: transformers' object, or jaxserve's own where transformers would read the files wrong."""
+        return self.tokenizer if self.tokenizer.hf is None else self.tokenizer.hf
 
 
 def start_engine(config: EngineConfig) -> StartedEngine:

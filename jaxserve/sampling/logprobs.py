@@ -7,7 +7,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 MAX_LOGPROBS = 20
-LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
 class TokenLogprobs(NamedTuple):

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxserve.config_checks import LOGPROBS_MODES
 from jaxserve.sampling.draw import broken_rows, draw, likeliest
 from jaxserve.sampling.logits_processors import LogitsProcessor
-from jaxserve.sampling.logprobs import LOGPROBS_MODES, MAX_LOGPROBS, TokenLogprobs, no_logprobs, token_logprobs
+from jaxserve.sampling.logprobs import MAX_LOGPROBS, TokenLogprobs, no_logprobs, token_logprobs
 from jaxserve.sampling.penalties import SamplerInputs, SlotTables, adjust
 from jaxserve.sampling.truncation import truncation_floor
 

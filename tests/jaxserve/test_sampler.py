@@ -10,8 +10,9 @@ import pytest
 from jax.extend.random import threefry_2x32
 from scipy import stats
 
+from jaxserve.config_checks import LOGPROBS_MODES
 from jaxserve.sampling import draw
-from jaxserve.sampling.logprobs import LOGPROBS_MODES, MAX_LOGPROBS, token_logprobs
+from jaxserve.sampling.logprobs import MAX_LOGPROBS, token_logprobs
 from jaxserve.sampling.penalties import SamplerInputs
 from jaxserve.sampling.sampler import NO_TOKEN, VARIANTS, SamplerSettings, sample
 from jaxserve.sampling.truncation import truncation_floor
