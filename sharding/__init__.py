@@ -1,7 +1,7 @@
 """Device meshes, layouts as data, and the collectives they imply. Imports nothing else of this project."""
 
 from sharding.axes import LOGICAL_AXES, MESH_AXES
-from sharding.layout import LayoutError, ShardingLayout
+from sharding.layout import LayoutError, ShardingLayout, stacked
 from sharding.mesh import MeshError, MeshShape, data_slices, ensure_cpu_devices, make_mesh
 from sharding.registry import LAYOUTS, get_layout
 
@@ -17,4 +17,5 @@ __all__ = [
     "ensure_cpu_devices",
     "get_layout",
     "make_mesh",
+    "stacked",
 ]

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from sharding.axes import LOGICAL_AXES, MESH_AXES
 
@@ -72,3 +72,10 @@ class ShardingLayout:
         return dataclasses.replace(
             self, rules=kept, all_reduces_per_layer=0, all_reduces_per_step=0, all_gathers_per_step=0
         )
+
+
+def stacked(sharding: Sharding) -> Sharding:
+    """The sharding of arrays behind a new first dimension that is not split."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))

@@ -116,12 +116,13 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
 
 
 def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...]:
-    """Reads a model's parameters onto the devices of a program, in the program's order.
+    """Reads a model's parameters onto the devices of a program, as its steps take them.
 
     Raises:
         CheckpointError: Files or tensors are missing, damaged, of other shapes, or not the model's.
     """
-    return load_weights(plan.directory, plan.config, program.abstract_model.params, program.parallel.size)
+    params = load_weights(plan.directory, plan.config, program.abstract_model.params, program.parallel.size)
+    return program.packing.pack(params)
 
 
 def load_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
 from jaxserve.config_checks import LOGPROBS_MODES
+from jaxserve.engine.packing import Packing
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel
 from jaxserve.models.causal_lm import AbstractModel, abstract_model
@@ -97,6 +98,11 @@ class ModelProgram:
         return abstract_model(
             self.config, self.parallel, self.policy, lambda axes: self.layout.sharding(self.mesh, *axes)
         )
+
+    @functools.cached_property
+    def packing(self) -> Packing:
+        """How the parameters become arguments."""
+        return Packing.of(self.abstract_model.params, self.mesh.devices.flat[0].platform)
 
     def abstract_state(self) -> StepState:
         """Shapes and shardings of what the device keeps between steps."""

@@ -133,7 +133,7 @@ class StepRunner:
 
     Args:
         steps: Compiled programs.
-        params: Parameters in the module's flat order, sharded as the program says.
+        params: Parameters as the program packs them (``ModelProgram.packing``).
     """
 
     def __init__(self, steps: CompiledSteps, params: tuple[jax.Array, ...]):

@@ -38,7 +38,7 @@ class StepOutput(NamedTuple):
 def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.stages.Traced:
     """Traces the step of a batch shape and sampler variant (one of ``sampler.VARIANTS``, or ``any``).
 
-    The traced function takes (parameters, ``StepState``, buffer, vocabulary mask) and gives (``StepState``,
+    The traced function takes (packed parameters, ``StepState``, buffer, vocabulary mask) and gives (``StepState``,
     ``StepOutput``); the state is donated.
     """
     tile = program.row_tile
@@ -50,12 +50,13 @@ def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.st
     def body(
         arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], mask: Int[Array, "R words"]
     ) -> tuple[StepState, StepOutput]:
-        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays))
+        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, program.packing.unpack(arrays)))
         return run_step(model, state, unpack(buffer, shape), mask, settings)
 
     buffer = program.whole((shape.buffer_size,), jnp.int32)
     mask = program.whole(program.mask_shape(shape.num_rows), jnp.int32)
-    arguments = (tuple(params.values()), program.abstract_state(), buffer, mask)
+    packed = program.packing.structs(tuple(params.values()))
+    arguments = (packed, program.abstract_state(), buffer, mask)
     in_specs = jax.tree.map(lambda struct: struct.sharding.spec, arguments)
     sharded = jax.shard_map(
         body, mesh=program.mesh, in_specs=in_specs, out_specs=(in_specs[1], program.replicated.spec), check_vma=False
