@@ -1,17 +1,29 @@
-"""Paged attention: the operation's interface, its cases, and a plain reference that gathers everything.
+"""Paged attention: the operation's interface, its inputs, and a plain reference that gathers everything.
 
 Keys and values live in pages of p tokens. A row is one sequence of a step; it owns consecutive query tokens, and its
-page
-table lists the pages of its whole context in order. In a mixed step the first ``num_decode`` rows own one token each,
-so that token r belongs to row r there; rows behind them are prefill chunks.
+page table lists the pages of its whole context in order. In a mixed step the first ``num_decode`` rows own one token
+each, so that token r belongs to row r there; rows behind them are prefill chunks.
+
+Sizes that implementations may refuse are ``num_heads``, ``num_kv_heads``, ``head_dim`` and ``page_size``, and those
+that one is not told it takes for granted.
 """
 
-from typing import NamedTuple, Protocol, runtime_checkable
+import functools
+import math
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.operation import Cost
+from pallas_kernels.paged_attention_cases import BENCHES, CASES, Case
+
+__all__ = ["BENCHES", "CASES", "AttentionBatch", "Case", "Inputs", "PagedAttention", "PoolSpec", "Prepared"]
+
+_STALE = 9.0  # what stands in a page behind its owner's last token
 
 
 class AttentionBatch(NamedTuple):
@@ -50,10 +62,22 @@ class PoolSpec(NamedTuple):
 
 @runtime_checkable
 class PagedAttention(Protocol):
-    """What an implementation module offers. Pools are opaque to everyone else: their layout is its own."""
+    """What an implementation offers. Pools are opaque to everyone else: their layout is its own.
 
-    def unsupported(self, platform: str, device_kind: str, dtype: str) -> str | None:
-        """Why it cannot run on such a device, or None."""
+    Attributes:
+        name: Its name in the registry, for the log.
+        writer: The implementation of ``qkv_write`` that goes with these pools; None where whoever calls norms and
+            rotates, and then calls ``write_kv``.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def writer(self) -> Any: ...
+
+    def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
+        """Why it cannot run on such a device with such ``sizes``, or None."""
         ...
 
     def pool_specs(self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[PoolSpec, PoolSpec]:
@@ -103,40 +127,6 @@ class PagedAttention(Protocol):
         ...
 
 
-class Case(NamedTuple):
-    """One shape to test an implementation on; lengths are (context, query) pairs, decode rows first."""
-
-    rows: tuple[tuple[int, int], ...]
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 8
-    page_size: int = 16
-    window: int | None = None
-    soft_cap: float | None = None
-
-
-CASES: dict[str, Case] = {
-    "one_token": Case(rows=((1, 1),)),
-    "page_minus_one": Case(rows=((15, 1),)),
-    "page": Case(rows=((16, 1),)),
-    "page_plus_one": Case(rows=((17, 1),)),
-    "ragged_decode": Case(rows=((3, 1), (40, 1), (17, 1), (100, 1))),
-    "long_decode": Case(rows=((700, 1), (5, 1))),
-    "prefill": Case(rows=((37, 37),)),
-    "chunk_with_prefix": Case(rows=((90, 25),)),
-    "mixed": Case(rows=((33, 1), (5, 1), (64, 64), (150, 20), (7, 7))),
-    "many_rows": Case(rows=tuple((7 * i + 1, 1) for i in range(20))),
-    "multi_head": Case(rows=((33, 1), (20, 20)), num_heads=4, num_kv_heads=4),
-    "multi_query": Case(rows=((33, 1), (20, 20)), num_heads=7, num_kv_heads=1),
-    "group_of_eight": Case(rows=((33, 1), (20, 20)), num_heads=16, num_kv_heads=2),
-    "small_page": Case(rows=((33, 1), (64, 50)), page_size=8),
-    "large_page": Case(rows=((300, 1), (200, 130)), page_size=128),
-    "window": Case(rows=((100, 1), (5, 1), (120, 60)), window=24),
-    "window_one": Case(rows=((100, 1), (30, 30)), window=1),
-    "soft_cap": Case(rows=((50, 1), (40, 40)), soft_cap=5.0),
-}
-
-
 def reference(
     query: Float[Array, "T N H"],
     key: Float[Array, "R S K H"],
@@ -165,3 +155,146 @@ def reference(
     weights = jax.nn.softmax(jnp.where(seen[:, None, None, :], scores, -jnp.inf), axis=-1)
     out = jnp.einsum("tkgs,tskh->tkgh", weights, value[row].astype(jnp.float32), precision=high)
     return jnp.where(owned.any(1)[:, None, None], out.reshape(num_tokens, num_heads, head_dim), 0).astype(query.dtype)
+
+
+class Inputs(NamedTuple):
+    """A step's queries, and the whole context of each row laid out densely."""
+
+    query: Float[Array, "T N H"]
+    keys: Float[Array, "R S K H"]
+    values: Float[Array, "R S K H"]
+    batch: AttentionBatch
+
+
+class Prepared(NamedTuple):
+    """A step's queries and the pools of keys and values that hold all contexts."""
+
+    query: Float[Array, "T N H"]
+    pools: tuple[Array, Array]
+    batch: AttentionBatch
+
+
+def make_inputs(case: Case, key: jax.Array) -> Inputs:
+    """Normal queries, keys and values of a case, its pages shuffled."""
+    size = sum(math.prod(shape) for shape in _shapes(case))
+    is_small = size < 1 << 20  # sizes of small cases are rounded, so that few programs make the numbers of all
+    return _laid_out(case, _normal(key, 1 << size.bit_length() if is_small else size, case.dtype))
+
+
+def _shapes(case: Case) -> tuple[tuple[int, ...], ...]:
+    """Of a case's queries, keys and values."""
+    context = (case.num_rows, max(context for context, _ in case.rows), case.num_kv_heads, case.head_dim)
+    return (case.num_tokens, case.num_heads, case.head_dim), context, context
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: jax.Array, size: int, dtype: str) -> Float[Array, " size"]:
+    return jax.random.normal(key, (size,), dtype)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _laid_out(case: Case, numbers: Float[Array, " size"]) -> Inputs:
+    shapes = _shapes(case)
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    parts = (numbers[end - math.prod(shape) : end] for shape, end in zip(shapes, ends.tolist(), strict=True))
+    query, keys, values = (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
+    return Inputs(query, keys, values, make_batch(case))
+
+
+def make_batch(case: Case) -> AttentionBatch:
+    """Where everything of a case stands, the same at each call."""
+    counts = case.row_pages()
+    num_pages = _num_pages(case)
+    order = np.random.default_rng(0).permutation(num_pages)
+    table = np.full((case.num_rows, max(counts) + 2), num_pages, np.int32)
+    for row, last in enumerate(np.cumsum(counts)):
+        table[row, : counts[row]] = order[last - counts[row] : last]
+    contexts, queries = (np.array([row[i] for row in case.rows] + [0] * case.spare_rows) for i in (0, 1))
+    starts = np.cumsum(queries) - queries
+    pages, offsets = np.full(case.num_tokens, num_pages + 1), np.zeros(case.num_tokens)
+    for row, (context, length) in enumerate(case.rows):
+        position = np.arange(context - length, context)
+        tokens = starts[row] + np.arange(length)
+        pages[tokens], offsets[tokens] = table[row, position // case.page_size], position % case.page_size
+    fields = (table, contexts, starts, queries, case.num_decode, len(case.rows), pages, offsets, 0)
+    return AttentionBatch(*(jnp.asarray(field, jnp.int32) for field in fields))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def prepare(implementation: PagedAttention, case: Case, inputs: Inputs) -> Prepared:
+    """Pools in the implementation's own layout; NaN in pages that nobody owns, stale numbers behind a context's end."""
+    num_pages = _num_pages(case)
+    table = inputs.batch.page_table
+    specs = implementation.pool_specs(num_pages, case.page_size, case.num_kv_heads, case.head_dim)
+    pools = tuple(jnp.zeros(spec.shape, case.dtype).at[:num_pages].set(jnp.nan) for spec in specs)
+    owned = jnp.where(table < num_pages, table, num_pages + 2).reshape(-1)
+    key_pool, value_pool = (pool.at[owned].set(_STALE, mode="drop") for pool in pools)
+    num_rows, length = inputs.keys.shape[:2]
+    position = jnp.broadcast_to(jnp.arange(length), (num_rows, length))
+    pages = jnp.take_along_axis(table, position // case.page_size, axis=1)
+    pages = jnp.where(position < inputs.batch.context_lens[:, None], pages, num_pages + 1)
+    places = inputs.batch._replace(token_pages=pages.reshape(-1), token_offsets=(position % case.page_size).reshape(-1))
+    shape = (num_rows * length, case.num_kv_heads, case.head_dim)
+    keys, values = inputs.keys.reshape(shape), inputs.values.reshape(shape)
+    pools = implementation.write_kv((key_pool, value_pool), keys, values, places, case.page_size)
+    return Prepared(inputs.query, pools, inputs.batch)
+
+
+def run(implementation: PagedAttention, case: Case, prepared: Prepared) -> Float[Array, "T N H"]:
+    """The step's attention, everything written already."""
+    return implementation.attend(
+        prepared.query,
+        prepared.pools,
+        prepared.batch,
+        page_size=case.page_size,
+        num_kv_heads=case.num_kv_heads,
+        scale=case.head_dim**-0.5,
+        window=case.window,
+        soft_cap=case.soft_cap,
+        decode_only=case.is_decode_only,
+        row_tile=case.row_tile,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def expected(case: Case, inputs: Inputs) -> Float[Array, "T N H"]:
+    """The reference's answer; NaN for tokens that no row owns."""
+    query, keys, values = (a.astype(jnp.float32) for a in inputs[:3])
+    settings = {"scale": case.head_dim**-0.5, "window": case.window, "soft_cap": case.soft_cap}
+    out = reference(query, keys, values, inputs.batch, **settings)
+    used = jnp.arange(case.num_tokens) < sum(length for _, length in case.rows)
+    return jnp.where(used[:, None, None], out, jnp.nan)
+
+
+def tolerance(case: Case) -> float:
+    """Rounding of the operands' type."""
+    return 2e-5 if case.dtype == "float32" else 2e-2
+
+
+def cost(case: Case) -> Cost:
+    """Keys and values that a row sees, read once for all its queries, and the queries and results; two products."""
+    seen_tokens, pairs = 0, 0
+    for context, length in case.rows:
+        visible = np.arange(context - length, context) + 1
+        window = case.window or context
+        pairs += int(np.minimum(visible, window).sum())
+        seen_tokens += min(context, window + length - 1)
+    used = sum(length for _, length in case.rows)
+    numbers = 2 * seen_tokens * case.num_kv_heads * case.head_dim + 2 * used * case.num_heads * case.head_dim
+    return Cost(numbers * jnp.dtype(case.dtype).itemsize, 4 * case.num_heads * case.head_dim * pairs)
+
+
+def sizes(case: Case) -> dict[str, int]:
+    """What implementations may refuse."""
+    names = ("num_heads", "num_kv_heads", "head_dim", "page_size")
+    return {name: getattr(case, name) for name in names}
+
+
+def dtype(case: Case) -> str:
+    """Element type of queries, keys and values."""
+    return case.dtype
+
+
+def _num_pages(case: Case) -> int:
+    """Usable pages of a case's pools: three that nobody owns beside those in use."""
+    return sum(case.row_pages()) + 3

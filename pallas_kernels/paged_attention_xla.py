@@ -45,9 +45,13 @@ class _Scoring(NamedTuple):
         return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
 
 
-def unsupported(platform: str, device_kind: str, dtype: str) -> str | None:
+name = "xla"
+writer = None
+
+
+def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
     """Runs everywhere."""
-    del platform, device_kind, dtype
+    del platform, device_kind, dtype, sizes
     return None
 
 

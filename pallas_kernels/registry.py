@@ -1,10 +1,41 @@
-"""The table of operations: for each, the modules that implement it, best first."""
+"""The table of operations: for each, what implements it, best first.
+
+An implementation is a module, or an object in one (``module:NAME``), with the operation's functions and
+``unsupported``.
+"""
 
 import importlib
-from types import ModuleType
+from typing import Any, cast
+
+from pallas_kernels.operation import Operation
 
 OPERATIONS: dict[str, dict[str, str]] = {
-    "paged_attention": {"xla": "pallas_kernels.paged_attention_xla"},
+    "int4_matmul": {
+        "triton": "pallas_kernels.int4_matmul_triton",
+        "xla": "pallas_kernels.int4_matmul_xla",
+    },
+    "grouped_matmul": {
+        "triton": "pallas_kernels.grouped_matmul_triton",
+        "xla": "pallas_kernels.grouped_matmul_xla",
+    },
+    "truncation": {
+        "triton": "pallas_kernels.truncation_triton:TRITON",
+        "xla": "pallas_kernels.truncation_xla",
+        "pallas-interpret": "pallas_kernels.truncation_triton:INTERPRETED",
+    },
+    "qkv_write": {
+        "triton": "pallas_kernels.qkv_write_triton:TRITON",
+        "xla": "pallas_kernels.qkv_write_xla",
+        "pallas-interpret": "pallas_kernels.qkv_write_triton:INTERPRETED",
+    },
+    "paged_attention": {
+        "triton": "pallas_kernels.paged_attention_triton:TRITON",
+        "mosaic": "pallas_kernels.paged_attention_mosaic:MOSAIC",
+        "jax-triton": "pallas_kernels.paged_attention_jax_triton:JAX_TRITON",
+        "xla": "pallas_kernels.paged_attention_xla",
+        "pallas-interpret": "pallas_kernels.paged_attention_triton:INTERPRET",
+        "mosaic-interpret": "pallas_kernels.paged_attention_mosaic:INTERPRET",
+    },
 }
 
 
@@ -12,33 +43,60 @@ class UnsupportedKernelError(NotImplementedError):
     """No implementation of an operation can do what was asked; the message gives every reason."""
 
 
-def select(operation: str, *, platform: str, device_kind: str, dtype: str, name: str | None = None) -> ModuleType:
+def operation(name: str) -> Operation:
+    """An operation's own file: its cases, inputs and reference.
+
+    Raises:
+        ValueError: Unknown operation.
+    """
+    _implementations(name)
+    return cast(Operation, importlib.import_module(f"pallas_kernels.{name}"))
+
+
+def select(
+    operation: str, *, platform: str, device_kind: str, dtype: str, name: str | None = None, **sizes: int
+) -> Any:
     """The implementation of an operation to use on a device.
 
-    An implementation is a module with the operation's functions and ``unsupported(platform, device_kind, dtype)``,
-    which returns the reason why it cannot run there, or None.
+    Its ``unsupported(platform, device_kind, dtype, **sizes)`` returns the reason why it cannot run there, or None.
 
     Args:
         operation: A key of ``OPERATIONS``.
         platform: JAX's platform name, such as ``cpu`` or ``gpu``.
         device_kind: The device's own name, as ``jax.Device.device_kind``.
         dtype: Element type of the operands.
-        name: Take this implementation and no other; None takes the first that can.
+        name: Take this implementation and no other; None takes the first that can and that is not only for checks
+            (an interpreted one).
+        sizes: Sizes that decide whether an implementation can; each operation's file says which.
 
     Raises:
         ValueError: Unknown operation or implementation name.
         UnsupportedKernelError: None of the candidates can run there.
     """
-    if operation not in OPERATIONS:
-        raise ValueError(f"unknown operation {operation!r}; operations: {', '.join(OPERATIONS)}")
-    table = OPERATIONS[operation]
+    table = _implementations(operation)
     if name is not None and name not in table:
         raise ValueError(f"unknown implementation {name!r} of {operation}; implementations: {', '.join(table)}")
     reasons = []
-    for candidate in table if name is None else (name,):
-        module = importlib.import_module(table[candidate])
-        reason = module.unsupported(platform, device_kind, dtype)
+    for candidate in [row for row in table if not row.endswith("interpret")] if name is None else [name]:
+        implementation = load(operation, candidate)
+        reason = implementation.unsupported(platform, device_kind, dtype, **sizes)
         if reason is None:
-            return module
+            return implementation
         reasons.append(f"{candidate}: {reason}")
-    raise UnsupportedKernelError(f"no {operation} for {dtype} on {device_kind} ({platform}): {'; '.join(reasons)}")
+    asked = "".join(f", {size}={value}" for size, value in sizes.items())
+    raise UnsupportedKernelError(
+        f"no {operation} for {dtype}{asked} on {device_kind} ({platform}): {'; '.join(reasons)}"
+    )
+
+
+def load(operation: str, name: str) -> Any:
+    """An implementation by its name, whether or not it can run here."""
+    module, _, attribute = _implementations(operation)[name].partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, attribute) if attribute else found
+
+
+def _implementations(operation: str) -> dict[str, str]:
+    if operation not in OPERATIONS:
+        raise ValueError(f"unknown operation {operation!r}; operations: {', '.join(OPERATIONS)}")
+    return OPERATIONS[operation]

@@ -6,6 +6,7 @@ Environment variables are set before JAX is imported, since its CPU backend read
 import os
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 # Threads enough for the collectives of eight virtual devices on any number of cores, and an end with a message when one
 # is stuck all the same.
@@ -31,6 +32,8 @@ import hypothesis  # noqa: E402  (after the environment that JAX reads)
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from jaxserve.config import EngineConfig  # noqa: E402
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 NUM_CPU_DEVICES = 8
 
@@ -39,6 +42,25 @@ jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
 # No test is timed; a failure found in continuous integration must come back at the next run.
 hypothesis.settings.register_profile("jaxserve", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("jaxserve")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--attention-backend``, which every engine and program of the tests then takes."""
+    parser.addoption("--attention-backend", help="run engines with this one, such as pallas-interpret")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes the backend that the command line names the engines' default."""
+    backend = config.getoption("--attention-backend")
+    if backend is None:
+        return
+    os.environ["TESTS_ATTENTION_BACKEND"] = backend
+    make = EngineConfig.__init__
+
+    def make_with_backend(self: EngineConfig, **settings: Any) -> None:
+        make(self, **{"attention_backend": backend, **settings})
+
+    EngineConfig.__init__ = make_with_backend
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

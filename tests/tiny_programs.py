@@ -1,22 +1,25 @@
 """Tiny random models laid out on virtual devices: one set of checkpoint tensors, cut up for any number of devices."""
 
 import dataclasses
-from typing import Any, cast
+import os
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxserve.engine.steps import ModelProgram
+from jaxserve.layers.attention import select_attention
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.models.weights import CheckpointNames, weight_recipes
-from pallas_kernels import PagedAttention, select
+from jaxserve.sampling.sampler import select_truncation
+from pallas_kernels import OPERATIONS
 from sharding import MeshShape, get_layout, make_mesh
 
 NUM_LAYERS = 2
-KERNEL = cast(
-    PagedAttention, cast(object, select("paged_attention", platform="cpu", device_kind="cpu", dtype="float32"))
-)
+BACKEND = os.environ.get("TESTS_ATTENTION_BACKEND")  # pytest --attention-backend
+KERNEL = select_attention(jax.devices()[0], "float32", BACKEND)
+TRUNCATION = select_truncation(jax.devices()[0], BACKEND if BACKEND in OPERATIONS["truncation"] else None)
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -51,6 +54,7 @@ def make_program(
 ) -> ModelProgram:
     """The model on the first ``tensor`` devices, with pages of 8 tokens; ``settings`` are further fields."""
     mesh = make_mesh(MeshShape(tensor=tensor))
+    settings = {"truncation": TRUNCATION} | settings
     return ModelProgram(config, mesh, get_layout(layout).on(mesh), policy, KERNEL, 8, num_pages, num_slots, **settings)
 
 

@@ -28,15 +28,12 @@ class Buckets:
     multiple: int = 1
 
     @classmethod
-    def make(
-        cls, max_num_seqs: int, max_num_batched_tokens: int, table_pages: int, min_rows: int = 1, multiple: int = 1
-    ) -> "Buckets":
+    def make(cls, max_num_seqs: int, max_num_batched_tokens: int, table_pages: int, multiple: int = 1) -> "Buckets":
         """Powers of two; from 64 tokens on also the sizes halfway, so that a third of a mixed step at most is padding.
 
         Decode rows have sizes halfway (from 16 on) only where few rows are asked for: programs are to be at most 40.
         """
         decode = _ladder(1, max_num_seqs, half_steps_from=16 if max_num_seqs <= _FEW_ROWS else max_num_seqs)
-        decode = [max(rows, min(min_rows, max_num_seqs)) for rows in decode]
         smallest = min(_SMALLEST_MIXED, max_num_batched_tokens)
         mixed = _ladder(smallest, max_num_batched_tokens, half_steps_from=64)
         decode, mixed = (tuple(sorted({_up(size, multiple) for size in sizes})) for sizes in (decode, mixed))

@@ -14,7 +14,13 @@ from checkpoints import resolve_model
 from jaxserve.config import EngineConfig
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.engine.buckets import Buckets
-from jaxserve.engine.memory import MemoryNeeds, device_memory_bytes, longest_that_fits, plan_pages
+from jaxserve.engine.memory import (
+    MemoryNeeds,
+    ask_for_gpu_memory,
+    device_memory_bytes,
+    longest_that_fits,
+    plan_pages,
+)
 from jaxserve.engine.program import ModelProgram
 from jaxserve.errors import ConfigError
 from jaxserve.layers.attention import select_attention
@@ -24,6 +30,7 @@ from jaxserve.layers.rows import ROW_TILE
 from jaxserve.models.loading import load_weights, read_model_config, resolve_dtype
 from jaxserve.models.weights import check_tensor_size
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
+from jaxserve.sampling.sampler import select_truncation
 from sharding import MeshShape, data_slices, ensure_cpu_devices, get_layout, make_mesh
 from sharding.mesh import Device
 from sharding.plan import bytes_per_device
@@ -72,13 +79,15 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     """
     directory = find_model(config)
     model = read_model_config(directory, config.hf_overrides)
+    ask_for_gpu_memory(config.gpu_memory_utilization)
     ensure_cpu_devices(config.tensor_parallel_size * config.data_parallel_size)
     mesh = make_mesh(MeshShape(data=config.data_parallel_size, tensor=config.tensor_parallel_size))
     device = mesh.devices.flat[0]
     check_tensor_size(model, config.tensor_parallel_size)
     policy = DtypePolicy.for_platform(resolve_dtype(config.dtype, model, device.platform), device.platform)
-    kernel = select_attention(device, policy.kv, config.attention_backend)
-    page_size = config.block_size or (64 if device.platform == "cpu" else 16)
+    page_size = config.block_size or 64
+    sizes = {"page_size": page_size, "head_dim": model.head_dim}
+    kernel = select_attention(device, policy.kv, config.attention_backend, **sizes)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     layout = get_layout(config.layout)
     first, *others = data_slices(mesh)
@@ -95,14 +104,16 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         logprobs_mode=config.logprobs_mode,
         processors=load_processors(config.logits_processors or []),
+        truncation=select_truncation(device, "pallas-interpret" if "interpret" in kernel.name else None),
     )
     if config.tensor_parallel_size > 1 and program.parallel.size == 1:
         raise ConfigError(f"layout {config.layout!r} does not split over {config.tensor_parallel_size} devices")
     needs = _memory_needs(program, _max_model_len(config, model), max_num_batched_tokens)
     needs, num_pages = _fit(config, needs, device, mesh.devices.size)
     programs = [dataclasses.replace(program, mesh=slice_, num_pages=num_pages) for slice_ in (first, *others)]
-    min_rows = 2 if device.platform == "cpu" and policy.weights != "float32" else 1
-    buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, needs.request_pages, min_rows, program.row_tile or 1)
+    buckets = Buckets.make(
+        max_num_seqs, max_num_batched_tokens, needs.request_pages, program.row_tile or _fewest_rows(device, policy)
+    )
     return EnginePlan(
         directory=directory,
         config=model,
@@ -113,6 +124,15 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
+
+
+def _fewest_rows(device: Device, policy: DtypePolicy) -> int:
+    """Rows that every shape has a multiple of, so that no product has one row.
+
+    XLA on CPUs makes a slow loop of such a product in a 16-bit type; on GPUs it converts whole stacks of weights for
+    it, each time.
+    """
+    return 1 if device.platform == "cpu" and policy.weights == "float32" else 2
 
 
 def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...]:

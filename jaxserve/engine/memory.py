@@ -12,6 +12,8 @@ from sharding.mesh import Device
 GIB = 1 << 30
 _CPU_POOL_BYTES = GIB
 _RESERVE_BYTES = {"cpu": 256 << 20, "gpu": 1 << 30}
+_SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_USUAL_SHARE = 0.75
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,12 +71,23 @@ class MemoryLedger:
         )
 
 
+def ask_for_gpu_memory(share: float) -> None:
+    """Lets JAX take this share of each GPU's memory, unless the environment says otherwise.
+
+    JAX takes its share all at once when its backend starts, three quarters by itself, and hands out none beyond it;
+    to a backend that runs already this comes too late, and the engine uses what that has taken.
+    """
+    if not any(os.environ.get(name) for name in _SHARE_VARIABLES):
+        os.environ[_SHARE_VARIABLES[0]] = str(share)
+
+
 def device_memory_bytes(device: Device) -> int:
-    """Memory of a device: what the platform reports, or for a CPU the machine's or the container's."""
+    """Memory of a device, all of it: what the platform reports, or for a CPU the machine's or the container's."""
     if device.platform != "cpu":
         stats = device.memory_stats()
         if stats and "bytes_limit" in stats:
-            return stats["bytes_limit"]
+            share = next((float(os.environ[name]) for name in _SHARE_VARIABLES if os.environ.get(name)), _USUAL_SHARE)
+            return int(stats["bytes_limit"] / share)
         raise MemoryPlanError(f"{device.device_kind} does not report its memory; give kv_cache_memory_bytes")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):

@@ -19,7 +19,7 @@ Struct = jax.ShapeDtypeStruct
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Which parameters, by their place in the module's flat order, share an argument; a group of one is that parameter."""
+    """Which parameters, by their place in the module's flat order, share an argument; one alone is itself."""
 
     groups: tuple[tuple[int, ...], ...]
 

@@ -17,8 +17,9 @@ from jaxserve.models.causal_lm import AbstractModel, abstract_model
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from jaxserve.sampling.logprobs import MAX_LOGPROBS
 from jaxserve.sampling.penalties import MAX_TRACKED, SlotTables
-from jaxserve.sampling.sampler import SamplerSettings
+from jaxserve.sampling.sampler import SamplerSettings, select_truncation
 from pallas_kernels import PagedAttention
+from pallas_kernels.truncation import Truncation
 from sharding import ShardingLayout
 from sharding.plan import bytes_per_device
 
@@ -55,6 +56,7 @@ class ModelProgram:
         max_logprobs: Most alternatives a request can ask for with each token.
         logprobs_mode: What is reported as logprobs; one of ``LOGPROBS_MODES``.
         processors: The engine's own changes to logits.
+        truncation: Implementation of min-p, top-k and top-p; None takes the best for the mesh's devices.
     """
 
     config: ModelConfig
@@ -69,12 +71,14 @@ class ModelProgram:
     max_logprobs: int = MAX_LOGPROBS
     logprobs_mode: str = LOGPROBS_MODES[0]
     processors: tuple[LogitsProcessor, ...] = ()
+    truncation: Truncation | None = None
 
     @property
     def sampler(self) -> SamplerSettings:
         """What is fixed about sampling."""
         assert self.logprobs_mode in LOGPROBS_MODES, self.logprobs_mode
-        return SamplerSettings(self.max_logprobs, self.logprobs_mode, self.processors)
+        truncation = self.truncation or select_truncation(self.mesh.devices.flat[0])
+        return SamplerSettings(self.max_logprobs, self.logprobs_mode, self.processors, truncation)
 
     @functools.cached_property
     def arguments(self) -> dict[str, float]:

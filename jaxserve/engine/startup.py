@@ -89,7 +89,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     tokenizer = find_tokenizer(config, plan.directory)
     check_parsers(config)
     check_weights(plan.directory, plan.config, plan.programs[0].parallel.size)
-    use_compilation_cache(config.compilation_cache_dir)
+    use_compilation_cache(config.compilation_cache_dir, plan.programs[0].mesh.devices.flat[0])
     _log_choices(plan)
     resident_before = resident_bytes()
     runners, steps, load_s, compile_s = _make_runners(plan)
@@ -161,7 +161,7 @@ def _log_choices(plan: EnginePlan) -> None:
         len(plan.programs),
         program.mesh.devices.size,
         program.layout.name,
-        getattr(program.kernel, "__name__", "?").rsplit(".", 1)[-1],
+        program.kernel.name,
         program.page_size,
         len(plan.buckets.shapes()),
     )

@@ -4,6 +4,7 @@ import dataclasses
 from typing import NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -11,8 +12,8 @@ from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.norm import RMSNorm, split_mean_squares
 from jaxserve.layers.parallel import DtypePolicy, Parallel
-from jaxserve.layers.rope import apply_rope
 from pallas_kernels import AttentionBatch, PagedAttention, select
+from pallas_kernels.qkv_write import Heads, QkNorms, Rotation, split_heads
 from sharding.mesh import Device
 
 Pools = tuple[jax.Array, jax.Array]
@@ -36,9 +37,11 @@ class AttentionSettings:
     row_tile: int | None = None
 
 
-def select_attention(device: Device, dtype: str, name: str | None = None) -> PagedAttention:
+def select_attention(device: Device, dtype: str, name: str | None = None, **sizes: int) -> PagedAttention:
     """The implementation of paged attention for a device and a type of KV pages; see ``pallas_kernels.select``."""
-    found = select("paged_attention", platform=device.platform, device_kind=device.device_kind, dtype=dtype, name=name)
+    found = select(
+        "paged_attention", platform=device.platform, device_kind=device.device_kind, dtype=dtype, name=name, **sizes
+    )
     return cast(PagedAttention, found)
 
 
@@ -49,14 +52,6 @@ class AttentionInputs(NamedTuple):
     num_tokens: Int[Array, ""]
     cos: Float[Array, "T half"]
     sin: Float[Array, "T half"]
-
-
-class Heads(NamedTuple):
-    """Queries, keys and values of tokens, by head."""
-
-    query: Float[Array, "T N H"]
-    key: Float[Array, "T K H"]
-    value: Float[Array, "T K H"]
 
 
 class Attention(nnx.Module):
@@ -92,29 +87,43 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(q_width, eps=config.norm_eps, policy=policy, axis="q_heads")
             self.k_norm = RMSNorm(k_width, eps=config.norm_eps, policy=policy, axis="kv_heads")
 
-    def heads(self, x: Float[Array, "T D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]) -> Heads:
-        """Queries, keys and values of tokens, normed and rotated."""
-        num_tokens = x.shape[0]
-        q_width, k_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+    def project(self, x: Float[Array, "T D"]) -> Float[Array, "T width"]:
+        """Queries, keys and values of tokens, each with its heads one behind the other."""
         qkv = self.qkv(x)
-        query, key, value = qkv[:, :q_width], qkv[:, q_width : q_width + k_width], qkv[:, q_width + k_width :]
-        if self.qk_norm == "width":
-            query_square, key_square = split_mean_squares(query, key, self.mesh_axis)
-            query, key = self.q_norm.scaled(query, query_square), self.k_norm.scaled(key, key_square)
-        query, key, value = (a.reshape(num_tokens, -1, self.head_dim) for a in (query, key, value))
-        if self.qk_norm == "head":
-            query, key = self.q_norm(query), self.k_norm(key)
-        if self.is_rotated:
-            query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
-        return Heads(query, key, value)
+        if self.qk_norm != "width":
+            return qkv
+        q_width, k_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        query, key, value = jnp.split(qkv, [q_width, q_width + k_width], axis=1)
+        query_square, key_square = split_mean_squares(query, key, self.mesh_axis)
+        return jnp.concatenate(
+            [self.q_norm.scaled(query, query_square), self.k_norm.scaled(key, key_square), value], axis=1
+        )
+
+    def heads(self, qkv: Float[Array, "T width"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]) -> Heads:
+        """What was projected, by head, normed and rotated."""
+        return split_heads(qkv, self._rotation(cos, sin), self._head_norms(), self.num_heads, self.num_kv_heads)
+
+    def write_projected(
+        self, qkv: Float[Array, "T width"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
+    ) -> tuple[Float[Array, "T N H"], Pools]:
+        """Queries, and this layer's pools with the step's keys and values, by the kernel's own writer."""
+        return settings.kernel.writer.write(
+            qkv,
+            pools,
+            inputs.batch,
+            rotation=self._rotation(inputs.cos, inputs.sin),
+            norms=self._head_norms(),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            page_size=settings.page_size,
+        )
 
     def attend(
-        self, heads: Heads, pools: Pools, batch: AttentionBatch, settings: AttentionSettings
-    ) -> tuple[Float[Array, "T N H"], Pools]:
-        """What each head attends to, and this layer's pools with the step's keys and values written."""
-        pools = settings.kernel.write_kv(pools, heads.key, heads.value, batch, settings.page_size)
-        attended = settings.kernel.attend(
-            heads.query,
+        self, query: Float[Array, "T N H"], pools: Pools, batch: AttentionBatch, settings: AttentionSettings
+    ) -> Float[Array, "T N H"]:
+        """What each head attends to, in pools that have the step's keys and values already."""
+        return settings.kernel.attend(
+            query,
             pools,
             batch,
             page_size=settings.page_size,
@@ -125,8 +134,15 @@ class Attention(nnx.Module):
             decode_only=settings.decode_only,
             row_tile=settings.row_tile,
         )
-        return attended, pools
 
     def output(self, attended: Float[Array, "T N H"]) -> Float[Array, "T D"]:
         """All heads together, projected."""
         return self.out(attended.reshape(attended.shape[0], -1))
+
+    def _rotation(self, cos: Float[Array, "T half"], sin: Float[Array, "T half"]) -> Rotation | None:
+        return (cos, sin) if self.is_rotated else None
+
+    def _head_norms(self) -> QkNorms | None:
+        if self.qk_norm != "head":
+            return None
+        return QkNorms(self.q_norm.weight[...], self.k_norm.weight[...], self.q_norm.eps)

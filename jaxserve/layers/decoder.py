@@ -3,12 +3,13 @@
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings, Heads, Pools
+from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings, Pools
 from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import DtypePolicy, Parallel
 from jaxserve.layers.rows import map_rows
+from pallas_kernels.qkv_write import Heads
 
 
 class DecoderLayer(nnx.Module):
@@ -27,14 +28,26 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "T D"], Pools]:
         """The residual stream behind this layer, and the layer's pools with the step's keys and values written."""
         num_tokens, tile = inputs.num_tokens, settings.row_tile
-        heads = map_rows(self._before_attention, (x, inputs.cos, inputs.sin), num_tokens, tile)
-        attended, pools = self.attention.attend(heads, pools, inputs.batch, settings)
+        query, pools = self._written(x, pools, inputs, settings)
+        attended = self.attention.attend(query, pools, inputs.batch, settings)
         return map_rows(self._after_attention, (x, attended), num_tokens, tile), pools
 
-    def _before_attention(
-        self, x: Float[Array, "T D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
-    ) -> Heads:
-        return self.attention.heads(x if self.norm_after else self.attention_norm(x), cos, sin)
+    def _written(
+        self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
+    ) -> tuple[Float[Array, "T N H"], Pools]:
+        """Queries, and the layer's pools with the step's keys and values: in one kernel where there is one."""
+        num_tokens, tile = inputs.num_tokens, settings.row_tile
+        if settings.kernel.writer is not None:
+            qkv = map_rows(self._projected, (x,), num_tokens, tile)
+            return self.attention.write_projected(qkv, pools, inputs, settings)
+        heads = map_rows(self._heads, (x, inputs.cos, inputs.sin), num_tokens, tile)
+        return heads.query, settings.kernel.write_kv(pools, heads.key, heads.value, inputs.batch, settings.page_size)
+
+    def _projected(self, x: Float[Array, "T D"]) -> Float[Array, "T width"]:
+        return self.attention.project(x if self.norm_after else self.attention_norm(x))
+
+    def _heads(self, x: Float[Array, "T D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]) -> Heads:
+        return self.attention.heads(self._projected(x), cos, sin)
 
     def _after_attention(self, x: Float[Array, "T D"], attended: Float[Array, "T N H"]) -> Float[Array, "T D"]:
         branch = self.attention.output(attended)

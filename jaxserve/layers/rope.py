@@ -32,22 +32,6 @@ def rope_cos_sin(
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def apply_rope(x: Float[Array, "T N H"], cos: Float[Array, "T R"], sin: Float[Array, "T R"]) -> Float[Array, "T N H"]:
-    """Turns the leading 2 R features of every head, in float32, and returns them in the type of ``x``.
-
-    Args:
-        x: Queries or keys.
-        cos: From :func:`rope_cos_sin`.
-        sin: From :func:`rope_cos_sin`.
-    """
-    half = cos.shape[-1]
-    first = x[..., :half].astype(jnp.float32)
-    second = x[..., half : 2 * half].astype(jnp.float32)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    turned = [(first * cos - second * sin).astype(x.dtype), (second * cos + first * sin).astype(x.dtype)]
-    return jnp.concatenate([*turned, x[..., 2 * half :]], axis=-1)
-
-
 def attention_factor(config: RopeConfig) -> float:
     """What cosines and sines are multiplied by: as configured, else as the papers of yarn and longrope derive it."""
     if config.attention_factor is not None:

@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 MAX_LOGPROBS = 20
+_BLOCK = 256
 
 
 class TokenLogprobs(NamedTuple):
@@ -46,7 +47,9 @@ def token_logprobs(
     chosen = jnp.take_along_axis(scores, tokens[:, None], axis=1)
     ranks = 1 + jnp.sum(scores > chosen, axis=1, dtype=jnp.int32)
     count = min(max_logprobs, scores.shape[1])
-    top, top_ids = lax.top_k(scores, count)
+    top, top_ids = lax.platform_dependent(
+        scores, cpu=lambda x: tuple(lax.top_k(x, count)), default=lambda x: top_by_blocks(x, count)
+    )
     tracked = jnp.take_along_axis(scores, tracked_ids, axis=1)
     if is_normalized:
         best = scores.max(1, keepdims=True)
@@ -55,6 +58,24 @@ def token_logprobs(
     padding = ((0, 0), (0, max_logprobs - count))
     top = jnp.pad(top, padding, constant_values=-jnp.inf)
     return TokenLogprobs(chosen[:, 0], ranks, jnp.pad(top_ids, padding), top, tracked)
+
+
+def top_by_blocks(scores: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R count"], Int[Array, "R count"]]:
+    """The largest of each row and where they are, as ``lax.top_k`` gives them, without sorting the row.
+
+    The largest ``count`` lie in the ``count`` blocks with the largest maxima, the first where some are equal.
+    """
+    rows, size = scores.shape
+    if count * _BLOCK >= size:
+        top, ids = lax.top_k(scores, count)
+        return top, ids
+    padded = jnp.pad(scores, ((0, 0), (0, -size % _BLOCK)), constant_values=-jnp.inf)
+    blocks = padded.reshape(rows, -1, _BLOCK)
+    chosen = jnp.sort(lax.top_k(blocks.max(2), count)[1], axis=1)
+    candidates = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(rows, -1)
+    top, places = lax.top_k(candidates, count)
+    ids = jnp.take_along_axis(chosen, places // _BLOCK, axis=1) * _BLOCK + places % _BLOCK
+    return top, ids
 
 
 def no_logprobs(num_rows: int, max_logprobs: int, num_tracked: int) -> TokenLogprobs:

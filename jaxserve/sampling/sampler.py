@@ -6,7 +6,7 @@ rows.
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,7 +17,9 @@ from jaxserve.sampling.draw import broken_rows, draw, likeliest
 from jaxserve.sampling.logits_processors import LogitsProcessor
 from jaxserve.sampling.logprobs import MAX_LOGPROBS, TokenLogprobs, no_logprobs, token_logprobs
 from jaxserve.sampling.penalties import SamplerInputs, SlotTables, adjust
-from jaxserve.sampling.truncation import truncation_floor
+from pallas_kernels import select, truncation_xla
+from pallas_kernels.truncation import Truncation
+from sharding.mesh import Device
 
 VARIANTS = ("greedy", "sampled", "full")
 NO_TOKEN = -1
@@ -35,11 +37,13 @@ class SamplerSettings:
         logprobs_mode: One of ``LOGPROBS_MODES``: of the model's own logits (raw), or of those the token was chosen by,
             behind masks, bias, processors, penalties, temperature and truncation (processed).
         processors: The engine's own changes to logits.
+        truncation: Implementation of min-p, top-k and top-p.
     """
 
     max_logprobs: int = MAX_LOGPROBS
     logprobs_mode: str = LOGPROBS_MODES[0]
     processors: tuple[LogitsProcessor, ...] = ()
+    truncation: Truncation = truncation_xla
 
     @property
     def is_normalized(self) -> bool:
@@ -50,6 +54,12 @@ class SamplerSettings:
     def is_processed(self) -> bool:
         """Whether the logits the token was chosen by are reported, and not the model's own."""
         return self.logprobs_mode.startswith("processed")
+
+
+def select_truncation(device: Device, name: str | None = None) -> Truncation:
+    """The implementation of truncation for a device; see ``pallas_kernels.select``."""
+    found = select("truncation", platform=device.platform, device_kind=device.device_kind, dtype="float32", name=name)
+    return cast(Truncation, found)
 
 
 def sample(
@@ -80,7 +90,11 @@ def sample(
     best = likeliest(adjusted)
     best = jnp.where(broken_rows(adjusted, best), NO_TOKEN, best)
     no_floor = jnp.full(len(logits), -jnp.inf)
-    tokens, floor = _choose(is_greedy, lambda: (best, no_floor), lambda: _sampled(adjusted, inputs, best))
+
+    def sampled() -> tuple[Int[Array, " R"], Float[Array, " R"]]:
+        return _sampled(adjusted, inputs, best, settings.truncation)
+
+    tokens, floor = _choose(is_greedy, lambda: (best, no_floor), sampled)
 
     def logprobs() -> TokenLogprobs:
         tracked_ids = tables.tracked_ids.at[inputs.slots].get(mode="clip")
@@ -103,12 +117,12 @@ def _choose(condition: bool | Array, yes: Callable[[], Chosen], no: Callable[[],
 
 
 def _sampled(
-    logits: Float[Array, "R V"], inputs: SamplerInputs, best: Int[Array, " R"]
+    logits: Float[Array, "R V"], inputs: SamplerInputs, best: Int[Array, " R"], truncation: Truncation
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
     """A random token for rows with a temperature, the likeliest for the others; and the lowest score each row kept."""
     scores = _scaled(logits, inputs)
     weights = jnp.exp(scores - scores.max(1, keepdims=True))
-    floor = truncation_floor(scores, weights, inputs.top_k, inputs.top_p, inputs.min_p)
+    floor = truncation.floor(scores, inputs.top_k, inputs.top_p, inputs.min_p)
     drawn, weight = draw(jnp.where(scores >= floor[:, None], weights, 0.0), inputs.seeds, inputs.positions)
     drawn = jnp.where((best >= 0) & (weight > 0), drawn, NO_TOKEN)
     is_random = inputs.temperature > 0

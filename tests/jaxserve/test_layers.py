@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve.layers.attention import Attention, AttentionSettings
+from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings
+from jaxserve.layers.decoder import DecoderLayer
 from jaxserve.layers.embedding import VocabEmbedding
 from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear, project
 from jaxserve.layers.mlp import ACTIVATIONS, GatedMLP
@@ -19,7 +20,8 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.norm import RMSNorm, split_mean_squares
 from jaxserve.layers.parallel import DtypePolicy, Parallel
 from jaxserve.layers.rope import rope_cos_sin
-from pallas_kernels import AttentionBatch
+from pallas_kernels import AttentionBatch, PagedAttention
+from pallas_kernels.registry import load
 from sharding import MeshShape, get_layout, make_mesh
 from tests.tiny_programs import KERNEL, tiny_config
 
@@ -257,9 +259,10 @@ def attend(module: Attention, x: np.ndarray, config: ModelConfig) -> jax.Array:
     rotation = rope_cos_sin(config.rope, positions, jnp.full(length, length))
     specs = KERNEL.pool_specs(3, 8, module.num_kv_heads, config.head_dim)
     pools = (jnp.zeros(specs[0].shape), jnp.zeros(specs[1].shape))
-    heads = module.heads(jnp.asarray(x), *rotation)
-    settings = AttentionSettings(KERNEL, 8, decode_only=False)
-    return module.output(module.attend(heads, pools, one_row(length), settings)[0])
+    settings, batch = AttentionSettings(KERNEL, 8, decode_only=False), one_row(length)
+    heads = module.heads(module.project(jnp.asarray(x)), *rotation)
+    pools = KERNEL.write_kv(pools, heads.key, heads.value, batch, 8)
+    return module.output(module.attend(heads.query, pools, batch, settings))
 
 
 def exact_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -333,6 +336,30 @@ def test_attention_split(changes: dict[str, Any]) -> None:
     x = random(8, 19, config.hidden_size)
     found = call_split(split, lambda module: attend(module, x, config), size)
     np.testing.assert_allclose(found, attend(whole, x, config), rtol=1e-4, atol=5e-5)
+
+
+def decode(layer: DecoderLayer, x: np.ndarray, config: ModelConfig, kernel: PagedAttention, tile: int | None) -> Any:
+    """A decoder layer's output for one prompt."""
+    length = len(x)
+    cos, sin = rope_cos_sin(config.rope, jnp.arange(length), jnp.full(length, length))
+    inputs = AttentionInputs(one_row(length), jnp.int32(length), cos, sin)
+    pools = tuple(jnp.zeros(spec.shape) for spec in kernel.pool_specs(3, 8, config.num_kv_heads, config.head_dim))
+    settings = AttentionSettings(kernel, 8, decode_only=False, row_tile=tile)
+    return layer(jnp.asarray(x), (pools[0], pools[1]), inputs, settings)[0]
+
+
+@pytest.mark.parametrize("tile", [None, 8])
+@pytest.mark.parametrize("case", ["bias", "norm_of_heads", "norm_of_width", "no_rotation"])
+def test_a_kernel_that_writes_from_the_projection_changes_nothing(case: str, tile: int | None) -> None:
+    """Norm, rotation and write in one kernel, against the layer's own."""
+    config = tiny_config(**ATTENTIONS[case])
+    layer = DecoderLayer(config, 0, parallel=Parallel(), policy=POLICY)
+    randomize(layer)
+    fused = load("paged_attention", "pallas-interpret")
+    assert KERNEL.writer is None and fused.writer is not None
+    x = random(9, 16, config.hidden_size)
+    expected = decode(layer, x, config, KERNEL, tile)
+    np.testing.assert_allclose(decode(layer, x, config, fused, tile), expected, rtol=1e-4, atol=5e-5)
 
 
 def test_policies() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxserve.layers.model_config import RopeConfig, RopeKind
-from jaxserve.layers.rope import apply_rope, rope_cos_sin
+from jaxserve.layers.rope import rope_cos_sin
+from pallas_kernels.qkv_write import apply_rope
 
 FACTORS = tuple(1.0 + 0.7 * i for i in range(32))
 LONGROPE: dict[str, dict[str, Any]] = {

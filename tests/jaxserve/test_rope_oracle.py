@@ -17,8 +17,9 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding  # noqa: 
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as phi3_apply  # noqa: E402
 
 from jaxserve.layers.model_config import ModelConfig, RopeConfig  # noqa: E402
-from jaxserve.layers.rope import apply_rope, attention_factor, rope_cos_sin  # noqa: E402
+from jaxserve.layers.rope import attention_factor, rope_cos_sin  # noqa: E402
 from jaxserve.models.registry import config_from_hf  # noqa: E402
+from pallas_kernels.qkv_write import apply_rope  # noqa: E402
 
 SIZES = {
     "hidden_size": 256,

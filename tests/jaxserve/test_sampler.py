@@ -1,5 +1,6 @@
 """What truncation keeps, how tokens are distributed, and that a row knows nothing of its neighbours."""
 
+import dataclasses
 import re
 from functools import cache
 
@@ -14,9 +15,10 @@ from jaxserve.config_checks import LOGPROBS_MODES
 from jaxserve.sampling import draw
 from jaxserve.sampling.logprobs import MAX_LOGPROBS, token_logprobs
 from jaxserve.sampling.penalties import SamplerInputs
-from jaxserve.sampling.sampler import NO_TOKEN, VARIANTS, SamplerSettings, sample
-from jaxserve.sampling.truncation import truncation_floor
+from jaxserve.sampling.sampler import NO_TOKEN, VARIANTS, SamplerSettings, sample, select_truncation
+from pallas_kernels import truncation_xla
 from tests.sampler_rows import call_sample, empty_tables, inputs_for, mask_of, take
+from tests.tiny_programs import make_program, tiny_config
 
 MARGIN = 1e-5  # of the kept mass: what float32 sums may be off by
 SETTINGS = [  # top_k, top_p, min_p
@@ -44,8 +46,7 @@ SETTINGS = [  # top_k, top_p, min_p
 @jax.jit
 def truncate(scores: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
     """The tokens each row keeps."""
-    weights = jnp.exp(scores - scores.max(1, keepdims=True))
-    return scores >= truncation_floor(scores, weights, top_k, top_p, min_p)[:, None]
+    return scores >= truncation_xla.floor(scores, top_k, top_p, min_p)[:, None]
 
 
 def settings_arrays(settings: list[tuple[int, float, float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -265,6 +266,19 @@ def test_a_row_knows_nothing_of_its_batch_mates(vocab_size: int, variant: str) -
         for rows in np.split(order, range(size, len(order), size)):
             some = call_sample(logits[rows], take(inputs, rows), mask[rows], variant=variant)[0]
             np.testing.assert_array_equal(some, whole[rows], err_msg=f"{size} rows a batch")
+
+
+def test_a_program_takes_truncation_by_its_devices_or_as_it_is_told() -> None:
+    """Tokens are the same, as far as sums agree on where top-p cuts."""
+    kernel = select_truncation(jax.devices()[0], "pallas-interpret")
+    program = make_program(tiny_config())
+    assert program.sampler == SamplerSettings(truncation=truncation_xla)
+    settings = dataclasses.replace(program, truncation=kernel).sampler
+    assert settings.truncation is kernel
+    logits, inputs, mask = mixed_rows(5000)
+    expected = call_sample(logits, inputs, mask, variant="sampled")[0]
+    found = call_sample(logits, inputs, mask, variant="sampled", settings=settings)[0]
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("top_k", [0, 20])

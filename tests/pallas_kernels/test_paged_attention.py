@@ -1,135 +1,106 @@
-"""Every implementation of paged attention against the reference, over all cases."""
+"""Every implementation of paged attention that runs on a CPU, where ``test_kernels.py`` does not look."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import OPERATIONS, AttentionBatch, UnsupportedKernelError, select
-from pallas_kernels.paged_attention import CASES, Case, reference
+from pallas_kernels import paged_attention as op
+from pallas_kernels.decode_attention_triton import decode_attention
+from pallas_kernels.paged_attention import CASES, Case, PagedAttention
+from pallas_kernels.paged_attention_pages import decode_splits
+from pallas_kernels.paged_attention_triton import INTERPRET, TRITON
+from pallas_kernels.prefill_attention_triton import block_map
+from pallas_kernels.registry import OPERATIONS, load
+
+NAMES = [
+    name
+    for name in OPERATIONS["paged_attention"]
+    if load("paged_attention", name).unsupported("cpu", "cpu", "float32") is None
+]
+FAST = ["xla", "pallas-interpret"]  # others have files of their own
 
 
-def make_step(case: Case, seed: int, spare_rows: int = 2, spare_tokens: int = 3):
-    """Random keys, values and queries of a case, its pages shuffled, with empty rows and padding tokens behind."""
-    rng = np.random.default_rng(seed)
-    num_rows = len(case.rows) + spare_rows
-    contexts = np.array([context for context, _ in case.rows] + [0] * spare_rows, np.int32)
-    queries = np.array([query for _, query in case.rows] + [0] * spare_rows, np.int32)
-    num_decode = sum(query == 1 for query in queries[: len(case.rows)])
-    longest = int(contexts.max())
-    width = -(-longest // case.page_size) + 2
-    needed = sum(-(-int(c) // case.page_size) for c in contexts)
-    num_pages = needed + 3
-    order = list(rng.permutation(num_pages))
-    table = np.full((num_rows, width), num_pages, np.int32)
-    for row, context in enumerate(contexts):
-        count = -(-int(context) // case.page_size)
-        table[row, :count] = [order.pop() for _ in range(count)]
-    starts = np.concatenate([[0], np.cumsum(queries)[:-1]]).astype(np.int32)
-    num_tokens = max(int(queries.sum()) + spare_tokens, num_rows)
-    pages = np.full(num_tokens, num_pages + 1, np.int32)
-    offsets = np.zeros(num_tokens, np.int32)
-    for row in range(len(case.rows)):
-        for j in range(queries[row]):
-            position = contexts[row] - queries[row] + j
-            pages[starts[row] + j] = table[row, position // case.page_size]
-            offsets[starts[row] + j] = position % case.page_size
-    fields = (table, contexts, starts, queries, num_decode, len(case.rows), pages, offsets, 0)
-    batch = AttentionBatch(*(jnp.asarray(field, jnp.int32) for field in fields))
-    shape = (num_rows, max(longest, 1), case.num_kv_heads, case.head_dim)
-    keys, values = (rng.standard_normal(shape, dtype=np.float32) for _ in range(2))
-    query = rng.standard_normal((num_tokens, case.num_heads, case.head_dim), dtype=np.float32)
-    return batch, query, keys, values, num_pages
+@pytest.fixture(params=FAST)
+def module(request) -> PagedAttention:
+    return load("paged_attention", request.param)
 
 
-def fill_pools(module, case: Case, batch: AttentionBatch, keys, values, num_pages: int, poison: float):
-    """Pools with every token before this step's written, and pages nobody owns poisoned."""
-    specs = module.pool_specs(num_pages, case.page_size, case.num_kv_heads, case.head_dim)
-    pools = tuple(jnp.zeros(spec.shape, jnp.float32).at[:num_pages].set(poison) for spec in specs)
-    table, contexts, lens = (np.asarray(a) for a in (batch.page_table, batch.context_lens, batch.query_lens))
-    owners = [(r, s) for r in range(len(contexts)) for s in range(contexts[r] - lens[r])]
-    owned = np.unique(table[table < num_pages])
-    pools = tuple(pool.at[owned].set(0.0) for pool in pools)
-    if owners:
-        rows, positions = (np.array(a) for a in zip(*owners, strict=True))
-        pages = table[rows, positions // case.page_size]
-        before = batch._replace(token_pages=jnp.asarray(pages), token_offsets=jnp.asarray(positions % case.page_size))
-        pools = module.write_kv(
-            pools, jnp.asarray(keys[rows, positions]), jnp.asarray(values[rows, positions]), before, case.page_size
-        )
-    return pools
+def answer(module: PagedAttention, case: Case, prepared: op.Prepared) -> np.ndarray:
+    return np.asarray(jax.jit(functools.partial(op.run, module, case))(prepared), np.float32)
 
 
-@pytest.mark.parametrize("name", OPERATIONS["paged_attention"])
-@pytest.mark.parametrize("case_name", CASES)
-def test_matches_reference(name, case_name):
+def assert_near(found: np.ndarray, expected, tolerance: float = 2e-5) -> None:
+    expected = np.asarray(expected)
+    counts = ~np.isnan(expected)
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found[counts], expected[counts], atol=tolerance * np.abs(expected[counts]).max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_is_what_the_engine_calls(name):
+    module = load("paged_attention", name)
+    assert isinstance(module, PagedAttention)
+    assert module.name == name
+    hash(module)
+
+
+@pytest.mark.parametrize("case_name", ["edges", "window", "head_of_80", "chunk_inside_a_page"])
+def test_one_by_one_it_is_the_same(module, case_name):
+    case = CASES[case_name]._replace(row_tile=8)
+    inputs = op.make_inputs(case, jax.random.key(2))
+    assert_near(answer(module, case, op.prepare(module, case, inputs)), op.expected(case, inputs))
+
+
+@pytest.mark.parametrize("case_name", ["edges", "longer_decode"])
+def test_decode_rows_in_a_step_for_chunks(module, case_name):
+    """As many tokens as in a mixed step, and the program of one, but no chunk in it."""
     case = CASES[case_name]
-    module = select("paged_attention", platform="cpu", device_kind="cpu", dtype="float32", name=name)
-    batch, query, keys, values, num_pages = make_step(case, seed=len(case_name))
-    pools = fill_pools(module, case, batch, keys, values, num_pages, poison=float("nan"))
-    starts, lens, contexts = (np.asarray(a) for a in (batch.query_starts, batch.query_lens, batch.context_lens))
-    new = np.zeros((query.shape[0], 2, case.num_kv_heads, case.head_dim), np.float32)
-    for row in range(len(case.rows)):
-        span = slice(contexts[row] - lens[row], contexts[row])
-        new[starts[row] : starts[row] + lens[row]] = np.stack([keys[row, span], values[row, span]], 1)
-    settings = {"scale": 0.3, "window": case.window, "soft_cap": case.soft_cap}
-    modes = [(False, None), (False, 8)] + ([(True, None)] if all(q == 1 for _, q in case.rows) else [])
-    expected = reference(jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), batch, **settings)
-    for decode_only, row_tile in modes:
-        tokens = batch.context_lens.shape[0] if decode_only else query.shape[0]
-        trimmed = batch._replace(token_pages=batch.token_pages[:tokens], token_offsets=batch.token_offsets[:tokens])
-
-        @jax.jit
-        def step(pools, query, new, batch, decode_only=decode_only, row_tile=row_tile):
-            pools = module.write_kv(pools, new[:, 0], new[:, 1], batch, case.page_size)
-            out = module.attend(
-                query,
-                pools,
-                batch,
-                page_size=case.page_size,
-                num_kv_heads=case.num_kv_heads,
-                decode_only=decode_only,
-                row_tile=row_tile,
-                **settings,
-            )
-            return pools, out
-
-        _, out = step(pools, jnp.asarray(query[:tokens]), jnp.asarray(new[:tokens]), trimmed)
-        used = sum(q for _, q in case.rows)
-        np.testing.assert_allclose(np.asarray(out)[:used], np.asarray(expected)[:used], atol=2e-5)
-        assert np.isfinite(np.asarray(out)).all()
+    inputs = op.make_inputs(case, jax.random.key(3))
+    query, pools, batch = op.prepare(module, case, inputs)
+    query = jnp.pad(query, ((0, 5), (0, 0), (0, 0)))
+    settings = {"scale": case.head_dim**-0.5, "window": None, "soft_cap": None, "decode_only": False}
+    sizes = {"page_size": case.page_size, "num_kv_heads": case.num_kv_heads}
+    found = np.asarray(jax.jit(functools.partial(module.attend, **sizes, **settings))(query, pools, batch))
+    assert np.isfinite(found).all()
+    assert_near(found[: case.num_tokens], op.expected(case, inputs))
 
 
-@pytest.mark.parametrize("name", OPERATIONS["paged_attention"])
+def test_writes_a_steps_tokens_where_they_belong(module):
+    case = CASES["mixed"]
+    inputs = op.make_inputs(case, jax.random.key(4))
+    query, pools, batch = op.prepare(module, case, inputs)
+    tokens = np.zeros((2, case.num_tokens, case.num_kv_heads, case.head_dim), np.float32)
+    for row, (context, length) in enumerate(case.rows):
+        first = int(batch.query_starts[row])
+        for side, dense in enumerate((inputs.keys, inputs.values)):
+            tokens[side, first : first + length] = np.asarray(dense)[row, context - length : context]
+    emptied = module.write_kv(pools, *jnp.zeros_like(tokens), batch, case.page_size)
+    written = module.write_kv(emptied, *jnp.asarray(tokens), batch, case.page_size)
+    expected = op.expected(case, inputs)
+    assert_near(answer(module, case, op.Prepared(query, written, batch)), expected)
+    used = ~np.isnan(np.asarray(expected))
+    assert np.abs(answer(module, case, op.Prepared(query, emptied, batch)) - expected)[used].max() > 0.1
+
+
 @pytest.mark.parametrize("num_shared", [0, 1, 7, 8, 15])
-def test_pages_that_all_rows_begin_with_are_read_as_well_together(name, num_shared):
+def test_pages_that_all_rows_begin_with_are_read_as_well_together(module, num_shared):
     """Twelve rows, so that they are many; with 16 tokens a page a tile has eight pages."""
-    module = select("paged_attention", platform="cpu", device_kind="cpu", dtype="float32", name=name)
-    case = Case(rows=tuple((250 + 5 * i, 1) for i in range(12)))
-    batch, query, keys, values, num_pages = make_step(case, seed=3, spare_rows=4, spare_tokens=4)
-    table = np.array(batch.page_table)
-    table[:12, :num_shared] = table[0, :num_shared]
-    keys[:, : num_shared * 16], values[:, : num_shared * 16] = (
-        keys[:1, : num_shared * 16],
-        values[:1, : num_shared * 16],
-    )
-    batch = batch._replace(page_table=jnp.asarray(table), query_lens=jnp.zeros_like(batch.query_lens))
-    pools = fill_pools(module, case, batch, keys, values, num_pages, poison=float("nan"))
-    batch = batch._replace(query_lens=jnp.asarray([1] * 12 + [0] * 4, jnp.int32))
-    settings = {"scale": 0.3, "window": None, "soft_cap": None}
-    expected = reference(jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), batch, **settings)
-    shared = batch._replace(num_shared_pages=jnp.int32(num_shared))
-    out = module.attend(
-        jnp.asarray(query), pools, shared, page_size=16, num_kv_heads=case.num_kv_heads, decode_only=True, **settings
-    )
-    np.testing.assert_allclose(np.asarray(out)[:12], np.asarray(expected)[:12], atol=2e-5)
-    assert np.isfinite(np.asarray(out)).all()
+    case = Case(rows=tuple((250 + 5 * i, 1) for i in range(12)), spare_rows=4)
+    inputs = op.make_inputs(case, jax.random.key(3))
+    together = num_shared * case.page_size
+    keys, values = (dense.at[:, :together].set(dense[:1, :together]) for dense in (inputs.keys, inputs.values))
+    table = inputs.batch.page_table
+    table = table.at[:12, :num_shared].set(table[0, :num_shared])
+    batch = inputs.batch._replace(page_table=table, num_shared_pages=jnp.int32(num_shared))
+    inputs = op.Inputs(inputs.query, keys, values, batch)
+    assert_near(answer(module, case, op.prepare(module, case, inputs)), op.expected(case, inputs))
 
 
-@pytest.mark.parametrize("name", OPERATIONS["paged_attention"])
-def test_copies_pages(name):
+def test_copies_pages(module):
     """A chain and a swap read what was there before; entries behind the end, and onto themselves, change nothing."""
-    module = select("paged_attention", platform="cpu", device_kind="cpu", dtype="float32", name=name)
     rng = np.random.default_rng(0)
     specs = module.pool_specs(6, 4, 2, 3)
     pools = tuple(rng.standard_normal(spec.shape, dtype=np.float32) for spec in specs)
@@ -146,50 +117,135 @@ def test_copies_pages(name):
         np.testing.assert_array_equal(after, expected)
 
 
-@pytest.mark.parametrize("name", OPERATIONS["paged_attention"])
 @pytest.mark.parametrize("row_tile", [None, 8])
-def test_what_is_no_number_stays_with_its_text(name, row_tile):
+@pytest.mark.parametrize("rows", [((20, 1),), ((20, 3),)])
+def test_what_is_no_number_stays_with_its_text(module, row_tile, rows):
     """Left behind in a page that has a new owner it changes nothing; in a text's own past it is not lost."""
-    module = select("paged_attention", platform="cpu", device_kind="cpu", dtype="float32", name=name)
-    case = Case(rows=((20, 1),))
-    batch, query, keys, values, num_pages = make_step(case, seed=1, spare_rows=0, spare_tokens=0)
-    clean = fill_pools(module, case, batch, keys, values, num_pages, poison=0.0)
+    case = Case(rows=rows, row_tile=row_tile, spare_rows=0, spare_tokens=0)
+    query, clean, batch = op.prepare(module, case, op.make_inputs(case, jax.random.key(1)))
     page, bad = int(batch.page_table[0, 1]), jnp.full((1, case.num_kv_heads, case.head_dim), jnp.nan)
 
-    def attended(pools):
-        return np.asarray(
-            module.attend(
-                jnp.asarray(query),
-                pools,
-                batch,
-                page_size=case.page_size,
-                num_kv_heads=case.num_kv_heads,
-                scale=0.3,
-                window=None,
-                soft_cap=None,
-                decode_only=False,
-                row_tile=row_tile,
-            )
-        )
-
-    def with_bad(offset):
+    def attended(offset):
+        if offset is None:
+            return answer(module, case, op.Prepared(query, clean, batch))
         place = batch._replace(token_pages=jnp.array([page]), token_offsets=jnp.array([offset]))
-        return module.write_kv(clean, bad, bad, place, case.page_size)
+        return answer(module, case, op.Prepared(query, module.write_kv(clean, bad, bad, place, case.page_size), batch))
 
-    np.testing.assert_array_equal(attended(with_bad(9)), attended(clean))
-    assert np.isnan(attended(with_bad(2))).all()
-
-
-def test_select_refuses_unknown_names():
-    with pytest.raises(ValueError, match="unknown operation 'convolution'; operations: paged_attention"):
-        select("convolution", platform="cpu", device_kind="cpu", dtype="float32")
-    with pytest.raises(ValueError, match="unknown implementation 'fast' of paged_attention; implementations: xla"):
-        select("paged_attention", platform="cpu", device_kind="cpu", dtype="float32", name="fast")
+    np.testing.assert_array_equal(attended(9), attended(None))
+    assert np.isnan(attended(0)).all()
 
 
-def test_select_gives_all_reasons(monkeypatch):
-    module = select("paged_attention", platform="cpu", device_kind="cpu", dtype="float32")
-    monkeypatch.setattr(module, "unsupported", lambda platform, device_kind, dtype: f"no {platform} today")
-    message = r"no paged_attention for float32 on H200 \(gpu\): xla: no gpu today"
-    with pytest.raises(UnsupportedKernelError, match=message):
-        select("paged_attention", platform="gpu", device_kind="H200", dtype="float32")
+def test_one_by_one_has_the_same_bits_in_every_step(module):
+    """A token alone in a decode step, among other rows, and inside a chunk, with tables of several widths."""
+    chunk = Case(rows=((150, 20),), row_tile=8, spare_rows=0, spare_tokens=4)
+    inputs = op.make_inputs(chunk, jax.random.key(5))
+    query, pools, batch = op.prepare(module, chunk, inputs)
+    in_chunk = answer(module, chunk, op.Prepared(query, pools, batch))
+    for place, num_rows, extra_pages in ((19, 8, 0), (0, 8, 5), (7, 24, 3)):
+        case = Case(rows=tuple([(1, 1)] * num_rows), row_tile=8, spare_rows=0)
+        table = jnp.pad(batch.page_table, ((0, num_rows - 1), (0, extra_pages)), mode="edge")
+        lens = jnp.full((num_rows,), 3).at[num_rows // 2].set(131 + place).astype(jnp.int32)
+        ones, row = jnp.ones(num_rows, jnp.int32), jnp.arange(num_rows, dtype=jnp.int32)
+        step = batch._replace(
+            page_table=table,
+            context_lens=lens,
+            query_starts=row,
+            query_lens=ones,
+            num_decode=num_rows,
+            num_rows=num_rows,
+        )
+        step = jax.tree.map(lambda a: jnp.asarray(a, jnp.int32), step)
+        queries = jnp.broadcast_to(query[:1], (num_rows, *query.shape[1:])).at[num_rows // 2].set(query[place])
+        found = answer(module, case, op.Prepared(queries, pools, step))
+        np.testing.assert_array_equal(found[num_rows // 2], in_chunk[place])
+
+
+@pytest.mark.parametrize("num_splits", [1, 3, 4, 16])
+def test_splits_of_contexts_shorter_than_they_are(num_splits):
+    """More splits than tiles and than pages, a context of no tokens, and rows of the table in another order."""
+    case = CASES["edges"]
+    inputs = op.make_inputs(case, jax.random.key(6))
+    query, pools, batch = op.prepare(INTERPRET, case, inputs)
+    order = jnp.asarray([7, 0, 9, 3, 3], jnp.int32)
+    attend = functools.partial(
+        decode_attention, scale=case.head_dim**-0.5, window=None, soft_cap=None, num_splits=num_splits, interpret=True
+    )
+    found = jax.jit(attend)(query[order], *pools, batch.page_table, order, batch.context_lens[order])
+    expected = np.asarray(op.expected(case, inputs))[np.asarray(order)]
+    assert_near(np.asarray(found), expected)
+    np.testing.assert_array_equal(found[2], 0)  # an empty row
+
+
+def test_splits_fill_the_processors_but_are_not_short():
+    assert decode_splits(256, 8, 1 << 15) == decode_splits(64, 8, 1 << 15) == 1
+    assert decode_splits(8, 8, 1 << 15) == 8
+    assert decode_splits(1, 8, 1 << 15) == 64
+    assert decode_splits(1, 8, 1 << 10) == 4
+    assert decode_splits(1, 1, 1 << 20) == 128
+    assert decode_splits(1, 8, 16) == 1
+
+
+@pytest.mark.parametrize("case_name", ["mixed", "mixed_full", "chunk_inside_a_page", "many_rows", "prefill"])
+@pytest.mark.parametrize("block_tokens", [1, 8, 64])
+def test_blocks_have_every_token_once(case_name, block_tokens):
+    case = CASES[case_name]
+    batch = op.make_batch(case)
+    blocks = jax.tree.map(np.asarray, block_map(batch, case.num_tokens, block_tokens))
+    tokens = [np.arange(first, first + count) for first, count in zip(blocks.tokens, blocks.counts, strict=True)]
+    np.testing.assert_array_equal(np.sort(np.concatenate(tokens)), np.arange(case.num_tokens))
+    starts, row = np.asarray(batch.query_starts), blocks.rows
+    for row, first, count, position, visible in zip(*blocks, strict=True):
+        if visible:
+            context, length = case.rows[row]
+            assert row >= case.num_decode and starts[row] <= first < starts[row] + length
+            assert position == context - length + first - starts[row] and visible == position + count <= context
+
+
+def test_cost_of_a_window():
+    case = Case(rows=((100, 1), (50, 10)), num_heads=4, num_kv_heads=2, head_dim=8, window=24, dtype="bfloat16")
+    assert op.cost(case).num_bytes == 2 * (2 * (24 + 33) * 2 * 8 + 2 * 11 * 4 * 8)
+    assert op.cost(case).flops == 4 * 4 * 8 * (24 + 10 * 24)
+
+
+@pytest.mark.parametrize(
+    "where, sizes, reason",
+    [
+        (("cpu", "cpu", "bfloat16"), {}, "needs an NVIDIA GPU"),
+        (("gpu", "AMD Instinct MI300X", "bfloat16"), {}, "needs an NVIDIA GPU"),
+        (("gpu", "Tesla V100-SXM2-16GB", "bfloat16"), {}, "needs an NVIDIA GPU"),
+        (("gpu", "NVIDIA TITAN V", "bfloat16"), {}, "needs compute capability 8.0 .* NVIDIA TITAN V has not"),
+        (("gpu", "NVIDIA GeForce RTX 2080 Ti", "bfloat16"), {}, "needs compute capability 8.0"),
+        (("gpu", "NVIDIA H200", "int8"), {}, "must be bfloat16, float16 or float32, not int8"),
+        (("gpu", "NVIDIA H200", "bfloat16"), {"head_dim": 512, "page_size": 64}, "heads of 512 are wider than 256"),
+    ],
+)
+def test_triton_says_why_not(where, sizes, reason):
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(TRITON.unsupported(*where, **sizes))
+
+
+@pytest.mark.parametrize(
+    "kind", ["H200", "H100 80GB HBM3", "A100-SXM4-80GB", "GeForce RTX 3090", "RTX A6000", "B200", "L4"]
+)
+def test_triton_runs_on_newer_gpus(kind):
+    assert TRITON.unsupported("gpu", f"NVIDIA {kind}", "bfloat16", head_dim=128, page_size=16) is None
+
+
+def test_interpreted_kernels_do_not_copy_pools():
+    """Whatever the pools' size, a step takes no more memory."""
+    case = CASES["prefill"]
+
+    def temporary_bytes(num_pages: int) -> int:
+        prepared = jax.eval_shape(
+            functools.partial(op.prepare, INTERPRET, case), op.make_inputs(case, jax.random.key(0))
+        )
+        shape = INTERPRET.pool_specs(num_pages, case.page_size, case.num_kv_heads, case.head_dim)[0].shape
+        pools = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for _ in range(2))
+        compiled = jax.jit(functools.partial(op.run, INTERPRET, case)).lower(prepared._replace(pools=pools)).compile()
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
+
+    small, large = 100, 10_000
+    pool_bytes = 2 * (large - small) * case.page_size * case.num_kv_heads * case.head_dim * 4
+    assert temporary_bytes(large) - temporary_bytes(small) < pool_bytes / 10

@@ -1,41 +1,34 @@
-"""Which tokens min-p, top-k and top-p keep, without sorting the vocabulary.
+"""Truncation in plain XLA: the path for CPUs.
 
-In the order vLLM applies them: min-p, then top-k, then top-p over what those two keep. Each keeps the tokens at or
-above a threshold; tokens that tie with the threshold are all kept. Top-k and top-p are the same search with other
-weights: where the weights of the tokens, largest scores first, reach what is wanted. Thresholds come from the largest
-candidates; where those do not reach far enough, from bisection over the order-preserving integers of the scores, exact
-in 32 passes.
+Top-k and top-p are the same search with other weights: where the weights of the tokens, largest scores first, reach
+what is wanted. Thresholds come from the largest candidates; where those do not reach far enough, from bisection over
+the order-preserving integers of the scores, exact in 32 passes.
 """
 
 from collections.abc import Callable
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.truncation import from_order, min_p_floor, to_order
+
 _NUM_CANDIDATES = 1024
-_LOWEST = float(np.finfo(np.float32).min)
 
 
-def truncation_floor(
-    scores: Float[Array, "R V"],
-    weights: Float[Array, "R V"],
-    top_k: Int[Array, " R"],
-    top_p: Float[Array, " R"],
-    min_p: Float[Array, " R"],
+def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
+    """Runs everywhere."""
+    del platform, device_kind, sizes
+    return None if dtype == "float32" else f"scores must be float32, not {dtype}"
+
+
+def floor(
+    scores: Float[Array, "R V"], top_k: Int[Array, " R"], top_p: Float[Array, " R"], min_p: Float[Array, " R"]
 ) -> Float[Array, " R"]:
-    """The lowest score each row keeps, finite: tokens of score -inf are never kept.
-
-    Args:
-        scores: Logits over temperature; -inf for tokens that are not allowed.
-        weights: Exponentials of the scores less the row's largest.
-        top_k: Candidates kept; 0 keeps all.
-        top_p: Probability mass kept; 1 keeps all.
-        min_p: Probability kept at least, relative to the likeliest token's; 0 keeps all.
-    """
+    """The lowest score each row keeps; see ``Truncation.floor``."""
     best = scores.max(1)
-    floor = jnp.where(min_p > 0, best + jnp.log(jnp.maximum(min_p, 1e-30)), _LOWEST)
+    weights = jnp.exp(scores - best[:, None])
+    lowest = min_p_floor(best, min_p)
     first, last = jnp.where((top_k > 0).any(), 0, 1), jnp.where((top_p < 1).any(), 2, 1)
 
     def cut() -> Float[Array, " R"]:
@@ -48,9 +41,9 @@ def truncation_floor(
             share = jnp.where(is_top_p, top_p, jnp.where(top_k > 0, top_k, jnp.inf))
             return _raised(floor, (scores, parts[0]), (candidates, parts[1]), share, is_top_p)
 
-        return lax.fori_loop(first, last, phase, floor)
+        return lax.fori_loop(first, last, phase, lowest)
 
-    return lax.cond(first < last, cut, lambda: floor)
+    return lax.cond(first < last, cut, lambda: lowest)
 
 
 def _raised(
@@ -99,19 +92,9 @@ def _largest_threshold(reaches: Callable[[Float[Array, " R"]], Bool[Array, " R"]
     def round_(_, bounds):
         low, high = bounds
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)
-        holds = reaches(_from_order(middle))
+        holds = reaches(from_order(middle))
         return jnp.where(holds, middle, low), jnp.where(holds, high, middle - 1)
 
-    low = jnp.full(num_rows, _to_order(jnp.float32(-jnp.inf)), jnp.int32)
-    high = jnp.full(num_rows, _to_order(jnp.float32(jnp.inf)), jnp.int32)
-    return _from_order(lax.fori_loop(0, 32, round_, (low, high))[0])
-
-
-def _to_order(x: Float[Array, "..."]) -> Int[Array, "..."]:
-    """Integers in the order of the floats."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-def _from_order(order: Int[Array, "..."]) -> Float[Array, "..."]:
-    return lax.bitcast_convert_type(jnp.where(order < 0, order ^ 0x7FFFFFFF, order), jnp.float32)
+    low = jnp.full(num_rows, to_order(jnp.float32(-jnp.inf)), jnp.int32)
+    high = jnp.full(num_rows, to_order(jnp.float32(jnp.inf)), jnp.int32)
+    return from_order(lax.fori_loop(0, 32, round_, (low, high))[0])

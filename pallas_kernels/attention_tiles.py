@@ -1,0 +1,169 @@
+"""What Pallas-Triton attention kernels share: tiles of paged keys and values, and a softmax over them.
+
+Every array inside such a kernel has a power of two of elements; heads whose width is none are padded by masked loads.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Bool, Float, Int
+
+MASKED = -1e30  # score of what a query does not see
+LOG2_E = 1.4426950408889634
+_LEAST_WIDTH = 16  # of an operand of a matrix product
+
+
+class Scoring(NamedTuple):
+    """How products of queries and keys become scores, in units of log 2."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+    def __call__(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
+        if self.soft_cap is None:
+            return products * (self.scale * LOG2_E)
+        return jnp.tanh(products * (self.scale / self.soft_cap)) * (self.soft_cap * LOG2_E)
+
+
+class Softmax(NamedTuple):
+    """A softmax in progress (online softmax, arXiv:1805.02867): running maximum, sum and weighted values."""
+
+    maximum: Float[Array, " rows"]
+    total: Float[Array, " rows"]
+    values: Float[Array, "rows H"]
+
+    @classmethod
+    def empty(cls, num_rows: int, width: int) -> "Softmax":
+        """Nothing seen yet."""
+        lines = jnp.full((num_rows,), MASKED, jnp.float32), jnp.zeros((num_rows,), jnp.float32)
+        return cls(*lines, jnp.zeros((num_rows, width), jnp.float32))
+
+    def seeing(self, scores: Float[Array, "rows S"], values: Float[Array, "S H"]) -> "Softmax":
+        """With one more tile."""
+        maximum = jnp.maximum(self.maximum, jnp.max(scores, axis=1))
+        kept = jnp.exp2(self.maximum - maximum)
+        weights = jnp.exp2(scores - maximum[:, None])
+        added = dot(weights.astype(values.dtype), values, 0)
+        total = self.total * kept + jnp.sum(weights, axis=1)
+        return Softmax(maximum, total, self.values * kept[:, None] + added)
+
+    def mean(self) -> Float[Array, "rows H"]:
+        """The weighted mean of the values; zero if nothing was seen."""
+        return self.values / jnp.where(self.total == 0, 1, self.total)[:, None]
+
+
+class Pages(NamedTuple):
+    """How a row's context is read: ``tile`` tokens at a time, which lie in one page or in several.
+
+    Attributes:
+        page_size: Tokens a page.
+        num_columns: Pages that a row of the page table names.
+        head_dim: Width of a head.
+        tile: Tokens that are read at once.
+    """
+
+    page_size: int
+    num_columns: int
+    head_dim: int
+    tile: int
+
+    @property
+    def width(self) -> int:
+        """The head's width, padded."""
+        return padded(self.head_dim)
+
+    def walk(
+        self,
+        refs: tuple[Any, Any, Any],
+        row: Int[Array, ""],
+        head: Int[Array, ""],
+        tiles: tuple[Int[Array, ""], Int[Array, ""]],
+        begun: Softmax,
+        score: Callable[[Int[Array, ""], Float[Array, "S H"]], Float[Array, "rows S"]],
+    ) -> Softmax:
+        """A softmax with some more tiles of a row's context.
+
+        Args:
+            refs: The page table, the pool of keys and that of values.
+            row: Row of the page table.
+            head: Key/value head.
+            tiles: The first tile, and the one behind the last.
+            begun: The softmax so far.
+            score: Scores of a tile, from its number and its keys.
+        """
+        table_ref, key_ref, value_ref = refs
+
+        def see(i: Int[Array, ""], state: tuple[Softmax, Int[Array, "..."]]) -> tuple[Softmax, Int[Array, "..."]]:
+            softmax, ids = state
+            following = self._ids(table_ref, row, i + 1)  # a round ahead: only who knows a page can ask for it
+            keys, values = self._load(key_ref, ids, head, i), self._load(value_ref, ids, head, i)
+            return softmax.seeing(score(i, keys), values), following
+
+        start, stop = tiles
+        return lax.fori_loop(start, stop, see, (begun, self._ids(table_ref, row, start)))[0]
+
+    def _ids(self, table_ref: Any, row: Int[Array, ""], i: Int[Array, ""]) -> Int[Array, "..."]:
+        """The page of each of tile i's tokens, or the one page of all; behind the table its last column."""
+        first = i * self.tile
+        position = first if self.page_size % self.tile == 0 else first + jnp.arange(self.tile)
+        return table_ref[row, jnp.minimum(lax.div(position, self.page_size), self.num_columns - 1)]
+
+    def _load(self, pool_ref: Any, ids: Int[Array, "..."], head: Int[Array, ""], i: Int[Array, ""]) -> Array:
+        """Keys or values of tile i: [tile, width]."""
+        offsets = lax.rem(i * self.tile, self.page_size) + jnp.arange(self.tile)
+        if self.page_size % self.tile:
+            offsets = lax.rem(i * self.tile + jnp.arange(self.tile), self.page_size)
+        pages = jnp.broadcast_to(ids, (self.tile,))
+        if self.width == self.head_dim:
+            return pool_ref[pages, head, offsets]
+        columns = jnp.arange(self.width)[None, :]
+        place = pool_ref.at[pages[:, None], head, offsets[:, None], columns]
+        return pltriton.load(place, mask=jnp.broadcast_to(columns < self.head_dim, (self.tile, self.width)), other=0)
+
+
+def padded(width: int) -> int:
+    """The least power of two that holds ``width`` and is wide enough for a matrix product."""
+    return max(_LEAST_WIDTH, 1 << (width - 1).bit_length())
+
+
+def dot(left: Float[Array, "M C"], right: Float[Array, "..."], contracted: int) -> Float[Array, "M N"]:
+    """Product over the right side's axis ``contracted``, in float32; float32 operands are not rounded."""
+    return lax.dot_general(
+        left,
+        right,
+        (((1,), (contracted,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def load_heads(
+    ref: Any, index: tuple[Int[Array, "..."], ...], is_used: Bool[Array, " rows"], head_dim: int
+) -> Float[Array, "rows H"]:
+    """Rows of ``ref`` at ``index``, zeros where unused and behind the head's width."""
+    columns = jnp.arange(padded(head_dim))[None, :]
+    mask = is_used[:, None] & (columns < head_dim)
+    return pltriton.load(ref.at[*index, columns], mask=mask, other=0)
+
+
+def store_heads(
+    ref: Any,
+    index: tuple[Int[Array, "..."], ...],
+    value: Float[Array, "rows H"],
+    is_used: Bool[Array, " rows"],
+    head_dim: int,
+) -> None:
+    """Puts rows of ``value`` at ``index`` of ``ref``, those that are used."""
+    columns = jnp.arange(padded(head_dim))[None, :]
+    mask = is_used[:, None] & (columns < head_dim)
+    pltriton.store(ref.at[*index, columns], value.astype(ref.dtype), mask=mask)
+
+
+def ceil_div(dividend: jax.Array, divisor: jax.Array | int) -> jax.Array:
+    """Quotient of numbers that are not negative, rounded up."""
+    return lax.div(dividend + divisor - 1, divisor)

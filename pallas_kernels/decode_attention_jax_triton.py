@@ -1,0 +1,88 @@
+"""Paged decode attention in Triton: a program reads one split of one row's context for one key/value head.
+
+The same algorithm as the Pallas kernel ``decode_attention_triton``: the query heads of a key/value head stand together
+in the rows of a product, splits cut the context's real length, and their parts in float32 are weighted by their
+denominators.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import jax_triton
+
+
+def decode_attention(
+    query: Float[Array, "R N H"],
+    key_pool: Float[Array, "P K p H"],
+    value_pool: Float[Array, "P K p H"],
+    page_table: Int[Array, "Rt M"],
+    rows: Int[Array, " R"],
+    lens: Int[Array, " R"],
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    num_splits: int,
+) -> Float[Array, "R N H"]:
+    """Attention of one query a row, the last token of a context.
+
+    Args:
+        query: A row each; its result depends on that row's data and ``num_splits`` alone.
+        key_pool: Pages of keys.
+        value_pool: Pages of values; all finite.
+        page_table: Pages of contexts.
+        rows: Which of those each query belongs to.
+        lens: Tokens of each context; 0 gives zeros.
+        scale: Factor of the scores.
+        window: How many last tokens are seen; None: all.
+        soft_cap: Bound of the scores, or None.
+        num_splits: Programs that share a context.
+    """
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads, page_size = key_pool.shape[1:3]
+    kernels = jax_triton.kernels("attention_jax_triton_kernels")
+    part_type = query.dtype if num_splits == 1 else jnp.float32
+    parts, logs = jax_triton.call(
+        kernels.decode_kernel,
+        query,
+        key_pool,
+        value_pool,
+        page_table,
+        rows,
+        lens,
+        page_table.shape[1],
+        out_type=(
+            jax.ShapeDtypeStruct((num_rows, num_heads, num_splits, head_dim), part_type),
+            jax.ShapeDtypeStruct((num_rows, num_heads, num_splits), jnp.float32),
+        ),
+        grid=(num_rows, num_kv_heads, num_splits),
+        num_warps=8 if query.dtype == jnp.float32 else 4,
+        num_stages=3 if query.dtype == jnp.float32 else 5,  # half of them for pages: their numbers come first
+        SHAPE=(num_kv_heads, num_heads // num_kv_heads, page_size, head_dim),
+        SCORING=scoring(scale, window, soft_cap),
+        TILE=context_tile(query.dtype),
+    )
+    if num_splits == 1:
+        return parts.reshape(query.shape)
+    return jax_triton.call(
+        kernels.combine_kernel,
+        parts,
+        logs,
+        out_type=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        grid=(num_rows * num_heads,),
+        num_warps=4,
+        num_stages=2,
+        SPLITS=num_splits,
+        HEAD_DIM=head_dim,
+    )
+
+
+def scoring(scale: float, window: int | None, soft_cap: float | None) -> tuple[float, int, float]:
+    """How scores are made, as kernels take it."""
+    return float(scale), window or 0, float(soft_cap or 0)
+
+
+def context_tile(dtype: jnp.dtype) -> int:
+    """Tokens of context that a program reads at a time."""
+    return 16 if dtype == jnp.float32 else 64

@@ -1,0 +1,184 @@
+"""Paged decode attention in Pallas-Triton: one query a row, its context in splits that run beside each other.
+
+A program takes one row, one key/value head with all query heads that share it, and one split of the row's context.
+Splits are of the row's own length, not of the page table's, so that short rows use them too. Each gives its part's mean
+and the logarithm of its sum; a second kernel puts them together.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention_tiles import (
+    MASKED,
+    Pages,
+    Scoring,
+    Softmax,
+    ceil_div,
+    dot,
+    load_heads,
+    padded,
+    store_heads,
+)
+
+_TILE = 64  # tokens of context a round reads
+_WIDE_TILE = 32  # with heads wider than 256 bytes
+_FULL_TILE = 16  # in float32, whose products take no tensor cores but many registers
+_NUM_WARPS = 4
+_LARGE_COMBINE = 8192  # numbers of partial results from which more warps put them together
+
+
+class _Plan(NamedTuple):
+    """What is fixed when the kernels are compiled."""
+
+    pages: Pages
+    scoring: Scoring
+    num_heads: int
+    group: int
+    num_splits: int
+
+    def split_tiles(self, length: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
+        """The first tile that is seen of a context, the one behind the last, and how many a split takes."""
+        tile, window = self.pages.tile, self.scoring.window
+        first = jnp.int32(0) if window is None else lax.div(jnp.maximum(length - window, 0), tile)
+        last = ceil_div(length, tile)
+        return first, last, jnp.maximum(ceil_div(last - first, self.num_splits), 1)
+
+
+def decode_attention(
+    query: Float[Array, "R N H"],
+    key_pool: Float[Array, "P K p H"],
+    value_pool: Float[Array, "P K p H"],
+    page_table: Int[Array, "Rt M"],
+    rows: Int[Array, " R"],
+    lens: Int[Array, " R"],
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    num_splits: int,
+    interpret: bool = False,
+) -> Float[Array, "R N H"]:
+    """Attention of one query a row over a paged context.
+
+    Args:
+        query: Row r's is the last token of its context.
+        key_pool: Keys; those of tokens behind a context's end do not count.
+        value_pool: Values, all of them finite.
+        page_table: Pages of contexts in order.
+        rows: Row of the page table that each row's context has.
+        lens: Tokens of each row's context; 0 gives zeros.
+        scale: What products are multiplied by.
+        window: Last tokens that are seen, or None for all.
+        soft_cap: Scores are bounded by it smoothly, or None.
+        num_splits: Parts of a context that run beside each other. A row's result depends on its own context and this
+            number, not on other rows.
+        interpret: Run in plain JAX, on any platform.
+    """
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads, page_size = key_pool.shape[1:3]
+    pages = Pages(page_size, page_table.shape[1], head_dim, _tile(head_dim, key_pool.dtype))
+    plan = _Plan(pages, Scoring(scale, window, soft_cap), num_heads, num_heads // num_kv_heads, num_splits)
+    whole = jax.ShapeDtypeStruct(query.shape, query.dtype)
+    parts = (
+        jax.ShapeDtypeStruct((num_rows, num_heads, num_splits, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((num_rows, num_heads, num_splits), jnp.float32),
+    )
+    attended = pl.pallas_call(
+        functools.partial(_attend_kernel, plan=plan),
+        grid=(num_rows, num_kv_heads, num_splits),
+        out_shape=parts if num_splits > 1 else whole,
+        compiler_params=pltriton.CompilerParams(num_warps=_NUM_WARPS, num_stages=_num_stages(pages, key_pool.dtype)),
+        interpret=interpret,
+        name="paged_decode_attention",
+    )(query.astype(key_pool.dtype), key_pool, value_pool, page_table, rows, lens)
+    if num_splits == 1:
+        return attended
+    is_large = padded(num_splits) * pages.width > _LARGE_COMBINE
+    return pl.pallas_call(
+        functools.partial(_combine_kernel, plan=plan),
+        grid=(num_rows, num_heads),
+        out_shape=whole,
+        compiler_params=pltriton.CompilerParams(num_warps=2 * _NUM_WARPS if is_large else _NUM_WARPS, num_stages=1),
+        interpret=interpret,
+        name="paged_decode_combine",
+    )(*attended, lens)
+
+
+def _tile(head_dim: int, dtype: jnp.dtype) -> int:
+    if dtype == jnp.float32:
+        return _FULL_TILE
+    return _TILE if padded(head_dim) * dtype.itemsize <= 256 else _WIDE_TILE
+
+
+def _num_stages(pages: Pages, dtype: jnp.dtype) -> int:
+    """Stages of the pipeline, one more than tiles on their way: 50 to 75 KB of shared memory, so that three fit."""
+    return 4 if pages.width * dtype.itemsize <= 128 else 3
+
+
+def _attend_kernel(
+    query_ref: Any,  # [R, N, H]
+    key_ref: Any,  # [P, K, p, H]
+    value_ref: Any,  # [P, K, p, H]
+    table_ref: Any,  # [Rt, M]
+    rows_ref: Any,  # [R]
+    lens_ref: Any,  # [R]
+    out_ref: Any,  # [R, N, H], or for several splits their means [R, N, S, H]
+    log_ref: Any = None,  # [R, N, S], the base-2 logarithm of their sums
+    *,
+    plan: _Plan,
+):
+    r, head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    pages, scoring = plan.pages, plan.scoring
+    row, length = rows_ref[r], lens_ref[r]
+    member = jnp.arange(padded(plan.group))
+    heads, is_head = head * plan.group + member, member < plan.group
+    query = load_heads(query_ref, (r, heads[:, None]), is_head, pages.head_dim)
+
+    def score(i: Int[Array, ""], keys: Float[Array, "S H"]) -> Float[Array, "rows S"]:
+        position = i * pages.tile + jnp.arange(pages.tile)
+        is_seen = position < length
+        if scoring.window is not None:
+            is_seen &= position >= length - scoring.window
+        return jnp.where(is_seen[None, :], scoring(dot(query, keys, 1)), MASKED)
+
+    first, last, num_tiles = plan.split_tiles(length)
+    start = first + split * num_tiles
+    stop = jnp.minimum(start + num_tiles, last)
+    begun = Softmax.empty(padded(plan.group), pages.width)
+    softmax = pages.walk((table_ref, key_ref, value_ref), row, head, (start, stop), begun, score)
+    if plan.num_splits == 1:
+        store_heads(out_ref, (r, heads[:, None]), softmax.mean(), is_head, pages.head_dim)
+        return
+    is_used = is_head & (start < stop)
+    store_heads(out_ref, (r, heads[:, None], split), softmax.mean(), is_used, pages.head_dim)
+    logs = softmax.maximum + jnp.log2(jnp.where(softmax.total == 0, 1, softmax.total))
+    pltriton.store(log_ref.at[r, heads, split], logs, mask=is_used)
+
+
+def _combine_kernel(
+    parts_ref: Any,  # [R, N, S, H]
+    logs_ref: Any,  # [R, N, S]
+    lens_ref: Any,  # [R]
+    out_ref: Any,  # [R, N, H]
+    *,
+    plan: _Plan,
+):
+    r, head = pl.program_id(0), pl.program_id(1)
+    first, last, num_tiles = plan.split_tiles(lens_ref[r])
+    split = jnp.arange(padded(plan.num_splits))
+    is_used = split < ceil_div(last - first, num_tiles)
+    logs = pltriton.load(logs_ref.at[r, head, split], mask=is_used, other=MASKED)
+    weights = jnp.where(is_used, jnp.exp2(logs - jnp.max(logs)), 0)
+    parts = load_heads(parts_ref, (r, head, split[:, None]), is_used, plan.pages.head_dim)
+    total = jnp.sum(weights)
+    mean = jnp.sum(parts * weights[:, None], axis=0) / jnp.where(total == 0, 1, total)
+    columns = jnp.arange(plan.pages.width)
+    place = out_ref.at[r, head, columns]
+    pltriton.store(place, mean.astype(out_ref.dtype), mask=columns < plan.pages.head_dim)

@@ -1,0 +1,173 @@
+"""Product of each row with its expert's matrix (mixture of experts): interface, cases and a plain reference."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.operation import Cost
+
+
+@runtime_checkable
+class GroupedMatmul(Protocol):
+    """What an implementation module offers."""
+
+    def unsupported(self, platform: str, device_kind: str, dtype: str, *, num_experts: int = 1) -> str | None:
+        """Why it cannot run on such a device, or None."""
+        ...
+
+    def grouped_matmul(
+        self,
+        lhs: Float[Array, "T D"],
+        rhs: Float[Array, "E rows D"],
+        group_sizes: Int[Array, " E"],
+        *,
+        is_gated: bool = False,
+    ) -> Float[Array, "T F"]:
+        """``lhs[t] @ rhs[expert of t].T`` in lhs's type, accumulated in float32.
+
+        Args:
+            lhs: Rows in the order of their experts.
+            rhs: A matrix [out, in] per expert: F rows; gated, F rows of the gate and behind them F rows of the up
+                projection, and the result is ``silu(gate) * up``.
+            group_sizes: Rows of each expert. They may add up to less than T: rows behind them get anything finite.
+            is_gated: Whether rhs holds two projections.
+        """
+        ...
+
+
+class Case(NamedTuple):
+    """Sizes of a call; how many rows each expert has, or None for a random choice of experts for each token."""
+
+    num_tokens: int
+    group_sizes: tuple[int, ...] | None
+    num_in: int = 64
+    num_out: int = 48
+    is_gated: bool = False
+    dtype: str = "bfloat16"
+    num_experts: int = 0
+    experts_per_token: int = 1
+
+    @property
+    def experts(self) -> int:
+        """Matrices of rhs."""
+        return self.num_experts if self.group_sizes is None else len(self.group_sizes)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of lhs."""
+        return self.num_tokens * self.experts_per_token
+
+
+CASES: Mapping[str, Case] = {
+    "one_row": Case(1, (0, 1, 0)),
+    "even": Case(32, (16, 16)),
+    "empty_experts": Case(37, (0, 5, 0, 0, 17, 15, 0)),
+    "one_takes_all": Case(40, (0, 0, 40, 0)),
+    "one_expert": Case(19, (19,)),
+    "rows_behind": Case(50, (3, 0, 20, 1)),
+    "no_rows": Case(6, (0, 0)),
+    "tile_borders": Case(96, (15, 16, 17, 32, 16)),
+    "many_rows": Case(700, (300, 1, 250, 100), num_in=96),
+    "many_experts": Case(60, tuple(int(i % 7 == 3) * 4 for i in range(90)), num_in=32),
+    "gated": Case(45, (7, 0, 38), is_gated=True),
+    "gated_rows_behind": Case(70, (0, 33, 20), num_in=200, num_out=72, is_gated=True, dtype="float16"),
+    "odd_widths": Case(33, (30, 3), num_in=72, num_out=40),
+    "single": Case(21, (4, 0, 17), dtype="float32"),
+    "gated_single": Case(140, (100, 39), num_in=80, dtype="float32", is_gated=True),
+    "random": Case(20, None, num_experts=16, experts_per_token=4),
+}
+
+
+def _layers(name: str, num_tokens: int, num_experts: int, top: int, width: int, inner: int) -> dict[str, Case]:
+    """Both products of a layer of experts."""
+    gate_up = Case(num_tokens, None, width, inner, is_gated=True, num_experts=num_experts, experts_per_token=top)
+    down = gate_up._replace(num_in=inner, num_out=width, is_gated=False)
+    return {f"{name}_gate_up_{num_tokens}": gate_up, f"{name}_down_{num_tokens}": down}
+
+
+BENCHES: Mapping[str, Case] = {
+    **_layers("qwen3_30b_a3b", 1, 128, 8, 2048, 768),
+    **_layers("qwen3_30b_a3b", 64, 128, 8, 2048, 768),
+    **_layers("qwen3_30b_a3b", 8192, 128, 8, 2048, 768),
+    **_layers("mixtral_8x7b", 64, 8, 2, 4096, 14336),
+    **_layers("mixtral_8x7b", 8192, 8, 2, 4096, 14336),
+}
+
+
+class Inputs(NamedTuple):
+    """Arguments of a call."""
+
+    lhs: Float[Array, "T D"]
+    rhs: Float[Array, "E rows D"]
+    group_sizes: Int[Array, " E"]
+
+
+def make_inputs(case: Case, key: jax.Array) -> Inputs:
+    """Random rows and matrices; each token takes different experts where they are chosen at random."""
+    keys = jax.random.split(key, 3)
+    shape = (case.experts, case.num_out * (1 + case.is_gated), case.num_in)
+    rhs = jax.random.normal(keys[1], shape, case.dtype) * jnp.asarray(case.num_in**-0.5, case.dtype)
+    if case.group_sizes is None:
+        scores = jax.random.uniform(keys[2], (case.num_tokens, case.num_experts))
+        chosen = lax.top_k(scores, case.experts_per_token)[1].reshape(-1)
+        sizes = jnp.zeros(case.experts, jnp.int32).at[chosen].add(1)
+    else:
+        sizes = jnp.asarray(case.group_sizes, jnp.int32)
+    return Inputs(jax.random.normal(keys[0], (case.num_rows, case.num_in), case.dtype), rhs, sizes)
+
+
+def prepare(implementation: Any, case: Case, inputs: Inputs) -> Inputs:
+    """Nothing to do: weights are taken as checkpoints store them."""
+    return inputs
+
+
+def run(implementation: Any, case: Case, prepared: Inputs) -> Float[Array, "T F"]:
+    """The product."""
+    return implementation.grouped_matmul(*prepared, is_gated=case.is_gated)
+
+
+def expected(case: Case, inputs: Inputs) -> Float[Array, "T F"]:
+    """One product per expert over all rows, of which its own are taken; NaN behind the last expert's rows."""
+    ends = jnp.cumsum(inputs.group_sizes)
+    row = jnp.arange(case.num_rows)
+    lhs, out = inputs.lhs.astype(jnp.float32), jnp.full((case.num_rows, case.num_out), jnp.nan)
+    for expert in range(case.experts):
+        weight = inputs.rhs[expert].astype(jnp.float32)
+        product = jnp.dot(lhs, weight.T, precision=lax.Precision.HIGHEST)
+        if case.is_gated:
+            product = jax.nn.silu(product[:, : case.num_out]) * product[:, case.num_out :]
+        is_own = (row >= ends[expert] - inputs.group_sizes[expert]) & (row < ends[expert])
+        out = jnp.where(is_own[:, None], product, out)
+    return out
+
+
+def tolerance(case: Case) -> float:
+    """Rounding of the result, and of gate and up where an implementation rounds them."""
+    return {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}[case.dtype]
+
+
+def cost(case: Case) -> Cost:
+    """Rows in and out, and once the matrices of all experts that have rows (as many as are likely, where random)."""
+    if case.group_sizes is None:
+        missed = (1 - case.experts_per_token / case.experts) ** case.num_tokens
+        touched, used = round(case.experts * (1 - missed)), case.num_rows
+    else:
+        touched, used = int(np.count_nonzero(case.group_sizes)), sum(case.group_sizes)
+    rows = case.num_out * (1 + case.is_gated)
+    numbers = touched * rows * case.num_in + used * (case.num_in + case.num_out)
+    return Cost(numbers * jnp.dtype(case.dtype).itemsize, 2 * used * rows * case.num_in)
+
+
+def sizes(case: Case) -> dict[str, int]:
+    """The number of experts."""
+    return {"num_experts": case.experts}
+
+
+def dtype(case: Case) -> str:
+    """Of all operands."""
+    return case.dtype

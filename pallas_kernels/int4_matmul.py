@@ -1,0 +1,222 @@
+"""Product with weights of four bits (W4A16): interface, packing, cases and a plain reference.
+
+A weight is ``(value - zero) * scale``: values are 0..15, and each group of consecutive input features has a scale and a
+zero point of its own per output feature (AWQ and GPTQ checkpoints). ``pack`` brings them once, when a model is loaded,
+into the layout that all implementations read:
+
+A word of 32 bits holds eight values of one output feature; nibble j of word r of a tile of 256 input features is input
+feature ``32 * j + r`` of that tile. So a shift and a mask give a whole plane of 32 neighbouring features, and nothing
+has to be moved between lanes.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, Integer, UInt8
+
+from pallas_kernels.operation import Cost
+
+PLANE = 32  # input features that one nibble of a tile's words holds
+TILE = 8 * PLANE  # input features of a tile
+SYMMETRIC_ZERO = 8  # zero point of weights that have none of their own
+
+
+class PackedInt4(NamedTuple):
+    """Weights as implementations read them.
+
+    Attributes:
+        words: Eight values a word, as the module describes; rows are filled up to whole tiles with value 0.
+        scales: One per group and output feature.
+        zeros: Likewise; None means 8 everywhere.
+    """
+
+    words: Int[Array, "words F"]
+    scales: Float[Array, "groups F"]
+    zeros: UInt8[Array, "groups F"] | None
+
+
+@runtime_checkable
+class Int4Matmul(Protocol):
+    """What an implementation module offers."""
+
+    def unsupported(self, platform: str, device_kind: str, dtype: str, *, group_size: int = 128) -> str | None:
+        """Why it cannot run on such a device, or None."""
+        ...
+
+    def matmul(self, x: Float[Array, "T D"], weights: PackedInt4) -> Float[Array, "T F"]:
+        """``x @ weights`` in x's type, accumulated in float32.
+
+        A row's result depends on that row, the weights and which tile fits the number of rows, on nothing else.
+        """
+        ...
+
+
+def pack(
+    values: Integer[Array | np.ndarray, "rows out"],
+    scales: Float[Array | np.ndarray, "_ _"],
+    zeros: Integer[Array | np.ndarray, "_ _"] | None = None,
+    g_idx: Integer[Array | np.ndarray, " _"] | None = None,
+) -> PackedInt4:
+    """Weights in the layout of the kernels, from the neutral form.
+
+    Args:
+        values: 0..15, one an element ([in, out], int8 or uint8), or eight a 32-bit word along the input features,
+            lowest bits first ([in / 8, out], int32 or uint32).
+        scales: [in / group, out].
+        zeros: Zero points, 0..127, [in / group, out]; None means 8 everywhere.
+        g_idx: The group of each input feature, where the checkpoint has it.
+
+    Raises:
+        ValueError: Shapes that do not fit together, a group size that no kernel can walk, or groups in activation
+            order.
+    """
+    values = jnp.asarray(values)
+    if values.dtype.itemsize == 4:
+        nibbles = (values[:, None, :] >> (4 * jnp.arange(8, dtype=values.dtype))[:, None]) & 15
+        values = nibbles.reshape(-1, values.shape[1])
+    elif values.dtype.itemsize != 1:
+        raise ValueError(f"four-bit values come as 8-bit elements or 32-bit words, not as {values.dtype}")
+    num_in, num_out = values.shape
+    num_groups = scales.shape[0]
+    if scales.shape[1] != num_out or num_in % num_groups or (zeros is not None and zeros.shape != scales.shape):
+        found = f"values {values.shape}, scales {scales.shape}, zeros {None if zeros is None else zeros.shape}"
+        raise ValueError(f"scales and zeros are [in / group, out] for values [in, out]; got {found}")
+    reason = unsupported_group(num_in // num_groups)
+    if reason is not None:
+        raise ValueError(reason)
+    if g_idx is not None and not np.array_equal(g_idx, np.arange(num_in) // (num_in // num_groups)):
+        raise ValueError("groups in activation order (g_idx, act-order / desc_act) are not supported: got a g_idx")
+    padded = jnp.pad(values, ((0, -num_in % TILE), (0, 0))).astype(jnp.uint32).reshape(-1, 8, PLANE, num_out)
+    shifted = padded << (4 * jnp.arange(8, dtype=jnp.uint32))[:, None, None]
+    words = lax.bitcast_convert_type(shifted.sum(1, dtype=jnp.uint32), jnp.int32).reshape(-1, num_out)
+    return PackedInt4(words, jnp.asarray(scales), None if zeros is None else jnp.asarray(zeros).astype(jnp.uint8))
+
+
+def unsupported_group(group_size: int) -> str | None:
+    """Why a group size cannot be packed, or None."""
+    if group_size in (PLANE, 2 * PLANE, 4 * PLANE) or (group_size and group_size % TILE == 0):
+        return None
+    return f"groups of 32, 64, 128 or a multiple of 256 input features are supported, not of {group_size}"
+
+
+def dequantise(weights: PackedInt4, num_in: int) -> Float[Array, "D F"]:
+    """The weights themselves, in float32."""
+    num_out = weights.words.shape[1]
+    words = weights.words.reshape(-1, 1, PLANE, num_out)
+    values = ((words >> (4 * jnp.arange(8, dtype=jnp.int32))[:, None, None]) & 15).reshape(-1, num_out)[:num_in]
+    group = num_in // weights.scales.shape[0]
+    grouped = values.reshape(-1, group, num_out).astype(jnp.float32)
+    zeros = SYMMETRIC_ZERO if weights.zeros is None else weights.zeros[:, None].astype(jnp.float32)
+    return ((grouped - zeros) * weights.scales[:, None].astype(jnp.float32)).reshape(num_in, num_out)
+
+
+class Case(NamedTuple):
+    """A product of [num_rows, num_in] with weights [num_in, num_out]."""
+
+    num_rows: int
+    num_in: int = 256
+    num_out: int = 128
+    group_size: int = 128
+    is_symmetric: bool = False
+    dtype: str = "bfloat16"
+
+
+CASES: Mapping[str, Case] = {
+    **{f"rows_{num_rows}": Case(num_rows) for num_rows in (1, 3, 16, 17, 33, 128)},
+    "rows_300": Case(300),
+    "group_32": Case(5, group_size=32),
+    "group_64": Case(17, group_size=64, dtype="float16"),
+    "group_is_all": Case(5, num_in=768, group_size=768),
+    "symmetric": Case(4, is_symmetric=True),
+    "symmetric_group_32": Case(33, 512, 192, 32, is_symmetric=True, dtype="float16"),
+    "half": Case(16, dtype="float16"),
+    "single": Case(7, 384, 96, 64, dtype="float32"),
+    "single_symmetric": Case(33, 128, 32, 32, is_symmetric=True, dtype="float32"),
+    "odd_in": Case(3, num_in=928, num_out=176, group_size=32),
+    "many_splits": Case(2, num_in=4096, num_out=64),
+    "odd_splits": Case(65, num_in=2944, num_out=80),
+}
+
+_LAYERS = {
+    "llama_8b_qkv": (4096, 6144),
+    "llama_8b_out": (4096, 4096),
+    "llama_8b_gate_up": (4096, 28672),
+    "llama_8b_down": (14336, 4096),
+    "qwen_14b_qkv": (5120, 7168),
+    "qwen_14b_out": (5120, 5120),
+    "qwen_14b_gate_up": (5120, 27648),
+    "qwen_14b_down": (13824, 5120),
+}
+BENCHES: Mapping[str, Case] = {
+    f"{layer}_{num_rows}": Case(num_rows, num_in, num_out)
+    for layer, (num_in, num_out) in _LAYERS.items()
+    for num_rows in (1, 16, 32, 256)
+}
+
+
+class Inputs(NamedTuple):
+    """Activations, and weights in the neutral form."""
+
+    x: Float[Array, "T D"]
+    values: UInt8[Array, "D F"]
+    scales: Float[Array, "groups F"]
+    zeros: UInt8[Array, "groups F"] | None
+
+
+def make_inputs(case: Case, key: jax.Array) -> Inputs:
+    """Random ones."""
+    keys = jax.random.split(key, 4)
+    groups = (case.num_in // case.group_size, case.num_out)
+    scales = jax.random.uniform(keys[2], groups, jnp.float32, 0.5, 1.5) / 8 * case.num_in**-0.5
+    zeros = None if case.is_symmetric else jax.random.randint(keys[3], groups, 0, 17, jnp.uint8)
+    return Inputs(
+        x=jax.random.normal(keys[0], (case.num_rows, case.num_in), jnp.float32).astype(case.dtype),
+        values=jax.random.randint(keys[1], (case.num_in, case.num_out), 0, 16, jnp.uint8),
+        scales=scales.astype(case.dtype),
+        zeros=zeros,
+    )
+
+
+def prepare(implementation: Any, case: Case, inputs: Inputs) -> tuple[Float[Array, "T D"], PackedInt4]:
+    """Activations and packed weights."""
+    return inputs.x, pack(inputs.values, inputs.scales, inputs.zeros)
+
+
+def run(implementation: Any, case: Case, prepared: tuple[Float[Array, "T D"], PackedInt4]) -> Float[Array, "T F"]:
+    """The product."""
+    return implementation.matmul(*prepared)
+
+
+def expected(case: Case, inputs: Inputs) -> Float[Array, "T F"]:
+    """Dequantise, then one product, in float32 and from the neutral form."""
+    zeros = SYMMETRIC_ZERO if inputs.zeros is None else jnp.repeat(inputs.zeros.astype(jnp.float32), case.group_size, 0)
+    scales = jnp.repeat(inputs.scales.astype(jnp.float32), case.group_size, 0)
+    weights = (inputs.values.astype(jnp.float32) - zeros) * scales
+    return jnp.dot(inputs.x.astype(jnp.float32), weights, precision=lax.Precision.HIGHEST)
+
+
+def tolerance(case: Case) -> float:
+    """Half a unit in the last place of the result, and as much of a weight that was rounded before the product."""
+    return {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[case.dtype]
+
+
+def cost(case: Case) -> Cost:
+    """Packed weights once, activations in and out."""
+    itemsize = jnp.dtype(case.dtype).itemsize
+    groups = case.num_in // case.group_size * case.num_out * (itemsize + (not case.is_symmetric))
+    num_bytes = case.num_in * case.num_out // 2 + groups + case.num_rows * (case.num_in + case.num_out) * itemsize
+    return Cost(num_bytes, 2 * case.num_rows * case.num_in * case.num_out)
+
+
+def sizes(case: Case) -> dict[str, int]:
+    """The group's size."""
+    return {"group_size": case.group_size}
+
+
+def dtype(case: Case) -> str:
+    """Of activations and scales."""
+    return case.dtype

@@ -1,0 +1,19 @@
+"""Four-bit weights in plain XLA: they are written out in the activations' type, then one product. Runs anywhere."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.int4_matmul import PackedInt4, dequantise, unsupported_group
+
+
+def unsupported(platform: str, device_kind: str, dtype: str, *, group_size: int = 128) -> str | None:
+    """Why it cannot run on such a device, or None."""
+    return unsupported_group(group_size)
+
+
+def matmul(x: Float[Array, "T D"], weights: PackedInt4) -> Float[Array, "T F"]:
+    """``x @ weights`` in x's type, accumulated in float32."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    weight = dequantise(weights, x.shape[1]).astype(x.dtype)
+    return jnp.dot(x, weight, precision=precision, preferred_element_type=jnp.float32).astype(x.dtype)

@@ -1,0 +1,67 @@
+"""Pallas Mosaic GPU where the installed JAX has it in the form that the kernels need, and where they can run."""
+
+import importlib
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+LOG2_E = 1.4426950408889634
+MOST_GROUP = 64  # query heads that may share a key/value head
+MASKED = -1e30  # score of what a query does not see
+
+_OLDEST = (0, 11)
+_HOPPER = ("H100", "H200", "H800", "GH200")
+_DTYPES = ("bfloat16", "float16")
+_SIZES = {"head_dim": (64, 128, 256), "page_size": (16, 32, 64, 128)}
+
+
+class Scoring(NamedTuple):
+    """How products of queries and keys become scores, in units of log 2, so that weights are powers of 2."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+    def __call__(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Scores; the cap's tanh is written with a power of 2, whose fast form is exact enough."""
+        if self.soft_cap is None:
+            return products * (self.scale * LOG2_E)
+        power = jnp.exp2(products * (2 * LOG2_E * self.scale / self.soft_cap))
+        return (self.soft_cap * LOG2_E) * (1 - 2 / (1 + power))
+
+
+def mosaic_gpu() -> ModuleType:
+    """Pallas's Mosaic GPU module, imported at its first use: older JAX releases lack it or parts of it."""
+    return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+
+
+def interpreter(*, detect_races: bool = False) -> Any:
+    """What makes a kernel run on a CPU, step by step. An exception inside needs ``reset_interpreter`` behind it."""
+    return mosaic_gpu().InterpretGPUParams(detect_races=detect_races)
+
+
+def missing_jax() -> str | None:
+    """Why the installed JAX cannot build these kernels, or None."""
+    version = ".".join(map(str, jax.__version_info__))
+    return None if jax.__version_info__[:2] >= _OLDEST else f"needs JAX 0.11 or newer, has {version}"
+
+
+def not_hopper(platform: str, device_kind: str) -> str | None:
+    """Why the kernels cannot run on a device, or None."""
+    is_hopper = platform in ("gpu", "cuda") and any(name in device_kind for name in _HOPPER)
+    return None if is_hopper else f"needs an NVIDIA Hopper GPU ({', '.join(_HOPPER)})"
+
+
+def unsupported_operands(dtype: str, sizes: Mapping[str, int]) -> str | None:
+    """Why the kernels cannot take such operands, or None; sizes that are missing are taken for granted."""
+    if dtype not in _DTYPES:
+        return f"keys and values must be {' or '.join(_DTYPES)}, not {dtype}"
+    for size, allowed in _SIZES.items():
+        if sizes.get(size, allowed[0]) not in allowed:
+            return f"{size} must be one of {', '.join(map(str, allowed))}, not {sizes[size]}"
+    group = sizes.get("num_heads", 1) // sizes.get("num_kv_heads", 1)
+    return None if group <= MOST_GROUP else f"{group} query heads share a key/value head, at most {MOST_GROUP} can"

@@ -1,0 +1,68 @@
+"""Paged prefill attention in Triton: a program owns a tile of a row's queries and one key/value head.
+
+Queries and the query heads of a key/value head fill the rows of a product together, so that short chunks do too. The
+grid has as many tiles as any lengths can need; a program finds its row from the lengths itself. Tiles of context that
+all its queries see come first, without masks.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import jax_triton
+from pallas_kernels.decode_attention_jax_triton import context_tile, scoring
+from pallas_kernels.paged_attention import AttentionBatch
+
+
+def prefill_attention(
+    query: Float[Array, "T N H"],
+    key_pool: Float[Array, "P K p H"],
+    value_pool: Float[Array, "P K p H"],
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Float[Array, "T N H"]:
+    """Attention of the tokens of rows ``num_decode`` to ``num_rows``; zeros for all others.
+
+    Args:
+        query: Each row's queries are consecutive, and the last of its context.
+        key_pool: Pages of keys.
+        value_pool: Pages of values; all finite.
+        batch: Where everything stands.
+        scale: Factor of the scores.
+        window: How many last tokens a query sees; None: all.
+        soft_cap: Bound of the scores, or None.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads, page_size = key_pool.shape[1:3]
+    num_rows = batch.page_table.shape[0]
+    group = num_heads // num_kv_heads
+    query_rows = 16 if query.dtype == jnp.float32 else 128 if head_dim <= 128 else 64
+    query_rows = max(query_rows, 1 << (group - 1).bit_length())
+    tiles = num_tokens // (query_rows // group) + min(num_rows, num_tokens)
+    out = jax_triton.call(
+        jax_triton.kernels("attention_jax_triton_kernels").prefill_kernel,
+        query,
+        key_pool,
+        value_pool,
+        batch.page_table,
+        batch.context_lens,
+        batch.query_starts,
+        batch.query_lens,
+        jnp.stack([batch.num_decode, batch.num_rows]),
+        batch.page_table.shape[1],
+        out_type=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        grid=(tiles, num_kv_heads),
+        num_warps=8,
+        num_stages=3 if query.dtype == jnp.float32 or head_dim > 128 else 5,
+        SHAPE=(num_kv_heads, group, page_size, head_dim),
+        SCORING=scoring(scale, window, soft_cap),
+        TILES=(1 << (num_rows - 1).bit_length(), query_rows, context_tile(query.dtype)),
+    )
+    token = jnp.arange(num_tokens)[:, None]
+    row = jnp.arange(num_rows)
+    ends = batch.query_starts + batch.query_lens
+    is_owned = (token >= batch.query_starts) & (token < ends) & (row >= batch.num_decode) & (row < batch.num_rows)
+    return jnp.where(is_owned.any(1)[:, None, None], out, 0)

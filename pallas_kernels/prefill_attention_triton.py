@@ -1,0 +1,186 @@
+"""Paged prefill attention in Pallas-Triton: chunks of several query tokens over a paged context.
+
+A program takes a block of one row's query tokens and one key/value head with all query heads that share it: 128 (or 64)
+rows of a matrix product. Which block has which tokens is computed once a step; there are as many as there could be.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention_tiles import (
+    MASKED,
+    Pages,
+    Scoring,
+    Softmax,
+    ceil_div,
+    dot,
+    load_heads,
+    padded,
+    store_heads,
+)
+from pallas_kernels.paged_attention import AttentionBatch
+
+_TILE = 64  # tokens of context a round reads
+_LARGE_BLOCK, _SMALL_BLOCK = 128, 64  # queries times heads of a block
+_NUM_PROCESSORS = 132  # of an H200: with fewer large blocks than these, small ones
+
+
+class BlockMap(NamedTuple):
+    """Which query tokens each block has.
+
+    Attributes:
+        rows: Row of the page table.
+        tokens: First query token.
+        counts: Query tokens in use; 0 in blocks behind the last.
+        positions: The first token's place in its context.
+        visible: Tokens of context that the last token sees; 0 where the tokens' results are zeros.
+    """
+
+    rows: Int[Array, " blocks"]
+    tokens: Int[Array, " blocks"]
+    counts: Int[Array, " blocks"]
+    positions: Int[Array, " blocks"]
+    visible: Int[Array, " blocks"]
+
+
+class _Plan(NamedTuple):
+    """What is fixed when the kernel is compiled."""
+
+    pages: Pages
+    scoring: Scoring
+    group: int
+    block_tokens: int
+    num_blocks: int
+
+
+def block_map(batch: AttentionBatch, num_tokens: int, block_tokens: int) -> BlockMap:
+    """Rows behind the decode rows, each in blocks of its own; then decode tokens and padding, as rows of no context.
+
+    All sizes are static, so that XLA computes it once for all layers of a step.
+    """
+    num_rows = batch.query_lens.shape[0]
+    row = jnp.arange(num_rows)
+    is_prefill = (row >= batch.num_decode) & (row < batch.num_rows)
+    lens = jnp.where(is_prefill, batch.query_lens, 0)
+    used = batch.num_decode + lens.sum()
+    padding = num_tokens - used
+    lens = jnp.concatenate([lens, jnp.stack([batch.num_decode, padding])])
+    starts = jnp.concatenate([batch.query_starts, jnp.stack([jnp.zeros_like(used), used])])
+    contexts = jnp.concatenate([batch.context_lens, jnp.zeros(2, jnp.int32)])
+    counts = -(-lens // block_tokens)
+    ends = jnp.cumsum(counts)
+    block = jnp.arange(-(-num_tokens // block_tokens) + num_rows)
+    owner = jnp.minimum((ends[None, :] <= block[:, None]).sum(1), num_rows + 1)
+    done = (block - (ends - counts)[owner]) * block_tokens
+    count = jnp.clip(lens[owner] - done, 0, block_tokens)
+    position = jnp.maximum(contexts[owner] - lens[owner], 0) + done
+    visible = jnp.where((owner < num_rows) & (count > 0), position + count, 0)
+    fields = (jnp.minimum(owner, num_rows - 1), starts[owner] + done, count, position, visible)
+    return BlockMap(*(field.astype(jnp.int32) for field in fields))
+
+
+def prefill_attention(
+    query: Float[Array, "T N H"],
+    key_pool: Float[Array, "P K p H"],
+    value_pool: Float[Array, "P K p H"],
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    interpret: bool = False,
+) -> Float[Array, "T N H"]:
+    """Attention of the query tokens of all rows behind the decode rows; zeros for other tokens.
+
+    Args:
+        query: Each row's tokens are the last ones of its context.
+        key_pool: Keys, this step's among them.
+        value_pool: Values, all of them finite.
+        batch: Where each token stands.
+        scale: What products are multiplied by.
+        window: Last tokens that are seen, or None for all.
+        soft_cap: Scores are bounded by it smoothly, or None.
+        interpret: Run in plain JAX, on any platform.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads, page_size = key_pool.shape[1:3]
+    group = num_heads // num_kv_heads
+    block_rows, num_warps, tile = _block_shape(num_tokens * num_heads, head_dim, key_pool.dtype)
+    block_tokens = max(1, block_rows // _power(group))
+    blocks = block_map(batch, num_tokens, block_tokens)
+    pages = Pages(page_size, batch.page_table.shape[1], head_dim, tile)
+    plan = _Plan(pages, Scoring(scale, window, soft_cap), group, block_tokens, blocks.rows.shape[0])
+    return pl.pallas_call(
+        functools.partial(_kernel, plan=plan),
+        grid=(plan.num_blocks, num_kv_heads),
+        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=3),
+        interpret=interpret,
+        name="paged_prefill_attention",
+    )(query.astype(key_pool.dtype), key_pool, value_pool, batch.page_table, jnp.stack(blocks))
+
+
+def _block_shape(num_queries: int, head_dim: int, dtype: jnp.dtype) -> tuple[int, int, int]:
+    """Rows of a block's products, its warps, and tokens of context it reads a round."""
+    if dtype == jnp.float32:  # its products take no tensor cores but many registers
+        return 16, 4, 16
+    if padded(head_dim) * dtype.itemsize > 256:
+        return _SMALL_BLOCK, 4, _TILE // 2
+    if num_queries < _LARGE_BLOCK * _NUM_PROCESSORS:
+        return _SMALL_BLOCK, 4, _TILE
+    return _LARGE_BLOCK, 8, _TILE
+
+
+def _power(number: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
+def _kernel(
+    query_ref: Any,  # [T, N, H]
+    key_ref: Any,  # [P, K, p, H]
+    value_ref: Any,  # [P, K, p, H]
+    table_ref: Any,  # [R, M]
+    blocks_ref: Any,  # [5, blocks]: a BlockMap
+    out_ref: Any,  # [T, N, H]
+    *,
+    plan: _Plan,
+):
+    block, head = plan.num_blocks - 1 - pl.program_id(0), pl.program_id(1)  # the long ones tend to stand last
+    row, token, count, position, visible = (blocks_ref[i, block] for i in range(5))
+    pages, scoring, tile = plan.pages, plan.scoring, plan.pages.tile
+    spread = _power(plan.group)
+    index = jnp.arange(plan.block_tokens * spread)
+    place, member = lax.div(index, spread), lax.rem(index, spread)
+    is_used = (place < count) & (member < plan.group)
+    where = ((token + place)[:, None], (head * plan.group + member)[:, None])
+    query = load_heads(query_ref, where, is_used, pages.head_dim)
+
+    def score_all(i: Int[Array, ""], keys: Float[Array, "S H"]) -> Float[Array, "rows S"]:
+        del i
+        return scoring(dot(query, keys, 1))
+
+    def score_seen(i: Int[Array, ""], keys: Float[Array, "S H"]) -> Float[Array, "rows S"]:
+        distance = (position + place)[:, None] - (i * tile + jnp.arange(tile))[None, :]
+        is_seen = distance >= 0 if scoring.window is None else (distance >= 0) & (distance < scoring.window)
+        return jnp.where(is_seen, scoring(dot(query, keys, 1)), MASKED)
+
+    walk = functools.partial(pages.walk, (table_ref, key_ref, value_ref), row, head)
+    stop = ceil_div(visible, tile)
+    diagonal = jnp.minimum(lax.div(position + 1, tile), stop)  # tiles from here on have tokens that not all see
+    softmax, start = Softmax.empty(index.shape[0], pages.width), jnp.int32(0)
+    if scoring.window is not None:
+        first = lax.div(jnp.maximum(position - scoring.window + 1, 0), tile)
+        start = jnp.minimum(ceil_div(jnp.maximum(visible - scoring.window, 0), tile), stop)
+        softmax = walk((first, start), softmax, score_seen)
+    diagonal = jnp.maximum(diagonal, start)
+    softmax = walk((start, diagonal), softmax, score_all)
+    softmax = walk((diagonal, stop), softmax, score_seen)
+    store_heads(out_ref, where, softmax.mean(), is_used, pages.head_dim)

@@ -1,0 +1,283 @@
+"""Norms, rotation and the write of keys and values to their pages, from the fused projection: interface and cases.
+
+An implementation has ``unsupported`` and ``write``, whose pools are those of the paged-attention kernels for GPUs: keys
+and values alike [P, K, p, H]. It gives the pools back changed in place where the caller gives them up.
+"""
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.operation import Cost
+from pallas_kernels.paged_attention import AttentionBatch
+
+Pools = tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]]
+Rotation = tuple[Float[Array, "T half"], Float[Array, "T half"]]
+
+
+class QkNorms(NamedTuple):
+    """Norms of each head of queries and keys."""
+
+    query_weight: Float[Array, " H"]
+    key_weight: Float[Array, " H"]
+    eps: float
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values of tokens, by head."""
+
+    query: Float[Array, "T N H"]
+    key: Float[Array, "T K H"]
+    value: Float[Array, "T K H"]
+
+
+@runtime_checkable
+class QkvWriter(Protocol):
+    """What an implementation offers."""
+
+    def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
+        """Why it cannot run on such a device, or None."""
+        ...
+
+    def write(
+        self,
+        qkv: Float[Array, "T width"],
+        pools: Pools,
+        batch: AttentionBatch,
+        *,
+        rotation: Rotation | None,
+        norms: QkNorms | None,
+        num_heads: int,
+        num_kv_heads: int,
+        page_size: int,
+    ) -> tuple[Float[Array, "T N H"], Pools]:
+        """Queries, normed and rotated, and pools with every token's key and value in its place.
+
+        Norms and rotation compute in float32, and each rounds its result to the type of ``qkv``. A value that is not
+        finite moves to its key as NaN and leaves zero; see ``paged_attention_xla.write_kv``.
+
+        Args:
+            qkv: The query heads, key heads and value heads of each token, in this order.
+            pools: Of keys and of values.
+            batch: Says where tokens go; padding tokens have a page of their own.
+            rotation: Cosines and sines, float32, of the leading features, which turn in pairs (i, i + half).
+            norms: Come before the rotation.
+            num_heads: N.
+            num_kv_heads: K.
+            page_size: p.
+        """
+        ...
+
+
+def split_heads(
+    qkv: Float[Array, "T width"], rotation: Rotation | None, norms: QkNorms | None, num_heads: int, num_kv_heads: int
+) -> Heads:
+    """Queries, keys and values, normed and rotated, in plain JAX; see :meth:`QkvWriter.write`."""
+    by_head = qkv.reshape(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+    query, key, value = jnp.split(by_head, [num_heads, num_heads + num_kv_heads], axis=1)
+    if norms is not None:
+        query, key = (
+            normed(x, weight, norms.eps) for x, weight in ((query, norms.query_weight), (key, norms.key_weight))
+        )
+    if rotation is not None:
+        query, key = apply_rope(query, *rotation), apply_rope(key, *rotation)
+    return Heads(query, key, value)
+
+
+def normed(x: Float[Array, "T N H"], weight: Float[Array, " H"], eps: float) -> Float[Array, "T N H"]:
+    """Root-mean-square norm of each head, in float32, in the type of ``x``."""
+    wide = x.astype(jnp.float32)
+    scaled = wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps)
+    return (scaled * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def apply_rope(
+    x: Float[Array, "T N H"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
+) -> Float[Array, "T N H"]:
+    """Turns the leading features of every head in pairs (i, i + half), in float32, in the type of ``x``.
+
+    Args:
+        x: Queries or keys.
+        cos: Of each token's angles.
+        sin: Of each token's angles.
+    """
+    half = cos.shape[-1]
+    first = x[..., :half].astype(jnp.float32)
+    second = x[..., half : 2 * half].astype(jnp.float32)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turned = [(first * cos - second * sin).astype(x.dtype), (second * cos + first * sin).astype(x.dtype)]
+    return jnp.concatenate([*turned, x[..., 2 * half :]], axis=-1)
+
+
+class Case(NamedTuple):
+    """One shape.
+
+    Attributes:
+        rotary_dim: Features that turn; None for all, 0 for no rotation.
+        num_padding: Of the tokens, those at the end that go to the padding page.
+        is_poisoned: Whether some numbers are not finite; ``run`` then gives what NaN stands in as numbers too.
+    """
+
+    num_tokens: int
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 128
+    page_size: int = 16
+    rotary_dim: int | None = None
+    is_normed: bool = False
+    num_padding: int = 0
+    is_poisoned: bool = False
+    dtype: str = "bfloat16"
+
+
+class Inputs(NamedTuple):
+    """Arrays of a case."""
+
+    qkv: Float[Array, "T width"]
+    pools: Pools
+    batch: AttentionBatch
+    rotation: Rotation | None
+    weights: tuple[Float[Array, " H"], Float[Array, " H"]] | None
+
+
+CASES: dict[str, Case] = {
+    "one_token": Case(1),
+    "three_tokens": Case(3, is_normed=True),
+    "padded": Case(64, num_padding=7, is_normed=True),
+    "float32": Case(3, is_normed=True, head_dim=16, dtype="float32"),
+    "float32_wide": Case(64, head_dim=64, dtype="float32"),
+    "multi_query": Case(3, num_heads=7, num_kv_heads=1, head_dim=64, is_normed=True),
+    "multi_head": Case(3, num_heads=8, num_kv_heads=8, head_dim=32),
+    "group_of_eight": Case(3, num_heads=64, num_kv_heads=8, head_dim=16, is_normed=True),
+    "group_of_seven": Case(5, num_heads=28, num_kv_heads=4, head_dim=16, is_normed=True),
+    "three_kv_heads": Case(3, num_heads=9, num_kv_heads=3, head_dim=64),
+    "tiny_head": Case(3, head_dim=8, page_size=8, is_normed=True),
+    "head_of_80": Case(3, head_dim=80, is_normed=True),
+    "partial_rotation": Case(3, head_dim=80, rotary_dim=32, is_normed=True),
+    "partial_rotation_alone": Case(3, head_dim=128, rotary_dim=24, dtype="float32"),
+    "no_rotation": Case(3, rotary_dim=0, is_normed=True),
+    "plain": Case(5, rotary_dim=0, head_dim=80, page_size=128),
+    "poisoned": Case(9, num_padding=2, is_poisoned=True),
+    "poisoned_float32": Case(9, head_dim=24, is_normed=True, is_poisoned=True, dtype="float32"),
+}
+
+_LLAMA_8B = Case(1, num_heads=32, num_kv_heads=8, page_size=64)
+_QWEN3_14B = Case(1, num_heads=40, num_kv_heads=8, page_size=64, is_normed=True)
+BENCHES: dict[str, Case] = {
+    f"{model}_{num_tokens}": case._replace(num_tokens=num_tokens)
+    for model, case in (("llama_8b", _LLAMA_8B), ("qwen3_14b", _QWEN3_14B))
+    for num_tokens in (1, 64, 256, 8192)
+}
+
+
+def make_inputs(case: Case, key: jax.Array) -> Inputs:
+    """Pools with something in them, and tokens that go to shuffled places of theirs."""
+    keys = jax.random.split(key, 6)
+    usable = -(-case.num_tokens // case.page_size) + 3
+    shape = (usable + 2, case.num_kv_heads, case.page_size, case.head_dim)
+    key_pool, value_pool = (jax.random.normal(k, shape, jnp.float32).astype(case.dtype) for k in keys[:2])
+    width = (case.num_heads + 2 * case.num_kv_heads) * case.head_dim
+    qkv = jax.random.normal(keys[2], (case.num_tokens, width), jnp.float32)
+    qkv = _poisoned(qkv, case) if case.is_poisoned else qkv
+    half = (case.head_dim if case.rotary_dim is None else case.rotary_dim) // 2
+    angles = jax.random.uniform(keys[3], (case.num_tokens, half), jnp.float32, 0, 2 * np.pi)
+    weights = jax.random.uniform(keys[4], (2, case.head_dim), jnp.float32, 0.5, 1.5).astype(case.dtype)
+    slots = jax.random.permutation(keys[5], usable * case.page_size)[: case.num_tokens].astype(jnp.int32)
+    is_padding = jnp.arange(case.num_tokens) >= case.num_tokens - case.num_padding
+    pages = jnp.where(is_padding, usable + 1, slots // case.page_size)
+    unused = [jnp.zeros(shape, jnp.int32) for shape in ((1, 1), (1,), (1,), (1,), (), ())]
+    offsets = jnp.where(is_padding, 0, slots % case.page_size)
+    batch = AttentionBatch(*unused, token_pages=pages, token_offsets=offsets, num_shared_pages=jnp.zeros((), jnp.int32))
+    return Inputs(
+        qkv.astype(case.dtype),
+        (key_pool, value_pool),
+        batch,
+        (jnp.cos(angles), jnp.sin(angles)) if half else None,
+        (weights[0], weights[1]) if case.is_normed else None,
+    )
+
+
+def _poisoned(qkv: Float[Array, "T width"], case: Case) -> Float[Array, "T width"]:
+    """Not finite: a query, a key, and values of three kinds."""
+    first_key = case.num_heads * case.head_dim
+    first_value = first_key + case.num_kv_heads * case.head_dim
+    rows = np.array([0, 1, 2, 3, 4, 4])
+    columns = np.array([3, first_key + 5, *(first_value + i for i in (0, 7, case.head_dim, case.head_dim - 1))])
+    return qkv.at[rows, columns].set(np.array([np.nan, np.nan, np.nan, np.inf, -np.inf, np.nan], np.float32))
+
+
+def prepare(implementation: QkvWriter, case: Case, inputs: Inputs) -> Inputs:
+    """Nothing to do."""
+    del implementation, case
+    return inputs
+
+
+def run(implementation: QkvWriter, case: Case, prepared: Inputs) -> tuple[Array, Array, Array]:
+    """Queries and both pools."""
+    query, pools = implementation.write(
+        prepared.qkv,
+        prepared.pools,
+        prepared.batch,
+        rotation=prepared.rotation,
+        norms=None if prepared.weights is None else QkNorms(*prepared.weights, _EPS),
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        page_size=case.page_size,
+    )
+    return _visible(case, (query, *pools))
+
+
+def expected(case: Case, inputs: Inputs) -> tuple[Array, Array, Array]:
+    """All in float32, rounded once; the padding page holds any finite number, which is what is said of it."""
+    norms = None if inputs.weights is None else QkNorms(*inputs.weights, _EPS)
+    heads = split_heads(inputs.qkv.astype(jnp.float32), inputs.rotation, norms, case.num_heads, case.num_kv_heads)
+    is_finite = jnp.isfinite(heads.value)
+    pages, offsets = inputs.batch.token_pages, inputs.batch.token_offsets
+    pools = (
+        pool.astype(jnp.float32).at[pages, :, offsets].set(new)
+        for pool, new in zip(
+            inputs.pools,
+            (jnp.where(is_finite, heads.key, jnp.nan), jnp.where(is_finite, heads.value, 0)),
+            strict=True,
+        )
+    )
+    found = _visible(case, (heads.query, *pools))
+    if not case.num_padding:
+        return found
+    is_padding_page = (jnp.arange(inputs.pools[0].shape[0]) == inputs.pools[0].shape[0] - 1)[:, None, None, None]
+    query, keys, values = found
+    return query, jnp.where(is_padding_page, jnp.nan, keys), jnp.where(is_padding_page, jnp.nan, values)
+
+
+def tolerance(case: Case) -> float:
+    """Two roundings to the operands' type; in float32 also the order of a norm's sum."""
+    return 2e-6 if case.dtype == "float32" else 2.0**-7
+
+
+def cost(case: Case) -> Cost:
+    """Every projection is read and written once; a multiplication and an addition or two for each feature."""
+    features = case.num_tokens * (case.num_heads + 2 * case.num_kv_heads) * case.head_dim
+    return Cost(2 * features * jnp.dtype(case.dtype).itemsize, 8 * features)
+
+
+def sizes(case: Case) -> dict[str, int]:
+    """Heads, their width, and tokens a page."""
+    return {"num_kv_heads": case.num_kv_heads, "head_dim": case.head_dim, "page_size": case.page_size}
+
+
+def dtype(case: Case) -> str:
+    """Of projections and pools."""
+    return case.dtype
+
+
+_EPS = 1e-6
+
+
+def _visible(case: Case, arrays: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+    """The arrays; of a poisoned case with 4 where NaN stood, which few numbers are near."""
+    first, second, third = (jnp.where(jnp.isnan(a), 4.0, a) for a in arrays) if case.is_poisoned else arrays
+    return first, second, third

@@ -1,0 +1,211 @@
+"""Which tokens min-p, top-k and top-p keep, without sorting the vocabulary: interface, cases, and a reference by sort.
+
+In the order vLLM applies them: min-p, then top-k, then top-p over what those two keep. Each keeps the tokens at or
+above a threshold; tokens that tie with the threshold are all kept.
+"""
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.operation import Cost
+
+LOWEST = float(np.finfo(np.float32).min)
+"""The floor of rows that keep all: tokens of score -inf are never kept."""
+
+MARGIN = 1e-5
+"""Share of the kept mass that float32 sums may be off by: there either side of a boundary is right."""
+
+
+@runtime_checkable
+class Truncation(Protocol):
+    """What an implementation offers."""
+
+    def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
+        """Why it cannot run on such a device, or None; the type is that of the scores."""
+        ...
+
+    def floor(
+        self, scores: Float[Array, "R V"], top_k: Int[Array, " R"], top_p: Float[Array, " R"], min_p: Float[Array, " R"]
+    ) -> Float[Array, " R"]:
+        """The lowest score each row keeps. It depends on the row's own scores and numbers alone.
+
+        Args:
+            scores: Logits over temperature; -inf for tokens that are not allowed.
+            top_k: Candidates kept; 0 keeps all.
+            top_p: Probability mass kept; 1 keeps all.
+            min_p: Probability kept at least, relative to the likeliest token's; 0 keeps all.
+        """
+        ...
+
+
+def min_p_floor(best: Float[Array, " R"], min_p: Float[Array, " R"]) -> Float[Array, " R"]:
+    """The lowest score that min-p keeps, where ``best`` is a row's largest."""
+    return jnp.where(min_p > 0, best + jnp.log(jnp.maximum(min_p, 1e-30)), LOWEST)
+
+
+def to_order(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    """Integers in the order of the floats."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def from_order(order: Int[Array, "..."]) -> Float[Array, "..."]:
+    """The floats of their places in order."""
+    return lax.bitcast_convert_type(jnp.where(order < 0, order ^ 0x7FFFFFFF, order), jnp.float32)
+
+
+SETTINGS: tuple[tuple[int, float, float], ...] = (  # top_k, top_p, min_p
+    (0, 1.0, 0.0),
+    (1, 1.0, 0.0),
+    (7, 1.0, 0.0),
+    (1025, 1.0, 0.0),
+    (10**9, 1.0, 0.0),
+    (0, 1e-6, 0.0),
+    (0, 0.5, 0.0),
+    (0, 0.9, 0.0),
+    (0, 0.999, 0.0),
+    (0, 1.0, 0.05),
+    (0, 1.0, 1.0),
+    (50, 0.9, 0.0),
+    (2000, 0.95, 0.0),
+    (0, 0.9, 0.02),
+    (40, 0.9, 0.1),
+    (4000, 0.97, 0.001),
+    (1, 0.3, 0.5),
+)
+
+
+class Case(NamedTuple):
+    """Rows of random scores, each cut in another way.
+
+    Attributes:
+        spread: Their standard deviation; 0 makes all equal.
+        num_levels: Different scores there are, about; None for all different.
+        allowed: Share of tokens whose score is not -inf; 0 for a single one.
+        settings: (top_k, top_p, min_p) of the rows in turn.
+    """
+
+    vocab_size: int
+    num_rows: int = len(SETTINGS)
+    spread: float = 3.0
+    num_levels: int | None = None
+    allowed: float = 1.0
+    settings: tuple[tuple[int, float, float], ...] = SETTINGS
+    dtype: str = "float32"
+
+
+class Inputs(NamedTuple):
+    """Arguments of ``floor``."""
+
+    scores: Float[Array, "R V"]
+    top_k: Int[Array, " R"]
+    top_p: Float[Array, " R"]
+    min_p: Float[Array, " R"]
+
+
+CASES: dict[str, Case] = {
+    "one_token": Case(1),
+    "few_tokens": Case(10),
+    "one_chunk": Case(4096),
+    "odd": Case(5001),
+    "ties": Case(5001, num_levels=40),
+    "heavy_ties": Case(9000, num_levels=3, spread=0.5),
+    "equal": Case(5001, spread=0.0),
+    "flat": Case(20011, spread=0.01),
+    "peaked": Case(9000, spread=30.0),
+    "masked": Case(9000, allowed=0.3),
+    "one_allowed": Case(4999, allowed=0.0),
+    "one_row": Case(20011, 1, settings=((50, 0.9, 0.02),)),
+}
+
+BENCHES: dict[str, Case] = {
+    f"{model}_{name}_{num_rows}": Case(vocab_size, num_rows, settings=(setting,))
+    for model, vocab_size in (("qwen", 151936), ("llama", 128256))
+    for name, setting in (("top_p", (0, 0.9, 0.0)), ("top_k_top_p", (50, 0.9, 0.0)))
+    for num_rows in (1, 64, 256)
+}
+
+
+def make_inputs(case: Case, key: jax.Array) -> Inputs:
+    """Scores of a case and what its rows are cut by."""
+    noise, chosen = jax.random.split(key)
+    shape = case.num_rows, case.vocab_size
+    scores = case.spread * jax.random.normal(noise, shape, jnp.float32)
+    if case.num_levels is not None:
+        step = 6 * case.spread / case.num_levels
+        scores = jnp.round(scores / step) * step
+    draws = jax.random.uniform(chosen, shape)
+    is_allowed = draws <= jnp.maximum(case.allowed, draws.min(1, keepdims=True))
+    numbers = [case.settings[row % len(case.settings)] for row in range(case.num_rows)]
+    top_k, top_p, min_p = (jnp.asarray(np.array(column)) for column in zip(*numbers, strict=True))
+    return Inputs(
+        jnp.where(is_allowed, scores, -jnp.inf),
+        top_k.astype(jnp.int32),
+        top_p.astype(jnp.float32),
+        min_p.astype(jnp.float32),
+    )
+
+
+def prepare(implementation: Truncation, case: Case, inputs: Inputs) -> Inputs:
+    """Nothing to do."""
+    del implementation, case
+    return inputs
+
+
+def run(implementation: Truncation, case: Case, prepared: Inputs) -> Float[Array, " R"]:
+    """Each row's floor."""
+    del case
+    return implementation.floor(*prepared)
+
+
+def expected(case: Case, inputs: Inputs) -> Float[Array, " R"]:
+    """The floor by sorting; NaN where the sum that top-p cuts at is too close to a token's to tell."""
+    del case
+    fewer, more = (sorted_floor(inputs, side) for side in (1 - MARGIN, 1 + MARGIN))
+    return jnp.where(fewer == more, fewer, jnp.nan)
+
+
+def sorted_floor(inputs: Inputs, scale: float = 1.0) -> Float[Array, " R"]:
+    """The floor by sorting, with ``top_p`` times ``scale`` where it is less than 1."""
+    scores, top_k, top_p, min_p = inputs
+    ordered = -jnp.sort(-scores, axis=1)
+    lowest = min_p_floor(ordered[:, 0], min_p)
+    num_kept = (ordered >= lowest[:, None]).sum(1)
+    kth = _at(ordered, jnp.maximum(top_k, 1) - 1)
+    lowest = jnp.where((top_k > 0) & (top_k < num_kept), jnp.maximum(lowest, kth), lowest)
+    weights = jnp.where(ordered >= lowest[:, None], jnp.exp(ordered - ordered[:, :1]), 0.0)
+    cumulative = jnp.cumsum(weights, axis=1)
+    share = jnp.minimum(top_p * scale, 1.0)
+    short: Bool[Array, "R V"] = cumulative < (share * cumulative[:, -1])[:, None]
+    return jnp.where((top_p < 1) & (share < 1), jnp.maximum(lowest, _at(ordered, short.sum(1))), lowest)
+
+
+def tolerance(case: Case) -> float:
+    """None: a floor is one of the scores."""
+    del case
+    return 0.0
+
+
+def cost(case: Case) -> Cost:
+    """Every score is read once; an exponential and a sum of each."""
+    size = case.num_rows * case.vocab_size
+    return Cost(4 * size, 3 * size)
+
+
+def sizes(case: Case) -> dict[str, int]:
+    """Tokens of the vocabulary."""
+    return {"vocab_size": case.vocab_size}
+
+
+def dtype(case: Case) -> str:
+    """Of the scores."""
+    return case.dtype
+
+
+def _at(rows: Float[Array, "R V"], places: Int[Array, " R"]) -> Float[Array, " R"]:
+    return jnp.take_along_axis(rows, jnp.clip(places, 0, rows.shape[1] - 1)[:, None], axis=1)[:, 0]

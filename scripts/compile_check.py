@@ -1,0 +1,215 @@
+"""Compiles every GPU kernel and whole steps of real models for an H200 that need not be there, and checks them.
+
+    bash scripts/compile_check.sh [--only kernels|steps] [--match TEXT] [--layers N] [--attention-backend NAME]
+
+Kernels: every bench of every operation compiles, none spills registers, none copies what it was given. Steps: decode
+and prefill steps of Llama-3.1-8B, Qwen2.5-14B (1, 2 and 8 devices) and Llama-3.1-70B (8 devices), whole: pages are
+updated in place, no weight or page is copied, temporaries are bounded, one CUDA graph on one device and no more than
+the stated collectives divide on several. Prints a line a program; exit status 1 when a check failed.
+
+It needs JAX with CUDA wheels and Python >= 3.12, and no card; ``compile_check.sh`` makes that environment.
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+# First of all: it sets what JAX's CUDA plugin reads.
+from scripts.deviceless import NO_SPILLS, Compilation, NoCudaError, compile_for, compile_traced, h200_mesh  # noqa: E402, I001
+import jax  # noqa: E402
+from jax.sharding import Mesh, use_abstract_mesh  # noqa: E402
+
+from jaxserve.engine.buckets import Buckets  # noqa: E402
+from jaxserve.engine.program import ModelProgram  # noqa: E402
+from jaxserve.engine.step_batch import BatchShape  # noqa: E402
+from jaxserve.engine.steps import trace_step  # noqa: E402
+from jaxserve.layers.attention import select_attention  # noqa: E402
+from jaxserve.layers.parallel import DtypePolicy  # noqa: E402
+from jaxserve.models.registry import config_from_hf  # noqa: E402
+from pallas_kernels.registry import OPERATIONS, load, operation  # noqa: E402
+from sharding import get_layout  # noqa: E402
+
+_MIB = 1 << 20
+
+
+class Program(NamedTuple):
+    """A compiled program and what is wrong with it."""
+
+    name: str
+    compilation: Compilation | None
+    faults: list[str]
+
+
+class Model(NamedTuple):
+    """A model's shape, as its config.json has it, and the numbers of devices to compile it for."""
+
+    name: str
+    architecture: str
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    tensor: tuple[int, ...]
+
+    def config(self, num_layers: int | None) -> dict[str, Any]:
+        """The fields of config.json."""
+        return {
+            "architectures": [self.architecture],
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": num_layers or self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 32768,
+            "rope_theta": 500000.0,
+            "torch_dtype": "bfloat16",
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+        }
+
+
+MODELS = (
+    Model("Llama-3.1-8B", "LlamaForCausalLM", 4096, 14336, 32, 32, 8, 128256, (1,)),
+    Model("Qwen2.5-14B", "Qwen2ForCausalLM", 5120, 13824, 48, 40, 8, 152064, (1, 2, 8)),
+    Model("Llama-3.1-70B", "LlamaForCausalLM", 8192, 28672, 80, 64, 8, 128256, (8,)),
+)
+_STEPS = {"decode of 1": (1, True), "decode of 64": (64, True), "prefill of 2048": (2048, False)}
+
+
+def check_kernels(match: str) -> Iterator[Program]:
+    """Every bench of every implementation for GPUs."""
+    mesh = h200_mesh()
+    whole = get_layout("replicated").sharding(mesh)
+    for op_name, row in [(op, row) for op, table in OPERATIONS.items() for row in table]:
+        op, implementation = operation(op_name), load(op_name, row)
+        if row in ("xla",) or row.endswith("interpret"):
+            continue
+        for bench, case in op.BENCHES.items():
+            name = f"{op_name} {row} {bench}"
+            reason = implementation.unsupported("gpu", "NVIDIA H200", op.dtype(case), **op.sizes(case))
+            if match not in name or reason is not None:
+                continue
+            inputs = jax.eval_shape(functools.partial(op.make_inputs, case), jax.random.key(0))
+            prepared = jax.eval_shape(functools.partial(op.prepare, implementation, case), inputs)
+            structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), prepared)
+            run = functools.partial(op.run, implementation, case)
+            try:
+                found = compile_for(mesh, run, structs, donate_argnums=0, options=NO_SPILLS)
+            except Exception as error:  # the compiler has many kinds; each is a finding
+                yield Program(name, None, [f"{type(error).__name__}: {str(error)[:300]}"])
+                continue
+            faults = [f"copies {size / _MIB:.0f} MiB" for size in found.copies_from(_MIB)]
+            yield Program(name, found, faults)
+
+
+def check_steps(match: str, num_layers: int | None, backend: str | None) -> Iterator[Program]:
+    """Whole steps of each model."""
+    for model in MODELS:
+        for tensor in model.tensor:
+            mesh = h200_mesh(tensor)
+            for step, (num_tokens, decode_only) in _STEPS.items():
+                name = f"{model.name} on {tensor}: {step}"
+                if match not in name:
+                    continue
+                program, shape = _step_program(model, mesh, num_layers, num_tokens, decode_only, backend)
+                with use_abstract_mesh(mesh.abstract_mesh):
+                    traced = trace_step(program, shape, "greedy" if decode_only else "any")
+                found = compile_traced(mesh, traced)
+                yield Program(name, found, _step_faults(program, shape, tensor, found))
+
+
+def _step_program(
+    model: Model, mesh: Mesh, num_layers: int | None, num_tokens: int, decode_only: bool, backend: str | None
+) -> tuple[ModelProgram, BatchShape]:
+    """The program of a step on a mesh and its batch shape, chosen as the engine chooses."""
+    config = config_from_hf(model.config(num_layers), model.name)
+    policy = DtypePolicy.for_platform("bfloat16", "gpu")
+    device = mesh.devices.flat[0]
+    kernel = select_attention(device, policy.kv, backend, page_size=64, head_dim=config.head_dim)
+    layout = get_layout("tensor_parallel").on(mesh)
+    program = ModelProgram(config, mesh, layout, policy, kernel, 64, num_pages=4096, num_slots=256)
+    shape = Buckets.make(256, 8192, 512, multiple=2).shape_for(num_tokens, decode_only)
+    return program, shape
+
+
+def _step_faults(program: ModelProgram, shape: BatchShape, tensor: int, found: Compilation) -> list[str]:
+    """What is not as it must be: donation, copies, temporaries, graphs, collectives."""
+    faults = []
+    state_bytes = program.pool_bytes + program.slot_state_bytes
+    if found.alias_bytes < state_bytes:
+        faults.append(f"only {found.alias_bytes} of {state_bytes} bytes of pages and slots are updated in place")
+    logits_bytes = 4 * shape.num_rows * program.config.vocab_size // program.parallel.size
+    least = min(program.pool_bytes // program.config.num_layers // 2, 16 * _MIB)
+    copies = [
+        size for size in found.copies_from(least) if size not in (logits_bytes, logits_bytes * program.parallel.size)
+    ]
+    faults += [f"copies {size / _MIB:.0f} MiB" for size in copies]
+    bound = temporary_bound(program, shape)
+    if found.temporary_bytes > bound:
+        faults.append(f"takes {found.temporary_bytes / _MIB:.0f} MiB of temporaries, bound {bound / _MIB:.0f}")
+    layout, layers = program.layout, program.config.num_layers
+    most_graphs = 1 + layout.all_reduces_per_layer * layers + layout.all_reduces_per_step + layout.all_gathers_per_step
+    if found.num_graphs > most_graphs or (tensor == 1 and len(found.segments) > 1):
+        faults.append(f"is not {most_graphs} CUDA graph(s): {', '.join(found.segments)}")
+    reduces = layout.all_reduces_per_layer * layers + layout.all_reduces_per_step
+    wanted = {kind: n for kind, n in (("all-reduce", reduces), ("all-gather", layout.all_gathers_per_step)) if n}
+    if found.collectives != wanted:
+        faults.append(f"communicates {dict(found.collectives)}, stated {wanted}")
+    return faults
+
+
+def temporary_bound(program: ModelProgram, shape: BatchShape) -> int:
+    """Bytes of temporaries a step may take: a few activations a token, a few logits a row."""
+    config, tokens, rows = program.config, shape.num_tokens, shape.num_rows
+    width = 2 * config.ffn_size // program.parallel.size + 8 * config.hidden_size
+    return 4 * tokens * width + 6 * 4 * rows * config.vocab_size + 64 * _MIB
+
+
+def main() -> int:
+    """Runs the checks and prints a line for each program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("kernels", "steps"))
+    parser.add_argument("--match", default="", help="only programs whose name contains this")
+    parser.add_argument("--layers", type=int, help="layers of the models, to be quicker; all by default")
+    parser.add_argument("--attention-backend", help="as the engine's option; its own choice by default")
+    options = parser.parse_args()
+    checks: list[Iterator[Program]] = []
+    if options.only != "steps":
+        checks.append(check_kernels(options.match))
+    if options.only != "kernels":
+        checks.append(check_steps(options.match, options.layers, options.attention_backend))
+    num_programs = num_failed = 0
+    try:
+        for program in (program for check in checks for program in check):
+            num_programs += 1
+            num_failed += bool(program.faults)
+            print(_line(program), flush=True)
+    except NoCudaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{num_programs} programs, {num_failed} with faults")
+    return 1 if num_failed or not num_programs else 0
+
+
+def _line(program: Program) -> str:
+    verdict = "; ".join(program.faults) or "ok"
+    if program.compilation is None:
+        return f"{program.name}: {verdict}"
+    found = program.compilation
+    return (
+        f"{program.name}: {verdict} [{found.seconds:.1f} s, {len(found.kernels)} kernels, {found.num_graphs} graph(s) "
+        f"in {len(found.segments)} segment(s), temporaries {found.temporary_bytes / _MIB:.1f} MiB]"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

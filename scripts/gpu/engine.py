@@ -1,0 +1,192 @@
+"""The engine end to end on random weights: decode, prefill, throughput, starts, and the gap between steps."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pallas_kernels.registry import OPERATIONS
+from scripts.gpu.figures import Figure, rounded
+from scripts.gpu.models import config_of, has_checkpoint, make_room, sizes_of, write_checkpoint
+from scripts.gpu.parts import Context, Item, Program, SkippedError
+from scripts.gpu.workload import Decode, Workload, decode, prefill_s, throughput
+
+IS_ALONE: bool = True
+ENVIRONMENT: dict[str, str] = {}  # memory as the engine's users have it
+BACKENDS = ("triton", "mosaic")
+GOALS = {
+    ("llama-8b", "decode 1"): "4.6 ms, then 4.0 (vLLM's H100 curve predicts about 5.1)",
+    ("llama-8b", "decode 256"): "70 % of what weights and keys and values allow",
+    ("", "gap"): "50 us",
+    ("", "warm"): "10 s",
+}
+
+
+class Begun(NamedTuple):
+    """An engine that has given its first token, and when."""
+
+    llm: Any
+    first_token_s: float
+    ready_s: float
+
+
+def items(context: Context) -> list[Item]:
+    """The 8B with the default backend first; then the other, then the 14B."""
+    models = ("llama-8b",) if context.is_quick else ("llama-8b", "qwen-14b")
+    # In the registry's order: the first is the engine's own choice.
+    backends = ["xla"] if context.is_tiny else [row for row in OPERATIONS["paged_attention"] if row in BACKENDS]
+    found = []
+    for model in models:
+        found.append(Item(f"{model} write", 30.0, 180.0))
+        for backend in backends:
+            found += [Item(f"{model} {backend} measure", 90.0, 420.0), Item(f"{model} {backend} warm", 20.0, 120.0)]
+    return found
+
+
+def run(item: str, context: Context) -> Iterator[Figure]:
+    """One process's work."""
+    if item.endswith("write"):
+        yield _write(item.split()[0], context)
+        return
+    model, backend, what = item.split()
+    if not has_checkpoint(_directory(model, context)):
+        raise SkippedError("there is no checkpoint: the item before it did not run")
+    if what == "warm" and not any(_cache(model, backend, context).rglob("*")):
+        raise SkippedError("nothing was compiled before: the item before it did not run")
+    workload = Workload.of(context)
+    begun = _start(model, backend, workload, context)
+    name = f"{model} {backend}"
+    yield _start_figure(name, what, begun)
+    try:
+        if what == "measure":
+            yield from _measure(name, begun.llm, workload, context)
+    finally:
+        begun.llm.close()
+
+
+def programs(context: Context) -> Iterator[Program]:
+    """None that stand by themselves: a dry run traces whole steps (``steps``)."""
+    yield from ()
+
+
+def _directory(model: str, context: Context) -> Path:
+    return context.folder / f"model-{model}{'-tiny' if context.is_tiny else ''}"
+
+
+def _cache(model: str, backend: str, context: Context) -> Path:
+    return context.folder / f"cache-{model}-{backend}"
+
+
+def _write(model: str, context: Context) -> Figure:
+    """The checkpoint, and what writing it took."""
+    directory, config = _directory(model, context), config_of(model, context.is_tiny)
+    num_bytes = sizes_of(config).weight_bytes
+    if not make_room(context.folder, num_bytes, directory):
+        raise SkippedError(f"{num_bytes / 1e9:.0f} GB do not fit on the disk of {context.folder}")
+    start = time.perf_counter()
+    write_checkpoint(directory, config)
+    seconds = time.perf_counter() - start
+    note = f"{num_bytes / 1e9:.2f} GB of safetensors; the disk's speed, not the engine's"
+    return Figure(part="engine", name=f"{model}: write", value=rounded(seconds), unit="s", note=note)
+
+
+def _start(model: str, backend: str, workload: Workload, context: Context) -> Begun:
+    """From the start of this process to its first token."""
+    os.environ.setdefault("XDG_CACHE_HOME", str(context.folder / "xdg"))
+    from jaxserve import LLM, SamplingParams
+
+    llm = LLM(
+        str(_directory(model, context)),
+        attention_backend=backend,
+        enable_prefix_caching=False,
+        compilation_cache_dir=str(_cache(model, backend, context)),
+        **workload.engine,
+    )
+    ready_s = time.time() - context.spawned
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    llm.generate({"prompt_token_ids": [llm.vocab_size // 2] * 8}, params, use_tqdm=False)
+    return Begun(llm, time.time() - context.spawned, ready_s)
+
+
+def _start_figure(name: str, what: str, begun: Begun) -> Figure:
+    kind = "warm" if what == "warm" else "cold"
+    note = f"new process to first token; ready after {begun.ready_s:.1f} s, loading {begun.llm.load_s:.1f} s, "
+    note += f"compiling {begun.llm.compile_s:.1f} s beside it; the files are in the page cache"
+    value, goal = rounded(begun.first_token_s), GOALS["", "warm"] if what == "warm" else ""
+    return Figure(part="engine", name=f"{name}: start {kind}", value=value, unit="s", goal=goal, note=note)
+
+
+def _measure(name: str, llm: Any, workload: Workload, context: Context) -> Iterator[Figure]:
+    """Everything that one engine can show, the most important first, as far as the time goes."""
+    for batch, tokens in workload.decodes:
+        if context.left_s() < 15:
+            yield _no_time(f"{name}: decode, batch {batch}, context {tokens}")
+            continue
+        yield from _decode_figures(name, decode(llm, batch, tokens, workload.steps), context)
+    for tokens in workload.prefills:
+        if context.left_s() < 10:
+            yield _no_time(f"{name}: prefill of {tokens}")
+            continue
+        yield _prefill_figure(name, tokens, prefill_s(llm, tokens), context)
+    label = f"{name}: offline, {workload.offline_in} in and {workload.offline_out} out"
+    if context.left_s() < workload.offline_s:
+        yield _no_time(label)
+        return
+    num, seconds = throughput(llm, workload)
+    note = f"{num} requests at once in {seconds:.1f} s; prompt tokens beside them"
+    value = rounded(num * workload.offline_out / seconds)
+    yield Figure(part="engine", name=label, value=value, unit="output tokens/s", note=note)
+
+
+def _decode_figures(name: str, found: Decode, context: Context) -> Iterator[Figure]:
+    """A decode step's time, and how much of it the device was not computing."""
+    model = name.split()[0]
+    sizes = sizes_of(config_of(model, context.is_tiny))
+    num_bytes = sizes.read_bytes + found.batch * found.context * sizes.kv_bytes
+    flops = found.batch * (sizes.matmul_flops + found.context * sizes.attention_flops)
+    best = context.least_s(num_bytes, flops)
+    step_ms = found.step_s * 1e3
+    label = f"{name}: decode, batch {found.batch}, context {found.context}"
+    note = f"median of {found.num_steps} steps, 10 to 90 % of them {found.low_s * 1e3:.3f} to {found.high_s * 1e3:.3f}"
+    note += f"; {found.batch / found.step_s:.0f} tokens/s; {num_bytes / 1e9:.1f} GB of weights and keys and values"
+    goal = GOALS.get((model, f"decode {found.batch}"), "")
+    yield Figure(
+        part="engine",
+        name=label,
+        value=rounded(step_ms),
+        unit="ms",
+        roofline=None if best is None else rounded(best * 1e3),
+        share=None if best is None else best / found.step_s,
+        goal=goal if found.batch > 1 or found.context <= 1024 else "",
+        note=note,
+    )
+    if found.device_s is None:
+        yield Figure(part="engine", name=f"{label}: gap", value=None, note="the step could not be run by itself")
+        return
+    gap = rounded((found.step_s - found.device_s) * 1e6)
+    note = f"the engine's step less the same compiled step run {found.num_replays} times without a host between "
+    note += f"({found.device_s * 1e3:.3f} ms)"
+    yield Figure(part="engine", name=f"{label}: gap", value=gap, unit="us", goal=GOALS["", "gap"], note=note)
+
+
+def _prefill_figure(name: str, num_tokens: int, seconds: float, context: Context) -> Figure:
+    sizes = sizes_of(config_of(name.split()[0], context.is_tiny))
+    flops = num_tokens * sizes.matmul_flops + num_tokens * num_tokens // 2 * sizes.attention_flops
+    best = context.least_s(sizes.read_bytes, flops)
+    return Figure(
+        part="engine",
+        name=f"{name}: prefill of {num_tokens}",
+        value=rounded(num_tokens / seconds),
+        unit="tokens/s",
+        roofline=None if best is None else rounded(num_tokens / best),
+        share=None if best is None else best / seconds,
+        note=f"one prompt, submission to first token {seconds * 1e3:.1f} ms, median; "
+        f"{np.round(flops / seconds / 1e12, 1)} TFLOP/s",
+    )
+
+
+def _no_time(label: str) -> Figure:
+    return Figure(part="engine", name=label, value=None, note="skipped: the time was up")

@@ -1,0 +1,78 @@
+"""Steps of the models the engine part runs, traced for a GPU that need not be there.
+
+They have few layers: ``scripts/compile_check.py`` compiles whole ones.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, use_abstract_mesh
+
+from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.program import ModelProgram
+from jaxserve.engine.steps import trace_step
+from jaxserve.layers.attention import select_attention
+from jaxserve.layers.parallel import DtypePolicy
+from jaxserve.models.registry import config_from_hf
+from pallas_kernels.registry import OPERATIONS
+from scripts.gpu.kernels import H200
+from scripts.gpu.models import CONFIGS
+from scripts.gpu.parts import Context
+from sharding import MeshShape, get_layout, make_mesh
+
+_NUM_LAYERS = 2
+_PAGE_SIZE = 64
+
+
+class Step(NamedTuple):
+    """A step's name, and what traces it."""
+
+    name: str
+    trace: Callable[[], Any]
+
+
+class _Device(NamedTuple):
+    """What choosing a kernel needs of a device."""
+
+    platform: str
+    device_kind: str
+
+
+def steps(context: Context, mesh: Mesh | None) -> Iterator[Step]:
+    """Decode and prefill steps of every model and attention backend.
+
+    Args:
+        context: How many shapes.
+        mesh: A GPU's, from ``deviceless.h200_mesh``; None takes this machine's own device and XLA's attention, whose
+            lowering needs no GPU to ask.
+    """
+    names = [name for name in OPERATIONS["paged_attention"] if not name.endswith("interpret")]
+    for backend in names if mesh is not None else ["xla"]:
+        for model in ("llama-8b",) if context.is_quick else CONFIGS:
+            for num_tokens, decode_only in ((64, True), (2048, False)):
+                kind = "decode" if decode_only else "prefill"
+                yield Step(f"{model} {backend}: {kind} of {num_tokens}", _tracer(model, backend, num_tokens, mesh))
+
+
+def _tracer(model: str, backend: str, num_tokens: int, mesh: Mesh | None) -> Callable[[], Any]:
+    def trace() -> Any:
+        decode_only = num_tokens == 64
+        own = make_mesh(MeshShape()) if mesh is None else mesh
+        config = config_from_hf(CONFIGS[model] | {"num_hidden_layers": _NUM_LAYERS}, model)
+        policy = DtypePolicy.for_platform("bfloat16", "gpu")
+        sizes = {"page_size": _PAGE_SIZE, "head_dim": config.head_dim}
+        kernel = select_attention(_Device(*H200), policy.kv, backend, **sizes)
+        layout = get_layout("tensor_parallel").on(own)
+        program = ModelProgram(config, own, layout, policy, kernel, _PAGE_SIZE, num_pages=256, num_slots=256)
+        shape = Buckets.make(256, 8192, 8448 // _PAGE_SIZE).shape_for(num_tokens, decode_only)
+        with contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh.abstract_mesh):
+            return trace_step(program, shape, "greedy" if decode_only else "any")
+
+    return trace
+
+
+def lower_step(traced: jax.stages.Traced) -> None:
+    """Lowers a step for CUDA from a machine that has no GPU."""
+    traced.lower(lowering_platforms=("cuda",))

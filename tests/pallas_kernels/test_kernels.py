@@ -1,0 +1,86 @@
+"""Every implementation of every operation: right answers where this machine runs it, CUDA's front end anywhere."""
+
+import functools
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.lowering import lower_for_cuda
+from pallas_kernels.operation import Operation
+from pallas_kernels.registry import OPERATIONS, UnsupportedKernelError, load, operation, select
+
+ROWS = [(name, row) for name, table in OPERATIONS.items() for row in table]
+CASES = [(name, row, case) for name, row in ROWS for case in operation(name).CASES]
+BENCHES = [(name, row, bench) for name, row in ROWS if "interpret" not in row for bench in operation(name).BENCHES]
+
+
+def runnable(name: str, row: str, case, platform: str, device_kind: str):
+    """The implementation, or a skipped test with its reason."""
+    op = operation(name)
+    implementation = load(name, row)
+    reason = implementation.unsupported(platform, device_kind, op.dtype(case), **op.sizes(case))
+    if reason is not None:
+        pytest.skip(reason)
+    return op, implementation
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_offer_all_that_checks_need(name):
+    assert isinstance(operation(name), Operation)
+    assert operation(name).CASES and operation(name).BENCHES
+
+
+@pytest.mark.parametrize("name, row, case_name", CASES)
+def test_matches_reference(name, row, case_name):
+    op = operation(name)
+    case = op.CASES[case_name]
+    op, implementation = runnable(name, row, case, jax.default_backend(), jax.devices()[0].device_kind)
+    inputs = op.make_inputs(case, jax.random.key(zlib.crc32(case_name.encode())))
+    prepared = op.prepare(implementation, case, inputs)
+    found = jax.jit(functools.partial(op.run, implementation, case))(prepared)
+    expected = op.expected(case, inputs)
+    for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+        assert got.shape == wanted.shape and np.isfinite(got).all()
+        counts = ~np.isnan(wanted)
+        largest = np.abs(wanted[counts]).max(initial=1e-30)
+        assert np.abs(got - wanted)[counts].max(initial=0.0) <= op.tolerance(case) * largest
+
+
+@pytest.mark.parametrize("name, row, bench_name", BENCHES)
+def test_lowers_for_an_h200(name, row, bench_name):
+    case = operation(name).BENCHES[bench_name]
+    op, implementation = runnable(name, row, case, "gpu", "NVIDIA H200")
+    inputs = jax.eval_shape(functools.partial(op.make_inputs, case), jax.random.key(0))
+    prepared = jax.eval_shape(functools.partial(op.prepare, implementation, case), inputs)
+    assert "stablehlo" in lower_for_cuda(functools.partial(op.run, implementation, case), prepared)
+
+
+def test_select_refuses_unknown_names():
+    with pytest.raises(ValueError, match="unknown operation 'convolution'; operations: paged_attention"):
+        select("convolution", platform="cpu", device_kind="cpu", dtype="float32")
+    with pytest.raises(ValueError, match="unknown implementation 'fast' of paged_attention; implementations: "):
+        select("paged_attention", platform="cpu", device_kind="cpu", dtype="float32", name="fast")
+
+
+def test_select_gives_all_reasons(monkeypatch):
+    for row in OPERATIONS["paged_attention"]:
+        monkeypatch.setattr(type(load("paged_attention", row)), "unsupported", refuse, raising=False)
+    with pytest.raises(UnsupportedKernelError, match=r"no paged_attention for float32, page_size=7 on H200 \(gpu\): "):
+        select("paged_attention", platform="gpu", device_kind="H200", dtype="float32", page_size=7)
+
+
+def refuse(implementation, platform, device_kind, dtype, **sizes):
+    return f"no {platform} today"
+
+
+def test_abstract_arrays_of_a_bench_hold_no_memory():
+    """Shapes alone: benches are larger than this machine."""
+    op = operation("paged_attention")
+    case = next(iter(op.BENCHES.values()))
+    inputs = jax.eval_shape(functools.partial(op.make_inputs, case), jax.random.key(0))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(inputs))
+    assert jnp.dtype(op.dtype(case)).itemsize == 2
