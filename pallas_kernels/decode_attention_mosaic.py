@@ -24,6 +24,7 @@ from pallas_kernels.mosaic_support import MASKED, Scoring, mosaic_gpu
 TILE = 64  # tokens that a round reads
 _HEADS_MULTIPLE = 8  # columns that wgmma computes at least
 _NUM_STAGES = 3  # tiles of the ring: with two programs a multiprocessor, 192 KB of it are under way
+_WIDE_GROUP = 24  # query heads of 256 that leave room in shared memory for so many tiles
 _PRODUCER, _CONSUMER = 0, 1
 
 
@@ -77,8 +78,9 @@ def decode_attention(
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, page_size = key_pool.shape[1:3]
-    tiles = Tiles(TILE, _NUM_STAGES, page_size)
     group, scoring = num_heads // num_kv_heads, Scoring(scale, window, soft_cap)
+    is_crowded = head_dim > 128 and group > _WIDE_GROUP
+    tiles = Tiles(TILE, _NUM_STAGES - is_crowded, page_size)
     plan = _Plan(num_kv_heads, group, head_dim, num_splits, tiles, scoring)
     grouped = query.reshape(num_rows, num_kv_heads, plan.group, head_dim)
     launch = _launch(plan, num_rows, query.dtype, interpret)

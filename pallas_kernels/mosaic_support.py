@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 LOG2_E = 1.4426950408889634
-MOST_GROUP = 64  # query heads that may share a key/value head
 MASKED = -1e30  # score of what a query does not see
 
 _OLDEST = (0, 11)
 _HOPPER = ("H100", "H200", "H800", "GH200")
 _DTYPES = ("bfloat16", "float16")
+_MOST_SHARED = 64 * 128  # query heads that share a key/value head, times their width: what registers hold
+_MOST_GROUP = 64  # of those heads
 _SIZES = {"head_dim": (64, 128, 256), "page_size": (16, 32, 64, 128)}
 
 
@@ -40,7 +41,7 @@ def mosaic_gpu() -> ModuleType:
 
 
 def interpreter(*, detect_races: bool = False) -> Any:
-    """What makes a kernel run on a CPU, step by step. An exception inside needs ``reset_interpreter`` behind it."""
+    """What makes a kernel run on a CPU, step by step. An exception inside leaves state of JAX behind; see the tests."""
     return mosaic_gpu().InterpretGPUParams(detect_races=detect_races)
 
 
@@ -64,4 +65,5 @@ def unsupported_operands(dtype: str, sizes: Mapping[str, int]) -> str | None:
         if sizes.get(size, allowed[0]) not in allowed:
             return f"{size} must be one of {', '.join(map(str, allowed))}, not {sizes[size]}"
     group = sizes.get("num_heads", 1) // sizes.get("num_kv_heads", 1)
-    return None if group <= MOST_GROUP else f"{group} query heads share a key/value head, at most {MOST_GROUP} can"
+    most = min(_MOST_GROUP, _MOST_SHARED // sizes.get("head_dim", 64))
+    return None if group <= most else f"{group} query heads share a key/value head, at most {most} can"

@@ -56,7 +56,7 @@ class _Block(NamedTuple):
 
     row: Int[Array, ""]
     token: Int[Array, ""]
-    count: Int[Array, ""]
+    used: Int[Array, ""]  # tokens
     position: Int[Array, ""]
     visible: Int[Array, ""]
     first: Int[Array, ""]  # tile
@@ -156,7 +156,7 @@ def _kernel(
     plgpu = mosaic_gpu()
     warpgroup, head = lax.axis_index("warpgroup"), lax.axis_index("head")
     block = _block(plan, blocks_ref, (plan.num_blocks - 1) - lax.axis_index("block"))  # the long ones stand last
-    is_used = block.count > 0
+    is_used = block.used > 0
 
     @pl.when(is_used & (warpgroup < plan.consumers))
     def _consume():
@@ -301,7 +301,7 @@ def _attend(
     consumer = _Consumer(plan, block, index, query_ref, weights_ref, ring, turn)
     plain_ref[...] = consumer.softmax().astype(plain_ref.dtype)
     plgpu.commit_smem()
-    count = jnp.clip(block.count - index * plan.tokens, 0, plan.tokens)
+    count = jnp.clip(block.used - index * plan.tokens, 0, plan.tokens)
     _store_results(plan, token, count, first_head, plain_ref, out_ref)
 
 

@@ -35,11 +35,13 @@ class DecoderLayer(nnx.Module):
     def _written(
         self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> tuple[Float[Array, "T N H"], Pools]:
-        """Queries, and the layer's pools with the step's keys and values: in one kernel where there is one."""
+        """Queries, and the layer's pools with the step's keys and values.
+
+        In one kernel where there is one; but rows that are computed in tiles are normed and turned in them.
+        """
         num_tokens, tile = inputs.num_tokens, settings.row_tile
-        if settings.kernel.writer is not None:
-            qkv = map_rows(self._projected, (x,), num_tokens, tile)
-            return self.attention.write_projected(qkv, pools, inputs, settings)
+        if settings.kernel.writer is not None and tile is None:
+            return self.attention.write_projected(self._projected(x), pools, inputs, settings)
         heads = map_rows(self._heads, (x, inputs.cos, inputs.sin), num_tokens, tile)
         return heads.query, settings.kernel.write_kv(pools, heads.key, heads.value, inputs.batch, settings.page_size)
 

@@ -58,13 +58,13 @@ def check(found, expected, case: Case):
 
 def decode(prepared, case: Case, num_splits: int, rows: tuple[int, ...]):
     """Attention of some of a case's rows."""
-    rows = jnp.asarray(rows, jnp.int32)
+    chosen = jnp.asarray(rows, jnp.int32)
     return decode_attention(
-        prepared.query[rows],
+        prepared.query[chosen],
         *prepared.pools,
         prepared.batch.page_table,
-        rows,
-        prepared.batch.context_lens[rows],
+        chosen,
+        prepared.batch.context_lens[chosen],
         scale=case.head_dim**-0.5,
         window=case.window,
         soft_cap=case.soft_cap,
@@ -130,6 +130,7 @@ def test_lowers_for_an_h200(settings, num_kernels):
         ("NVIDIA H100 80GB HBM3", "float16", {"head_dim": 80}, "head_dim must be one of 64, 128, 256, not 80"),
         ("NVIDIA H200", "bfloat16", {"page_size": 8}, "page_size must be one of 16, 32, 64, 128, not 8"),
         ("NVIDIA H200", "bfloat16", {"num_heads": 71, "num_kv_heads": 1}, "71 query heads share a key/value head"),
+        ("NVIDIA H200", "bfloat16", {"num_heads": 96, "num_kv_heads": 2, "head_dim": 256}, "48 query heads share a"),
         ("NVIDIA H200", "bfloat16", {"head_dim": 128, "page_size": 64, "num_heads": 32, "num_kv_heads": 8}, None),
     ],
 )
