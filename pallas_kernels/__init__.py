@@ -1,6 +1,15 @@
-"""Paged-attention operations behind one registry. Imports nothing else of this project."""
+"""GPU kernels, their plain references and XLA forms behind one registry. Imports nothing else of this project."""
 
 from pallas_kernels.paged_attention import AttentionBatch, PagedAttention, PoolSpec
-from pallas_kernels.registry import OPERATIONS, UnsupportedKernelError, select
+from pallas_kernels.registry import OPERATIONS, Choice, UnsupportedKernelError, choose, select
 
-__all__ = ["OPERATIONS", "AttentionBatch", "PagedAttention", "PoolSpec", "UnsupportedKernelError", "select"]
+__all__ = [
+    "OPERATIONS",
+    "AttentionBatch",
+    "Choice",
+    "PagedAttention",
+    "PoolSpec",
+    "UnsupportedKernelError",
+    "choose",
+    "select",
+]

@@ -5,6 +5,8 @@ in the rows of a product, splits cut the context's real length, and their parts 
 denominators.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -60,7 +62,7 @@ def decode_attention(
         num_warps=8 if query.dtype == jnp.float32 else 4,
         num_stages=3 if query.dtype == jnp.float32 else 5,  # half of them for pages: their numbers come first
         SHAPE=(num_kv_heads, num_heads // num_kv_heads, page_size, head_dim),
-        SCORING=scoring(scale, window, soft_cap),
+        SCORING=tuple(scoring_constants(scale, window, soft_cap)),
         TILE=context_tile(query.dtype),
     )
     if num_splits == 1:
@@ -78,9 +80,17 @@ def decode_attention(
     )
 
 
-def scoring(scale: float, window: int | None, soft_cap: float | None) -> tuple[float, int, float]:
-    """How scores are made, as kernels take it."""
-    return float(scale), window or 0, float(soft_cap or 0)
+class ScoringConstants(NamedTuple):
+    """How scores are made, as kernels take it: 0 stands for none."""
+
+    scale: float
+    window: int
+    soft_cap: float
+
+
+def scoring_constants(scale: float, window: int | None, soft_cap: float | None) -> ScoringConstants:
+    """The constants of a kernel call."""
+    return ScoringConstants(float(scale), window or 0, float(soft_cap or 0))
 
 
 def context_tile(dtype: jnp.dtype) -> int:

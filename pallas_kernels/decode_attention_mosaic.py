@@ -99,7 +99,7 @@ def _combine(
     return mean.swapaxes(2, 3)
 
 
-def _launch(plan: _Plan, num_rows: int, dtype: Any, interpret: Any):
+def _launch(plan: _Plan, num_rows: int, dtype: Any, interpret: Any) -> Any:
     """The kernel as a function of arrays; see ``_kernel`` for what it takes and gives."""
     plgpu = mosaic_gpu()
     splits, heads, columns = plan.num_splits, plan.num_kv_heads, plan.columns
@@ -140,18 +140,18 @@ def _span(plan: _Plan, length: Int[Array, ""]) -> Span:
 
 def _kernel(
     plan: _Plan,
-    table_ref,  # [rows, M] int32
-    rows_ref,  # [R] int32
-    lens_ref,  # [R] int32
-    query_hbm_ref,  # [R, K, G, H]
-    key_hbm_ref,  # [P, K, p, H]
-    value_hbm_ref,  # [P, K, p, H]
-    *out_refs,  # [R, K, G, H]; or [splits, R, K, H, columns] and [splits, R, K, columns] float32
+    table_ref: Any,  # [rows, M] int32
+    rows_ref: Any,  # [R] int32
+    lens_ref: Any,  # [R] int32
+    query_hbm_ref: Any,  # [R, K, G, H]
+    key_hbm_ref: Any,  # [P, K, p, H]
+    value_hbm_ref: Any,  # [P, K, p, H]
+    *out_refs: Any,  # [R, K, G, H]; or [splits, R, K, H, columns] and [splits, R, K, columns] float32
     ring: Ring,
-    plain_ref,  # [columns, H]
-    query_filled,
-    **scratch,
-):
+    plain_ref: Any,  # [columns, H]
+    query_filled: Any,
+    **scratch: Any,
+) -> None:
     """One (head, row, split): a warpgroup that copies and one that computes."""
     warpgroup = lax.axis_index("warpgroup")
     head, row, split = lax.axis_index("head"), lax.axis_index("row"), lax.axis_index("split")
@@ -173,11 +173,11 @@ def _attend(
     plan: _Plan,
     span: Span,
     ring: Ring,
-    plain_ref,  # [columns, H]: queries, and later results
-    *out_refs,  # [G, H]; or [H, columns] and [columns] float32
-    query_ref,  # [columns, H]
-    weights_ref,  # [columns, TILE]
-):
+    plain_ref: Any,  # [columns, H]: queries, and later results
+    *out_refs: Any,  # [G, H]; or [H, columns] and [columns] float32
+    query_ref: Any,  # [columns, H]
+    weights_ref: Any,  # [columns, TILE]
+) -> Any:
     """The consumer: the softmax over this split's tiles, and what comes out of it."""
     plgpu = mosaic_gpu()
     layout = plgpu.Layout.WGMMA

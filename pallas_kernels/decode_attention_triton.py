@@ -133,7 +133,7 @@ def _attend_kernel(
     log_ref: Any = None,  # [R, N, S], the base-2 logarithm of their sums
     *,
     plan: _Plan,
-):
+) -> Any:
     r, head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     pages, scoring = plan.pages, plan.scoring
     row, length = rows_ref[r], lens_ref[r]
@@ -169,7 +169,7 @@ def _combine_kernel(
     out_ref: Any,  # [R, N, H]
     *,
     plan: _Plan,
-):
+) -> None:
     r, head = pl.program_id(0), pl.program_id(1)
     first, last, num_tiles = plan.split_tiles(lens_ref[r])
     split = jnp.arange(padded(plan.num_splits))

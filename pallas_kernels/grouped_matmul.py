@@ -63,6 +63,7 @@ class Case(NamedTuple):
         return self.num_tokens * self.experts_per_token
 
 
+IS_IN_PLACE = False
 CASES: Mapping[str, Case] = {
     "one_row": Case(1, (0, 1, 0)),
     "even": Case(32, (16, 16)),

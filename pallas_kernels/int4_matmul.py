@@ -125,6 +125,7 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
 
 
+IS_IN_PLACE = False
 CASES: Mapping[str, Case] = {
     **{f"rows_{num_rows}": Case(num_rows) for num_rows in (1, 3, 16, 17, 33, 128)},
     "rows_300": Case(300),

@@ -1,7 +1,7 @@
 """What an operation's file offers to whoever checks, compiles or measures its implementations.
 
-The file of operation ``x`` is ``pallas_kernels/x.py``; its implementations are rows of ``registry.OPERATIONS["x"]``. The
-tests run every case on every implementation that this machine can run, ``scripts/compile_check.py`` compiles the
+The file of operation ``x`` is ``pallas_kernels/x.py``; its implementations are rows of ``registry.OPERATIONS["x"]``.
+The tests run every case on every implementation that this machine can run, ``scripts/compile_check.py`` compiles the
 benches for a GPU that need not be there, and ``scripts/gpu_check.py`` runs and measures both on one.
 """
 
@@ -26,10 +26,12 @@ class Operation(Protocol):
     Attributes:
         CASES: Small and nasty shapes, for right answers.
         BENCHES: Shapes of real models, for speed.
+        IS_IN_PLACE: Whether ``run`` gives back changed arguments, which it is to take over.
     """
 
     CASES: Mapping[str, Any]
     BENCHES: Mapping[str, Any]
+    IS_IN_PLACE: bool
 
     def make_inputs(self, case: Any, key: jax.Array) -> PyTree[Array]:
         """Random inputs of a case, in a form that all implementations share."""
@@ -44,7 +46,7 @@ class Operation(Protocol):
         ...
 
     def expected(self, case: Any, inputs: PyTree[Array]) -> PyTree[Array]:
-        """What ``run`` has to give, in plain JAX and float32. NaN stands where anything goes, as long as it is finite."""
+        """What ``run`` has to give, in plain JAX and float32; NaN stands where any finite number may."""
         ...
 
     def tolerance(self, case: Any) -> float:

@@ -21,8 +21,19 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.operation import Cost
 from pallas_kernels.paged_attention_cases import BENCHES, CASES, Case
 
-__all__ = ["BENCHES", "CASES", "AttentionBatch", "Case", "Inputs", "PagedAttention", "PoolSpec", "Prepared"]
+__all__ = [
+    "BENCHES",
+    "CASES",
+    "IS_IN_PLACE",
+    "AttentionBatch",
+    "Case",
+    "Inputs",
+    "PagedAttention",
+    "PoolSpec",
+    "Prepared",
+]
 
+IS_IN_PLACE = False
 _STALE = 9.0  # what stands in a page behind its owner's last token
 
 
@@ -71,10 +82,14 @@ class PagedAttention(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """See above."""
+        ...
 
     @property
-    def writer(self) -> Any: ...
+    def writer(self) -> Any:
+        """See above."""
+        ...
 
     def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
         """Why it cannot run on such a device with such ``sizes``, or None."""

@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
+from pallas_kernels import qkv_write_triton
 from pallas_kernels.decode_attention_mosaic import decode_attention
 from pallas_kernels.mosaic_support import interpreter, missing_jax, not_hopper, unsupported_operands
 from pallas_kernels.paged_attention_pages import PagedKernels
@@ -31,7 +32,17 @@ def _interpreted_prefill(*arrays: Any, **settings: Any) -> Float[Array, "T N H"]
     return prefill_attention(*arrays, interpret=interpreter(), **settings)
 
 
-MOSAIC = PagedKernels(name="mosaic", decode=decode_attention, prefill=prefill_attention, check=_unsupported)
+MOSAIC = PagedKernels(
+    name="mosaic",
+    decode=decode_attention,
+    prefill=prefill_attention,
+    check=_unsupported,
+    writer=qkv_write_triton.TRITON,
+)
 INTERPRET = PagedKernels(
-    name="mosaic-interpret", decode=_interpreted_decode, prefill=_interpreted_prefill, check=_cannot_interpret
+    name="mosaic-interpret",
+    decode=_interpreted_decode,
+    prefill=_interpreted_prefill,
+    check=_cannot_interpret,
+    writer=qkv_write_triton.INTERPRETED,
 )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import jax_triton
-from pallas_kernels.decode_attention_jax_triton import context_tile, scoring
+from pallas_kernels.decode_attention_jax_triton import context_tile, scoring_constants
 from pallas_kernels.paged_attention import AttentionBatch
 
 
@@ -58,7 +58,7 @@ def prefill_attention(
         num_warps=8,
         num_stages=3 if query.dtype == jnp.float32 or head_dim > 128 else 5,
         SHAPE=(num_kv_heads, group, page_size, head_dim),
-        SCORING=scoring(scale, window, soft_cap),
+        SCORING=tuple(scoring_constants(scale, window, soft_cap)),
         TILES=(1 << (num_rows - 1).bit_length(), query_rows, context_tile(query.dtype)),
     )
     token = jnp.arange(num_tokens)[:, None]

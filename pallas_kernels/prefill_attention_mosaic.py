@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.mosaic_ring import Ring, Span, Tiles, copy_tiles, swizzled
 from pallas_kernels.mosaic_support import MASKED, Scoring, mosaic_gpu
 from pallas_kernels.paged_attention import AttentionBatch
-from pallas_kernels.prefill_attention_triton import block_map
+from pallas_kernels.prefill_blocks import block_map
 
 _ROWS = 64  # of a consumer's products: query tokens times heads of a group
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 48, 232
@@ -115,7 +115,7 @@ def prefill_attention(
     return launch(batch.page_table, jnp.stack(blocks), padded, key_pool, value_pool)[:num_tokens]
 
 
-def _launch(plan: _Plan, num_kv_heads: int, dtype: Any, interpret: Any):
+def _launch(plan: _Plan, num_kv_heads: int, dtype: Any, interpret: Any) -> Any:
     """The kernel as a function of arrays; see ``_kernel`` for what it takes and gives."""
     plgpu = mosaic_gpu()
     queries = (plan.consumers, _ROWS, plan.head_dim)
@@ -143,15 +143,15 @@ def _launch(plan: _Plan, num_kv_heads: int, dtype: Any, interpret: Any):
 
 def _kernel(
     plan: _Plan,
-    table_ref,  # [R, M] int32
-    blocks_ref,  # [5, blocks] int32: a BlockMap
-    query_hbm_ref,  # [T, N, H]
-    key_hbm_ref,  # [P, K, p, H]
-    value_hbm_ref,  # [P, K, p, H]
-    out_ref,  # [T, N, H]
+    table_ref: Any,  # [R, M] int32
+    blocks_ref: Any,  # [5, blocks] int32: a BlockMap
+    query_hbm_ref: Any,  # [T, N, H]
+    key_hbm_ref: Any,  # [P, K, p, H]
+    value_hbm_ref: Any,  # [P, K, p, H]
+    out_ref: Any,  # [T, N, H]
     ring: Ring,
-    **scratch,
-):
+    **scratch: Any,
+) -> None:
     """One (kv head, block): warpgroups that compute and, as the last, one that copies."""
     plgpu = mosaic_gpu()
     warpgroup, head = lax.axis_index("warpgroup"), lax.axis_index("head")
@@ -172,7 +172,7 @@ def _kernel(
         copy_tiles(plan.tiles, span, ring, table_ref.at[block.row], key_hbm_ref, value_hbm_ref, head)
 
 
-def _block(plan: _Plan, blocks_ref, index) -> _Block:
+def _block(plan: _Plan, blocks_ref: Any, index: Any) -> _Block:
     """A block, and its tiles: masked ones for the window, whole ones, masked ones behind its first query."""
     row, token, count, position, visible = (blocks_ref[i, index] for i in range(5))
     stop = lax.div(visible + (plan.tile - 1), plan.tile)
@@ -202,7 +202,7 @@ class _Consumer(NamedTuple):
             mosaic_gpu().barrier_arrive(self.turn)
             mosaic_gpu().barrier_wait(self.turn)
 
-    def products(self, slot) -> Float[Array, "_ROWS tile"]:
+    def products(self, slot: Any) -> Float[Array, "_ROWS tile"]:
         """Queries times the ring's keys."""
         plgpu = mosaic_gpu()
 
@@ -213,7 +213,7 @@ class _Consumer(NamedTuple):
 
         return pl.run_scoped(multiply, plgpu.ACC((_ROWS, self.plan.tile), jnp.float32))
 
-    def add_weighted(self, values, weights, slot) -> Float[Array, "_ROWS H"]:
+    def add_weighted(self, values: Any, weights: Any, slot: Any) -> Float[Array, "_ROWS H"]:
         """Sums of values with the ring's added."""
         plgpu = mosaic_gpu()
         value_ref = self.ring.value_ref.at[slot]
@@ -228,7 +228,7 @@ class _Consumer(NamedTuple):
 
         return values + pl.run_scoped(multiply, plgpu.ACC(values.shape, jnp.float32))
 
-    def round(self, i, state, *, is_masked: bool):
+    def round(self, i: Any, state: Any, *, is_masked: bool) -> Any:
         """The softmax with tile i."""
         plgpu = mosaic_gpu()
         plan = self.plan
@@ -278,18 +278,18 @@ def _spread(per_row: Array, columns: int) -> Array:
 def _attend(
     plan: _Plan,
     block: _Block,
-    index,
-    first_head,
-    query_hbm_ref,  # [T, N, H]
-    out_ref,  # [T, N, H]
+    index: Any,
+    first_head: Any,
+    query_hbm_ref: Any,  # [T, N, H]
+    out_ref: Any,  # [T, N, H]
     *,
-    plain_ref,  # [consumers, _ROWS, H]
-    query_ref,  # [consumers, _ROWS, H]
-    query_filled,
-    weights_ref=None,  # [consumers, _ROWS, tile]
+    plain_ref: Any,  # [consumers, _ROWS, H]
+    query_ref: Any,  # [consumers, _ROWS, H]
+    query_filled: Any,
+    weights_ref: Any = None,  # [consumers, _ROWS, tile]
     ring: Ring,
-    turn,
-):
+    turn: Any,
+) -> None:
     """A consumer: loads its queries, computes, stores the results."""
     plgpu = mosaic_gpu()
     plain_ref, query_ref = plain_ref.at[index], query_ref.at[index]
@@ -307,12 +307,12 @@ def _attend(
 
 def _load_queries(
     plan: _Plan,
-    token,
-    first_head,
-    query_hbm_ref,  # [T, N, H]
-    plain_ref,  # [_ROWS, H]
-    filled,
-):
+    token: Any,
+    first_head: Any,
+    query_hbm_ref: Any,  # [T, N, H]
+    plain_ref: Any,  # [_ROWS, H]
+    filled: Any,
+) -> None:
     """A consumer's queries, head by head."""
     plgpu = mosaic_gpu()
     for i in range(plan.group):
@@ -321,7 +321,7 @@ def _load_queries(
     plgpu.barrier_wait(filled)
 
 
-def _seen(plan: _Plan, block: _Block, consumer, tile) -> Bool[Array, "_ROWS tile"]:
+def _seen(plan: _Plan, block: _Block, consumer: Any, tile: Any) -> Bool[Array, "_ROWS tile"]:
     """Which tokens of a tile each row sees."""
     plgpu = mosaic_gpu()
     layout = plgpu.Layout.WGMMA
@@ -336,12 +336,12 @@ def _seen(plan: _Plan, block: _Block, consumer, tile) -> Bool[Array, "_ROWS tile
 
 def _store_results(
     plan: _Plan,
-    token,
-    count,
-    first_head,
-    plain_ref,  # [_ROWS, H]
-    out_ref,  # [T, N, H]
-):
+    token: Any,
+    count: Any,
+    first_head: Any,
+    plain_ref: Any,  # [_ROWS, H]
+    out_ref: Any,  # [T, N, H]
+) -> None:
     """The first ``count`` tokens' results, in runs whose lengths are powers of two."""
     plgpu = mosaic_gpu()
     length = 1 << (plan.tokens.bit_length() - 1)

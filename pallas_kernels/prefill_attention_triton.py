@@ -26,28 +26,11 @@ from pallas_kernels.attention_tiles import (
     store_heads,
 )
 from pallas_kernels.paged_attention import AttentionBatch
+from pallas_kernels.prefill_blocks import block_map
 
 _TILE = 64  # tokens of context a round reads
 _LARGE_BLOCK, _SMALL_BLOCK = 128, 64  # queries times heads of a block
 _NUM_PROCESSORS = 132  # of an H200: with fewer large blocks than these, small ones
-
-
-class BlockMap(NamedTuple):
-    """Which query tokens each block has.
-
-    Attributes:
-        rows: Row of the page table.
-        tokens: First query token.
-        counts: Query tokens in use; 0 in blocks behind the last.
-        positions: The first token's place in its context.
-        visible: Tokens of context that the last token sees; 0 where the tokens' results are zeros.
-    """
-
-    rows: Int[Array, " blocks"]
-    tokens: Int[Array, " blocks"]
-    counts: Int[Array, " blocks"]
-    positions: Int[Array, " blocks"]
-    visible: Int[Array, " blocks"]
 
 
 class _Plan(NamedTuple):
@@ -58,32 +41,6 @@ class _Plan(NamedTuple):
     group: int
     block_tokens: int
     num_blocks: int
-
-
-def block_map(batch: AttentionBatch, num_tokens: int, block_tokens: int) -> BlockMap:
-    """Rows behind the decode rows, each in blocks of its own; then decode tokens and padding, as rows of no context.
-
-    All sizes are static, so that XLA computes it once for all layers of a step.
-    """
-    num_rows = batch.query_lens.shape[0]
-    row = jnp.arange(num_rows)
-    is_prefill = (row >= batch.num_decode) & (row < batch.num_rows)
-    lens = jnp.where(is_prefill, batch.query_lens, 0)
-    used = batch.num_decode + lens.sum()
-    padding = num_tokens - used
-    lens = jnp.concatenate([lens, jnp.stack([batch.num_decode, padding])])
-    starts = jnp.concatenate([batch.query_starts, jnp.stack([jnp.zeros_like(used), used])])
-    contexts = jnp.concatenate([batch.context_lens, jnp.zeros(2, jnp.int32)])
-    counts = -(-lens // block_tokens)
-    ends = jnp.cumsum(counts)
-    block = jnp.arange(-(-num_tokens // block_tokens) + num_rows)
-    owner = jnp.minimum((ends[None, :] <= block[:, None]).sum(1), num_rows + 1)
-    done = (block - (ends - counts)[owner]) * block_tokens
-    count = jnp.clip(lens[owner] - done, 0, block_tokens)
-    position = jnp.maximum(contexts[owner] - lens[owner], 0) + done
-    visible = jnp.where((owner < num_rows) & (count > 0), position + count, 0)
-    fields = (jnp.minimum(owner, num_rows - 1), starts[owner] + done, count, position, visible)
-    return BlockMap(*(field.astype(jnp.int32) for field in fields))
 
 
 def prefill_attention(
@@ -152,7 +109,7 @@ def _kernel(
     out_ref: Any,  # [T, N, H]
     *,
     plan: _Plan,
-):
+) -> Any:
     block, head = plan.num_blocks - 1 - pl.program_id(0), pl.program_id(1)  # the long ones tend to stand last
     row, token, count, position, visible = (blocks_ref[i, block] for i in range(5))
     pages, scoring, tile = plan.pages, plan.scoring, plan.pages.tile

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from pallas_kernels.operation import Cost
 from pallas_kernels.paged_attention import AttentionBatch
@@ -144,6 +144,7 @@ class Inputs(NamedTuple):
     weights: tuple[Float[Array, " H"], Float[Array, " H"]] | None
 
 
+IS_IN_PLACE = True
 CASES: dict[str, Case] = {
     "one_token": Case(1),
     "three_tokens": Case(3, is_normed=True),
@@ -216,7 +217,7 @@ def prepare(implementation: QkvWriter, case: Case, inputs: Inputs) -> Inputs:
     return inputs
 
 
-def run(implementation: QkvWriter, case: Case, prepared: Inputs) -> tuple[Array, Array, Array]:
+def run(implementation: QkvWriter, case: Case, prepared: Inputs) -> PyTree[Array]:
     """Queries and both pools."""
     query, pools = implementation.write(
         prepared.qkv,
@@ -231,7 +232,7 @@ def run(implementation: QkvWriter, case: Case, prepared: Inputs) -> tuple[Array,
     return _visible(case, (query, *pools))
 
 
-def expected(case: Case, inputs: Inputs) -> tuple[Array, Array, Array]:
+def expected(case: Case, inputs: Inputs) -> PyTree[Array]:
     """All in float32, rounded once; the padding page holds any finite number, which is what is said of it."""
     norms = None if inputs.weights is None else QkNorms(*inputs.weights, _EPS)
     heads = split_heads(inputs.qkv.astype(jnp.float32), inputs.rotation, norms, case.num_heads, case.num_kv_heads)

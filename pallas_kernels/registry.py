@@ -5,7 +5,7 @@ An implementation is a module, or an object in one (``module:NAME``), with the o
 """
 
 import importlib
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from pallas_kernels.operation import Operation
 
@@ -31,6 +31,7 @@ OPERATIONS: dict[str, dict[str, str]] = {
     "paged_attention": {
         "triton": "pallas_kernels.paged_attention_triton:TRITON",
         "mosaic": "pallas_kernels.paged_attention_mosaic:MOSAIC",
+        "triton-scatter": "pallas_kernels.paged_attention_triton:TRITON_SCATTER",
         "jax-triton": "pallas_kernels.paged_attention_jax_triton:JAX_TRITON",
         "xla": "pallas_kernels.paged_attention_xla",
         "pallas-interpret": "pallas_kernels.paged_attention_triton:INTERPRET",
@@ -53,10 +54,18 @@ def operation(name: str) -> Operation:
     return cast(Operation, importlib.import_module(f"pallas_kernels.{name}"))
 
 
-def select(
+class Choice(NamedTuple):
+    """An implementation, its name, and why it was taken."""
+
+    name: str
+    implementation: Any
+    why: str
+
+
+def choose(
     operation: str, *, platform: str, device_kind: str, dtype: str, name: str | None = None, **sizes: int
-) -> Any:
-    """The implementation of an operation to use on a device.
+) -> Choice:
+    """The implementation of an operation to use on a device, and why.
 
     Its ``unsupported(platform, device_kind, dtype, **sizes)`` returns the reason why it cannot run there, or None.
 
@@ -73,15 +82,13 @@ def select(
         ValueError: Unknown operation or implementation name.
         UnsupportedKernelError: None of the candidates can run there.
     """
-    table = _implementations(operation)
-    if name is not None and name not in table:
-        raise ValueError(f"unknown implementation {name!r} of {operation}; implementations: {', '.join(table)}")
     reasons = []
-    for candidate in [row for row in table if not row.endswith("interpret")] if name is None else [name]:
+    for candidate in _candidates(operation, name):
         implementation = load(operation, candidate)
         reason = implementation.unsupported(platform, device_kind, dtype, **sizes)
         if reason is None:
-            return implementation
+            refused = "".join(f"; not {reason}" for reason in reasons)
+            return Choice(candidate, implementation, "asked for" if name else f"the first that can run{refused}")
         reasons.append(f"{candidate}: {reason}")
     asked = "".join(f", {size}={value}" for size, value in sizes.items())
     raise UnsupportedKernelError(
@@ -89,11 +96,26 @@ def select(
     )
 
 
+def select(operation: str, **where: Any) -> Any:
+    """The implementation of an operation to use on a device; see ``choose``."""
+    return choose(operation, **where).implementation
+
+
 def load(operation: str, name: str) -> Any:
     """An implementation by its name, whether or not it can run here."""
     module, _, attribute = _implementations(operation)[name].partition(":")
     found = importlib.import_module(module)
     return getattr(found, attribute) if attribute else found
+
+
+def _candidates(operation: str, name: str | None) -> list[str]:
+    """Rows to try in order."""
+    table = _implementations(operation)
+    if name is None:
+        return [row for row in table if not row.endswith("interpret")]
+    if name not in table:
+        raise ValueError(f"unknown implementation {name!r} of {operation}; implementations: {', '.join(table)}")
+    return [name]
 
 
 def _implementations(operation: str) -> dict[str, str]:

@@ -108,6 +108,7 @@ class Inputs(NamedTuple):
     min_p: Float[Array, " R"]
 
 
+IS_IN_PLACE = False
 CASES: dict[str, Case] = {
     "one_token": Case(1),
     "few_tokens": Case(10),

@@ -103,7 +103,7 @@ def check_kernels(match: str) -> Iterator[Program]:
             structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), prepared)
             run = functools.partial(op.run, implementation, case)
             try:
-                found = compile_for(mesh, run, structs, donate_argnums=0, options=NO_SPILLS)
+                found = compile_for(mesh, run, structs, donate_argnums=0 if op.IS_IN_PLACE else (), options=NO_SPILLS)
             except Exception as error:  # the compiler has many kinds; each is a finding
                 yield Program(name, None, [f"{type(error).__name__}: {str(error)[:300]}"])
                 continue

@@ -164,6 +164,8 @@ def test_tests_skip_where_torch_is_absent() -> None:
     """The dev extra has torch on one Python only: `torch = pytest.importorskip("torch")` skips, an import fails."""
     breaches = []
     for path in python_files("tests"):
+        if path.name == "interpreted_triton.py":  # a program that a test starts where torch is
+            continue
         for node in syntax_tree(path).body:
             if any(name.split(".")[0] == "torch" for name in imported_modules(node)):
                 breaches.append(place(path, node.lineno))
@@ -230,7 +232,7 @@ def test_public_names_have_docstrings() -> None:
 
 
 def test_functions_are_fully_annotated() -> None:
-    """Loop bodies and other functions inside functions are left to inference."""
+    """Loop bodies and other functions inside functions are left to inference; Triton's annotations mean constants."""
     inner = {
         id(node)
         for _, outer in functions(*PACKAGES, "scripts")
@@ -239,7 +241,7 @@ def test_functions_are_fully_annotated() -> None:
     }
     breaches = []
     for path, node in functions(*PACKAGES, "scripts"):
-        if id(node) in inner:
+        if id(node) in inner or path.name.endswith("_kernels.py"):
             continue
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         arguments += [argument for argument in (node.args.vararg, node.args.kwarg) if argument]

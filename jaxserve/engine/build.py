@@ -1,11 +1,9 @@
 """From settings to a runnable model: everything is planned from shapes first; weights are read last."""
 
 import dataclasses
-import importlib
 import logging
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +19,17 @@ from jaxserve.engine.memory import (
     longest_that_fits,
     plan_pages,
 )
+from jaxserve.engine.processors import load_processors
 from jaxserve.engine.program import ModelProgram
 from jaxserve.errors import ConfigError
-from jaxserve.layers.attention import select_attention
+from jaxserve.layers.attention import choose_attention
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.layers.rows import ROW_TILE
 from jaxserve.models.loading import load_weights, read_model_config, resolve_dtype
 from jaxserve.models.weights import check_tensor_size
-from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from jaxserve.sampling.sampler import select_truncation
+from pallas_kernels import PagedAttention
 from sharding import MeshShape, data_slices, ensure_cpu_devices, get_layout, make_mesh
 from sharding.mesh import Device
 from sharding.plan import bytes_per_device
@@ -87,7 +86,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     policy = DtypePolicy.for_platform(resolve_dtype(config.dtype, model, device.platform), device.platform)
     page_size = config.block_size or 64
     sizes = {"page_size": page_size, "head_dim": model.head_dim}
-    kernel = select_attention(device, policy.kv, config.attention_backend, **sizes)
+    kernel = _choose_kernel(device, policy, config.attention_backend, **sizes)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     layout = get_layout(config.layout)
     first, *others = data_slices(mesh)
@@ -126,6 +125,13 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     )
 
 
+def _choose_kernel(device: Device, policy: DtypePolicy, name: str | None, **sizes: int) -> PagedAttention:
+    """The implementation of attention, said with the reason."""
+    choice = choose_attention(device, policy.kv, name, **sizes)
+    logger.info("Attention on %s: %s (%s)", device.device_kind, choice.name, choice.why)
+    return cast(PagedAttention, choice.implementation)
+
+
 def _fewest_rows(device: Device, policy: DtypePolicy) -> int:
     """Rows that every shape has a multiple of, so that no product has one row.
 
@@ -143,35 +149,6 @@ def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...
     """
     params = load_weights(plan.directory, plan.config, program.abstract_model.params, program.parallel.size)
     return program.packing.pack(params)
-
-
-def load_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
-    """Logits processors, given as themselves, as classes without arguments, or by ``module:name``.
-
-    Raises:
-        ConfigError: Nothing by that name, or something that is no processor; the message says which.
-    """
-    found = []
-    for item in given:
-        processor = _imported(item) if isinstance(item, str) else item
-        if isinstance(processor, type):
-            processor = processor()
-        if not isinstance(processor, LogitsProcessor) or not isinstance(processor.arguments, Mapping):
-            raise ConfigError(
-                f"logits_processors: expected functions of logits with a mapping `arguments` (LogitsProcessor), "
-                f"got {item!r}"
-            )
-        found.append(processor)
-    argument_names(found)
-    return tuple(found)
-
-
-def _imported(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"logits_processors: {name!r} is no 'module:name' that can be imported: {error}") from error
 
 
 def _batch_limits(config: EngineConfig, device: Device) -> tuple[int, int]:

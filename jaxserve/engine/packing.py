@@ -64,7 +64,8 @@ class Packing:
         """The parameters in the module's order, inside a program."""
         found: dict[int, jax.Array] = {}
         for group, stack in zip(self.groups, packed, strict=True):
-            found.update({i: stack[at] for at, i in enumerate(group)} if len(group) > 1 else {group[0]: stack})
+            for at, i in enumerate(group):
+                found[i] = stack if len(group) == 1 else stack[at]
         return tuple(found[i] for i in sorted(found))
 
 

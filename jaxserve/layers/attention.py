@@ -12,7 +12,7 @@ from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.norm import RMSNorm, split_mean_squares
 from jaxserve.layers.parallel import DtypePolicy, Parallel
-from pallas_kernels import AttentionBatch, PagedAttention, select
+from pallas_kernels import AttentionBatch, Choice, PagedAttention, choose
 from pallas_kernels.qkv_write import Heads, QkNorms, Rotation, split_heads
 from sharding.mesh import Device
 
@@ -37,12 +37,15 @@ class AttentionSettings:
     row_tile: int | None = None
 
 
+def choose_attention(device: Device, dtype: str, name: str | None = None, **sizes: int) -> Choice:
+    """The implementation of paged attention for a device and a type of KV pages; see ``pallas_kernels.choose``."""
+    where = {"platform": device.platform, "device_kind": device.device_kind, "dtype": dtype, "name": name}
+    return choose("paged_attention", **where, **sizes)
+
+
 def select_attention(device: Device, dtype: str, name: str | None = None, **sizes: int) -> PagedAttention:
-    """The implementation of paged attention for a device and a type of KV pages; see ``pallas_kernels.select``."""
-    found = select(
-        "paged_attention", platform=device.platform, device_kind=device.device_kind, dtype=dtype, name=name, **sizes
-    )
-    return cast(PagedAttention, found)
+    """``choose_attention`` without its reasons."""
+    return cast(PagedAttention, choose_attention(device, dtype, name, **sizes).implementation)
 
 
 class AttentionInputs(NamedTuple):

@@ -19,8 +19,6 @@ from scripts.gpu.timing import GRAPH_OPTIONS, MIN_SETS, Rotation, choose_sets, m
 IS_ALONE: bool = False
 ENVIRONMENT: dict[str, str] = AS_NEEDED
 H200 = ("gpu", "NVIDIA H200")
-# Operations that give back a changed input: it is measured changed in place, as the engine uses them.
-IN_PLACE = {"qkv_write"}
 GOALS = {
     "paged_attention": "decode on >= 256 MB of keys and values: 80 % of copy bandwidth, then 92 %; prefill: 450 "
     "TFLOP/s, then 600",
@@ -116,7 +114,7 @@ def _bench(name: str, row: str, bench_name: str, device: tuple[str, str]) -> Ben
     call = functools.partial(op.run, implementation, case)
     struct = jax.eval_shape(_preparation(name, row, case), _inputs(name, case)[1])
     output = jax.eval_shape(call, struct)
-    carried = matching_leaves(struct, output) if name in IN_PLACE else {}
+    carried = matching_leaves(struct, output) if op.IS_IN_PLACE else {}
     touched, held = op.cost(case).num_bytes, tree_bytes(struct) + (0 if carried else tree_bytes(output))
     num_sets = choose_sets(touched, held)
     if num_sets is None:

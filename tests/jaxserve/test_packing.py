@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
-from tests.tiny_programs import make_program, random_params, tiny_config
 
 from jaxserve.engine.packing import Packing
+from tests.tiny_programs import make_program, random_params, tiny_config
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

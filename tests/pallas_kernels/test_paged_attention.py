@@ -12,7 +12,7 @@ from pallas_kernels.decode_attention_triton import decode_attention
 from pallas_kernels.paged_attention import CASES, Case, PagedAttention
 from pallas_kernels.paged_attention_pages import decode_splits
 from pallas_kernels.paged_attention_triton import INTERPRET, TRITON
-from pallas_kernels.prefill_attention_triton import block_map
+from pallas_kernels.prefill_blocks import block_map
 from pallas_kernels.registry import OPERATIONS, load
 
 NAMES = [
