@@ -47,7 +47,8 @@ class EngineConfig:
         logits_processors: Functions that change scores in the step (``LogitsProcessor``), or their ``module:name``.
         reasoning_parser: How the model marks its reasoning, for ``parse_message`` and ``thinking_token_budget``.
         tool_call_parser: How the model writes tool calls, for ``parse_message``.
-        attention_backend: Name of the paged-attention implementation.
+        attention_backend: Name of the kernels that run attention: triton, mosaic, triton-scatter, jax-triton, xla,
+            pallas-interpret or mosaic-interpret; None takes the first that can run on the device.
         disable_log_stats: Leave out the periodic log line and per-request metrics.
         compilation_cache_dir: Where compiled programs are kept for the next start; empty for nowhere.
     """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "pallas_kernels/README.md")
 PACKAGES = ("jaxserve", "pallas_kernels", "sharding", "checkpoints")
 FOLDERS = (*PACKAGES, "tests", "scripts", ".ci")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")

@@ -39,8 +39,14 @@ class AttentionSettings:
 
 def choose_attention(device: Device, dtype: str, name: str | None = None, **sizes: int) -> Choice:
     """The implementation of paged attention for a device and a type of KV pages; see ``pallas_kernels.choose``."""
-    where = {"platform": device.platform, "device_kind": device.device_kind, "dtype": dtype, "name": name}
-    return choose("paged_attention", **where, **sizes)
+    return choose(
+        "paged_attention",
+        platform=device.platform,
+        device_kind=device.device_kind,
+        dtype=dtype,
+        name=name,
+        **sizes,
+    )
 
 
 def select_attention(device: Device, dtype: str, name: str | None = None, **sizes: int) -> PagedAttention:
