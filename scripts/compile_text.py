@@ -36,7 +36,9 @@ def count_collectives(text: str) -> dict[str, int]:
     """Operands of every collective: XLA joins several into one with a tuple for a result."""
     counts: dict[str, int] = {}
     for result, kind in re.findall(rf"= (\([^=]*?\)|\S+) ({_COLLECTIVES})(?:-start)?\(", text):
-        counts[kind] = counts.get(kind, 0) + len(re.findall(r"\w+\[", result))
+        num_arrays = len(re.findall(r"\w+\[", result))
+        num_operands = num_arrays // 2 if result.startswith("((") else num_arrays  # a start gives operands and results
+        counts[kind] = counts.get(kind, 0) + num_operands
     return counts
 
 

@@ -26,6 +26,7 @@ HLO = """
   %wrapped_copy = f32[256,128256]{1,0} copy(%z)
   %a = (f32[4,8]{1,0}, f32[]) all-reduce(%x, %y), channel_id=1
   %b = bf16[4]{0} all-gather-start(%x), replica_groups={}
+  %c = ((f32[8,4]{1,0}), f32[8,4]{1,0}) all-reduce-start(%x), channel_id=1
   %slice_fusion = (f32[1,6144,4096]{2,1,0}, f32[1,6144,4096]{2,1,0}) fusion(%w), kind=kLoop, calls=%fused_slice.2
 """
 
@@ -40,7 +41,7 @@ def test_copies_are_operations_of_their_own_and_kernels_that_only_slice() -> Non
 
 
 def test_collectives_count_by_operand() -> None:
-    assert count_collectives(HLO) == {"all-reduce": 2, "all-gather": 1}
+    assert count_collectives(HLO) == {"all-reduce": 3, "all-gather": 1}
 
 
 @pytest.mark.slow

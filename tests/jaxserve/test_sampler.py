@@ -271,7 +271,7 @@ def test_a_row_knows_nothing_of_its_batch_mates(vocab_size: int, variant: str) -
 def test_a_program_takes_truncation_by_its_devices_or_as_it_is_told() -> None:
     """Tokens are the same, as far as sums agree on where top-p cuts."""
     kernel = select_truncation(jax.devices()[0], "pallas-interpret")
-    program = make_program(tiny_config())
+    program = make_program(tiny_config(), truncation=None)
     assert program.sampler == SamplerSettings(truncation=truncation_xla)
     settings = dataclasses.replace(program, truncation=kernel).sampler
     assert settings.truncation is kernel
