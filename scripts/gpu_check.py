@@ -19,9 +19,9 @@ from the files there, and measures the ceilings again. Where commands have a tim
 seconds less. A whole run of everything takes longer: one command for the kernels and one for the engine, as above.
 
 Needs this repository (it runs from its root without being installed) and, where the machine has no network, wheels of
-what is missing there: ``llguidance`` for the engine part, ``jax-triton`` (it goes with the machine's ``triton``) for
-kernels written in Triton itself. Unpack them with ``pip install --no-index --no-deps --target DIR *.whl`` and put DIR
-on PYTHONPATH. The engine part needs 34 GB of disk for the larger checkpoint (``--work``; where the page cache cannot
+what is missing there: ``llguidance`` for the engine part, ``jax-triton`` 0.4.1 for kernels written in Triton itself (it
+asks for Triton 3.7 but runs with 3.6). Unpack them with ``pip install --no-index --no-deps --target DIR *.whl`` and put
+DIR on PYTHONPATH. The engine part needs 34 GB of disk for the larger checkpoint (``--work``; where the page cache cannot
 hold it, loading is measured at the disk's speed) and removes what it wrote there, unless ``--keep`` says otherwise.
 
 ``--dry-run`` needs no GPU: it builds every shape, lowers every program for CUDA, and compiles it for an H200 where

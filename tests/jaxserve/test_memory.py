@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import jax
 import pytest
 from hypothesis import strategies as st
 
 from jaxserve import LLM, MemoryPlanError
 from jaxserve.config import EngineConfig
 from jaxserve.engine.build import EnginePlan, plan_engine
-from jaxserve.engine.memory import MemoryNeeds, longest_that_fits, plan_pages
+from jaxserve.engine.compilation_cache import use_compilation_cache
+from jaxserve.engine.memory import MemoryNeeds, ask_for_gpu_memory, device_memory_bytes, longest_that_fits, plan_pages
+from jaxserve.layers.cpu import cpu_key
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -212,3 +215,43 @@ def test_the_ledger_adds_up_to_what_the_process_holds(
         assert re.search(rf"{re.escape(name)} +{size / GIB:.3f} GiB", found["text"])
     assert f"CPU KV cache size: {found['tokens']:,} tokens" in found["text"]
     assert f"Maximum concurrency for 512 tokens per request: {found['tokens'] / 512:.2f}x" in found["text"]
+
+
+class FakeGpu:
+    """A device as far as its memory goes."""
+
+    platform = "gpu"
+    device_kind = "NVIDIA H200"
+
+    def __init__(self, limit: int | None):
+        self.limit = limit
+
+    def memory_stats(self) -> dict[str, int]:
+        return {} if self.limit is None else {"bytes_limit": self.limit}
+
+
+@pytest.mark.parametrize("set_before", ["", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_the_engine_asks_for_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch, set_before: str) -> None:
+    """JAX says what it may hand out; all of the memory follows from the share it was given."""
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "0.5" if name == set_before else "")
+    assert device_memory_bytes(FakeGpu(75 * GIB)) == (150 if set_before else 100) * GIB
+    ask_for_gpu_memory(0.92)
+    share = 0.5 if set_before else 0.92
+    assert device_memory_bytes(FakeGpu(int(100 * GIB * share))) == pytest.approx(100 * GIB, abs=8)
+
+
+def test_a_gpu_that_does_not_tell_its_memory() -> None:
+    with pytest.raises(MemoryPlanError, match="NVIDIA H200 does not report its memory; give kv_cache_memory_bytes"):
+        device_memory_bytes(FakeGpu(None))
+
+
+def test_each_kind_of_device_has_its_own_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    updates: dict[str, Any] = {}
+    monkeypatch.setitem(jax.config.values, "jax_compilation_cache_dir", None)
+    monkeypatch.setattr(jax.config, "update", updates.__setitem__)
+    use_compilation_cache("/programs", FakeGpu(None))
+    assert updates["jax_compilation_cache_dir"] == "/programs/NVIDIA-H200"
+    assert updates["jax_persistent_cache_enable_xla_caches"] == "xla_gpu_per_fusion_autotune_cache_dir"
+    use_compilation_cache("/programs", jax.devices()[0])
+    assert updates["jax_compilation_cache_dir"] == f"/programs/{cpu_key()}"
