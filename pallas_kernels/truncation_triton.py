@@ -74,6 +74,8 @@ class TritonTruncation:
     ) -> Float[Array, " R"]:
         """The lowest score each row keeps; see ``Truncation.floor``."""
         best = scores.max(1)
+        is_sound = jnp.isfinite(best)  # else there is nothing to count by: such a row is not cut
+        top_k, top_p = jnp.where(is_sound, top_k, 0), jnp.where(is_sound, top_p, 1.0)
         lowest = min_p_floor(best, min_p)
         rows, starts = self._narrowed(scores, best, lowest, top_k, top_p)
         is_cut = (rows.top_k > 0) | (rows.top_p < 1)

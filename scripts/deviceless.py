@@ -37,7 +37,6 @@ class Compilation:
 
     Attributes:
         seconds: Time lowering and compiling took.
-        argument_bytes: Memory of its arguments on a device.
         alias_bytes: Memory of arguments that its results reuse.
         temporary_bytes: Memory it takes while it runs.
         segments: Kinds of what the host launches, in order: ``kCommandBuffer`` is a CUDA graph.
@@ -47,7 +46,6 @@ class Compilation:
     """
 
     seconds: float
-    argument_bytes: int
     alias_bytes: int
     temporary_bytes: int
     segments: tuple[str, ...]
@@ -111,7 +109,6 @@ def compile_traced(mesh: Mesh, function: Any, *structs: Any, options: Mapping[st
     text = compiled.as_text()
     return Compilation(
         seconds=seconds,
-        argument_bytes=analysis.argument_size_in_bytes,
         alias_bytes=analysis.alias_size_in_bytes,
         temporary_bytes=analysis.temp_size_in_bytes,
         segments=launched_segments(thunks),

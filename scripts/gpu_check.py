@@ -20,9 +20,10 @@ seconds less. A whole run of everything takes longer: one command for the kernel
 
 Needs this repository (it runs from its root without being installed) and, where the machine has no network, wheels of
 what is missing there: ``llguidance`` for the engine part, ``jax-triton`` 0.4.1 for kernels written in Triton itself (it
-asks for Triton 3.7 but runs with 3.6). Unpack them with ``pip install --no-index --no-deps --target DIR *.whl`` and put
-DIR on PYTHONPATH. The engine part needs 34 GB of disk for the larger checkpoint (``--work``; where the page cache cannot
-hold it, loading is measured at the disk's speed) and removes what it wrote there, unless ``--keep`` says otherwise.
+asks for Triton 3.7 but compiles with 3.6). Unpack them with ``pip install --no-index --no-deps --target DIR *.whl`` and
+put DIR on PYTHONPATH. The engine part needs 34 GB of disk for the larger checkpoint (``--work``; where the page cache
+cannot hold it, loading is measured at the disk's speed) and removes what it wrote there, unless ``--keep`` says
+otherwise.
 
 ``--dry-run`` needs no GPU: it builds every shape, lowers every program for CUDA, and compiles it for an H200 where
 JAX's CUDA wheels are installed (Python 3.12 or newer; ``--lower-only`` leaves that out). The engine's steps have two
@@ -106,7 +107,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lower-only", action="store_true", help="with --dry-run: do not compile")
     parser.add_argument("--size", choices=("real", "tiny"), default="real", help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=PARTS, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.lower_only and not options.dry_run:
+        parser.error("--lower-only goes with --dry-run")
+    if options.dry_run and (options.resume or options.work or options.keep or options.seed is not None):
+        parser.error("--dry-run runs nothing: --resume, --work, --keep and --seed do not go with it")
+    return options
 
 
 def check(options: argparse.Namespace, device: str, driver_version: str) -> int:

@@ -18,6 +18,7 @@ from jaxserve.engine.memory import (
     device_memory_bytes,
     longest_that_fits,
     plan_pages,
+    usable_share,
 )
 from jaxserve.engine.processors import load_processors
 from jaxserve.engine.program import ModelProgram
@@ -28,8 +29,9 @@ from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.layers.rows import ROW_TILE
 from jaxserve.models.loading import load_weights, read_model_config, resolve_dtype
 from jaxserve.models.weights import check_tensor_size
-from jaxserve.sampling.sampler import select_truncation
-from pallas_kernels import PagedAttention
+from jaxserve.sampling.sampler import choose_truncation
+from pallas_kernels import OPERATIONS, PagedAttention
+from pallas_kernels.truncation import Truncation
 from sharding import MeshShape, data_slices, ensure_cpu_devices, get_layout, make_mesh
 from sharding.mesh import Device
 from sharding.plan import bytes_per_device
@@ -103,7 +105,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         logprobs_mode=config.logprobs_mode,
         processors=load_processors(config.logits_processors or []),
-        truncation=select_truncation(device, "pallas-interpret" if "interpret" in kernel.name else None),
+        truncation=_choose_truncation(device, config.attention_backend),
     )
     if config.tensor_parallel_size > 1 and program.parallel.size == 1:
         raise ConfigError(f"layout {config.layout!r} does not split over {config.tensor_parallel_size} devices")
@@ -128,8 +130,18 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
 def _choose_kernel(device: Device, policy: DtypePolicy, name: str | None, **sizes: int) -> PagedAttention:
     """The implementation of attention, said with the reason."""
     choice = choose_attention(device, policy.kv, name, **sizes)
-    logger.info("Attention on %s: %s (%s)", device.device_kind, choice.name, choice.why)
-    return cast(PagedAttention, choice.implementation)
+    kernel = cast(PagedAttention, choice.implementation)
+    writing = "XLA's scatter" if kernel.writer is None else "one kernel with norm and rotation"
+    logger.info("Attention on %s: %s (%s); pages written by %s", device.device_kind, choice.name, choice.why, writing)
+    return kernel
+
+
+def _choose_truncation(device: Device, backend: str | None) -> Truncation:
+    """The implementation of top-k and top-p that goes with an attention backend, said with the reason."""
+    name = "pallas-interpret" if backend == "mosaic-interpret" else backend
+    choice = choose_truncation(device, name if name in OPERATIONS["truncation"] else None)
+    logger.info("Top-k and top-p: %s (%s)", choice.name, choice.why)
+    return cast(Truncation, choice.implementation)
 
 
 def _fewest_rows(device: Device, policy: DtypePolicy) -> int:
@@ -207,7 +219,7 @@ def _fit(config: EngineConfig, needs: MemoryNeeds, device: Device, num_devices: 
     sharing = num_devices if device.platform == "cpu" else 1
     settings = {
         "total": total,
-        "utilization": config.gpu_memory_utilization,
+        "utilization": usable_share(device, config.gpu_memory_utilization),
         "platform": device.platform,
         "pool_bytes": config.kv_cache_memory_bytes,
         "num_pages": config.num_gpu_blocks_override,

@@ -12,8 +12,8 @@ from sharding.mesh import Device
 def use_compilation_cache(directory: str | None, device: Device) -> None:
     """Turns JAX's persistent cache on for this process, unless its user has set it up already.
 
-    On GPUs what XLA learned by trying kernels out (autotuning) is kept beside the programs. The folder can be copied to
-    another machine with the same device and versions, which then starts as fast.
+    On GPUs JAX keeps what XLA learned by trying kernels out (autotuning) beside the programs. The folder can be copied
+    to another machine with the same device and versions, which then starts as fast.
 
     Args:
         directory: Where to keep programs; None for the user's cache folder, empty for nowhere.
@@ -26,6 +26,5 @@ def use_compilation_cache(directory: str | None, device: Device) -> None:
         directory = os.path.join(home, "jaxserve", "xla")
     kind = cpu_key() if device.platform == "cpu" else re.sub(r"\W+", "-", device.device_kind)
     jax.config.update("jax_compilation_cache_dir", os.path.join(directory, kind))
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "xla_gpu_per_fusion_autotune_cache_dir")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -86,8 +86,7 @@ def device_memory_bytes(device: Device) -> int:
     if device.platform != "cpu":
         stats = device.memory_stats()
         if stats and "bytes_limit" in stats:
-            share = next((float(os.environ[name]) for name in _SHARE_VARIABLES if os.environ.get(name)), _USUAL_SHARE)
-            return int(stats["bytes_limit"] / share)
+            return int(stats["bytes_limit"] / _gpu_share())
         raise MemoryPlanError(f"{device.device_kind} does not report its memory; give kv_cache_memory_bytes")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -103,6 +102,16 @@ def resident_bytes() -> int:
     if not statm.exists():
         return 0
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def usable_share(device: Device, utilization: float) -> float:
+    """The share of a device's memory that an engine may use: what is asked for, on GPUs as far as JAX has it."""
+    return utilization if device.platform == "cpu" else min(utilization, _gpu_share())
+
+
+def _gpu_share() -> float:
+    """The share of each GPU's memory that JAX takes."""
+    return next((float(os.environ[name]) for name in _SHARE_VARIABLES if os.environ.get(name)), _USUAL_SHARE)
 
 
 def plan_pages(

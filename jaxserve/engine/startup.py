@@ -12,7 +12,7 @@ from jaxserve.engine.build import EnginePlan, load_params, plan_engine
 from jaxserve.engine.compilation_cache import use_compilation_cache
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.grammars import GrammarCompiler
-from jaxserve.engine.memory import MemoryLedger, device_memory_bytes, resident_bytes
+from jaxserve.engine.memory import MemoryLedger, device_memory_bytes, resident_bytes, usable_share
 from jaxserve.engine.metrics import CompileCounter
 from jaxserve.engine.model_defaults import (
     check_parsers,
@@ -23,7 +23,7 @@ from jaxserve.engine.model_defaults import (
 )
 from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.replica import Replica
-from jaxserve.engine.runner import CompiledSteps, StepRunner
+from jaxserve.engine.runner import CompiledSteps, StepRunner, program_keys
 from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import RequestError
@@ -163,7 +163,7 @@ def _log_choices(plan: EnginePlan) -> None:
         program.layout.name,
         program.kernel.name,
         program.page_size,
-        len(plan.buckets.shapes()),
+        len(program_keys(plan.buckets, device.platform, program.is_always_full)),
     )
 
 
@@ -184,7 +184,7 @@ def _make_ledger(
         lines += [("compiled programs", programs), ("temporaries of a step, at most", temporaries)]
         total = sum(size for _, size in lines)
     else:
-        total = int(device_memory_bytes(device) * config.gpu_memory_utilization)
+        total = int(device_memory_bytes(device) * usable_share(device, config.gpu_memory_utilization))
         lines = [("weights", weights), ("KV pages", pages), ("state of running requests", slots)]
         lines.append(("temporaries of a step, at most", temporaries))
         lines.append(("reserve", total - sum(size for _, size in lines)))

@@ -17,7 +17,7 @@ from jaxserve.sampling.draw import broken_rows, draw, likeliest
 from jaxserve.sampling.logits_processors import LogitsProcessor
 from jaxserve.sampling.logprobs import MAX_LOGPROBS, TokenLogprobs, no_logprobs, token_logprobs
 from jaxserve.sampling.penalties import SamplerInputs, SlotTables, adjust
-from pallas_kernels import select, truncation_xla
+from pallas_kernels import Choice, choose, truncation_xla
 from pallas_kernels.truncation import Truncation
 from sharding.mesh import Device
 
@@ -56,10 +56,15 @@ class SamplerSettings:
         return self.logprobs_mode.startswith("processed")
 
 
+def choose_truncation(device: Device, name: str | None = None) -> Choice:
+    """The implementation of truncation for a device; see ``pallas_kernels.choose``."""
+    kind = device.device_kind
+    return choose("truncation", platform=device.platform, device_kind=kind, dtype="float32", name=name)
+
+
 def select_truncation(device: Device, name: str | None = None) -> Truncation:
-    """The implementation of truncation for a device; see ``pallas_kernels.select``."""
-    found = select("truncation", platform=device.platform, device_kind=device.device_kind, dtype="float32", name=name)
-    return cast(Truncation, found)
+    """``choose_truncation`` without its reasons."""
+    return cast(Truncation, choose_truncation(device, name).implementation)
 
 
 def sample(

@@ -20,7 +20,11 @@ from scripts.gpu.parts import Context, Item, Part, SkippedError, environment
 MARK = "@gpu_check "
 _START_S = 180.0  # to import everything, or to end
 CLOSING_S = 5.0  # kept free at the end of the time limit
-_LOST = ("CUDA_ERROR", "illegal", "misaligned", "device-side", "cuDNN", "launch failed", "INTERNAL:")
+_LOST = ("CUDA_ERROR", "illegal", "misaligned", "device-side", "CUDNN_STATUS", "launch failed", "INTERNAL:")
+
+
+class CompilationError(RuntimeError):
+    """A program did not compile."""
 
 
 @dataclasses.dataclass
@@ -187,8 +191,8 @@ def serve(part: Part, source: IO[str], say: Callable[[str], Any] = print) -> int
 
 
 def is_device_lost(error: Exception) -> bool:
-    """Whether the process may have no use of the device any more."""
-    return any(word in str(error) for word in _LOST)
+    """Whether the process may have no use of the device any more; what does not compile never got there."""
+    return not isinstance(error, CompilationError) and any(word in str(error) for word in _LOST)
 
 
 def first_line(error: Exception) -> str:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.registry import OPERATIONS, load, operation
-from scripts.gpu.driver import first_line, is_device_lost
+from scripts.gpu.driver import CompilationError, first_line, is_device_lost
 from scripts.gpu.figures import Figure
 from scripts.gpu.parts import AS_NEEDED, Context, Item, Program, SkippedError
 from scripts.gpu.timing import GRAPH_OPTIONS, MIN_SETS, Rotation, choose_sets, matching_leaves, tree_bytes
@@ -188,5 +188,5 @@ def compile_all(functions: dict[str, Callable[[], Any]]) -> dict[str, Any]:
 def succeeded(result: Any) -> Any:
     """A result of ``compile_all``; raises what stands in its place where it failed."""
     if isinstance(result, Exception):
-        raise result
+        raise CompilationError(f"{type(result).__name__}: {result}") from result
     return result

@@ -82,7 +82,7 @@ class Program(NamedTuple):
 
 
 # Memory is taken as it is needed, and given up with the process.
-AS_NEEDED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+AS_NEEDED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_CLIENT_MEM_FRACTION": "0.95"}
 
 
 class Part(Protocol):
@@ -119,7 +119,7 @@ def environment(base: Mapping[str, str], part: Part, context: Context) -> dict[s
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TRITON_DEFAULT_FP_FUSION": "1",
-        **base,
+        **{name: value for name, value in base.items() if name != "XLA_PYTHON_CLIENT_MEM_FRACTION"},  # not both
         **platforms,
         **part.ENVIRONMENT,
     }

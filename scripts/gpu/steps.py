@@ -12,8 +12,10 @@ from jax.sharding import Mesh, use_abstract_mesh
 
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.program import ModelProgram
+from jaxserve.engine.step_batch import BatchShape
 from jaxserve.engine.steps import trace_step
 from jaxserve.layers.attention import select_attention
+from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.models.registry import config_from_hf
 from pallas_kernels.registry import OPERATIONS
@@ -53,20 +55,35 @@ def steps(context: Context, mesh: Mesh | None) -> Iterator[Step]:
         for model in ("llama-8b",) if context.is_quick else CONFIGS:
             for num_tokens, decode_only in ((64, True), (2048, False)):
                 kind = "decode" if decode_only else "prefill"
-                yield Step(f"{model} {backend}: {kind} of {num_tokens}", _tracer(model, backend, num_tokens, mesh))
+                yield Step(
+                    f"{model} {backend}: {kind} of {num_tokens}", _tracer(model, backend, num_tokens, decode_only, mesh)
+                )
 
 
-def _tracer(model: str, backend: str, num_tokens: int, mesh: Mesh | None) -> Callable[[], Any]:
+def step_program(
+    config: ModelConfig, mesh: Mesh, backend: str | None, num_tokens: int, decode_only: bool
+) -> tuple[ModelProgram, BatchShape]:
+    """The program of a step on H200s and its batch shape, chosen as the engine chooses.
+
+    Args:
+        config: The model.
+        mesh: Devices to trace for.
+        backend: Attention backend; None for the engine's own choice.
+        num_tokens: Query tokens.
+        decode_only: Whether each row has one token.
+    """
+    policy = DtypePolicy.for_platform("bfloat16", "gpu")
+    kernel = select_attention(_Device(*H200), policy.kv, backend, page_size=_PAGE_SIZE, head_dim=config.head_dim)
+    layout = get_layout("tensor_parallel").on(mesh)
+    program = ModelProgram(config, mesh, layout, policy, kernel, _PAGE_SIZE, num_pages=4096, num_slots=256)
+    return program, Buckets.make(256, 8192, 512, multiple=2).shape_for(num_tokens, decode_only)
+
+
+def _tracer(model: str, backend: str, num_tokens: int, decode_only: bool, mesh: Mesh | None) -> Callable[[], Any]:
     def trace() -> Any:
-        decode_only = num_tokens == 64
         own = make_mesh(MeshShape()) if mesh is None else mesh
         config = config_from_hf(CONFIGS[model] | {"num_hidden_layers": _NUM_LAYERS}, model)
-        policy = DtypePolicy.for_platform("bfloat16", "gpu")
-        sizes = {"page_size": _PAGE_SIZE, "head_dim": config.head_dim}
-        kernel = select_attention(_Device(*H200), policy.kv, backend, **sizes)
-        layout = get_layout("tensor_parallel").on(own)
-        program = ModelProgram(config, own, layout, policy, kernel, _PAGE_SIZE, num_pages=256, num_slots=256)
-        shape = Buckets.make(256, 8192, 8448 // _PAGE_SIZE).shape_for(num_tokens, decode_only)
+        program, shape = step_program(config, own, backend, num_tokens, decode_only)
         with contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh.abstract_mesh):
             return trace_step(program, shape, "greedy" if decode_only else "any")
 

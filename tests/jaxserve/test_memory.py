@@ -17,7 +17,14 @@ from jaxserve import LLM, MemoryPlanError
 from jaxserve.config import EngineConfig
 from jaxserve.engine.build import EnginePlan, plan_engine
 from jaxserve.engine.compilation_cache import use_compilation_cache
-from jaxserve.engine.memory import MemoryNeeds, ask_for_gpu_memory, device_memory_bytes, longest_that_fits, plan_pages
+from jaxserve.engine.memory import (
+    MemoryNeeds,
+    ask_for_gpu_memory,
+    device_memory_bytes,
+    longest_that_fits,
+    plan_pages,
+    usable_share,
+)
 from jaxserve.layers.cpu import cpu_key
 
 GIB = 1 << 30
@@ -236,7 +243,10 @@ def test_the_engine_asks_for_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch,
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.setenv(name, "0.5" if name == set_before else "")
     assert device_memory_bytes(FakeGpu(75 * GIB)) == (150 if set_before else 100) * GIB
+    assert usable_share(FakeGpu(1), 0.92) == (0.5 if set_before else 0.75)
     ask_for_gpu_memory(0.92)
+    assert usable_share(FakeGpu(1), 0.95) == (0.5 if set_before else 0.92)
+    assert usable_share(FakeGpu(1), 0.3) == 0.3
     share = 0.5 if set_before else 0.92
     assert device_memory_bytes(FakeGpu(int(100 * GIB * share))) == pytest.approx(100 * GIB, abs=8)
 
@@ -252,6 +262,5 @@ def test_each_kind_of_device_has_its_own_programs(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(jax.config, "update", updates.__setitem__)
     use_compilation_cache("/programs", FakeGpu(None))
     assert updates["jax_compilation_cache_dir"] == "/programs/NVIDIA-H200"
-    assert updates["jax_persistent_cache_enable_xla_caches"] == "xla_gpu_per_fusion_autotune_cache_dir"
     use_compilation_cache("/programs", jax.devices()[0])
     assert updates["jax_compilation_cache_dir"] == f"/programs/{cpu_key()}"

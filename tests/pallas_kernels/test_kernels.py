@@ -2,15 +2,17 @@
 
 import functools
 import zlib
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import registry
 from pallas_kernels.lowering import lower_for_cuda
 from pallas_kernels.operation import Operation
-from pallas_kernels.registry import OPERATIONS, UnsupportedKernelError, load, operation, select
+from pallas_kernels.registry import OPERATIONS, UnsupportedKernelError, choose, load, operation, select
 
 ROWS = [(name, row) for name, table in OPERATIONS.items() for row in table]
 CASES = [(name, row, case) for name, row in ROWS for case in operation(name).CASES]
@@ -60,20 +62,30 @@ def test_lowers_for_an_h200(name, row, bench_name):
 
 
 def test_select_refuses_unknown_names():
-    with pytest.raises(ValueError, match="unknown operation 'convolution'; operations: paged_attention"):
+    with pytest.raises(ValueError, match="unknown operation 'convolution'; operations: .*paged_attention"):
         select("convolution", platform="cpu", device_kind="cpu", dtype="float32")
     with pytest.raises(ValueError, match="unknown implementation 'fast' of paged_attention; implementations: "):
         select("paged_attention", platform="cpu", device_kind="cpu", dtype="float32", name="fast")
 
 
 def test_select_gives_all_reasons(monkeypatch):
-    for row in OPERATIONS["paged_attention"]:
-        monkeypatch.setattr(type(load("paged_attention", row)), "unsupported", refuse, raising=False)
-    with pytest.raises(UnsupportedKernelError, match=r"no paged_attention for float32, page_size=7 on H200 \(gpu\): "):
-        select("paged_attention", platform="gpu", device_kind="H200", dtype="float32", page_size=7)
+    """In order, and why those before the one it took could not."""
+    rows = {name: SimpleNamespace(unsupported=functools.partial(refuse, name)) for name in ("fast", "slow")}
+    rows["plain"] = SimpleNamespace(unsupported=lambda *device, **sizes: None)
+    monkeypatch.setattr(registry, "load", lambda operation, name: rows[name])
+    monkeypatch.setitem(OPERATIONS, "paged_attention", dict.fromkeys(["fast", "slow"], ""))
+    where = {"platform": "gpu", "device_kind": "H200", "dtype": "float32", "page_size": 7}
+    message = r"^no paged_attention for float32, page_size=7 on H200 \(gpu\): fast: no gpu today; slow: no gpu today$"
+    with pytest.raises(UnsupportedKernelError, match=message):
+        select("paged_attention", **where)
+    monkeypatch.setitem(OPERATIONS, "paged_attention", dict.fromkeys(rows, ""))
+    found = choose("paged_attention", **where)
+    assert found.implementation is rows["plain"] and found.name == "plain"
+    assert found.why == "the first that can run; not fast: no gpu today; not slow: no gpu today"
+    assert choose("paged_attention", name="plain", **where).why == "asked for"
 
 
-def refuse(implementation, platform, device_kind, dtype, **sizes):
+def refuse(name, platform, device_kind, dtype, **sizes):
     return f"no {platform} today"
 
 

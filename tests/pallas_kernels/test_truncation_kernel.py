@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import truncation, truncation_xla
+from pallas_kernels import truncation, truncation_triton, truncation_xla
 from pallas_kernels.registry import UnsupportedKernelError, load, select
 from pallas_kernels.truncation import LOWEST, SETTINGS, Inputs
 
@@ -106,6 +107,26 @@ def test_rows_with_nothing_to_choose_from_do_no_harm(row: str, bad: float) -> No
     found = np.asarray(FLOORS[row](*inputs._replace(scores=scores)))
     others = np.delete(np.arange(len(SETTINGS)), [7, 12])
     np.testing.assert_array_equal(found[others], whole[others])
+
+
+@pytest.mark.parametrize("bad", [-np.inf, np.inf, np.nan])
+def test_candidates_lie_within_the_row(bad: float) -> None:
+    """What stands behind the end of a row of -inf is -inf too, and no candidate."""
+    vocab_size = 5003
+    inputs = mixed_rows(vocab_size)
+    scores = jnp.full_like(inputs.scores, -jnp.inf).at[:, 0].set(bad)
+    seen = []
+
+    def watch(kernel: Any, grid: Any, array: Any, numbers: Any, out: Any) -> Any:
+        if kernel is truncation_triton._find_kernel:
+            seen.append(np.asarray(numbers.num_between))
+        return truncation_triton.INTERPRETED._call(kernel, grid, array, numbers, out)
+
+    kind = type(truncation_triton.INTERPRETED)
+    watching: Any = types.SimpleNamespace(_call=watch)
+    watching._narrowed = functools.partial(kind._narrowed, watching)
+    kind.floor(watching, *inputs._replace(scores=scores))
+    assert len(seen) == 1 and (seen[0] <= vocab_size).all()
 
 
 @pytest.mark.parametrize("vocab_size", [2, 4095, 4097, 12288])
