@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 
 def lower_for_cuda(function: Callable[..., Any], *arguments: Any, device_kind: str = "NVIDIA H200") -> str:
@@ -19,7 +19,7 @@ def lower_for_cuda(function: Callable[..., Any], *arguments: Any, device_kind: s
         device_kind: The device's own name.
     """
     device = AbstractDevice(device_kind=device_kind, num_cores=None, platform="cuda")
-    mesh = AbstractMesh((1,), ("x",), abstract_device=device)
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     with warnings.catch_warnings(), use_abstract_mesh(mesh):
         warnings.filterwarnings("ignore", category=DeprecationWarning)  # JAX 0.11 on Pallas-Triton
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()

@@ -143,10 +143,12 @@ def test_says_what_it_cannot_do(device_kind, dtype, sizes, reason, monkeypatch):
         assert found is not None and found.startswith(reason)
 
 
-def test_needs_a_recent_jax(monkeypatch):
-    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+@pytest.mark.parametrize("version", [(0, 10, 2), (0, 12, 0)])
+def test_needs_the_jax_it_is_checked_with(monkeypatch, version):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    reason = "needs JAX 0.11, has " + ".".join(map(str, version))
     for implementation, platform, device_kind in ((MOSAIC, "gpu", "NVIDIA H200"), (INTERPRET, "cpu", "cpu")):
-        assert implementation.unsupported(platform, device_kind, "bfloat16") == "needs JAX 0.11 or newer, has 0.10.2"
+        assert implementation.unsupported(platform, device_kind, "bfloat16") == reason
 
 
 def test_the_interpreter_runs_on_cpus():
