@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     from jaxserve.outputs import BeamSearchOutput as BeamSearchOutput
     from jaxserve.outputs import BeamSearchSequence as BeamSearchSequence
     from jaxserve.outputs import CompletionOutput as CompletionOutput
+    from jaxserve.outputs import EmbeddingOutput as EmbeddingOutput
+    from jaxserve.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from jaxserve.outputs import PoolingOutput as PoolingOutput
+    from jaxserve.outputs import PoolingRequestOutput as PoolingRequestOutput
     from jaxserve.outputs import RequestOutput as RequestOutput
+    from jaxserve.pooling_params import PoolingParams as PoolingParams
     from jaxserve.sampling_params import BeamSearchParams as BeamSearchParams
     from jaxserve.sampling_params import RequestOutputKind as RequestOutputKind
     from jaxserve.sampling_params import SamplingParams as SamplingParams
@@ -48,7 +53,12 @@ _EXPORTS = {
     "BeamSearchOutput": "jaxserve.outputs",
     "BeamSearchSequence": "jaxserve.outputs",
     "CompletionOutput": "jaxserve.outputs",
+    "EmbeddingOutput": "jaxserve.outputs",
+    "EmbeddingRequestOutput": "jaxserve.outputs",
+    "PoolingOutput": "jaxserve.outputs",
+    "PoolingRequestOutput": "jaxserve.outputs",
     "RequestOutput": "jaxserve.outputs",
+    "PoolingParams": "jaxserve.pooling_params",
     "BeamSearchParams": "jaxserve.sampling_params",
     "RequestOutputKind": "jaxserve.sampling_params",
     "SamplingParams": "jaxserve.sampling_params",
@@ -63,6 +73,8 @@ __all__ = [
     "BeamSearchSequence",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineConfig",
     "EngineDeadError",
     "FlatLogprobs",
@@ -70,6 +82,9 @@ __all__ = [
     "LLM",
     "Logprob",
     "MemoryPlanError",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RepetitionDetectionParams",
     "RequestError",
     "RequestOutput",

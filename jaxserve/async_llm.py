@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import time
@@ -14,18 +15,22 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.chat import split_conversations
 from jaxserve.engine.chat_prompt import chat_prompt, read_template
 from jaxserve.engine.engine_thread import EngineThread
-from jaxserve.engine.metric_types import Metric
+from jaxserve.engine.grammars import wait_compiled
+from jaxserve.engine.open_streams import deadline_after
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import start_engine
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.engine.stream import Stream
 from jaxserve.errors import EngineDeadError, RequestError
-from jaxserve.outputs import RequestOutput
-from jaxserve.request import PromptInput, parse_prompts
+from jaxserve.metric_types import Metric
+from jaxserve.outputs import PoolingRequestOutput, RequestOutput
+from jaxserve.pooling_params import PoolingParams
+from jaxserve.request import PromptInput, parse_prompt
 from jaxserve.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_Read = Callable[[], PromptInput]
 _NUM_PREPARING_THREADS = 2  # more would only take time from the steps
 
 
@@ -116,6 +121,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generates text for one prompt. The request begins when the first output is asked for.
 
@@ -127,12 +133,14 @@ class AsyncLLM:
             sampling_params: None takes the model's defaults.
             request_id: Its name, for ``abort``; none that runs may have it. None makes one.
             priority: The lowest run first; needs ``scheduling_policy="priority"``.
+            timeout_s: Seconds that it may take, from when it begins; None: any time.
 
         Raises:
             RequestError: While it is read: a bad prompt or parameter, or a request that failed. Others go on.
+            DeadlineError: While it is read: its time was up.
             EngineDeadError: While it is read: the engine failed or was shut down.
         """
-        return self._stream(functools.partial(self._parsed, prompt, sampling_params), request_id, priority)
+        return self._stream(functools.partial(parse_prompt, prompt, sampling_params), request_id, priority, timeout_s)
 
     def chat(
         self,
@@ -141,6 +149,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        timeout_s: float | None = None,
         chat_template: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -151,6 +160,7 @@ class AsyncLLM:
             sampling_params: As in ``generate``.
             request_id: As in ``generate``.
             priority: As in ``generate``.
+            timeout_s: As in ``generate``.
             chat_template: A Jinja template in place of the model's.
             **options: ``add_generation_prompt``, ``continue_final_message``, ``tools`` and ``chat_template_kwargs``, as
                 in ``LLM.chat``.
@@ -165,7 +175,24 @@ class AsyncLLM:
                 self._started.tokenizer, conversations[0], sampling_params, chat_template=template, **options
             )
 
-        return self._stream(render, request_id, priority)
+        return self._stream(render, request_id, priority, timeout_s)
+
+    async def encode(
+        self,
+        prompt: Any,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Makes a vector of one prompt, up to the whole context long: one output, ``outputs.data`` is the vector.
+
+        Without ``pooling_params`` it is the last token's hidden state, scaled to length 1. Else as ``generate``.
+        """
+        read = functools.partial(parse_prompt, prompt, pooling_params or PoolingParams(), PoolingParams)
+        async with contextlib.aclosing(self._stream(read, request_id, priority)) as outputs:
+            async for output in outputs:
+                yield PoolingRequestOutput.of(output)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests by name; their streams end with what there is, finish reason ``abort``.
@@ -182,19 +209,13 @@ class AsyncLLM:
         """Forgets every cached page; texts that run go on. Returns whether it did."""
         return await asyncio.wrap_future(self._thread.call(self._engine.reset_prefix_cache))
 
-    def _parsed(self, prompt: Any, params: SamplingParams | None) -> PromptInput:
-        inputs = parse_prompts(prompt, params)
-        if len(inputs) != 1:
-            raise RequestError(f"generate takes one prompt, got {len(inputs)}")
-        return inputs[0]
-
     async def _stream(
-        self, read: Callable[[], PromptInput], request_id: str | None, priority: int
+        self, read: _Read, request_id: str | None, priority: int, timeout_s: float | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Prepares a request, lets it run, and gives its outputs until it ends or nobody reads them."""
         stream = Stream(asyncio.get_running_loop(), not self.config.disable_log_stats)
         try:
-            await self._submit(stream, read, request_id, priority)
+            await self._submit(stream, read, request_id, priority, deadline_after(timeout_s))
             while True:
                 output = await stream.get()
                 yield output
@@ -204,7 +225,7 @@ class AsyncLLM:
             self._thread.drop(stream)
 
     async def _submit(
-        self, stream: Stream, read: Callable[[], PromptInput], request_id: str | None, priority: int
+        self, stream: Stream, read: _Read, request_id: str | None, priority: int, deadline_s: float | None
     ) -> None:
         arrival_s = time.monotonic()
 
@@ -223,23 +244,7 @@ class AsyncLLM:
                 raise EngineDeadError("the engine stopped: it was shut down") from error
             request = await asyncio.wrap_future(prepared)
             if request.grammar is not None:
-                await _compiled(request.grammar)
-            self._thread.submit(stream, request)
+                await wait_compiled(request.grammar)
+            self._thread.submit(stream, request, deadline_s)
         finally:
             self._preparing.discard(key)
-
-
-async def _compiled(grammar: "concurrent.futures.Future[Any]") -> None:
-    """Waits for a grammar, which other requests may share: being cancelled here does not cancel it."""
-    future = asyncio.wrap_future(grammar)
-    future.add_done_callback(_look_at_error)
-    await asyncio.wait([future])
-    error = future.exception()
-    if error is not None:
-        raise RequestError(str(error)) from error
-
-
-def _look_at_error(future: "asyncio.Future[Any]") -> None:
-    """Keeps asyncio from logging an error that nobody waits for any more."""
-    if not future.cancelled():
-        future.exception()

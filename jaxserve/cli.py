@@ -1,31 +1,35 @@
 """The ``jaxserve`` command."""
 
 import argparse
+import asyncio
 import json
 import logging
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from checkpoints import convert, resolve_model
-from jaxserve.bench import latency, startup, throughput
-from jaxserve.bench.accuracy import evaluate_demo
 from jaxserve.cli_arguments import add_engine_arguments, add_sampling_arguments, engine_arguments, sampling_arguments
 from jaxserve.errors import JaxserveError
-from jaxserve.llm import LLM
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.server import command
+
+if TYPE_CHECKING:
+    from jaxserve.llm import LLM
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command; exits with 2 and a line on standard error where it cannot."""
-    options = _parser().parse_args(arguments)
-    level = logging.WARNING if options.quiet else logging.INFO
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("jaxserve").setLevel(level)
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if given[:1] == ["serve"]:
+            given[1:] = command.with_config_file(given[1:])
+        options = _parser(given[:1]).parse_args(given)
+        level = logging.WARNING if options.quiet else logging.INFO
+        logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+        logging.getLogger("jaxserve").setLevel(level)
         options.run(options)
     except (JaxserveError, ValueError) as error:
         sys.exit(_fail(str(error)))
@@ -38,19 +42,31 @@ def _fail(message: str) -> int:
     return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
+    """Knows every command; only where one is wanted that needs JAX are its modules loaded."""
     parser = argparse.ArgumentParser(prog="jaxserve", description="LLM inference in JAX.", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
-    benches = commands.add_parser("bench", help="measure speed").add_subparsers(required=True, metavar="BENCH")
-    for module in (latency, throughput, startup):
-        bench = benches.add_parser(module.NAME, help=module.HELP, description=module.HELP, allow_abbrev=False)
-        module.add_arguments(bench)
-        add_engine_arguments(bench)
-        _add_common(bench, module.run)
+    serve = commands.add_parser("serve", help=command.HELP, description=command.HELP, allow_abbrev=False)
+    command.add_arguments(serve)
+    _add_common(serve, _serve)
+    bench = commands.add_parser("bench", help="measure speed")
+    if list(wanted) == ["bench"]:
+        _add_benches(bench.add_subparsers(required=True, metavar="BENCH"))
     _add_convert(commands)
     _add_eval(commands)
     return parser
+
+
+def _add_benches(benches: Any) -> None:
+    from jaxserve.bench import latency, serve, startup, throughput
+
+    for module in (latency, throughput, startup, serve):
+        bench = benches.add_parser(module.NAME, help=module.HELP, description=module.HELP, allow_abbrev=False)
+        module.add_arguments(bench)
+        if module is not serve:  # which measures a server that has an engine already
+            add_engine_arguments(bench)
+        _add_common(bench, module.run)
 
 
 def _add_common(parser: argparse.ArgumentParser, run: Any) -> None:
@@ -92,7 +108,15 @@ def _add_eval(commands: Any) -> None:
     _add_common(parser, _evaluate)
 
 
+def _serve(options: argparse.Namespace) -> None:
+    from jaxserve.server.main import serve
+
+    sys.exit(asyncio.run(serve(*command.serve_arguments(options))))
+
+
 def _generate(options: argparse.Namespace) -> None:
+    from jaxserve.llm import LLM
+
     prompts = _prompts(options)
     params = sampling_arguments(options)
     with LLM(**engine_arguments(options)) as llm:
@@ -127,7 +151,7 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
     return prompts
 
 
-def _stream(llm: LLM, prompt: Any, params: SamplingParams | None) -> None:
+def _stream(llm: "LLM", prompt: Any, params: SamplingParams | None) -> None:
     """Prints a text while it comes."""
     start, shown, output = time.monotonic(), 0, None
     print(prompt if isinstance(prompt, str) else "", end="", flush=True)
@@ -154,8 +178,12 @@ def _as_json(output: RequestOutput) -> str:
 
 
 def _convert(options: argparse.Namespace) -> None:
+    from checkpoints import convert, resolve_model
+
     convert(resolve_model(options.source), options.destination, options.format, options.dtype)
 
 
 def _evaluate(options: argparse.Namespace) -> None:
+    from jaxserve.bench.accuracy import evaluate_demo
+
     evaluate_demo(engine_arguments(options), options.items, options.json)

@@ -10,6 +10,7 @@ import json
 import re
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any
 
 from jaxserve.config import EngineConfig
@@ -22,13 +23,16 @@ _NO_FLAG = {"seed", "output_kind"}  # --seed is the engine's; the command decide
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """A flag for each field of ``EngineConfig``, named as vLLM names it."""
     group = parser.add_argument_group("engine")
-    docs = field_docs(EngineConfig)
-    types_ = typing.get_type_hints(EngineConfig)
-    for field in dataclasses.fields(EngineConfig):
-        if field.name == "model":
-            group.add_argument("--model", default="demo", help=f"{docs['model']} (default: %(default)s)")
-        else:
-            _add_flag(group, field.name, types_[field.name], docs[field.name])
+    group.add_argument("--model", default="demo", help=f"{field_docs(EngineConfig)['model']} (default: %(default)s)")
+    names = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
+    add_dataclass_arguments(group, EngineConfig, names)
+
+
+def add_dataclass_arguments(group: Any, cls: type, names: Iterable[str]) -> None:
+    """A flag for each named field of a dataclass, with what its documentation says of it."""
+    docs, types_ = field_docs(cls), typing.get_type_hints(cls)
+    for name in names:
+        _add_flag(group, name, types_[name], docs[name])
 
 
 def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -40,11 +44,8 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """A flag for each field of ``SamplingParams`` but the seed, which is the engine's."""
     group = parser.add_argument_group("sampling (what is not given comes from the model's generation_config.json)")
-    docs = field_docs(SamplingParams)
-    types_ = typing.get_type_hints(SamplingParams)
-    for field in dataclasses.fields(SamplingParams):
-        if field.name not in _NO_FLAG:
-            _add_flag(group, field.name, types_[field.name], docs[field.name])
+    names = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in _NO_FLAG]
+    add_dataclass_arguments(group, SamplingParams, names)
 
 
 def sampling_arguments(options: argparse.Namespace) -> SamplingParams | None:

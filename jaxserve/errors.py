@@ -36,8 +36,34 @@ class RequestError(JaxserveError, ValueError):
         super().__init__(message)
 
 
+class RequestFailedError(RequestError):
+    """The engine failed at a request that was good. Only this request fails; the engine goes on."""
+
+
+class OverloadedError(JaxserveError):
+    """The queue is full; nothing of the request was done.
+
+    Args:
+      message: Which limit, and what came.
+      retry_after_s: Seconds after which another try makes sense.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class DeadlineError(JaxserveError, TimeoutError):
+    """The request's time was up before it ended."""
+
+
 class EngineDeadError(JaxserveError, RuntimeError):
     """The engine stopped after a failure; the first failure is the `__cause__`. Make a new engine."""
+
+
+def unforeseen(error: BaseException) -> str:
+    """What users are told of an error that nobody foresaw: its text may be of the inside, and is in the log alone."""
+    return f"{type(error).__name__}, see the log"
 
 
 def _shortened(value: object, limit: int = 200) -> str:

@@ -47,7 +47,7 @@ def checks_fields(check: Callable[[Values], Values]) -> Callable[[type[T]], type
 
 
 def _unknown(owner: str, name: str, value: object, known: list[str]) -> RequestError:
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name[:100], known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(known)}"
     return RequestError(f"{owner} has no field {name!r}{hint}", parameter=name, value=value)
 

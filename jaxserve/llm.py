@@ -11,13 +11,14 @@ from jaxserve.engine.beam_search import BeamSearch
 from jaxserve.engine.build import EnginePlan
 from jaxserve.engine.chat import split_conversations
 from jaxserve.engine.chat_prompt import chat_prompt, read_template
-from jaxserve.engine.metric_types import Metric
 from jaxserve.engine.offline import OfflineRunner
 from jaxserve.engine.startup import start_engine
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.outputs import BeamSearchOutput, RequestOutput
+from jaxserve.metric_types import Metric
+from jaxserve.outputs import BeamSearchOutput, EmbeddingRequestOutput, PoolingRequestOutput, RequestOutput
 from jaxserve.parsers import MessageParser, ParsedMessage, starts_in_reasoning
+from jaxserve.pooling_params import PoolingParams, check_pooling_task
 from jaxserve.request import params_for_each, parse_prompts, priorities_for_each
 from jaxserve.sampling_params import BeamSearchParams, SamplingParams
 
@@ -116,6 +117,46 @@ class LLM:
         """
         inputs = parse_prompts(prompts, sampling_params)
         return self._runner.run(inputs, priorities_for_each(priority, len(inputs)), use_tqdm)
+
+    def embed(
+        self,
+        prompts: Any,
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Makes a vector of each prompt from the model's last hidden states, all of them together.
+
+        Args:
+            prompts: As in ``generate``; up to the whole context long.
+            use_tqdm: As in ``generate``.
+            pooling_params: For all prompts, or one for each; None takes the last token's state, scaled to length 1.
+            priority: As in ``generate``.
+
+        Returns:
+            Outputs in the order of the prompts; the vector is ``outputs.embedding``.
+
+        Raises:
+            RequestError: A bad prompt or parameter; the message names its index. Nothing has run then.
+            RequestFailedError: A vector is not numbers.
+        """
+        outputs = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, priority=priority)
+        return [EmbeddingRequestOutput.of(output) for output in outputs]
+
+    def encode(
+        self,
+        prompts: Any,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        pooling_task: str | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """As ``embed``, with the vector in ``outputs.data``; ``embed`` is the only ``pooling_task``."""
+        check_pooling_task(pooling_task)
+        inputs = parse_prompts(prompts, pooling_params, PoolingParams)
+        return self._runner.pool(inputs, priorities_for_each(priority, len(inputs)), use_tqdm)
 
     def beam_search(
         self,

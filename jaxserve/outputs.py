@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxserve.errors import RequestFailedError
 from jaxserve.logprobs import Logprob, PromptLogprobs, SampleLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
@@ -82,6 +83,8 @@ class RequestOutput:
     """Prompt tokens whose keys and values were found in the prefix cache."""
     error: str | None = None
     """What went wrong, where a finish reason is `error`."""
+    embedding: list[float] | None = None
+    """The prompt's vector, where one was asked for in place of a text; `outputs` then has one without tokens."""
 
     def __repr__(self) -> str:
         """All fields, with long lists shortened."""
@@ -100,6 +103,8 @@ class RequestOutput:
             parts.append(f"num_cached_tokens={self.num_cached_tokens}")
         if self.error is not None:
             parts.append(f"error={self.error!r}")
+        if self.embedding is not None:
+            parts.append(f"embedding=[{len(self.embedding)} numbers]")
         return f"RequestOutput({', '.join(parts)})"
 
 
@@ -125,6 +130,82 @@ class BeamSearchOutput:
 
     sequences: list[BeamSearchSequence]
     """At most `beam_width`, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOutput:
+    """What `encode` gives for a prompt."""
+
+    data: list[float]
+    """The vector."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """What `embed` gives for a prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Length of the vector."""
+        return len(self.embedding)
+
+    def __repr__(self) -> str:
+        """The vector's length."""
+        return f"EmbeddingOutput(hidden_size={self.hidden_size})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingRequestOutput:
+    """A prompt and the vector made of it."""
+
+    request_id: str
+    outputs: PoolingOutput
+    prompt_token_ids: list[int]
+    finished: bool
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values were found in the prefix cache."""
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> "PoolingRequestOutput":
+        """The vector of a request that asked for one.
+
+        Raises:
+            RequestFailedError: It was aborted before it had one.
+        """
+        if output.embedding is None:
+            raise RequestFailedError(f"request {output.request_id} was aborted")
+        return cls(
+            request_id=output.request_id,
+            outputs=PoolingOutput(output.embedding),
+            prompt_token_ids=output.prompt_token_ids,
+            finished=output.finished,
+            num_cached_tokens=output.num_cached_tokens or 0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingRequestOutput:
+    """A prompt and its embedding."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values were found in the prefix cache."""
+
+    @classmethod
+    def of(cls, output: PoolingRequestOutput) -> "EmbeddingRequestOutput":
+        """The same, with the vector under its name."""
+        return cls(
+            request_id=output.request_id,
+            outputs=EmbeddingOutput(output.outputs.data),
+            prompt_token_ids=output.prompt_token_ids,
+            finished=output.finished,
+            num_cached_tokens=output.num_cached_tokens,
+        )
 
 
 def _listed(token_ids: list[int], limit: int = 16) -> str:

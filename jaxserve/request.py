@@ -6,15 +6,34 @@
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
 
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import integer, sequence
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.sampling_params import SamplingParams
 
 PROMPT_FORMS = "a string, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 MAX_PRIORITY = 2**63 - 1
+ParamsKind = type[SamplingParams] | type[PoolingParams]
+_PARAMS_NAMES: Mapping[ParamsKind, str] = MappingProxyType(
+    {SamplingParams: "sampling_params", PoolingParams: "pooling_params"}
+)
+Params = TypeVar("Params", bound=SamplingParams | PoolingParams)
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptFit:
+    """How a prompt is made to fit the context."""
+
+    is_strict: bool = False
+    """Whether more output tokens than there is room for are an error; else they are cut."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens, the last ones; -1: as many as leave room for the output."""
+    add_special_tokens: bool = True
+    """Put around a text what the model expects around one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +43,21 @@ class PromptInput:
     prompt: str | None
     prompt_token_ids: tuple[int, ...] | None
     """When not None these are used and `prompt` is only shown. Each is ≥ 0; the engine checks the vocabulary's end."""
-    params: SamplingParams | None
+    params: SamplingParams | PoolingParams | None
     """None: the model's defaults."""
     cache_salt: str | None = None
     """Cached keys and values are shared between prompts of the same salt only."""
+    fit: PromptFit = PromptFit()
 
 
-def parse_prompts(prompts: Any, params: Any = None) -> list[PromptInput]:
-    """Reads the prompt argument of `LLM.generate`.
+def parse_prompts(prompts: Any, params: Any = None, kind: ParamsKind = SamplingParams) -> list[PromptInput]:
+    """Reads the prompt argument of `LLM.generate` and `LLM.embed`.
 
     Args:
       prompts: A string, a list of token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a sequence of those.
         The dicts may have a `cache_salt` too. An empty sequence is no prompts.
       params: `SamplingParams` for all prompts, a sequence with one (or None) a prompt, or None.
+      kind: `PoolingParams` where `params` are to be those.
 
     Returns:
       One `PromptInput` a prompt, in order.
@@ -47,8 +68,17 @@ def parse_prompts(prompts: Any, params: Any = None) -> list[PromptInput]:
     items = _items(prompts)
     return [
         _parse(index, item, one)
-        for index, (item, one) in enumerate(zip(items, params_for_each(params, len(items)), strict=True))
+        for index, (item, one) in enumerate(zip(items, _for_each(params, len(items), kind), strict=True))
     ]
+
+
+def parse_prompt(prompt: Any, params: Any = None, kind: ParamsKind = SamplingParams) -> PromptInput:
+    """Reads the prompt argument of `AsyncLLM.generate` and `AsyncLLM.encode`: one prompt; else as `parse_prompts`."""
+    inputs = parse_prompts(prompt, params, kind)
+    if len(inputs) != 1:
+        name = "generate" if kind is SamplingParams else "encode"
+        raise RequestError(f"{name} takes one prompt, got {len(inputs)}")
+    return inputs[0]
 
 
 def params_for_each(params: Any, num_prompts: int) -> list[SamplingParams | None]:
@@ -57,17 +87,22 @@ def params_for_each(params: Any, num_prompts: int) -> list[SamplingParams | None
     Raises:
       RequestError: A sequence of another length, or an item of another type.
     """
-    if params is None or isinstance(params, SamplingParams):
+    return _for_each(params, num_prompts, SamplingParams)
+
+
+def _for_each(params: Any, num_prompts: int, kind: type[Params]) -> "list[Params | None]":
+    name, expected = _PARAMS_NAMES[kind], kind.__name__
+    if params is None or isinstance(params, kind):
         return [params] * num_prompts
     if not isinstance(params, Sequence) or isinstance(params, str | bytes):
-        raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {type(params).__name__}")
+        raise RequestError(f"{name} must be {expected} or a list of them, got {type(params).__name__}")
     listed = list(cast("Sequence[Any]", params))
     if len(listed) != num_prompts:
-        message = f"the lengths of prompts ({num_prompts}) and sampling_params ({len(listed)}) must be the same"
+        message = f"the lengths of prompts ({num_prompts}) and {name} ({len(listed)}) must be the same"
         raise RequestError(message)
     for index, one in enumerate(listed):
-        if one is not None and not isinstance(one, SamplingParams):
-            raise RequestError(f"sampling_params[{index}] must be SamplingParams, got {type(one).__name__}")
+        if one is not None and not isinstance(one, kind):
+            raise RequestError(f"{name}[{index}] must be {expected}, got {type(one).__name__}")
     return listed
 
 
@@ -96,7 +131,7 @@ def _items(prompts: Any) -> list[Any]:
     return listed
 
 
-def _parse(index: int, item: Any, params: SamplingParams | None) -> PromptInput:
+def _parse(index: int, item: Any, params: SamplingParams | PoolingParams | None) -> PromptInput:
     if isinstance(item, str):
         return PromptInput(_text(index, item), None, params)
     if isinstance(item, Mapping):
@@ -106,7 +141,7 @@ def _parse(index: int, item: Any, params: SamplingParams | None) -> PromptInput:
     raise RequestError(f"prompt {index} must be {PROMPT_FORMS}; got {type(item).__name__}")
 
 
-def _parse_mapping(index: int, item: Mapping[str, Any], params: SamplingParams | None) -> PromptInput:
+def _parse_mapping(index: int, item: Mapping[str, Any], params: SamplingParams | PoolingParams | None) -> PromptInput:
     unknown = sorted(set(item) - set(_KEYS), key=str)
     if unknown:
         known = ", ".join(map(repr, _KEYS))

@@ -33,6 +33,9 @@ MAX_SEED = 2**63 - 1
 MAX_TEMPERATURE = 2.0
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_ARGUMENT_NESTING = 64
+MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 1024
+MAX_TEXT_LENGTH = 256
 # A positive temperature below this divides logits into the range where float32 loses them; vLLM has the same floor.
 MIN_TEMPERATURE = 0.01
 # Bias, repetition penalty and temperature together still leave a logit finite in float32.
@@ -83,8 +86,16 @@ def _optional_flag(name: str, value: object) -> bool | None:
     return None if value is None else flag(name, value)
 
 
-def _optional_texts(name: str, value: object, *, may_be_one: bool = False) -> tuple[str, ...]:
-    return () if value is None else texts(name, value, may_be_one=may_be_one)
+def _optional_texts(name: str, value: object, most: int, *, may_be_one: bool = False) -> tuple[str, ...]:
+    """At most so many texts of at most ``MAX_TEXT_LENGTH`` characters; every step looks for them."""
+    found = () if value is None else texts(name, value, may_be_one=may_be_one)
+    if len(found) > most:
+        raise RequestError(f"{name} must have at most {most} strings, got {len(found)}", parameter=name, value=value)
+    longest = max(map(len, found), default=0)
+    if longest > MAX_TEXT_LENGTH:
+        message = f"{name} must have strings of at most {MAX_TEXT_LENGTH} characters, got one of {longest}"
+        raise RequestError(message, parameter=name, value=value)
+    return found
 
 
 def _stop_token_ids(name: str, value: object) -> tuple[int, ...]:
@@ -169,7 +180,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
         "top_k": functools.partial(integer, low=-1),
         "min_p": functools.partial(number, low=0.0, high=1.0),
         "seed": functools.partial(_optional_integer, high=MAX_SEED),
-        "stop": functools.partial(_optional_texts, may_be_one=True),
+        "stop": functools.partial(_optional_texts, most=MAX_STOP_STRINGS, may_be_one=True),
         "stop_token_ids": _stop_token_ids,
         "max_tokens": _max_tokens,
         "min_tokens": functools.partial(integer, low=0),
@@ -180,7 +191,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
         "structured_outputs": _structured_outputs,
         "logit_bias": _logit_bias,
         "allowed_token_ids": _allowed_token_ids,
-        "bad_words": _optional_texts,
+        "bad_words": functools.partial(_optional_texts, most=MAX_BAD_WORDS),
         "thinking_token_budget": _optional_integer,
         "repetition_detection": _repetition_detection,
         "skip_reading_prefix_cache": _optional_flag,

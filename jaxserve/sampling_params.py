@@ -54,7 +54,7 @@ class SamplingParams:
     seed: int | None = None
     """0 to 2**63 - 1 for a repeatable request; None or -1: from the engine's seed."""
     stop: str | Sequence[str] | None = None
-    """Strings that end the text, stored as a tuple; the text is cut before the first to appear."""
+    """Up to 64 strings of up to 256 characters that end the text, stored as a tuple; it is cut before the first."""
     stop_token_ids: Sequence[int] | None = None
     """Token ids that end the sequence, stored as a tuple."""
     ignore_eos: bool = False
@@ -88,7 +88,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     """The only tokens that may be sampled, stored as a tuple."""
     bad_words: Sequence[str] | None = None
-    """Texts whose last token is never sampled behind their others, stored as a tuple."""
+    """Up to 1024 texts whose last token is never sampled behind their others, stored as a tuple."""
     thinking_token_budget: int | None = None
     """Most tokens of a model's thinking, after which its end is forced; None or -1: no limit."""
     repetition_detection: RepetitionDetectionParams | None = None

@@ -9,8 +9,10 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_NO_SCORE = tl.constexpr(-1e30)  # instead of minus infinity, whose differences are no numbers
+from pallas_kernels.attention_scores import LOG2_E, MASKED
+
+_LOG2_E = tl.constexpr(LOG2_E)
+_NO_SCORE = tl.constexpr(MASKED)
 _COMBINED = tl.constexpr(16)  # splits that are added up at a time
 
 

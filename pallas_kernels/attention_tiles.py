@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int
 
-MASKED = -1e30  # score of what a query does not see
-LOG2_E = 1.4426950408889634
+from pallas_kernels.attention_scores import LOG2_E, MASKED
+
 _LEAST_WIDTH = 16  # of an operand of a matrix product
 
 
@@ -128,7 +129,7 @@ class Pages(NamedTuple):
 
 def padded(width: int) -> int:
     """The least power of two that holds ``width`` and is wide enough for a matrix product."""
-    return max(_LEAST_WIDTH, 1 << (width - 1).bit_length())
+    return max(_LEAST_WIDTH, pl.next_power_of_2(width))
 
 
 def dot(left: Float[Array, "M C"], right: Float[Array, "..."], contracted: int) -> Float[Array, "M N"]:

@@ -18,8 +18,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention_scores import MASKED
 from pallas_kernels.mosaic_ring import Ring, Span, Tiles, copy_tiles, swizzled
-from pallas_kernels.mosaic_support import MASKED, Scoring, mosaic_gpu
+from pallas_kernels.mosaic_support import Scoring, mosaic_gpu
 
 TILE = 64  # tokens that a round reads
 _HEADS_MULTIPLE = 8  # columns that wgmma computes at least

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention_scores import MASKED
 from pallas_kernels.attention_tiles import (
-    MASKED,
     Pages,
     Scoring,
     Softmax,

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-LOG2_E = 1.4426950408889634
-MASKED = -1e30  # score of what a query does not see
+from pallas_kernels.attention_scores import LOG2_E
 
 _JAX = (0, 11)  # 0.12 refuses to lower how decode stores the parts of split contexts
 _HOPPER = ("H100", "H200", "H800", "GH200")

@@ -5,10 +5,12 @@ The tests run every case on every implementation that this machine can run, ``sc
 benches for a GPU that need not be there, and ``scripts/gpu_check.py`` runs and measures both on one.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 from jaxtyping import Array, PyTree
 
 
@@ -21,17 +23,22 @@ class Cost(NamedTuple):
 
 @runtime_checkable
 class Operation(Protocol):
-    """An operation's file. Cases are hashable; every function of arrays below can be traced.
+    """An operation's file. Cases are hashable; every function of arrays below can be traced."""
 
-    Attributes:
-        CASES: Small and nasty shapes, for right answers.
-        BENCHES: Shapes of real models, for speed.
-        IS_IN_PLACE: Whether ``run`` gives back changed arguments, which it is to take over.
-    """
+    @property
+    def CASES(self) -> Mapping[str, Any]:
+        """Small and nasty shapes, for right answers."""
+        ...
 
-    CASES: Mapping[str, Any]
-    BENCHES: Mapping[str, Any]
-    IS_IN_PLACE: bool
+    @property
+    def BENCHES(self) -> Mapping[str, Any]:
+        """Shapes of real models, for speed."""
+        ...
+
+    @property
+    def IS_IN_PLACE(self) -> bool:
+        """Whether ``run`` gives back changed arguments, which it is to take over."""
+        ...
 
     def make_inputs(self, case: Any, key: jax.Array) -> PyTree[Array]:
         """Random inputs of a case, in a form that all implementations share."""
@@ -64,3 +71,29 @@ class Operation(Protocol):
     def dtype(self, case: Any) -> str:
         """Element type of a case's operands; given to ``unsupported`` too."""
         ...
+
+
+def input_shapes(op: Operation, case: Any) -> PyTree[jax.ShapeDtypeStruct]:
+    """What ``make_inputs`` gives, without its numbers: benches are larger than many machines."""
+    return jax.eval_shape(functools.partial(op.make_inputs, case), jax.random.key(0))
+
+
+def prepared_shapes(op: Operation, implementation: Any, case: Any) -> PyTree[jax.ShapeDtypeStruct]:
+    """What ``run`` takes, without its numbers."""
+    return jax.eval_shape(functools.partial(op.prepare, implementation, case), input_shapes(op, case))
+
+
+def largest_error(found: PyTree[Array | np.ndarray], expected: PyTree[Array | np.ndarray]) -> float:
+    """Largest difference from ``expected``, as ``tolerance`` counts it; NaN there stands for anything that is finite.
+
+    Infinite where a result is not finite or has another shape.
+    """
+    worst = 0.0
+    for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+        if got.shape != wanted.shape or not np.isfinite(got).all():
+            return float("inf")
+        counts = ~np.isnan(wanted)
+        largest = np.abs(wanted[counts]).max(initial=1e-30)
+        worst = max(worst, float(np.abs(got - wanted)[counts].max(initial=0.0) / largest))
+    return worst

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.operation import Cost
 from pallas_kernels.paged_attention_cases import BENCHES, CASES, Case
@@ -31,6 +31,8 @@ __all__ = [
     "PagedAttention",
     "PoolSpec",
     "Prepared",
+    "row_tokens",
+    "token_contexts",
 ]
 
 IS_IN_PLACE = False
@@ -62,6 +64,20 @@ class AttentionBatch(NamedTuple):
     token_pages: Int[Array, " T"]
     token_offsets: Int[Array, " T"]
     num_shared_pages: Int[Array, ""]
+
+
+def row_tokens(batch: AttentionBatch, num_tokens: int) -> Bool[Array, "T R"]:
+    """Which query tokens each row owns; a token of no row is padding."""
+    token = jnp.arange(num_tokens)[:, None]
+    return (token >= batch.query_starts) & (token < batch.query_starts + batch.query_lens)
+
+
+def token_contexts(batch: AttentionBatch, num_tokens: int) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+    """The row of each query token, and how much of its context the token sees: all up to itself, none for padding."""
+    is_owned = row_tokens(batch, num_tokens)
+    rows = jnp.argmax(is_owned, 1)
+    before = batch.context_lens - batch.query_lens - batch.query_starts
+    return rows, jnp.where(is_owned.any(1), before[rows] + jnp.arange(num_tokens) + 1, 0)
 
 
 class PoolSpec(NamedTuple):

@@ -6,7 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import AttentionBatch, PoolSpec
+from pallas_kernels.page_writes import copy_pages, write_pages
+from pallas_kernels.paged_attention import AttentionBatch, PoolSpec, token_contexts
 
 _NUM_PROGRAMS = 4 * 132  # of a decode step, enough for the processors of an H200
 _MOST_SPLITS = 128
@@ -96,27 +97,13 @@ class PagedKernels:
         batch: AttentionBatch,
         page_size: int,
     ) -> Pools:
-        """Pools with this step's keys and values in their places.
-
-        A value that is not a number moves to its key, which is masked before it counts, as values are not.
-        """
+        """Pools with this step's keys and values in their places; see ``write_pages``."""
         del page_size
-        key_pool, value_pool = pools
-        key, value = key.astype(key_pool.dtype), value.astype(value_pool.dtype)
-        is_finite = jnp.isfinite(value)
-        key, value = jnp.where(is_finite, key, jnp.nan), jnp.where(is_finite, value, 0)
-        pages, offsets = batch.token_pages, batch.token_offsets
-        return (
-            key_pool.at[pages, :, offsets].set(key, mode="promise_in_bounds"),
-            value_pool.at[pages, :, offsets].set(value, mode="promise_in_bounds"),
-        )
+        return write_pages(pools, key, value, batch)
 
     def copy_pages(self, pools: Pools, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> Pools:
         """Pools with pages copied; see ``PagedAttention.copy_pages``."""
-        key_pool, value_pool = (
-            pool.at[targets].set(jnp.take(pool, sources, 0, mode="clip"), mode="drop") for pool in pools
-        )
-        return key_pool, value_pool
+        return copy_pages(pools, sources, targets)
 
     def attend(
         self,
@@ -160,11 +147,7 @@ class PagedKernels:
         self, query: Float[Array, "T N H"], pools: Pools, batch: AttentionBatch, settings: dict[str, Any]
     ) -> Float[Array, "T N H"]:
         """Every query token as a decode row of its own, with the same operations wherever it stands."""
-        token = jnp.arange(query.shape[0], dtype=jnp.int32)[:, None]
-        is_owned = (token >= batch.query_starts) & (token < batch.query_starts + batch.query_lens)
-        rows = jnp.argmax(is_owned, 1).astype(jnp.int32)
-        before = batch.context_lens - batch.query_lens - batch.query_starts
-        lens = jnp.where(is_owned.any(1), before[rows] + token[:, 0] + 1, 0)
+        rows, lens = token_contexts(batch, query.shape[0])
         parts = [slice(start, start + _MOST_ROWS) for start in range(0, query.shape[0], _MOST_ROWS)]
         out = [
             self.decode(

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import AttentionBatch, PoolSpec
+from pallas_kernels import page_writes
+from pallas_kernels.attention_scores import MASKED
+from pallas_kernels.paged_attention import AttentionBatch, PoolSpec, token_contexts
 
 _SMALL_TILE = 128  # tokens of context a decode round reads
 _LARGE_TILE = 512  # the same for few rows, whose rounds would be too short to pay for themselves
@@ -22,7 +24,6 @@ _QUERY_TILE = 64  # prefill tokens that share a pass over the context
 _PREFILL_TILE = 256  # tokens of context a prefill round reads
 _FEW_TOKENS = 1
 _TOKEN_TILE = 8  # query tokens that walk together where results must not depend on how many there are
-_MASKED = -1e30
 
 
 class _Softmax(NamedTuple):
@@ -47,6 +48,7 @@ class _Scoring(NamedTuple):
 
 name = "xla"
 writer = None
+copy_pages = page_writes.copy_pages
 
 
 def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
@@ -68,17 +70,11 @@ def write_kv(
     batch: AttentionBatch,
     page_size: int,
 ) -> tuple[Float[Array, "P row"], Float[Array, "P row"]]:
-    """Pools with this step's keys and values in their places. XLA writes a few tokens faster one by one.
-
-    A value that is not a number would reach whoever has its page later, since masked values count as zero times
-    themselves: it moves to the key, which is masked before it counts and makes its own text's scores no numbers either.
-    """
+    """Pools with this step's keys and values in their places. XLA writes a few tokens faster one by one."""
     key_pool, value_pool = pools
     num_tokens, num_kv_heads, head_dim = key.shape
     pages, offsets = batch.token_pages, batch.token_offsets
-    key, value = key.astype(key_pool.dtype), value.astype(value_pool.dtype)
-    is_finite = jnp.isfinite(value)
-    key, value = jnp.where(is_finite, key, jnp.nan), jnp.where(is_finite, value, 0)
+    key, value = page_writes.as_stored(pools, key, value)
     key_view = key_pool.reshape(-1, num_kv_heads, head_dim, page_size)
     value_view = value_pool.reshape(-1, num_kv_heads, page_size, head_dim)
     if num_tokens <= _FEW_TOKENS:
@@ -89,16 +85,6 @@ def write_kv(
         key_view = key_view.at[pages, :, :, offsets].set(key, mode="promise_in_bounds")
         value_view = value_view.at[pages, :, offsets].set(value, mode="promise_in_bounds")
     return key_view.reshape(key_pool.shape), value_view.reshape(value_pool.shape)
-
-
-def copy_pages(
-    pools: tuple[Float[Array, "P row"], Float[Array, "P row"]], sources: Int[Array, " C"], targets: Int[Array, " C"]
-) -> tuple[Float[Array, "P row"], Float[Array, "P row"]]:
-    """Pools with pages copied; see ``PagedAttention.copy_pages``."""
-    key_pool, value_pool = (
-        pool.at[targets].set(jnp.take(pool, sources, 0, mode="clip"), mode="drop") for pool in pools
-    )
-    return key_pool, value_pool
 
 
 def attend(
@@ -176,11 +162,7 @@ def _token_by_token(
     """
     num_tokens, tile = query.shape[0], _TOKEN_TILE
     padding = (-num_tokens % tile) + tile  # never one tile alone, which a compiler takes out of the loop
-    token = jnp.arange(num_tokens + padding)[:, None]
-    owned = (token >= batch.query_starts) & (token < batch.query_starts + batch.query_lens)
-    rows = jnp.argmax(owned, 1)
-    before = batch.context_lens - batch.query_lens - batch.query_starts
-    context_lens = jnp.where(owned.any(1), before[rows] + token[:, 0] + 1, 0)
+    rows, context_lens = token_contexts(batch, num_tokens + padding)
     padded = jnp.pad(query, ((0, padding), (0, 0), (0, 0), (0, 0)))
     pages = max(1, _SMALL_TILE // page_size)
 
@@ -218,7 +200,7 @@ def _walk(
         state, first = begun
     else:
         shape = (num_rows, num_kv_heads, group)
-        state = _Softmax(jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+        state = _Softmax(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
 
     def walk(state: _Softmax, tile: int, start: Int[Array, ""], stop: Int[Array, ""]) -> _Softmax:
         def round_(i, state):
@@ -262,7 +244,7 @@ def _decode_tile(
     seen = position < length
     if scoring.window is not None:
         seen &= position >= length - scoring.window
-    scores = jnp.where(seen, scores, _MASKED)
+    scores = jnp.where(seen, scores, MASKED)
     maximum = jnp.maximum(state.maximum, scores.max((1, 4)))
     weights = jnp.where(seen, jnp.exp(scores - maximum[:, None, :, :, None]), 0)
     kept = jnp.exp(state.maximum - maximum)
@@ -321,7 +303,7 @@ def _prefill_tile(
     tokens = tile * page_size
     stacked = query.transpose(1, 2, 0, 3).reshape(num_kv_heads, group * num_queries, head_dim)
     shape = (num_kv_heads, group, num_queries)
-    state = _Softmax(jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    state = _Softmax(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
     position = first + jnp.arange(num_queries)
     batched = (((2,), (1,)), ((0,), (0,)))
 
@@ -336,7 +318,7 @@ def _prefill_tile(
         seen = context[None, :] <= position[:, None]
         if scoring.window is not None:
             seen &= context[None, :] > position[:, None] - scoring.window
-        scores = jnp.where(seen, scores, _MASKED)
+        scores = jnp.where(seen, scores, MASKED)
         maximum = jnp.maximum(state.maximum, scores.max(-1))
         weights = jnp.where(seen, jnp.exp(scores - maximum[..., None]), 0)
         kept = jnp.exp(state.maximum - maximum)

@@ -7,11 +7,12 @@ all its queries see come first, without masks.
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels import jax_triton
 from pallas_kernels.decode_attention_jax_triton import context_tile, scoring_constants
-from pallas_kernels.paged_attention import AttentionBatch
+from pallas_kernels.paged_attention import AttentionBatch, row_tokens
 
 
 def prefill_attention(
@@ -40,7 +41,7 @@ def prefill_attention(
     num_rows = batch.page_table.shape[0]
     group = num_heads // num_kv_heads
     query_rows = 16 if query.dtype == jnp.float32 else 128 if head_dim <= 128 else 64
-    query_rows = max(query_rows, 1 << (group - 1).bit_length())
+    query_rows = max(query_rows, pl.next_power_of_2(group))
     tiles = num_tokens // (query_rows // group) + min(num_rows, num_tokens)
     out = jax_triton.call(
         jax_triton.kernels("attention_jax_triton_kernels").prefill_kernel,
@@ -59,10 +60,8 @@ def prefill_attention(
         num_stages=3 if query.dtype == jnp.float32 or head_dim > 128 else 5,
         SHAPE=(num_kv_heads, group, page_size, head_dim),
         SCORING=tuple(scoring_constants(scale, window, soft_cap)),
-        TILES=(1 << (num_rows - 1).bit_length(), query_rows, context_tile(query.dtype)),
+        TILES=(pl.next_power_of_2(num_rows), query_rows, context_tile(query.dtype)),
     )
-    token = jnp.arange(num_tokens)[:, None]
     row = jnp.arange(num_rows)
-    ends = batch.query_starts + batch.query_lens
-    is_owned = (token >= batch.query_starts) & (token < ends) & (row >= batch.num_decode) & (row < batch.num_rows)
-    return jnp.where(is_owned.any(1)[:, None, None], out, 0)
+    is_written = row_tokens(batch, num_tokens) & (row >= batch.num_decode) & (row < batch.num_rows)
+    return jnp.where(is_written.any(1)[:, None, None], out, 0)

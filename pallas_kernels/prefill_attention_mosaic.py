@@ -17,8 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.attention_scores import MASKED
 from pallas_kernels.mosaic_ring import Ring, Span, Tiles, copy_tiles, swizzled
-from pallas_kernels.mosaic_support import MASKED, Scoring, mosaic_gpu
+from pallas_kernels.mosaic_support import Scoring, mosaic_gpu
 from pallas_kernels.paged_attention import AttentionBatch
 from pallas_kernels.prefill_blocks import block_map
 

@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention_scores import MASKED
 from pallas_kernels.attention_tiles import (
-    MASKED,
     Pages,
     Scoring,
     Softmax,
@@ -70,7 +70,7 @@ def prefill_attention(
     num_kv_heads, page_size = key_pool.shape[1:3]
     group = num_heads // num_kv_heads
     block_rows, num_warps, tile = _block_shape(num_tokens * num_heads, head_dim, key_pool.dtype)
-    block_tokens = max(1, block_rows // _power(group))
+    block_tokens = max(1, block_rows // pl.next_power_of_2(group))
     blocks = block_map(batch, num_tokens, block_tokens)
     pages = Pages(page_size, batch.page_table.shape[1], head_dim, tile)
     plan = _Plan(pages, Scoring(scale, window, soft_cap), group, block_tokens, blocks.rows.shape[0])
@@ -95,11 +95,6 @@ def _block_shape(num_queries: int, head_dim: int, dtype: jnp.dtype) -> tuple[int
     return _LARGE_BLOCK, 8, _TILE
 
 
-def _power(number: int) -> int:
-    """The least power of two that is not less."""
-    return 1 << (number - 1).bit_length()
-
-
 def _kernel(
     query_ref: Any,  # [T, N, H]
     key_ref: Any,  # [P, K, p, H]
@@ -113,7 +108,7 @@ def _kernel(
     block, head = plan.num_blocks - 1 - pl.program_id(0), pl.program_id(1)  # the long ones tend to stand last
     row, token, count, position, visible = (blocks_ref[i, block] for i in range(5))
     pages, scoring, tile = plan.pages, plan.scoring, plan.pages.tile
-    spread = _power(plan.group)
+    spread = pl.next_power_of_2(plan.group)
     index = jnp.arange(plan.block_tokens * spread)
     place, member = lax.div(index, spread), lax.rem(index, spread)
     is_used = (place < count) & (member < plan.group)

@@ -58,7 +58,7 @@ class QkvWriter(Protocol):
         """Queries, normed and rotated, and pools with every token's key and value in its place.
 
         Norms and rotation compute in float32, and each rounds its result to the type of ``qkv``. A value that is not
-        finite moves to its key as NaN and leaves zero; see ``paged_attention_xla.write_kv``.
+        finite moves to its key as NaN and leaves zero; see ``page_writes.as_stored``.
 
         Args:
             qkv: The query heads, key heads and value heads of each token, in this order.

@@ -1,8 +1,8 @@
 """Norms, rotation and the write of keys and values to their pages, in plain XLA: for platforms without the kernel."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.page_writes import write_pages
 from pallas_kernels.paged_attention import AttentionBatch
 from pallas_kernels.qkv_write import Pools, QkNorms, Rotation, split_heads
 
@@ -28,9 +28,4 @@ def write(
     key_pool, value_pool = pools
     assert key_pool.shape == value_pool.shape and key_pool.shape[1:3] == (num_kv_heads, page_size), key_pool.shape
     query, key, value = split_heads(qkv, rotation, norms, num_heads, num_kv_heads)
-    key, value = key.astype(key_pool.dtype), value.astype(value_pool.dtype)
-    is_finite = jnp.isfinite(value)
-    key, value = jnp.where(is_finite, key, jnp.nan), jnp.where(is_finite, value, 0)
-    place = batch.token_pages, slice(None), batch.token_offsets
-    key_pool = key_pool.at[place].set(key, mode="promise_in_bounds")
-    return query, (key_pool, value_pool.at[place].set(value, mode="promise_in_bounds"))
+    return query, write_pages(pools, key, value, batch)

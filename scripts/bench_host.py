@@ -16,12 +16,13 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from jaxserve.demo import MODEL_DIRECTORY
-from jaxserve.engine.admission import Admission, ModelLimits
+from jaxserve.engine.admission import Admission
 from jaxserve.engine.batch import BatchBuilder
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.masks import TokenMasks
 from jaxserve.engine.metrics import CompileCounter
+from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.plan import StepPlan
 from jaxserve.engine.replica import Replica

@@ -29,7 +29,9 @@ from jaxserve.engine.program import ModelProgram  # noqa: E402
 from jaxserve.engine.step_batch import BatchShape  # noqa: E402
 from jaxserve.engine.steps import trace_step  # noqa: E402
 from jaxserve.models.registry import config_from_hf  # noqa: E402
+from pallas_kernels.operation import prepared_shapes  # noqa: E402
 from pallas_kernels.registry import OPERATIONS, load, operation  # noqa: E402
+from scripts.gpu.models import CONFIGS, LLAMA_70B  # noqa: E402
 from scripts.gpu.steps import step_program  # noqa: E402
 from sharding import get_layout  # noqa: E402
 
@@ -45,41 +47,17 @@ class Program(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A model's shape, as its config.json has it, and the numbers of devices to compile it for."""
+    """A model, its config.json, and the numbers of devices to compile it for."""
 
     name: str
-    architecture: str
-    hidden: int
-    ffn: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocab: int
+    config: dict[str, Any]
     tensor: tuple[int, ...]
-
-    def config(self, num_layers: int | None) -> dict[str, Any]:
-        """The fields of config.json."""
-        return {
-            "architectures": [self.architecture],
-            "vocab_size": self.vocab,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.ffn,
-            "num_hidden_layers": num_layers or self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 32768,
-            "rope_theta": 500000.0,
-            "torch_dtype": "bfloat16",
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-        }
 
 
 MODELS = (
-    Model("Llama-3.1-8B", "LlamaForCausalLM", 4096, 14336, 32, 32, 8, 128256, (1,)),
-    Model("Qwen2.5-14B", "Qwen2ForCausalLM", 5120, 13824, 48, 40, 8, 152064, (1, 2, 8)),
-    Model("Llama-3.1-70B", "LlamaForCausalLM", 8192, 28672, 80, 64, 8, 128256, (8,)),
+    Model("Llama-3.1-8B", CONFIGS["llama-8b"], (1,)),
+    Model("Qwen2.5-14B", CONFIGS["qwen-14b"], (1, 2, 8)),
+    Model("Llama-3.1-70B", LLAMA_70B, (8,)),
 )
 _STEPS = {"decode of 1": (1, True), "decode of 64": (64, True), "prefill of 2048": (2048, False)}
 
@@ -100,8 +78,7 @@ def check_kernels(match: str) -> Iterator[Program]:
                 refused.add(reason)
             if match not in name or reason is not None:
                 continue
-            inputs = jax.eval_shape(functools.partial(op.make_inputs, case), jax.random.key(0))
-            prepared = jax.eval_shape(functools.partial(op.prepare, implementation, case), inputs)
+            prepared = prepared_shapes(op, implementation, case)
             structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), prepared)
             run = functools.partial(op.run, implementation, case)
             try:
@@ -117,6 +94,7 @@ def check_kernels(match: str) -> Iterator[Program]:
 
 def check_steps(match: str, num_layers: int | None, backend: str | None) -> Iterator[Program]:
     """Whole steps of each model."""
+    cut = {"num_hidden_layers": num_layers} if num_layers else {}
     for model in MODELS:
         for tensor in model.tensor:
             mesh = h200_mesh(tensor)
@@ -124,7 +102,7 @@ def check_steps(match: str, num_layers: int | None, backend: str | None) -> Iter
                 name = f"{model.name} on {tensor}: {step}"
                 if match not in name:
                     continue
-                config = config_from_hf(model.config(num_layers), model.name)
+                config = config_from_hf(model.config | cut, model.name)
                 program, shape = step_program(config, mesh, backend, num_tokens, decode_only)
                 with use_abstract_mesh(mesh.abstract_mesh):
                     traced = trace_step(program, shape, "greedy" if decode_only else "any")

@@ -3,7 +3,7 @@
 import math
 import re
 
-_COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+_COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
 _ELEMENT_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f64": 8, "s64": 8, "u64": 8}
 
 
@@ -32,8 +32,12 @@ def copied_bytes(text: str) -> list[int]:
     return [_num_bytes(result) for result in copies + slices]
 
 
-def count_collectives(text: str) -> dict[str, int]:
-    """Operands of every collective: XLA joins several into one with a tuple for a result."""
+def compiled_collectives(text: str) -> dict[str, int]:
+    """Operands of every collective: XLA joins several into one with a tuple for a result.
+
+    Args:
+        text: The optimized program.
+    """
     counts: dict[str, int] = {}
     for result, kind in re.findall(rf"= (\([^=]*?\)|\S+) ({_COLLECTIVES})(?:-start)?\(", text):
         num_arrays = len(re.findall(r"\w+\[", result))

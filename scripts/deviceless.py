@@ -20,7 +20,7 @@ import jax  # noqa: E402  (after the environment that its plugin reads)
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, use_abstract_mesh  # noqa: E402
 
-from scripts.compile_text import copied_bytes, count_collectives, graph_kernels, launched_segments  # noqa: E402
+from scripts.compile_text import compiled_collectives, copied_bytes, graph_kernels, launched_segments  # noqa: E402
 from sharding import MeshShape, make_mesh  # noqa: E402
 
 TARGET = Path(__file__).parent / "targets" / "h200.txtpb"
@@ -114,7 +114,7 @@ def compile_traced(mesh: Mesh, function: Any, *structs: Any, options: Mapping[st
         segments=launched_segments(thunks),
         kernels=graph_kernels(thunks),
         copies=tuple(copied_bytes(text)),
-        collectives=count_collectives(text),
+        collectives=compiled_collectives(text),
     )
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from jaxserve.cli_arguments import field_docs
 from jaxserve.config import EngineConfig
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.sampling_params import BeamSearchParams, SamplingParams
+from jaxserve.server.settings import ServerConfig
 from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 
 PAGE = Path(__file__).resolve().parent.parent / "jaxserve" / "PARAMETERS.md"
@@ -21,11 +23,13 @@ SECTIONS: tuple[tuple[type, str], ...] = (
     (SamplingParams, "How one request is sampled and when it ends; `jaxserve generate` has a flag for most."),
     (StructuredOutputsParams, "What a text must keep to: `SamplingParams(structured_outputs=...)`."),
     (RepetitionDetectionParams, "When a repeating text ends: `SamplingParams(repetition_detection=...)`."),
+    (PoolingParams, "How `LLM.embed` makes a vector of a prompt."),
     (BeamSearchParams, "How `LLM.beam_search` searches."),
     (
         EngineConfig,
         "How an engine is built: the arguments of `LLM`, and flags of every `jaxserve` command that runs one.",
     ),
+    (ServerConfig, "How a server listens, whom it lets in and what it refuses: flags of `jaxserve serve`."),
 )
 
 HEAD = """# Parameters

@@ -2,7 +2,7 @@
 # Makes .venv at the repository root and installs the project into it, editable.
 #
 #   bash scripts/make_venv.sh            what running the engine needs
-#   bash scripts/make_venv.sh dev        the same plus an extra of pyproject.toml
+#   bash scripts/make_venv.sh dev        the same plus an extra of pyproject.toml, or several: dev,otel
 #
 # Does nothing, in well under a second, when .venv already holds what pyproject.toml and the constraints file ask for.
 # PYTHON=/path/to/python chooses the interpreter of a new .venv; otherwise the first Python >= 3.11 found is taken.

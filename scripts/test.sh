@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The whole gate in the repository's own environment: .venv with the dev extra, then scripts/check.sh.
+# The whole gate in the repository's own environment: .venv with the dev, clients, otel and research extras, then scripts/check.sh.
 #
 #   bash scripts/test.sh [arguments of pytest]
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-bash "$root/scripts/make_venv.sh" dev
+bash "$root/scripts/make_venv.sh" dev,clients,otel,research
 PYTHON="$root/.venv/bin/python" exec bash "$root/scripts/check.sh" "$@"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.compile_text import copied_bytes, count_collectives, graph_kernels, launched_segments
+from scripts.compile_text import compiled_collectives, copied_bytes, graph_kernels, launched_segments
 
 THUNKS = """000: kCommandBuffer [source       | next=003 (1)]
     001: kCustomKernel [source        | next=002 (2)] loop_fusion_10 grid: [1, 1, 1]
@@ -41,7 +41,18 @@ def test_copies_are_operations_of_their_own_and_kernels_that_only_slice() -> Non
 
 
 def test_collectives_count_by_operand() -> None:
-    assert count_collectives(HLO) == {"all-reduce": 3, "all-gather": 1}
+    assert compiled_collectives(HLO) == {"all-reduce": 3, "all-gather": 1}
+
+
+def test_the_parser_reads_joined_collectives() -> None:
+    text = """
+      %a = (f32[4,8]{1,0}, f32[]) all-reduce(%x, %y), channel_id=1, replica_groups={{0,1},{2,3}}
+      %b = f32[4]{0} all-reduce-start(%x), replica_groups=mesh['data'=2,'tensor'=2] {'tensor'}
+      ROOT %c = bf16[4,16]{1,0} all-gather(f32[4,8]{1,0} %x), replica_groups=[2,2]<=[4]T(1,0), dimensions={1}
+      %e = f32[4]{0} collective-broadcast(%x), channel_id=2
+      %d = f32[4]{0} add(%all-reduce, %all-gather)
+    """
+    assert compiled_collectives(text) == {"all-reduce": 3, "all-gather": 1, "collective-broadcast": 1}
 
 
 @pytest.mark.slow

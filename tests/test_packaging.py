@@ -67,11 +67,16 @@ def fresh_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_the_packages_their_data_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {
-        str(path.relative_to(REPOSITORY)) for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py")
+        str(path.relative_to(REPOSITORY))
+        for package in PACKAGES
+        for path in (REPOSITORY / package).rglob("*.py*")
+        if path.suffix in (".py", ".pyi")
     }
     expected |= {f"{package}/py.typed" for package in PACKAGES}
     demo = REPOSITORY / "jaxserve" / "demo" / "model"
-    expected |= {str(path.relative_to(REPOSITORY)) for path in demo.iterdir() if path.is_file()}
+    server = REPOSITORY / "jaxserve" / "server"
+    data = [*demo.iterdir(), *server.rglob("*.proto"), *server.rglob("*.html")]
+    expected |= {str(path.relative_to(REPOSITORY)) for path in data if path.is_file()}
     metadata = {name for name in names if ".dist-info/" in name}
     assert names - metadata == expected
     assert any(name.endswith("licenses/LICENSE") for name in metadata)
@@ -98,7 +103,7 @@ def test_every_folder_with_code_is_a_package() -> None:
     assert sorted(str(folder) for folder in folders if not (folder / "__init__.py").is_file()) == []
 
 
-@pytest.mark.parametrize("extra", ["cuda12", "cuda13", "server", "dev", "research", "ray"])
+@pytest.mark.parametrize("extra", ["cuda12", "cuda13", "otel", "clients", "dev", "research", "ray"])
 def test_extras_name_ranges(extra: str) -> None:
     """Every requirement has a lower bound or a pin; what lies under the constraints files is theirs."""
     requirements = METADATA["project"]["optional-dependencies"][extra]
@@ -110,9 +115,8 @@ def test_constraints_lie_within_the_ranges() -> None:
     """The tested sets are ones that `pip install jaxserve` would accept."""
     requirements = pytest.importorskip("packaging.requirements")
     project = METADATA["project"]
-    names = [
-        requirements.Requirement(text) for text in project["dependencies"] + project["optional-dependencies"]["dev"]
-    ]
+    extras = [project["optional-dependencies"][extra] for extra in ("dev", "clients", "otel", "research")]
+    names = [requirements.Requirement(text) for some in [project["dependencies"], *extras] for text in some]
     for file in (REPOSITORY / "scripts").glob("constraints-*.txt"):
         pins = dict(line.split("==") for line in file.read_text().splitlines() if not line.startswith("#"))
         python = {"python_version": file.stem.removeprefix("constraints-")}

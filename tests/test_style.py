@@ -43,8 +43,9 @@ def syntax_tree(path: Path) -> ast.Module:
 
 
 def python_files(*folders: str) -> list[Path]:
-    """Python files under the named top-level folders, in a fixed order."""
-    return sorted(path for folder in folders for path in (REPOSITORY / folder).rglob("*.py"))
+    """Python files under the named top-level folders but for generated ones, in a fixed order."""
+    found = sorted(path for folder in folders for path in (REPOSITORY / folder).rglob("*.py"))
+    return [path for path in found if not re.search(r"_pb2(_grpc)?\.py$", path.name)]
 
 
 def nodes(*folders: str) -> Iterator[tuple[Path, ast.AST]]:

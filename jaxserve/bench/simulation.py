@@ -13,7 +13,8 @@ from typing import NamedTuple
 from jaxserve.bench.traces import MAX_PIECE_ID, Trace, symbolic_prompt
 from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.plan import StepPlan
-from jaxserve.engine.scheduler import Completion, Scheduler, SchedulerLimits
+from jaxserve.engine.plan_draft import Completion
+from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
 from jaxserve.engine.sequence import Sequence
 
 

@@ -1,53 +1,23 @@
 """The one place where a request is checked against the model, and made into sequences."""
 
-import dataclasses
-import hashlib
 import time
-from collections.abc import Mapping
 
 from jaxserve.engine.constraint import Constraint
 from jaxserve.engine.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids
 from jaxserve.engine.detokenizer import Detokenizer
 from jaxserve.engine.grammars import GrammarCompiler
+from jaxserve.engine.model_limits import ModelLimits
+from jaxserve.engine.pooling import pooling_state
+from jaxserve.engine.prompt_fit import fitted, truncated
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.engine.sampling_numbers import make_sampling, stream_seed
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import RequestError
-from jaxserve.layers.model_config import RopeConfig
-from jaxserve.layers.rope import length_regime
 from jaxserve.logprobs import FlatLogprobs, Logprob, SampleLogprobs
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import PromptInput
 from jaxserve.sampling_params import SamplingParams, check_against
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelLimits:
-    """What a request must keep to, and what it can ask for.
-
-    Attributes:
-        max_model_len: Longest context in tokens.
-        vocab_size: Token ids are below it.
-        eos_token_ids: Tokens that end a text.
-        max_logprobs: Most alternatives reported at a position.
-        has_priorities: Whether the scheduler goes by priority.
-        shares_prefixes: Whether requests share the pages of what they begin with.
-        arguments: What the logits processors read of ``extra_args``, with the values that change nothing.
-        thinking_ids: Token ids that begin and that end the model's reasoning.
-        rope: The model's rotary embedding.
-        model_key: Tells this model's keys and values from those of any other.
-    """
-
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    max_logprobs: int = 20
-    has_priorities: bool = False
-    shares_prefixes: bool = True
-    arguments: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
-    thinking_ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    rope: RopeConfig | None = None
-    model_key: bytes = b""
 
 
 class Admission:
@@ -67,7 +37,7 @@ class Admission:
     def admit(
         self,
         prompt: PromptInput,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         request_id: str,
         priority: int,
@@ -78,7 +48,7 @@ class Admission:
 
         Args:
             prompt: Text or token ids.
-            params: How to sample.
+            params: How to sample, or how to pool in place of it.
             request_id: Its name.
             priority: Lower runs sooner; must be 0 unless the scheduler goes by it.
             default_seed: Used where the parameters bring no seed.
@@ -89,18 +59,20 @@ class Admission:
                 parameter that this model or engine cannot serve.
         """
         limits = self.limits
-        if priority and not limits.has_priorities:
-            message = "priority needs an engine with scheduling_policy='priority'; this one runs 'fcfs'"
-            raise RequestError(message, parameter="priority", value=priority)
+        limits.check_priority(priority)
+        max_output_tokens = params.max_tokens if isinstance(params, SamplingParams) else 0
+        token_ids = truncated(self._token_ids(prompt), prompt.fit, max_output_tokens, limits.max_model_len)
+        if isinstance(params, PoolingParams):
+            times = {"arrival_s": arrival_s, "queued_s": time.monotonic()}
+            return pooling_state(prompt, token_ids, params, limits, request_id=request_id, priority=priority, **times)
         check_against(params, vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs)
-        token_ids = self._token_ids(prompt)
-        params = _fitted(params, len(token_ids), limits.max_model_len)
+        params = fitted(params, len(token_ids), limits.max_model_len, prompt.fit.is_strict)
         self._check_text(params)
         grammar = None
         if params.structured_outputs is not None:
             assert self.grammars is not None
             grammar = self.grammars.submit(params.structured_outputs)
-        root = self._cache_root(prompt.cache_salt, request_id, len(token_ids) + (params.max_tokens or 0))
+        root = limits.cache_root(prompt.cache_salt, request_id, len(token_ids) + (params.max_tokens or 0))
         seed = default_seed if params.seed is None else params.seed
         samples = self._samples(request_id, token_ids, params, seed, root)
         for sample in samples:
@@ -140,7 +112,7 @@ class Admission:
         elif self.tokenizer is None:
             raise RequestError("the model directory has no tokenizer; expected prompt_token_ids, got text")
         else:
-            token_ids = self.tokenizer.encode(prompt.prompt or "")
+            token_ids = self.tokenizer.encode(prompt.prompt or "", prompt.fit.add_special_tokens)
         if not token_ids:
             raise RequestError("the prompt has no token ids after tokenization; at least one is needed")
         largest = max(token_ids)
@@ -166,13 +138,6 @@ class Admission:
                 raise RequestError(f"extra_args has no argument {name!r}; there is {known}", parameter="extra_args")
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise RequestError(f"extra_args[{name!r}] must be a number, got {value!r}", parameter="extra_args")
-
-    def _cache_root(self, salt: str | None, request_id: str, final_length: int) -> bytes:
-        """What tells a request's keys and values from those of other models, rotary regimes, tenants."""
-        regime = 0 if self.limits.rope is None else length_regime(self.limits.rope, final_length)
-        shared = "" if self.limits.shares_prefixes else request_id
-        parts = (self.limits.model_key, str(regime).encode(), shared.encode(), (salt or "").encode())
-        return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
 
     def _sequence(
         self, name: str, prompt: list[int], params: SamplingParams, seed: int, bad_words: list[tuple[int, ...]]
@@ -224,19 +189,6 @@ class Admission:
             min_tokens=params.min_tokens,
             prompt_token_ids=prompt,
         )
-
-
-def _fitted(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
-    """The parameters with ``max_tokens`` cut to what the context holds."""
-    room = max_model_len - num_prompt_tokens
-    if room < 1:
-        raise RequestError(
-            f"This model's maximum context length is {max_model_len} tokens, and one must be left to generate; "
-            f"the prompt contains {num_prompt_tokens}"
-        )
-    if params.max_tokens is None or params.max_tokens > room:
-        return params.clone(max_tokens=room, min_tokens=min(params.min_tokens, room))
-    return params
 
 
 def _no_logprobs(params: SamplingParams) -> SampleLogprobs | None:

@@ -119,6 +119,8 @@ class BatchBuilder:
             views["sampled_slots"][...] = self.num_slots
             views["counted_slots"][...] = self.num_slots
             views["query_starts"][...] = shape.num_tokens
+            views["pooled_from"][...] = shape.num_tokens
+            views["carried_slots"][...] = self.num_slots
             start, stop, size, _ = shape.slot_numbers
             buffer[start:stop].reshape(size)[...] = self._neutral
             self._paddings[shape] = buffer
@@ -165,6 +167,10 @@ class BatchBuilder:
             views["sampled_tokens"][i] = start + count - 1
             if row.samples:
                 views["sampled_slots"][i] = row.slot
+            if row.pooling is not None:
+                views["pooled_from"][i] = start + count - row.pooling.num_tokens
+                if not row.pooling.is_first:
+                    views["carried_slots"][i] = row.slot
             if row.targets is not None:
                 views["targets"][span] = row.targets
                 views["num_target_tokens"][...] = start + count

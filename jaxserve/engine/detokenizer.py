@@ -5,6 +5,7 @@ that could still change: no half of a character, and no beginning of a stop stri
 with the text. Stop token ids and the end-of-sequence token are the scheduler's business.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,6 +25,12 @@ class DetokenizedDelta(NamedTuple):
 
     text: str
     stop: StopVerdict | None
+
+
+@functools.lru_cache(maxsize=32)
+def _proper_prefixes(stop: tuple[str, ...]) -> frozenset[str]:
+    """Beginnings of stop strings; the samples of a request share them."""
+    return frozenset(string[:length] for string in stop for length in range(1, len(string)))
 
 
 class Detokenizer:
@@ -57,7 +64,7 @@ class Detokenizer:
         self._includes_stop = include_stop_str_in_output
         self._stops = tuple(stop)
         self._first_characters = frozenset(string[0] for string in stop)
-        self._prefixes = frozenset(string[:length] for string in stop for length in range(1, len(string)))
+        self._prefixes = _proper_prefixes(self._stops)
         self._prefix_ends = frozenset(prefix[-1] for prefix in self._prefixes)
         self._max_prefix = max(map(len, self._prefixes), default=0)
         self._held = ""

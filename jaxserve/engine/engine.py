@@ -5,19 +5,23 @@ import logging
 import random
 import time
 
+import numpy as np
+
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.constraints import AllOf
 from jaxserve.engine.delivery import deliver
 from jaxserve.engine.grammar_constraint import Grammar
-from jaxserve.engine.metric_types import Metric
 from jaxserve.engine.metrics import CompileCounter, EngineMetrics
+from jaxserve.engine.plan_draft import Completion
+from jaxserve.engine.pooling import pooled_vector
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.engine.runner import StepResult
-from jaxserve.engine.scheduler import Completion
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.errors import EngineDeadError, RequestError
+from jaxserve.errors import EngineDeadError, RequestError, unforeseen
+from jaxserve.metric_types import Metric
 from jaxserve.outputs import FinishReason
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import PromptInput
 from jaxserve.sampling_params import SamplingParams
 
@@ -59,7 +63,7 @@ class Engine:
     def prepare(
         self,
         prompt: PromptInput,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -98,7 +102,7 @@ class Engine:
             self._owners[sample.sequence.sequence_id] = (request, sample)
         schedulers[request.replica].add(request.samples[0].sequence)
 
-    def submit(self, prompt: PromptInput, params: SamplingParams) -> RequestState:
+    def submit(self, prompt: PromptInput, params: SamplingParams | PoolingParams) -> RequestState:
         """Prepares a request and enqueues it."""
         request = self.prepare(prompt, params)
         self.enqueue(request)
@@ -158,16 +162,17 @@ class Engine:
             request, _ = self._owners[sequence.sequence_id]
             assert result.prompt_logprobs is not None
             request.add_prompt_logprobs(chunk, first, result.prompt_logprobs, self.tokenizer)
+        pooled = self._deliver_vectors(completion, result, now) if completion.pooled else []
         unscored = self._fail_unscored(completion) if min(result.tokens, default=0) < 0 else []
         delivery = deliver(completion.sampled, self._owners, result.logprobs, self.tokenizer, now)
-        self._metrics.delivered(delivery, now)
+        self._metrics.delivered(delivery, now, pooled)
         for request, sample, stop_string in delivery.stopped:
             sequence = sample.sequence
             self.replicas[request.replica].scheduler.finish(sequence, "stop", stop_string)
             sequence.finish_reason, sequence.stop_reason = "stop", stop_string
         for request, error in delivery.failures:
             logger.error("request %s failed", request.request_id, exc_info=error)
-            self._fail(request, str(error))
+            self._fail(request, unforeseen(error))
         for request in delivery.ended:
             error = next((sample.sequence.error for sample in request.samples if sample.sequence.error), None)
             if error is not None:
@@ -175,7 +180,25 @@ class Engine:
             elif request.is_finished():
                 request.finished_s = now
                 self._close(request)
-        return unscored + delivery.changed
+        return pooled + unscored + delivery.changed
+
+    def _deliver_vectors(self, completion: Completion, result: StepResult, now: float) -> list[RequestState]:
+        """Ends requests whose prompts a step has pooled, with their vectors; returns them."""
+        assert result.sums is not None
+        changed = []
+        for sequence, row in completion.pooled:
+            request, _ = self._owners[sequence.sequence_id]
+            assert request.pooling is not None
+            vector = pooled_vector(result.sums[row], sequence.num_prompt_tokens, request.pooling)
+            if np.isfinite(vector).all():
+                request.embedding = vector.tolist()
+                request.finished_s = now
+                self._close(request)
+            else:
+                self._metrics.corrupted()
+                self._fail(request, "the model's hidden states are not numbers (NaN)")
+            changed.append(request)
+        return changed
 
     def _fail_unscored(self, completion: Completion) -> list[RequestState]:
         """Fails requests whose scores are not numbers, or leave no token to choose; returns them."""
@@ -183,6 +206,7 @@ class Engine:
         for sequence, _, token in completion.sampled:
             owner = self._owners.get(sequence.sequence_id)
             if token < 0 and owner is not None:
+                self._metrics.corrupted()
                 self._fail(owner[0], "the model's scores are not numbers (NaN), or leave no token to choose")
                 failed.append(owner[0])
             if token < 0:

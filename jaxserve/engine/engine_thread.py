@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from jaxserve.engine.open_streams import OpenStreams
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.engine.step_engine import StepEngine
-from jaxserve.engine.stream import Stream, wake_readers
-from jaxserve.errors import EngineDeadError, JaxserveError, RequestError
+from jaxserve.engine.stream import OutputStream
+from jaxserve.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +31,15 @@ class EngineThread:
     def __init__(self, engine: StepEngine, stats: StatsLogger | None = None):
         self._engine = engine
         self._stats = stats
-        self._streams: dict[str, Stream] = {}
-        self._behind: list[Stream] = []
+        self._streams = OpenStreams(engine)
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._wakeup = threading.Condition()
         self._drain_until_s: float | None = None
         self._failure: BaseException | None = None
         self._is_stopped = False
+        self._has_ended_streams = threading.Event()
+        self._num_done = 0
+        self._is_idle = False
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
@@ -50,6 +53,21 @@ class EngineThread:
         """Whether it takes requests."""
         return not self._is_stopped and self._drain_until_s is None
 
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that run or wait."""
+        return self._engine.num_unfinished
+
+    @property
+    def num_done(self) -> int:
+        """Steps and commands done so far: grows while the engine gets on."""
+        return self._num_done
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do, so that ``num_done`` need not grow."""
+        return self._is_idle
+
     def check_alive(self) -> None:
         """Raises unless it takes requests.
 
@@ -59,8 +77,14 @@ class EngineThread:
         if not self.is_running:
             raise self._dead()
 
-    def submit(self, stream: Stream, request: RequestState) -> None:
+    def submit(self, stream: OutputStream, request: RequestState, deadline_s: float | None = None) -> None:
         """Lets a prepared request run; what comes of it, an error too, goes to the stream.
+
+        Args:
+            stream: Gets the outputs.
+            request: What to run.
+            deadline_s: The time, in seconds of ``time.monotonic()``, at which it ends with a ``DeadlineError`` before
+                the next step; one that still waits then never runs.
 
         Raises:
             EngineDeadError: The engine failed or was shut down.
@@ -68,19 +92,13 @@ class EngineThread:
         stream.request = request
         with self._wakeup:
             self.check_alive()
-            self._post(lambda: self._enqueue(stream, request))
+            self._post(lambda: self._enqueue(stream, request, deadline_s))
 
-    def drop(self, stream: Stream) -> None:
+    def drop(self, stream: OutputStream) -> None:
         """Ends a stream's request, if it still runs, since nobody reads it any more. Does not wait."""
         request = stream.request
-        if request is None or request.is_finished():
-            return
-
-        def abort() -> None:
-            if self._forget(stream, request):
-                self._engine.abort(request)
-
-        self._post(abort)
+        if request is not None and not request.is_finished():
+            self._post(lambda: self._streams.drop(stream, request))
 
     def abort(self, request_ids: Iterable[str]) -> "concurrent.futures.Future[None]":
         """Ends requests; their streams end with what there is, finish reason ``abort``. Unknown ids are left out."""
@@ -88,10 +106,7 @@ class EngineThread:
 
         def abort() -> None:
             for request_id in wanted:
-                stream = self._streams.get(request_id)
-                if stream is not None and stream.request is not None:
-                    self._engine.abort(stream.request)
-                    self._hand_over([stream])
+                self._streams.abort(request_id)
 
         return self.call(abort)
 
@@ -130,6 +145,10 @@ class EngineThread:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def wait_ended(self) -> None:
+        """Blocks until every stream has ended, because the engine failed or was stopped; its devices may be in use."""
+        self._has_ended_streams.wait()
+
     def _post(self, command: Callable[[], None]) -> bool:
         """Leaves a command for the thread; returns False, and does not, where the thread has ended."""
         with self._wakeup:
@@ -149,8 +168,12 @@ class EngineThread:
             while self._wait_for_work():
                 while self._inbox:
                     self._inbox.popleft()()
+                    self._num_done += 1
+                self._streams.end_late()
                 if self._engine.num_unfinished:
-                    self._step()
+                    self._streams.deliver(self._engine.step())
+                    self._num_done += 1
+                    self._log()
         except BaseException as error:
             # An EngineDeadError has the first failure as its cause.
             self._failure = error.__cause__ or error
@@ -163,7 +186,9 @@ class EngineThread:
         with self._wakeup:
             while not self._inbox and not self._engine.num_unfinished and self._drain_until_s is None:
                 is_quiet = self._stats is None or self._stats.is_quiet
+                self._is_idle = True
                 self._wakeup.wait(None if is_quiet or self._stats is None else max(self._stats.remaining_s(), 0.0))
+                self._is_idle = False
                 self._log()
             if self._stats is not None:
                 self._stats.resume()
@@ -171,80 +196,32 @@ class EngineThread:
                 return True
             return bool(self._engine.num_unfinished or self._inbox) and time.monotonic() < self._drain_until_s
 
-    def _step(self) -> None:
-        found = [self._streams.get(request.request_id) for request in self._engine.step()]
-        behind, self._behind = self._behind, []
-        self._hand_over(dict.fromkeys(stream for stream in [*behind, *found] if stream is not None))
-        self._log()
-
     def _log(self) -> None:
         if self._stats is not None and self._stats.is_due():
             self._stats.log(self._engine.metrics())
 
-    def _enqueue(self, stream: Stream, request: RequestState) -> None:
-        try:
-            if self._is_stopped:
-                raise self._dead()
-            self._engine.enqueue(request)
-        except JaxserveError as error:
-            stream.fail(error)
-            wake_readers([stream])
-            return
-        self._streams[request.request_id] = stream
-        if stream.is_cancelled:
-            self._engine.abort(request)
-            self._hand_over([stream])
-
-    def _hand_over(self, streams: Iterable[Stream]) -> None:
-        """Offers each stream its request's news, and wakes their readers, each event loop once."""
-        woken: list[Stream] = []
-        for stream in streams:
-            request = stream.request
-            assert request is not None
-            try:
-                failure = request.error
-                has_news = stream.offer() if failure is None else False
-            except Exception as error:
-                logger.exception("request %s: no output could be made", request.request_id)
-                self._engine.abort(request)
-                has_news, failure = False, str(error)
-            if failure is not None:
-                stream.fail(RequestError(f"request {request.request_id} failed: {failure}"))
-            if has_news or failure is not None:
-                woken.append(stream)
-            if request.is_finished():
-                self._forget(stream, request)
-            elif stream.is_behind:
-                self._behind.append(stream)
-        wake_readers(woken)
-
-    def _forget(self, stream: Stream, request: RequestState) -> bool:
-        """Takes a stream off the list; returns whether it was there, and not another of the same name."""
-        is_there = self._streams.get(request.request_id) is stream
-        if is_there:
-            del self._streams[request.request_id]
-        return is_there
+    def _enqueue(self, stream: OutputStream, request: RequestState, deadline_s: float | None) -> None:
+        if self._is_stopped:
+            self._streams.refuse(stream, self._dead())
+        else:
+            self._streams.enqueue(stream, request, deadline_s)
 
     def _end(self) -> None:
         """Ends all streams, answers what is still in the inbox, and frees the devices."""
         with self._wakeup:
             self._is_stopped = True
-        streams = list(self._streams.values())
         try:
             if self._failure is None:
-                for request in [stream.request for stream in streams if stream.request is not None]:
-                    self._engine.abort(request)
-                self._hand_over(streams)
+                self._streams.end_all()
         except Exception as error:
             self._failure = error
         if self._failure is not None:
-            for stream in streams:
-                stream.fail(self._dead())
-            wake_readers(streams)
-        self._streams.clear()
+            self._streams.fail_all(self._dead())
         while self._inbox:
             self._inbox.popleft()()
+        self._has_ended_streams.set()
         try:
             self._engine.close()
         except Exception:
             logger.exception("the engine could not be closed")
+        self._is_idle = True

@@ -10,6 +10,8 @@ import tokenizers
 from jaxserve.engine.token_pieces import Joining, TokenPieces
 from jaxserve.errors import ConfigError
 
+_LONG_TEXT = 2048  # in characters: about a millisecond's work
+
 
 class FastBackend:
     """Encodes and decodes with a `tokenizers.Tokenizer`, whose truncation and padding are switched off.
@@ -39,6 +41,8 @@ class FastBackend:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Returns the ids of a text."""
+        if len(text) > _LONG_TEXT:  # a batch of one lets other threads run meanwhile, which a single text does not
+            return self.encode_batch([text], add_special_tokens)[0]
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:

@@ -1,11 +1,12 @@
 """Grammars for structured outputs: compiled off the step loop, and cached."""
 
+import asyncio
 import concurrent.futures
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llguidance import LLTokenizer
 
@@ -188,3 +189,23 @@ class GrammarCompiler:
                 return
             self._checkers.remove(checker)
         checker.close()
+
+
+async def wait_compiled(grammar: "concurrent.futures.Future[Any]") -> None:
+    """Waits for a grammar, which other requests may share: being cancelled here does not cancel it.
+
+    Raises:
+        RequestError: It cannot be compiled.
+    """
+    future = asyncio.wrap_future(grammar)
+    future.add_done_callback(_look_at_error)
+    await asyncio.wait([future])
+    error = future.exception()
+    if error is not None:
+        raise RequestError(str(error)) from error
+
+
+def _look_at_error(future: "asyncio.Future[Any]") -> None:
+    """Keeps asyncio from logging an error that nobody waits for any more."""
+    if not future.cancelled():
+        future.exception()

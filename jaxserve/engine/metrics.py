@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import jax
 
 from jaxserve.engine.delivery import Delivery
-from jaxserve.engine.metric_types import Counter, Distribution, Gauge, Metric
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState
+from jaxserve.metric_types import Counter, Distribution, Gauge, Metric
 
 PREFIX = "jaxserve:"
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
@@ -36,7 +36,7 @@ class EngineMetrics:
     A request with ``n`` samples is one observation of its times, its prompt and its parameters, and ``n`` of what each
     sample has of its own: ``request_success``, ``request_generation_tokens`` and
     ``request_time_per_output_token_seconds``. Requests that were aborted or failed are counted in ``request_success``
-    alone.
+    alone. A request for a vector has no tokens: it is counted by its prompt and by when it came, ran and ended.
 
     Args:
         max_model_len: Most tokens of a context.
@@ -44,7 +44,7 @@ class EngineMetrics:
 
     def __init__(self, max_model_len: int):
         tokens = _one_two_five(max_model_len)
-        self._prompt_tokens = self._cached_tokens = self._generation_tokens = 0
+        self._prompt_tokens = self._cached_tokens = self._generation_tokens = self._corrupted = 0
         self._finished = dict.fromkeys(FINISH_REASONS, 0)
         self._first_token = Distribution("time_to_first_token_seconds", _FIRST_TOKEN_S)
         self._between_tokens = Distribution("inter_token_latency_seconds", _TOKEN_S)
@@ -56,26 +56,33 @@ class EngineMetrics:
         self._decode = Distribution("request_decode_time_seconds", _LATENCY_S)
         self._request_prompt = Distribution("request_prompt_tokens", tokens)
         self._request_generation = Distribution("request_generation_tokens", tokens)
+        self._request_longest = Distribution("request_max_num_generation_tokens", tokens)
+        self._request_computed = Distribution("request_prefill_kv_computed_tokens", tokens)
         self._request_n = Distribution("request_params_n", _SAMPLES)
         self._request_max_tokens = Distribution("request_params_max_tokens", tokens)
         self._step_tokens = Distribution("iteration_tokens_total", _STEP_TOKENS)
 
-    def delivered(self, delivery: Delivery, now: float) -> None:
-        """Counts a step's tokens, which came at ``now``."""
+    def delivered(self, delivery: Delivery, now: float, pooled: Sequence[RequestState] = ()) -> None:
+        """Counts a step's tokens, which came at ``now``, and the prompts of requests that it pooled."""
         previous = collections.Counter(delivery.previous_s)
         del previous[0.0]
         for previous_s, count in previous.items():
             self._between_tokens.observe(now - previous_s, count)
         num_tokens = len(delivery.previous_s)
         self._generation_tokens += num_tokens
-        for request in delivery.started:
+        for request in (*delivery.started, *pooled):
             num_prompt_tokens = len(request.prompt_token_ids)
             num_tokens += num_prompt_tokens
             self._prompt_tokens += num_prompt_tokens
             self._cached_tokens += request.num_cached_tokens or 0
+        for request in delivery.started:
             self._first_token.observe(now - request.arrival_s)
         if num_tokens:
             self._step_tokens.observe(num_tokens)
+
+    def corrupted(self) -> None:
+        """Counts a request whose scores or hidden states are not numbers."""
+        self._corrupted += 1
 
     def finished(self, request: RequestState) -> None:
         """Counts a request that has ended."""
@@ -85,21 +92,30 @@ class EngineMetrics:
             self._finished[reason] += 1
             is_whole = is_whole and reason not in ("abort", "error")
         first_s, scheduled_s = request.first_token_s, request.scheduled_s
+        if request.embedding is not None and request.finished_s is not None and scheduled_s is not None:
+            self._request_ended(request, scheduled_s, request.finished_s, request.finished_s)
         if not is_whole or first_s is None or scheduled_s is None:
             return
         last_s = max(sample.last_token_s for sample in request.samples)
-        self._latency.observe(last_s - request.arrival_s)
-        self._queue.observe(scheduled_s - request.queued_s)
-        self._prefill.observe(first_s - scheduled_s)
-        self._inference.observe(last_s - scheduled_s)
+        self._request_ended(request, scheduled_s, first_s, last_s)
         self._decode.observe(last_s - first_s)
-        self._request_prompt.observe(len(request.prompt_token_ids))
+        self._request_longest.observe(max(sample.sequence.num_output_tokens for sample in request.samples))
         self._request_n.observe(len(request.samples))
         self._request_max_tokens.observe(request.params.max_tokens or 0)
         for sample in request.samples:
             num_tokens = sample.sequence.num_output_tokens
             self._request_generation.observe(num_tokens)
             self._per_token.observe((sample.last_token_s - first_s) / max(num_tokens - 1, 1))
+
+    def _request_ended(self, request: RequestState, scheduled_s: float, first_s: float, last_s: float) -> None:
+        """What requests for a text and for a vector have in common; ``first_s``: when the prompt was computed."""
+        self._latency.observe(last_s - request.arrival_s)
+        self._queue.observe(scheduled_s - request.queued_s)
+        self._prefill.observe(first_s - scheduled_s)
+        self._inference.observe(last_s - scheduled_s)
+        num_prompt_tokens = len(request.prompt_token_ids)
+        self._request_prompt.observe(num_prompt_tokens)
+        self._request_computed.observe(num_prompt_tokens - (request.num_cached_tokens or 0))
 
     def collect(self, replicas: Sequence[Replica], num_compiles: int) -> list[Metric]:
         """The numbers of this moment, in a fixed order; ``num_compiles`` is what a ``CompileCounter`` says."""
@@ -118,6 +134,7 @@ class EngineMetrics:
             "prefix_cache_queries": sum(scheduler.pages.num_queried_tokens for scheduler in schedulers),
             "prefix_cache_hits": sum(scheduler.pages.num_hit_tokens for scheduler in schedulers),
             "compiles_after_ready": num_compiles,
+            "corrupted_requests": self._corrupted,
             "steps": sum(replica.num_steps for replica in replicas),
             "decode_rows": sum(replica.num_decode_rows for replica in replicas),
         }

@@ -1,5 +1,6 @@
 """Requests run to their end on the caller's thread: what ``LLM`` does."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Generator, Sequence
 
@@ -9,8 +10,9 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.progress import ProgressBar
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stats_log import StatsLogger
-from jaxserve.errors import RequestError
-from jaxserve.outputs import RequestOutput
+from jaxserve.errors import RequestError, RequestFailedError
+from jaxserve.outputs import PoolingRequestOutput, RequestOutput
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import PromptInput
 from jaxserve.sampling_params import SamplingParams
 
@@ -28,6 +30,22 @@ class OfflineRunner:
         self._engine = engine
         self._defaults = defaults
         self._stats = stats
+
+    def pool(
+        self, inputs: list[PromptInput], priorities: Sequence[int], use_tqdm: bool | Callable[..., tqdm]
+    ) -> list[PoolingRequestOutput]:
+        """The vectors of prompts whose parameters, where they bring any, are ``PoolingParams``.
+
+        Raises:
+            RequestError: A bad prompt; nothing has run then.
+            RequestFailedError: A vector is not numbers.
+        """
+        given = [one if one.params is not None else dataclasses.replace(one, params=PoolingParams()) for one in inputs]
+        outputs = self.run(given, priorities, use_tqdm)
+        for index, output in enumerate(outputs):
+            if output.error is not None:
+                raise RequestFailedError(f"prompt {index}: {output.error}")
+        return [PoolingRequestOutput.of(output) for output in outputs]
 
     def run(
         self, inputs: list[PromptInput], priorities: Sequence[int], use_tqdm: bool | Callable[..., tqdm]

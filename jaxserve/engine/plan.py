@@ -93,6 +93,20 @@ class PageGrant(NamedTuple):
     pages: list[int]
 
 
+class ChunkPooling(NamedTuple):
+    """What a chunk adds to the sum of its slot's hidden states.
+
+    Attributes:
+        num_tokens: So many of its last tokens are added.
+        is_first: The sum begins with them.
+        is_last: It ends with them, and the host gets it.
+    """
+
+    num_tokens: int
+    is_first: bool
+    is_last: bool
+
+
 class PrefillRow(NamedTuple):
     """A chunk of known tokens.
 
@@ -102,6 +116,7 @@ class PrefillRow(NamedTuple):
         token_ids: The chunk.
         samples: Whether the chunk's end is the context's end, so that a token is sampled behind it.
         targets: Where logprobs of the prompt are asked for, the token behind each token of the chunk (-1: none).
+        pooling: Where its hidden states are summed up, what the chunk adds.
     """
 
     slot: int
@@ -109,6 +124,12 @@ class PrefillRow(NamedTuple):
     token_ids: list[int]
     samples: bool
     targets: list[int] | None = None
+    pooling: ChunkPooling | None = None
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether the sum of its slot's hidden states ends with it."""
+        return self.pooling is not None and self.pooling.is_last
 
 
 class StepPlan(NamedTuple):

@@ -1,9 +1,23 @@
-"""A step's plan in the making, and what the scheduler remembers of it until the step is done."""
+"""A step's plan in the making, what the scheduler remembers of it until the step is done, and what it then was."""
 
 from typing import NamedTuple
 
-from jaxserve.engine.plan import PageCopy, PageGrant, PrefillRow, SlotMask, SlotSetup, StepPlan
+from jaxserve.engine.plan import ChunkPooling, PageCopy, PageGrant, PrefillRow, SlotMask, SlotSetup, StepPlan
 from jaxserve.engine.sequence import Sequence
+
+
+class Completion(NamedTuple):
+    """What a step turned out to be.
+
+    Attributes:
+        sampled: Each sequence that got a token and had not ended before, its row, and the token.
+        scored: Each sequence a chunk of whose prompt was scored, the chunk, and the step's first query token of it.
+        pooled: Each sequence that ended since its hidden states are summed up, and its row.
+    """
+
+    sampled: list[tuple[Sequence, int, int]]
+    scored: list[tuple[Sequence, PrefillRow, int]]
+    pooled: list[tuple[Sequence, int]]
 
 
 class Flight(NamedTuple):
@@ -22,6 +36,11 @@ class Flight(NamedTuple):
                 found.append((sequence, chunk, first_token))
             first_token += len(chunk.token_ids)
         return found
+
+    def pooled(self, plan: StepPlan) -> list[tuple[Sequence, int]]:
+        """Sequences whose sum of hidden states the step completes, and their rows."""
+        rows = enumerate(zip(self.prefilled, plan.prefill, strict=True), len(plan.decode_slots))
+        return [(sequence, row) for row, (sequence, chunk) in rows if chunk.is_pooled]
 
 
 class PlanDraft:
@@ -79,12 +98,13 @@ class PlanDraft:
     def add_chunk(self, sequence: Sequence, end: int) -> bool:
         """A sequence's known tokens up to position ``end``; returns whether it samples behind them."""
         start = sequence.num_computed
-        samples = end == len(sequence.token_ids)
+        samples = end == len(sequence.token_ids) and sequence.pooling is None
         targets = None
         if sequence.wants_prompt_logprobs and start < sequence.num_prompt_tokens:
             behind = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
             targets = behind + [-1] * (end - start - len(behind))
-        self._prefill.append(PrefillRow(sequence.slot, start, sequence.token_ids[start:end], samples, targets))
+        pooling = None if sequence.pooling is None else _chunk_pooling(sequence, end)
+        self._prefill.append(PrefillRow(sequence.slot, start, sequence.token_ids[start:end], samples, targets, pooling))
         self._prefilled.append(sequence)
         if samples:
             self.add_mask(sequence)
@@ -96,3 +116,11 @@ class PlanDraft:
         rows = self.slots, self.positions, self.tokens, self._prefill
         plan = StepPlan(number, self._setups, self._grants, *rows, self._copies, self._masks)
         return plan, Flight(number, self.sampled, self._prefilled)
+
+
+def _chunk_pooling(sequence: Sequence, end: int) -> ChunkPooling | None:
+    """What a pooled sequence's chunk up to position ``end`` adds to the sum: the last token alone, or all."""
+    start, is_last = sequence.num_computed, end == len(sequence.token_ids)
+    if sequence.pooling == "last":
+        return ChunkPooling(1, True, True) if is_last else None
+    return ChunkPooling(end - start, start == 0, is_last)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxserve.config_checks import LOGPROBS_MODES
 from jaxserve.engine.packing import Packing
@@ -31,11 +31,13 @@ class StepState(NamedTuple):
         pools: Key and value pages of each layer.
         latest: Latest token of each slot.
         tables: What the sampler needs of requests that ask for more than a few numbers.
+        sums: Hidden states summed up over each slot's prompt so far, where its request is for a vector.
     """
 
     pools: tuple[tuple[Array, Array], ...]
     latest: Int[Array, " slots"]
     tables: SlotTables
+    sums: Float[Array, "slots D"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +127,8 @@ class ModelProgram:
             bias=self.whole(vocabulary, jnp.float32),
             tracked_ids=self.whole((self.num_slots, MAX_TRACKED), jnp.int32),
         )
-        return StepState(((pools[0], pools[1]),) * self.config.num_layers, latest, tables)
+        sums = self.whole((self.num_slots, self.config.hidden_size), jnp.float32)
+        return StepState(((pools[0], pools[1]),) * self.config.num_layers, latest, tables, sums)
 
     def empty_state(self) -> StepState:
         """Empty pools and slots, made on the devices."""

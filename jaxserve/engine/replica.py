@@ -3,8 +3,9 @@
 import collections
 
 from jaxserve.engine.plan import StepPlan
+from jaxserve.engine.plan_draft import Completion
 from jaxserve.engine.runner import PendingStep, StepResult, StepRunner
-from jaxserve.engine.scheduler import Completion, Scheduler
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 
 

@@ -11,6 +11,7 @@ from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.logprobs import FlatLogprobs, Logprob, PromptLogprobs, SampleLogprobs
 from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.sampling_params import SamplingParams
@@ -109,7 +110,8 @@ class RequestState:
     """A request from submission to its last token. Times are in seconds of ``time.monotonic()``.
 
     ``grammar`` is what its structured output compiles to; ``error`` says why it failed (its samples' finish reason is
-    then ``error``).
+    then ``error``). A request with ``pooling`` has no text: it ends with its ``embedding``, and its ``params`` say
+    nothing.
     """
 
     request_id: str
@@ -126,6 +128,8 @@ class RequestState:
     finished_s: float | None = None
     grammar: concurrent.futures.Future[Any] | None = None
     error: str | None = None
+    pooling: PoolingParams | None = None
+    embedding: list[float] | None = None
     _metrics: RequestMetrics | None = None
     _has_given_prompt: bool = False
 
@@ -211,4 +215,5 @@ class RequestState:
             metrics=self.metrics() if with_metrics else None,
             num_cached_tokens=self.num_cached_tokens,
             error=self.error,
+            embedding=self.embedding,
         )

@@ -29,11 +29,13 @@ class StepResult(NamedTuple):
         tokens: Each row's token; ``sampler.NO_TOKEN`` (-1) for a row whose logits have NaN, or nothing to choose from.
         logprobs: Those of the tokens, where a row asked for any.
         prompt_logprobs: Those of the prompt tokens behind each query token, where a chunk asked for any.
+        sums: [R, D] float32, hidden states summed up over each row's prompt, where a chunk completes any.
     """
 
     tokens: list[int]
     logprobs: TokenLogprobs | None
     prompt_logprobs: TokenLogprobs | None
+    sums: np.ndarray | None = None
 
 
 class PendingStep:
@@ -48,7 +50,9 @@ class PendingStep:
     def wait(self) -> StepResult:
         """Waits for the step."""
         output = jax.tree.map(np.asarray, self._output)
-        return StepResult(output.tokens[: self._num_rows].tolist(), output.logprobs, output.prompt_logprobs)
+        return StepResult(
+            output.tokens[: self._num_rows].tolist(), output.logprobs, output.prompt_logprobs, output.sums
+        )
 
 
 ProgramKey = tuple[BatchShape, str]
@@ -170,8 +174,11 @@ class StepRunner:
         mask = masks.array(masked, shape.num_rows) if masked else self._open_masks[shape.num_rows]
         buffer = builder.build(plan, shape, VARIANTS.index(variant))
         self._state, output = compiled(self._params, self._state, buffer, mask)
-        wanted = output if variant == "full" else output._replace(logprobs=None)
-        return PendingStep(wanted, plan.num_rows)
+        if variant != "full":
+            output = output._replace(logprobs=None)
+        if not any(row.is_pooled for row in plan.prefill):
+            output = output._replace(sums=None)
+        return PendingStep(output, plan.num_rows)
 
     def _needs_row(self, setup: SlotSetup) -> bool:
         """Whether a slot's tables must be written: its request reads them, or would find the bias of the one before."""

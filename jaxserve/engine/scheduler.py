@@ -14,13 +14,12 @@ import bisect
 import dataclasses
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from jaxserve.engine.context_pages import ContextPages
 from jaxserve.engine.endings import find_ending
 from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.plan import PrefillRow, StepPlan
-from jaxserve.engine.plan_draft import Flight, PlanDraft
+from jaxserve.engine.plan import StepPlan
+from jaxserve.engine.plan_draft import Completion, Flight, PlanDraft
 from jaxserve.engine.sequence import Sequence
 from jaxserve.outputs import FinishReason
 
@@ -38,18 +37,6 @@ class SchedulerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     long_prefill_token_threshold: int = 0
-
-
-class Completion(NamedTuple):
-    """What a step turned out to be.
-
-    Attributes:
-        sampled: Each sequence that got a token and had not ended before, its row, and the token.
-        scored: Each sequence a chunk of whose prompt was scored, the chunk, and the step's first query token of it.
-    """
-
-    sampled: list[tuple[Sequence, int, int]]
-    scored: list[tuple[Sequence, PrefillRow, int]]
 
 
 class Scheduler:
@@ -121,7 +108,7 @@ class Scheduler:
         num_decode = len(plan.decode_slots)
         rows = [*range(num_decode), *(num_decode + i for i, chunk in enumerate(plan.prefill) if chunk.samples)]
         sampled: list[tuple[Sequence, int, int]] = []
-        completion = Completion(sampled, flight.scored(plan))
+        completion = Completion(sampled, flight.scored(plan), self._end_pooled(flight.pooled(plan)))
         for sequence, row in zip(flight.sampled, rows, strict=True):
             sequence.num_pending -= 1
             if sequence.finish_reason is None:
@@ -150,6 +137,14 @@ class Scheduler:
         elif sequence in self.waiting:  # a follower may not have been added yet
             self.waiting.remove(sequence)
         self._enqueue(sequence.release_followers())
+
+    def _end_pooled(self, pooled: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+        """Ends sequences whose hidden states are summed up; returns those that had not ended before, and their rows."""
+        found = [one for one in pooled if one[0].finish_reason is None]
+        for sequence, _ in pooled:
+            sequence.num_pending -= 1
+            self.finish(sequence, "stop")
+        return found
 
     def _check(self, sequence: Sequence, token: int) -> None:
         """Looks at a new token of consequence: the first, one that may end the sequence, one behind a full page."""
@@ -186,7 +181,8 @@ class Scheduler:
     def _prepare_decode(self, sequence: Sequence, draft: PlanDraft) -> bool:
         """Whether a sequence can decode; it gets a page if it needs one, and its mask if it is constrained."""
         if not sequence.decodes_until:
-            draft.half_prompts.append(sequence)
+            if not sequence.num_pending:  # else its vector is in flight
+                draft.half_prompts.append(sequence)
             return False
         is_constrained = sequence.constraint is not None
         if sequence.num_computed + 1 >= sequence.max_length or (is_constrained and sequence.num_pending):
@@ -213,8 +209,9 @@ class Scheduler:
         sequence.num_computed = end
         self.pages.register(sequence, end, with_last=samples)
         if samples:
-            sequence.num_pending += 1
             self.pages.note_room(sequence)
+        if end == len(sequence.token_ids):
+            sequence.num_pending += 1
         return end - start
 
     def _admit(self, budget: int, draft: PlanDraft) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 from jaxserve.engine.constraint import Constraint
 from jaxserve.engine.plan import Sampling
 from jaxserve.outputs import FinishReason
+from jaxserve.pooling_params import Pooling
 from jaxserve.structured_params import RepetitionDetectionParams
 
 
@@ -27,12 +28,13 @@ class Sequence:
         reads_cache: Whether it may start from pages that others computed.
         constraint: What its next token must keep to, given the tokens before.
         repetition: When a repeating text ends.
+        pooling: What of its prompt's hidden states is summed up, in place of a text; None for a text.
         followers: Further samples of the same prompt; the scheduler adds them once this one's prompt is computed.
         num_cached_tokens: Tokens of its context found in the prefix cache when it was first admitted; -1 before.
         slot: Place on the device; -1 while it waits.
         pages: Pages of its context, in order.
         num_computed: Tokens whose keys and values are in pages, those of launched steps included.
-        num_pending: Tokens sampled by launched steps that the host does not know yet.
+        num_pending: Tokens sampled by launched steps that the host does not know yet; a vector counts as one.
         decodes_until: Position that its pages and its length let it decode up to; 0 while its prompt is computed.
         next_check: Length from which on a new token may be of consequence even where it is no stop token.
         page_keys: Keys of its context's first full pages in the prefix cache, as far as needed, behind the root's.
@@ -57,6 +59,7 @@ class Sequence:
     reads_cache: bool = True
     constraint: Constraint | None = None
     repetition: RepetitionDetectionParams | None = None
+    pooling: Pooling | None = None
     followers: list["Sequence"] = dataclasses.field(default_factory=list["Sequence"])
     num_cached_tokens: int = -1
     slot: int = -1

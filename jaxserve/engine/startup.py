@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.admission import Admission, ModelLimits
+from jaxserve.engine.admission import Admission
 from jaxserve.engine.build import EnginePlan, load_params, plan_engine
 from jaxserve.engine.compilation_cache import use_compilation_cache
 from jaxserve.engine.engine import Engine
@@ -21,6 +21,7 @@ from jaxserve.engine.model_defaults import (
     find_tokenizer,
     thinking_ids,
 )
+from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.runner import CompiledSteps, StepRunner, program_keys

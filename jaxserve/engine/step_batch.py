@@ -59,6 +59,7 @@ class BatchShape:
             "page_table": (self.num_rows, self.table_pages),
             **dict.fromkeys(("context_lens", "query_starts", "query_lens", "slots"), rows),
             **dict.fromkeys(("sampled_slots", "sampled_tokens", "counted_slots"), rows),
+            **dict.fromkeys(("pooled_from", "carried_slots"), (0,) if self.decode_only else rows),
             **dict.fromkeys(SLOT_NUMBERS, rows),
             "arguments": (self.num_arguments, self.num_rows),
             **dict.fromkeys(("num_decode", "num_rows", "num_shared_pages", "num_target_tokens", "variant"), scalar),
@@ -95,6 +96,9 @@ class StepBatch(NamedTuple):
         sampled_slots: The same where the row samples; out of range where it does not.
         sampled_tokens: Query token behind which the row samples.
         counted_slots: Slot of each row whose token is to be counted for its penalties; out of range for the others.
+        pooled_from: Query token from which on the row's hidden states are summed up; behind the row for none. Decode
+            steps have none of these.
+        carried_slots: Slot whose sum goes on in the row; out of range where it begins.
         top_k: Candidates kept, 0 for all.
         seeds: Seed of each row's random numbers.
         temperature: 0 for the likeliest token.
@@ -117,6 +121,8 @@ class StepBatch(NamedTuple):
     sampled_slots: Int[Array, " R"]
     sampled_tokens: Int[Array, " R"]
     counted_slots: Int[Array, " R"]
+    pooled_from: Int[Array, " pooled"]
+    carried_slots: Int[Array, " pooled"]
     top_k: Int[Array, " R"]
     seeds: Int[Array, " R"]
     temperature: Float[Array, " R"]

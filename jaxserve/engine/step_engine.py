@@ -2,8 +2,8 @@
 
 from typing import Protocol, runtime_checkable
 
-from jaxserve.engine.metric_types import Metric
 from jaxserve.engine.request_state import RequestState
+from jaxserve.metric_types import Metric
 
 
 @runtime_checkable

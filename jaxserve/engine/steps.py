@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.engine.program import ModelProgram, StepState
 from jaxserve.engine.step_batch import BatchShape, StepBatch, sampler_inputs, unpack
 from jaxserve.layers.attention import AttentionSettings
+from jaxserve.layers.row_sums import add_tokens
 from jaxserve.layers.rows import map_rows
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.sampling.logprobs import TokenLogprobs, token_logprobs
@@ -28,11 +29,13 @@ class StepOutput(NamedTuple):
         tokens: The sampled token of each row; ``sampler.NO_TOKEN`` where its logits have NaN.
         logprobs: Its logprobs, where the sampler computes any.
         prompt_logprobs: Those of the prompt tokens behind each query token; None unless the shape scores prompts.
+        sums: Hidden states summed up over each row's prompt, where it pools them; None in decode shapes.
     """
 
     tokens: Int[Array, " R"]
     logprobs: TokenLogprobs
     prompt_logprobs: TokenLogprobs | None
+    sums: Float[Array, "R D"] | None
 
 
 def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.stages.Traced:
@@ -95,7 +98,21 @@ def run_step(
     sampled, logprobs = map_rows(sampled_rows, rows, attention.num_rows, settings.attention.row_tile)
     latest = state.latest.at[batch.sampled_slots].set(jnp.maximum(sampled, 0), mode="drop")
     prompt = _prompt_logprobs(model, hidden, batch, settings) if settings.scores_prompt else None
-    return StepState(tuple(pools), latest, tables), StepOutput(sampled, logprobs, prompt)
+    kept, sums = state.sums, None
+    if not settings.attention.decode_only:
+        kept, sums = _pooled(model, hidden, kept, batch, settings.attention.row_tile)
+    return StepState(tuple(pools), latest, tables, kept), StepOutput(sampled, logprobs, prompt, sums)
+
+
+def _pooled(
+    model: CausalLM, hidden: Float[Array, "T D"], kept: Float[Array, "slots D"], batch: StepBatch, row_tile: int | None
+) -> tuple[Float[Array, "slots D"], Float[Array, "R D"]]:
+    """The slots' sums of hidden states and those of the rows, with what the step adds."""
+    end = batch.attention.query_starts + batch.attention.query_lens
+    before = kept.at[batch.carried_slots].get(mode="fill", fill_value=0)
+    sums = add_tokens(before, hidden, batch.pooled_from, end, model.final, row_tile)
+    targets = jnp.where(batch.pooled_from < end, batch.slots, len(kept))
+    return kept.at[targets].set(sums, mode="drop"), sums
 
 
 def _prompt_logprobs(

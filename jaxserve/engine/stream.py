@@ -1,16 +1,72 @@
-"""One request's outputs on their way from the engine's thread to whoever reads them on an event loop."""
+"""One request's outputs on their way from the engine's thread to whoever reads them."""
 
 import asyncio
 import collections
+import dataclasses
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from jaxserve.engine.request_state import RequestState
 from jaxserve.errors import JaxserveError
 from jaxserve.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Readers(Hashable, Protocol):
+    """Where streams are read; those of one place are woken together."""
+
+    def wake(self, streams: Sequence[Any]) -> None:
+        """Lets the readers of these streams, all read here, look again. On any thread."""
+        ...
+
+
+@runtime_checkable
+class OutputStream(Protocol):
+    """Where the engine's thread puts a request's outputs.
+
+    Attributes:
+        request: The request, once it is prepared.
+        is_cancelled: Set where the request is aborted before it runs.
+    """
+
+    request: RequestState | None
+    is_cancelled: bool
+
+    @property
+    def readers(self) -> Readers:
+        """Who is to be woken."""
+        ...
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the request has news that no output holds yet."""
+        ...
+
+    def offer(self) -> bool:
+        """Makes the next output if there is room for it; returns whether the reader is to be woken."""
+        ...
+
+    def fail(self, error: JaxserveError) -> None:
+        """Ends the stream with an error."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopReaders:
+    """Coroutines on an event loop, each woken by one call to the loop for all of them."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def wake(self, streams: Sequence[Any]) -> None:
+        """Lets the readers of these streams look again. On any thread."""
+        try:
+            self.loop.call_soon_threadsafe(_wake_all, streams)
+        except RuntimeError:
+            logger.warning("an event loop was closed with %d requests running", len(streams))
 
 
 class Stream:
@@ -39,6 +95,11 @@ class Stream:
         self._is_behind = False
         self._is_over = False
         self._error: JaxserveError | None = None
+
+    @property
+    def readers(self) -> LoopReaders:
+        """Who is to be woken."""
+        return LoopReaders(self.loop)
 
     def offer(self) -> bool:
         """Makes the next output if the slot is empty. On the engine's thread, between steps.
@@ -98,18 +159,15 @@ class Stream:
             return output
 
 
-def wake_readers(streams: Iterable[Stream]) -> None:
-    """Lets the streams' readers look again, with one call to each event loop. On any thread."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Stream]] = collections.defaultdict(list)
+def wake_readers(streams: Iterable[OutputStream]) -> None:
+    """Lets the streams' readers look again, with one call to each place where they are. On any thread."""
+    by_readers: dict[Readers, list[OutputStream]] = collections.defaultdict(list)
     for stream in streams:
-        by_loop[stream.loop].append(stream)
-    for loop, readers in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_wake_all, readers)
-        except RuntimeError:
-            logger.warning("an event loop was closed with %d requests running", len(readers))
+        by_readers[stream.readers].append(stream)
+    for readers, woken in by_readers.items():
+        readers.wake(woken)
 
 
-def _wake_all(streams: list[Stream]) -> None:
+def _wake_all(streams: Sequence[Stream]) -> None:
     for stream in streams:
         stream.wake()

@@ -61,6 +61,16 @@ class Tokenizer:
         """Ids that `skip_special_tokens` leaves out."""
         return self._backend.special_ids
 
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Texts of the special tokens by name, such as "bos_token"; chat templates see them."""
+        return dict(self._settings.special_tokens)
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """Sources of the chat templates by name; the usual one is "default"."""
+        return dict(self._settings.chat_templates)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of a text; special tokens written out in it are recognised.
 
@@ -106,14 +116,13 @@ class Tokenizer:
     ) -> str:
         """Returns a conversation as prompt text, special tokens (BOS too) written out. Arguments as `render_chat`."""
         (conversation,) = split_conversations([messages])
-        special: dict[str, Any] = dict(self._settings.special_tokens)
         return render_chat(
             conversation,
             choose_template(self._settings.chat_templates, chat_template, tools is not None),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
-            variables={**special, **variables},
+            variables={**self.special_tokens, **variables},
         )
 
     def apply_chat_template(

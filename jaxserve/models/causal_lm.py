@@ -87,6 +87,10 @@ class CausalLM(nnx.Module):
         """
         return map_rows(self._scores, (hidden,), num_rows, row_tile)
 
+    def final(self, hidden: Float[Array, "R D"]) -> Float[Array, "R D"]:
+        """What the head reads, and what stands for a text as a vector: hidden states behind the head's norm."""
+        return self.norm(hidden)
+
     def _embed(
         self, tokens: Int[Array, " T"], positions: Int[Array, " T"], lengths: Int[Array, " T"]
     ) -> tuple[Float[Array, "T D"], Float[Array, "T half"], Float[Array, "T half"]]:
@@ -98,7 +102,7 @@ class CausalLM(nnx.Module):
 
     def _scores(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         head = self.embed if self.head is None else self.head
-        scores = head.logits(self.norm(hidden))
+        scores = head.logits(self.final(hidden))
         return scores if self.config.logits_divisor == 1.0 else scores / self.config.logits_divisor
 
     def __call__(self, tokens: Int[Array, "B T"] | Int[np.ndarray, "B T"]) -> Float[Array, "B T V"]:

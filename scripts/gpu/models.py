@@ -44,6 +44,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_SHARED,
     },
 }
+LLAMA_70B = CONFIGS["llama-8b"] | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
 _TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_kernels.operation import input_shapes, largest_error, prepared_shapes
 from pallas_kernels.registry import load, operation
 from scripts.gpu.driver import first_line, is_device_lost
 from scripts.gpu.figures import Figure
@@ -73,12 +74,10 @@ def programs(context: Context) -> Iterator[Program]:
             case = op.CASES[case_name]
             if implementation.unsupported(*H200, op.dtype(case), **op.sizes(case)) is not None:
                 continue
-            inputs = jax.eval_shape(functools.partial(op.make_inputs, case), jax.random.key(0))
-            prepare = functools.partial(op.prepare, implementation, case)
-            prepared = jax.eval_shape(prepare, inputs)
+            inputs, prepared = input_shapes(op, case), prepared_shapes(op, implementation, case)
             label = f"{name} {case_name} {row}"
             yield Program(label, functools.partial(op.run, implementation, case), (prepared,))
-            yield Program(f"{label}: prepare", prepare, (inputs,))
+            yield Program(f"{label}: prepare", functools.partial(op.prepare, implementation, case), (inputs,))
             if (name, case_name) not in seen:
                 seen.add((name, case_name))
                 yield Program(f"{name} {case_name}: reference", functools.partial(op.expected, case), (inputs,))
@@ -94,30 +93,16 @@ class Check:
         op, implementation = operation(name), load(name, row)
         case = op.CASES[case_name]
         self._make, self._expected = _shared_programs(name, case_name)
-        inputs = jax.eval_shape(functools.partial(op.make_inputs, case), jax.random.key(0))
         prepare = functools.partial(op.prepare, implementation, case)
-        self._prepare = jax.jit(prepare).lower(inputs).compile()
         call = functools.partial(op.run, implementation, case)
-        self._run = jax.jit(call).lower(jax.eval_shape(prepare, inputs)).compile()
+        self._prepare = jax.jit(prepare).lower(input_shapes(op, case)).compile()
+        self._run = jax.jit(call).lower(prepared_shapes(op, implementation, case)).compile()
 
     def error(self, seed: int) -> float:
         """Largest difference as a share of the largest expected value; infinite where a result is no number."""
         inputs = self._make(np.uint32(seed % 2**32))
         found = self._run(self._prepare(inputs))
         return largest_error(found, self._expected(inputs))
-
-
-def largest_error(found: Any, expected: Any) -> float:
-    """The same of two trees; NaN in what is expected stands for anything that is finite."""
-    worst = 0.0
-    for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
-        if got.shape != wanted.shape or not np.isfinite(got).all():
-            return float("inf")
-        counts = ~np.isnan(wanted)
-        largest = np.abs(wanted[counts]).max(initial=1e-30)
-        worst = max(worst, float(np.abs(got - wanted)[counts].max(initial=0.0) / largest))
-    return worst
 
 
 @functools.cache
@@ -129,9 +114,8 @@ def _shared_programs(name: str, case_name: str) -> tuple[Any, Any]:
     def make(seed: jax.Array) -> Any:
         return op.make_inputs(case, jax.random.key(seed))
 
-    inputs = jax.eval_shape(make, np.uint32(0))
     compiled = jax.jit(make).lower(np.uint32(0)).compile()
-    return compiled, jax.jit(functools.partial(op.expected, case)).lower(inputs).compile()
+    return compiled, jax.jit(functools.partial(op.expected, case)).lower(input_shapes(op, case)).compile()
 
 
 def _names(name: str, context: Context) -> list[str]:

@@ -25,7 +25,8 @@ from jaxserve import (
     StructuredOutputsParams,
     async_llm,
 )
-from jaxserve.engine.metric_types import Histogram
+from jaxserve.errors import DeadlineError
+from jaxserve.metric_types import Histogram
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -246,6 +247,20 @@ def test_leaving_a_stream_ends_its_request(engine: AsyncLLM) -> None:
     run(main)
 
 
+def test_a_deadline_ends_its_request_alone(engine: AsyncLLM) -> None:
+    async def main() -> None:
+        other = asyncio.ensure_future(read(engine, STORY))
+        for timeout_s in (0.05, 1e-9):
+            with pytest.raises(DeadlineError, match="the deadline has passed"):
+                async for _ in engine.generate(STORY, LONG, timeout_s=timeout_s):
+                    pass
+        assert (await other)[-1].finished
+        assert (await read(engine, STORY, timeout_s=1000.0))[-1].finished
+        await at_rest(engine)
+
+    run(main)
+
+
 def test_a_forgotten_generator_ends_its_request(engine: AsyncLLM) -> None:
     async def main() -> None:
         async for _ in engine.generate(STORY, LONG):
@@ -368,6 +383,7 @@ def without_type_checks() -> Iterator[None]:
         (7, {}, "prompts must be a string"),
         ("x" * 3000, {}, "maximum context length is 512"),
         ("x", {"priority": 3}, "priority"),
+        ("x", {"timeout_s": 0.0}, "timeout_s must be None or seconds above 0"),
     ],
 )
 def test_a_bad_request_raises_where_it_is_read(

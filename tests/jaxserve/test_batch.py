@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.batch import BatchBuilder
-from jaxserve.engine.plan import PageGrant, PrefillRow, Sampling, SlotSetup, StepPlan
+from jaxserve.engine.plan import ChunkPooling, PageGrant, PrefillRow, Sampling, SlotSetup, StepPlan
 from jaxserve.engine.step_batch import BatchShape, StepBatch, sampler_inputs, unpack
 from jaxserve.sampling.penalties import SamplerInputs
 from pallas_kernels import AttentionBatch
@@ -101,7 +101,12 @@ class PlanMaker:
         targets = None
         if self.random.random() < 0.5:
             targets = [int(token) for token in self.random.integers(-1, 900, count)]
-        return PrefillRow(slot, self.slots[slot].computed, token_ids, bool(self.random.random() < 0.5), targets)
+        pooling = None
+        if self.random.random() < 0.5:
+            num_pooled = 1 if self.random.random() < 0.5 else count
+            pooling = ChunkPooling(num_pooled, bool(self.random.random() < 0.5), False)
+        samples = bool(self.random.random() < 0.5)
+        return PrefillRow(slot, self.slots[slot].computed, token_ids, samples, targets, pooling)
 
 
 def plan_rows(plan: StepPlan) -> list[PrefillRow]:
@@ -125,6 +130,7 @@ def check_batch(batch: StepBatch, plan: StepPlan, slots: dict[int, Slot], shape:
         else:
             assert batch.sampled_slots[r] >= NUM_SLOTS, "a row that does not sample would set a slot's latest token"
         assert batch.sampled_tokens[r] == token + count - 1
+        check_pooling(batch, r, row, token + count)
         sampling = facts.setup.sampling
         numbers = (batch.temperature[r], batch.top_k[r], batch.top_p[r], batch.min_p[r])
         assert numbers == (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
@@ -154,6 +160,18 @@ def check_batch(batch: StepBatch, plan: StepPlan, slots: dict[int, Slot], shape:
     check_padding(batch, token, plan.num_rows, shape)
 
 
+def check_pooling(batch: StepBatch, r: int, row: PrefillRow, end: int) -> None:
+    """Which tokens of a row, whose last is before ``end``, enter its slot's sum; decode steps have no such numbers."""
+    if not len(batch.pooled_from):
+        assert not len(batch.carried_slots) and row.pooling is None
+    elif row.pooling is None:
+        assert batch.pooled_from[r] >= end
+    else:
+        assert batch.pooled_from[r] == end - row.pooling.num_tokens
+        assert (batch.carried_slots[r] == row.slot) == (not row.pooling.is_first)
+        assert batch.carried_slots[r] in (row.slot, NUM_SLOTS)
+
+
 def check_padding(batch: StepBatch, num_tokens: int, num_rows: int, shape: BatchShape) -> None:
     """Padding reads no page, writes no page, and belongs to no slot."""
     attention = batch.attention
@@ -164,6 +182,8 @@ def check_padding(batch: StepBatch, num_tokens: int, num_rows: int, shape: Batch
     assert (batch.counted_slots[num_rows:] >= NUM_SLOTS).all()
     assert (batch.slots[num_rows:] >= NUM_SLOTS).all() and (batch.sampled_slots[num_rows:] >= NUM_SLOTS).all()
     assert (batch.targets[num_tokens:] == -1).all()
+    assert (batch.pooled_from[num_rows:] == shape.num_tokens).all()
+    assert (batch.carried_slots[num_rows:] >= NUM_SLOTS).all()
     assert (batch.tokens[num_tokens:] >= 0).all(), "-1 would look up a slot"
     for name in ("temperature", "min_p", "top_k", "presence_penalty", "frequency_penalty"):
         assert (getattr(batch, name)[num_rows:] == 0).all(), f"padding asks for {name}"

@@ -3,108 +3,20 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from jaxserve import EngineDeadError, RequestError, RequestOutput, RequestOutputKind, SamplingParams
-from jaxserve.engine.delivery import deliver
 from jaxserve.engine.engine_thread import EngineThread
-from jaxserve.engine.metric_types import Counter, Gauge, Metric
-from jaxserve.engine.request_state import RequestState, Sample
-from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.open_streams import deadline_after
+from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.engine.stream import Stream
-
-DELTA = SamplingParams(output_kind=RequestOutputKind.DELTA)
-PATIENCE_S = 60.0
-
-
-class FakeEngine:
-    """Each step gives every request that is not paused its next token: 1000 times its number, then one more each."""
-
-    def __init__(self) -> None:
-        self.requests: dict[str, RequestState] = {}
-        self.owners: dict[str, tuple[RequestState, Sample]] = {}
-        self.paused: set[str] = set()
-        self.aborted: list[str] = []
-        self.num_steps = 0
-        self.is_closed = False
-        self.before_step: Callable[[], None] | None = None
-        self.threads: set[int] = set()
-        self._changed = threading.Condition()
-        self._allowed = 0
-        self._num_entered = 0
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self.requests)
-
-    def enqueue(self, request: RequestState) -> None:
-        self.threads.add(threading.get_ident())
-        if request.request_id in self.requests:
-            raise RequestError(f"request id {request.request_id!r} is in use")
-        self.requests[request.request_id] = request
-        for sample in request.samples:
-            self.owners[sample.sequence.sequence_id] = (request, sample)
-
-    def step(self) -> list[RequestState]:
-        with self._changed:
-            self._num_entered += 1
-            self._changed.notify_all()
-            assert self._changed.wait_for(lambda: self._allowed > self.num_steps, PATIENCE_S)
-        self.threads.add(threading.get_ident())
-        if self.before_step is not None:
-            self.before_step()
-        sampled = []
-        for request in self.requests.values():
-            for row, sample in enumerate(request.samples):
-                sequence = sample.sequence
-                if request.request_id in self.paused or sequence.finish_reason is not None:
-                    continue
-                sequence.token_ids.append(1000 * int(request.request_id) + sequence.num_output_tokens + 1)
-                if len(sequence.token_ids) >= sequence.max_length:
-                    sequence.finish_reason = "length"
-                sampled.append((sequence, row, sequence.token_ids[-1]))
-        changed = deliver(sampled, self.owners, None, None, 1.0).changed
-        for request in changed:
-            if request.is_finished():
-                del self.requests[request.request_id]
-        self.num_steps += 1
-        return changed
-
-    def abort(self, request: RequestState) -> None:
-        if self.requests.pop(request.request_id, None) is None:
-            return
-        self.aborted.append(request.request_id)
-        for sample in request.samples:
-            sample.sequence.finish_reason = sample.sequence.finish_reason or "abort"
-
-    def metrics(self) -> list[Metric]:
-        names = ("prompt_tokens", "generation_tokens", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits")
-        counters: list[Metric] = [Counter(f"jaxserve:{name}", {}, self.num_steps) for name in names]
-        gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        return [*counters, *(Gauge(f"jaxserve:{name}", {}, len(self.requests)) for name in gauges)]
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def allow(self, count: int) -> None:
-        """Lets that many more steps run. On the test's side, as what follows."""
-        with self._changed:
-            self._allowed += count
-            self._changed.notify_all()
-
-    async def run(self, count: int) -> None:
-        """Lets that many steps run and waits until what they gave is handed over and the next step has begun."""
-
-        def wait() -> None:
-            with self._changed:
-                assert self._changed.wait_for(lambda: self._num_entered > self._allowed, PATIENCE_S)
-
-        self.allow(count)
-        await asyncio.to_thread(wait)
+from jaxserve.errors import DeadlineError, RequestFailedError
+from tests.jaxserve.fake_engine import DELTA, PATIENCE_S, FakeEngine, make_request
 
 
 @pytest.fixture
@@ -119,13 +31,6 @@ def thread(engine: FakeEngine) -> Iterator[EngineThread]:
     engine.allow(1000)
     made.stop()
     assert engine.is_closed
-
-
-def make_request(number: int, num_tokens: int = 5, params: SamplingParams = DELTA) -> RequestState:
-    samples = [
-        Sample(index, Sequence(f"{number}-{index}", [1, 2], 2, 2 + num_tokens), None, None) for index in range(params.n)
-    ]
-    return RequestState(str(number), None, [1, 2], params, samples, 0, 0.0, 0.0)
 
 
 def submit(thread: EngineThread, number: int, num_tokens: int = 5, params: SamplingParams = DELTA) -> Stream:
@@ -359,7 +264,7 @@ def test_a_request_that_fails_raises_in_its_own_stream(engine: FakeEngine, threa
         engine.step = lambda: [*original(), *([request] if engine.requests.pop("1", None) else [])]
         engine.allow(10)
         found = [await bad.get()]
-        with pytest.raises(RequestError, match="request 1 failed: the grammar broke"):
+        with pytest.raises(RequestFailedError, match="request 1 failed: the grammar broke"):
             while True:
                 found.append(await asyncio.wait_for(bad.get(), PATIENCE_S))
         assert sum(ids(found), [])[0] == 1001
@@ -385,12 +290,113 @@ def test_an_output_that_cannot_be_made_fails_its_request_alone(
         engine.allow(1)
         await bad.get()
         engine.allow(10)
-        with pytest.raises(RequestError, match="request 1 failed: out of luck"):
+        with pytest.raises(RequestFailedError, match="request 1 failed: ArithmeticError, see the log"):
             await asyncio.wait_for(bad.get(), PATIENCE_S)
         assert sum(ids(await rest(good)), []) == [*range(2001, 2006)]
         assert engine.aborted == ["1"]
 
     asyncio.run(main())
+
+
+# ---------------------------------------------------------------- deadlines
+
+
+def test_a_deadline_that_passes_before_a_request_runs_ends_it_unseen_by_the_engine(
+    engine: FakeEngine, thread: EngineThread
+) -> None:
+    async def main() -> None:
+        stream, other = Stream(asyncio.get_running_loop(), False), submit(thread, 2)
+        thread.submit(stream, make_request(1), time.monotonic() - 1)
+        engine.allow(100)
+        with pytest.raises(DeadlineError, match=r"the deadline has passed, .* s after the request came and 0 tokens"):
+            await asyncio.wait_for(stream.get(), PATIENCE_S)
+        assert sum(ids(await rest(other)), []) == [*range(2001, 2006)]
+        assert engine.aborted == []
+
+    asyncio.run(main())
+
+
+def test_a_deadline_ends_a_request_before_the_next_step(engine: FakeEngine, thread: EngineThread) -> None:
+    async def main() -> None:
+        stream, other = Stream(asyncio.get_running_loop(), False), submit(thread, 2, 9)
+        deadline_s = time.monotonic() + 0.2
+        thread.submit(stream, make_request(1, 1000), deadline_s)
+        await engine.run(3)
+        assert ids([await stream.get()]) == [[1001]]
+        while time.monotonic() <= deadline_s:
+            await asyncio.sleep(0.01)
+        await engine.run(1)  # the step that had begun
+        assert engine.aborted == ["1"]
+        with pytest.raises(DeadlineError, match="and 4 tokens"):
+            while True:
+                await asyncio.wait_for(stream.get(), PATIENCE_S)
+        engine.allow(10)
+        assert sum(ids(await rest(other)), []) == [*range(2001, 2010)]
+
+    asyncio.run(main())
+
+
+def test_deadlines_of_requests_that_ended_are_forgotten(engine: FakeEngine, thread: EngineThread) -> None:
+    async def main() -> None:
+        engine.allow(10_000)
+        for _ in range(500):
+            stream = Stream(asyncio.get_running_loop(), False)
+            thread.submit(stream, make_request(1, 1), time.monotonic() + 1000)
+            await rest(stream)
+        assert len(thread._streams._deadlines) < 100
+        assert engine.aborted == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), "1", True])
+def test_a_timeout_is_seconds(timeout_s: Any) -> None:
+    with pytest.raises(RequestError, match="timeout_s must be None or seconds above 0"):
+        deadline_after(timeout_s)
+    assert deadline_after(None) is None
+
+
+# ---------------------------------------------------------------- progress
+
+
+def test_progress_can_be_watched(engine: FakeEngine, thread: EngineThread) -> None:
+    async def main() -> None:
+        while not thread.is_idle:
+            await asyncio.sleep(0)
+        seen = thread.num_done
+        await settled(thread)
+        assert thread.num_done > seen
+        stream = submit(thread, 1, 5)
+        await engine.run(2)
+        seen = thread.num_done
+        assert not thread.is_idle  # the next step hangs
+        await engine.run(1)
+        assert thread.num_done == seen + 1
+        engine.allow(10)
+        await rest(stream)
+        while not thread.is_idle:
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+def test_streams_have_ended_before_the_devices_are_free(engine: FakeEngine) -> None:
+    thread = EngineThread(engine)
+    closing, may_close = threading.Event(), threading.Event()
+
+    def close() -> None:
+        closing.set()
+        assert may_close.wait(PATIENCE_S)
+
+    engine.close = close
+    stopping = threading.Thread(target=thread.stop)
+    stopping.start()
+    thread.wait_ended()
+    assert closing.wait(PATIENCE_S)
+    assert not thread.is_idle  # a device that cannot be freed is no progress
+    may_close.set()
+    stopping.join(PATIENCE_S)
+    assert thread.is_idle
 
 
 # ---------------------------------------------------------------- the end of an engine

@@ -8,10 +8,10 @@ import pytest
 
 from jaxserve import SamplingParams
 from jaxserve.engine.delivery import Delivery, deliver
-from jaxserve.engine.metric_types import HELP, Counter, Distribution, Gauge, Histogram, Metric, prometheus_text
 from jaxserve.engine.metrics import FINISH_REASONS, EngineMetrics
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.engine.sequence import Sequence
+from jaxserve.metric_types import HELP, Counter, Distribution, Gauge, Histogram, Metric, prometheus_text
 
 # vLLM's names (v1/metrics/loggers.py) that mean the same here.
 OF_VLLM = (
@@ -20,7 +20,8 @@ OF_VLLM = (
     "inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_latency_seconds "
     "request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds "
     "request_decode_time_seconds request_prompt_tokens request_generation_tokens request_params_n "
-    "request_params_max_tokens iteration_tokens_total"
+    "request_params_max_tokens iteration_tokens_total request_max_num_generation_tokens "
+    "request_prefill_kv_computed_tokens corrupted_requests"
 ).split()
 
 
@@ -150,6 +151,8 @@ def test_numbers_of_a_known_load() -> None:
         "request_decode_time_seconds": (2, 1.0 + 2.5),
         "request_prompt_tokens": (2, 12.0),
         "request_generation_tokens": (3, 8.0),
+        "request_max_num_generation_tokens": (2, 3.0 + 3.0),
+        "request_prefill_kv_computed_tokens": (2, 3.0 + 6.0),
         "request_params_n": (2, 3.0),
         "request_params_max_tokens": (2, 100.0),
         "iteration_tokens_total": (4, 5.0 + 10.0 + 3.0 + 2.0),
@@ -169,6 +172,13 @@ def test_requests_that_were_cut_are_in_no_histogram_of_requests(reason: str) -> 
     assert sum(found[f"request_success/{one}"].value for one in ("abort", "error")) == 2
     assert all(histogram(found, name).count == 0 for name in found if name.startswith("request_") and "/" not in name)
     assert histogram(found, "time_to_first_token_seconds").count == 1
+
+
+def test_requests_without_numbers_are_counted() -> None:
+    metrics = EngineMetrics(1000)
+    metrics.corrupted()
+    metrics.corrupted()
+    assert collected(metrics)["corrupted_requests"].value == 2
 
 
 def test_a_step_without_tokens_counts_nothing() -> None:
@@ -251,4 +261,4 @@ def test_prometheus_reads_all_of_it() -> None:
     assert samples["jaxserve:inter_token_latency_seconds_bucket", "0.2"].value == 0
     assert samples["jaxserve:inter_token_latency_seconds_bucket", "0.3"].value == 1
     infinite = [float(key[1]) for key in samples if key[1] == "+Inf"]
-    assert infinite == [math.inf] * 13
+    assert infinite == [math.inf] * 15

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from jaxserve.engine.steps import ModelProgram, StepState, trace_step
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.models.causal_lm import CausalLM
+from scripts.compile_text import compiled_collectives
 from sharding.plan import bytes_per_device, count_collectives
 from tests.tiny_programs import BACKEND, NUM_LAYERS, make_program, random_params, tiny_config
 
@@ -26,16 +26,13 @@ DECODE, MIXED, SCORING = BUCKETS.shapes()
 # Norms over all heads need the other devices' sums: one more all-reduce a layer.
 WIDTH_NORM = {"qk_norm": "width", "norm_after": True}
 copies_nothing = pytest.mark.skipif("interpret" in (BACKEND or ""), reason="interpreted kernels copy what they change")
-HLO_KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
 
 
-def compiled_collectives(text: str | None) -> dict[str, int]:
-    """Operands of every collective in a program's text: XLA joins several into one with a tuple for a result."""
+def text_of(compiled: jax.stages.Compiled) -> str:
+    """The optimized program."""
+    text = compiled.as_text()
     assert text is not None
-    counts: dict[str, int] = {}
-    for result, kind in re.findall(rf"= (\([^=]*?\)|\S+) ({HLO_KINDS})(?:-start)?\(", text):
-        counts[kind] = counts.get(kind, 0) + len(re.findall(r"\w+\[", result))
-    return counts
+    return text
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
@@ -43,16 +40,6 @@ def temporary_bytes(compiled: jax.stages.Compiled) -> int:
     analysis = compiled.memory_analysis()
     assert analysis is not None
     return analysis.temp_size_in_bytes
-
-
-def test_the_parser_reads_joined_collectives() -> None:
-    text = """
-      %a = (f32[4,8]{1,0}, f32[]) all-reduce(%x, %y), channel_id=1, replica_groups={{0,1},{2,3}}
-      %b = f32[4]{0} all-reduce-start(%x), replica_groups=mesh['data'=2,'tensor'=2] {'tensor'}
-      ROOT %c = bf16[4,16]{1,0} all-gather(f32[4,8]{1,0} %x), replica_groups=[2,2]<=[4]T(1,0), dimensions={1}
-      %d = f32[4]{0} add(%all-reduce, %all-gather)
-    """
-    assert compiled_collectives(text) == {"all-reduce": 3, "all-gather": 1}
 
 
 @functools.cache
@@ -72,13 +59,13 @@ def test_a_decode_step_communicates_what_its_layout_states(tensor: int, is_olmo:
     all_reduces = (2 + is_olmo) * NUM_LAYERS + layout.all_reduces_per_step
     assert counted == {"all-reduce": all_reduces, "all-gather": layout.all_gathers_per_step}
     assert (layout.all_reduces_per_step, layout.all_gathers_per_step) == (1, 1)
-    assert compiled_collectives(compiled.as_text()) == counted, "XLA added or lost collectives"
+    assert compiled_collectives(text_of(compiled)) == counted, "XLA added or lost collectives"
 
 
 def test_one_device_communicates_nothing() -> None:
     counted, compiled, _ = compiled_decode(1, False)
     assert counted == {}
-    assert compiled_collectives(compiled.as_text()) == {}
+    assert compiled_collectives(text_of(compiled)) == {}
 
 
 @pytest.mark.parametrize("variant", ["greedy", "sampled", "full"])
@@ -114,10 +101,17 @@ def test_slot_tables_are_updated_in_place(variant: str) -> None:
     """With more slots than rows: a step takes no copy of what it keeps of all slots, nor of the rows it reads."""
     program = make_program(tiny_config(), num_slots=1000)
     compiled = trace_step(program, DECODE, variant).lower().compile()
-    tables = program.abstract_state().tables
-    sizes = [math.prod(leaf.shape) * 4 for leaf in tables]
+    state = program.abstract_state()
+    sizes = [math.prod(leaf.shape) * 4 for leaf in (*state.tables, state.sums)]
     assert sum(sizes) + 4000 == program.slot_state_bytes
     assert temporary_bytes(compiled) < min(sizes) // 4
+
+
+@copies_nothing
+def test_sums_of_hidden_states_are_updated_in_place() -> None:
+    program = make_program(tiny_config(), num_slots=10_000)
+    temporary = temporary_bytes(trace_step(program, MIXED, "any").lower().compile())
+    assert temporary < math.prod(program.abstract_state().sums.shape)
 
 
 def test_no_copy_of_the_weights_is_made() -> None:

@@ -337,3 +337,15 @@ def test_a_decoder_that_cannot_go_token_by_token_is_refused(tmp_path: Path) -> N
     made.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match=r"decoder .*WordPiece.* is not supported: it must be ByteLevel"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["byte-level", "byte-fallback"])
+def test_long_texts_are_encoded_as_short_ones(tiny_tokenizers: dict[str, Tokenizer], name: str) -> None:
+    """Long ones go another way, on which other threads run meanwhile."""
+    tokenizer = tiny_tokenizers[name]
+    piece = "hello a bed! "
+    alone = tokenizer.encode(piece, add_special_tokens=False)
+    long = tokenizer.encode(piece * 1000, add_special_tokens=False)
+    assert long[: len(alone) - 1] == alone[:-1]
+    assert long == tokenizer.encode_batch([piece * 1000], add_special_tokens=False)[0]
+    assert tokenizer.decode(long) == tokenizer.decode(tokenizer.encode_batch([piece * 1000], False)[0])

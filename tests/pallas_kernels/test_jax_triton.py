@@ -24,6 +24,7 @@ from pallas_kernels import (
     paged_attention,
     paged_attention_jax_triton,
 )
+from pallas_kernels.operation import prepared_shapes
 
 REPOSITORY = Path(__file__).parents[2]
 ATTENTION_CASES = (
@@ -146,8 +147,7 @@ def test_compiles_for_an_h200_without_spills(monkeypatch, tmp_path, operation, i
     compiled = {}
     monkeypatch.setattr(jax_triton, "call", lambda *args, **options: compile_call(compiled, *args, **options))
     case = operation.BENCHES[bench]
-    inputs = jax.eval_shape(lambda key: operation.make_inputs(case, key), jax.random.key(0))
-    prepared = jax.eval_shape(lambda inputs: operation.prepare(implementation, case, inputs), inputs)
+    prepared = prepared_shapes(operation, implementation, case)
     jax.eval_shape(lambda prepared: operation.run(implementation, case, prepared), prepared)
     assert compiled
     for name, kernel in compiled.items():

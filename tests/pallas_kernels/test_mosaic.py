@@ -12,6 +12,7 @@ from pallas_kernels import paged_attention
 from pallas_kernels.decode_attention_mosaic import decode_attention
 from pallas_kernels.lowering import lower_for_cuda
 from pallas_kernels.mosaic_support import interpreter, missing_jax
+from pallas_kernels.operation import largest_error, prepared_shapes
 from pallas_kernels.paged_attention_cases import Case
 from pallas_kernels.paged_attention_mosaic import INTERPRET, MOSAIC
 from pallas_kernels.prefill_attention_mosaic import prefill_attention
@@ -48,14 +49,6 @@ def problem(case: Case):
     return prepared, np.array(paged_attention.expected(case, inputs), np.float32)
 
 
-def check(found, expected, case: Case):
-    counts = ~np.isnan(expected)
-    found = np.asarray(found, np.float32)
-    assert np.isfinite(found).all()
-    largest = np.abs(expected[counts]).max()
-    assert np.abs(found - expected)[counts].max() <= paged_attention.tolerance(case) * largest
-
-
 def decode(prepared, case: Case, num_splits: int, rows: tuple[int, ...]):
     """Attention of some of a case's rows."""
     chosen = jnp.asarray(rows, jnp.int32)
@@ -79,7 +72,7 @@ def test_decode_matches_reference(name, races):
     case, num_splits = DECODE_CASES[name]
     prepared, expected = problem(case)
     found = decode(prepared, case, num_splits, tuple(range(case.num_rows)))
-    check(found[: len(case.rows)], expected[: len(case.rows)], case)
+    assert largest_error(found[: len(case.rows)], expected[: len(case.rows)]) <= paged_attention.tolerance(case)
     assert not np.asarray(found[len(case.rows) :], np.float32).any()
     assert not races()
 
@@ -108,7 +101,7 @@ def test_prefill_matches_reference(name, races):
         interpret=interpreter(detect_races=True),
     )
     expected[: case.num_decode] = np.nan
-    check(found, expected, case)
+    assert largest_error(found, expected) <= paged_attention.tolerance(case)
     assert not races()
 
 
@@ -116,8 +109,7 @@ def test_prefill_matches_reference(name, races):
 @pytest.mark.parametrize("settings, num_kernels", [({"window": 100, "soft_cap": 30.0}, 2), ({"row_tile": 8}, 1)])
 def test_lowers_for_an_h200(settings, num_kernels):
     case = Case(((4000, 1), (900, 300)), 40, 8, 128, 16, dtype="bfloat16", **settings)
-    inputs = jax.eval_shape(functools.partial(paged_attention.make_inputs, case), jax.random.key(0))
-    prepared = jax.eval_shape(functools.partial(paged_attention.prepare, MOSAIC, case), inputs)
+    prepared = prepared_shapes(paged_attention, MOSAIC, case)
     text = lower_for_cuda(functools.partial(paged_attention.run, MOSAIC, case), prepared)
     assert text.count("custom_call @mosaic_gpu") == num_kernels
 

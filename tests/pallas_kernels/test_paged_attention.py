@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import paged_attention as op
 from pallas_kernels.decode_attention_triton import decode_attention
+from pallas_kernels.operation import prepared_shapes
 from pallas_kernels.paged_attention import CASES, Case, PagedAttention
 from pallas_kernels.paged_attention_pages import decode_splits
 from pallas_kernels.paged_attention_triton import INTERPRET, TRITON
@@ -236,9 +237,7 @@ def test_interpreted_kernels_do_not_copy_pools():
     case = CASES["prefill"]
 
     def temporary_bytes(num_pages: int) -> int:
-        prepared = jax.eval_shape(
-            functools.partial(op.prepare, INTERPRET, case), op.make_inputs(case, jax.random.key(0))
-        )
+        prepared = prepared_shapes(op, INTERPRET, case)
         shape = INTERPRET.pool_specs(num_pages, case.page_size, case.num_kv_heads, case.head_dim)[0].shape
         pools = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for _ in range(2))
         compiled = jax.jit(functools.partial(op.run, INTERPRET, case)).lower(prepared._replace(pools=pools)).compile()

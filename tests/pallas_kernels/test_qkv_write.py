@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import qkv_write, qkv_write_xla
+from pallas_kernels.operation import input_shapes
 from pallas_kernels.qkv_write import Case, Inputs, QkNorms
 from pallas_kernels.registry import OPERATIONS, UnsupportedKernelError, load, select
 
@@ -142,7 +143,7 @@ def test_pools_that_are_given_up_are_not_copied(row: str) -> None:
     reason = implementation.unsupported(jax.default_backend(), jax.devices()[0].device_kind, case.dtype)
     if reason is not None:
         pytest.skip(reason)
-    inputs = jax.eval_shape(functools.partial(qkv_write.make_inputs, case), jax.random.key(0))
+    inputs = input_shapes(qkv_write, case)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def call(pools, rest):

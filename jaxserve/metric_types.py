@@ -18,6 +18,7 @@ HELP = MappingProxyType(
         "prefix_cache_queries": "Tokens looked up in the prefix cache.",
         "prefix_cache_hits": "Tokens found in the prefix cache.",
         "compiles_after_ready": "Programs compiled while the engine stepped; there should be none.",
+        "corrupted_requests": "Requests that failed because the model's scores were not numbers (NaN).",
         "steps": "Steps launched.",
         "decode_rows": "Rows of those steps that decoded one token.",
         "request_success": "Samples that ended, by their finish reason.",
@@ -31,6 +32,8 @@ HELP = MappingProxyType(
         "request_decode_time_seconds": "From a request's first token to its last.",
         "request_prompt_tokens": "Tokens of a request's prompt.",
         "request_generation_tokens": "Tokens of a generated text.",
+        "request_max_num_generation_tokens": "Tokens of the longest text of a request.",
+        "request_prefill_kv_computed_tokens": "Tokens of a request's prompt that the prefix cache did not have.",
         "request_params_n": "Samples that a request asked for.",
         "request_params_max_tokens": "Most tokens that a request allowed a text.",
         "iteration_tokens_total": "Tokens of a step: one a generated token, and the prompts that it completed.",
@@ -44,7 +47,7 @@ class Counter:
 
     name: str
     labels: dict[str, str]
-    value: int
+    value: int | float
     kind: ClassVar[str] = "counter"
 
 
@@ -114,12 +117,17 @@ class Distribution:
         return Histogram(prefix + self._name, {}, total, self._sum, buckets)
 
 
-def prometheus_text(metrics: Iterable[Metric], labels: Mapping[str, str] = MappingProxyType({})) -> str:
+def prometheus_text(
+    metrics: Iterable[Metric],
+    labels: Mapping[str, str] = MappingProxyType({}),
+    help_lines: Mapping[str, str] = HELP,
+) -> str:
     """Metrics in Prometheus' text format 0.0.4.
 
     Args:
         metrics: As ``get_metrics`` gives them: those of one name behind each other.
         labels: Added to each, such as ``model_name``.
+        help_lines: What metrics are, by name without prefix.
     """
     lines: list[str] = []
     described = ""
@@ -127,7 +135,7 @@ def prometheus_text(metrics: Iterable[Metric], labels: Mapping[str, str] = Mappi
         name = f"{metric.name}_total" if isinstance(metric, Counter) else metric.name
         if name != described:
             described = name
-            lines.append(f"# HELP {name} {HELP.get(metric.name.partition(':')[2], metric.name)}")
+            lines.append(f"# HELP {name} {help_lines.get(metric.name.rpartition(':')[2], metric.name)}")
             lines.append(f"# TYPE {name} {metric.kind}")
         own = {**labels, **metric.labels}
         if isinstance(metric, Histogram):

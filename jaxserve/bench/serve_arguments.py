@@ -1,0 +1,204 @@
+"""Flags of ``jaxserve bench serve``, named as those of ``vllm bench serve``."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxserve.bench.serve_answer import BenchServeError
+from jaxserve.bench.serve_metrics import GOODPUT_METRICS, HEADERS
+
+ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions", "vllm": "/v1/completions"}
+BACKENDS = (*ENDPOINTS, "grpc")
+DATASETS = ("random", "sharegpt", "custom", "trace")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+
+
+class _DataFlag(NamedTuple):
+    """A flag that one kind of data understands; its default holds for that kind alone."""
+
+    dataset: str
+    kind: type
+    default: Any
+    help: str
+
+
+_DATA_FLAGS = {
+    "random_input_len": _DataFlag("random", int, 1024, "prompt tokens behind the prefix"),
+    "random_output_len": _DataFlag("random", int, 128, "new tokens"),
+    "random_range_ratio": _DataFlag("random", float, 0.0, "lengths go from (1 - RATIO) to (1 + RATIO) of these"),
+    "random_prefix_len": _DataFlag("random", int, 0, "tokens that all prompts begin with"),
+    "sharegpt_output_len": _DataFlag("sharegpt", int, None, "new tokens, in place of the recorded answers' lengths"),
+    "custom_output_len": _DataFlag("custom", int, 256, "new tokens; -1: output_tokens of each line"),
+    "trace_speed": _DataFlag("trace", float, 1.0, "replay so many times as fast as recorded"),
+    "trace_piece_tokens": _DataFlag("trace", int, None, "scale lengths so that a piece of 512 has so many tokens"),
+    "trace_max_len": _DataFlag("trace", int, None, "cut requests to so many tokens, prompt and output together"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """vLLM's flags."""
+    _add_server(parser.add_argument_group("server"))
+    _add_data(parser.add_argument_group("requests"))
+    _add_traffic(parser.add_argument_group("traffic"))
+    sampling = parser.add_argument_group("sampling (what is not given is the server's default)")
+    for name in SAMPLING:
+        kind = int if name == "top_k" else float
+        sampling.add_argument(_flag(name), type=kind, metavar=kind.__name__.upper(), help=f"{name} of each request")
+    sampling.add_argument("--logprobs", type=int, metavar="INT", help="log probabilities of so many tokens a position")
+    help_ = "go on after the end-of-sequence token (default: with random prompts and traces)"
+    sampling.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=None, help=help_)
+    sampling.add_argument("--extra-body", metavar="JSON", help="further fields of each request; they win over others")
+    _add_output(parser.add_argument_group("output"))
+
+
+def complete(options: argparse.Namespace) -> argparse.Namespace:
+    """The flags with the defaults that depend on others.
+
+    Raises:
+        BenchServeError: Flags that exclude each other, or mean nothing together.
+    """
+    found = argparse.Namespace(**vars(options))
+    for name, flag in _DATA_FLAGS.items():
+        if found.dataset_name == flag.dataset:
+            if getattr(found, name) is None:
+                setattr(found, name, flag.default)
+        elif getattr(found, name) is not None:
+            raise BenchServeError(f"{_flag(name)} is for --dataset-name {flag.dataset}, not {found.dataset_name}")
+    if (found.dataset_name == "random") != (found.dataset_path is None):
+        raise BenchServeError(f"--dataset-path: --dataset-name {found.dataset_name} goes "
+                              + ("without it" if found.dataset_name == "random" else "with it"))  # fmt: skip
+    _complete_lengths(found, options)
+    _check_ranges(found)
+    if found.ignore_eos is None:
+        found.ignore_eos = found.dataset_name in ("random", "trace")
+    _complete_server(found)
+    return found
+
+
+def _complete_lengths(found: argparse.Namespace, given: argparse.Namespace) -> None:
+    """Gives the general lengths to the data's own flags."""
+    for general in ("input_len", "output_len"):
+        value, name = getattr(found, general), f"{found.dataset_name}_{general}"
+        if value is None:
+            continue
+        if name not in _DATA_FLAGS:
+            raise BenchServeError(f"{_flag(general)} means nothing with --dataset-name {found.dataset_name}")
+        if getattr(given, name) is not None:
+            raise BenchServeError(f"{_flag(general)} and {_flag(name)} are the same: give one")
+        setattr(found, name, value)
+
+
+def _complete_server(found: argparse.Namespace) -> None:
+    is_grpc = found.backend == "grpc"
+    if found.base_url is not None and (found.host is not None or found.port is not None):
+        raise BenchServeError("--base-url and --host, --port exclude each other")
+    if found.base_url is None:
+        port = found.port if found.port is not None else 8001 if is_grpc else 8000
+        host = found.host or "127.0.0.1"
+        found.base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    elif "://" not in found.base_url:
+        found.base_url = f"http://{found.base_url}"
+    if is_grpc and (found.endpoint is not None or found.insecure):
+        raise BenchServeError("--endpoint and --insecure are for HTTP, not --backend grpc")
+    if found.endpoint is None and not is_grpc:
+        found.endpoint = ENDPOINTS[found.backend]
+
+
+def _check_ranges(found: argparse.Namespace) -> None:
+    least: dict[str, float] = {"num_prompts": 1, "max_concurrency": 1, "num_warmups": 0, "random_prefix_len": 0}
+    least |= {"random_input_len": 0, "random_output_len": 1, "sharegpt_output_len": 1, "ready_check_timeout_sec": 0}
+    least |= {"trace_piece_tokens": 1, "trace_max_len": 2, "seed": 0}
+    for name, low in least.items():
+        value = getattr(found, name, None)
+        if value is not None and value < low:
+            raise BenchServeError(f"{_flag(name)}: expected at least {low}, got {value}")
+    if found.random_range_ratio is not None and not 0 <= found.random_range_ratio < 1:
+        raise BenchServeError(f"--random-range-ratio: expected 0 <= RATIO < 1, got {found.random_range_ratio}")
+    if found.trace_speed is not None and not 0 < found.trace_speed < float("inf"):
+        raise BenchServeError(f"--trace-speed: expected a number above 0, got {found.trace_speed}")
+
+
+def read_pairs(flag: str, pairs: Sequence[str] | None) -> dict[str, str]:
+    """The values of pairs such as ``name=value``.
+
+    Raises:
+        BenchServeError: One has another form.
+    """
+    found = {}
+    for pair in pairs or ():
+        name, separator, value = pair.partition("=")
+        if not separator or not name.strip():
+            raise BenchServeError(f"{flag}: expected NAME=VALUE, got {pair!r}")
+        found[name.strip()] = value.strip()
+    return found
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _add_server(group: Any) -> None:
+    group.add_argument("--backend", choices=BACKENDS, default="openai", help="how to ask (default: %(default)s)")
+    group.add_argument("--base-url", metavar="URL", help="address, such as http://127.0.0.1:8000")
+    group.add_argument("--host", help="in place of --base-url (default: 127.0.0.1)")
+    group.add_argument("--port", type=int, help="in place of --base-url (default: 8000; for gRPC 8001)")
+    group.add_argument("--endpoint", metavar="PATH", help="(default: /v1/completions; for openai-chat its own)")
+    group.add_argument("--model", help="the model's name (default: the server's first)")
+    help_ = "model directory or hub id whose tokenizer makes random prompts (default: the server's own)"
+    group.add_argument("--tokenizer", help=help_)
+    group.add_argument("--api-key", metavar="KEY", help="(default: the environment variable OPENAI_API_KEY)")
+    group.add_argument("--header", nargs="*", metavar="NAME=VALUE", help="sent with each request; gRPC: metadata")
+    group.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
+    group.add_argument("--ssl-ca-certs", metavar="FILE", help="certificates of those who may sign the server's")
+    help_ = "seconds to wait for a first test request to succeed (default: it must at once)"
+    group.add_argument("--ready-check-timeout-sec", type=int, default=0, metavar="INT", help=help_)
+
+
+def _add_data(group: Any) -> None:
+    group.add_argument("--dataset-name", choices=DATASETS, default="random", help="(default: %(default)s)")
+    help_ = "ShareGPT's JSON, or CSV of lengths; JSONL with prompts; a trace of Mooncake, Azure or BurstGPT"
+    group.add_argument("--dataset-path", metavar="FILE", help=help_)
+    group.add_argument("--num-prompts", type=int, default=1000, help="requests (default: %(default)s)")
+    group.add_argument("--seed", type=int, default=0, help="of prompts and times (default: %(default)s)")
+    group.add_argument("--disable-shuffle", action="store_true", help="keep the order of the file")
+    group.add_argument("--input-len", type=int, help="the same as --random-input-len")
+    group.add_argument("--output-len", type=int, help="the same as --random-output-len and so on")
+    for name, flag in _DATA_FLAGS.items():
+        default = "" if flag.default is None else f" (default: {flag.default})"
+        group.add_argument(
+            _flag(name),
+            type=flag.kind,
+            metavar=flag.kind.__name__.upper(),
+            help=f"{flag.dataset}: {flag.help}{default}",
+        )
+
+
+def _add_traffic(group: Any) -> None:
+    infinite = float("inf")
+    help_ = "requests a second (default: inf, all at once; for traces: their own times)"
+    group.add_argument("--request-rate", type=float, default=infinite, help=help_)
+    help_ = "gamma shape of the gaps: 1 Poisson, less in bursts, inf even (default: %(default)s)"
+    group.add_argument("--burstiness", type=float, default=1.0, help=help_)
+    help_ = "most requests at a time; others wait in the client (default: any number)"
+    group.add_argument("--max-concurrency", type=int, help=help_)
+    group.add_argument("--num-warmups", type=int, default=0, help="requests before the measurement")
+    group.add_argument("--ramp-up-strategy", choices=("linear", "exponential"), help="how the rate grows")
+    group.add_argument("--ramp-up-start-rps", type=float, metavar="RPS", help="rate of the first request")
+    group.add_argument("--ramp-up-end-rps", type=float, metavar="RPS", help="rate of the last request")
+
+
+def _add_output(group: Any) -> None:
+    help_ = f"some of {', '.join(HEADERS)}, with commas (default: %(default)s)"
+    group.add_argument("--percentile-metrics", default="ttft,tpot,itl", metavar="LIST", help=help_)
+    group.add_argument("--metric-percentiles", default="99", metavar="LIST", help="with commas (default: %(default)s)")
+    help_ = f"milliseconds that a good request may take of {', '.join(GOODPUT_METRICS)}"
+    group.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help=help_)
+    group.add_argument("--save-result", action="store_true", help="write the figures as JSON")
+    group.add_argument("--append-result", action="store_true", help="write them as a further line of the file")
+    group.add_argument("--save-detailed", action="store_true", help="write those of each request too")
+    group.add_argument("--result-dir", metavar="DIRECTORY", help="where to write (default: here)")
+    group.add_argument("--result-filename", metavar="FILE", help="(default: LABEL-RATEqps-MODEL-TIME.json)")
+    group.add_argument("--label", help="begins the name of the file (default: the backend)")
+    group.add_argument("--metadata", nargs="*", metavar="NAME=VALUE", help="further values to write")
+    group.add_argument("--plot", metavar="FILE.png", help="draw the times; needs jaxserve[research]")
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress")

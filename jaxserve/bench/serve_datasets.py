@@ -1,0 +1,224 @@
+"""The requests of a load test: random ones, ShareGPT's, those of a file, or those of a recorded trace."""
+
+import argparse
+import asyncio
+import csv
+import json
+import math
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.bench.serve_answer import BenchRequest, BenchServeError
+from jaxserve.bench.serve_tokens import TokenSource
+from jaxserve.bench.traces import Trace, TraceError, TraceRequest, cut_trace, random_prompt, read_trace, scale_trace
+
+MAX_SHAREGPT_PROMPT, MAX_SHAREGPT_TOTAL, MIN_SHAREGPT = 1024, 2048, 4  # as vLLM sorts out
+_LENGTH_COLUMNS = ("num_prefill_tokens", "num_decode_tokens")
+_BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
+
+
+async def make_requests(options: argparse.Namespace, tokens: TokenSource, needs_text: bool) -> list[BenchRequest]:
+    """The requests that the flags ask for, in the order in which they go out.
+
+    Args:
+        options: The flags of the load test.
+        tokens: What random prompts are made of.
+        needs_text: Prompts must be text, not token ids.
+
+    Raises:
+        BenchServeError: The data is not there, or not what it should be.
+        TraceError: The same of a trace.
+    """
+    name = options.dataset_name
+    if name == "random":
+        requests = random_requests(options, tokens)
+    elif name == "trace":
+        requests = trace_requests(options, tokens)
+    elif name == "custom":
+        requests = _as_many(_shuffled(list(custom_requests(options)), options), options)
+    elif Path(options.dataset_path).suffix == ".csv":
+        requests = _as_many(length_requests(options, tokens), options)
+    else:
+        requests = _as_many([one async for one in sharegpt_requests(options, tokens)], options)
+    return await _with_text(requests, tokens) if needs_text or tokens.are_words else requests
+
+
+async def _with_text(requests: list[BenchRequest], tokens: TokenSource) -> list[BenchRequest]:
+    """The requests with text for token ids."""
+    decode = tokens.decode
+    if decode is None:
+        raise BenchServeError("these prompts are token ids and nobody here can make text of them: give --tokenizer")
+    limit = asyncio.Semaphore(64)
+
+    async def as_text(request: BenchRequest) -> BenchRequest:
+        if isinstance(request.prompt, str):
+            return request
+        async with limit:
+            return BenchRequest(
+                await decode(request.prompt), request.max_tokens, request.num_prompt_tokens, request.arrival_s
+            )
+
+    return list(await asyncio.gather(*map(as_text, requests)))
+
+
+def random_requests(options: argparse.Namespace, tokens: TokenSource) -> list[BenchRequest]:
+    """Random tokens: lengths evenly from ``length * (1 - ratio)`` to ``length * (1 + ratio)``, behind one prefix."""
+    generator = np.random.default_rng(options.seed)
+    ids = np.asarray(tokens.token_ids)
+    prefix = generator.choice(ids, options.random_prefix_len).tolist()
+    count = options.num_prompts
+    prompts = _lengths(generator, options.random_input_len, options.random_range_ratio, count, 0 if prefix else 1)
+    outputs = _lengths(generator, options.random_output_len, options.random_range_ratio, count, 1)
+    return [
+        BenchRequest(prefix + generator.choice(ids, prompt).tolist(), output, len(prefix) + prompt)
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+def _lengths(generator: np.random.Generator, length: int, ratio: float, count: int, least: int) -> list[int]:
+    low, high = max(least, math.floor(length * (1 - ratio))), max(least, math.ceil(length * (1 + ratio)))
+    return generator.integers(low, high, count, endpoint=True).tolist()
+
+
+def trace_requests(options: argparse.Namespace, tokens: TokenSource) -> list[BenchRequest]:
+    """The first requests of a trace, at the trace's own times unless a rate was given.
+
+    Pieces that the trace says are shared are the same tokens.
+    """
+    trace = read_any_trace(Path(options.dataset_path), options.num_prompts)
+    if options.trace_piece_tokens is not None:
+        trace = scale_trace(trace, options.trace_piece_tokens)
+    if options.trace_max_len is not None:
+        trace, num_cut = cut_trace(trace, options.trace_max_len)
+        if num_cut:
+            print(f"Requests cut to {options.trace_max_len} tokens: {num_cut} of {len(trace.requests)}")
+    found = []
+    for index, request in enumerate(trace.requests):
+        drawn = random_prompt(trace, index, len(tokens.token_ids), options.seed)
+        arrival_s = request.arrival_s / options.trace_speed if math.isinf(options.request_rate) else None
+        prompt = [tokens.token_ids[i] for i in drawn]
+        found.append(BenchRequest(prompt, request.num_output_tokens, len(prompt), arrival_s))
+    return found
+
+
+def read_any_trace(path: Path, max_requests: int) -> Trace:
+    """Reads a trace of Mooncake, Azure or BurstGPT (whose failed requests, without an answer, are left out).
+
+    Raises:
+        TraceError: The file is none of them, or has a line that cannot be read.
+    """
+    if path.suffix == ".csv":
+        rows = _csv_rows(path)
+        if all(name in rows[0] for name in _BURSTGPT_COLUMNS):
+            found = [_burstgpt_request(path, i, row) for i, row in enumerate(rows, 2)]
+            found = [one for one in found if one.num_output_tokens][:max_requests]
+            if not found:
+                raise TraceError(f"{path}: expected at least one request that was answered, got none")
+            start_s = found[0].arrival_s
+            return Trace(path.stem, [one._replace(arrival_s=one.arrival_s - start_s) for one in found])
+    return read_trace(path, max_requests)
+
+
+def _burstgpt_request(path: Path, line: int, row: dict[str, str]) -> TraceRequest:
+    try:
+        time, prompt, output = float(row["Timestamp"]), int(row["Request tokens"]), int(row["Response tokens"])
+    except (TypeError, ValueError):
+        raise TraceError(f"{path}:{line}: expected numbers in {', '.join(_BURSTGPT_COLUMNS)}, got {row}") from None
+    return TraceRequest(time, max(prompt, 1), output)
+
+
+def length_requests(options: argparse.Namespace, tokens: TokenSource) -> list[BenchRequest]:
+    """Random tokens of recorded lengths: a CSV file with the columns num_prefill_tokens and num_decode_tokens."""
+    path = Path(options.dataset_path)
+    rows = _shuffled(_csv_rows(path), options)[: options.num_prompts]
+    generator = np.random.default_rng(options.seed)
+    try:
+        lengths = [tuple(max(1, int(row[name])) for name in _LENGTH_COLUMNS) for row in rows]
+    except (KeyError, TypeError, ValueError):
+        raise BenchServeError(f"{path}: expected columns {', '.join(_LENGTH_COLUMNS)} of numbers") from None
+    ids = np.asarray(tokens.token_ids)
+    fixed = options.sharegpt_output_len
+    return [BenchRequest(generator.choice(ids, p).tolist(), fixed or o, p) for p, o in lengths]
+
+
+async def sharegpt_requests(options: argparse.Namespace, tokens: TokenSource) -> AsyncIterator[BenchRequest]:
+    """First questions of ShareGPT's conversations, each with as many new tokens as its recorded answer has.
+
+    As in vLLM, those that are very short, or long, are left out.
+    """
+    count = tokens.count
+    if count is None and options.sharegpt_output_len is None:
+        raise BenchServeError("nobody here can count tokens: give --tokenizer or --sharegpt-output-len")
+    num_found = 0
+    for turns in _shuffled(_conversations(Path(options.dataset_path)), options):
+        if num_found == options.num_prompts:
+            return
+        num_prompt, num_output = 0, options.sharegpt_output_len or 0
+        if count is not None:
+            num_prompt, num_output = await count(turns[0]), num_output or await count(turns[1])
+            is_short = num_prompt < MIN_SHAREGPT or (options.sharegpt_output_len is None and num_output < MIN_SHAREGPT)
+            if is_short or num_prompt > MAX_SHAREGPT_PROMPT or num_prompt + num_output > MAX_SHAREGPT_TOTAL:
+                continue
+        num_found += 1
+        yield BenchRequest(turns[0], num_output, num_prompt)
+
+
+def _conversations(path: Path) -> list[tuple[str, str]]:
+    """First question and answer of each conversation that has both."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        turns = [[turn["value"] for turn in item["conversations"][:2]] for item in found if item.get("conversations")]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BenchServeError(f"{path}: expected ShareGPT's JSON list of conversations ({error!r})") from error
+    return [(one[0], one[1]) for one in turns if len(one) == 2 and one[0]]
+
+
+def custom_requests(options: argparse.Namespace) -> Iterator[BenchRequest]:
+    """Prompts of a JSONL file: ``prompt`` is text or token ids, ``output_tokens`` for --custom-output-len -1."""
+    path = Path(options.dataset_path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchServeError(f"{path}: cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+            prompt = fields["prompt"]
+            output = fields["output_tokens"] if options.custom_output_len == -1 else options.custom_output_len
+        except (ValueError, KeyError, TypeError) as error:
+            raise BenchServeError(f"{path}:{number}: expected a JSON object with prompt ({error!r})") from error
+        is_ids = isinstance(prompt, list) and all(type(one) is int for one in prompt)
+        if not (isinstance(prompt, str) or is_ids) or not prompt or type(output) is not int or output < 1:
+            raise BenchServeError(f"{path}:{number}: expected text or token ids, and output tokens, got {line[:80]!r}")
+        yield BenchRequest(prompt, output, len(prompt) if is_ids else 0)
+
+
+def _csv_rows(path: Path) -> list[dict[str, str]]:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BenchServeError(f"{path}: cannot be read: {error}") from error
+    if not rows:
+        raise BenchServeError(f"{path}: expected at least one line, got none")
+    return rows
+
+
+def _shuffled(items: list[Any], options: argparse.Namespace) -> list[Any]:
+    if options.disable_shuffle:
+        return items
+    return [items[i] for i in np.random.default_rng(options.seed).permutation(len(items))]
+
+
+def _as_many(requests: list[BenchRequest], options: argparse.Namespace) -> list[BenchRequest]:
+    """As many as asked for: those of small data come again."""
+    if not requests:
+        raise BenchServeError(f"{options.dataset_path}: holds no request that can be used")
+    if len(requests) < options.num_prompts:
+        print(f"The data has {len(requests)} requests: they are sent again and again, {options.num_prompts} in all")
+    return [requests[i % len(requests)] for i in range(options.num_prompts)]

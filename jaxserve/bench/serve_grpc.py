@@ -1,0 +1,148 @@
+"""Asking a server over jaxserve's gRPC."""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import json_format
+
+from jaxserve.bench.serve_answer import BenchAnswer, BenchRequest, BenchServeError
+from jaxserve.bench.serve_tokens import TokenSource, plain_range
+from jaxserve.server.proto.jaxserve.v1 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    tokenization_pb2,
+    tokenization_pb2_grpc,
+)
+
+STREAMS_A_CONNECTION = 128
+MAX_CONNECTIONS = 8
+
+
+def open_channels(target: str, count: int, is_secure: bool = False, ca_file: str | None = None) -> list[Any]:
+    """Connections to a server, each with a socket of its own."""
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+    if not is_secure:
+        return [grpc.aio.insecure_channel(target, options) for _ in range(count)]
+    credentials = grpc.ssl_channel_credentials(None if ca_file is None else Path(ca_file).read_bytes())
+    return [grpc.aio.secure_channel(target, credentials, options) for _ in range(count)]
+
+
+class GrpcBackend:
+    """Sends prompts to ``StreamGenerate``.
+
+    Args:
+        channels: Connections to the server.
+        model: The model's name; empty for the server's own.
+        sampling: Fields of the sampling parameters.
+        fields: Further fields of each ``GenerateRequest``, in protobuf's JSON form.
+        metadata: Sent with each call, as for ``authorization``.
+        clock: Times of messages.
+
+    Raises:
+        BenchServeError: A field that there is not.
+    """
+
+    def __init__(
+        self,
+        channels: list[Any],
+        model: str,
+        sampling: Mapping[str, Any],
+        fields: Mapping[str, Any],
+        metadata: Mapping[str, str],
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        stubs = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in channels]
+        self._calls: list[Any] = [stub.StreamGenerate for stub in stubs]
+        self._turn = 0
+        self._metadata = tuple((name.lower(), value) for name, value in metadata.items())
+        self._clock = clock
+        template = {"model": model, "sampling_params": dict(sampling)}
+        try:
+            self._template = json_format.ParseDict(template, generation_pb2.GenerateRequest())
+            json_format.ParseDict(dict(fields), self._template)
+        except json_format.ParseError as error:
+            raise BenchServeError(f"expected fields of a gRPC GenerateRequest: {error}") from error
+
+    async def send(self, request: BenchRequest) -> BenchAnswer:
+        """Asks, and waits for the whole answer. A failure is noted in the answer, never raised."""
+        message = self._message(request)
+        call = self._calls[self._turn % len(self._calls)]
+        self._turn += 1
+        answer = BenchAnswer(self._clock(), request.num_prompt_tokens)
+        try:
+            async for news in call(message, metadata=self._metadata):
+                self._note(answer, news)
+        except grpc.aio.AioRpcError as error:
+            answer.error = f"gRPC {error.code().name}: {error.details()}"
+            return answer
+        if not answer.chunk_s:
+            answer.error = "the stream ended without a text"
+        return answer
+
+    def _note(self, answer: BenchAnswer, news: Any) -> None:
+        if news.completions:
+            answer.chunk_s.append(self._clock())
+            answer.texts.append(news.completions[0].text)
+        if news.HasField("prompt"):
+            answer.num_prompt_tokens = news.prompt.num_tokens
+        if news.HasField("usage"):
+            answer.num_output_tokens = news.usage.completion_tokens
+            answer.num_prompt_tokens = news.usage.prompt_tokens
+
+    def _message(self, request: BenchRequest) -> generation_pb2.StreamGenerateRequest:
+        message = generation_pb2.StreamGenerateRequest(request=self._template)
+        if isinstance(request.prompt, str):
+            message.request.text = request.prompt
+        else:
+            message.request.token_ids.ids.extend(request.prompt)
+        message.request.sampling_params.max_tokens = request.max_tokens
+        return message
+
+
+async def grpc_model(channel: Any, model: str, metadata: Mapping[str, str]) -> model_pb2.Model:
+    """The server's model of a name, or its only one.
+
+    Raises:
+        BenchServeError: The server cannot be reached, or does not know it.
+    """
+    stub: Any = model_pb2_grpc.ModelServiceStub(channel)
+    pairs = tuple((name.lower(), value) for name, value in metadata.items())
+    try:
+        answer = await stub.GetModel(model_pb2.GetModelRequest(model=model), metadata=pairs, timeout=60)
+    except grpc.aio.AioRpcError as error:
+        raise BenchServeError(f"the server does not say its model: {error.code().name}: {error.details()}") from error
+    return answer.model
+
+
+def grpc_tokens(channel: Any, vocab_size: int, metadata: Mapping[str, str]) -> TokenSource:
+    """Tokens of the server's model, and its tokenizer."""
+    stub: Any = tokenization_pb2_grpc.TokenizationServiceStub(channel)
+    pairs = tuple((name.lower(), value) for name, value in metadata.items())
+
+    async def count(text: str) -> int:
+        request = tokenization_pb2.TokenizeRequest(text=text, add_special_tokens=False)
+        return len((await stub.Tokenize(request, metadata=pairs)).token_ids)
+
+    return TokenSource(plain_range(vocab_size), None, count)
+
+
+def extra_fields(text: str | None) -> dict[str, Any]:
+    """The fields of a JSON object given as text.
+
+    Raises:
+        BenchServeError: It is none.
+    """
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise BenchServeError(f"extra-body: expected a JSON object, got {text!r} ({error})") from error
+    if not isinstance(found, dict):
+        raise BenchServeError(f"extra-body: expected a JSON object, got {text!r}")
+    return found

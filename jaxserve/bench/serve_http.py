@@ -1,0 +1,213 @@
+"""A small HTTP/1.1 client: many streams at once at little cost, each piece of an answer handed on as it comes.
+
+A general client spends more on each event of a stream than the engine does on the token in it, and on few cores that
+time is the server's. This one reads with httptools, in the callback of the socket: no task wakes up for an event.
+"""
+
+import asyncio
+import json
+import ssl
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import httptools
+
+from jaxserve.bench.serve_answer import BenchServeError
+
+OnData = Callable[[bytes, float], None]
+"""Gets each piece of a body and the time at which it came."""
+
+
+class HttpAnswer(NamedTuple):
+    """An answer; the body is empty where it went to a callback."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        """The body.
+
+        Raises:
+            BenchServeError: It is not JSON.
+        """
+        try:
+            return json.loads(self.body)
+        except ValueError as error:
+            raise BenchServeError(f"expected an answer in JSON, got {self.body[:200]!r}") from error
+
+
+class HttpClient:
+    """Connections to one server, used again once an answer has come.
+
+    Args:
+        base_url: Such as ``http://127.0.0.1:8000``; a path in it goes before those of requests.
+        headers: Sent with each request.
+        ssl_context: For https.
+        clock: Times of pieces.
+
+    Raises:
+        BenchServeError: The address is none.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        headers: Mapping[str, str] | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        parts = urllib.parse.urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise BenchServeError(f"expected an address such as http://127.0.0.1:8000, got {base_url!r}")
+        self._host, self._path = parts.hostname, parts.path.rstrip("/")
+        self._ssl = (ssl_context or ssl.create_default_context()) if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._ssl else 80)
+        self._head = "".join(
+            f"{name}: {value}\r\n" for name, value in {"Host": parts.netloc, **(headers or {})}.items()
+        )
+        self._clock = clock
+        self._idle: list[_Connection] = []
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        on_data: OnData | None = None,
+    ) -> HttpAnswer:
+        """Sends a request, with ``body`` as JSON, and returns once all of the answer has come.
+
+        ``on_data`` gets the body of an answer with status 200, piece by piece.
+
+        Raises:
+            OSError: There is no server, or the connection broke.
+        """
+        message = self.message(method, path, body)
+        while self._idle:
+            connection = self._idle.pop()
+            try:
+                return await self._exchange(connection, message, on_data)
+            except _NothingCameError:
+                continue  # the server had closed it: nothing of the request was answered
+        return await self._exchange(await self._connect(), message, on_data)
+
+    def message(self, method: str, path: str, body: Any = None) -> bytes:
+        """The bytes of a request."""
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}"
+        if body is None:
+            return f"{head}\r\n".encode()
+        payload = json.dumps(body).encode()
+        return f"{head}Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n".encode() + payload
+
+    async def close(self) -> None:
+        """Closes all connections that wait for a request."""
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _connect(self) -> "_Connection":
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            lambda: _Connection(self._clock), self._host, self._port, ssl=self._ssl
+        )
+        return connection
+
+    async def _exchange(self, connection: "_Connection", message: bytes, on_data: OnData | None) -> HttpAnswer:
+        is_done = False
+        try:
+            answer = await connection.exchange(message, on_data)
+            is_done = True
+            return answer
+        finally:
+            if is_done and connection.can_go_on():
+                self._idle.append(connection)
+            else:
+                connection.close()
+
+
+class _NothingCameError(ConnectionError):
+    """The connection was closed before a byte of an answer came."""
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: an exchange at a time."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self._transport: Any = None
+        self._done: asyncio.Future[HttpAnswer] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Asyncio says that the connection is there."""
+        self._transport = transport
+
+    def can_go_on(self) -> bool:
+        """Whether it can take another request."""
+        return self._keeps_alive and not self._transport.is_closing()
+
+    def close(self) -> None:
+        """Breaks it off: what is unsent is dropped."""
+        self._transport.abort()
+
+    async def exchange(self, message: bytes, on_data: OnData | None) -> HttpAnswer:
+        """Sends a request and waits for the end of the answer."""
+        if self._transport.is_closing():
+            raise _NothingCameError("the server closed the connection")
+        self._done = asyncio.get_running_loop().create_future()
+        self._parser = httptools.HttpResponseParser(self)
+        self._on_data, self._headers, self._body = on_data, {}, []
+        self._status, self._has_begun, self._keeps_alive, self._now = 0, False, False, 0.0
+        self._transport.write(message)
+        return await self._done
+
+    def data_received(self, data: bytes) -> None:
+        """Asyncio hands over what came."""
+        if self._done is None or self._done.done():
+            return
+        self._has_begun = True
+        self._now = self._clock()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            self._fail(error.__context__)  # what the reader of the body raised
+        except httptools.HttpParserError as error:
+            self._fail(ConnectionError(f"the answer is not HTTP: {error}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Asyncio says that the connection is gone."""
+        if self._done is None or self._done.done():
+            return
+        has_end = "content-length" in self._headers or "chunked" in self._headers.get("transfer-encoding", "")
+        if self._status and not has_end and exc is None:
+            self.on_message_complete()  # such a body ends where the connection does
+        elif self._has_begun:
+            self._fail(exc or ConnectionError("the server closed the connection in the middle of an answer"))
+        else:
+            self._fail(_NothingCameError("the server closed the connection without an answer"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """The parser found a header."""
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        """The parser has read all headers."""
+        self._status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        """The parser found a piece of the body."""
+        if self._on_data is not None and self._status == 200:
+            self._on_data(body, self._now)
+        else:
+            self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        """The parser found the end."""
+        if self._done is not None and not self._done.done():
+            self._keeps_alive = self._parser.should_keep_alive()
+            self._done.set_result(HttpAnswer(self._status, self._headers, b"".join(self._body)))
+
+    def _fail(self, error: BaseException | None) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(error or ConnectionError("the answer could not be read"))

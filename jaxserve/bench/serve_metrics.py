@@ -1,0 +1,232 @@
+"""What the answers of a load test come to: vLLM's figures under its names, and its lines of text.
+
+As in vLLM: a gap (ITL) lies between two chunks, so one with several tokens counts as one gap, as users see it; the time
+per output token (TPOT) divides by the tokens that the server counted; peak tokens a second counts chunks.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxserve.bench.serve_answer import BenchAnswer, BenchServeError
+
+WIDTH = 50
+HEADERS = {
+    "ttft": ("TTFT", "Time to First Token"),
+    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"),
+    "e2el": ("E2EL", "End-to-end Latency"),
+    "client_queue_time": ("Client Queue Time", "Client-side Queueing"),
+    "e2el_including_client_queue": ("E2EL incl. Client Queue", "Queue-inclusive End-to-end Latency"),
+}
+"""Metrics that percentiles can be had of: name in text, and headline."""
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
+"""Keys with an entry for each request that ``--save-detailed`` alone keeps, as in vLLM."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """Which figures are asked for.
+
+    Attributes:
+        metrics: Of ``HEADERS``.
+        percentiles: In 0..100.
+        goodput: Milliseconds that each of some metrics may take in a good request; empty: goodput is not asked for.
+        max_concurrency: Most requests at a time; None: any number.
+        request_rate: Requests a second; infinite: all at once.
+
+    Raises:
+        BenchServeError: A metric of queueing in the client where nothing queues there.
+    """
+
+    metrics: tuple[str, ...] = ("ttft", "tpot", "itl")
+    percentiles: tuple[float, ...] = (99.0,)
+    goodput: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    max_concurrency: int | None = None
+    request_rate: float = float("inf")
+
+    def __post_init__(self):
+        for name in ("client_queue_time", "e2el_including_client_queue"):
+            if name in self.metrics and self.max_concurrency is None:
+                raise BenchServeError(f"percentile-metrics: {name} needs max-concurrency")
+
+
+def read_metrics(text: str) -> tuple[str, ...]:
+    """The metrics of a list with commas.
+
+    Raises:
+        BenchServeError: There is none of that name.
+    """
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in HEADERS:
+            raise BenchServeError(f"percentile-metrics: expected some of {', '.join(HEADERS)}, got {name!r}")
+    return names
+
+
+def read_percentiles(text: str) -> tuple[float, ...]:
+    """The percentiles of a list with commas.
+
+    Raises:
+        BenchServeError: One is not a number from 0 to 100.
+    """
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = (-1.0,)
+    if not all(0 <= value <= 100 for value in found):
+        raise BenchServeError(f"metric-percentiles: expected numbers from 0 to 100 with commas, got {text!r}")
+    return found
+
+
+def read_goodput(pairs: Sequence[str]) -> dict[str, float]:
+    """The milliseconds of pairs such as ``ttft:500``.
+
+    Raises:
+        BenchServeError: A pair of another form, another metric, or a number below 0.
+    """
+    found = {}
+    for pair in pairs:
+        name, _, value = pair.partition(":")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise BenchServeError(f"goodput: expected METRIC:MILLISECONDS such as ttft:500, got {pair!r}") from None
+        if name not in GOODPUT_METRICS or not found[name] >= 0:
+            raise BenchServeError(
+                f"goodput: expected {', '.join(GOODPUT_METRICS)} with milliseconds from 0, got {pair!r}"
+            )
+    return found
+
+
+def output_length(answer: BenchAnswer) -> int:
+    """Tokens of an answer: what the server counted; where it did not, its chunks."""
+    if not answer.is_success:
+        return 0
+    return len(answer.chunk_s) if answer.num_output_tokens is None else answer.num_output_tokens
+
+
+def tpot_s(answer: BenchAnswer) -> float | None:
+    """Time per output token behind the first; None where there is but one."""
+    length = output_length(answer)
+    return (answer.latency_s - answer.ttft_s) / (length - 1) if length > 1 else None
+
+
+def figures(answers: Sequence[BenchAnswer], duration_s: float, selection: Selection) -> dict[str, Any]:
+    """vLLM's figures. Those of single requests have an entry for each, in the order in which they were sent."""
+    good = [answer for answer in answers if answer.is_success]
+    num_input = sum(answer.num_prompt_tokens for answer in good)
+    lengths = [output_length(answer) for answer in answers]
+    num_good = sum(_is_within(answer, selection.goodput) for answer in good)
+    found: dict[str, Any] = {
+        "duration": duration_s,
+        "completed": len(good),
+        "failed": len(answers) - len(good),
+        "total_input_tokens": num_input,
+        "total_output_tokens": sum(lengths),
+        "request_throughput": len(good) / duration_s,
+        "request_goodput": num_good / duration_s if selection.goodput else None,
+        "output_throughput": sum(lengths) / duration_s,
+        "total_token_throughput": (num_input + sum(lengths)) / duration_s,
+        "input_lens": [answer.num_prompt_tokens for answer in answers],
+        "output_lens": lengths,
+        "ttfts": [answer.ttft_s for answer in answers],
+        "itls": [answer.itls_s for answer in answers],
+        "latencies": [answer.latency_s for answer in answers],
+        "start_times": [answer.start_s for answer in answers],
+        "queue_times": [answer.queue_s for answer in answers],
+        "generated_texts": [answer.text for answer in answers],
+        "errors": [answer.error for answer in answers],
+        "max_output_tokens_per_s": _peak_chunks(good),
+        "max_concurrent_requests": _peak_concurrency(good),
+    }
+    for name in selection.metrics:
+        found |= _statistics(name, _values_s(name, good), selection.percentiles)
+    return found
+
+
+def _values_s(name: str, good: Sequence[BenchAnswer]) -> list[float]:
+    if name == "itl":
+        return [gap for answer in good for gap in answer.itls_s]
+    if name == "tpot":
+        return [value for value in map(tpot_s, good) if value is not None]
+    read = {
+        "ttft": lambda answer: answer.ttft_s,
+        "e2el": lambda answer: answer.latency_s,
+        "client_queue_time": lambda answer: answer.queue_s,
+        "e2el_including_client_queue": lambda answer: answer.latency_s + answer.queue_s,
+    }[name]
+    return [read(answer) for answer in good]
+
+
+def _statistics(name: str, values_s: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
+    values = np.array(values_s or [0.0]) * 1000
+    found = {"mean": values.mean(), "median": np.median(values), "std": values.std()}
+    found |= {f"p{_word(p)}": np.percentile(values, p) for p in percentiles}
+    return {f"{statistic}_{name}_ms": float(value) for statistic, value in found.items()}
+
+
+def _word(percentile: float) -> str:
+    return str(int(percentile)) if int(percentile) == percentile else str(percentile)
+
+
+def _is_within(answer: BenchAnswer, limits_ms: Mapping[str, float]) -> bool:
+    """Whether an answer keeps to all limits; one of a single token keeps to each of TPOT."""
+    values_s = {"ttft": answer.ttft_s, "tpot": tpot_s(answer) or 0.0, "e2el": answer.latency_s}
+    return all(values_s[name] <= limit / 1000 for name, limit in limits_ms.items())
+
+
+def _peak_chunks(good: Sequence[BenchAnswer]) -> float:
+    """Most chunks in a second, the seconds counted from the first request."""
+    start = min((answer.start_s for answer in good), default=0.0)
+    counts = collections.Counter(int(time - start) for answer in good for time in answer.chunk_s)
+    return float(max(counts.values(), default=0))
+
+
+def _peak_concurrency(good: Sequence[BenchAnswer]) -> int:
+    """Most requests at a time, of those that succeeded."""
+    changes = [(answer.start_s, 1) for answer in good]
+    changes += [(answer.start_s + answer.latency_s, -1) for answer in good]
+    peak = now = 0
+    for _, change in sorted(changes):
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
+def banner_lines(found: Mapping[str, Any], selection: Selection) -> list[str]:
+    """The figures as vLLM prints them."""
+    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
+    lines.append(_line("Successful requests:", found["completed"]))
+    lines.append(_line("Failed requests:", found["failed"]))
+    if selection.max_concurrency is not None:
+        lines.append(_line("Maximum request concurrency:", selection.max_concurrency))
+    if selection.request_rate != float("inf"):
+        lines.append(_line("Request rate configured (RPS):", selection.request_rate))
+    lines.append(_line("Benchmark duration (s):", found["duration"]))
+    lines.append(_line("Total input tokens:", found["total_input_tokens"]))
+    lines.append(_line("Total generated tokens:", found["total_output_tokens"]))
+    lines.append(_line("Request throughput (req/s):", found["request_throughput"]))
+    if selection.goodput:
+        lines.append(_line("Request goodput (req/s):", found["request_goodput"]))
+    lines.append(_line("Output token throughput (tok/s):", found["output_throughput"]))
+    lines.append(_line("Peak output token throughput (tok/s):", found["max_output_tokens_per_s"]))
+    lines.append(_line("Peak concurrent requests:", float(found["max_concurrent_requests"])))
+    lines.append(_line("Total token throughput (tok/s):", found["total_token_throughput"]))
+    for name, (short, headline) in HEADERS.items():
+        if f"mean_{name}_ms" not in found:
+            continue
+        lines.append(f"{headline:-^{WIDTH}}")
+        lines.append(_line(f"Mean {short} (ms):", found[f"mean_{name}_ms"]))
+        lines.append(_line(f"Median {short} (ms):", found[f"median_{name}_ms"]))
+        for p in map(_word, selection.percentiles):
+            lines.append(_line(f"P{p} {short} (ms):", found[f"p{p}_{name}_ms"]))
+    return [*lines, "=" * WIDTH]
+
+
+def _line(label: str, value: int | float) -> str:
+    return f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value:<10}"

@@ -1,0 +1,143 @@
+"""Asking any server with OpenAI's HTTP API, and reading its stream of events."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxserve.bench.serve_answer import BenchAnswer, BenchRequest, BenchServeError
+from jaxserve.bench.serve_http import HttpClient
+
+
+class EventReader:
+    """Takes a stream of server-sent events apart, however it was cut on its way."""
+
+    def __init__(self):
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of each event that ends in what came."""
+        self._rest += data
+        if b"\r" in self._rest:
+            self._rest = self._rest.replace(b"\r\n", b"\n")
+        *events, self._rest = self._rest.split(b"\n\n")
+        found = []
+        for event in events:
+            lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+            if lines:
+                found.append(b"\n".join(lines))
+        return found
+
+
+@dataclasses.dataclass
+class StreamNotes:
+    """Fills an answer with what the events of its stream say. Each event with a choice is a chunk, as in vLLM."""
+
+    answer: BenchAnswer
+    events: EventReader = dataclasses.field(default_factory=EventReader)
+    has_ended: bool = False
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        """Takes in a piece of the stream.
+
+        Raises:
+            BenchServeError: An event is not what it should be, or is an error.
+        """
+        for event in self.events.feed(data):
+            if event == b"[DONE]":
+                self.has_ended = True
+            else:
+                self._note(event, now_s)
+
+    def _note(self, event: bytes, now_s: float) -> None:
+        try:
+            fields = json.loads(event)
+            choices, usage = fields.get("choices"), fields.get("usage")
+        except (ValueError, AttributeError) as error:
+            raise BenchServeError(f"expected an event with a JSON object, got {event[:200]!r}") from error
+        if "error" in fields:
+            raise BenchServeError(f"the stream ended with an error: {error_text(fields)}")
+        answer = self.answer
+        if choices:
+            answer.chunk_s.append(now_s)
+            answer.texts.append(_text(choices[0]))
+        if usage:
+            answer.num_output_tokens = usage.get("completion_tokens", answer.num_output_tokens)
+            answer.num_prompt_tokens = usage.get("prompt_tokens", answer.num_prompt_tokens)
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """The text of a completion's choice, or of a chat's, reasoning too."""
+    if "delta" not in choice:
+        return choice.get("text") or ""
+    delta = choice["delta"] or {}
+    return (delta.get("reasoning") or delta.get("reasoning_content") or "") + (delta.get("content") or "")
+
+
+def error_text(fields: Any) -> str:
+    """What an error object says, whichever of the usual forms it has."""
+    error = fields.get("error", fields) if isinstance(fields, dict) else fields
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+class OpenAIBackend:
+    """Sends prompts as completions or as chats of one user message.
+
+    Args:
+        client: Connections to the server.
+        endpoint: Path, such as ``/v1/completions``; one that ends in ``chat/completions`` gets chats.
+        model: The model's name.
+        fields: Further fields of each request.
+        clock: When requests are sent: the one of ``client``.
+
+    Raises:
+        BenchServeError: The path is of neither kind.
+    """
+
+    def __init__(
+        self,
+        client: HttpClient,
+        endpoint: str,
+        model: str,
+        fields: dict[str, Any],
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        if not endpoint.endswith("completions"):
+            raise BenchServeError(f"endpoint: expected a path that ends in completions, got {endpoint!r}")
+        self._client = client
+        self._endpoint = endpoint
+        self._is_chat = endpoint.endswith("chat/completions")
+        self._fields = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **fields}
+        self._clock = clock
+
+    async def send(self, request: BenchRequest) -> BenchAnswer:
+        """Asks, and waits for the whole answer. A failure is noted in the answer, never raised."""
+        body = self._body(request)
+        answer = BenchAnswer(self._clock(), request.num_prompt_tokens)
+        notes = StreamNotes(answer)
+        try:
+            found = await self._client.request("POST", self._endpoint, body, notes.feed)
+        except (OSError, BenchServeError) as error:
+            answer.error = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
+            return answer
+        if found.status != 200:
+            answer.error = f"HTTP {found.status}: {_error_of(found.body)}"
+        elif not answer.chunk_s:
+            answer.error = "the stream ended without a chunk of text"
+        elif not notes.has_ended:
+            answer.error = "the stream ended without [DONE]"
+        return answer
+
+    def _body(self, request: BenchRequest) -> dict[str, Any]:
+        if self._is_chat:
+            messages = [{"role": "user", "content": request.prompt}]
+            return {"messages": messages, "max_completion_tokens": request.max_tokens, **self._fields}
+        return {"prompt": request.prompt, "max_tokens": request.max_tokens, **self._fields}
+
+
+def _error_of(body: bytes) -> str:
+    try:
+        return error_text(json.loads(body))[:500]
+    except ValueError:
+        return body[:500].decode("utf-8", "replace")

@@ -1,0 +1,71 @@
+"""A picture of a load test: how its times are distributed, and how it went on."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxserve.bench.serve_answer import BenchServeError
+
+
+def check_can_plot() -> None:
+    """Checks that the library is there, before a long run.
+
+    Raises:
+        BenchServeError: It is not.
+    """
+    try:
+        importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise BenchServeError("plot: needs matplotlib: pip install 'jaxserve[research]'") from error
+
+
+def plot(found: Mapping[str, Any], path: str) -> None:
+    """Draws the figures of ``serve_metrics.figures`` to a file, whose ending says the format.
+
+    Raises:
+        BenchServeError: matplotlib is not there, or cannot write that file.
+    """
+    check_can_plot()
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(10, 7), layout="constrained")
+    axes = figure.subplots(2, 2)
+    good = [i for i, error in enumerate(found["errors"]) if not error]
+    _distribution(axes[0, 0], "time to first token", [found["ttfts"][i] for i in good])
+    _distribution(axes[0, 1], "time between chunks", [gap for i in good for gap in found["itls"][i]])
+    _distribution(axes[1, 0], "time of a request", [found["latencies"][i] for i in good])
+    _course(axes[1, 1], found, good)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise BenchServeError(f"plot: {path} cannot be written: {error}") from error
+
+
+def _distribution(axes: Any, title: str, values_s: Sequence[float]) -> None:
+    values = np.sort(np.array(values_s or [0.0])) * 1000
+    axes.step(values, np.arange(1, len(values) + 1) / len(values), where="post")
+    for share, style in ((50, ":"), (99, "--")):
+        value = float(np.percentile(values, share))
+        axes.axvline(value, color="grey", linestyle=style, linewidth=1, label=f"P{share} {value:.1f} ms")
+    axes.set(title=title, xlabel="ms", ylabel="share of all", ylim=(0, 1))
+    axes.legend()
+
+
+def _course(axes: Any, found: Mapping[str, Any], good: Sequence[int]) -> None:
+    """Chunks a second, and requests at a time."""
+    start_s = min((found["start_times"][i] for i in good), default=0.0)
+    first = [found["start_times"][i] - start_s for i in good]
+    last = [begin + found["latencies"][i] for begin, i in zip(first, good, strict=True)]
+    chunks = [
+        time
+        for begin, i in zip(first, good, strict=True)
+        for time in begin + found["ttfts"][i] + np.cumsum([0.0, *found["itls"][i]])
+    ]
+    seconds = np.arange(0, int(max(last, default=0.0)) + 2)
+    axes.stairs(np.histogram(chunks, seconds)[0], seconds, label="chunks a second")
+    axes.set(title="course", xlabel="s", ylabel="chunks a second")
+    times = np.sort([*first, *last])
+    running = np.searchsorted(np.sort(first), times, "right") - np.searchsorted(np.sort(last), times, "right")
+    beside = axes.twinx()
+    beside.step(times, running, where="post", color="tab:orange")
+    beside.set_ylabel("requests at a time", color="tab:orange")

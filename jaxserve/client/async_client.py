@@ -1,0 +1,195 @@
+"""The client for programs with asyncio."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Unpack
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jaxserve.client.channel import call_metadata, open_async_channel
+from jaxserve.client.failures import error_of
+from jaxserve.client.requests import (
+    ConversationOptions,
+    Message,
+    Prompt,
+    RequestOptions,
+    Sampling,
+    conversation,
+    generate_request,
+)
+from jaxserve.client.results import (
+    ChatDelta,
+    ChatOutput,
+    DeltaReader,
+    RenderedPrompt,
+    TokenizedText,
+    whole_chat,
+    whole_output,
+)
+from jaxserve.client.sync_client import GENERATION
+from jaxserve.outputs import RequestOutput
+from jaxserve.server.proto.jaxserve.v1 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    sampling_pb2,
+    tokenization_pb2,
+    tokenization_pb2_grpc,
+)
+
+
+class AsyncClient:
+    """Calls a server; methods and errors as those of ``Client``.
+
+    Make it where its event loop runs. To end a stream early use ``contextlib.aclosing``, or cancel the task that reads.
+
+    Args:
+        target: ``host:port`` of the server's gRPC listener.
+        api_key: The caller's key.
+        credentials: For TLS, such as ``grpc.ssl_channel_credentials(…)``; None for none.
+        timeout_s: Seconds that a call may take; None for any time.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        api_key: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        timeout_s: float | None = None,
+    ):
+        self._channel = open_async_channel(target, credentials)
+        self._how: dict[str, Any] = {"metadata": call_metadata(api_key), "timeout": timeout_s}
+        channel: Any = self._channel
+        self._generation: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        self._tokenization: Any = tokenization_pb2_grpc.TokenizationServiceStub(channel)
+        self._models: Any = model_pb2_grpc.ModelServiceStub(channel)
+        self._health: Any = health_pb2_grpc.HealthStub(channel)
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: Sampling = None, **options: Unpack[RequestOptions]
+    ) -> RequestOutput:
+        """All of a text."""
+        request = generate_request(prompt, sampling_params, options)
+        return whole_output(await self._call(self._generation.Generate, request))
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: Sampling = None,
+        *,
+        stream_interval: int | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """What is new of a text, as it comes."""
+        reader = DeltaReader()
+        async with aclosing(self._parts(prompt, sampling_params, stream_interval, options)) as parts:
+            async for part in parts:
+                yield reader.output(part)
+
+    async def chat(
+        self, messages: Sequence[Message], sampling_params: Sampling = None, **options: Unpack[RequestOptions]
+    ) -> ChatOutput:
+        """An answer in a conversation."""
+        request = generate_request(messages, sampling_params, options)
+        return whole_chat(await self._call(self._generation.Generate, request))
+
+    async def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: Sampling = None,
+        *,
+        stream_interval: int | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[ChatDelta, None]:
+        """What is new of an answer in a conversation."""
+        reader = DeltaReader()
+        async with aclosing(self._parts(messages, sampling_params, stream_interval, options)) as parts:
+            async for part in parts:
+                yield reader.chat(part)
+
+    async def tokenize(
+        self, text: str, *, add_special_tokens: bool = True, return_token_strings: bool = False, model: str = ""
+    ) -> TokenizedText:
+        """The tokens of a text."""
+        request = tokenization_pb2.TokenizeRequest(
+            model=model, text=text, add_special_tokens=add_special_tokens, return_token_strings=return_token_strings
+        )
+        found = await self._call(self._tokenization.Tokenize, request)
+        return TokenizedText(list(found.token_ids), list(found.token_strings), found.max_model_len)
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, model: str = "") -> str:
+        """The text of tokens."""
+        request = tokenization_pb2.DetokenizeRequest(
+            model=model, token_ids=sampling_pb2.TokenIds(ids=token_ids), skip_special_tokens=skip_special_tokens
+        )
+        return (await self._call(self._tokenization.Detokenize, request)).text
+
+    async def apply_chat_template(
+        self, messages: Sequence[Message], *, model: str = "", **options: Unpack[ConversationOptions]
+    ) -> RenderedPrompt:
+        """The prompt that a conversation becomes."""
+        request = tokenization_pb2.ApplyChatTemplateRequest(model=model, messages=conversation(messages, options))
+        found = await self._call(self._tokenization.ApplyChatTemplate, request)
+        return RenderedPrompt(found.text, list(found.token_ids))
+
+    async def models(self) -> list[model_pb2.Model]:
+        """What the server runs, under each of its names."""
+        return list((await self._call(self._models.ListModels, model_pb2.ListModelsRequest())).models)
+
+    async def model(self, name: str = "") -> model_pb2.Model:
+        """One model by its name; the only one without."""
+        return (await self._call(self._models.GetModel, model_pb2.GetModelRequest(model=name))).model
+
+    async def health(self, service: str = GENERATION) -> bool:
+        """Whether the server can generate; with the service ``""`` whether its process lives."""
+        found = await self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service))
+        return found.status == health_pb2.HealthCheckResponse.SERVING
+
+    async def watch_health(self, service: str = GENERATION) -> AsyncIterator[bool]:
+        """The same, and again each time that it changes."""
+        call = self._health.Watch(health_pb2.HealthCheckRequest(service=service), metadata=self._how["metadata"])
+        try:
+            async for found in call:
+                yield found.status == health_pb2.HealthCheckResponse.SERVING
+        except grpc.RpcError as failure:
+            raise error_of(failure) from failure
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Ends the connection and the calls on it."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        del kind, error, traceback
+        await self.close()
+
+    async def _call(self, method: Any, request: Any) -> Any:
+        try:
+            return await method(request, **self._how)
+        except grpc.RpcError as failure:
+            raise error_of(failure) from failure
+
+    async def _parts(
+        self, prompt: Prompt, sampling: Sampling, interval: int | None, options: RequestOptions
+    ) -> AsyncGenerator[generation_pb2.StreamGenerateResponse, None]:
+        inner = generate_request(prompt, sampling, options)
+        request = generation_pb2.StreamGenerateRequest(request=inner, stream_interval=interval)
+        call = self._generation.StreamGenerate(request, **self._how)
+        try:
+            async for part in call:
+                yield part
+        except grpc.RpcError as failure:
+            raise error_of(failure) from failure
+        finally:
+            call.cancel()

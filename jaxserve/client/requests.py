@@ -1,0 +1,195 @@
+"""What a client's caller gives, as messages of the protocol."""
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypedDict, TypeVar, cast
+
+from jaxserve.errors import RequestError
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2, sampling_pb2
+from jaxserve.server.sampling_codec import LIST_FIELDS, OWN_FIELDS, PYTHON_FIELDS, params_to_proto
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or a conversation in OpenAI's form."""
+Sampling = SamplingParams | Mapping[str, Any] | None
+"""How to sample: parameters, of which what differs from their defaults is sent, and ``max_tokens`` always; or a dict of
+fields, of which all are sent; None for the model's own defaults."""
+
+_ALL_TOKENS = -1
+_MESSAGE_TEXTS = ("content", "name", "tool_call_id", "reasoning")
+
+
+class ConversationOptions(TypedDict, total=False):
+    """What a conversation may say beside its messages; what is left out is up to the server.
+
+    Attributes:
+        tools: Functions that the model may call, in OpenAI's form.
+        tool_choice: ``auto``, ``none``, ``required``, the name of a function, or OpenAI's object with it.
+        parallel_tool_calls: Whether the model may call several functions at once.
+        add_generation_prompt: End the prompt where the assistant's message begins.
+        continue_final_message: Leave the last message open, to be continued.
+        chat_template_kwargs: Further variables for the template.
+        include_reasoning: Whether the model's reasoning is given.
+    """
+
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: Mapping[str, Any]
+    include_reasoning: bool
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may say beside its prompt and sampling; what is left out is up to the server.
+
+    The fields behind the first six are those of ``ConversationOptions``, for prompts that are conversations.
+
+    Attributes:
+        model: Name of the model.
+        priority: Lower runs sooner, where the server schedules by priority.
+        cache_salt: Cached keys and values are shared between requests of the same salt only.
+        return_prompt: Whether outputs have the prompt's token ids and text; True where it is left out.
+        add_special_tokens: Put around a text what the model expects around one.
+        truncate_prompt_tokens: Keep this many tokens of the prompt, the last ones; -1: as many as the context holds.
+    """
+
+    model: str
+    priority: int
+    cache_salt: str
+    return_prompt: bool
+    add_special_tokens: bool
+    truncate_prompt_tokens: int
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: Mapping[str, Any]
+    include_reasoning: bool
+
+
+_PLAIN_CHAT_OPTIONS = ("parallel_tool_calls", "add_generation_prompt", "continue_final_message", "include_reasoning")
+_CHAT_OPTIONS = tuple(ConversationOptions.__annotations__)
+
+
+Argument = ParamSpec("Argument")
+Made = TypeVar("Made")
+
+
+def _as_request_errors(make: Callable[Argument, Made]) -> Callable[Argument, Made]:
+    """Lets a function that makes messages raise ``RequestError`` where protobuf refuses a value."""
+
+    @functools.wraps(make)
+    def checked(*arguments: Argument.args, **options: Argument.kwargs) -> Made:
+        try:
+            return make(*arguments, **options)
+        except RequestError:
+            raise
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise RequestError(f"the request cannot be written as a message: {error!r}") from error
+
+    return checked
+
+
+@_as_request_errors
+def generate_request(prompt: Prompt, sampling: Sampling, options: Mapping[str, Any]) -> generation_pb2.GenerateRequest:
+    """The message of a request.
+
+    Raises:
+        RequestError: A prompt or a parameter that is wrong.
+    """
+    chat = {name: value for name, value in options.items() if name in _CHAT_OPTIONS}
+    plain = {name: value for name, value in options.items() if name not in _CHAT_OPTIONS}
+    made = generation_pb2.GenerateRequest(**{"return_prompt": True, **plain})
+    if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
+        made.messages.CopyFrom(conversation(cast("Sequence[Message]", prompt), chat))
+    elif chat:
+        raise RequestError(f"only conversations have {', '.join(chat)}", parameter=next(iter(chat)), value=chat)
+    elif isinstance(prompt, str):
+        made.text = prompt
+    else:
+        made.token_ids.SetInParent()
+        made.token_ids.ids.extend(int(token_id) for token_id in cast("Sequence[int]", prompt))
+    if sampling is not None:
+        made.sampling_params.CopyFrom(_sampling_message(sampling))
+    return made
+
+
+@_as_request_errors
+def conversation(messages: Sequence[Message], options: Mapping[str, Any]) -> chat_pb2.Conversation:
+    """The message of a conversation.
+
+    Args:
+        messages: In OpenAI's form.
+        options: See ``ConversationOptions``.
+
+    Raises:
+        RequestError: A message or a tool with something that the protocol has no place for.
+    """
+    made = chat_pb2.Conversation(
+        messages=[_chat_message(message) for message in messages],
+        tools=[_tool(tool) for tool in options.get("tools") or ()],
+        **{name: options[name] for name in _PLAIN_CHAT_OPTIONS if name in options},
+    )
+    choice = options.get("tool_choice")
+    if choice is not None:
+        made.tool_choice = choice if isinstance(choice, str) else choice["function"]["name"]
+    if options.get("chat_template_kwargs") is not None:
+        made.chat_template_kwargs_json = json.dumps(dict(options["chat_template_kwargs"]))
+    return made
+
+
+def _sampling_message(sampling: SamplingParams | Mapping[str, Any]) -> sampling_pb2.SamplingParams:
+    given = {"max_tokens": None} if isinstance(sampling, SamplingParams) else sampling
+    params = sampling if isinstance(sampling, SamplingParams) else SamplingParams(**sampling)
+    made = params_to_proto(params)
+    for name in given:
+        value = getattr(params, name)
+        if value is not None and name not in (*LIST_FIELDS, *OWN_FIELDS, *PYTHON_FIELDS):
+            setattr(made, name, value)
+    if params.max_tokens is None:
+        made.max_tokens = _ALL_TOKENS
+    return made
+
+
+def _chat_message(message: Message) -> chat_pb2.ChatMessage:
+    made = chat_pb2.ChatMessage(role=message["role"])
+    for name, value in message.items():
+        if value is None or name == "role":
+            continue
+        if name == "content" and not isinstance(value, str):
+            made.content = "\n".join(_part_text(part) for part in value)
+        elif name in _MESSAGE_TEXTS:
+            setattr(made, name, value)
+        elif name == "tool_calls":
+            made.tool_calls.extend(_tool_call(call) for call in value)
+        else:
+            raise RequestError(f"the protocol has no {name!r} in messages", parameter="messages", value=message)
+    return made
+
+
+def _part_text(part: Mapping[str, Any]) -> str:
+    if part.get("type") != "text":
+        raise RequestError("content parts must be {'type': 'text', 'text': …}", parameter="messages", value=part)
+    return part["text"]
+
+
+def _tool_call(call: Any) -> chat_pb2.ToolCall:
+    function = call["function"]
+    arguments = function.get("arguments") or "{}"
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return chat_pb2.ToolCall(id=call.get("id", ""), name=function["name"], arguments=written)
+
+
+def _tool(tool: Mapping[str, Any]) -> chat_pb2.Tool:
+    function = tool.get("function", tool)
+    parameters = function.get("parameters")
+    return chat_pb2.Tool(
+        name=function["name"],
+        description=function.get("description"),
+        parameters_json=None if parameters is None else json.dumps(dict(parameters)),
+    )

@@ -1,0 +1,140 @@
+"""Answers of a server as typed results: those of ``LLM`` where it has them."""
+
+import dataclasses
+
+from jaxserve.outputs import RequestOutput
+from jaxserve.parsers.message import MessageDelta, ParsedMessage, ToolCall, ToolCallDelta
+from jaxserve.server.output_codec import completion_from_proto, prompt_logprobs_from_proto
+from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatOutput:
+    """A whole answer in a conversation.
+
+    Attributes:
+        output: The texts as the model wrote them.
+        messages: The same taken apart: one a text, in their order.
+    """
+
+    output: RequestOutput
+    messages: tuple[ParsedMessage, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatDelta:
+    """What is new of an answer in a conversation.
+
+    Attributes:
+        output: What is new of the texts as the model wrote them.
+        messages: Index of a text -> what is new of it, taken apart; texts without news are left out.
+    """
+
+    output: RequestOutput
+    messages: dict[int, MessageDelta]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizedText:
+    """A text's tokens.
+
+    Attributes:
+        token_ids: Their ids.
+        token_strings: Their texts; empty unless they were asked for.
+        max_model_len: Longest context of the model in tokens.
+    """
+
+    token_ids: list[int]
+    token_strings: list[str]
+    max_model_len: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RenderedPrompt:
+    """The prompt that a conversation becomes.
+
+    Attributes:
+        text: Its text.
+        token_ids: Its token ids.
+    """
+
+    text: str
+    token_ids: list[int]
+
+
+class DeltaReader:
+    """Reads the messages of a stream: each gives what is new, and all of them the prompt."""
+
+    def __init__(self) -> None:
+        self._prompt = generation_pb2.PromptInfo()
+
+    def output(self, message: generation_pb2.StreamGenerateResponse) -> RequestOutput:
+        """What is new in a message."""
+        is_first = message.HasField("prompt")
+        if is_first:
+            self._prompt = message.prompt
+        made = _output(message.request_id, self._prompt)
+        made.outputs = [completion_from_proto(completion) for completion in message.completions]
+        made.finished = message.HasField("usage")
+        if is_first:
+            made.prompt_logprobs = prompt_logprobs_from_proto(message.prompt)
+        if made.finished:
+            made.num_cached_tokens = message.usage.cached_tokens
+        return made
+
+    def chat(self, message: generation_pb2.StreamGenerateResponse) -> ChatDelta:
+        """What is new in a message of a conversation."""
+        parts = {one.index: _delta(one.message) for one in message.completions if one.HasField("message")}
+        return ChatDelta(self.output(message), parts)
+
+
+def whole_output(message: generation_pb2.GenerateResponse) -> RequestOutput:
+    """A whole answer."""
+    made = _output(message.request_id, message.prompt)
+    made.outputs = [completion_from_proto(completion) for completion in message.completions]
+    made.finished = True
+    made.prompt_logprobs = prompt_logprobs_from_proto(message.prompt)
+    made.num_cached_tokens = message.usage.cached_tokens
+    return made
+
+
+def whole_chat(message: generation_pb2.GenerateResponse) -> ChatOutput:
+    """A whole answer in a conversation."""
+    return ChatOutput(whole_output(message), tuple(_parsed(one.message) for one in message.completions))
+
+
+def _output(request_id: str, prompt: generation_pb2.PromptInfo) -> RequestOutput:
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt.text if prompt.HasField("text") else None,
+        prompt_token_ids=list(prompt.token_ids),
+        outputs=[],
+        finished=False,
+        num_cached_tokens=prompt.num_cached_tokens,
+    )
+
+
+def _parsed(message: chat_pb2.ParsedMessage) -> ParsedMessage:
+    calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls)
+    return ParsedMessage(_content(message), _reasoning(message), calls)
+
+
+def _delta(message: chat_pb2.ParsedMessage) -> MessageDelta:
+    calls = tuple(
+        ToolCallDelta(
+            call.index,
+            call.id if call.HasField("id") else None,
+            call.name if call.HasField("name") else None,
+            call.arguments,
+        )
+        for call in message.tool_calls
+    )
+    return MessageDelta(_content(message), _reasoning(message), calls)
+
+
+def _content(message: chat_pb2.ParsedMessage) -> str | None:
+    return message.content if message.HasField("content") else None
+
+
+def _reasoning(message: chat_pb2.ParsedMessage) -> str | None:
+    return message.reasoning if message.HasField("reasoning") else None

@@ -1,0 +1,189 @@
+"""The client for programs with threads."""
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jaxserve.client.channel import call_metadata, open_channel
+from jaxserve.client.failures import error_of
+from jaxserve.client.requests import (
+    ConversationOptions,
+    Message,
+    Prompt,
+    RequestOptions,
+    Sampling,
+    conversation,
+    generate_request,
+)
+from jaxserve.client.results import (
+    ChatDelta,
+    ChatOutput,
+    DeltaReader,
+    RenderedPrompt,
+    TokenizedText,
+    whole_chat,
+    whole_output,
+)
+from jaxserve.outputs import RequestOutput
+from jaxserve.server.proto.jaxserve.v1 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    sampling_pb2,
+    tokenization_pb2,
+    tokenization_pb2_grpc,
+)
+
+GENERATION = "jaxserve.v1.GenerationService"
+
+
+class Client:
+    """Calls a server. May be used by several threads.
+
+    All methods raise what ``jaxserve.client.failures.error_of`` makes of a status: ``RequestError``,
+    ``OverloadedError``, ``DeadlineError``, ``UnavailableError`` and the like.
+
+    Args:
+        target: ``host:port`` of the server's gRPC listener.
+        api_key: The caller's key.
+        credentials: For TLS, such as ``grpc.ssl_channel_credentials(…)``; None for none.
+        timeout_s: Seconds that a call may take; None for any time.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        api_key: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        timeout_s: float | None = None,
+    ):
+        self._channel = open_channel(target, credentials)
+        self._how: dict[str, Any] = {"metadata": call_metadata(api_key), "timeout": timeout_s}
+        self._generation: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._tokenization: Any = tokenization_pb2_grpc.TokenizationServiceStub(self._channel)
+        self._models: Any = model_pb2_grpc.ModelServiceStub(self._channel)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+
+    def generate(
+        self, prompt: Prompt, sampling_params: Sampling = None, **options: Unpack[RequestOptions]
+    ) -> RequestOutput:
+        """All of a text.
+
+        Args:
+            prompt: Text, token ids or a conversation.
+            sampling_params: How to sample.
+            **options: See ``RequestOptions``.
+        """
+        return whole_output(self._call(self._generation.Generate, generate_request(prompt, sampling_params, options)))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: Sampling = None,
+        *,
+        stream_interval: int | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Iterator[RequestOutput]:
+        """What is new of a text, as it comes. Closing the iterator early ends the request.
+
+        Args:
+            prompt: Text, token ids or a conversation.
+            sampling_params: How to sample.
+            stream_interval: Least number of tokens at a time.
+            **options: See ``RequestOptions``.
+        """
+        reader = DeltaReader()
+        yield from map(reader.output, self._parts(prompt, sampling_params, stream_interval, options))
+
+    def chat(
+        self, messages: Sequence[Message], sampling_params: Sampling = None, **options: Unpack[RequestOptions]
+    ) -> ChatOutput:
+        """An answer in a conversation; arguments as ``generate``."""
+        return whole_chat(self._call(self._generation.Generate, generate_request(messages, sampling_params, options)))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: Sampling = None,
+        *,
+        stream_interval: int | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Iterator[ChatDelta]:
+        """What is new of an answer in a conversation; arguments as ``stream``."""
+        reader = DeltaReader()
+        yield from map(reader.chat, self._parts(messages, sampling_params, stream_interval, options))
+
+    def tokenize(
+        self, text: str, *, add_special_tokens: bool = True, return_token_strings: bool = False, model: str = ""
+    ) -> TokenizedText:
+        """The tokens of a text."""
+        request = tokenization_pb2.TokenizeRequest(
+            model=model, text=text, add_special_tokens=add_special_tokens, return_token_strings=return_token_strings
+        )
+        found = self._call(self._tokenization.Tokenize, request)
+        return TokenizedText(list(found.token_ids), list(found.token_strings), found.max_model_len)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, model: str = "") -> str:
+        """The text of tokens."""
+        request = tokenization_pb2.DetokenizeRequest(
+            model=model, token_ids=sampling_pb2.TokenIds(ids=token_ids), skip_special_tokens=skip_special_tokens
+        )
+        return self._call(self._tokenization.Detokenize, request).text
+
+    def apply_chat_template(
+        self, messages: Sequence[Message], *, model: str = "", **options: Unpack[ConversationOptions]
+    ) -> RenderedPrompt:
+        """The prompt that a conversation becomes; options: see ``ConversationOptions``."""
+        request = tokenization_pb2.ApplyChatTemplateRequest(model=model, messages=conversation(messages, options))
+        found = self._call(self._tokenization.ApplyChatTemplate, request)
+        return RenderedPrompt(found.text, list(found.token_ids))
+
+    def models(self) -> list[model_pb2.Model]:
+        """What the server runs, under each of its names."""
+        return list(self._call(self._models.ListModels, model_pb2.ListModelsRequest()).models)
+
+    def model(self, name: str = "") -> model_pb2.Model:
+        """One model by its name; the only one without."""
+        return self._call(self._models.GetModel, model_pb2.GetModelRequest(model=name)).model
+
+    def health(self, service: str = GENERATION) -> bool:
+        """Whether the server can generate; with the service ``""`` whether its process lives."""
+        found = self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service))
+        return found.status == health_pb2.HealthCheckResponse.SERVING
+
+    def close(self) -> None:
+        """Ends the connection and the calls on it."""
+        self._channel.close()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        del kind, error, traceback
+        self.close()
+
+    def _call(self, method: Any, request: Any) -> Any:
+        try:
+            return method(request, **self._how)
+        except grpc.RpcError as failure:
+            raise error_of(failure) from failure
+
+    def _parts(
+        self, prompt: Prompt, sampling: Sampling, interval: int | None, options: RequestOptions
+    ) -> Iterator[generation_pb2.StreamGenerateResponse]:
+        inner = generate_request(prompt, sampling, options)
+        request = generation_pb2.StreamGenerateRequest(request=inner, stream_interval=interval)
+        call = self._generation.StreamGenerate(request, **self._how)
+        try:
+            yield from call
+        except grpc.RpcError as failure:
+            raise error_of(failure) from failure
+        finally:
+            call.cancel()

@@ -1,0 +1,74 @@
+"""Sums over the tokens of each row of a step.
+
+In the deterministic mode tokens are added one after the other, so that a sum has the same bits whatever chunks its
+tokens come in. Else it is a product with ones: a loop would not fit into the CUDA graph that a step is.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers.rows import map_rows
+
+States = Callable[[Float[Array, "T D"]], Float[Array, "T D"]]
+
+
+def add_tokens(
+    sums: Float[Array, "R D"],
+    hidden: Float[Array, "T D"],
+    first: Int[Array, " R"],
+    end: Int[Array, " R"],
+    states: States,
+    row_tile: int | None = None,
+) -> Float[Array, "R D"]:
+    """Each row's sum with ``states`` of its tokens added, in float32; next to nothing is done where no row has any.
+
+    NaN in one row's tokens stays in that row's sum.
+
+    Args:
+        sums: What there is so far.
+        hidden: A row for each of the step's tokens.
+        first: First token that is added to each row's sum.
+        end: The token behind the last; nothing is added where it is not larger than ``first``.
+        states: What is added, from ``hidden``; it must not communicate.
+        row_tile: See ``map_rows``; None computes all at once.
+    """
+    if row_tile is not None:
+        return _added_in_order(sums, hidden, first, end, states, row_tile)
+    return lax.cond((first < end).any(), lambda: _added(sums, states(hidden), first, end), lambda: sums)
+
+
+def _added(
+    sums: Float[Array, "R D"], states: Float[Array, "T D"], first: Int[Array, " R"], end: Int[Array, " R"]
+) -> Float[Array, "R D"]:
+    tokens = jnp.arange(len(states))
+    takes = (first[:, None] <= tokens) & (tokens < end[:, None])
+    is_number = jnp.isfinite(states).all(1)
+    numbers = jnp.where(is_number[:, None], states, 0).astype(jnp.float32)
+    added = jnp.matmul(takes.astype(jnp.float32), numbers, precision=lax.Precision.HIGHEST)
+    return sums + jnp.where((takes & ~is_number).any(1)[:, None], jnp.nan, added)
+
+
+def _added_in_order(
+    sums: Float[Array, "R D"],
+    hidden: Float[Array, "T D"],
+    first: Int[Array, " R"],
+    end: Int[Array, " R"],
+    states: States,
+    row_tile: int,
+) -> Float[Array, "R D"]:
+    """All states first: what is multiplied where it is added may not be rounded in between."""
+    start = jnp.min(jnp.where(first < end, first, len(hidden)))
+    stop = jnp.max(jnp.where(first < end, end, 0))
+    computed = map_rows(states, (hidden,), stop, row_tile)
+
+    def round_(i: Int[Array, ""], sums: Float[Array, "R D"]) -> Float[Array, "R D"]:
+        tile = lax.dynamic_slice_in_dim(computed, i * row_tile, row_tile).astype(jnp.float32)
+        for j in range(row_tile):
+            token = i * row_tile + j
+            sums = jnp.where(((first <= token) & (token < end))[:, None], sums + tile[j], sums)
+        return sums
+
+    return lax.fori_loop(start // row_tile, -(-stop // row_tile), round_, sums)

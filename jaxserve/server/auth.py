@@ -1,0 +1,154 @@
+"""Who may call what: API keys, their scopes and limits.
+
+An auth file is YAML or JSON: a list of keys, each
+
+* ``key``: the key, or ``sha256``: its SHA-256 in hexadecimal, so that the file holds no secret;
+* ``name``: who holds it, as logs and metrics name it;
+* ``scopes``: some of ``generate``, ``metrics`` and ``admin``; left out: ``generate`` and ``metrics``;
+* ``max_concurrent_requests`` and ``requests_per_minute``: limits; left out: none;
+* ``tenant``: holders of the same tenant share cached pages; left out: the name.
+"""
+
+import dataclasses
+import hashlib
+import hmac
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from jaxserve.errors import ConfigError
+from jaxserve.server.errors import PermissionDeniedError, UnauthenticatedError
+from jaxserve.server.settings import ServerConfig
+
+SCOPES = ("generate", "metrics", "admin")
+_FIELDS = ("key", "sha256", "name", "scopes", "max_concurrent_requests", "requests_per_minute", "tenant")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Caller:
+    """Who calls.
+
+    Attributes:
+        name: As logs and metrics name the caller: one of those in the auth file, ``key-1`` …, or ``anonymous``.
+        scopes: What the caller may do.
+        tenant: Callers of one tenant share cached pages; None: everybody does.
+        max_concurrent_requests: Most requests at a time, each of the n texts counted; None: no limit.
+        requests_per_minute: Most requests in any minute; None: no limit.
+    """
+
+    name: str
+    scopes: frozenset[str]
+    tenant: str | None = None
+    max_concurrent_requests: int | None = None
+    requests_per_minute: int | None = None
+
+    def check_scope(self, scope: str) -> None:
+        """Raises unless the caller may do what the scope names.
+
+        Raises:
+            PermissionDeniedError: It may not.
+        """
+        if scope not in self.scopes:
+            raise PermissionDeniedError(f"this API key lacks the scope {scope!r}")
+
+
+class Authenticator:
+    """Finds the caller of a request by its key.
+
+    Args:
+        config: Keys and auth file; without either everybody may do everything.
+
+    Raises:
+        ConfigError: An auth file that cannot be read or says something wrong.
+    """
+
+    def __init__(self, config: ServerConfig):
+        self._callers: list[tuple[bytes, Caller]] = []
+        default = frozenset(("generate", "metrics"))
+        for number, key in enumerate(config.api_key or (), 1):
+            tenant = None if config.share_prefix_cache else f"key-{number}"
+            self._callers.append((_digest(key), Caller(f"key-{number}", default, tenant)))
+        if config.auth_file is not None:
+            self._callers += _read_auth_file(Path(config.auth_file), config.share_prefix_cache)
+        self._anonymous = None if self._callers else Caller("anonymous", frozenset(SCOPES))
+
+    def caller(self, authorization: str | None) -> Caller:
+        """The caller that an ``Authorization`` header names.
+
+        Every known key is compared, in constant time, whichever fits.
+
+        Raises:
+            UnauthenticatedError: There is no key in it, or an unknown one.
+        """
+        if self._anonymous is not None:
+            return self._anonymous
+        kind, _, key = (authorization or "").partition(" ")
+        if kind.lower() != "bearer" or not key.strip():
+            raise UnauthenticatedError("expected the header 'Authorization: Bearer KEY'")
+        digest, found = _digest(key), None
+        for known, caller in self._callers:
+            if hmac.compare_digest(known, digest):
+                found = caller
+        if found is None:
+            raise UnauthenticatedError("the API key is not known")
+        return found
+
+    @property
+    def callers(self) -> list[Caller]:
+        """All that there are."""
+        return [caller for _, caller in self._callers] if self._anonymous is None else [self._anonymous]
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.strip().encode("utf-8", "surrogatepass")).digest()
+
+
+def _read_auth_file(path: Path, shares_prefixes: bool) -> list[tuple[bytes, Caller]]:
+    try:
+        found: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        # The error of a YAML parser quotes the line, which may hold a key.
+        raise ConfigError(f"auth_file: {path} cannot be read as YAML: {type(error).__name__}") from None
+    if not isinstance(found, list) or not found:
+        raise ConfigError(f"auth_file: expected a list of keys in {path}, got {type(found).__name__}")
+    entries = [_read_entry(f"auth_file: entry {place}", entry) for place, entry in enumerate(cast("list[Any]", found))]
+    names = [caller.name for _, caller in entries]
+    if len(set(names)) < len(names) or len({digest for digest, _ in entries}) < len(entries):
+        raise ConfigError("auth_file: two entries have the same name or the same key")
+    return [(digest, dataclasses.replace(one, tenant=None) if shares_prefixes else one) for digest, one in entries]
+
+
+def _read_entry(where: str, entry: Any) -> tuple[bytes, Caller]:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where}: expected a mapping, got {type(entry).__name__}")
+    values = cast("dict[str, Any]", entry)
+    unknown = [name for name in values if name not in _FIELDS]
+    if unknown:
+        raise ConfigError(f"{where}: unknown field {unknown[0]!r}; there are: {', '.join(_FIELDS)}")
+    name, scopes = values.get("name"), values.get("scopes", ["generate", "metrics"])
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.@-]{1,64}", name):
+        raise ConfigError(f"{where}: name: expected 1 to 64 letters, digits and any of '_.@-'")
+    if not isinstance(scopes, Sequence) or isinstance(scopes, str) or not set(scopes) <= set(SCOPES):
+        raise ConfigError(f"{where}: scopes: expected some of {', '.join(SCOPES)}")
+    for limit in ("max_concurrent_requests", "requests_per_minute"):
+        if limit in values and (type(values[limit]) is not int or values[limit] < 1):
+            raise ConfigError(f"{where}: {limit}: expected a whole number from 1")
+    tenant = values.get("tenant", name)
+    if not isinstance(tenant, str) or not tenant:
+        raise ConfigError(f"{where}: tenant: expected a text")
+    caller = Caller(
+        name, frozenset(scopes), tenant, values.get("max_concurrent_requests"), values.get("requests_per_minute")
+    )
+    return _entry_digest(where, values), caller
+
+
+def _entry_digest(where: str, values: dict[str, Any]) -> bytes:
+    key, digest = values.get("key"), values.get("sha256")
+    if isinstance(key, str) and key and digest is None:
+        return _digest(key)
+    if key is None and isinstance(digest, str) and re.fullmatch(r"[0-9a-fA-F]{64}", digest):
+        return bytes.fromhex(digest)
+    raise ConfigError(f"{where}: expected either 'key', a text, or 'sha256', 64 hexadecimal digits")

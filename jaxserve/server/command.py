@@ -1,0 +1,99 @@
+"""The flags of ``jaxserve serve``, and its configuration file."""
+
+import argparse
+import dataclasses
+import json
+import os
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxserve.cli_arguments import add_dataclass_arguments, add_engine_arguments, engine_arguments, field_docs
+from jaxserve.errors import ConfigError
+from jaxserve.server.settings import ServerConfig
+
+HELP = "serve a model over OpenAI-compatible HTTP and gRPC"
+_JSON_LISTS = ("allowed_origins", "allowed_methods", "allowed_headers")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, a flag for each setting of the server, and those of the engine."""
+    help_ = "directory, hub id, or demo for the model that comes with the package (default: demo)"
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help=help_)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with flags, without their dashes; flags given win")
+    group = parser.add_argument_group("server")
+    docs = field_docs(ServerConfig)
+    names = [field.name for field in dataclasses.fields(ServerConfig)]
+    plain = [name for name in names if name not in ("served_model_name", *_JSON_LISTS)]
+    add_dataclass_arguments(group, ServerConfig, plain)
+    group.add_argument("--served-model-name", nargs="+", metavar="NAME", help=docs["served_model_name"])
+    for name in _JSON_LISTS:
+        group.add_argument("--" + name.replace("_", "-"), type=_json_list, metavar="JSON", help=docs[name])
+    add_engine_arguments(parser)
+
+
+def serve_arguments(options: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:
+    """The engine's arguments and the server's settings that were given.
+
+    Raises:
+        ConfigError: A setting that is wrong.
+    """
+    given = engine_arguments(options)
+    if options.model_tag is not None:
+        given["model"] = options.model_tag
+    names = [field.name for field in dataclasses.fields(ServerConfig)]
+    settings = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return given, ServerConfig.from_arguments(settings, os.environ)
+
+
+def with_config_file(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a command line, with what its ``--config`` file says in front, so that flags given win.
+
+    Raises:
+        ConfigError: A file that cannot be read, or is no mapping.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    path = finder.parse_known_args(list(arguments))[0].config
+    if path is None:
+        return list(arguments)
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        # The error of a YAML parser quotes the line, which may hold a key.
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f" in line {mark.line + 1}"
+        raise ConfigError(f"config: {path} cannot be read as YAML: {type(error).__name__}{where}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"config: expected a mapping of flags in {path}, got {type(found).__name__}")
+    flags = dict(typing.cast("dict[str, Any]", found))
+    model = flags.pop("model", None)
+    written = [part for name, value in flags.items() for part in _as_flag(str(name), value)]
+    # A flag stands last, so that one with several values takes none of what follows.
+    return [*written, *(["--model", str(model)] if model is not None else ["--config", path]), *arguments]
+
+
+def _as_flag(name: str, value: Any) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"]
+    if isinstance(value, dict) or (isinstance(value, list) and name.replace("-", "_") in _JSON_LISTS):
+        return [flag, json.dumps(value)]
+    if isinstance(value, list) and name.replace("-", "_") == "served_model_name":
+        return [flag, *map(str, value)]
+    if isinstance(value, list):
+        return [part for item in value for part in (flag, str(item))]
+    return [] if value is None else [flag, str(value)]
+
+
+def _json_list(text: str) -> list[str]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected a JSON list of texts, got {text!r} ({error})") from error
+    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
+        raise argparse.ArgumentTypeError(f"expected a JSON list of texts, got {text!r}")
+    return found

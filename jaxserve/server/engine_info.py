@@ -1,0 +1,43 @@
+"""What a front end knows of the engine behind it."""
+
+import dataclasses
+from typing import Any
+
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.proto.jaxserve.v1 import model_pb2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What an engine process says of itself when it is ready.
+
+    Attributes:
+        model: The model and what it runs on; ``id`` and ``created`` are empty.
+        default_fields: The fields of ``SamplingParams`` that the model's generation_config.json sets.
+        ledger: Where memory goes, as the start's log shows it.
+        extra_arguments: Names that requests' ``extra_args`` may have.
+    """
+
+    model: model_pb2.Model
+    default_fields: dict[str, Any]
+    ledger: str
+    extra_arguments: tuple[str, ...] = ()
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context in tokens."""
+        return self.model.max_model_len
+
+    def sampling_params(self, given: dict[str, Any], *, is_chat: bool = False) -> SamplingParams:
+        """The parameters of a request that gives some fields: the one place where those of every surface are checked.
+
+        A field that is None counts as not given. What is not given has the model's default, and ``max_tokens`` else
+        that of vLLM: all that the context holds for a conversation, 16 for other prompts.
+
+        Raises:
+            RequestError: A field that there is not, or a value that is wrong.
+        """
+        values = {name: value for name, value in given.items() if value is not None}
+        if is_chat and "max_tokens" not in self.default_fields:
+            values.setdefault("max_tokens", None)
+        return SamplingParams.from_optional(**{**self.default_fields, **values})

@@ -1,0 +1,67 @@
+"""Renders conversations by chat templates, in a process of its own: a template is a program that may take for ever.
+
+`python -m jaxserve.server.engine_process.renderer` is that process. It answers each JSON line with a JSON line.
+"""
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxserve.engine.chat import quiet_transformers, render_chat
+from jaxserve.errors import RequestError
+
+READY = "ready"
+
+
+def _limit_memory(extra_bytes: int) -> None:
+    """Lets this process grow by so much."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = used + extra_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _limit_cpu(seconds: int) -> None:
+    """Lets the kernel end this process after some more seconds of work, should nobody be left to do it."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + seconds + 1, hard))
+
+
+def _answer(job: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"text": render_chat(job.pop("conversation"), job.pop("template"), **job)}
+    except RequestError as error:
+        is_memory = isinstance(error.__cause__, MemoryError)
+        return {"error": "the chat template failed: it takes more memory than allowed" if is_memory else str(error)}
+    except MemoryError:
+        return {"error": "the chat template failed: it takes more memory than allowed"}
+
+
+def main() -> None:
+    """Serves until its input ends."""
+    quiet_transformers()
+    from transformers.utils import chat_template_utils
+
+    del chat_template_utils  # loaded before the limits count
+    first = sys.stdin.readline()
+    if not first:  # whoever started it has gone
+        return
+    setup = json.loads(first)
+    if sys.platform == "linux":
+        _limit_memory(setup["memory_bytes"])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print(json.dumps({"text": READY}), flush=True)
+    for line in sys.stdin:
+        _limit_cpu(setup["cpu_s"])
+        print(json.dumps(_answer(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BrokenPipeError:  # nobody reads any more: at once, since what is buffered can go nowhere
+        os._exit(0)

@@ -1,0 +1,46 @@
+"""A request as every surface hands it to the engine process."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.errors import RequestError
+from jaxserve.pooling_params import PoolingParams
+from jaxserve.sampling_params import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """A prompt and what to do with it. Exactly one of ``text``, ``token_ids`` and ``chat`` is given.
+
+    Attributes:
+        text: Text, to be tokenized.
+        token_ids: Token ids as they are; checked in the engine process.
+        chat: Arguments of ``AsyncLLM.chat``: ``messages`` (OpenAI's form) and, where given, ``tools``,
+            ``chat_template``, ``add_generation_prompt``, ``continue_final_message``, ``chat_template_kwargs``. JSON
+            values only.
+        params: How to sample. ``output_kind`` is DELTA (an output a step, each with what is new) or FINAL_ONLY.
+        priority: Lower runs sooner.
+        cache_salt: Of the prefix cache.
+        timeout_s: Seconds until the deadline; None for none.
+        is_strict_length: Whether more tokens than the context has room for are an error; else they are cut.
+        truncate_prompt_tokens: Keep this many tokens of the prompt, the last ones; -1: as many as the context holds.
+        add_special_tokens: Put around a text what the model expects around one.
+        pooling: Pool hidden states in place of generating; ``params`` is then not read.
+    """
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    chat: Mapping[str, Any] | None = None
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+    timeout_s: float | None = None
+    is_strict_length: bool = True
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool = True
+    pooling: PoolingParams | None = None
+
+    def __post_init__(self):
+        if self.text == "":
+            raise RequestError("the prompt must not be empty", parameter="prompt", value="")

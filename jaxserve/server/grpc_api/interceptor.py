@@ -1,0 +1,179 @@
+"""Around every call: who may make it, and how its errors are answered."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from types import MappingProxyType
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError
+
+from jaxserve.errors import JaxserveError, RequestError
+from jaxserve.server.auth import Authenticator, Caller
+from jaxserve.server.errors import PermissionDeniedError, UnavailableError, status_of
+from jaxserve.server.frontend import new_request_id
+from jaxserve.server.grpc_api.context import CURRENT_CALL, Call, Context
+from jaxserve.server.grpc_api.statuses import abort, rich_status
+from jaxserve.server.tracing import LABEL_HEADER, remember_trace, remembered_headers
+
+logger = logging.getLogger(__name__)
+
+ANYBODY = "anybody"
+"""For methods that need no key."""
+KNOWN = "known"
+"""For methods that any key is good for."""
+ABSENT = "absent"
+"""For methods that a protocol has and this server has not."""
+
+ACCESS = MappingProxyType(
+    {
+        "/grpc.health.v1.Health/Check": ANYBODY,
+        "/grpc.health.v1.Health/List": ABSENT,
+        "/grpc.health.v1.Health/Watch": ANYBODY,
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": KNOWN,
+        "/jaxserve.v1.GenerationService/Generate": "generate",
+        "/jaxserve.v1.GenerationService/StreamGenerate": "generate",
+        "/jaxserve.v1.TokenizationService/Tokenize": "generate",
+        "/jaxserve.v1.TokenizationService/Detokenize": "generate",
+        "/jaxserve.v1.TokenizationService/ApplyChatTemplate": "generate",
+        "/jaxserve.v1.ModelService/ListModels": "generate",
+        "/jaxserve.v1.ModelService/GetModel": "generate",
+        "/jaxserve.v1.AdminService/GetLoad": "admin",
+        "/jaxserve.v1.AdminService/Drain": "admin",
+        "/jaxserve.v1.AdminService/ResetPrefixCache": "admin",
+        "/jaxserve.v1.AdminService/StartProfile": "admin",
+        "/jaxserve.v1.AdminService/StopProfile": "admin",
+        "/jaxserve.v1.AdminService/Abort": "admin",
+    }
+)
+"""Method -> the scope that a caller's key needs; nobody may call any other."""
+
+_NOBODY = Caller("nobody", frozenset())
+_Behaviour = Callable[[Any, Any], Awaitable[Any]]
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Lets calls in by their keys, and answers what goes wrong in them.
+
+    Args:
+        authenticator: Knows the keys.
+    """
+
+    def __init__(self, authenticator: Authenticator):
+        self._authenticator = authenticator
+        self._is_refusing = False
+        self._num_running = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    def refuse_calls(self) -> None:
+        """Lets no more requests in."""
+        self._is_refusing = True
+
+    async def wait_idle(self) -> None:
+        """Until none of our own methods runs, and the answers of those that ran are sent."""
+        await self._is_idle.wait()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The handler of a call, or one that refuses it. Methods that there are not stay UNIMPLEMENTED."""
+        handler = await continuation(handler_call_details)
+        method: Any = handler_call_details.method
+        if handler is None or ACCESS.get(method) == ABSENT:
+            return None
+        metadata: Any = handler_call_details.invocation_metadata
+        call = Call(_NOBODY, new_request_id("grpc"))
+        try:
+            call = Call(self._caller(method, metadata), call.request_id)
+        except JaxserveError as error:
+            return _refusal(call, error)
+        if not method.startswith("/jaxserve."):
+            return handler
+        remember_trace(metadata)
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(
+                self._answering(call, handler.unary_stream), _reading(handler), handler.response_serializer
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            self._answering(call, handler.unary_unary), _reading(handler), handler.response_serializer
+        )
+
+    def _caller(self, method: str, metadata: Any) -> Caller:
+        """Who makes a call.
+
+        Raises:
+            UnauthenticatedError: There is no key that is known.
+            UnavailableError: The server stops.
+            PermissionDeniedError: The key does not fit, or nobody may call the method.
+        """
+        needed = ACCESS.get(method)
+        if needed == ANYBODY:
+            return _NOBODY
+        header = next((value for name, value in metadata if name == "authorization" and isinstance(value, str)), None)
+        caller = self._authenticator.caller(header)
+        if needed is None:
+            raise PermissionDeniedError("nobody may call this method")
+        if needed != KNOWN:
+            caller.check_scope(needed)
+        if needed == "generate" and self._is_refusing:
+            raise UnavailableError("the server is shutting down")
+        return caller
+
+    def _answering(self, call: Call, behaviour: _Behaviour) -> _Behaviour:
+        async def answer(request: Any, context: Context) -> Any:
+            CURRENT_CALL.set(call)
+            self._num_running += 1
+            self._is_idle.clear()
+            note_end: Any = self._note_end
+            context.add_done_callback(note_end)
+            try:
+                if isinstance(request, RequestError):
+                    raise request
+                return await behaviour(request, context)
+            except grpc.aio.BaseError:  # the call has ended
+                raise
+            except Exception as error:
+                await _end(call, error, context, getattr(request, "DESCRIPTOR", None))
+
+        return answer
+
+    def _note_end(self, context: Any) -> None:
+        del context
+        self._num_running -= 1
+        if not self._num_running:
+            self._is_idle.set()
+
+
+async def _end(call: Call, error: Exception, context: Context, request: Descriptor | None) -> None:
+    if not isinstance(error, JaxserveError):
+        label = remembered_headers().get(LABEL_HEADER)
+        logger.error("call %s (%r) of %s failed", call.request_id, label, call.caller.name, exc_info=error)
+    await abort(context, rich_status(status_of(error), call.request_id, call.caller.name, request))
+
+
+def _refusal(call: Call, error: JaxserveError) -> Any:
+    """A handler that does not even read the request."""
+
+    async def refuse(requests: Any, context: Context) -> None:
+        del requests
+        await abort(context, rich_status(status_of(error), call.request_id))
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _reading(handler: Any) -> Callable[[bytes], Any]:
+    """Reads a message; gives an error, which the handler raises, where that cannot be done."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return handler.request_deserializer(data)
+        except DecodeError:
+            return RequestError("the message cannot be read as the method's request")
+
+    return read

@@ -1,0 +1,101 @@
+"""Errors as gRPC statuses: a code, a message, and google.rpc's details for programs."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from jaxserve.server.errors import ErrorStatus
+from jaxserve.server.grpc_api.context import Context
+
+DOMAIN = "jaxserve.dev"
+"""Whose reasons ``google.rpc.ErrorInfo`` names."""
+MAX_MESSAGE_BYTES = 1024
+"""Longer messages are cut: with all details they must fit into the 8 KiB of metadata that clients take."""
+_MAX_FIELD_LENGTH = 200
+
+
+def rich_status(
+    found: ErrorStatus, request_id: str, caller: str = "", request: Descriptor | None = None
+) -> status_pb2.Status:
+    """What a call ends with.
+
+    Args:
+        found: How the error is answered.
+        request_id: The server's name for the call.
+        caller: Whose limit it is, where one was met.
+        request: The type of the call's message, in which the field at fault is looked up.
+    """
+    message = _cut(found.message)
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=found.reason, domain=DOMAIN)]
+    if request_id:
+        details.append(error_details_pb2.RequestInfo(request_id=request_id))
+    if found.grpc is grpc.StatusCode.INVALID_ARGUMENT or found.parameter is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(description=message)
+        if found.parameter is not None:
+            violation.field = field_path(request, found.parameter)[:_MAX_FIELD_LENGTH]
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if found.grpc is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        failure = error_details_pb2.QuotaFailure.Violation(subject=caller, description=message)
+        details.append(error_details_pb2.QuotaFailure(violations=[failure]))
+    if found.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(round(found.retry_after_s * 1000))
+        details.append(retry)
+    status = status_pb2.Status(code=found.grpc.value[0], message=message)
+    for detail in details:
+        status.details.add().Pack(detail)
+    return status
+
+
+async def abort(context: Context, status: status_pb2.Status) -> NoReturn:
+    """Ends a call.
+
+    Raises:
+        grpc.aio.AbortError: Always: gRPC's way to leave the handler.
+    """
+    found: Any = rpc_status.to_status(status)
+    await context.abort(found.code, found.details, found.trailing_metadata)
+    raise AssertionError("abort came back")
+
+
+def field_path(request: Descriptor | None, parameter: str) -> str:
+    """Where a parameter stands in a message, such as ``request.sampling_params.temperature`` for ``temperature``.
+
+    Args:
+        request: The message's type; None where there is none.
+        parameter: As errors name it; what follows its first dot is kept.
+
+    Returns:
+        The path, or the parameter itself where nothing of that name is found.
+    """
+    root, dot, rest = parameter.partition(".")
+    for path in _paths(request) if request is not None else ():
+        if path[-1] in (root, f"{root}_json"):
+            return ".".join(path) + dot + rest
+    return parameter
+
+
+def _paths(message: Descriptor) -> Iterator[Sequence[str]]:
+    """Paths of all fields and of the messages' own alternatives, those nearest to the root first."""
+    level: list[tuple[tuple[str, ...], Descriptor]] = [((), message)]
+    while level:
+        deeper: list[tuple[tuple[str, ...], Descriptor]] = []
+        for prefix, found in level:
+            yield from (((*prefix, one.name)) for one in found.oneofs)
+            for field in found.fields:
+                yield (*prefix, field.name)
+                if field.message_type is not None and not field.is_repeated:
+                    deeper.append(((*prefix, field.name), field.message_type))
+        level = deeper
+
+
+def _cut(message: str) -> str:
+    encoded = message.encode("utf-8", "replace")
+    if len(encoded) <= MAX_MESSAGE_BYTES:
+        return encoded.decode()
+    return encoded[: MAX_MESSAGE_BYTES - 3].decode("utf-8", "ignore") + "…"

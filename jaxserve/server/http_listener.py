@@ -1,0 +1,197 @@
+"""Where the HTTP server listens."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, cast
+
+import uvicorn
+
+from jaxserve.errors import ConfigError
+from jaxserve.server.frontend import Frontend
+from jaxserve.server.http_api.app import make_app
+from jaxserve.server.http_protocol import HttpProtocol
+from jaxserve.server.settings import ServerConfig
+from jaxserve.server.tls import make_ssl_context, watch_files
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+
+
+class _QuietUvicorn(uvicorn.Server):
+    """Leaves signals to us, and says when it has started."""
+
+    def __init__(self, config: uvicorn.Config):
+        super().__init__(config)
+        self.has_started = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts."""
+        await super().startup(sockets)
+        self.has_started.set()
+
+
+@contextlib.asynccontextmanager
+async def http_listening(frontend: Frontend) -> AsyncIterator[str]:
+    """Serves HTTP while the block runs; gives the address.
+
+    Raises:
+        ConfigError: The address cannot be used.
+    """
+    config = frontend.config
+    settings = uvicorn.Config(
+        make_app(frontend),
+        http=cast("Any", functools.partial(HttpProtocol, config.stall_timeout)),
+        ws="none",
+        log_level=config.uvicorn_log_level,
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=config.keepalive_timeout,
+        proxy_headers=False,
+        server_header=False,
+        root_path=config.root_path,
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=1,
+    )
+    settings.load()
+    with contextlib.ExitStack() as stack:
+        bound = stack.enter_context(_bound(config))
+        address = _http_address(config, bound)
+        if config.has_tls:
+            settings.ssl = make_ssl_context(config)
+            watching = asyncio.create_task(watch_files(config, settings.ssl))
+            stack.callback(watching.cancel)
+        async with _serving(_QuietUvicorn(settings), bound, address):
+            yield address
+
+
+@contextlib.asynccontextmanager
+async def _serving(server: _QuietUvicorn, bound: socket.socket, address: str) -> AsyncIterator[None]:
+    """Serves while the block runs, which starts once connections are accepted.
+
+    Raises:
+        ConfigError: The server did not start.
+    """
+    running = asyncio.create_task(server.serve(sockets=[bound]))
+    starting = asyncio.create_task(server.has_started.wait())
+    try:
+        await asyncio.wait([running, starting], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            raise ConfigError(f"cannot serve HTTP at {address}: {_why_ended(running)}")
+        running.add_done_callback(functools.partial(_note_end, server, address))
+        yield
+    finally:
+        starting.cancel()
+        server.should_exit = True
+        try:
+            await asyncio.wait([running])
+        finally:
+            running.cancel()
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()  # these would wait for clients that do not read
+
+
+def _note_end(server: _QuietUvicorn, address: str, running: "asyncio.Task[None]") -> None:
+    """Logs an end that nobody asked for, or that is none."""
+    why = _why_ended(running)
+    if not server.should_exit or (why and not running.cancelled()):
+        logger.error("the HTTP server at %s has ended: %s", address, why or "it did not say why")
+
+
+def _why_ended(task: "asyncio.Task[None]") -> str:
+    if task.cancelled():
+        return "it was cancelled"
+    error = task.exception()
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def _http_address(config: ServerConfig, bound: socket.socket) -> str:
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    host, port = bound.getsockname()[:2]
+    scheme = "https" if config.has_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+@contextlib.contextmanager
+def _bound(config: ServerConfig) -> Iterator[socket.socket]:
+    """A socket on the address that HTTP listens on.
+
+    It listens at once, so that the address is taken and nobody else, such as the gRPC server, can have it too.
+
+    Raises:
+        ConfigError: The address cannot be used.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            if config.uds is not None:
+                bound = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                stack.callback(_remove, config.uds, _bind_path(bound, config.uds))
+            else:
+                bound = stack.enter_context(_bind_port(config.host, config.port))
+            bound.listen(_BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {config.uds or f'{config.host}:{config.port}'}: {error}") from error
+        yield bound
+
+
+def _bind_port(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _bind_path(bound: socket.socket, path: str) -> os.stat_result:
+    """Binds to a path that is nobody's, or was left by a server that ended; gives the file."""
+    try:
+        bound.bind(path)
+    except OSError:
+        if not _is_stale(path):
+            raise
+        logger.info("removing %s, which a server has left behind", path)
+        os.unlink(path)
+        bound.bind(path)
+    # What the umask allows, and nothing to all users of the machine.
+    os.chmod(path, os.stat(path).st_mode & 0o660)
+    return os.stat(path)
+
+
+def _is_stale(path: str) -> bool:
+    """Whether a path is a socket on which nobody listens."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.settimeout(1)
+        try:
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                return False
+            asking.connect(path)
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def _remove(path: str, made: os.stat_result) -> None:
+    """Removes the socket's file, unless it has become another server's."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.lstat(path), made):
+            os.unlink(path)

@@ -1,0 +1,213 @@
+"""A server's life: listen, start the engine, serve, drain, end."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from jaxserve.errors import JaxserveError
+from jaxserve.server.auth import Authenticator
+from jaxserve.server.engine_client import EngineClient
+from jaxserve.server.frontend import Frontend, ParserNames
+from jaxserve.server.gate import Gate
+from jaxserve.server.grpc_api.server import GrpcServer
+from jaxserve.server.http_listener import http_listening
+from jaxserve.server.request_log import RequestLog
+from jaxserve.server.settings import ServerConfig, is_loopback
+from jaxserve.server.tracing import close_tracing
+
+logger = logging.getLogger(__name__)
+
+EXIT_ENGINE_DEAD = 70
+"""Exit status where the engine ended by itself: EX_SOFTWARE."""
+_FAREWELL_S = 2.0  # for answers that say why, once the engine is gone
+_STEADY_S = 600.0  # an engine that ran for so long is started again at once
+_RESTART_PAUSES_S = (0.0, 1.0, 5.0, 15.0, 30.0)
+
+
+async def serve(engine_arguments: dict[str, Any], config: ServerConfig) -> int:
+    """Serves until SIGTERM or SIGINT, a drain, or the engine's end; returns the exit status.
+
+    Args:
+        engine_arguments: Those of ``LLM``, the model among them.
+        config: The server's settings.
+
+    Raises:
+        ConfigError: The settings, the model or a port cannot be used.
+    """
+    _warn_of_exposure(config)
+    engine = EngineClient(engine_arguments, config)
+    parsers = ParserNames(engine_arguments.get("reasoning_parser"), engine_arguments.get("tool_call_parser"))
+    model = str(engine_arguments.get("model", "demo"))
+    log, gate = RequestLog(config, model), Gate()
+    frontend = Frontend(config, engine, gate, Authenticator(config), log, model, parsers)
+    life = ServerLife(frontend, engine)
+    try:
+        return await life.run()
+    finally:
+        await asyncio.to_thread(close_tracing)
+
+
+class ServerLife:
+    """Listeners and the engine behind them.
+
+    Args:
+        frontend: What the listeners share.
+        engine: Not started yet.
+    """
+
+    def __init__(self, frontend: Frontend, engine: EngineClient):
+        self._frontend = frontend
+        self._config = frontend.config
+        self._engine = engine
+        self._grpc = GrpcServer(frontend, self._drain)
+        self._drain_s: float | None = None
+        self._has_signal = False
+        self._is_told = asyncio.Event()
+        self._is_hurried = asyncio.Event()
+
+    async def run(self) -> int:
+        """Listens, starts the engine, and serves until the end; returns the exit status."""
+        with self._signals():
+            async with self._listening() as addresses:
+                starting = asyncio.create_task(self._engine.start())
+                if not await self._unless_told(starting):
+                    await self._engine.stop(0.0)
+                    return 0
+                self._open()
+                print(f"jaxserve ready: {addresses}", flush=True)
+                try:
+                    return await self._serve_until_end()
+                finally:
+                    self._close("the server is shutting down")
+                    await self._grpc.stop(0.0)
+                    await self._engine.stop(0.0)
+
+    def _open(self) -> None:
+        model = self._frontend.info.model
+        self._frontend.gate.open(model.max_num_seqs + self._config.queued_reqs_limit(model.max_num_seqs))
+        self._grpc.set_serving(True)
+
+    def _close(self, reason: str) -> None:
+        self._grpc.set_serving(False)
+        self._frontend.gate.close(reason)
+
+    async def _serve_until_end(self) -> int:
+        """Until told to stop, or the engine ends and is not to be started again."""
+        num_restarts = 0
+        while True:
+            began_s = asyncio.get_running_loop().time()
+            ended = asyncio.create_task(self._engine.wait_ended())
+            if not await self._unless_told(ended):
+                return await self._drained()
+            reason = ended.result()
+            logger.error("the engine process ended: %s", reason)
+            self._close(f"the engine process ended: {reason}")
+            if not self._config.restart_engine:
+                await asyncio.sleep(_FAREWELL_S)
+                return EXIT_ENGINE_DEAD
+            if asyncio.get_running_loop().time() - began_s > _STEADY_S:
+                num_restarts = 0
+            pause_s = _RESTART_PAUSES_S[min(num_restarts, len(_RESTART_PAUSES_S) - 1)]
+            num_restarts += 1
+            if not await self._unless_told(asyncio.create_task(self._restart(pause_s))):
+                return 0
+
+    async def _restart(self, pause_s: float) -> None:
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                await self._engine.start()
+            except JaxserveError:
+                logger.exception("the engine process could not be started again")
+                pause_s = _RESTART_PAUSES_S[-1]
+            else:
+                self._open()
+                logger.warning("the engine process was started again")
+                return
+
+    async def _unless_told(self, task: "asyncio.Task[Any]") -> bool:
+        """Waits for a task; returns False, and cancels it, where the server is told to stop before."""
+        told = asyncio.create_task(self._is_told.wait())
+        try:
+            await asyncio.wait([task, told], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+                return True
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, JaxserveError):
+                await task
+            return False
+        finally:
+            told.cancel()
+
+    async def _drained(self) -> int:
+        """Takes no more requests, and waits for those there are: for so long as the settings say. Gives the status."""
+        self._close("the server is shutting down")
+        limit_s = self._config.shutdown_timeout if self._drain_s is None else self._drain_s
+        logger.info("draining: %d texts in flight, at most %g s", self._frontend.gate.num_in_flight, limit_s)
+        hurried = asyncio.create_task(self._is_hurried.wait())
+        idle = asyncio.create_task(self._until_idle())
+        ended = asyncio.create_task(self._engine.wait_ended())
+        await asyncio.wait([hurried, idle, ended], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        is_lost = ended.done() and not idle.done()
+        if is_lost:
+            logger.error("the engine process ended while requests ran: %s", ended.result())
+            await asyncio.sleep(_FAREWELL_S)
+        for task in (hurried, idle, ended):
+            task.cancel()
+        return EXIT_ENGINE_DEAD if is_lost else 0
+
+    async def _until_idle(self) -> None:
+        while self._frontend.gate.num_in_flight:
+            await asyncio.sleep(0.02)
+
+    def _drain(self, timeout_s: float | None) -> None:
+        """Ends the server once its requests have ended; what the first call says of the time holds."""
+        if not self._is_told.is_set():
+            self._drain_s = timeout_s
+        self._is_told.set()
+
+    def _signalled(self) -> None:
+        """Ends the server as ``_drain`` does; a second signal at once."""
+        if self._has_signal:
+            self._is_hurried.set()
+        self._has_signal = True
+        self._drain(None)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    @contextlib.asynccontextmanager
+    async def _listening(self) -> AsyncIterator[str]:
+        """Opens the listeners; gives their addresses."""
+        config, parts = self._config, []
+        async with contextlib.AsyncExitStack() as stack:
+            if config.uds is not None or config.port != -1:
+                address = await stack.enter_async_context(http_listening(self._frontend))
+                parts.append(f"http={address}")
+            await self._grpc.start()
+            stack.push_async_callback(self._grpc.stop, 0.0)
+            if self._grpc.port is not None:
+                parts.append(f"grpc={config.host}:{self._grpc.port}")
+            if self._grpc.admin_port is not None:
+                parts.append(f"admin={config.admin_host}:{self._grpc.admin_port}")
+            yield " ".join(parts)
+
+
+def _warn_of_exposure(config: ServerConfig) -> None:
+    if is_loopback(config.host):
+        return
+    missing = [what for what, is_there in (("API keys", config.has_keys), ("TLS", config.has_tls)) if not is_there]
+    if missing:
+        logger.warning("%s can be reached by other machines, without %s", config.host, " and without ".join(missing))

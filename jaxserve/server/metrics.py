@@ -1,0 +1,184 @@
+"""The text that Prometheus reads: the engine's metrics and the front end's own. All labels come from closed sets."""
+
+import asyncio
+import dataclasses
+import functools
+import importlib.metadata
+import platform
+import time
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from jaxserve.errors import JaxserveError
+from jaxserve.metric_types import HELP, Counter, Gauge, Metric, prometheus_text
+from jaxserve.server.frontend import Frontend
+from jaxserve.server.proto.jaxserve.v1 import model_pb2
+from jaxserve.server.request_log import RequestCounts
+from jaxserve.server.resources import process_metrics
+
+PREFIX = "jaxserve:"
+VLLM_PREFIX = "vllm:"
+ENGINE = "0"
+"""vLLM's label of the one engine there is."""
+NOT_OF_VLLM = ("compiles_after_ready", "steps", "decode_rows")
+"""The engine's metrics that vLLM has no like of."""
+_ENGINE_LIMIT_S = 5.0
+
+HELP_LINES = MappingProxyType(
+    {
+        **HELP,
+        "engine_up": "1 where the engine process answers.",
+        "accepting_requests": "1 where requests are taken: not while the server starts or drains.",
+        "requests_started": "Requests that were admitted.",
+        "requests_finished": "Requests that ended, by how.",
+        "requests_in_flight": "Requests that were admitted and have not ended.",
+        "requests_refused": "Requests that were refused because there were too many: they are in no other number.",
+        "texts_in_flight": "Texts that requests in flight asked for.",
+        "cancelled": "Requests whose reader went away, or that an operator ended.",
+        "deadline": "Requests whose time was up.",
+        "delivered_prompt_tokens": "Tokens of prompts of requests that were answered, as the front end counts them.",
+        "delivered_cached_tokens": "Those of them that the prefix cache had.",
+        "delivered_generation_tokens": "Tokens of texts that the front end was given.",
+        "max_num_seqs": "Most sequences in a step.",
+        "max_num_batched_tokens": "Most tokens in a step.",
+        "max_model_len": "Longest context in tokens.",
+        "max_num_queued_reqs": "Most sequences that may wait.",
+        "max_num_queued_tokens": "Most prompt tokens of sequences that wait.",
+        "uptime_seconds": "Since the front end started.",
+        "build_info": "Versions of what runs.",
+        "cache_config_info": "The KV cache.",
+        "prompt_tokens_by_source": "Tokens of prompts, by where their keys and values came from.",
+        "process_resident_memory_bytes": "Memory that the front end's process holds.",
+        "process_virtual_memory_bytes": "Address space of the front end's process.",
+        "process_cpu_seconds": "Processor time of the front end's process, its own and the kernel's for it.",
+        "process_open_fds": "Open file descriptors of the front end's process.",
+        "process_max_fds": "Most file descriptors that the front end's process may open.",
+        "process_start_time_seconds": "When the front end's process began, in seconds since 1970.",
+    }
+)
+
+
+async def metrics_text(frontend: Frontend) -> str:
+    """All there is to measure, in Prometheus' text format 0.0.4; without the engine's part where that is gone."""
+    engine = await engine_metrics(frontend)
+    labels = {"model_name": frontend.model_names[0], "engine": ENGINE}
+    ours = [*(engine or ()), *server_metrics(frontend, is_engine_up=engine is not None)]
+    text = prometheus_text(ours, labels, HELP_LINES) + prometheus_text(_infos(frontend), help_lines=HELP_LINES)
+    if frontend.config.vllm_metric_names:
+        text += prometheus_text(_as_vllm(engine or ()), labels, HELP_LINES)
+        text += prometheus_text(_vllm_infos(frontend), help_lines=HELP_LINES)
+    return text + prometheus_text(process_metrics(), help_lines=HELP_LINES)
+
+
+async def engine_metrics(frontend: Frontend) -> list[Metric] | None:
+    """The engine's numbers of this moment; None where it does not answer within some seconds."""
+    try:
+        async with asyncio.timeout(_ENGINE_LIMIT_S):
+            return await frontend.engine.metrics()
+    except (JaxserveError, TimeoutError):
+        return None
+
+
+def server_metrics(frontend: Frontend, *, is_engine_up: bool) -> list[Metric]:
+    """The front end's own numbers of this moment."""
+    counts = frontend.log.counts
+    gauges = {
+        "engine_up": int(is_engine_up),
+        "accepting_requests": int(frontend.gate.is_open),
+        "requests_in_flight": counts.in_flight,
+        "texts_in_flight": frontend.gate.num_in_flight,
+        "uptime_seconds": time.time() - frontend.created_s,
+        **_limits(frontend),
+    }
+    found: list[Metric] = [Gauge(PREFIX + name, {}, value) for name, value in gauges.items()]
+    found += _counters(counts, frontend.gate.num_refused)
+    return found
+
+
+def model_of(frontend: Frontend) -> model_pb2.Model | None:
+    """What the engine said of itself; None while there is none."""
+    try:
+        return frontend.info.model
+    except JaxserveError:
+        return None
+
+
+@functools.cache
+def versions() -> Mapping[str, str]:
+    """Versions of what a server consists of."""
+    names = ("jaxserve", "jax", "jaxlib", "flax")
+    found = {name: importlib.metadata.version(name) for name in names}
+    return MappingProxyType({**found, "python": platform.python_version()})
+
+
+def _counters(counts: RequestCounts, num_refused: int) -> Iterable[Metric]:
+    plain = {
+        "requests_started": counts.started,
+        "requests_refused": num_refused,
+        "cancelled": counts.finished["cancelled"],
+        "deadline": counts.finished["deadline"],
+        "delivered_prompt_tokens": counts.prompt_tokens,
+        "delivered_cached_tokens": counts.cached_tokens,
+        "delivered_generation_tokens": counts.generation_tokens,
+    }
+    for name, value in plain.items():
+        yield Counter(PREFIX + name, {}, value)
+    for outcome, number in counts.finished.items():
+        yield Counter(f"{PREFIX}requests_finished", {"outcome": outcome}, number)
+
+
+def _limits(frontend: Frontend) -> Mapping[str, int]:
+    model, config = model_of(frontend), frontend.config
+    if model is None:
+        return {}
+    return {
+        "max_num_seqs": model.max_num_seqs,
+        "max_num_batched_tokens": model.max_num_batched_tokens,
+        "max_model_len": model.max_model_len,
+        "max_num_queued_reqs": config.queued_reqs_limit(model.max_num_seqs),
+        "max_num_queued_tokens": config.queued_tokens_limit(model.max_model_len),
+    }
+
+
+def _infos(frontend: Frontend) -> Iterable[Metric]:
+    yield Gauge(f"{PREFIX}build_info", dict(versions()), 1)
+    model = model_of(frontend)
+    if model is None:
+        return
+    cache = model.kv_cache
+    labels = {"num_pages": cache.num_pages, "page_size": cache.page_size, "size_bytes": cache.size_bytes}
+    texts = {name: str(value) for name, value in labels.items()}
+    about = {"dtype": model.dtype, "attention_backend": model.attention_backend, "layout": model.layout}
+    yield Gauge(f"{PREFIX}cache_config_info", {"engine": ENGINE, **texts, **about}, 1)
+
+
+def _as_vllm(engine: Iterable[Metric]) -> Iterable[Metric]:
+    """The engine's metrics under vLLM's names, where vLLM has the same."""
+    plain: dict[str, int | float] = {}
+    for metric in engine:
+        name = metric.name.removeprefix(PREFIX)
+        plain |= {} if metric.labels else {name: metric.value}
+        if name not in NOT_OF_VLLM:
+            yield dataclasses.replace(metric, name=VLLM_PREFIX + name)
+    if "prompt_tokens" in plain:
+        cached = plain["prompt_tokens_cached"]
+        sources = {"local_compute": plain["prompt_tokens"] - cached, "local_cache_hit": cached}
+        for source, value in {**sources, "external_kv_transfer": 0}.items():
+            yield Counter(f"{VLLM_PREFIX}prompt_tokens_by_source", {"source": source}, value)
+
+
+def _vllm_infos(frontend: Frontend) -> Iterable[Metric]:
+    """vLLM's information on the KV cache: those of its labels that mean something here."""
+    model = model_of(frontend)
+    if model is None:
+        return
+    cache = model.kv_cache
+    num_tokens = cache.num_pages * cache.page_size
+    longest = -(-model.max_model_len // cache.page_size) * cache.page_size
+    labels = {
+        "block_size": str(cache.page_size),
+        "num_gpu_blocks": str(cache.num_pages),
+        "kv_cache_size_tokens": str(num_tokens),
+        "kv_cache_max_concurrency": str(num_tokens / longest),
+    }
+    yield Gauge(f"{VLLM_PREFIX}cache_config_info", {"engine": ENGINE, **labels}, 1)

@@ -1,0 +1,1 @@
+"""The protocols by package; modules here are generated."""

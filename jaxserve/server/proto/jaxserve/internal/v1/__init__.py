@@ -1,0 +1,1 @@
+"""Front end and engine process; generated."""

@@ -1,0 +1,46 @@
+"""Writes to pools of pages in plain XLA, which implementations of several operations share."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention import AttentionBatch
+
+
+def as_stored(
+    pools: tuple[Float[Array, "P ..."], Float[Array, "P ..."]], key: Float[Array, "T K H"], value: Float[Array, "T K H"]
+) -> tuple[Float[Array, "T K H"], Float[Array, "T K H"]]:
+    """Keys and values in their pools' types, all values finite.
+
+    A value that is not a number would reach whoever has its page later, since masked values count as zero times
+    themselves: it moves to the key, which is masked before it counts and makes its own text's scores no numbers either.
+    """
+    key_pool, value_pool = pools
+    key, value = key.astype(key_pool.dtype), value.astype(value_pool.dtype)
+    is_finite = jnp.isfinite(value)
+    return jnp.where(is_finite, key, jnp.nan), jnp.where(is_finite, value, 0)
+
+
+def write_pages(
+    pools: tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]],
+    key: Float[Array, "T K H"],
+    value: Float[Array, "T K H"],
+    batch: AttentionBatch,
+) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]]:
+    """Pools with each token's key and value in its place, as ``as_stored`` has them."""
+    key_pool, value_pool = pools
+    key, value = as_stored(pools, key, value)
+    place = batch.token_pages, slice(None), batch.token_offsets
+    return (
+        key_pool.at[place].set(key, mode="promise_in_bounds"),
+        value_pool.at[place].set(value, mode="promise_in_bounds"),
+    )
+
+
+def copy_pages(
+    pools: tuple[Float[Array, "P ..."], Float[Array, "P ..."]], sources: Int[Array, " C"], targets: Int[Array, " C"]
+) -> tuple[Float[Array, "P ..."], Float[Array, "P ..."]]:
+    """Pools of any layout with pages copied; see ``PagedAttention.copy_pages``."""
+    key_pool, value_pool = (
+        pool.at[targets].set(jnp.take(pool, sources, 0, mode="clip"), mode="drop") for pool in pools
+    )
+    return key_pool, value_pool

@@ -1,0 +1,51 @@
+"""A client that reads its answer bit by bit, through as small a window as the kernel gives."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+
+import httptools
+
+BUFFER_BYTES = 2048
+BITE_BYTES = 256
+PAUSE_S = 0.002
+
+
+class _Reading:
+    """Where the parser puts what it finds."""
+
+    def __init__(self, on_data: Callable[[bytes, float], None]):
+        self._on_data = on_data
+        self.is_done = False
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._on_data(body, time.perf_counter())
+
+    def on_message_complete(self) -> None:
+        """The end."""
+        self.is_done = True
+
+
+async def read_slowly(host: str, port: int, message: bytes, on_data: Callable[[bytes, float], None]) -> int:
+    """Sends a request and reads the answer; returns its status.
+
+    Raises:
+        ConnectionError: The connection ended before the answer.
+    """
+    loop = asyncio.get_running_loop()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        connection.setblocking(False)
+        await loop.sock_connect(connection, (host, port))
+        await loop.sock_sendall(connection, message)
+        reading = _Reading(on_data)
+        parser = httptools.HttpResponseParser(reading)
+        while not reading.is_done:
+            data = await loop.sock_recv(connection, BITE_BYTES)
+            if not data:
+                raise ConnectionError("the connection ended before the answer")
+            parser.feed_data(data)
+            await asyncio.sleep(PAUSE_S)
+        return parser.get_status_code()

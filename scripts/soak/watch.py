@@ -1,0 +1,87 @@
+"""Looking at a server from outside: its processes in /proc, and its own numbers."""
+
+import asyncio
+import contextlib
+import os
+import re
+import time
+from pathlib import Path
+
+from jaxserve.bench.serve_http import HttpClient
+from scripts.server_child import ServerAddress
+from scripts.soak.report import ZERO, Sample
+
+_LINE = re.compile(r"^jaxserve:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_NAMES = {*ZERO, "compiles_after_ready_total", "requests_refused_total", "steps_total", "num_preemptions_total"}
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def process_values(prefix: str, pid: int) -> dict[str, float]:
+    """Memory, descriptors and threads of a process.
+
+    Raises:
+        FileNotFoundError: It has ended.
+    """
+    folder = Path(f"/proc/{pid}")
+    return {
+        f"{prefix}_rss_bytes": _rss_bytes(pid),
+        f"{prefix}_fds": float(len(list((folder / "fd").iterdir()))),
+        f"{prefix}_threads": float(len(list((folder / "task").iterdir()))),
+    }
+
+
+def _rss_bytes(pid: int) -> float:
+    return float(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES)
+
+
+def children_values(pid: int) -> dict[str, float]:
+    """Number and memory of a process' children."""
+    count, rss_bytes = 0, 0.0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread or a child that has just ended
+            for child in (task / "children").read_text().split():
+                rss_bytes += _rss_bytes(int(child))
+                count += 1
+    return {"children": float(count), "children_rss_bytes": rss_bytes}
+
+
+async def server_values(address: ServerAddress, client: HttpClient) -> dict[str, float]:
+    """All that is watched."""
+    answer = await client.request("GET", "/metrics")
+    found = {name: float(value) for name, value in _LINE.findall(answer.body.decode()) if name in _NAMES}
+    front, engine = process_values("front", address.front_pid), process_values("engine", address.engine_pid)
+    return {**front, **engine, **children_values(address.engine_pid), **found}
+
+
+async def watch(address: ServerAddress, samples: list[Sample], interval_s: float) -> None:
+    """Takes samples until it is cancelled."""
+    client = HttpClient(address.http)
+    start_s = time.monotonic()
+    try:
+        while True:
+            samples.append(Sample(time.monotonic() - start_s, await server_values(address, client)))
+            await asyncio.sleep(interval_s)
+    finally:
+        await client.close()
+
+
+async def wait_until_quiet(address: ServerAddress, limit_s: float, settle_s: float = 0.0) -> dict[str, float]:
+    """State of the server once nothing runs; that of the end of the time where something still does.
+
+    Args:
+        address: The server.
+        limit_s: How long to wait at most.
+        settle_s: How long it must have been quiet: idle connections are closed meanwhile.
+    """
+    deadline_s = time.monotonic() + limit_s
+    quiet_since_s: float | None = None
+    while True:
+        client = HttpClient(address.http, {"Connection": "close"})
+        values = await server_values(address, client)
+        await client.close()
+        now_s = time.monotonic()
+        is_quiet = not any(values[name] for name in ZERO)
+        quiet_since_s = (quiet_since_s or now_s) if is_quiet else None
+        if now_s > deadline_s or (quiet_since_s is not None and now_s - quiet_since_s >= settle_s):
+            return values
+        await asyncio.sleep(0.2)

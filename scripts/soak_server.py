@@ -1,0 +1,134 @@
+"""A server under mixed load for a long time: does anything leak, stick, or come out wrong?
+
+    python scripts/soak_server.py --minutes 30 --output-json FILE
+
+Workers ask over HTTP and gRPC: streams, whole answers, chats, tools, logprobs, grammars, embeddings, and nonsense of
+every kind. They cut off some of it at random times, read slowly, leave connections half open; child processes with
+streams are killed. Known answers are compared; memory, descriptors and threads of both processes, pages and queues are
+watched. At the end all must be quiet, nothing may have grown (``scripts/soak/report.py`` has the limits), and every
+request must have had its answer or the error that it earned. Exit status 0 says so.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from jaxserve.bench.serve_http import HttpClient  # noqa: E402  (after the path)
+from scripts.server_child import ServerAddress, as_flags, running_server  # noqa: E402
+from scripts.soak.load import Load  # noqa: E402
+from scripts.soak.report import Report  # noqa: E402
+from scripts.soak.requests import Question, questions  # noqa: E402
+from scripts.soak.watch import wait_until_quiet, watch  # noqa: E402
+
+ENGINE: dict[str, Any] = {
+    "max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 512, "kv_cache_memory_bytes": 16 << 20
+}  # fmt: skip
+SERVER: dict[str, Any] = {"stall_timeout": 5, "disable_access_log": True, "max_num_queued_reqs": 256}
+NUM_WORKERS = 16
+MAX_SAMPLES = 2000
+QUIET_LIMIT_S = 60.0
+SETTLE_S = 7.0
+"""Longer than the server keeps idle connections."""
+
+
+async def run_soak(address: ServerAddress, duration_s: float, seed: int = 0, num_workers: int = NUM_WORKERS) -> Report:
+    """Puts a server under load for some time, and says what came of it.
+
+    The server must be idle, have the demo model or another that knows no end of text where ``ignore_eos`` is set,
+    contexts of at least 256 tokens, and let everybody in.
+    """
+    report = Report()
+    known = await known_answers(address, questions(seed))
+    await fill_pools(address)
+    load = Load(address, known, report, seed)
+    try:
+        warm_s = time.monotonic() + min(20.0, duration_s / 6)  # what is made once is there from here on
+        await asyncio.gather(*(load.work(-1 - worker, warm_s) for worker in range(num_workers)))
+        report.before = await wait_until_quiet(address, QUIET_LIMIT_S, SETTLE_S)
+        watcher = asyncio.create_task(watch(address, report.samples, max(0.5, duration_s / MAX_SAMPLES)))
+        start_s = time.monotonic()
+        await asyncio.gather(*(load.work(worker, start_s + duration_s) for worker in range(num_workers)))
+        report.duration_s = time.monotonic() - start_s
+        watcher.cancel()
+        if isinstance(error := (await asyncio.gather(watcher, return_exceptions=True))[0], Exception):
+            report.complain(f"the server could not be watched to the end: {error!r}")
+    finally:
+        await load.close()
+    report.after = await wait_until_quiet(address, QUIET_LIMIT_S, SETTLE_S)
+    report.judge()
+    await known_answers(address, known, report)
+    return report
+
+
+async def fill_pools(address: ServerAddress) -> None:
+    """Has the engine start all processes for grammars and templates that it keeps, before it is watched."""
+    client = HttpClient(address.http)
+    plain = {"max_tokens": 1, "temperature": 0}
+    grammars = [{"prompt": "1+1=", "structured_outputs": {"regex": f"[0-9]{{1,{i}}}"}, **plain} for i in range(2, 10)]
+    chats = [{"messages": [{"role": "user", "content": str(i)}], **plain} for i in range(8)]
+    calls = [client.request("POST", "/v1/completions", body) for body in grammars]
+    calls += [client.request("POST", "/v1/chat/completions", body) for body in chats]
+    await asyncio.gather(*calls)
+    await client.close()
+
+
+async def known_answers(
+    address: ServerAddress, asked: Sequence[Question], report: Report | None = None
+) -> list[Question]:
+    """Questions with the answers that an idle server gives; ``report`` hears where they are not what they were."""
+    client = HttpClient(address.http)
+    found = []
+    for question in asked:
+        completion = await client.request("POST", "/v1/completions", question.completion())
+        chat = await client.request("POST", "/v1/chat/completions", question.chat_completion())
+        for answer in (completion, chat):
+            if answer.status != 200:
+                raise RuntimeError(f"an idle server answered with status {answer.status}: {answer.body[:300]!r}")
+        text = completion.json()["choices"][0]["text"]
+        message = chat.json()["choices"][0]["message"]["content"]
+        found.append(question._replace(text=text, chat=message))
+        if report is not None and found[-1] != question:
+            report.complain(f"after the load {question.prompt!r} is answered by {text!r}, {message!r}")
+    await client.close()
+    return found
+
+
+def main() -> None:
+    """Starts a server, or takes one that runs, and exits with 0 where all went well."""
+    options = parser().parse_args()
+    flags = [*as_flags({**ENGINE, **SERVER, **json.loads(options.settings)}), *options.flag]
+    log = Path(options.log) if options.log else Path(tempfile.mkdtemp(prefix="jaxserve-soak-")) / "server.log"
+    with running_server(options.model, flags, log) as address:
+        print(f"server ready at {address.http}; its log is {log}", flush=True)
+        report = asyncio.run(run_soak(address, options.minutes * 60, options.seed, options.workers))
+    print("\n".join(report.lines()), flush=True)
+    if options.output_json:
+        Path(options.output_json).write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+    sys.exit(0 if report.is_clean else 1)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--model", default="demo")
+    found.add_argument("--minutes", type=float, default=30.0)
+    found.add_argument("--workers", type=int, default=NUM_WORKERS, help="requests at a time")
+    found.add_argument("--seed", type=int, default=0)
+    found.add_argument("--settings", default="{}", help="settings of engine and server that win over these, JSON")
+    found.add_argument("--flag", action="append", default=[], help="a further flag of the server, with its dashes")
+    found.add_argument("--log", metavar="FILE", help="what the server writes")
+    found.add_argument("--output-json", metavar="FILE")
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""One server with faults to switch on for most of these tests, and its folder of switches."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.talk import assert_serves, wait_until_idle
+from tests.server_process import RunningServer, running_server
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def faulty_environment(switches: Path) -> dict[str, str]:
+    """The environment in which a server's processes have faults."""
+    return {"PYTHONPATH": f"{FOLDER / 'injected'}:{FOLDER.parent.parent}", "JAXSERVE_TEST_FAULTS": str(switches)}
+
+
+@pytest.fixture(scope="session")
+def switches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder whose files switch faults of the shared server on."""
+    return tmp_path_factory.mktemp("switches")
+
+
+@pytest.fixture(scope="session")
+def shared_server(switches: Path) -> Iterator[RunningServer]:
+    """A server for all tests that it survives."""
+    flags = ("--logits-processors", "tests.faults.nan_processor:NAN_FROM", "--deterministic", "--stall-timeout", "3")
+    with running_server(*flags, environment=faulty_environment(switches)) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: RunningServer) -> Iterator[RunningServer]:
+    """The shared server; after the test it must be idle and right."""
+    yield shared_server
+    wait_until_idle(shared_server)
+    assert_serves(shared_server)

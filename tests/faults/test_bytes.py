@@ -1,0 +1,104 @@
+"""Bytes that are no requests: answered or dropped, and the server lives (failure list 7)."""
+
+import os
+import random
+import socket
+from urllib.parse import urlsplit
+
+import grpc
+import httpx2
+import pytest
+
+from jaxserve.server.proto.jaxserve.v1 import generation_pb2, generation_pb2_grpc
+from tests.server_process import RunningServer
+
+
+def send(address: tuple[str, int], content: bytes, *, hangs_up: bool = True) -> bytes:
+    """What comes back, at most 64 KiB."""
+    with socket.create_connection(address, timeout=10) as connection:
+        try:
+            connection.sendall(content)
+            if hangs_up:
+                connection.shutdown(socket.SHUT_WR)
+            return connection.recv(1 << 16)
+        except (ConnectionError, TimeoutError):
+            return b""
+
+
+def addresses(server: RunningServer) -> dict[str, tuple[str, int]]:
+    """Host and port of each listener."""
+    parts = {
+        "http": urlsplit(server.http),
+        "grpc": urlsplit(f"//{server.grpc}"),
+        "admin": urlsplit(f"//{server.admin}"),
+    }
+    return {name: (part.hostname or "", part.port or 0) for name, part in parts.items()}
+
+
+@pytest.mark.parametrize("listener", ["http", "grpc", "admin"])
+def test_garbage_kills_nothing(server: RunningServer, listener: str) -> None:
+    generator = random.Random(7)
+    address = addresses(server)[listener]
+    pieces = [
+        b"",
+        b"\0" * 1000,
+        os.urandom(5000),
+        b"GET / HTTP/1.1\r\n" * 50,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + os.urandom(100),
+    ]
+    pieces += [generator.randbytes(generator.randrange(1, 400)) for _ in range(20)]
+    for piece in pieces:
+        send(address, piece)
+
+
+def test_a_truncated_body_and_a_lying_length(server: RunningServer) -> None:
+    address = addresses(server)["http"]
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    send(address, head + b'100\r\n\r\n{"prompt"')
+    send(address, head + b"-5\r\n\r\n")
+    send(address, head + b"99999999999999999999\r\n\r\n{}")
+    assert b" 400 " in send(address, head + b"2\r\n\r\n{]", hangs_up=False)
+
+
+def test_headers_and_bodies_are_bounded(server: RunningServer) -> None:
+    answer = httpx2.post(
+        server.http + "/v1/completions", content=b"x" * (5 << 20), headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == 413
+    assert (
+        send(addresses(server)["http"], b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 200_000)[:16]
+        != b"HTTP/1.1 200 OK"
+    )
+
+
+def test_messages_and_metadata_are_bounded(server: RunningServer) -> None:
+    with grpc.insecure_channel(server.grpc) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as failure:
+            stub.Generate(generation_pb2.GenerateRequest(text="x" * (5 << 20)), timeout=30)
+        assert failure.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with pytest.raises(grpc.RpcError) as failure:
+            stub.Generate(generation_pb2.GenerateRequest(text="1+1="), timeout=30, metadata=[("x", "y" * (1 << 20))])
+
+
+def test_an_unknown_call_and_a_message_that_is_none(server: RunningServer) -> None:
+    with grpc.insecure_channel(server.grpc) as channel:
+        unknown = channel.unary_unary("/jaxserve.v1.GenerationService/Nothing")
+        with pytest.raises(grpc.RpcError) as failure:
+            unknown(b"", timeout=30)
+        code = failure.value.code()
+        assert code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.PERMISSION_DENIED)
+        known = channel.unary_unary("/jaxserve.v1.GenerationService/Generate")
+        with pytest.raises(grpc.RpcError) as failure:
+            known(b"\xff\xff\xff", timeout=30)
+
+
+@pytest.mark.parametrize("depth", [1_000, 100_000])
+def test_nested_json_is_refused(server: RunningServer, depth: int) -> None:
+    for field in ("prompt", "response_format", "anything"):
+        content = f'{{"prompt": "1", "{field}": {"[" * depth}{"]" * depth}}}'
+        answer = httpx2.post(
+            server.http + "/v1/completions", content=content, headers={"Content-Type": "application/json"}, timeout=60
+        )
+        assert answer.status_code in (200, 400)

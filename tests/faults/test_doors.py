@@ -1,0 +1,254 @@
+"""Who gets in: certificates and keys, on real listeners (failure list 24, 25); and the list itself, row by row."""
+
+import ast
+import contextlib
+import shutil
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx2
+import pytest
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from jaxserve.client import AdminClient, Client
+from jaxserve.server.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError
+from tests.jaxserve.server.test_tls import Authority, Pair
+from tests.server_process import RunningServer, running_server
+
+KEYS = """
+- {key: writer, name: writer}
+- {key: watcher, name: watcher, scopes: [metrics]}
+- {key: operator, name: operator, scopes: [admin]}
+"""
+ROWS: dict[int, tuple[str, ...]] = {
+    1: ("test_a_client_that_leaves_gives_its_pages_back",),
+    2: ("test_a_deadline_in_the_queue_runs_no_prefill",),
+    3: ("test_a_deadline_while_it_decodes_ends_the_stream",),
+    4: (
+        "test_a_burst_of_ten_times_the_capacity_is_cut",
+        "test_grpc_says_when_to_try_again",
+        "test_too_many_waiting_prompt_tokens_are_refused",
+    ),
+    5: ("test_a_client_that_stops_to_read_is_ended_and_delays_nobody",),
+    6: ("test_a_client_that_is_killed_gives_its_pages_back",),
+    7: (
+        "test_garbage_kills_nothing",
+        "test_a_truncated_body_and_a_lying_length",
+        "test_headers_and_bodies_are_bounded",
+    ),
+    8: ("test_three_surfaces_one_verdict", "test_bad_parameters_are_refused_everywhere"),
+    9: ("test_a_bad_grammar_fails_its_request_alone_and_soon", "test_a_template_that_never_ends_fails_alone"),
+    10: ("test_an_exception_in_host_code_fails_its_request_alone",),
+    11: ("test_nan_ends_its_request_is_not_cached_and_changes_no_neighbour",),
+    12: ("test_a_pool_that_runs_out_gives_the_same_texts",),
+    13: ("test_a_failing_step_ends_the_server_with_the_reason",),
+    16: ("test_a_hung_step_is_found_and_its_stacks_written_down", "test_a_stopped_engine_is_found"),
+    19: ("test_a_killed_engine_fails_all_at_once_and_ends_the_server", "test_an_engine_does_not_outlive_its_front_end"),
+    20: ("test_sigterm_lets_requests_end_and_takes_no_more", "test_a_second_sigterm_is_immediate_and_a_grace_ends"),
+    21: ("test_a_hung_step_is_found_and_its_stacks_written_down",),
+    22: ("test_a_damaged_checkpoint_is_named", "test_a_damaged_file_is_named"),
+    23: ("test_a_cache_that_cannot_be_written_is_no_reason_to_fail",),
+    24: ("test_only_certificates_that_are_known_get_in_and_new_ones_are_taken",),
+    25: ("test_every_door_asks_for_its_key",),
+    26: ("test_a_clock_that_jumps_changes_no_timer",),
+    27: ("test_callers_cannot_make_series",),
+    28: ("test_a_minute_of_everything",),
+}
+"""Rows of the failure list that need one host, with their tests; 14, 15, 17 and 18 need several ranks."""
+
+
+def test_every_row_of_the_failure_list_has_its_tests() -> None:
+    """Names in the table are of tests in this folder."""
+    assert set(range(1, 29)) - set(ROWS) == {14, 15, 17, 18}
+    there = {
+        node.name
+        for path in Path(__file__).parent.glob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert {name for names in ROWS.values() for name in names} - there == set()
+
+
+@pytest.fixture(scope="module")
+def authorities(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, Authority]:
+    """One that the server knows, and another."""
+    folder = tmp_path_factory.mktemp("tls")
+    return Authority(folder / "known"), Authority(folder / "other")
+
+
+@pytest.fixture(scope="module")
+def own(authorities: tuple[Authority, Authority]) -> Pair:
+    """The server's key and certificate."""
+    return authorities[0].sign("server")
+
+
+@pytest.fixture(scope="module")
+def guarded(authorities: tuple[Authority, Authority], own: Pair) -> Iterator[RunningServer]:
+    """A server that wants certificates and keys."""
+    keys = authorities[0].folder / "keys.yaml"
+    keys.write_text(KEYS)
+    flags = ("--ssl-keyfile", str(own.key), "--ssl-certfile", str(own.certificate), "--enable-ssl-refresh")
+    flags += ("--ssl-ca-certs", str(authorities[0].pair.certificate), "--ssl-cert-reqs", "2", "--auth-file", str(keys))
+    with running_server(*flags) as server:
+        yield server
+
+
+def https(known: Authority, client: Pair | None) -> ssl.SSLContext:
+    """What an HTTPS client trusts and shows."""
+    context = ssl.create_default_context(cafile=str(known.pair.certificate))
+    if client is not None:
+        context.load_cert_chain(client.certificate, client.key)
+    return context
+
+
+def channel_credentials(known: Authority, client: Pair | None) -> grpc.ChannelCredentials:
+    """The same for gRPC."""
+    shown = () if client is None else (client.key.read_bytes(), client.certificate.read_bytes())
+    return grpc.ssl_channel_credentials(known.pair.certificate.read_bytes(), *shown)
+
+
+def gets_in(server: RunningServer, known: Authority, client: Pair | None) -> tuple[bool, bool]:
+    """Whether HTTP and gRPC let a client in."""
+    found: list[bool] = []
+    try:
+        found.append(httpx2.get(server.http + "/health", verify=https(known, client), timeout=20).status_code == 200)
+    except httpx2.HTTPError:
+        found.append(False)
+    target = server.grpc.replace("127.0.0.1", "localhost")
+    with Client(target, api_key="writer", credentials=channel_credentials(known, client), timeout_s=20.0) as rpc:
+        try:
+            found.append(rpc.generate("12+30=").outputs[0].text == "42")
+        except UnavailableError:
+            found.append(False)
+    return found[0], found[1]
+
+
+def test_only_certificates_that_are_known_get_in_and_new_ones_are_taken(
+    guarded: RunningServer, authorities: tuple[Authority, Authority], own: Pair
+) -> None:
+    """Failure list 24."""
+    known, other = authorities
+    assert gets_in(guarded, known, known.sign("client")) == (True, True)
+    assert gets_in(guarded, known, None) == (False, False)
+    assert gets_in(guarded, known, other.sign("client")) == (False, False)
+    assert gets_in(guarded, other, known.sign("client")) == (False, False)
+    assert gets_in(guarded, known, known.sign("late", days=0)) == (False, False)
+    with pytest.raises(httpx2.HTTPError):
+        httpx2.get(guarded.http.replace("https", "http") + "/health", timeout=20)
+    renewed = other.sign("server")
+    shutil.copy(renewed.key, own.key)
+    shutil.copy(renewed.certificate, own.certificate)
+    until_s = time.monotonic() + 30
+    while gets_in(guarded, other, known.sign("client")) != (True, True):
+        assert time.monotonic() < until_s, "the new certificate is not taken"
+        time.sleep(0.5)
+
+
+ROUTES = {
+    ("GET", "/health"): None,
+    ("GET", "/ping"): None,
+    ("GET", "/version"): None,
+    ("GET", "/"): None,
+    ("GET", "/v1/models"): "writer",
+    ("POST", "/v1/completions"): "writer",
+    ("POST", "/v1/chat/completions"): "writer",
+    ("POST", "/v1/embeddings"): "writer",
+    ("POST", "/tokenize"): "writer",
+    ("POST", "/detokenize"): "writer",
+    ("GET", "/metrics"): "watcher",
+    ("GET", "/status.json"): "watcher",
+}
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server that wants keys."""
+    keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    keys.write_text(KEYS)
+    with running_server("--auth-file", str(keys)) as server:
+        yield server
+
+
+def status(server: RunningServer, method: str, path: str, key: str | None) -> int:
+    """What a route answers."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    if method == "GET":
+        return httpx2.get(server.http + path, timeout=20, headers=headers).status_code
+    headers["Content-Type"] = "application/json"
+    return httpx2.post(server.http + path, timeout=20, headers=headers, content="{}").status_code
+
+
+def test_every_door_asks_for_its_key(locked: RunningServer) -> None:
+    """Failure list 25: HTTP's routes, and what gRPC's reflection tells of."""
+    for (method, path), key in ROUTES.items():
+        if key is None:
+            assert status(locked, method, path, None) == 200, path
+            continue
+        assert status(locked, method, path, None) == 401, path
+        assert status(locked, method, path, "nothing") == 401, path
+        assert status(locked, method, path, "operator") == 403, path
+        assert status(locked, method, path, key) in (200, 400), path
+    for path in (
+        "/v1/../metrics",
+        "//v1/models",
+        "/docs",
+        "/openapi.json",
+        "/v1/completions/",
+        "/%2e%2e/metrics",
+        "/start_profile",
+    ):
+        assert status(locked, "GET", path, None) in (401, 404), path
+    assert methods(locked.grpc) == methods(locked.grpc) > set()
+    for target in (locked.grpc, locked.admin):
+        for method in methods(target):
+            if method.startswith("/jaxserve."):
+                assert code(target, method, None) is grpc.StatusCode.UNAUTHENTICATED, method
+                assert code(target, method, "nothing") is grpc.StatusCode.UNAUTHENTICATED, method
+                assert code(target, method, "watcher") is grpc.StatusCode.PERMISSION_DENIED, method
+    with AdminClient(locked.admin, api_key="writer") as admin, pytest.raises(PermissionDeniedError):
+        admin.load()
+    with AdminClient(locked.admin) as admin, pytest.raises(UnauthenticatedError):
+        admin.load()
+    with AdminClient(locked.admin, api_key="operator") as admin:
+        admin.load()
+
+
+def methods(target: str) -> set[str]:
+    """All methods of a listener."""
+    with grpc.insecure_channel(target) as plain:
+        database = ProtoReflectionDescriptorDatabase(grpc.intercept_channel(plain, _WithKey("operator")))
+        found: set[str] = set()
+        for service in database.get_services():
+            described = database.FindFileContainingSymbol(service)
+            for one in described.service:
+                name = f"{described.package}.{one.name}"
+                if name == service:
+                    found |= {f"/{name}/{method.name}" for method in one.method}
+        return found
+
+
+def code(target: str, method: str, key: str | None) -> grpc.StatusCode:
+    """How a call of a method with an empty message ends."""
+    metadata = () if key is None else (("authorization", f"Bearer {key}"),)
+    with grpc.insecure_channel(target) as channel, contextlib.suppress(StopIteration):
+        try:
+            next(channel.unary_stream(method)(b"", metadata=metadata, timeout=20))
+        except grpc.RpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+class _WithKey(grpc.StreamStreamClientInterceptor):
+    """Adds a key to calls."""
+
+    def __init__(self, key: str):
+        self._key = key
+
+    def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        """See gRPC."""
+        details = client_call_details._replace(metadata=[("authorization", f"Bearer {self._key}")])
+        return continuation(details, request_iterator)

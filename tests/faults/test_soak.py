@@ -1,0 +1,21 @@
+"""A minute of everything at once (failure list 28); ``scripts/soak_server.py`` takes as long as one likes."""
+
+import asyncio
+
+from scripts.server_child import ServerAddress
+from scripts.soak_server import run_soak
+from tests.server_process import running_server
+
+FLAGS = (
+    *("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--max-model-len", "512"),
+    *("--kv-cache-memory-bytes", str(16 << 20), "--stall-timeout", "5", "--max-num-queued-reqs", "256"),
+)
+
+
+def test_a_minute_of_everything() -> None:
+    """Cancels, crashing clients, slow readers, bad requests: nothing lost, nothing wrong, nothing grows."""
+    with running_server(*FLAGS, engine=False) as server:
+        address = ServerAddress(server.http, server.grpc, server.admin, server.process.pid, server.engine_pid)
+        report = asyncio.run(run_soak(address, duration_s=60.0))
+    assert report.is_clean, "\n".join(report.lines())
+    assert report.num_requests > 100

@@ -1,0 +1,135 @@
+"""The server's settings: what is refused, and how flags, a file and the environment come together."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve import ConfigError, cli
+from jaxserve.server import command
+from jaxserve.server.settings import ServerConfig, is_loopback
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"port": 70000}, "port: expected a port from 0 to 65535"),
+        ({"grpc_port": "8001"}, "grpc_port: expected int"),
+        ({"port": True}, "port: expected int, got True"),
+        ({"stall_timeout": -1.0}, "stall_timeout: expected seconds from 0"),
+        ({"request_timeout": float("nan")}, "request_timeout: expected seconds from 0"),
+        ({"chat_template_timeout": 0}, "chat_template_timeout: expected seconds above 0"),
+        ({"max_num_queued_reqs": 0}, "max_num_queued_reqs: expected at least 1"),
+        ({"max_request_bytes": 3}, "max_request_bytes: expected at least 1024"),
+        ({"ssl_cert_reqs": 3}, "ssl_cert_reqs: expected 0, 1 or 2"),
+        ({"ssl_cert_reqs": 2}, "needs ssl_ca_certs"),
+        ({"enable_ssl_refresh": True}, "enable_ssl_refresh needs"),
+        ({"ssl_keyfile": "/nowhere"}, "ssl_keyfile: expected a file"),
+        ({"port": -1, "grpc_port": -1}, "expected at least one that is not -1"),
+        ({"admin_host": "0.0.0.0"}, "admin_host: an admin listener that others can reach needs keys and TLS"),
+        ({"served_model_name": [""]}, "served_model_name: expected texts that are not empty"),
+        ({"strict": "yes"}, "strict: expected bool"),
+        ({"prot": 1}, "the server has no setting 'prot'"),
+    ],
+)
+def test_bad_settings_are_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerConfig.from_arguments(values)
+
+
+def test_key_and_certificate_come_together(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("x")
+    with pytest.raises(ConfigError, match="expected both or neither"):
+        ServerConfig(ssl_keyfile=str(tmp_path / "key"))
+
+
+def test_the_environment_adds_a_key() -> None:
+    config = ServerConfig.from_arguments({"api_key": ["one"]}, {"JAXSERVE_API_KEY": "two"})
+    assert config.api_key == ["one", "two"]
+    assert config.has_keys
+
+
+def test_keys_are_not_shown() -> None:
+    assert "secret" not in repr(ServerConfig(api_key=["secret"]))
+
+
+def test_listeners_bind_loopback_unless_told() -> None:
+    config = ServerConfig()
+    assert is_loopback(config.host)
+    assert is_loopback(config.admin_host)
+    assert not is_loopback("0.0.0.0")
+    assert not is_loopback("::")
+
+
+def parsed(*arguments: str) -> tuple[dict[str, Any], ServerConfig]:
+    """What ``jaxserve serve`` makes of a command line."""
+    options = cli._parser(["serve"]).parse_args(["serve", *command.with_config_file(arguments)])
+    return command.serve_arguments(options)
+
+
+def test_flags_reach_engine_and_server() -> None:
+    engine, server = parsed("some/model", "--max-model-len", "1k", "--port", "1", "--served-model-name", "a", "b")
+    assert engine == {"model": "some/model", "max_model_len": "1k"}
+    assert (server.port, server.served_model_name) == (1, ["a", "b"])
+
+
+def test_the_model_is_the_demo_model_unless_told() -> None:
+    assert parsed()[0] == {"model": "demo"}
+
+
+def test_lists_are_json() -> None:
+    assert parsed("--allowed-origins", '["https://a.example"]')[1].allowed_origins == ["https://a.example"]
+    with pytest.raises(SystemExit):
+        parsed("--allowed-origins", "nothing")
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "model: some/model\nport: 5\nmax-num-seqs: 3\nstrict: true\nenable-prefix-caching: false\n"
+        "served-model-name: [a, b]\nallowed_origins: ['*']\nhf-overrides: {a: 1}\napi-key: [k]\n"
+    )
+    engine, server = parsed("--config", str(path), "--port", "6")
+    assert engine == {
+        "model": "some/model",
+        "max_num_seqs": 3,
+        "enable_prefix_caching": False,
+        "hf_overrides": {"a": 1},
+    }
+    assert (server.port, server.strict, server.served_model_name) == (6, True, ["a", "b"])
+    assert (server.allowed_origins, server.api_key) == (["*"], ["k"])
+
+
+def test_a_flag_with_several_values_in_the_file_takes_no_argument(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("served-model-name: foo\n")
+    engine, server = parsed("/my/model", "--config", str(path))
+    assert engine == {"model": "/my/model"}
+    assert server.served_model_name == ["foo"]
+    path.write_text("model: other\nserved-model-name: foo\n")
+    assert parsed("/my/model", "--config", str(path))[0] == {"model": "/my/model"}
+
+
+def test_what_a_broken_file_says_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text('port: 5\napi-key: "sk-very-secret\n')
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--config", str(path)])
+    shown = capsys.readouterr().err
+    assert "cannot be read as YAML" in shown
+    assert "very-secret" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, "cannot be read"), ("a: [", "cannot be read"), ("- a", "expected a mapping")]
+)
+def test_bad_files_are_named(
+    tmp_path: Path, text: str | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["serve", "--config", str(path)])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,366 @@
+"""``jaxserve bench serve`` as a command, against small servers whose answers are known."""
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from jaxserve.bench.serve_answer import BenchAnswer, BenchRequest
+from jaxserve.bench.serve_load import run_load
+from jaxserve.bench.serve_metrics import DETAILS
+from jaxserve.cli import main
+from jaxserve.server.proto.jaxserve.v1 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+)
+from tests.jaxserve.fake_openai import Script, Seen, Wire, echo_script, fake_server
+
+SMALL = ("--random-input-len", "5", "--random-output-len", "3", "--disable-tqdm")
+
+
+def bench(tmp_path: Path, *flags: object) -> dict[str, Any]:
+    """Runs the command and returns what it wrote."""
+    written = ("--save-result", "--result-dir", tmp_path, "--result-filename", "out.json")
+    main([str(flag) for flag in ("bench", "serve", *flags, *written)])
+    return json.loads((tmp_path / "out.json").read_text())
+
+
+def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_server() as server:
+        flags = ("--num-prompts", 6, "--num-warmups", 2, "--temperature", 0, "--seed", 5, "--metadata", "who=me")
+        found = bench(tmp_path, "--base-url", server.url, *SMALL, *flags, "--save-detailed")
+    bodies = server.bodies("/v1/completions")
+    assert len(bodies) == 1 + 2 + 6
+    assert bodies[0] == bodies[1] == bodies[2] == bodies[3]  # the test request and the warm-ups are the first prompt
+    assert len({str(body["prompt"]) for body in bodies}) == 6
+    assert {(len(body["prompt"]), body["max_tokens"], body["ignore_eos"]) for body in bodies} == {(5, 3, True)}
+    assert {(body["model"], body["temperature"]) for body in bodies} == {("fake", 0.0)}
+    assert (found["completed"], found["failed"], found["model_id"], found["who"]) == (6, 0, "fake", "me")
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (30, 18)
+    assert found["generated_texts"] == [" 0 1 2"] * 6
+    assert found["output_lens"] == [3] * 6
+    assert all(len(gaps) == 2 for gaps in found["itls"])
+    assert found["output_throughput"] == pytest.approx(18 / found["duration"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["Starting initial single prompt test run...", "Initial test run completed."]
+    assert lines[lines.index("============ Serving Benchmark Result ============") + 1] == (
+        "Successful requests:                     6         "
+    )
+    assert lines[-1] == "=" * 50
+
+
+KEYS = {
+    *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate"),
+    *("burstiness", "max_concurrency", "duration", "completed", "failed", "total_input_tokens"),
+    *("total_output_tokens", "request_throughput", "request_goodput", "output_throughput"),
+    *("total_token_throughput", "latencies", "queue_times", "max_output_tokens_per_s", "max_concurrent_requests"),
+    *(f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p99") for name in ("ttft", "tpot", "itl")),
+}
+
+
+def test_keys_of_the_result_are_vllms(tmp_path: Path) -> None:
+    with fake_server() as server:
+        found = bench(tmp_path, "--base-url", server.url, *SMALL, "--num-prompts", 2)
+    assert set(found) == KEYS
+    assert not set(DETAILS) & KEYS
+    assert (found["request_rate"], found["request_goodput"]) == ("inf", None)
+
+
+def test_results_may_be_appended_and_named_by_themselves(tmp_path: Path) -> None:
+    common = ("bench", "serve", *SMALL, "--num-prompts", "1", "--result-dir", str(tmp_path))
+    with fake_server() as server:
+        for _ in range(2):
+            main([*common, "--base-url", server.url, "--append-result", "--result-filename", "all.jsonl"])
+        main([*common, "--base-url", server.url, "--save-result", "--request-rate", "50", "--label", "mine"])
+    lines = (tmp_path / "all.jsonl").read_text().splitlines()
+    assert [json.loads(line)["completed"] for line in lines] == [1, 1]
+    assert len(list(tmp_path.glob("mine-50.0qps-fake-*.json"))) == 1
+
+
+def _failing(num_good: int) -> Script:
+    """The first requests succeed."""
+    asked = []
+
+    async def script(seen: Seen, wire: Wire) -> None:
+        if seen.path.startswith("/v1/c"):
+            asked.append(seen)
+            if len(asked) > num_good:
+                await wire.answer(429, {"error": {"message": f"queue is full ({len(asked)})"}})
+                return
+        await echo_script(seen, wire)
+
+    return script
+
+
+def test_failures_are_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_server(_failing(3)) as server:
+        flags = ("--num-prompts", 15, "--max-concurrency", 1, "--save-detailed")
+        found = bench(tmp_path, "--base-url", server.url, *SMALL, *flags)
+    assert (found["completed"], found["failed"]) == (2, 13)
+    assert found["errors"][:3] == ["", "", "HTTP 429: queue is full (4)"]
+    assert found["total_output_tokens"] == 6
+    out = capsys.readouterr().out
+    assert "Error 0: HTTP 429: queue is full (4)" in out
+    assert "Error 9:" in out
+    assert "Error 10:" not in out
+
+
+def test_a_test_run_that_fails_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_server(_failing(0)) as server, pytest.raises(SystemExit, match="2"):
+        main(["bench", "serve", "--base-url", server.url, *SMALL])
+    assert len(server.bodies("/v1/completions")) == 1
+    assert "the test run failed, is the server there and right? HTTP 429: queue is full (1)" in capsys.readouterr().err
+
+
+def test_the_test_run_is_repeated_until_its_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxserve.bench.serve_load.RETRY_S", 0.01)
+    num_asked = 0
+
+    async def script(seen: Seen, wire: Wire) -> None:
+        nonlocal num_asked
+        num_asked += seen.path == "/v1/completions"
+        if seen.path == "/v1/completions" and num_asked < 4:
+            await wire.answer(503, {"error": {"message": "starting"}})
+        else:
+            await echo_script(seen, wire)
+
+    with fake_server(script) as server:
+        flags = ("--num-prompts", 1, "--ready-check-timeout-sec", 60)
+        found = bench(tmp_path, "--base-url", server.url, *SMALL, *flags)
+    assert (found["completed"], num_asked) == (1, 5)
+
+
+def test_no_server_is_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_server() as server:
+        pass
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "serve", "--base-url", server.url, *SMALL])
+    assert f"cannot reach {server.url}" in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_say_its_models(capsys: pytest.CaptureFixture[str]) -> None:
+    async def script(seen: Seen, wire: Wire) -> None:
+        await wire.answer(404, {})
+
+    with fake_server(script) as server, pytest.raises(SystemExit, match="2"):
+        main(["bench", "serve", "--base-url", server.url, *SMALL])
+    assert "the server does not say its models (status 404): give --model" in capsys.readouterr().err
+
+
+def test_keys_headers_and_further_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "from-environment")
+    extra = ("--extra-body", '{"min_tokens": 2, "top_p": 0.25}', "--top-p", 0.5, "--header", "X-A=b", "--logprobs", 3)
+    with fake_server() as server:
+        bench(tmp_path, "--base-url", server.url, *SMALL, "--num-prompts", 1, *extra)
+        bench(tmp_path, "--base-url", server.url, *SMALL, "--num-prompts", 1, "--api-key", "given")
+        bench(tmp_path, "--base-url", server.url, *SMALL, "--num-prompts", 1, "--backend", "openai-chat", *extra)
+    keys = [seen.headers["authorization"] for seen in server.seen]
+    assert set(keys) == {"Bearer from-environment", "Bearer given"}
+    first, chat = server.bodies("/v1/completions")[0], server.bodies("/v1/chat/completions")[0]
+    assert (first["min_tokens"], first["top_p"], first["logprobs"]) == (2, 0.25, 3)
+    assert (chat["logprobs"], chat["top_logprobs"]) == (True, 3)
+    assert isinstance(chat["messages"][0]["content"], str)
+    assert server.seen[0].headers["x-a"] == "b"
+    assert "given" not in (tmp_path / "out.json").read_text()
+
+
+def test_extra_bodies_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("{", "[1]"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["bench", "serve", "--extra-body", text])
+        assert "extra-body: expected a JSON object" in capsys.readouterr().err
+
+
+def test_a_trace_is_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    rows = [(0, 3, 1, [1]), (40, 4, 2, [2]), (80, 5, 3, [3])]
+    path.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
+    with fake_server() as server:
+        flags = ("--dataset-name", "trace", "--dataset-path", path, "--disable-tqdm", "--save-detailed")
+        found = bench(tmp_path, "--base-url", server.url, *flags)
+    assert (found["input_lens"], found["output_lens"]) == ([3, 4, 5], [1, 2, 3])
+    starts = found["start_times"]
+    assert starts[1] - starts[0] >= 0.035  # never sooner than recorded; later is the machine's
+    assert starts[2] - starts[0] >= 0.075
+    assert all(body["ignore_eos"] for body in server.bodies("/v1/completions"))
+
+
+def test_a_plot_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with fake_server() as server:
+        bench(tmp_path, "--base-url", server.url, *SMALL, "--num-prompts", 2, "--plot", tmp_path / "times.png")
+    assert (tmp_path / "times.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_plot_without_its_library(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "serve", "--plot", "a.png"])
+    assert "plot: needs matplotlib: pip install 'jaxserve[research]'" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- the load itself
+
+
+class FakeBackend:
+    """Answers take as many turns of the loop as a request's tokens; the clock is its own."""
+
+    def __init__(self):
+        self.num_open = self.peak = 0
+        self.sent: list[int] = []
+        self.now_s = 0.0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    async def send(self, request: BenchRequest) -> BenchAnswer:
+        self.num_open += 1
+        self.peak = max(self.peak, self.num_open)
+        self.sent.append(request.max_tokens)
+        answer = BenchAnswer(self.now_s)
+        for _ in range(request.max_tokens):
+            await asyncio.sleep(0)
+            self.now_s += 1.0
+            answer.chunk_s.append(self.now_s)
+        self.num_open -= 1
+        return answer
+
+
+def test_no_request_waits_for_an_answer() -> None:
+    backend = FakeBackend()
+    asked = [BenchRequest("a", 5) for _ in range(20)]
+    result = asyncio.run(run_load(backend, asked, [0.0] * 20, clock=backend.clock))
+    assert backend.peak == 20
+    assert [answer.queue_s for answer in result.answers] == [0.0] * 20
+    assert result.duration_s == 100.0
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_at_most_so_many_at_a_time(limit: int) -> None:
+    backend = FakeBackend()
+    asked = [BenchRequest("a", i % 4 + 1) for i in range(20)]
+    told: list[BenchAnswer] = []
+    result = asyncio.run(run_load(backend, asked, [0.0] * 20, limit, told.append, backend.clock))
+    assert backend.peak == limit
+    assert backend.sent == [one.max_tokens for one in asked]  # first come, first served
+    assert [len(answer.chunk_s) for answer in result.answers] == backend.sent
+    assert len(told) == 20
+    waits = [answer.queue_s for answer in result.answers]
+    assert waits == sorted(waits)
+    assert waits[0] == 0.0 < waits[-1]
+
+
+# ---------------------------------------------------------------- gRPC
+
+
+class FakeModels(model_pb2_grpc.ModelServiceServicer):
+    """One model."""
+
+    async def GetModel(self, request: Any, context: Any) -> model_pb2.GetModelResponse:
+        return model_pb2.GetModelResponse(model=model_pb2.Model(id="small", vocab_size=600, max_model_len=64))
+
+
+class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
+    """Two tokens a message, until there are as many as asked for; prompts of seven tokens are refused."""
+
+    def __init__(self):
+        self.seen: list[Any] = []
+        self.metadata: list[dict[str, str]] = []
+
+    async def StreamGenerate(self, request: Any, context: Any) -> Any:
+        self.seen.append(request.request)
+        self.metadata.append({str(name): str(value) for name, value in context.invocation_metadata()})
+        num_prompt, left = len(request.request.token_ids.ids), request.request.sampling_params.max_tokens
+        if num_prompt == 7:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "seven is too many")
+        is_first = True
+        while left > 0:
+            message = generation_pb2.StreamGenerateResponse(completions=[generation_pb2.Completion(text="ab")])
+            if is_first:
+                message.prompt.num_tokens = num_prompt
+            is_first = False
+            left -= 2
+            if left <= 0:
+                total = request.request.sampling_params.max_tokens
+                message.usage.prompt_tokens, message.usage.completion_tokens = num_prompt, total
+            yield message
+
+
+@contextlib.contextmanager
+def grpc_server(generation: FakeGeneration) -> Iterator[str]:
+    """A gRPC server in a thread of its own while the block runs; gives its address."""
+    loop = asyncio.new_event_loop()
+    is_ready, stop, port = threading.Event(), asyncio.Event(), 0
+
+    async def serve() -> None:
+        nonlocal port
+        server = grpc.aio.server()
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(FakeModels(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        is_ready.set()
+        await stop.wait()
+        await server.stop(None)
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    try:
+        assert is_ready.wait(10)
+        yield f"127.0.0.1:{port}"
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+def test_grpc(tmp_path: Path) -> None:
+    generation = FakeGeneration()
+    flags = ("--backend", "grpc", "--num-prompts", 4, "--temperature", 0.5, "--api-key", "secret", "--save-detailed")
+    extra = ("--extra-body", '{"cache_salt": "s", "sampling_params": {"top_k": 3}}')
+    with grpc_server(generation) as target:
+        found = bench(tmp_path, "--base-url", target, *SMALL, *flags, *extra)
+    assert (found["completed"], found["failed"], found["model_id"]) == (4, 0, "small")
+    assert found["generated_texts"] == ["abab"] * 4
+    assert (found["input_lens"], found["output_lens"]) == ([5] * 4, [3] * 4)
+    assert [len(gaps) for gaps in found["itls"]] == [1] * 4  # two messages, three tokens
+    request = generation.seen[-1]
+    assert (request.model, request.cache_salt) == ("small", "s")
+    params = request.sampling_params
+    assert (params.temperature, params.ignore_eos, params.max_tokens, params.top_k) == (0.5, True, 3, 3)
+    assert all(256 <= token < 600 for token in request.token_ids.ids)
+    assert {metadata["authorization"] for metadata in generation.metadata} == {"Bearer secret"}
+
+
+def test_grpc_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with grpc_server(FakeGeneration()) as target:
+        flags = ("--backend", "grpc", "--base-url", target, "--disable-tqdm", "--num-prompts", 2)
+        with pytest.raises(SystemExit, match="2"):
+            bench(tmp_path, *flags, "--random-input-len", 7)
+        assert "gRPC INVALID_ARGUMENT: seven is too many" in capsys.readouterr().err
+        with pytest.raises(SystemExit, match="2"):
+            bench(tmp_path, *flags, "--extra-body", '{"sampling": 1}')
+        assert "expected fields of a gRPC GenerateRequest" in capsys.readouterr().err
+        with pytest.raises(SystemExit, match="2"):
+            bench(tmp_path, *flags, "--random-input-len", 4, "--dataset-name", "custom", "--dataset-path", "a")
+    with pytest.raises(SystemExit, match="2"):
+        bench(tmp_path, *flags)
+    assert "the server does not say its model: UNAVAILABLE" in capsys.readouterr().err
+
+
+def test_rates_are_checked_before_anything_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_server() as server:
+        with pytest.raises(SystemExit, match="2"):
+            main(["bench", "serve", "--base-url", server.url, "--request-rate", "0"])
+        assert not server.seen
+    assert "request rate: expected requests a second above 0" in capsys.readouterr().err

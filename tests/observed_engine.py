@@ -1,0 +1,173 @@
+"""A front end over an engine that is none: what it does is written down beforehand, so that every number is known."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, cast
+
+from jaxserve.engine.metrics import EngineMetrics
+from jaxserve.errors import RequestError
+from jaxserve.metric_types import Metric
+from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.auth import Authenticator, Caller
+from jaxserve.server.engine_info import EngineInfo
+from jaxserve.server.engine_request import EngineRequest
+from jaxserve.server.errors import UnavailableError
+from jaxserve.server.frontend import Frontend
+from jaxserve.server.gate import Gate
+from jaxserve.server.proto.jaxserve.v1 import model_pb2
+from jaxserve.server.request_log import RequestLog
+from jaxserve.server.settings import ServerConfig
+
+ANYBODY = Caller("anybody", frozenset(("generate", "metrics")))
+TIMES = RequestMetrics(10.0, 10.5, 11.0, 13.0, 17.0)
+"""Half a second until queued, half in the queue, two for the prompt, four for the rest."""
+MODEL = model_pb2.Model(
+    root="models/tiny",
+    max_model_len=100,
+    architecture="LlamaForCausalLM",
+    dtype="bfloat16",
+    vocab_size=32000,
+    mesh=[model_pb2.MeshAxis(name="data", size=2), model_pb2.MeshAxis(name="tensor", size=4)],
+    device="cpu",
+    layout="tensor",
+    attention_backend="xla",
+    kv_cache=model_pb2.KvCache(num_pages=50, page_size=16, size_bytes=3 << 20),
+    memory=[
+        model_pb2.MemoryUse(name="weights", size_bytes=600 << 20),
+        model_pb2.MemoryUse(name="KV pages", size_bytes=300 << 20),
+        model_pb2.MemoryUse(name="state of running requests", size_bytes=5 << 20),
+        model_pb2.MemoryUse(name="temporaries of a step, at most", size_bytes=100 << 20),
+    ],
+    max_num_seqs=8,
+    max_num_batched_tokens=512,
+)
+
+
+def output(
+    *texts: tuple[str, int],
+    reason: Any = None,
+    prompt: int = 3,
+    cached: int = 1,
+    finished: bool | None = None,
+    times: RequestMetrics | None = None,
+) -> RequestOutput:
+    """What is new: a text and a number of tokens for each sample."""
+    return RequestOutput(
+        request_id="r",
+        prompt="Hello",
+        prompt_token_ids=[1] * prompt,
+        outputs=[CompletionOutput(i, text, [5] * n, finish_reason=reason) for i, (text, n) in enumerate(texts)],
+        finished=reason is not None if finished is None else finished,
+        num_cached_tokens=cached,
+        metrics=times,
+    )
+
+
+ANSWER = (output((" a", 1)), output((" b", 2), reason="length", times=TIMES))
+
+
+class FakeReplica:
+    """A replica with two sequences running and one waiting."""
+
+    class scheduler:  # noqa: N801 (an attribute)
+        """Its scheduler."""
+
+        running, waiting, num_preemptions = (1, 2), (3,), 4
+        pages = type("Pages", (), {"num_queried_tokens": 30, "num_hit_tokens": 12})
+        allocator = type("Allocator", (), {"usage": 0.25})
+
+    num_steps, num_decode_rows = 7, 9
+
+
+def engine_numbers() -> list[Metric]:
+    """All that a real engine measures."""
+    collect = getattr(EngineMetrics.collect, "__wrapped__", EngineMetrics.collect)
+    return collect(EngineMetrics(1000), [cast("Any", FakeReplica)], 0)
+
+
+class ObservedEngine:
+    """Answers each request with what ``script`` holds: outputs, errors to raise, seconds to wait."""
+
+    def __init__(self, *script: RequestOutput | BaseException | float):
+        self.script: Sequence[RequestOutput | BaseException | float] = script or ANSWER
+        self.is_ready = True
+        self.numbers: list[Metric] | Exception = engine_numbers()
+        self.has_chat = True
+        self.num_renderings = 0
+        self.requests: list[EngineRequest] = []
+
+    @property
+    def info(self) -> EngineInfo:
+        """What runs, once it does."""
+        if not self.is_ready:
+            raise UnavailableError("the engine is not ready")
+        return EngineInfo(model=MODEL, default_fields={}, ledger="the ledger")
+
+    async def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+        """Plays the script."""
+        self.requests.append(request)
+        del request_id
+        for item in self.script:
+            if isinstance(item, RequestOutput):
+                yield item
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                await asyncio.sleep(item)
+
+    async def embed(self, request: EngineRequest, request_id: str) -> tuple[list[float], int]:
+        """A vector."""
+        return [1.0], 3
+
+    async def tokenize(
+        self, text: str, add_special_tokens: bool = True, with_strings: bool = False
+    ) -> tuple[list[int], list[str]]:
+        """Nothing."""
+        return [], []
+
+    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Nothing."""
+        return ""
+
+    async def render_chat(self, chat: Mapping[str, Any]) -> tuple[str, list[int]]:
+        """A prompt, where there is a template."""
+        self.num_renderings += 1
+        if not self.has_chat:
+            raise RequestError("the model has no chat template")
+        return "prompt", [1]
+
+    async def metrics(self) -> list[Metric]:
+        """What was put there."""
+        if isinstance(self.numbers, Exception):
+            raise self.numbers
+        return self.numbers
+
+    async def abort(self, request_ids: Sequence[str]) -> list[str]:
+        """Nothing."""
+        return []
+
+    async def reset_prefix_cache(self) -> None:
+        """Nothing."""
+
+    async def start_profile(self, directory: str) -> None:
+        """Nothing."""
+
+    async def stop_profile(self) -> None:
+        """Nothing."""
+
+
+def make_frontend(engine: ObservedEngine | None = None, **settings: Any) -> Frontend:
+    """An open front end with a model named ``tiny``."""
+    config, gate = ServerConfig(**settings), Gate()
+    gate.open(40)
+    log = RequestLog(config, "tiny")
+    return Frontend(config, engine or ObservedEngine(), gate, Authenticator(config), log, "tiny")
+
+
+async def read_all(frontend: Frontend, text: str = "Hello", name: str = "cmpl-1", **fields: Any) -> list[RequestOutput]:
+    """Sends a request as a surface does, and reads its answer to the end."""
+    params = fields.pop("params", SamplingParams(max_tokens=8))
+    request = EngineRequest(text=text, params=params, **fields)
+    with frontend.admit(ANYBODY):
+        return [one async for one in frontend.generate(ANYBODY, request, name)]

@@ -1,0 +1,76 @@
+"""The judgement of ``scripts/soak_server.py``: what counts as grown, stuck or wrong."""
+
+import json
+from typing import Any
+
+import pytest
+
+from scripts.soak.report import LIMITS, MIB, QUIET, ZERO, Report, Sample, rise
+
+STILL = {**{limit.name: 100.0 for limit in LIMITS}, **dict.fromkeys(ZERO, 0.0), "compiles_after_ready_total": 0.0}
+
+
+def judged(samples: list[dict[str, float]], **after: float) -> Report:
+    """The report of a run with these states, a second apart."""
+    report = Report(before=dict(STILL), after={**STILL, **after})
+    report.samples = [Sample(float(i), {**STILL, **values}) for i, values in enumerate(samples)]
+    report.judge()
+    return report
+
+
+def test_what_stays_the_same_is_clean() -> None:
+    report = judged([{}] * 30)
+    assert report.is_clean
+    assert report.rises["front_fds"] == pytest.approx({"mean": 100.0, "rise": 0.0, "allowed": 8.0})
+    assert report.lines()[-1] == "clean"
+
+
+def test_growth_in_the_warm_up_does_not_count() -> None:
+    assert judged([{"front_fds": 100.0 + 9 * min(i, 10)} for i in range(31)]).is_clean
+
+
+def test_a_leak_is_found_in_noise() -> None:
+    noise = (3.0, -2.0, 1.0, -3.0, 2.0, 0.0, -1.0)
+    still = [{"front_fds": 100 + noise[i % 7]} for i in range(60)]
+    leaking = [{"front_fds": 100 + noise[i % 7] + i / 4} for i in range(60)]
+    assert judged(still).is_clean
+    report = judged(leaking)
+    assert report.num_problems == 1
+    assert report.problems[0].startswith("front_fds rose by ")
+    assert report.rises["front_fds"]["rise"] == pytest.approx(10, abs=0.7)
+
+
+def test_memory_may_rise_by_a_share_of_it() -> None:
+    def samples(total: float) -> list[dict[str, float]]:
+        return [{"engine_rss_bytes": 1000 * MIB + total * MIB * i / 29} for i in range(30)]
+
+    assert judged(samples(60)).is_clean
+    assert not judged(samples(100)).is_clean
+
+
+@pytest.mark.parametrize("name", [*QUIET, *ZERO])
+def test_what_is_left_at_the_end(name: str) -> None:
+    report = judged([{}] * 9, **{name: STILL[name] + 10})
+    assert report.num_problems == 1
+    assert report.problems[0].startswith(name)
+
+
+def test_programs_compiled_late() -> None:
+    report = judged([{}] * 9, compiles_after_ready_total=2.0)
+    assert report.problems == ["2 programs were compiled after the start"]
+
+
+def test_few_samples_say_nothing() -> None:
+    assert rise([], "front_fds") == {"mean": 0.0, "rise": 0.0}
+    assert rise([Sample(0.0, {"x": 1.0}), Sample(1.0, {"x": 9.0})], "x")["rise"] == 0.0
+
+
+def test_problems_are_counted_and_the_first_are_kept() -> None:
+    report = Report()
+    for i in range(60):
+        report.complain(f"{i}")
+        report.note("stream", "answered" if i % 2 else "wrong")
+    assert (report.num_problems, len(report.problems), report.num_requests) == (60, 50, 60)
+    found: Any = json.loads(json.dumps(report.as_json()))
+    assert found["outcomes"] == {"stream": {"wrong": 30, "answered": 30}}
+    assert found["is_clean"] is False
