@@ -232,8 +232,8 @@ class Serving:
         return f"127.0.0.1:{self.server.admin_port}"
 
     async def until_idle(self) -> None:
-        """Until the engine runs nothing."""
-        while self.engine.running:
+        """Until the engine has got a request and runs none any more."""
+        while not self.engine.requests or self.engine.running:
             await asyncio.sleep(0.001)
 
 

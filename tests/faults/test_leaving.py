@@ -104,6 +104,8 @@ def _leave_grpc(server: RunningServer, prompt: str, *, reads: bool) -> None:
         list(call.initial_metadata())  # the request is admitted
         if reads:
             next(call)
+        else:
+            time.sleep(0.05)  # and the engine has it
         call.cancel()
 
 

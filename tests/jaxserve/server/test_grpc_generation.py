@@ -71,6 +71,7 @@ def test_a_client_knows_that_its_request_was_admitted_before_the_first_token() -
             there.engine.stops_at = 0
             call = generation_pb2_grpc.GenerationServiceStub(channel).StreamGenerate(stream_for())
             assert dict(await call.initial_metadata())["x-request-id"].startswith("grpc-")
+            await there.engine.reached.wait()
             assert len(there.engine.running) == 1
             there.engine.go.set()
             assert len([part async for part in call]) == 4
