@@ -45,7 +45,8 @@ class EngineConfig:
         logprobs_mode: What logprobs report: ``raw_logprobs`` before masks, penalties and temperature,
             ``processed_logprobs`` behind them, ``raw_logits`` and ``processed_logits`` the scores themselves.
         logits_processors: Functions that change scores in the step (``LogitsProcessor``), or their ``module:name``.
-        reasoning_parser: How the model marks its reasoning, for ``parse_message`` and ``thinking_token_budget``.
+        reasoning_parser: How the model marks its reasoning, for ``parse_message`` and ``thinking_token_budget``;
+            structured outputs then begin behind it.
         tool_call_parser: How the model writes tool calls, for ``parse_message``.
         attention_backend: Name of the kernels that run attention: triton, mosaic, triton-scatter, jax-triton, xla,
             pallas-interpret or mosaic-interpret; None takes the first that can run on the device.

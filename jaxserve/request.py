@@ -48,6 +48,8 @@ class PromptInput:
     cache_salt: str | None = None
     """Cached keys and values are shared between prompts of the same salt only."""
     fit: PromptFit = PromptFit()
+    is_chat: bool = False
+    """Whether it is a conversation, which a template wrote."""
 
 
 def parse_prompts(prompts: Any, params: Any = None, kind: ParamsKind = SamplingParams) -> list[PromptInput]:

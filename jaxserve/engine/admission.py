@@ -9,6 +9,7 @@ from jaxserve.engine.grammars import GrammarCompiler
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.pooling import pooling_state
 from jaxserve.engine.prompt_fit import fitted, truncated
+from jaxserve.engine.reasoning import find_reasoning
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.engine.sampling_numbers import make_sampling, stream_seed
 from jaxserve.engine.sequence import Sequence
@@ -68,10 +69,12 @@ class Admission:
         check_against(params, vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs)
         params = fitted(params, len(token_ids), limits.max_model_len, prompt.fit.is_strict)
         self._check_text(params)
-        grammar = None
+        grammar = reasoning = None
         if params.structured_outputs is not None:
-            assert self.grammars is not None
+            assert self.grammars is not None and self.tokenizer is not None
             grammar = self.grammars.submit(params.structured_outputs)
+            if limits.reasoning is not None:
+                reasoning = find_reasoning(limits.reasoning, self.tokenizer, token_ids, prompt.is_chat)
         root = limits.cache_root(prompt.cache_salt, request_id, len(token_ids) + (params.max_tokens or 0))
         seed = default_seed if params.seed is None else params.seed
         samples = self._samples(request_id, token_ids, params, seed, root)
@@ -88,6 +91,7 @@ class Admission:
             queued_s=time.monotonic(),
             prompt_logprobs=_no_prompt_logprobs(params, len(token_ids)),
             grammar=grammar,
+            reasoning=reasoning,
         )
 
     def _samples(
@@ -128,7 +132,7 @@ class Admission:
             for name, what in names.items():
                 if getattr(params, name):
                     raise RequestError(f"{what} need text; the model directory has no tokenizer", parameter=name)
-        if params.thinking_token_budget is not None and self.limits.thinking_ids is None:
+        if params.thinking_token_budget is not None and self.limits.reasoning is None:
             message = "thinking_token_budget needs an engine with a reasoning_parser and a tokenizer"
             raise RequestError(message, parameter="thinking_token_budget", value=params.thinking_token_budget)
         for name, value in (params.extra_args or {}).items():
@@ -170,10 +174,10 @@ class Admission:
     ) -> Constraint | None:
         """What the tokens before decide of the next, but for the grammar, which comes when it is compiled."""
         found: list[Constraint] = []
-        if params.thinking_token_budget is not None and self.limits.thinking_ids is not None:
-            start, end = self.limits.thinking_ids
+        marks, budget = self.limits.reasoning, params.thinking_token_budget
+        if marks is not None and budget is not None:
             vocab_size = self.limits.vocab_size
-            found.append(ThinkingBudget(start, end, params.thinking_token_budget, prompt, vocab_size=vocab_size))
+            found.append(ThinkingBudget(marks.start_ids, marks.end_ids, budget, prompt, vocab_size=vocab_size))
         longer = [word for word in bad_words if len(word) > 1]
         if longer:
             found.append(BadWords(longer, vocab_size=self.limits.vocab_size))

@@ -53,4 +53,4 @@ def chat_prompt(
         **(chat_template_kwargs or {}),
     )
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    return PromptInput(prompt=text, prompt_token_ids=tuple(token_ids), params=params)
+    return PromptInput(prompt=text, prompt_token_ids=tuple(token_ids), params=params, is_chat=True)

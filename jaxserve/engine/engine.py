@@ -8,12 +8,14 @@ import time
 import numpy as np
 
 from jaxserve.engine.admission import Admission
+from jaxserve.engine.constraint import Constraint
 from jaxserve.engine.constraints import AllOf
 from jaxserve.engine.delivery import deliver
 from jaxserve.engine.grammar_constraint import Grammar
 from jaxserve.engine.metrics import CompileCounter, EngineMetrics
 from jaxserve.engine.plan_draft import Completion
 from jaxserve.engine.pooling import pooled_vector
+from jaxserve.engine.reasoning import AfterReasoning
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.engine.runner import StepResult
@@ -232,7 +234,10 @@ class Engine:
 
 def _constrain(request: RequestState, grammar: Grammar) -> None:
     """Lets a request's samples keep to a grammar; where no token keeps to everything asked for, it comes first."""
+    reasoning = request.reasoning
     for sample in request.samples:
         own = sample.sequence.constraint
-        rule = grammar.constraint()
+        rule: Constraint = grammar.constraint()
+        if reasoning is not None:
+            rule = AfterReasoning(rule, reasoning)
         sample.sequence.constraint = rule if own is None else AllOf([rule, own])

@@ -12,11 +12,13 @@ from llguidance import LLTokenizer
 
 from jaxserve.engine.grammar_constraint import Grammar
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.errors import RequestError
+from jaxserve.errors import EngineDeadError, RequestError
 from jaxserve.sampling.grammar import GrammarLimits, content_key, grammar_error, write_grammar
 from jaxserve.sampling.grammar_check import SPECIAL_MARK, Vocabulary, make_matcher
 from jaxserve.sampling.grammar_process import GrammarChecker
 from jaxserve.structured_params import StructuredOutputsParams
+
+_CLOSED = "the engine stopped: it was shut down"
 
 
 class _Prepared(NamedTuple):
@@ -83,8 +85,10 @@ class GrammarCompiler:
                 self._num_waiting += 1
                 self._cached[key] = future
                 self._evict()
-        except (RequestError, RuntimeError) as error:  # RuntimeError: the threads have ended
+        except RequestError as error:
             future.set_exception(error)
+        except RuntimeError:  # the threads have ended
+            future.set_exception(EngineDeadError(_CLOSED))
         return future
 
     def close(self) -> None:
@@ -133,7 +137,7 @@ class GrammarCompiler:
             matcher = make_matcher(prepared.tokenizer, text)
         except ValueError as error:
             if self._is_closed:
-                raise RuntimeError("the engine is closed") from error
+                raise EngineDeadError(_CLOSED) from error
             raise grammar_error(f"cannot be compiled: {error}", params) from error
         finally:
             self._give_back(checker)
@@ -196,13 +200,25 @@ async def wait_compiled(grammar: "concurrent.futures.Future[Any]") -> None:
 
     Raises:
         RequestError: It cannot be compiled.
+        EngineDeadError: The engine ended before it was.
     """
     future = asyncio.wrap_future(grammar)
     future.add_done_callback(_look_at_error)
     await asyncio.wait([future])
     error = future.exception()
     if error is not None:
-        raise RequestError(str(error)) from error
+        raise own_error(error) from error
+
+
+def own_error(error: BaseException) -> BaseException:
+    """One request's error of a grammar's, which others share."""
+    if isinstance(error, EngineDeadError):
+        return EngineDeadError(str(error))
+    if not isinstance(error, RequestError):
+        return error
+    own = RequestError(str(error))
+    own.parameter = error.parameter
+    return own
 
 
 def _look_at_error(future: "asyncio.Future[Any]") -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from checkpoints import resolve_model
 from jaxserve.config import EngineConfig
 from jaxserve.engine.build import EnginePlan
+from jaxserve.engine.reasoning import ReasoningMarks
 from jaxserve.engine.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.engine.tokenizer_files import read_json
 from jaxserve.errors import ConfigError, RequestError
@@ -23,13 +24,15 @@ def check_parsers(config: EngineConfig) -> None:
         tool_parser(config.tool_call_parser)
 
 
-def thinking_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Token ids that begin and that end the model's reasoning; None where there is no parser or no tokenizer."""
+def reasoning_marks(config: EngineConfig, tokenizer: Tokenizer | None) -> ReasoningMarks | None:
+    """How the model marks its reasoning; None where there is no parser, or no tokenizer that has the marks."""
     if config.reasoning_parser is None or tokenizer is None:
         return None
     parser = reasoning_parser(config.reasoning_parser)
     start, end = (tokenizer.encode(text, add_special_tokens=False) for text in (parser.start_text, parser.end_text))
-    return tuple(start), tuple(end)
+    if not start or not end:
+        return None
+    return ReasoningMarks(config.reasoning_parser, tuple(start), tuple(end))
 
 
 def find_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 
+from jaxserve.engine.reasoning import ReasoningMarks
 from jaxserve.errors import RequestError
 from jaxserve.layers.model_config import RopeConfig
 from jaxserve.layers.rope import length_regime
@@ -21,7 +22,7 @@ class ModelLimits:
         has_priorities: Whether the scheduler goes by priority.
         shares_prefixes: Whether requests share the pages of what they begin with.
         arguments: What the logits processors read of ``extra_args``, with the values that change nothing.
-        thinking_ids: Token ids that begin and that end the model's reasoning.
+        reasoning: How the model marks its reasoning; None where it has none.
         rope: The model's rotary embedding.
         model_key: Tells this model's keys and values from those of any other.
     """
@@ -33,7 +34,7 @@ class ModelLimits:
     has_priorities: bool = False
     shares_prefixes: bool = True
     arguments: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
-    thinking_ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    reasoning: ReasoningMarks | None = None
     rope: RopeConfig | None = None
     model_key: bytes = b""
 

@@ -19,7 +19,7 @@ from jaxserve.engine.model_defaults import (
     default_sampling_params,
     eos_token_ids,
     find_tokenizer,
-    thinking_ids,
+    reasoning_marks,
 )
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.page_allocator import PageAllocator
@@ -122,7 +122,7 @@ def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer 
         has_priorities=config.scheduling_policy == "priority",
         shares_prefixes=config.enable_prefix_caching,
         arguments=plan.programs[0].arguments,
-        thinking_ids=thinking_ids(config, tokenizer),
+        reasoning=reasoning_marks(config, tokenizer),
         rope=model.rope,
         model_key=key.encode(),
     )

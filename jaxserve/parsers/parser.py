@@ -56,6 +56,14 @@ def starts_in_reasoning(prompt: str, name: str) -> bool | None:
     return False if prompt.endswith(reasoning.end_text) else None
 
 
+def leading_reasoning(name: str) -> str:
+    """Returns the format of an answer that reasons as the named one does, but at its beginning alone.
+
+    What follows keeps to a grammar, and may hold the marks as its own text.
+    """
+    return "qwen3" if name == "think" else name
+
+
 class MessageParser:
     """Takes one answer apart.
 

@@ -15,6 +15,15 @@ class ReasoningFormat(ABC):
     start_text: ClassVar[str]
     end_text: ClassVar[str]
 
+    @classmethod
+    def begins_inside(cls, starts_inside: bool | None) -> bool | None:
+        """Returns whether an answer begins inside the reasoning; None where it does if it begins with `start_text`.
+
+        Args:
+          starts_inside: As in `run`.
+        """
+        return starts_inside
+
     @abstractmethod
     def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
         """Reads to the end of the text.
@@ -50,9 +59,14 @@ class DeepSeekR1Reasoning(ReasoningFormat):
     start_text: ClassVar[str] = "<think>"
     end_text: ClassVar[str] = "</think>"
 
+    @classmethod
+    def begins_inside(cls, starts_inside: bool | None) -> bool | None:
+        """Returns True unless the prompt has closed the reasoning."""
+        return starts_inside is not False
+
     def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
         """Reads to the end of the text."""
-        yield from Qwen3Reasoning().run(source, starts_inside is not False, reasoning, content)
+        yield from Qwen3Reasoning().run(source, self.begins_inside(starts_inside), reasoning, content)
 
 
 class ThinkReasoning(ReasoningFormat):

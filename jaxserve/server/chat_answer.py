@@ -5,7 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import RequestError
-from jaxserve.parsers import MessageDelta, MessageParser, ParsedMessage, starts_in_reasoning, tool_choice_schema
+from jaxserve.parsers import (
+    MessageDelta,
+    MessageParser,
+    ParsedMessage,
+    leading_reasoning,
+    starts_in_reasoning,
+    tool_choice_schema,
+)
 from jaxserve.parsers.tool_choice import chosen_function, parameter_schemas
 from jaxserve.server.frontend import ParserNames
 
@@ -80,7 +87,7 @@ class ChatAnswer:
         names: The server's parsers.
         use: The request's tools.
         include_reasoning: Whether reasoning is given; it is taken out of the content all the same.
-        is_constrained: Whether a grammar holds from the first token on, so that there is no reasoning.
+        is_constrained: Whether the answer keeps to a grammar, so that it reasons before it alone.
     """
 
     def __init__(
@@ -94,7 +101,9 @@ class ChatAnswer:
         self._names = names
         self._use = use or ToolUse()
         self._include_reasoning = include_reasoning
-        self._reasoning = None if is_constrained else names.reasoning
+        self._reasoning = names.reasoning
+        if is_constrained and names.reasoning is not None:
+            self._reasoning = leading_reasoning(names.reasoning)
         self._starts_inside: bool | None = None
         self._readers: dict[int, MessageParser] = {}
         self._is_plain = self._reasoning is None and self._use.choice == "none"

@@ -8,9 +8,10 @@ from typing import Any
 
 from jaxserve.engine.chat_prompt import read_template
 from jaxserve.engine.engine_thread import EngineThread
+from jaxserve.engine.grammars import own_error
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import StartedEngine
-from jaxserve.errors import DeadlineError, EngineDeadError, JaxserveError, RequestError, RequestFailedError, unforeseen
+from jaxserve.errors import DeadlineError, EngineDeadError, JaxserveError, RequestFailedError, unforeseen
 from jaxserve.request import PromptInput, parse_prompt
 from jaxserve.server.engine_process.outbox_stream import OutboxStream
 from jaxserve.server.engine_process.queue_limits import Place, QueueLimits
@@ -119,7 +120,7 @@ class Preparation:
     def _chat_prompt(self, text: str, message: engine_pb2.Submit) -> PromptInput:
         token_ids = self._started.tokenizer.encode(text, add_special_tokens=False)
         salt = message.cache_salt if message.HasField("cache_salt") else None
-        return PromptInput(text, tuple(token_ids), None, salt, fit_of(message))
+        return PromptInput(text, tuple(token_ids), None, salt, fit_of(message), is_chat=True)
 
     def _prepare(
         self,
@@ -157,22 +158,13 @@ class Preparation:
         error = grammar.exception()
         if error is not None:
             self._thread.check_alive()
-            raise _own(error) from error
+            raise own_error(error) from error
         self._submit(stream, request, deadline_s)
 
     def _submit(self, stream: OutboxStream, request: RequestState, deadline_s: float | None) -> None:
         if stream.is_silent:
             return
         self._thread.submit(stream, request, deadline_s)
-
-
-def _own(error: BaseException) -> BaseException:
-    """An error for one request, of a grammar's, which others share."""
-    if not isinstance(error, RequestError):
-        return error
-    own = RequestError(str(error))
-    own.parameter = error.parameter
-    return own
 
 
 def _plain_prompt(message: engine_pb2.Submit) -> PromptInput:

@@ -223,24 +223,30 @@ def test_reasoning_that_the_prompt_begins_needs_no_tag() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_call_is_a_structure_of_the_answer(stream: bool) -> None:
-    engine = FakeEngine(['[{"name": "add", "para', 'meters": {"a": 3}}]'])
+    engine = FakeEngine(["Hm.</thi", 'nk>[{"name": "add", "para', 'meters": {"a": 3}}]'])
     server = make_server(engine, parsers=ParserNames("deepseek_r1", None))
     answer = server.post(PATH, chat(tools=[tool(), tool("sub")], tool_choice="required", stream=stream))
     found = joined(answer)[0] if stream else answer.json()["choices"][0]["message"]
     assert without_ids(found["tool_calls"]) == [
         {"type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
     ]
-    assert "reasoning" not in found  # the grammar holds from the first token on
+    assert found["reasoning"] == "Hm."  # the grammar holds from its end on
     structure = engine.request.params.structured_outputs
     assert structure is not None and structure.json is not None
     assert dict(structure.json)["type"] == "array"  # pyright: ignore[reportCallIssue, reportArgumentType]
-    engine.texts = (['{"a"', ": 4}"],)
+    engine.texts = (["</think>", '{"a"', ": 4}"],)
     named = {"type": "function", "function": {"name": "sub"}}
     answer = server.post(PATH, chat(tools=[tool(), tool("sub")], tool_choice=named, stream=stream))
     found = joined(answer)[0] if stream else answer.json()["choices"][0]
     assert found["finish_reason"] == "tool_calls"
     calls = found["tool_calls"] if stream else found["message"]["tool_calls"]
     assert calls[0]["function"] == {"name": "sub", "arguments": '{"a": 4}'}
+
+
+def test_a_structure_behind_the_reasoning_may_hold_its_marks() -> None:
+    server = make_server(FakeEngine(["<think>Hm.</think>", '{"a": "<think>"}']), parsers=ParserNames("think", None))
+    message = server.post(PATH, chat(response_format={"type": "json_object"})).json()["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("Hm.", '{"a": "<think>"}')
 
 
 @pytest.mark.parametrize(
