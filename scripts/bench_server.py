@@ -36,7 +36,7 @@ from jaxserve.bench.serve_load import run_load  # noqa: E402
 from jaxserve.bench.serve_metrics import output_length  # noqa: E402
 from jaxserve.bench.serve_openai import OpenAIBackend  # noqa: E402
 from jaxserve.bench.serve_tokens import plain_range  # noqa: E402
-from scripts.server_child import ServerAddress, as_flags, running_server  # noqa: E402
+from scripts.server_child import RunningServer, as_flags, running_server  # noqa: E402
 
 SURFACES = ("http", "grpc")
 SAMPLING = {"temperature": 0.0, "ignore_eos": True}
@@ -105,19 +105,19 @@ def work_offline(arguments: dict[str, Any]) -> None:
 class Surfaces:
     """A server's two surfaces, as load tests ask them."""
 
-    def __init__(self, address: ServerAddress, num_streams: int):
-        self._address = address
+    def __init__(self, server: RunningServer, num_streams: int):
+        self._server = server
         self._num_channels = -(-num_streams // 100)
 
     async def run(self, surface: str, work: Callable[[Backend], Awaitable[Any]]) -> Any:
         """Runs ``work`` with a way to ask."""
         if surface == "http":
-            client = HttpClient(self._address.http)
+            client = HttpClient(self._server.http)
             try:
                 return await work(OpenAIBackend(client, "/v1/completions", "", SAMPLING))
             finally:
                 await client.close()
-        channels = open_channels(self._address.grpc, self._num_channels)
+        channels = open_channels(self._server.grpc, self._num_channels)
         try:
             return await work(GrpcBackend(channels, "", SAMPLING, {}, {}))
         finally:
@@ -125,7 +125,7 @@ class Surfaces:
 
     async def vocab_size(self) -> int:
         """The model's."""
-        (channel,) = open_channels(self._address.grpc, 1)
+        (channel,) = open_channels(self._server.grpc, 1)
         try:
             return int((await grpc_model(channel, "", {})).vocab_size)
         finally:
@@ -242,9 +242,9 @@ async def _seconds(backend: Backend, request: BenchRequest) -> float:
 # ---------------------------------------------------------------- all together
 
 
-async def measure(options: argparse.Namespace, address: ServerAddress, offline: OfflineEngine) -> dict[str, Any]:
+async def measure(options: argparse.Namespace, server: RunningServer, offline: OfflineEngine) -> dict[str, Any]:
     """Everything."""
-    surfaces = Surfaces(address, max(options.num_streams, options.num_prompts))
+    surfaces = Surfaces(server, max(options.num_streams, options.num_prompts))
     vocab_size = await surfaces.vocab_size()
     return {
         "overhead": await measure_overhead(options, surfaces, offline, vocab_size),
@@ -294,9 +294,9 @@ def main() -> None:
         logs = Path(folder)
         with (
             offline_engine({"model": options.model, **engine}, logs / "offline.log") as offline,
-            running_server(options.model, flags, logs / "server.log") as address,
+            running_server(options.model, flags, logs / "server.log") as server,
         ):
-            found = asyncio.run(measure(options, address, offline))
+            found = asyncio.run(measure(options, server, offline))
     found["settings"] = vars(options)
     print("\n".join(table(found)), flush=True)
     if options.output_json:

@@ -1,4 +1,4 @@
-"""A real server for scripts: ``jaxserve serve`` in a process of its own, on free ports of this machine."""
+"""A real server for scripts and tests: ``jaxserve serve`` in a process of its own, on free ports of this machine."""
 
 import contextlib
 import dataclasses
@@ -10,29 +10,43 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _READY = re.compile(r"jaxserve ready: http=(\S+) grpc=(\S+) admin=(\S+)")
 
 
-@dataclasses.dataclass(frozen=True)
-class ServerAddress:
-    """Where a server listens, and its processes.
+@dataclasses.dataclass
+class RunningServer:
+    """A server that runs.
 
     Attributes:
+        process: The front end.
         http: Base URL, without ``/v1``.
         grpc: Target of the gRPC listener.
         admin: Target of the admin listener.
-        front_pid: Process of the front end.
-        engine_pid: Process of the engine.
+        log: File of what it writes.
     """
 
+    process: "subprocess.Popen[bytes]"
     http: str
     grpc: str
     admin: str
-    front_pid: int
-    engine_pid: int
+    log: Path
+
+    @property
+    def engine_pid(self) -> int:
+        """Process id of the engine: the front end's child that runs it."""
+        pid = self.process.pid
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+        raise RuntimeError(f"process {pid} has no engine process")
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Its exit status, once it has ended."""
+        return self.process.wait(timeout_s)
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
@@ -45,52 +59,57 @@ def as_flags(settings: Mapping[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def running_server(model: str, flags: Sequence[str], log: Path, limit_s: float = 600.0) -> Iterator[ServerAddress]:
-    """A server while the block runs; what it writes goes to ``log``.
+def running_server(
+    model: str,
+    flags: Sequence[str],
+    log: Path,
+    *,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    start_limit_s: float = 600.0,
+    end_limit_s: float = 90.0,
+) -> Iterator[RunningServer]:
+    """A server while the block runs; ended by SIGTERM, and by force where it has not ended by itself in time.
+
+    Args:
+        model: Directory, or ``demo``.
+        flags: Of ``jaxserve serve``.
+        log: File for what it writes.
+        environment: Added to this process' own.
+        start_limit_s: Seconds it may take to be ready.
+        end_limit_s: Seconds it may take to end.
 
     Raises:
-        RuntimeError: It did not start, or did not end by itself when told to.
+        RuntimeError: It did not start.
     """
     command = [sys.executable, "-m", "jaxserve", "serve", model, "--port", "0", "--grpc-port", "0", "--admin-port", "0"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, *flags],
             cwd=REPOSITORY,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
         )
     try:
-        found = _wait_until_ready(process, log, limit_s)
-        yield ServerAddress(found[1], found[2], found[3], process.pid, engine_pid(process.pid))
+        yield _when_ready(process, log, start_limit_s)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         try:
-            process.wait(90)
+            process.wait(end_limit_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            raise RuntimeError(f"the server did not end within 90 s of SIGTERM; see {log}") from None
 
 
-def engine_pid(front_pid: int) -> int:
-    """The engine's process: the front end's child that runs it."""
-    for child in Path(f"/proc/{front_pid}/task/{front_pid}/children").read_text().split():
-        if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-            return int(child)
-    raise RuntimeError(f"process {front_pid} has no engine process")
-
-
-def _wait_until_ready(process: "subprocess.Popen[bytes]", log: Path, limit_s: float) -> "re.Match[str]":
+def _when_ready(process: "subprocess.Popen[bytes]", log: Path, limit_s: float) -> RunningServer:
     deadline_s = time.monotonic() + limit_s
     while time.monotonic() < deadline_s:
         found = _READY.search(log.read_text(errors="replace"))
         if found:
-            return found
+            return RunningServer(process, found[1], found[2], found[3], log)
         if process.poll() is not None:
             break
-        time.sleep(0.1)
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
-    raise RuntimeError(f"the server did not start (status {process.poll()}):\n{tail}")
+        time.sleep(0.05)
+    raise RuntimeError(f"the server did not start (status {process.poll()}):\n{log.read_text(errors='replace')}")

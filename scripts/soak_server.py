@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from jaxserve.bench.serve_http import HttpClient  # noqa: E402  (after the path)
-from scripts.server_child import ServerAddress, as_flags, running_server  # noqa: E402
+from scripts.server_child import RunningServer, as_flags, running_server  # noqa: E402
 from scripts.soak.load import Load  # noqa: E402
 from scripts.soak.report import Report  # noqa: E402
 from scripts.soak.requests import Question, questions  # noqa: E402
@@ -40,21 +40,21 @@ SETTLE_S = 7.0
 """Longer than the server keeps idle connections."""
 
 
-async def run_soak(address: ServerAddress, duration_s: float, seed: int = 0, num_workers: int = NUM_WORKERS) -> Report:
+async def run_soak(server: RunningServer, duration_s: float, seed: int = 0, num_workers: int = NUM_WORKERS) -> Report:
     """Puts a server under load for some time, and says what came of it.
 
     The server must be idle, have the demo model or another that knows no end of text where ``ignore_eos`` is set,
     contexts of at least 256 tokens, and let everybody in.
     """
     report = Report()
-    known = await known_answers(address, questions(seed))
-    await fill_pools(address)
-    load = Load(address, known, report, seed)
+    known = await known_answers(server, questions(seed))
+    await fill_pools(server)
+    load = Load(server, known, report, seed)
     try:
         warm_s = time.monotonic() + min(20.0, duration_s / 6)  # what is made once is there from here on
         await asyncio.gather(*(load.work(-1 - worker, warm_s) for worker in range(num_workers)))
-        report.before = await wait_until_quiet(address, QUIET_LIMIT_S, SETTLE_S)
-        watcher = asyncio.create_task(watch(address, report.samples, max(0.5, duration_s / MAX_SAMPLES)))
+        report.before = await wait_until_quiet(server, QUIET_LIMIT_S, SETTLE_S)
+        watcher = asyncio.create_task(watch(server, report.samples, max(0.5, duration_s / MAX_SAMPLES)))
         start_s = time.monotonic()
         await asyncio.gather(*(load.work(worker, start_s + duration_s) for worker in range(num_workers)))
         report.duration_s = time.monotonic() - start_s
@@ -63,15 +63,15 @@ async def run_soak(address: ServerAddress, duration_s: float, seed: int = 0, num
             report.complain(f"the server could not be watched to the end: {error!r}")
     finally:
         await load.close()
-    report.after = await wait_until_quiet(address, QUIET_LIMIT_S, SETTLE_S)
+    report.after = await wait_until_quiet(server, QUIET_LIMIT_S, SETTLE_S)
     report.judge()
-    await known_answers(address, known, report)
+    await known_answers(server, known, report)
     return report
 
 
-async def fill_pools(address: ServerAddress) -> None:
+async def fill_pools(server: RunningServer) -> None:
     """Has the engine start all processes for grammars and templates that it keeps, before it is watched."""
-    client = HttpClient(address.http)
+    client = HttpClient(server.http)
     plain = {"max_tokens": 1, "temperature": 0}
     grammars = [{"prompt": "1+1=", "structured_outputs": {"regex": f"[0-9]{{1,{i}}}"}, **plain} for i in range(2, 10)]
     chats = [{"messages": [{"role": "user", "content": str(i)}], **plain} for i in range(8)]
@@ -82,10 +82,10 @@ async def fill_pools(address: ServerAddress) -> None:
 
 
 async def known_answers(
-    address: ServerAddress, asked: Sequence[Question], report: Report | None = None
+    server: RunningServer, asked: Sequence[Question], report: Report | None = None
 ) -> list[Question]:
     """Questions with the answers that an idle server gives; ``report`` hears where they are not what they were."""
-    client = HttpClient(address.http)
+    client = HttpClient(server.http)
     found = []
     for question in asked:
         completion = await client.request("POST", "/v1/completions", question.completion())
@@ -107,9 +107,11 @@ def main() -> None:
     options = parser().parse_args()
     flags = [*as_flags({**ENGINE, **SERVER, **json.loads(options.settings)}), *options.flag]
     log = Path(options.log) if options.log else Path(tempfile.mkdtemp(prefix="jaxserve-soak-")) / "server.log"
-    with running_server(options.model, flags, log) as address:
-        print(f"server ready at {address.http}; its log is {log}", flush=True)
-        report = asyncio.run(run_soak(address, options.minutes * 60, options.seed, options.workers))
+    with running_server(options.model, flags, log) as server:
+        print(f"server ready at {server.http}; its log is {log}", flush=True)
+        report = asyncio.run(run_soak(server, options.minutes * 60, options.seed, options.workers))
+    if server.process.returncode != 0:
+        report.complain(f"the server ended with status {server.process.returncode} when it was told to end")
     print("\n".join(report.lines()), flush=True)
     if options.output_json:
         Path(options.output_json).write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")

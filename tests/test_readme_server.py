@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.server_process import RunningServer, running_server
+from scripts.server_child import RunningServer
+from tests.server_process import running_server
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, cast
 from jaxserve.errors import RequestError
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2, sampling_pb2
-from jaxserve.server.sampling_codec import LIST_FIELDS, OWN_FIELDS, PYTHON_FIELDS, params_to_proto
+from jaxserve.server.sampling_codec import ALL_TOKENS, LIST_FIELDS, OWN_FIELDS, PYTHON_FIELDS, params_to_proto
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -17,7 +17,6 @@ Sampling = SamplingParams | Mapping[str, Any] | None
 """How to sample: parameters, of which what differs from their defaults is sent, and ``max_tokens`` always; or a dict of
 fields, of which all are sent; None for the model's own defaults."""
 
-_ALL_TOKENS = -1
 _MESSAGE_TEXTS = ("content", "name", "tool_call_id", "reasoning")
 
 
@@ -152,7 +151,7 @@ def _sampling_message(sampling: SamplingParams | Mapping[str, Any]) -> sampling_
         if value is not None and name not in (*LIST_FIELDS, *OWN_FIELDS, *PYTHON_FIELDS):
             setattr(made, name, value)
     if params.max_tokens is None:
-        made.max_tokens = _ALL_TOKENS
+        made.max_tokens = ALL_TOKENS
     return made
 
 

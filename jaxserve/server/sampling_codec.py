@@ -16,6 +16,8 @@ OWN_FIELDS = ("logit_bias", "allowed_token_ids", "structured_outputs", "repetiti
 PYTHON_FIELDS = ("flat_logprobs", "output_kind")
 """How Python's outputs look; no part of the protocol."""
 
+ALL_TOKENS = -1
+"""``max_tokens`` of a client that asks for as many as the context holds."""
 NO_LIMIT = 2**62
 """Stands for ``max_tokens=None`` between front end and engine process: as many as the context holds."""
 

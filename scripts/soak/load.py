@@ -19,7 +19,7 @@ from jaxserve.bench.serve_grpc import GrpcBackend, open_channels
 from jaxserve.bench.serve_http import HttpAnswer, HttpClient
 from jaxserve.bench.serve_openai import OpenAIBackend, StreamNotes
 from jaxserve.server.proto.jaxserve.v1 import generation_pb2, generation_pb2_grpc
-from scripts.server_child import ServerAddress
+from scripts.server_child import RunningServer
 from scripts.soak.report import Report
 from scripts.soak.requests import (
     BAD,
@@ -47,21 +47,21 @@ class Load:
     """Everything that workers ask.
 
     Args:
-        address: The server.
+        server: The server.
         known: Questions with their answers.
         report: Where outcomes go.
         seed: Of what is asked when.
     """
 
-    def __init__(self, address: ServerAddress, known: Sequence[Question], report: Report, seed: int):
-        self._address = address
+    def __init__(self, server: RunningServer, known: Sequence[Question], report: Report, seed: int):
+        self._server = server
         self._known = known
         self._report = report
         self._seed = seed
         self._clients: set[HttpClient] = set()
-        self._channels: list[Any] = open_channels(address.grpc, 2)
+        self._channels: list[Any] = open_channels(server.grpc, 2)
         self._children: set[Any] = set()
-        parts = urllib.parse.urlsplit(address.http)
+        parts = urllib.parse.urlsplit(server.http)
         self._host, self._port = parts.hostname or "", parts.port or 0
 
     def actions(self) -> dict[str, tuple[int, Callable[[random.Random], Awaitable[str]]]]:
@@ -125,7 +125,7 @@ class Load:
         if self._clients and generator.random() < 0.8:
             client = self._clients.pop()
         else:
-            client = HttpClient(self._address.http)
+            client = HttpClient(self._server.http)
         try:
             yield client
         finally:
@@ -186,7 +186,7 @@ class Load:
         """A stream, or an answer in one piece, that is cut off at some time."""
         question = generator.choice(self._known)
         body = question.completion(**(_STREAM_FIELDS if generator.random() < 0.8 else {}))
-        client = HttpClient(self._address.http)
+        client = HttpClient(self._server.http)
         try:
             async with asyncio.timeout(_some_time(generator)):
                 await client.request("POST", "/v1/completions", body, lambda data, now: None)
@@ -225,7 +225,7 @@ class Load:
         question = generator.choice(self._known)
         answer = BenchAnswer(0.0)
         notes = StreamNotes(answer)
-        message = HttpClient(self._address.http).message(
+        message = HttpClient(self._server.http).message(
             "POST", "/v1/completions", question.completion(**_STREAM_FIELDS, logprobs=20)
         )
         status = await read_slowly(self._host, self._port, message, notes.feed)
@@ -240,7 +240,7 @@ class Load:
         _, writer = await asyncio.open_connection(self._host, self._port)
         question = generator.choice(self._known)
         body = question.completion(**_STREAM_FIELDS, logprobs=20)
-        whole = HttpClient(self._address.http).message("POST", "/v1/completions", body)
+        whole = HttpClient(self._server.http).message("POST", "/v1/completions", body)
         try:
             writer.write(generator.choice((b"", half_a_request(), whole)))
             writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -333,7 +333,7 @@ class Load:
         """The same over gRPC."""
         count, question = generator.randint(1, 4), generator.choice(self._known)
         message = generation_pb2.StreamGenerateRequest(request=question.grpc_request()).SerializeToString().hex()
-        return await self._crash(generator, str(_CRASH_CLIENT), "--grpc", self._address.grpc, str(count), message)
+        return await self._crash(generator, str(_CRASH_CLIENT), "--grpc", self._server.grpc, str(count), message)
 
     async def _crash(self, generator: random.Random, *command: str) -> str:
         child = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)

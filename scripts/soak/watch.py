@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from jaxserve.bench.serve_http import HttpClient
-from scripts.server_child import ServerAddress
+from scripts.server_child import RunningServer
 from scripts.soak.report import ZERO, Sample
 
 _LINE = re.compile(r"^jaxserve:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
@@ -45,39 +45,39 @@ def children_values(pid: int) -> dict[str, float]:
     return {"children": float(count), "children_rss_bytes": rss_bytes}
 
 
-async def server_values(address: ServerAddress, client: HttpClient) -> dict[str, float]:
+async def server_values(server: RunningServer, client: HttpClient) -> dict[str, float]:
     """All that is watched."""
     answer = await client.request("GET", "/metrics")
     found = {name: float(value) for name, value in _LINE.findall(answer.body.decode()) if name in _NAMES}
-    front, engine = process_values("front", address.front_pid), process_values("engine", address.engine_pid)
-    return {**front, **engine, **children_values(address.engine_pid), **found}
+    front, engine = process_values("front", server.process.pid), process_values("engine", server.engine_pid)
+    return {**front, **engine, **children_values(server.engine_pid), **found}
 
 
-async def watch(address: ServerAddress, samples: list[Sample], interval_s: float) -> None:
+async def watch(server: RunningServer, samples: list[Sample], interval_s: float) -> None:
     """Takes samples until it is cancelled."""
-    client = HttpClient(address.http)
+    client = HttpClient(server.http)
     start_s = time.monotonic()
     try:
         while True:
-            samples.append(Sample(time.monotonic() - start_s, await server_values(address, client)))
+            samples.append(Sample(time.monotonic() - start_s, await server_values(server, client)))
             await asyncio.sleep(interval_s)
     finally:
         await client.close()
 
 
-async def wait_until_quiet(address: ServerAddress, limit_s: float, settle_s: float = 0.0) -> dict[str, float]:
+async def wait_until_quiet(server: RunningServer, limit_s: float, settle_s: float = 0.0) -> dict[str, float]:
     """State of the server once nothing runs; that of the end of the time where something still does.
 
     Args:
-        address: The server.
+        server: The server.
         limit_s: How long to wait at most.
         settle_s: How long it must have been quiet: idle connections are closed meanwhile.
     """
     deadline_s = time.monotonic() + limit_s
     quiet_since_s: float | None = None
     while True:
-        client = HttpClient(address.http, {"Connection": "close"})
-        values = await server_values(address, client)
+        client = HttpClient(server.http, {"Connection": "close"})
+        values = await server_values(server, client)
         await client.close()
         now_s = time.monotonic()
         is_quiet = not any(values[name] for name in ZERO)

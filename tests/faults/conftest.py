@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.server_child import RunningServer
 from tests.faults.talk import assert_serves, wait_until_idle
-from tests.server_process import RunningServer, running_server
+from tests.server_process import running_server
 
 FOLDER = Path(__file__).resolve().parent
 

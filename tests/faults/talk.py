@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx2
 
-from tests.server_process import RunningServer
+from scripts.server_child import RunningServer
 
 LONG = {"ignore_eos": True, "max_tokens": 200, "temperature": 0}
 """A request that goes on until the context is almost full."""

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from jaxserve.server.proto.jaxserve.v1 import generation_pb2, generation_pb2_grpc
-from tests.server_process import RunningServer
+from scripts.server_child import RunningServer
 
 
 def send(address: tuple[str, int], content: bytes, *, hangs_up: bool = True) -> bytes:

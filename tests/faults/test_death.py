@@ -15,9 +15,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.client import AdminClient
 from jaxserve.server.main import EXIT_ENGINE_DEAD
+from scripts.server_child import RunningServer
 from tests.faults.conftest import faulty_environment
 from tests.faults.talk import LONG, assert_serves, post, stream, text
-from tests.server_process import RunningServer, running_server
+from tests.server_process import running_server
 
 LOOPBACK = ("0100007F:", "00000000000000000000000001000000:", "0000000000000000FFFF00000100007F:")
 """127.0.0.1, ::1 and ::ffff:127.0.0.1, as /proc/net writes them."""

@@ -16,8 +16,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from jaxserve.client import AdminClient, Client
 from jaxserve.server.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError
+from scripts.server_child import RunningServer
 from tests.jaxserve.server.test_tls import Authority, Pair
-from tests.server_process import RunningServer, running_server
+from tests.server_process import running_server
 
 KEYS = """
 - {key: writer, name: writer}

@@ -16,8 +16,8 @@ import httpx2
 import pytest
 
 from jaxserve.server.proto.jaxserve.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2
+from scripts.server_child import RunningServer
 from tests.faults.talk import LONG, metrics, post, stream, text, total, wait_until_idle
-from tests.server_process import RunningServer
 
 PREFILL = {"prompt": "sort 9 8 7:" * 8, **LONG, "max_tokens": 140}  # takes more than a step
 

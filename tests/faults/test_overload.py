@@ -12,8 +12,9 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from jaxserve.server.proto.jaxserve.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2
+from scripts.server_child import RunningServer
 from tests.faults.talk import assert_serves, metrics, post, text, total, wait_until_idle
-from tests.server_process import RunningServer, running_server
+from tests.server_process import running_server
 
 
 async def burst(server: RunningServer, count: int, **body: Any) -> list[httpx2.Response]:

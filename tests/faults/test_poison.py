@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from scripts.server_child import RunningServer
 from tests.faults.injected import sitecustomize as injected
 from tests.faults.talk import LONG, post, stream, text, total
-from tests.server_process import RunningServer, running_server
+from tests.server_process import running_server
 
 POISONS: dict[str, dict[str, Any]] = {
     "tokenizer": {"prompt": injected.TOKENIZER_MARK},

@@ -2,7 +2,6 @@
 
 import asyncio
 
-from scripts.server_child import ServerAddress
 from scripts.soak_server import run_soak
 from tests.server_process import running_server
 
@@ -15,7 +14,6 @@ FLAGS = (
 def test_a_minute_of_everything() -> None:
     """Cancels, crashing clients, slow readers, bad requests: nothing lost, nothing wrong, nothing grows."""
     with running_server(*FLAGS, engine=False) as server:
-        address = ServerAddress(server.http, server.grpc, server.admin, server.process.pid, server.engine_pid)
-        report = asyncio.run(run_soak(address, duration_s=60.0))
+        report = asyncio.run(run_soak(server, duration_s=60.0))
     assert report.is_clean, "\n".join(report.lines())
     assert report.num_requests > 100

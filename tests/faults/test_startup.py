@@ -10,8 +10,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from scripts.server_child import REPOSITORY
 from tests.faults.talk import assert_serves
-from tests.server_process import REPOSITORY, running_server
+from tests.server_process import running_server
 
 DEMO_DIRECTORY = REPOSITORY / "jaxserve" / "demo" / "model"
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from jaxserve import AsyncLLM, RequestError, SamplingParams
 from jaxserve.server.proto.jaxserve.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2
+from scripts.server_child import RunningServer
 from tests.faults.talk import text
-from tests.server_process import RunningServer
 
 NUMBERS = st.one_of(
     st.sampled_from([0.0, 1.0, -1.0, 2.0, 0.5, 1e-9, 3.0, -3.0, 1e300]), st.floats(-3, 3, allow_nan=False)

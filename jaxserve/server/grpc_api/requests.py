@@ -12,10 +12,7 @@ from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.conversations import chat_arguments, read_tools
 from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2
-from jaxserve.server.sampling_codec import NO_LIMIT, given_fields
-
-ALL_TOKENS = -1
-"""``max_tokens`` for as many as the context holds."""
+from jaxserve.server.sampling_codec import ALL_TOKENS, NO_LIMIT, given_fields
 
 
 @dataclasses.dataclass(frozen=True)

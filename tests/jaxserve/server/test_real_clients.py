@@ -13,7 +13,8 @@ import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from tests.server_process import REPOSITORY, RunningServer, running_server
+from scripts.server_child import REPOSITORY, RunningServer
+from tests.server_process import running_server
 
 openai = pytest.importorskip("openai", reason="needs the extra clients")
 
