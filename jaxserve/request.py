@@ -92,6 +92,31 @@ def params_for_each(params: Any, num_prompts: int) -> list[SamplingParams | None
     return _for_each(params, num_prompts, SamplingParams)
 
 
+def check_length(num_prompt_tokens: int, num_output_tokens: int, max_model_len: int) -> None:
+    """Refuses a prompt and an output that the context does not hold together.
+
+    Args:
+      num_prompt_tokens: Of the prompt.
+      num_output_tokens: Tokens to be generated; at least 1.
+      max_model_len: Longest context.
+
+    Raises:
+      RequestError: They are too many.
+    """
+    room = max_model_len - num_prompt_tokens
+    if num_output_tokens <= room:
+        return
+    parameter, value = ("input_tokens", num_prompt_tokens) if room < 1 else ("max_tokens", num_output_tokens)
+    raise RequestError(
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested {num_output_tokens} "
+        f"output tokens and your prompt contains at least {num_prompt_tokens} input tokens, for a total of at least "
+        f"{num_prompt_tokens + num_output_tokens} tokens. Please reduce the length of the input prompt or the number "
+        "of requested output tokens.",
+        parameter=parameter,
+        value=value,
+    )
+
+
 def _for_each(params: Any, num_prompts: int, kind: type[Params]) -> "list[Params | None]":
     name, expected = _PARAMS_NAMES[kind], kind.__name__
     if params is None or isinstance(params, kind):

@@ -65,15 +65,11 @@ def _temperature(name: str, value: object) -> float:
     return temperature
 
 
-def _optional_integer(name: str, value: object, high: int | None = None) -> int | None:
-    """A whole number from 0, or None, for which -1 also stands."""
+def _optional_integer(name: str, value: object, high: int | None = None, low: int = 0) -> int | None:
+    """A whole number, or None, for which -1 also stands."""
     if value is None or (isinstance(value, numbers.Integral) and int(value) == -1):
         return None
-    return integer(name, value, 0, high)
-
-
-def _max_tokens(name: str, value: object) -> int | None:
-    return None if value is None else integer(name, value, 1)
+    return integer(name, value, low, high)
 
 
 def _num_logprobs(name: str, value: object) -> int | None:
@@ -182,7 +178,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
         "seed": functools.partial(_optional_integer, high=MAX_SEED),
         "stop": functools.partial(_optional_texts, most=MAX_STOP_STRINGS, may_be_one=True),
         "stop_token_ids": _stop_token_ids,
-        "max_tokens": _max_tokens,
+        "max_tokens": functools.partial(_optional_integer, low=1),
         "min_tokens": functools.partial(integer, low=0),
         "logprobs": _num_logprobs,
         "prompt_logprobs": _num_logprobs,

@@ -13,8 +13,7 @@ from jaxserve.field_checks import changed_fields, checks_fields
 from jaxserve.sampling_checks import RequestOutputKind, checked_beam_search, checked_sampling
 from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 
-# vLLM's keys of generation_config.json -> field
-_GENERATION_CONFIG_KEYS = MappingProxyType(
+GENERATION_CONFIG_KEYS = MappingProxyType(
     {
         "temperature": "temperature",
         "top_k": "top_k",
@@ -24,6 +23,7 @@ _GENERATION_CONFIG_KEYS = MappingProxyType(
         "max_new_tokens": "max_tokens",
     }
 )
+"""vLLM's keys of generation_config.json -> field."""
 
 
 @checks_fields(checked_sampling)
@@ -60,7 +60,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on after the end-of-sequence token."""
     max_tokens: int | None = 16
-    """Most tokens to generate; None: as many as the context holds."""
+    """Most tokens to generate; None or -1: as many as the context holds."""
     min_tokens: int = 0
     """No end of sequence and no stop string before this many tokens."""
     logprobs: int | None = None
@@ -110,7 +110,7 @@ class SamplingParams:
         Raises:
           RequestError: As the constructor.
         """
-        found = {name: config[key] for key, name in _GENERATION_CONFIG_KEYS.items() if config.get(key) is not None}
+        found = {name: config[key] for key, name in GENERATION_CONFIG_KEYS.items() if config.get(key) is not None}
         if config.get("do_sample") is False:
             found["temperature"] = 0.0
         return cls(**{**found, **changes})

@@ -1,5 +1,6 @@
 """What a client's caller gives, as messages of the protocol."""
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -8,14 +9,13 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, cast
 from jaxserve.errors import RequestError
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2, sampling_pb2
-from jaxserve.server.sampling_codec import ALL_TOKENS, LIST_FIELDS, OWN_FIELDS, PYTHON_FIELDS, params_to_proto
+from jaxserve.server.sampling_codec import LIST_FIELDS, OWN_FIELDS, PYTHON_FIELDS, params_to_proto
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or a conversation in OpenAI's form."""
 Sampling = SamplingParams | Mapping[str, Any] | None
-"""How to sample: parameters, of which what differs from their defaults is sent, and ``max_tokens`` always; or a dict of
-fields, of which all are sent; None for the model's own defaults."""
+"""How to sample: parameters, which say all, or a dict of fields, beside which the model's own defaults hold."""
 
 _MESSAGE_TEXTS = ("content", "name", "tool_call_id", "reasoning")
 
@@ -143,15 +143,14 @@ def conversation(messages: Sequence[Message], options: Mapping[str, Any]) -> cha
 
 
 def _sampling_message(sampling: SamplingParams | Mapping[str, Any]) -> sampling_pb2.SamplingParams:
-    given = {"max_tokens": None} if isinstance(sampling, SamplingParams) else sampling
-    params = sampling if isinstance(sampling, SamplingParams) else SamplingParams(**sampling)
+    is_whole = isinstance(sampling, SamplingParams)
+    params = sampling if is_whole else SamplingParams(**sampling)
+    given = [field.name for field in dataclasses.fields(SamplingParams)] if is_whole else sampling
     made = params_to_proto(params)
     for name in given:
         value = getattr(params, name)
         if value is not None and name not in (*LIST_FIELDS, *OWN_FIELDS, *PYTHON_FIELDS):
             setattr(made, name, value)
-    if params.max_tokens is None:
-        made.max_tokens = ALL_TOKENS
     return made
 
 

@@ -37,7 +37,10 @@ def pooling_state(
     length = len(token_ids)
     if length > limits.max_model_len:
         raise RequestError(
-            f"This model's maximum context length is {limits.max_model_len} tokens; the prompt contains {length}"
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, your prompt contains "
+            f"{length} input tokens. Please reduce the length of the input prompt.",
+            parameter="input_tokens",
+            value=length,
         )
     sequence = Sequence(
         sequence_id=f"{request_id}-0",

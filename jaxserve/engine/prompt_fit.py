@@ -1,7 +1,7 @@
 """Prompts and outputs of a length that the context holds: cut, or refused."""
 
 from jaxserve.errors import RequestError
-from jaxserve.request import PromptFit
+from jaxserve.request import PromptFit, check_length
 from jaxserve.sampling_params import SamplingParams
 
 
@@ -45,22 +45,7 @@ def fitted(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, i
         RequestError: The prompt leaves no room for a token, or less than it must.
     """
     room = max_model_len - num_prompt_tokens
-    if is_strict and (room < 1 or (params.max_tokens is not None and params.max_tokens > room)):
-        asked = 1 if params.max_tokens is None else params.max_tokens
-        parameter, value = ("input_tokens", num_prompt_tokens) if room < 1 else ("max_tokens", asked)
-        raise RequestError(
-            f"This model's maximum context length is {max_model_len} tokens. However, you requested {asked} output "
-            f"tokens and your prompt contains at least {num_prompt_tokens} input tokens, for a total of at least "
-            f"{num_prompt_tokens + asked} tokens. Please reduce the length of the input prompt or the number of "
-            "requested output tokens.",
-            parameter=parameter,
-            value=value,
-        )
-    if room < 1:
-        raise RequestError(
-            f"This model's maximum context length is {max_model_len} tokens, and one must be left to generate; "
-            f"the prompt contains {num_prompt_tokens}"
-        )
+    check_length(num_prompt_tokens, (params.max_tokens or 1) if is_strict else 1, max_model_len)
     if params.max_tokens is None or params.max_tokens > room:
         return params.clone(max_tokens=room, min_tokens=min(params.min_tokens, room))
     return params

@@ -1,12 +1,16 @@
 """A request as every surface hands it to the engine process."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import RequestError
 from jaxserve.pooling_params import PoolingParams
+from jaxserve.request import check_length
 from jaxserve.sampling_params import SamplingParams
+
+MAX_CONVERTED_TOKENS = 1 << 18
+"""Most tokens whose texts are told at once: more would keep others waiting."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,3 +48,34 @@ class EngineRequest:
     def __post_init__(self):
         if self.text == "":
             raise RequestError("the prompt must not be empty", parameter="prompt", value="")
+
+
+def within_context(token_ids: Sequence[int], truncate_prompt_tokens: int | None, max_model_len: int) -> tuple[int, ...]:
+    """Token ids of a prompt; where they are cut anyway, the last ones alone.
+
+    Args:
+        token_ids: As they came: there may be very many, and none was looked at.
+        truncate_prompt_tokens: As in ``EngineRequest``.
+        max_model_len: Longest context.
+
+    Raises:
+        RequestError: They are too many for the context.
+    """
+    if len(token_ids) > max_model_len and truncate_prompt_tokens is None:
+        check_length(len(token_ids), 1, max_model_len)
+    return tuple(token_ids[-max_model_len:])
+
+
+def check_converted(name: str, num_tokens: int) -> None:
+    """Refuses to tell the texts of too many tokens.
+
+    Args:
+        name: Of the parameter that asks for them.
+        num_tokens: How many they are.
+
+    Raises:
+        RequestError: They are more than ``MAX_CONVERTED_TOKENS``.
+    """
+    if num_tokens > MAX_CONVERTED_TOKENS:
+        message = f"{name}: expected at most {MAX_CONVERTED_TOKENS} tokens at once, got {num_tokens}"
+        raise RequestError(message, parameter=name, value=num_tokens)

@@ -87,18 +87,19 @@ class EngineSlot:
             self._embedding = list(message.embedding)
         if message.HasField("times"):
             self._metrics = self._read_times(message.times)
-        self.has_ended = message.is_finished
         if message.HasField("error"):
             self.fail(error_from_proto(message.error))
         else:
             self._has_output = True
+            self.has_ended = message.is_finished
         self._news.set()
 
     def fail(self, error: Exception) -> None:
-        """Ends it: the reader gets what is there and then the error."""
-        self.has_ended = True
-        self._error = self._error or error
-        self._news.set()
+        """Ends it, unless it has ended: the reader gets what is there and then the error."""
+        if not self.has_ended:
+            self.has_ended = True
+            self._error = self._error or error
+            self._news.set()
 
     def begin(self, timeout_s: float | None) -> None:
         """From now on the request may take so long, whether or not the engine process notices."""

@@ -17,9 +17,7 @@ PYTHON_FIELDS = ("flat_logprobs", "output_kind")
 """How Python's outputs look; no part of the protocol."""
 
 ALL_TOKENS = -1
-"""``max_tokens`` of a client that asks for as many as the context holds."""
-NO_LIMIT = 2**62
-"""Stands for ``max_tokens=None`` between front end and engine process: as many as the context holds."""
+"""Stands for ``max_tokens=None`` in messages: as many as the context holds."""
 
 _DEFAULTS = SamplingParams()
 _PLAIN_FIELDS = tuple(
@@ -60,7 +58,7 @@ def params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
     for name in LIST_FIELDS:
         getattr(message, name).extend(getattr(params, name) or ())
     if params.max_tokens is None:
-        message.max_tokens = NO_LIMIT
+        message.max_tokens = ALL_TOKENS
     _write_own_fields(params, message)
     return message
 
@@ -81,10 +79,7 @@ def _write_own_fields(params: SamplingParams, message: sampling_pb2.SamplingPara
 
 def params_from_proto(message: sampling_pb2.SamplingParams, **changes: Any) -> SamplingParams:
     """What ``params_to_proto`` was given; ``changes`` win."""
-    given = given_fields(message)
-    if given.get("max_tokens") == NO_LIMIT:
-        given["max_tokens"] = None
-    return SamplingParams(**{**given, **changes})
+    return SamplingParams(**{**given_fields(message), **changes})
 
 
 def read_json(name: str, text: str) -> Any:

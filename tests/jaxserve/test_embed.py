@@ -387,7 +387,7 @@ def test_embed_and_encode_take_what_generate_takes(llm: LLM) -> None:
 def test_a_prompt_may_fill_the_context_and_no_more(llm: LLM) -> None:
     (output,) = llm.embed(random_prompt(CONTEXT), use_tqdm=False)
     assert len(output.prompt_token_ids) == CONTEXT
-    with pytest.raises(RequestError, match="prompt 1: .*maximum context length is 96 tokens; the prompt contains 97"):
+    with pytest.raises(RequestError, match="prompt 1: .*context length is 96 tokens. However, your prompt contains 97"):
         llm.embed([PROMPTS[0], random_prompt(CONTEXT + 1)])
 
 

@@ -53,7 +53,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_either_way(max_tokens: int | No
     with pytest.raises(RequestError, match="However, you requested 1 output tokens") as caught:
         fitted(params, 12, 12, True)
     assert (caught.value.parameter, caught.value.value) == ("input_tokens", 12)
-    with pytest.raises(RequestError, match="maximum context length is 12 tokens, and one must be left to generate"):
+    with pytest.raises(RequestError, match="length is 12 tokens. However, you requested 1 output tokens"):
         fitted(params, 12, 12, False)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +11,7 @@ import grpc.aio
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
-from jaxserve.errors import JaxserveError, RequestError
+from jaxserve.errors import DeadlineError, JaxserveError, RequestError
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.errors import PermissionDeniedError, UnavailableError, status_of
 from jaxserve.server.frontend import new_request_id
@@ -60,10 +60,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
         authenticator: Knows the keys.
+        stall_timeout_s: Seconds that a call's message may be on its way; 0: no limit.
     """
 
-    def __init__(self, authenticator: Authenticator):
+    def __init__(self, authenticator: Authenticator, stall_timeout_s: float):
         self._authenticator = authenticator
+        self._stall_timeout_s = stall_timeout_s
         self._is_refusing = False
         self._num_running = 0
         self._is_idle = asyncio.Event()
@@ -96,13 +98,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if not method.startswith("/jaxserve."):
             return handler
         remember_trace(metadata)
+        # Handlers of streams read their messages themselves, so that they can give up; on the wire it is the same.
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(
-                self._answering(call, handler.unary_stream), _reading(handler), handler.response_serializer
-            )
-        return grpc.unary_unary_rpc_method_handler(
-            self._answering(call, handler.unary_unary), _reading(handler), handler.response_serializer
-        )
+            make, behaviour = grpc.stream_stream_rpc_method_handler, handler.unary_stream
+        else:
+            make, behaviour = grpc.stream_unary_rpc_method_handler, handler.unary_unary
+        return make(self._answering(call, behaviour), _reading(handler), handler.response_serializer)
 
     def _caller(self, method: str, metadata: Any) -> Caller:
         """Who makes a call.
@@ -126,13 +127,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return caller
 
     def _answering(self, call: Call, behaviour: _Behaviour) -> _Behaviour:
-        async def answer(request: Any, context: Context) -> Any:
+        async def answer(requests: AsyncIterator[Any], context: Context) -> Any:
             CURRENT_CALL.set(call)
+            request: Any = None
             self._num_running += 1
             self._is_idle.clear()
             note_end: Any = self._note_end
             context.add_done_callback(note_end)
             try:
+                request = await self._read(requests)
                 if isinstance(request, RequestError):
                     raise request
                 return await behaviour(request, context)
@@ -142,6 +145,22 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 await _end(call, error, context, getattr(request, "DESCRIPTOR", None))
 
         return answer
+
+    async def _read(self, requests: AsyncIterator[Any]) -> Any:
+        """The only message of a call.
+
+        Raises:
+            RequestError: There is none.
+            DeadlineError: It takes too long to come.
+        """
+        limit_s = self._stall_timeout_s or None
+        try:
+            async with asyncio.timeout(limit_s):
+                async for request in requests:
+                    return request
+        except TimeoutError as error:
+            raise DeadlineError(f"the request was not complete after {limit_s:g} s") from error
+        raise RequestError("the call has no message")
 
     def _note_end(self, context: Any) -> None:
         del context

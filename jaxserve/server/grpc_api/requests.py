@@ -8,11 +8,11 @@ from jaxserve.request import MAX_PRIORITY
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.chat_answer import ChatAnswer, ToolUse
-from jaxserve.server.engine_request import EngineRequest
+from jaxserve.server.engine_request import EngineRequest, within_context
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.conversations import chat_arguments, read_tools
 from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2
-from jaxserve.server.sampling_codec import ALL_TOKENS, NO_LIMIT, given_fields
+from jaxserve.server.sampling_codec import given_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +59,9 @@ def read_request(
     elif prompt == "text":
         found["text"] = message.text
     else:
-        found["token_ids"] = tuple(message.token_ids.ids)
-    params = _params(frontend, given, kind, is_chat=prompt == "messages")
+        cut = message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None
+        found["token_ids"] = within_context(message.token_ids.ids, cut, frontend.info.max_model_len)
+    params = frontend.info.sampling_params({**given, "output_kind": kind}, is_chat=prompt == "messages")
     request = EngineRequest(
         **found,
         params=params,
@@ -83,14 +84,6 @@ def _options(message: generation_pb2.GenerateRequest) -> dict[str, Any]:
         expected = "truncate_prompt_tokens must be at least 1, or -1 for as many as the context holds"
         raise RequestError(expected, parameter="truncate_prompt_tokens", value=length)
     return found
-
-
-def _params(frontend: Frontend, given: dict[str, Any], kind: RequestOutputKind, *, is_chat: bool) -> SamplingParams:
-    is_unlimited = given.get("max_tokens") == ALL_TOKENS
-    if is_unlimited:
-        given["max_tokens"] = NO_LIMIT
-    params = frontend.info.sampling_params({**given, "output_kind": kind}, is_chat=is_chat)
-    return params.clone(max_tokens=None) if is_unlimited else params
 
 
 def _constrain(use: ToolUse, given: dict[str, Any]) -> None:

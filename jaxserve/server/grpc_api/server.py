@@ -3,18 +3,19 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf.internal import api_implementation
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jaxserve.errors import ConfigError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.admin import AdminServicer
 from jaxserve.server.grpc_api.generation import GenerationServicer
+from jaxserve.server.grpc_api.health import HealthService
 from jaxserve.server.grpc_api.interceptor import CallInterceptor
 from jaxserve.server.grpc_api.models import ModelServicer
 from jaxserve.server.grpc_api.tokenization import TokenizationServicer
@@ -37,7 +38,7 @@ MAX_METADATA_BYTES = 16 << 10
 """Most that the metadata of a call may have."""
 _MIN_PING_INTERVAL_MS = 10_000  # routers ping more often than gRPC's servers take by default
 _FLUSH_S = 0.1  # for the last bytes of calls that have ended
-_CONNECTIONS_AT_FULL = 16  # calls in all: as many as so many connections may hold, far above what the gate takes
+_CONNECTIONS_AT_FULL = 16  # calls in all: as many as so many connections may hold, and far above what the gate takes
 
 
 class GrpcServer:
@@ -59,10 +60,9 @@ class GrpcServer:
         self._on_drain = on_drain
         self._servers: list[grpc.aio.Server] = []
         self._interceptor: CallInterceptor | None = None
-        self._health: Any = cast("Any", health).aio.HealthServicer()
-        self._is_serving = False
-        self._health_lock = asyncio.Lock()
-        self._updates: set[asyncio.Task[None]] = set()
+        self._max_calls = _max_calls(frontend.config)
+        self._health = HealthService(self._max_calls // 4)
+        self._health.set(GENERATION, False)
 
     async def start(self) -> None:
         """Listens.
@@ -72,8 +72,7 @@ class GrpcServer:
         """
         check_protobuf()
         config = self._frontend.config
-        self._interceptor = CallInterceptor(self._frontend.authenticator)
-        await self._update_health()
+        self._interceptor = CallInterceptor(self._frontend.authenticator, config.stall_timeout)
         try:
             if config.grpc_port != -1:
                 self.port = await self._listen(config.host, config.grpc_port, self._add_public, _PUBLIC)
@@ -85,10 +84,7 @@ class GrpcServer:
 
     def set_serving(self, is_serving: bool) -> None:
         """Says whether the server can generate; those who watch learn it soon."""
-        self._is_serving = is_serving
-        update = asyncio.get_running_loop().create_task(self._update_health())
-        self._updates.add(update)
-        update.add_done_callback(self._updates.discard)
+        self._health.set(GENERATION, is_serving)
 
     async def stop(self, grace_s: float) -> None:
         """Takes no more calls, and ends those that run after so many seconds. A second time it does nothing.
@@ -98,17 +94,12 @@ class GrpcServer:
         servers, self._servers = self._servers, []
         if not servers or self._interceptor is None:
             return
-        await self._health.enter_graceful_shutdown()
+        self._health.end()
         self._interceptor.refuse_calls()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._interceptor.wait_idle(), grace_s)
         # Once each: a server of gRPC's that is told to stop while it stops crashes the process.
         await asyncio.gather(*(server.stop(min(grace_s, _FLUSH_S)) for server in servers))
-
-    async def _update_health(self) -> None:
-        status = health_pb2.HealthCheckResponse
-        async with self._health_lock:
-            await self._health.set(GENERATION, status.SERVING if self._is_serving else status.NOT_SERVING)
 
     async def _listen(
         self, host: str, port: int, add: Callable[[grpc.aio.Server], None], services: Sequence[str]
@@ -116,9 +107,8 @@ class GrpcServer:
         """Starts a listener; returns its port."""
         config = self._frontend.config
         assert self._interceptor is not None
-        limit = _CONNECTIONS_AT_FULL * config.max_concurrent_streams
         server = grpc.aio.server(
-            interceptors=(self._interceptor,), options=_options(config), maximum_concurrent_rpcs=limit
+            interceptors=(self._interceptor,), options=_options(config), maximum_concurrent_rpcs=self._max_calls
         )
         add(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -150,6 +140,11 @@ def check_protobuf() -> None:
     kind = api_implementation.Type()
     if kind == "python":
         raise ConfigError("protobuf runs without its native code: install a wheel, and unset PROTOCOL_BUFFERS_PYTHON_…")
+
+
+def _max_calls(config: ServerConfig) -> int:
+    """Most calls at a time, of whatever kind: the last line of defence, which callers should not meet."""
+    return max(_CONNECTIONS_AT_FULL * config.max_concurrent_streams, 4 * (config.max_num_queued_reqs or 0))
 
 
 def _options(config: ServerConfig) -> list[tuple[str, Any]]:

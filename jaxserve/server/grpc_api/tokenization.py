@@ -3,6 +3,7 @@
 import contextlib
 
 from jaxserve.errors import RequestError
+from jaxserve.server.engine_request import check_converted
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.context import CURRENT_CALL, Context
 from jaxserve.server.grpc_api.conversations import chat_arguments, read_tools
@@ -44,6 +45,7 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
         del context
         if not request.HasField("token_ids"):
             raise RequestError("expected token_ids", parameter="token_ids")
+        check_converted("token_ids", len(request.token_ids.ids))
         with self._admit(request.model):
             text = await self._frontend.engine.detokenize(list(request.token_ids.ids), request.skip_special_tokens)
         return tokenization_pb2.DetokenizeResponse(text=text)

@@ -1,6 +1,6 @@
 """``/v1/chat/completions``: answers in conversations."""
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -130,10 +130,8 @@ class _Stream:
         """A chunk a choice that says who speaks, and what of the last message is echoed."""
         role = self._call.frontend.config.response_role
         for index in range(self._plan.params.n):
-            choice: dict[str, Any] = _chunk_choice(index, {"role": role, "content": ""})
-            if self._plan.options.has_token_ids:
-                choice["prompt_token_ids"] = list(output.prompt_token_ids)
-            yield self._chunk(choice, is_first=True)
+            ids = output.prompt_token_ids if self._plan.options.has_token_ids else None
+            yield self._chunk(_chunk_choice(index, {"role": role, "content": ""}), ids, is_first=True)
             if self._plan.echo:
                 yield self._chunk(_chunk_choice(index, {"content": self._plan.echo}), is_first=True)
 
@@ -154,9 +152,13 @@ class _Stream:
             choice["stop_reason"] = one.stop_reason
         return choice
 
-    def _chunk(self, choice: dict[str, Any], *, is_first: bool = False) -> bytes:
-        used = self._usage.as_object(is_empty=is_first) if self._plan.options.has_usage_always else None
-        return self._chunks.event([choice], used)
+    def _chunk(
+        self, choice: dict[str, Any], prompt_token_ids: Sequence[int] | None = None, *, is_first: bool = False
+    ) -> bytes:
+        used = None
+        if self._plan.options.has_usage_always:
+            used = self._usage.of_text(0, choice["index"], is_empty=is_first)
+        return self._chunks.event([choice], used, prompt_token_ids)
 
 
 def _chunk_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from jaxserve.server.http_api.generation_fields import (
     sampling_params,
 )
 from jaxserve.server.http_api.logprob_objects import completion_logprobs, end_offset, joined, prompt_logprobs
-from jaxserve.server.http_api.prompts import check_prompts, prompt_arguments
+from jaxserve.server.http_api.prompts import checked_prompts, prompt_arguments
 from jaxserve.server.http_api.replies import DONE, EventStream, json_reply, unused_header
 
 FIELDS: Mapping[str, Check] = MappingProxyType(
@@ -88,13 +88,13 @@ def _plan(call: Call, fields: Fields) -> _Plan:
     if has_echo and given["logprobs"] is not None and fields.get("prompt_logprobs") is None:
         given["prompt_logprobs"] = given["logprobs"]
     params = sampling_params(call.frontend, fields, given)
-    prompts = fields.get("prompt")
-    check_prompts(call, "prompt", prompts)
     common = {**engine_fields(call, fields), "add_special_tokens": fields.get("add_special_tokens", True)}
     return _Plan(
         options=options,
         params=params,
-        requests=[EngineRequest(**prompt, **common, params=params) for prompt in prompts],
+        requests=[
+            EngineRequest(**prompt, **common, params=params) for prompt in checked_prompts(call, "prompt", fields)
+        ],
         has_echo=has_echo,
         is_echo_only=is_echo_only,
         has_prompt_logprobs=fields.get("prompt_logprobs") is not None,
@@ -105,11 +105,14 @@ async def _events(call: Call, plan: _Plan, head: dict[str, Any]) -> AsyncGenerat
     chunks, answer, options = Chunks(head), _Answer(call, plan), plan.options
     async with aclosing(generate_all(call, plan.requests, head["id"])) as outputs:
         async for place, output in outputs:
-            choices = await answer.choices(place, output)
-            used = answer.usage.as_object() if options.has_usage_always else None
-            found = [chunks.event([choice], used) for choice in choices if options.has_token_ids or _has_news(choice)]
+            found = b""
+            for choice in await answer.choices(place, output):
+                if options.has_token_ids or _has_news(choice):
+                    index = choice["index"] - place * plan.params.n
+                    used = answer.usage.of_text(place, index) if options.has_usage_always else None
+                    found += chunks.event([choice], used)
             if found:
-                yield b"".join(found)
+                yield found
     last = chunks.event([], answer.usage.as_object()) if options.has_usage else b""
     yield last + DONE
 

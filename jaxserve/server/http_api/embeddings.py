@@ -19,7 +19,7 @@ from jaxserve.server.http_api.endpoint import Call
 from jaxserve.server.http_api.engine_streams import all_or_none
 from jaxserve.server.http_api.fields import Check, limited, one_of
 from jaxserve.server.http_api.generation_fields import PROMPT_FIELDS, engine_fields
-from jaxserve.server.http_api.prompts import check_prompts, prompt_arguments
+from jaxserve.server.http_api.prompts import checked_prompts, prompt_arguments
 from jaxserve.server.http_api.replies import json_reply, unused_header
 
 POOLING_FIELDS = ("pooling", "normalize", "dimensions")
@@ -40,8 +40,7 @@ async def embeddings(call: Call) -> Response:
     """Answers a request."""
     fields = call.fields(FIELDS, "input")
     head = answer_head(call.frontend, "embd", "list", fields.get("model"))
-    prompts = fields.get("input")
-    check_prompts(call, "input", prompts)
+    prompts = checked_prompts(call, "input", fields)
     common = {
         **engine_fields(call, fields),
         "add_special_tokens": fields.get("add_special_tokens", True),
@@ -59,7 +58,7 @@ async def embeddings(call: Call) -> Response:
     usage, is_base64 = Usage(has_details=False), fields.get("encoding_format") == "base64"
     data: list[dict[str, Any]] = []
     for place, (vector, num_tokens) in enumerate(found):
-        usage.note_prompt(num_tokens)
+        usage.note_prompt(place, num_tokens)
         data.append({"index": place, "object": "embedding", "embedding": _encoded(vector, is_base64)})
     body = {**head, "data": data, "usage": usage.as_object()}
     return json_reply(body, headers=unused_header(fields.unused))

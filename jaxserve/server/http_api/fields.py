@@ -142,10 +142,10 @@ def objects(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def refused(reason: str) -> Check:
-    """No value but null and what changes nothing: false."""
+    """No value but null and what changes nothing: false, and the empty text."""
 
     def check(name: str, value: Any) -> None:
-        if value is not False:
+        if value is not False and value != "":
             raise RequestError(f"{name} is not supported: {reason}", parameter=name, value=value)
 
     return check

@@ -32,6 +32,11 @@ SAMPLING_FIELDS = frozenset(
 )
 """Passed on as they are, to be checked by the one validator of all surfaces."""
 
+_FORMAT_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"text": ("type",), "json_object": ("type",), "json_schema": ("type", "json_schema")}
+)
+_SCHEMA_FIELDS = ("name", "description", "schema", "json_schema", "strict")
+
 STREAM_OPTIONS: Mapping[str, Check] = MappingProxyType({"include_usage": flag, "continuous_usage_stats": flag})
 
 
@@ -115,8 +120,30 @@ def answer_options(call: Call, fields: Fields) -> AnswerOptions:
         and (options.get("continuous_usage_stats", False) or config.enable_force_include_usage),
         has_token_ids=fields.get("return_token_ids", False),
         has_tokens_as_ids=fields.get("return_tokens_as_token_ids", config.return_tokens_as_token_ids),
-        unused=(*fields.unused, *(f"stream_options.{name}" for name in options.unused)),
+        unused=(
+            *fields.unused,
+            *(f"stream_options.{name}" for name in options.unused),
+            *_unused_of_format(fields.get("response_format") or {}, is_strict=config.strict),
+        ),
     )
+
+
+def _unused_of_format(form: Mapping[str, Any], *, is_strict: bool) -> list[str]:
+    """Fields of a ``response_format`` that change nothing.
+
+    Raises:
+        RequestError: There is one, and unknown fields are errors.
+    """
+    kind = form.get("type")
+    if kind is None or kind not in _FORMAT_FIELDS:
+        return []
+    tables = [("response_format", form, _FORMAT_FIELDS[kind])]
+    if kind == "json_schema" and isinstance(form.get("json_schema"), dict):
+        tables.append(("response_format.json_schema", form["json_schema"], _SCHEMA_FIELDS))
+    unused = [f"{place}.{name}" for place, given, known in tables for name in given if name not in known]
+    if is_strict and unused:
+        raise RequestError(f"unknown field {unused[0][:100]!r}", parameter=unused[0][:100])
+    return unused
 
 
 def sampling_params(

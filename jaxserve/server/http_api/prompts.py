@@ -1,11 +1,13 @@
 """The forms of a prompt: a text, token ids, or a list of either."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import text
+from jaxserve.server.engine_request import within_context
 from jaxserve.server.http_api.endpoint import Call
+from jaxserve.server.http_api.fields import Fields
 
 FORMS = "a string, a list of token ids, or a list of strings or of lists of token ids"
 
@@ -32,7 +34,7 @@ def prompt_arguments(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Token ids; the vocabulary's end is checked by ``check_prompts``.
+    """Token ids; the vocabulary's end is checked by ``check_vocabulary``.
 
     Raises:
         RequestError: Something that is none.
@@ -46,27 +48,34 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def check_prompts(call: Call, name: str, prompts: list[dict[str, Any]]) -> None:
-    """Checks what depends on the server.
+def checked_prompts(call: Call, name: str, fields: Fields) -> list[dict[str, Any]]:
+    """The prompts of a field, checked for what depends on the server.
 
     Raises:
-        RequestError: Too many prompts, or a token id out of the vocabulary.
+        RequestError: Too many prompts, too many token ids, or one out of the vocabulary.
     """
+    prompts = fields.get(name)
     limit = call.frontend.config.max_prompts
     if len(prompts) > limit:
         raise RequestError(f"{name} must have at most {limit} prompts, got {len(prompts)}", parameter=name)
+    cut, max_model_len = fields.get("truncate_prompt_tokens"), call.frontend.info.max_model_len
+    found: list[dict[str, Any]] = []
     for prompt in prompts:
-        check_vocabulary(call, name, prompt)
+        if "token_ids" in prompt:
+            prompt = {"token_ids": within_context(prompt["token_ids"], cut, max_model_len)}
+            check_vocabulary(call, name, prompt["token_ids"])
+        found.append(prompt)
+    return found
 
 
-def check_vocabulary(call: Call, name: str, prompt: Mapping[str, Any]) -> None:
-    """Checks the token ids of a prompt, if it has any.
+def check_vocabulary(call: Call, name: str, token_ids: Sequence[int]) -> None:
+    """Checks that there are such tokens.
 
     Raises:
         RequestError: One is out of the vocabulary.
     """
     size = call.frontend.info.model.vocab_size
-    largest = max(prompt.get("token_ids", ()), default=0)
+    largest = max(token_ids, default=0)
     if largest >= size:
         raise RequestError(f"{name}: token id {_short(largest)} is out of vocabulary (size {size})", parameter=name)
 

@@ -7,6 +7,7 @@ from typing import Any
 from starlette.responses import Response
 
 from jaxserve.field_checks import flag, text
+from jaxserve.server.engine_request import check_converted
 from jaxserve.server.http_api.chat_request import CONVERSATION_FIELDS, chat_arguments
 from jaxserve.server.http_api.endpoint import Call
 from jaxserve.server.http_api.fields import Check
@@ -21,7 +22,7 @@ _IDS_FIELDS: Mapping[str, Check] = MappingProxyType({"model": text, "tokens": to
 
 async def tokenize(call: Call) -> Response:
     """Token ids of a text, or of the prompt that a conversation becomes."""
-    is_chat = "messages" in call.body
+    is_chat = call.body.get("messages") is not None
     fields = call.fields(_CHAT_FIELDS if is_chat else _TEXT_FIELDS, "messages" if is_chat else "prompt")
     frontend, has_strings = call.frontend, fields.get("return_token_strs", False)
     frontend.check_model(fields.get("model"))
@@ -44,7 +45,8 @@ async def detokenize(call: Call) -> Response:
     fields = call.fields(_IDS_FIELDS, "tokens")
     call.frontend.check_model(fields.get("model"))
     ids = fields.get("tokens")
-    check_vocabulary(call, "tokens", {"token_ids": ids})
+    check_converted("tokens", len(ids))
+    check_vocabulary(call, "tokens", ids)
     with call.frontend.admit(call.caller):
         found = await call.frontend.engine.detokenize(ids, fields.get("skip_special_tokens", False))
     return json_reply({"prompt": found}, headers=unused_header(fields.unused))

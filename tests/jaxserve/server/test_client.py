@@ -33,6 +33,7 @@ from jaxserve.server.errors import (
     UnknownModelError,
 )
 from jaxserve.server.frontend import ParserNames
+from jaxserve.server.sampling_codec import params_from_proto
 from tests.conftest import REPOSITORY
 from tests.grpc_servers import Serving, run, serving
 
@@ -162,13 +163,19 @@ def test_what_the_protocol_has_no_place_for() -> None:
 @pytest.mark.parametrize("prompt", ["Hi", [1], []])
 def test_only_what_was_given_is_sent(prompt: Prompt) -> None:
     assert not generate_request(prompt, None, {}).HasField("sampling_params")
-    sent = generate_request(prompt, SamplingParams(temperature=0.5), {}).sampling_params
-    assert {field.name for field, _ in sent.ListFields()} == {"temperature", "max_tokens"}
-    assert sent.max_tokens == 16
     sent = generate_request(prompt, {"temperature": 1.0, "stop": "a", "top_k": 0}, {}).sampling_params
     assert {field.name for field, _ in sent.ListFields()} == {"temperature", "stop", "top_k"}
     for unlimited in (SamplingParams(max_tokens=None), {"max_tokens": None}):
         assert generate_request(prompt, unlimited, {}).sampling_params.max_tokens == -1
+
+
+def test_sampling_parameters_say_all() -> None:
+    """A server's own defaults do not change what they mean elsewhere."""
+    sent = generate_request("Hi", SamplingParams(temperature=1.0), {}).sampling_params
+    assert (sent.temperature, sent.top_p, sent.top_k, sent.repetition_penalty, sent.max_tokens) == (1, 1, 0, 1, 16)
+    assert params_from_proto(sent) == SamplingParams()
+    names = {field.name for field, _ in sent.ListFields()}
+    assert "seed" not in names and "stop" not in names
 
 
 def test_tokenizer_models_and_health() -> None:

@@ -231,7 +231,7 @@ def test_a_slow_reader_gets_joined_deltas(run: Run, client: EngineClient) -> Non
         (asked(params=GREEDY.clone(extra_args={"a": 1})), "extra_args has no argument 'a'", "extra_args"),
         (asked(params=GREEDY.clone(max_tokens=250), is_strict_length=True), "you requested 250 output", "max_tokens"),
         (asked("1" * 256, is_strict_length=True), "However, you requested 32 output tokens", "input_tokens"),
-        (asked("1" * 256), "and one must be left to generate", None),
+        (asked("1" * 256), "maximum context length is 256 tokens. However, you requested 1 output", "input_tokens"),
         (asked(truncate_prompt_tokens=0), "truncate_prompt_tokens must be -1", "truncate_prompt_tokens"),
         (asked(params=GREEDY.clone(structured_outputs={"regex": "("})), "cannot be compiled", None),
         (asked(None, chat={"messages": []}), "conversation 0 must be a list", None),

@@ -89,6 +89,7 @@ def test_what_came_in_full_is_read_after_the_engine_has_died() -> None:
     async def main() -> None:
         slot = EngineSlot(5, "name")
         slot.put(news(delta(0, "x", [20], finish_reason="stop"), is_first=True, finished=True))
+        slot.fail(EngineDeadError("dead"))
         assert (await slot.get()).finished
 
     asyncio.run(main())

@@ -116,6 +116,11 @@ def test_usage_of_the_role_chunk_has_no_completion_tokens() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = make_server().post(PATH, chat(stream=True, stream_options=options)).events
     assert [event["usage"]["completion_tokens"] for event in events] == [0, 3, 5, 5]
+    events = make_server(FakeEngine(["ab"], ["c"])).post(PATH, chat(n=2, stream=True, stream_options=options)).events
+    counts = [(event["choices"][0]["index"], event["usage"]["completion_tokens"]) for event in events[2:-1]]
+    assert sorted(counts) == [(0, 2), (1, 1)]
+    assert {event["usage"]["prompt_tokens"] for event in events} == {19}
+    assert events[-1]["usage"]["completion_tokens"] == 3
 
 
 def test_logprobs_are_of_the_likeliest_tokens() -> None:
@@ -145,7 +150,8 @@ def test_token_ids_are_given_where_asked_for() -> None:
     assert found["choices"][0]["token_ids"] == [72, 101, 108, 108, 111]
     assert len(found["prompt_token_ids"]) == len(found["prompt_logprobs"]) == 19
     events = server.post(PATH, chat(return_token_ids=True, stream=True)).events
-    assert len(events[0]["choices"][0]["prompt_token_ids"]) == 19
+    assert len(events[0]["prompt_token_ids"]) == 19
+    assert "prompt_token_ids" not in events[0]["choices"][0] and "prompt_token_ids" not in events[1]
     assert [event["choices"][0]["token_ids"] for event in events[1:]] == [[72, 101, 108], [108, 111]]
 
 

@@ -86,6 +86,11 @@ def test_usage_comes_last_or_with_every_chunk() -> None:
     options["stream_options"]["continuous_usage_stats"] = True
     counts = [event["usage"]["completion_tokens"] for event in server.post(PATH, options).events]
     assert counts == [3, 5, 5]
+    events = make_server().post(PATH, {**options, "prompt": ["Hi", "Hello"], "n": 1}).events
+    used = [(event["choices"][0]["index"], event["usage"]) for event in events[:-1]]
+    assert {(place, usage["prompt_tokens"]) for place, usage in used} == {(0, 2), (1, 5)}
+    assert max(usage["completion_tokens"] for _, usage in used) == 5
+    assert events[-1]["usage"]["total_tokens"] == 17
     options["stream_options"] = {"include_usage": False, "continuous_usage_stats": True}
     assert all("usage" not in event for event in server.post(PATH, options).events)
     del options["stream_options"]

@@ -327,6 +327,14 @@ def test_fields_without_effect_are_named_in_a_header() -> None:
     given = {"prompt": "Hi", "user": "me", "guided_json": {}, "né\n": 1, "stream_options": {"x": 1}, "stream": True}
     answer = server.post(COMPLETIONS, given)
     assert answer.headers["x-jaxserve-unknown-fields"] == "user, guided_json, n%C3%A9%0A, stream_options.x"
+    form = {"type": "json_object", "schema": {}}
+    assert server.post(COMPLETIONS, {"prompt": "Hi", "response_format": form}).headers["x-jaxserve-unknown-fields"] == (
+        "response_format.schema"
+    )
+    form = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {}, "x": 1}}
+    assert server.post(COMPLETIONS, {"prompt": "Hi", "response_format": form}).headers["x-jaxserve-unknown-fields"] == (
+        "response_format.json_schema.x"
+    )
     many = server.post(COMPLETIONS, {"prompt": "Hi", **{f"x{i}{'y' * 100}": 1 for i in range(40)}})
     assert many.headers["x-jaxserve-unknown-fields"].endswith(", +8")
     assert len(many.headers["x-jaxserve-unknown-fields"]) < 32 * 70
@@ -345,6 +353,8 @@ def test_a_strict_server_refuses_unknown_fields() -> None:
     refusal(answer, param="temprature", match="unknown field 'temprature'; did you mean 'temperature'?")
     answer = server.post(COMPLETIONS, {"prompt": "Hi", "stream": True, "stream_options": {"include": True}})
     refusal(answer, param="include", match="did you mean 'include_usage'?")
+    answer = server.post(COMPLETIONS, {"prompt": "Hi", "response_format": {"type": "json_object", "schema": {}}})
+    refusal(answer, param="response_format.schema", match="unknown field 'response_format.schema'")
     accepted = server.post(CHAT_PATH, {"messages": CHAT, "user": "me", "store": True, "metadata": {}})
     assert accepted.headers["x-jaxserve-unknown-fields"] == "user, store, metadata"
 

@@ -25,7 +25,7 @@ def test_models_are_listed_by_every_name() -> None:
     answer = server.get("/v1/models/other")
     assert (answer.status, answer.error["type"]) == (404, "NotFoundError")
     named = {"prompt": "Hi", "model": "alias"}
-    assert server.post("/v1/completions", named).json()["model"] == "alias"
+    assert server.post("/v1/completions", named).json()["model"] == "org/small"
     assert server.post("/v1/completions", {"prompt": "Hi"}).json()["model"] == "org/small"
 
 

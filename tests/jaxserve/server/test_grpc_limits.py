@@ -1,0 +1,100 @@
+"""What one gRPC caller may take of a server's time and places."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jaxserve.server import engine_request
+from jaxserve.server.grpc_api.server import GENERATION
+from jaxserve.server.proto.jaxserve.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2, tokenization_pb2_grpc
+from jaxserve.server.proto.jaxserve.v1.tokenization_pb2 import DetokenizeRequest
+from tests.grpc_servers import connected, run, serving
+
+Code = grpc.StatusCode
+
+
+@pytest.mark.parametrize("method", ["Generate", "StreamGenerate"])
+def test_a_call_without_its_message_loses_its_place(method: str) -> None:
+    async def main() -> None:
+        async with serving(stall_timeout=0.3) as there, connected(there.target) as channel:
+            path = f"/jaxserve.v1.GenerationService/{method}"
+            waiting: Any = channel.stream_unary(path, generation_pb2.GenerateRequest.SerializeToString)()
+            with pytest.raises(grpc.aio.AioRpcError, match=r"not complete after 0\.3 s") as failure:
+                await waiting
+            assert failure.value.code() is Code.DEADLINE_EXCEEDED
+            empty: Any = channel.stream_unary(path, generation_pb2.GenerateRequest.SerializeToString)()
+            await empty.done_writing()
+            with pytest.raises(grpc.aio.AioRpcError, match="the call has no message") as failure:
+                await empty
+            assert failure.value.code() is Code.INVALID_ARGUMENT
+
+    run(main)
+
+
+def test_prompts_that_no_context_holds_are_not_read() -> None:
+    async def main() -> None:
+        async with serving() as there, connected(there.target) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            request = generation_pb2.GenerateRequest(sampling_params=sampling_pb2.SamplingParams(max_tokens=1))
+            request.token_ids.ids.extend([2**40] * 129)
+            with pytest.raises(grpc.aio.AioRpcError, match="maximum context length is 128 tokens") as failure:
+                await stub.Generate(request)
+            assert failure.value.code() is Code.INVALID_ARGUMENT
+            request.token_ids.ids[:] = range(200)
+            request.truncate_prompt_tokens = -1
+            await stub.Generate(request)
+            assert there.engine.last.token_ids == tuple(range(72, 200))
+
+    run(main)
+
+
+def test_texts_of_too_many_tokens_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_request, "MAX_CONVERTED_TOKENS", 3)
+
+    async def main() -> None:
+        async with serving() as there, connected(there.target) as channel:
+            stub = tokenization_pb2_grpc.TokenizationServiceStub(channel)
+            request = DetokenizeRequest()
+            request.token_ids.ids.extend([72, 105, 33])
+            assert (await stub.Detokenize(request)).text == "Hi!"
+            request.token_ids.ids.append(33)
+            with pytest.raises(grpc.aio.AioRpcError, match="expected at most 3 tokens at once, got 4") as failure:
+                await stub.Detokenize(request)
+            assert failure.value.code() is Code.INVALID_ARGUMENT
+
+    run(main)
+
+
+def test_watchers_leave_places_for_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need no key, and may read nothing."""
+    monkeypatch.setattr("jaxserve.server.grpc_api.server._CONNECTIONS_AT_FULL", 2)
+
+    async def main() -> None:
+        async with serving(max_concurrent_streams=8) as there, contextlib.AsyncExitStack() as stack:
+            channels = [
+                await stack.enter_async_context(connected(there.target, ("grpc.use_local_subchannel_pool", 1)))
+                for _ in range(2)
+            ]
+            stubs: list[Any] = [health_pb2_grpc.HealthStub(channel) for channel in channels]
+            watches = [stubs[0].Watch(health_pb2.HealthCheckRequest(service=GENERATION)) for _ in range(4)]
+            for watch in watches:
+                assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            with pytest.raises(grpc.aio.AioRpcError, match="4 calls watch already") as failure:
+                await stubs[1].Watch(health_pb2.HealthCheckRequest()).read()
+            assert failure.value.code() is Code.RESOURCE_EXHAUSTED
+            stub = generation_pb2_grpc.GenerationServiceStub(channels[1])
+            await stub.Generate(generation_pb2.GenerateRequest(text="Hi"))
+            watches[0].cancel()
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    again = stubs[1].Watch(health_pb2.HealthCheckRequest())
+                    assert (await again.read()).status == health_pb2.HealthCheckResponse.SERVING
+                    break
+                await asyncio.sleep(0.001)
+
+    run(main)
