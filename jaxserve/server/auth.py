@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import hmac
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -73,6 +72,9 @@ class Authenticator:
             self._callers.append((_digest(key), Caller(f"key-{number}", default, tenant)))
         if config.auth_file is not None:
             self._callers += _read_auth_file(Path(config.auth_file), config.share_prefix_cache)
+        names = [caller.name for _, caller in self._callers]
+        if len(set(names)) < len(names) or len({digest for digest, _ in self._callers}) < len(names):
+            raise ConfigError("api_key, auth_file: two callers have the same name or the same key")
         self._anonymous = None if self._callers else Caller("anonymous", frozenset(SCOPES))
 
     def caller(self, authorization: str | None) -> Caller:
@@ -115,9 +117,6 @@ def _read_auth_file(path: Path, shares_prefixes: bool) -> list[tuple[bytes, Call
     if not isinstance(found, list) or not found:
         raise ConfigError(f"auth_file: expected a list of keys in {path}, got {type(found).__name__}")
     entries = [_read_entry(f"auth_file: entry {place}", entry) for place, entry in enumerate(cast("list[Any]", found))]
-    names = [caller.name for _, caller in entries]
-    if len(set(names)) < len(names) or len({digest for digest, _ in entries}) < len(entries):
-        raise ConfigError("auth_file: two entries have the same name or the same key")
     return [(digest, dataclasses.replace(one, tenant=None) if shares_prefixes else one) for digest, one in entries]
 
 
@@ -125,13 +124,12 @@ def _read_entry(where: str, entry: Any) -> tuple[bytes, Caller]:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: expected a mapping, got {type(entry).__name__}")
     values = cast("dict[str, Any]", entry)
-    unknown = [name for name in values if name not in _FIELDS]
-    if unknown:
-        raise ConfigError(f"{where}: unknown field {unknown[0]!r}; there are: {', '.join(_FIELDS)}")
+    if not set(values) <= set(_FIELDS):  # which may hold a key that stands in the wrong place
+        raise ConfigError(f"{where}: a field that is none of {', '.join(_FIELDS)}")
     name, scopes = values.get("name"), values.get("scopes", ["generate", "metrics"])
     if not isinstance(name, str) or not re.fullmatch(r"[\w.@-]{1,64}", name):
         raise ConfigError(f"{where}: name: expected 1 to 64 letters, digits and any of '_.@-'")
-    if not isinstance(scopes, Sequence) or isinstance(scopes, str) or not set(scopes) <= set(SCOPES):
+    if not isinstance(scopes, list) or not all(scope in SCOPES for scope in cast("list[Any]", scopes)):
         raise ConfigError(f"{where}: scopes: expected some of {', '.join(SCOPES)}")
     for limit in ("max_concurrent_requests", "requests_per_minute"):
         if limit in values and (type(values[limit]) is not int or values[limit] < 1):

@@ -75,11 +75,13 @@ def test_an_auth_file_names_holders_scopes_and_limits(tmp_path: Path) -> None:
         ("a: [", "cannot be read as YAML"),
         ("{}", "expected a list of keys"),
         ("[1]", "entry 0: expected a mapping"),
-        ("[{key: hidden, name: a, role: b}]", "unknown field 'role'"),
+        ("[{key: hidden, name: a, role: b}]", "entry 0: a field that is none of key, sha256"),
+            ("[{key: hidden, name: a, hidden: b}]", "a field that is none of"),
         ("[{key: hidden}]", "name: expected 1 to 64"),
         ("[{key: hidden, name: 'a b'}]", "name: expected 1 to 64"),
         ("[{key: hidden, name: a, scopes: [root]}]", "scopes: expected some of"),
         ("[{key: hidden, name: a, scopes: admin}]", "scopes: expected some of"),
+            ("[{key: hidden, name: a, scopes: [[generate]]}]", "scopes: expected some of"),
         ("[{key: hidden, name: a, requests_per_minute: 0}]", "requests_per_minute: expected a whole number from 1"),
         ("[{name: a}]", "expected either 'key'"),
         ("[{key: hidden, sha256: hidden, name: a}]", "expected either 'key'"),
@@ -92,3 +94,11 @@ def test_bad_auth_files_are_named_and_not_quoted(tmp_path: Path, text: str, mess
     with pytest.raises(ConfigError, match=message) as failure:
         written(tmp_path, text)
     assert "hidden" not in str(failure.value)
+
+
+@pytest.mark.parametrize("entry", ["{key: other, name: key-1}", "{key: first, name: a}"])
+def test_an_auth_file_does_not_name_the_callers_of_plain_keys(tmp_path: Path, entry: str) -> None:
+    path = tmp_path / "auth.yaml"
+    path.write_text(f"[{entry}]")
+    with pytest.raises(ConfigError, match="two callers have the same name or the same key"):
+        Authenticator(ServerConfig(api_key=["first"], auth_file=str(path)))
