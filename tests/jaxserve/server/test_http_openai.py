@@ -22,6 +22,7 @@ def listening(server: Server) -> Iterator[str]:
     """The base URL of a server that runs in a thread."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
+        bound.listen()  # so that who connects before the server runs waits for it
         settings = uvicorn.Config(
             server.app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1
         )
