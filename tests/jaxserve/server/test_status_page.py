@@ -182,6 +182,7 @@ def served(frontend: Frontend) -> Iterator[str]:
     """The base URL of a real server for the application, in a thread."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen()  # so that who connects before the server runs waits for it
         config = uvicorn.Config(make_app(frontend), ws="none", lifespan="off", log_level="warning")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
