@@ -1,10 +1,12 @@
 """Flags of ``jaxserve bench serve``, named as those of ``vllm bench serve``."""
 
 import argparse
+import urllib.parse
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxserve.bench.serve_answer import BenchServeError
+from jaxserve.bench.serve_effects import check_effects
 from jaxserve.bench.serve_metrics import GOODPUT_METRICS, HEADERS
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions", "vllm": "/v1/completions"}
@@ -68,10 +70,12 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
         raise BenchServeError(f"--dataset-path: --dataset-name {found.dataset_name} goes "
                               + ("without it" if found.dataset_name == "random" else "with it"))  # fmt: skip
     _complete_lengths(found, options)
+    found.seed = 0 if found.seed is None else found.seed
     _check_ranges(found)
     if found.ignore_eos is None:
         found.ignore_eos = found.dataset_name in ("random", "trace")
     _complete_server(found)
+    check_effects(options, found)
     return found
 
 
@@ -98,10 +102,20 @@ def _complete_server(found: argparse.Namespace) -> None:
         found.base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     elif "://" not in found.base_url:
         found.base_url = f"http://{found.base_url}"
+    parts = urllib.parse.urlsplit(found.base_url)
+    if parts.query or parts.fragment or (is_grpc and (parts.path.strip("/") or parts.scheme not in ("http", "https"))):
+        form = "http://HOST:PORT or https://HOST:PORT" if is_grpc else "http://HOST:PORT/PATH without ? and #"
+        raise BenchServeError(f"--base-url: expected {form}, got {found.base_url}")
     if is_grpc and (found.endpoint is not None or found.insecure):
         raise BenchServeError("--endpoint and --insecure are for HTTP, not --backend grpc")
-    if found.endpoint is None and not is_grpc:
+    if is_grpc:
+        return
+    if found.endpoint is None:
         found.endpoint = ENDPOINTS[found.backend]
+    if found.endpoint.endswith("chat/completions") != (found.backend == "openai-chat"):
+        raise BenchServeError(
+            f"--endpoint: {found.endpoint} is not for --backend {found.backend}: chats are openai-chat's"
+        )
 
 
 def _check_ranges(found: argparse.Namespace) -> None:
@@ -122,13 +136,15 @@ def read_pairs(flag: str, pairs: Sequence[str] | None) -> dict[str, str]:
     """The values of pairs such as ``name=value``.
 
     Raises:
-        BenchServeError: One has another form.
+        BenchServeError: One has another form, or a name comes twice.
     """
-    found = {}
+    found: dict[str, str] = {}
     for pair in pairs or ():
         name, separator, value = pair.partition("=")
         if not separator or not name.strip():
             raise BenchServeError(f"{flag}: expected NAME=VALUE, got {pair!r}")
+        if name.strip() in found:
+            raise BenchServeError(f"{flag}: {name.strip()} is given twice")
         found[name.strip()] = value.strip()
     return found
 
@@ -147,10 +163,12 @@ def _add_server(group: Any) -> None:
     help_ = "model directory or hub id whose tokenizer makes random prompts (default: the server's own)"
     group.add_argument("--tokenizer", help=help_)
     group.add_argument("--api-key", metavar="KEY", help="(default: the environment variable OPENAI_API_KEY)")
-    group.add_argument("--header", nargs="*", metavar="NAME=VALUE", help="sent with each request; gRPC: metadata")
+    group.add_argument(
+        "--header", nargs="*", action="extend", metavar="NAME=VALUE", help="sent with each request; gRPC: metadata"
+    )
     group.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
     group.add_argument("--ssl-ca-certs", metavar="FILE", help="certificates of those who may sign the server's")
-    help_ = "seconds to wait for a first test request to succeed (default: it must at once)"
+    help_ = "seconds to wait for the server and a first test request that succeeds (default: they must at once)"
     group.add_argument("--ready-check-timeout-sec", type=int, default=0, metavar="INT", help=help_)
 
 
@@ -159,7 +177,7 @@ def _add_data(group: Any) -> None:
     help_ = "ShareGPT's JSON, or CSV of lengths; JSONL with prompts; a trace of Mooncake, Azure or BurstGPT"
     group.add_argument("--dataset-path", metavar="FILE", help=help_)
     group.add_argument("--num-prompts", type=int, default=1000, help="requests (default: %(default)s)")
-    group.add_argument("--seed", type=int, default=0, help="of prompts and times (default: %(default)s)")
+    group.add_argument("--seed", type=int, help="of prompts and times (default: 0)")
     group.add_argument("--disable-shuffle", action="store_true", help="keep the order of the file")
     group.add_argument("--input-len", type=int, help="the same as --random-input-len")
     group.add_argument("--output-len", type=int, help="the same as --random-output-len and so on")
@@ -192,13 +210,13 @@ def _add_output(group: Any) -> None:
     group.add_argument("--percentile-metrics", default="ttft,tpot,itl", metavar="LIST", help=help_)
     group.add_argument("--metric-percentiles", default="99", metavar="LIST", help="with commas (default: %(default)s)")
     help_ = f"milliseconds that a good request may take of {', '.join(GOODPUT_METRICS)}"
-    group.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help=help_)
+    group.add_argument("--goodput", nargs="+", action="extend", default=[], metavar="METRIC:MS", help=help_)
     group.add_argument("--save-result", action="store_true", help="write the figures as JSON")
     group.add_argument("--append-result", action="store_true", help="write them as a further line of the file")
     group.add_argument("--save-detailed", action="store_true", help="write those of each request too")
     group.add_argument("--result-dir", metavar="DIRECTORY", help="where to write (default: here)")
     group.add_argument("--result-filename", metavar="FILE", help="(default: LABEL-RATEqps-MODEL-TIME.json)")
     group.add_argument("--label", help="begins the name of the file (default: the backend)")
-    group.add_argument("--metadata", nargs="*", metavar="NAME=VALUE", help="further values to write")
+    group.add_argument("--metadata", nargs="*", action="extend", metavar="NAME=VALUE", help="further values to write")
     group.add_argument("--plot", metavar="FILE.png", help="draw the times; needs jaxserve[research]")
     group.add_argument("--disable-tqdm", action="store_true", help="show no progress")

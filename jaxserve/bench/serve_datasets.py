@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from jaxserve.bench.serve_answer import BenchRequest, BenchServeError
-from jaxserve.bench.serve_tokens import TokenSource
+from jaxserve.bench.serve_effects import has_trace_times
+from jaxserve.bench.serve_tokens import PromptTokens, TokenSource
 from jaxserve.bench.traces import Trace, TraceError, TraceRequest, cut_trace, random_prompt, read_trace, scale_trace
 
 MAX_SHAREGPT_PROMPT, MAX_SHAREGPT_TOTAL, MIN_SHAREGPT = 1024, 2048, 4  # as vLLM sorts out
@@ -20,30 +21,43 @@ _LENGTH_COLUMNS = ("num_prefill_tokens", "num_decode_tokens")
 _BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 
 
-async def make_requests(options: argparse.Namespace, tokens: TokenSource, needs_text: bool) -> list[BenchRequest]:
+async def make_requests(
+    options: argparse.Namespace, prompt_tokens: PromptTokens, needs_text: bool
+) -> list[BenchRequest]:
     """The requests that the flags ask for, in the order in which they go out.
 
     Args:
         options: The flags of the load test.
-        tokens: What random prompts are made of.
+        prompt_tokens: What random prompts are made of; not looked for where none are.
         needs_text: Prompts must be text, not token ids.
 
     Raises:
         BenchServeError: The data is not there, or not what it should be.
         TraceError: The same of a trace.
     """
-    name = options.dataset_name
-    if name == "random":
+    if options.dataset_name == "custom":
+        return await _custom(options, prompt_tokens, needs_text)
+    tokens = await prompt_tokens.get()
+    if options.dataset_name == "random":
         requests = random_requests(options, tokens)
-    elif name == "trace":
+    elif options.dataset_name == "trace":
         requests = trace_requests(options, tokens)
-    elif name == "custom":
-        requests = _as_many(_shuffled(list(custom_requests(options)), options), options)
     elif Path(options.dataset_path).suffix == ".csv":
         requests = _as_many(length_requests(options, tokens), options)
     else:
         requests = _as_many([one async for one in sharegpt_requests(options, tokens)], options)
     return await _with_text(requests, tokens) if needs_text or tokens.are_words else requests
+
+
+async def _custom(options: argparse.Namespace, prompt_tokens: PromptTokens, needs_text: bool) -> list[BenchRequest]:
+    """The prompts of a file; with a tokenizer only where token ids must become text."""
+    requests = _as_many(_shuffled(list(custom_requests(options)), options), options)
+    if needs_text and not all(isinstance(request.prompt, str) for request in requests):
+        tokens = await prompt_tokens.get()
+        return await _with_text(requests, TokenSource(()) if tokens.are_words else tokens)
+    if options.tokenizer is not None:
+        raise BenchServeError("--tokenizer does nothing here: the prompts go out as they are in the file")
+    return requests
 
 
 async def _with_text(requests: list[BenchRequest], tokens: TokenSource) -> list[BenchRequest]:
@@ -89,6 +103,8 @@ def trace_requests(options: argparse.Namespace, tokens: TokenSource) -> list[Ben
     Pieces that the trace says are shared are the same tokens.
     """
     trace = read_any_trace(Path(options.dataset_path), options.num_prompts)
+    if len(trace.requests) < options.num_prompts:
+        print(f"The trace has {len(trace.requests)} requests: each is sent once")
     if options.trace_piece_tokens is not None:
         trace = scale_trace(trace, options.trace_piece_tokens)
     if options.trace_max_len is not None:
@@ -98,7 +114,7 @@ def trace_requests(options: argparse.Namespace, tokens: TokenSource) -> list[Ben
     found = []
     for index, request in enumerate(trace.requests):
         drawn = random_prompt(trace, index, len(tokens.token_ids), options.seed)
-        arrival_s = request.arrival_s / options.trace_speed if math.isinf(options.request_rate) else None
+        arrival_s = request.arrival_s / options.trace_speed if has_trace_times(options) else None
         prompt = [tokens.token_ids[i] for i in drawn]
         found.append(BenchRequest(prompt, request.num_output_tokens, len(prompt), arrival_s))
     return found

@@ -11,6 +11,7 @@ import grpc.aio
 from google.protobuf import json_format
 
 from jaxserve.bench.serve_answer import BenchAnswer, BenchRequest, BenchServeError
+from jaxserve.bench.serve_ready import NotReadyError
 from jaxserve.bench.serve_tokens import TokenSource, plain_range
 from jaxserve.server.proto.jaxserve.v1 import (
     generation_pb2,
@@ -23,11 +24,14 @@ from jaxserve.server.proto.jaxserve.v1 import (
 
 STREAMS_A_CONNECTION = 128
 MAX_CONNECTIONS = 8
+MAX_RECONNECT_MS = 1000  # gRPC waits longer and longer, up to two minutes, for a server that is not there yet
+_NOT_READY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 def open_channels(target: str, count: int, is_secure: bool = False, ca_file: str | None = None) -> list[Any]:
     """Connections to a server, each with a socket of its own."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+    options.append(("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_MS))
     if not is_secure:
         return [grpc.aio.insecure_channel(target, options) for _ in range(count)]
     credentials = grpc.ssl_channel_credentials(None if ca_file is None else Path(ca_file).read_bytes())
@@ -110,14 +114,16 @@ async def grpc_model(channel: Any, model: str, metadata: Mapping[str, str]) -> m
     """The server's model of a name, or its only one.
 
     Raises:
-        BenchServeError: The server cannot be reached, or does not know it.
+        NotReadyError: The server cannot be reached, or says that it is not ready.
+        BenchServeError: It does not know the model.
     """
     stub: Any = model_pb2_grpc.ModelServiceStub(channel)
     pairs = tuple((name.lower(), value) for name, value in metadata.items())
     try:
         answer = await stub.GetModel(model_pb2.GetModelRequest(model=model), metadata=pairs, timeout=60)
     except grpc.aio.AioRpcError as error:
-        raise BenchServeError(f"the server does not say its model: {error.code().name}: {error.details()}") from error
+        kind = NotReadyError if error.code() in _NOT_READY else BenchServeError
+        raise kind(f"the server does not say its model: {error.code().name}: {error.details()}") from error
     return answer.model
 
 
@@ -128,7 +134,10 @@ def grpc_tokens(channel: Any, vocab_size: int, metadata: Mapping[str, str]) -> T
 
     async def count(text: str) -> int:
         request = tokenization_pb2.TokenizeRequest(text=text, add_special_tokens=False)
-        return len((await stub.Tokenize(request, metadata=pairs)).token_ids)
+        try:
+            return len((await stub.Tokenize(request, metadata=pairs)).token_ids)
+        except grpc.aio.AioRpcError as error:
+            raise BenchServeError(f"the server's tokenizer: {error.code().name}: {error.details()}") from error
 
     return TokenSource(plain_range(vocab_size), None, count)
 

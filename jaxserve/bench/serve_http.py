@@ -62,6 +62,7 @@ class HttpClient:
         parts = urllib.parse.urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BenchServeError(f"expected an address such as http://127.0.0.1:8000, got {base_url!r}")
+        self.base_url = base_url.rstrip("/")
         self._host, self._path = parts.hostname, parts.path.rstrip("/")
         self._ssl = (ssl_context or ssl.create_default_context()) if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._ssl else 80)

@@ -6,9 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxserve.bench.serve_answer import Backend, BenchAnswer, BenchRequest, BenchServeError
-
-RETRY_S = 1.0
+from jaxserve.bench.serve_answer import Backend, BenchAnswer, BenchRequest
 
 
 class LoadResult(NamedTuple):
@@ -16,22 +14,6 @@ class LoadResult(NamedTuple):
 
     answers: list[BenchAnswer]
     duration_s: float
-
-
-async def wait_until_ready(backend: Backend, request: BenchRequest, timeout_s: float) -> None:
-    """Sends one request, again and again for ``timeout_s`` until it succeeds.
-
-    Raises:
-        BenchServeError: It did not succeed in time.
-    """
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        answer = await backend.send(request)
-        if answer.is_success:
-            return
-        if time.monotonic() + RETRY_S > deadline_s:
-            raise BenchServeError(f"the test run failed, is the server there and right? {answer.error}")
-        await asyncio.sleep(RETRY_S)
 
 
 async def run_load(

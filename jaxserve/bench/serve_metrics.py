@@ -24,8 +24,11 @@ HEADERS = {
 }
 """Metrics that percentiles can be had of: name in text, and headline."""
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
-DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
-"""Keys with an entry for each request that ``--save-detailed`` alone keeps, as in vLLM."""
+DETAILS = (
+    *("input_lens", "output_lens", "start_times", "queue_times", "ttfts", "itls", "latencies"),
+    *("generated_texts", "errors"),
+)
+"""Keys with an entry for each request, which ``--save-detailed`` alone keeps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +90,13 @@ def read_goodput(pairs: Sequence[str]) -> dict[str, float]:
     """The milliseconds of pairs such as ``ttft:500``.
 
     Raises:
-        BenchServeError: A pair of another form, another metric, or a number below 0.
+        BenchServeError: A pair of another form, another metric, a number below 0, or a metric that comes twice.
     """
-    found = {}
+    found: dict[str, float] = {}
     for pair in pairs:
         name, _, value = pair.partition(":")
+        if name in found:
+            raise BenchServeError(f"goodput: {name} is given twice")
         try:
             found[name] = float(value)
         except ValueError:

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,25 +10,27 @@ import numpy as np
 from jaxserve.bench.serve_answer import BenchServeError
 
 
-def check_can_plot() -> None:
-    """Checks that the library is there, before a long run.
+def check_can_plot(path: str) -> None:
+    """Checks that the library is there and knows the format that a file's name asks for, before a long run.
 
     Raises:
-        BenchServeError: It is not.
+        BenchServeError: It is not, or does not.
     """
     try:
-        importlib.import_module("matplotlib.figure")
+        figure = importlib.import_module("matplotlib.figure").Figure()
     except ImportError as error:
         raise BenchServeError("plot: needs matplotlib: pip install 'jaxserve[research]'") from error
+    formats = sorted(figure.canvas.get_supported_filetypes())
+    if Path(path).suffix[1:].lower() not in formats:
+        raise BenchServeError(f"plot: expected a file whose name ends in one of .{', .'.join(formats)}, got {path}")
 
 
 def plot(found: Mapping[str, Any], path: str) -> None:
     """Draws the figures of ``serve_metrics.figures`` to a file, whose ending says the format.
 
     Raises:
-        BenchServeError: matplotlib is not there, or cannot write that file.
+        BenchServeError: The file cannot be written.
     """
-    check_can_plot()
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(10, 7), layout="constrained")
     axes = figure.subplots(2, 2)
     good = [i for i, error in enumerate(found["errors"]) if not error]

@@ -3,16 +3,22 @@
 import dataclasses
 import itertools
 import string
+import sys
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from checkpoints import resolve_model
 from jaxserve.bench.serve_answer import BenchServeError
 from jaxserve.bench.serve_http import HttpAnswer, HttpClient
+from jaxserve.bench.serve_ready import ask_http
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.engine.tokenizer import load_tokenizer
 
 WORDS = tuple(first + second for first, second in itertools.product(string.ascii_lowercase, repeat=2))
 """Short words: about a token each, whatever the tokenizer."""
+_NO_PATH = (404, 405)
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +36,25 @@ class TokenSource:
     decode: Callable[[list[int]], Awaitable[str]] | None = None
     count: Callable[[str], Awaitable[int]] | None = None
     are_words: bool = False
+
+
+@dataclasses.dataclass
+class PromptTokens:
+    """The tokens of a load test, looked for when they are needed first.
+
+    Attributes:
+        find: Looks for them.
+        found: What was found; None: nobody has needed them yet.
+    """
+
+    find: Callable[[], Awaitable[TokenSource]]
+    found: TokenSource | None = None
+
+    async def get(self) -> TokenSource:
+        """The tokens."""
+        if self.found is None:
+            self.found = await self.find()
+        return self.found
 
 
 def plain_range(vocab_size: int) -> range:
@@ -56,29 +81,35 @@ def local_tokens(model: str) -> TokenSource:
 
 
 async def server_tokens(client: HttpClient, model: str) -> TokenSource:
-    """Tokens of the server's own tokenizer, by vLLM's ``/tokenize``; words where the server has no such path.
+    """Tokens of the server's own tokenizer, by vLLM's ``/tokenize``.
 
-    The ids are those that plain words turn into: special tokens are none of them.
+    The ids are those that plain words turn into: special tokens are none of them. Where the server has no such path,
+    as that of another engine, plain words take their place, and a line on standard error says so.
+
+    Raises:
+        NotReadyError: The server cannot be reached, or says that it is not ready.
+        BenchServeError: It has the path, and answers with something else than tokens.
     """
 
     async def tokenize(text: str) -> HttpAnswer:
         body = {"model": model, "prompt": text, "add_special_tokens": False}
-        return await client.request("POST", "/tokenize", body)
+        return await ask_http(client, "POST", "/tokenize", body)
 
     async def count(text: str) -> int:
-        answer = _checked(await tokenize(text))
-        return len(answer.json()["tokens"])
+        return len(_tokens_of(await tokenize(text)))
 
     async def decode(token_ids: list[int]) -> str:
-        answer = await client.request("POST", "/detokenize", {"model": model, "tokens": token_ids})
-        return _checked(answer).json()["prompt"]
+        answer = await ask_http(client, "POST", "/detokenize", {"model": model, "tokens": token_ids})
+        return _field(answer, "prompt", str)
 
     answer = await tokenize(" ".join(WORDS))
-    if answer.status != 200:
+    if answer.status in _NO_PATH:
+        reason = f"{client.base_url} has no /tokenize (status {answer.status})"
+        print(f"{reason}: plain words take the place of tokens, lengths are about right", file=sys.stderr, flush=True)
         return word_tokens()
-    found = answer.json().get("tokens")
-    if not isinstance(found, list) or not all(isinstance(token, int) for token in found) or not found:
-        return word_tokens()
+    found = _tokens_of(answer)
+    if not found:
+        raise _wrong_answer(answer)
     return TokenSource(sorted(set(found)), decode, count)
 
 
@@ -91,7 +122,22 @@ def word_tokens() -> TokenSource:
     return TokenSource(range(len(WORDS)), decode, are_words=True)
 
 
-def _checked(answer: HttpAnswer) -> HttpAnswer:
-    if answer.status != 200:
-        raise BenchServeError(f"the server's tokenizer answered with status {answer.status}: {answer.body[:200]!r}")
-    return answer
+def _tokens_of(answer: HttpAnswer) -> list[int]:
+    found = _field(answer, "tokens", list)
+    if not all(type(token) is int for token in found):
+        raise _wrong_answer(answer)
+    return found
+
+
+def _field(answer: HttpAnswer, name: str, kind: type[T]) -> T:
+    """A field of a good answer."""
+    fields = answer.json() if answer.status == 200 else None
+    value = fields.get(name) if isinstance(fields, dict) else None
+    if not isinstance(value, kind):
+        raise _wrong_answer(answer)
+    return value
+
+
+def _wrong_answer(answer: HttpAnswer) -> BenchServeError:
+    what = f"status {answer.status}: {answer.body[:200]!r}"
+    return BenchServeError(f"the server's tokenizer answered with {what}; --tokenizer takes its place")

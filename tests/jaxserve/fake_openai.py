@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -132,8 +133,8 @@ async def _read(reader: asyncio.StreamReader) -> Seen:
 
 
 @contextlib.contextmanager
-def fake_server(script: Script = echo_script) -> Iterator[FakeServer]:
-    """A server in a thread of its own while the block runs."""
+def fake_server(script: Script = echo_script, port: int = 0) -> Iterator[FakeServer]:
+    """A server in a thread of its own while the block runs; without a port at any that is free."""
     server = FakeServer()
     is_ready = threading.Event()
     loop = asyncio.new_event_loop()
@@ -150,7 +151,7 @@ def fake_server(script: Script = echo_script) -> Iterator[FakeServer]:
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
-        listener = await asyncio.start_server(accept, "127.0.0.1", 0, backlog=512)
+        listener = await asyncio.start_server(accept, "127.0.0.1", port, backlog=512)
         server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
         is_ready.set()
         await stop.wait()
@@ -176,3 +177,22 @@ def fake_server(script: Script = echo_script) -> Iterator[FakeServer]:
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()
+
+
+def free_port() -> int:
+    """A port at which nobody listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@contextlib.contextmanager
+def late(server: contextlib.AbstractContextManager[Any], after_s: float = 0.5) -> Iterator[None]:
+    """Starts a server a while after the block has begun, and ends it with the block."""
+    with contextlib.ExitStack() as stack:
+        timer = threading.Timer(after_s, stack.enter_context, [server])
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.join()

@@ -1,6 +1,7 @@
 """``jaxserve bench serve`` as a command, against small servers whose answers are known."""
 
 import asyncio
+import collections
 import contextlib
 import json
 import threading
@@ -22,7 +23,7 @@ from jaxserve.server.proto.jaxserve.v1 import (
     model_pb2,
     model_pb2_grpc,
 )
-from tests.jaxserve.fake_openai import Script, Seen, Wire, echo_script, fake_server
+from tests.jaxserve.fake_openai import Script, Seen, Wire, echo_script, fake_server, free_port, late
 
 SMALL = ("--random-input-len", "5", "--random-output-len", "3", "--disable-tqdm")
 
@@ -62,7 +63,7 @@ KEYS = {
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate"),
     *("burstiness", "max_concurrency", "duration", "completed", "failed", "total_input_tokens"),
     *("total_output_tokens", "request_throughput", "request_goodput", "output_throughput"),
-    *("total_token_throughput", "latencies", "queue_times", "max_output_tokens_per_s", "max_concurrent_requests"),
+    *("total_token_throughput", "max_output_tokens_per_s", "max_concurrent_requests"),
     *(f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p99") for name in ("ttft", "tpot", "itl")),
 }
 
@@ -72,6 +73,7 @@ def test_keys_of_the_result_are_vllms(tmp_path: Path) -> None:
         found = bench(tmp_path, "--base-url", server.url, *SMALL, "--num-prompts", 2)
     assert set(found) == KEYS
     assert not set(DETAILS) & KEYS
+    assert not [name for name, value in found.items() if isinstance(value, list)]  # none of each request
     assert (found["request_rate"], found["request_goodput"]) == ("inf", None)
 
 
@@ -122,7 +124,7 @@ def test_a_test_run_that_fails_ends_it(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_test_run_is_repeated_until_its_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxserve.bench.serve_load.RETRY_S", 0.01)
+    monkeypatch.setattr("jaxserve.bench.serve_ready.RETRY_S", 0.01)
     num_asked = 0
 
     async def script(seen: Seen, wire: Wire) -> None:
@@ -137,6 +139,70 @@ def test_the_test_run_is_repeated_until_its_time_is_up(tmp_path: Path, monkeypat
         flags = ("--num-prompts", 1, "--ready-check-timeout-sec", 60)
         found = bench(tmp_path, "--base-url", server.url, *SMALL, *flags)
     assert (found["completed"], num_asked) == (1, 5)
+
+
+@pytest.mark.parametrize("model", [(), ("--model", "fake")])
+def test_a_server_that_does_not_listen_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("jaxserve.bench.serve_ready.RETRY_S", 0.01)
+    port = free_port()
+    with late(fake_server(port=port)):
+        flags = ("--base-url", f"http://127.0.0.1:{port}", "--num-prompts", 1, "--ready-check-timeout-sec", 60)
+        assert bench(tmp_path, *flags, *model, *SMALL)["completed"] == 1
+
+
+def _starting(num_refused: int) -> Script:
+    """The first requests of each path are refused."""
+    left = collections.defaultdict(lambda: num_refused)
+
+    async def script(seen: Seen, wire: Wire) -> None:
+        left[seen.path] -= 1
+        if left[seen.path] >= 0:
+            await wire.answer(503, {"error": {"message": "starting"}})
+        else:
+            await echo_script(seen, wire)
+
+    return script
+
+
+@pytest.mark.parametrize("model", [(), ("--model", "fake")])
+def test_a_server_that_is_not_ready_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("jaxserve.bench.serve_ready.RETRY_S", 0.01)
+    with fake_server(_starting(3)) as server:
+        flags = ("--base-url", server.url, "--num-prompts", 1, "--ready-check-timeout-sec", 60)
+        assert bench(tmp_path, *flags, *model, *SMALL)["completed"] == 1
+    asked = ([] if model else ["/v1/models"] * 4) + ["/tokenize"] * 4 + ["/v1/completions"] * 5
+    assert [seen.path for seen in server.seen] == asked
+    assert isinstance(server.bodies("/v1/completions")[0]["prompt"], list)  # tokens, no words
+    out = capsys.readouterr().out
+    assert out.startswith("Waiting up to 60 s for the server: ")
+    assert out.count("Waiting up to") == 1
+
+
+@pytest.mark.parametrize(("model", "path"), [((), "/v1/models"), (("--model", "fake"), "/tokenize")])
+def test_a_server_that_is_not_ready_is_an_error_without_a_limit(
+    capsys: pytest.CaptureFixture[str], model: tuple[str, ...], path: str
+) -> None:
+    with fake_server(_starting(3)) as server, pytest.raises(SystemExit, match="2"):
+        main(["bench", "serve", "--base-url", server.url, *model, *SMALL])
+    assert [seen.path for seen in server.seen] == [path]
+    assert f"{server.url}{path} answers with status 503: b'{{" in capsys.readouterr().err
+
+
+def test_a_server_without_a_tokenizer_gets_words_and_the_result_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def script(seen: Seen, wire: Wire) -> None:
+        await (wire.answer(404, {}) if seen.path == "/tokenize" else echo_script(seen, wire))
+
+    with fake_server(script) as server:
+        found = bench(tmp_path, "--base-url", server.url, *SMALL, "--num-prompts", 1)
+    assert found["tokenizer_id"] == "words"
+    assert len(server.bodies("/v1/completions")[0]["prompt"].split()) == 5
+    assert f"{server.url} has no /tokenize (status 404): plain words" in capsys.readouterr().err
 
 
 def test_no_server_is_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,10 +255,16 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
         flags = ("--dataset-name", "trace", "--dataset-path", path, "--disable-tqdm", "--save-detailed")
         found = bench(tmp_path, "--base-url", server.url, *flags)
     assert (found["input_lens"], found["output_lens"]) == ([3, 4, 5], [1, 2, 3])
+    said = {name: found[name] for name in ("num_prompts", "request_rate", "burstiness", "trace_speed")}
+    assert said == {"num_prompts": 3, "request_rate": None, "burstiness": None, "trace_speed": 1.0}
     starts = found["start_times"]
     assert starts[1] - starts[0] >= 0.035  # never sooner than recorded; later is the machine's
     assert starts[2] - starts[0] >= 0.075
     assert all(body["ignore_eos"] for body in server.bodies("/v1/completions"))
+    with fake_server() as server:
+        found = bench(tmp_path, "--base-url", server.url, *flags, "--request-rate", 100, "--burstiness", 2)
+    assert (found["request_rate"], found["burstiness"]) == (100.0, 2.0)
+    assert "trace_speed" not in found
 
 
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
@@ -264,9 +336,18 @@ def test_at_most_so_many_at_a_time(limit: int) -> None:
 
 
 class FakeModels(model_pb2_grpc.ModelServiceServicer):
-    """One model."""
+    """One model, once it was asked for a few times."""
+
+    def __init__(self, num_refused: int = 0):
+        self.num_refused = num_refused
+        self.num_asked = 0
 
     async def GetModel(self, request: Any, context: Any) -> model_pb2.GetModelResponse:
+        self.num_asked += 1
+        if self.num_asked <= self.num_refused:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is starting")
+        if request.model == "other":
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such model")
         return model_pb2.GetModelResponse(model=model_pb2.Model(id="small", vocab_size=600, max_model_len=64))
 
 
@@ -297,17 +378,17 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
 
 
 @contextlib.contextmanager
-def grpc_server(generation: FakeGeneration) -> Iterator[str]:
+def grpc_server(generation: FakeGeneration, models: FakeModels | None = None, port: int = 0) -> Iterator[str]:
     """A gRPC server in a thread of its own while the block runs; gives its address."""
     loop = asyncio.new_event_loop()
-    is_ready, stop, port = threading.Event(), asyncio.Event(), 0
+    is_ready, stop = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
         nonlocal port
         server = grpc.aio.server()
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
-        model_pb2_grpc.add_ModelServiceServicer_to_server(FakeModels(), server)
-        port = server.add_insecure_port("127.0.0.1:0")
+        model_pb2_grpc.add_ModelServiceServicer_to_server(models or FakeModels(), server)
+        port = server.add_insecure_port(f"127.0.0.1:{port}")
         await server.start()
         is_ready.set()
         await stop.wait()
@@ -340,6 +421,31 @@ def test_grpc(tmp_path: Path) -> None:
     assert (params.temperature, params.ignore_eos, params.max_tokens, params.top_k) == (0.5, True, 3, 3)
     assert all(256 <= token < 600 for token in request.token_ids.ids)
     assert {metadata["authorization"] for metadata in generation.metadata} == {"Bearer secret"}
+
+
+def test_a_grpc_server_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxserve.bench.serve_ready.RETRY_S", 0.01)
+    port, flags = free_port(), ("--backend", "grpc", *SMALL, "--num-prompts", 1, "--ready-check-timeout-sec", 60)
+    with late(grpc_server(FakeGeneration(), port=port)):
+        assert bench(tmp_path, *flags, "--port", port)["completed"] == 1
+    generation, models = FakeGeneration(), FakeModels(num_refused=3)
+    with grpc_server(generation, models) as target:
+        assert bench(tmp_path, *flags, "--base-url", target)["completed"] == 1
+    assert (models.num_asked, len(generation.seen)) == (4, 2)
+
+
+def test_a_grpc_server_may_be_given_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--backend", "grpc", *SMALL)
+    models = FakeModels(num_refused=1)
+    with grpc_server(FakeGeneration(), models) as target:
+        with pytest.raises(SystemExit, match="2"):
+            bench(tmp_path, *flags, "--base-url", target)
+        assert "the server does not say its model: UNAVAILABLE: the engine is starting" in capsys.readouterr().err
+        limit = ("--ready-check-timeout-sec", 60)
+        with pytest.raises(SystemExit, match="2"):  # at once: waiting would not help
+            bench(tmp_path, *flags, "--base-url", target, "--model", "other", *limit)
+    assert models.num_asked == 2
+    assert "NOT_FOUND: no such model" in capsys.readouterr().err
 
 
 def test_grpc_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

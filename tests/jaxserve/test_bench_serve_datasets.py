@@ -12,7 +12,16 @@ from jaxserve.bench.serve_answer import BenchRequest, BenchServeError
 from jaxserve.bench.serve_arguments import add_arguments, complete, read_pairs
 from jaxserve.bench.serve_datasets import make_requests
 from jaxserve.bench.serve_http import HttpClient
-from jaxserve.bench.serve_tokens import WORDS, TokenSource, local_tokens, plain_range, server_tokens, word_tokens
+from jaxserve.bench.serve_ready import NotReadyError
+from jaxserve.bench.serve_tokens import (
+    WORDS,
+    PromptTokens,
+    TokenSource,
+    local_tokens,
+    plain_range,
+    server_tokens,
+    word_tokens,
+)
 from jaxserve.bench.traces import TraceError
 from tests.jaxserve.fake_openai import Seen, Wire, fake_server
 
@@ -28,7 +37,16 @@ def options(*flags: object) -> argparse.Namespace:
 
 def requests(*flags: object, tokens: TokenSource = IDS, needs_text: bool = False) -> list[BenchRequest]:
     """The requests of a command line."""
-    return asyncio.run(make_requests(options(*flags), tokens, needs_text))
+    return asyncio.run(make_requests(options(*flags), found(tokens), needs_text))
+
+
+def found(tokens: TokenSource) -> PromptTokens:
+    """Tokens that are known already."""
+    return PromptTokens(nobody_looks, tokens)
+
+
+async def nobody_looks() -> TokenSource:
+    raise AssertionError("looked for tokens")
 
 
 def counted() -> TokenSource:
@@ -90,23 +108,24 @@ def test_tokens_of_the_servers_tokenizer() -> None:
         client = HttpClient(url)
         tokens = await server_tokens(client, "fake")
         flags = options("--num-prompts", 2, "--random-input-len", 3)
-        found = await make_requests(flags, tokens, needs_text=True)
+        asked = await make_requests(flags, found(tokens), needs_text=True)
         count = await tokens.count("a b c")  # type: ignore[misc]
         await client.close()
-        return tokens, found, count
+        return tokens, asked, count
 
     with fake_server() as server:
-        tokens, found, count = asyncio.run(main(server.url))
+        tokens, asked, count = asyncio.run(main(server.url))
     assert len(tokens.token_ids) == len(set(tokens.token_ids)) > 600
-    assert all(word.startswith("t") for one in found for word in one.prompt.split())  # type: ignore[union-attr]
+    assert all(word.startswith("t") for one in asked for word in one.prompt.split())  # type: ignore[union-attr]
     assert count == 3
     assert server.bodies("/tokenize")[0]["add_special_tokens"] is False
 
 
-@pytest.mark.parametrize("answer", [(404, {}), (200, {"tokens": []}), (200, {"tokens": ["a"]})])
-def test_a_server_without_a_tokenizer_gets_words(answer: tuple[int, Any]) -> None:
+def tokens_of(status: int, body: Any) -> TokenSource:
+    """What is found where each request gets the same answer."""
+
     async def script(seen: Seen, wire: Wire) -> None:
-        await wire.answer(*answer)
+        await wire.answer(status, body)
 
     async def main(url: str) -> TokenSource:
         client = HttpClient(url)
@@ -116,7 +135,31 @@ def test_a_server_without_a_tokenizer_gets_words(answer: tuple[int, Any]) -> Non
             await client.close()
 
     with fake_server(script) as server:
-        assert asyncio.run(main(server.url)).are_words
+        return asyncio.run(main(server.url))
+
+
+@pytest.mark.parametrize("status", [404, 405])
+def test_a_server_without_a_tokenizer_gets_words(status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tokens_of(status, {}).are_words
+    assert f"has no /tokenize (status {status}): plain words take the place of tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "match"),
+    [
+        (503, {"error": "starting"}, r"/tokenize answers with status 503: .*starting"),
+        (500, {"error": "it broke"}, r"the server's tokenizer answered with status 500: .*it broke.*; --tokenizer"),
+        (401, {"error": "who?"}, r"status 401: .*who\?"),
+        (429, {}, "status 429"),
+        (200, {"tokens": []}, r"status 200: .*tokens"),
+        (200, {"tokens": ["a"]}, r"status 200: .*tokens"),
+        (200, [1], r"status 200: b'\[1\]'"),
+    ],
+)
+def test_a_tokenizer_that_fails_is_an_error(status: int, body: Any, match: str) -> None:
+    with pytest.raises(BenchServeError, match=match) as caught:
+        tokens_of(status, body)
+    assert isinstance(caught.value, NotReadyError) == (status == 503)
 
 
 def test_special_tokens_are_not_drawn() -> None:
@@ -144,6 +187,23 @@ def test_files_are_shuffled_by_the_seed(tmp_path: Path) -> None:
     orders = [[one.prompt for one in requests(*flags, "--seed", seed)] for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
     assert sorted(map(int, orders[0])) == list(range(20))  # type: ignore[arg-type]
+
+
+def test_prompts_of_a_file_need_no_tokenizer_but_to_make_text_of_ids(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one"}\n')
+    flags = ("--dataset-name", "custom", "--dataset-path", path, "--num-prompts", 2, "--disable-shuffle")
+    for needs_text in (False, True):
+        asked = asyncio.run(make_requests(options(*flags), PromptTokens(nobody_looks), needs_text))
+        assert [one.prompt for one in asked] == ["one", "one"]
+        with pytest.raises(BenchServeError, match="--tokenizer does nothing here: the prompts go out as they are"):
+            requests(*flags, "--tokenizer", "demo", needs_text=needs_text)
+    path.write_text('{"prompt": "one"}\n{"prompt": [5, 6]}\n')
+    assert [one.prompt for one in requests(*flags, tokens=word_tokens())] == ["one", [5, 6]]
+    with pytest.raises(BenchServeError, match="nobody here can make text of them"):  # words are not these ids' text
+        requests(*flags, tokens=word_tokens(), needs_text=True)
+    _, second = requests(*flags, "--tokenizer", "demo", tokens=local_tokens("demo"), needs_text=True)
+    assert isinstance(second.prompt, str)
 
 
 @pytest.mark.parametrize(
@@ -215,9 +275,10 @@ def mooncake(tmp_path: Path) -> Path:
     return path
 
 
-def test_traces_keep_their_times_and_what_they_share(mooncake: Path) -> None:
+def test_traces_keep_their_times_and_what_they_share(mooncake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--dataset-name", "trace", "--dataset-path", mooncake, "--num-prompts", 9)
     first, second, third = requests(*flags)
+    assert capsys.readouterr().out == "The trace has 3 requests: each is sent once\n"
     assert [one.arrival_s for one in (first, second, third)] == [0.0, 0.5, 2.0]
     assert [one.num_prompt_tokens for one in (first, second, third)] == [1024, 1000, 512]
     assert [one.max_tokens for one in (first, second, third)] == [10, 20, 30]
@@ -286,6 +347,7 @@ def test_defaults_depend_on_each_other() -> None:
     assert options("--base-url", "example.org:80").base_url == "http://example.org:80"
     assert not options("--no-ignore-eos").ignore_eos
     assert not options("--dataset-name", "custom", "--dataset-path", "a").ignore_eos
+    assert (options().seed, options("--seed", 3).seed) == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +371,93 @@ def test_flags_that_do_not_go_together(flags: list[str], match: str) -> None:
         options(*flags)
 
 
+TRACE = ["--dataset-name", "trace", "--dataset-path", "a"]
+CUSTOM = ["--dataset-name", "custom", "--dataset-path", "a"]
+SHAREGPT = ["--dataset-name", "sharegpt", "--dataset-path", "a.json"]
+SECURE = ["--base-url", "https://a"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        ([*TRACE, "--ramp-up-strategy", "linear"], "--ramp-up-strategy does nothing here: a trace goes out at its own"),
+        ([*TRACE, "--ramp-up-start-rps", "1"], "--ramp-up-start-rps does nothing here: a trace"),
+        ([*TRACE, "--ramp-up-end-rps", "1", "--request-rate", "2"], "--ramp-up-end-rps does nothing here: a trace"),
+        ([*TRACE, "--burstiness", "2"], "--burstiness does nothing here: a trace goes out at its own times without"),
+        (
+            [*TRACE, "--trace-speed", "2", "--request-rate", "5"],
+            "--trace-speed does nothing here: --request-rate takes",
+        ),
+        ([*TRACE, "--disable-shuffle"], "--disable-shuffle does nothing here: --dataset-name trace is never shuffled"),
+        (["--disable-shuffle"], "--disable-shuffle does nothing here: --dataset-name random is never shuffled"),
+        (["--burstiness", "2"], "--burstiness does nothing here: all requests go out at once without --request-rate"),
+        ([*CUSTOM, "--disable-shuffle", "--seed", "0"], "--seed does nothing here: neither prompts nor their order"),
+        ([*SHAREGPT, "--disable-shuffle", "--seed", "5"], "--seed does nothing here"),
+        (
+            [*CUSTOM, "--disable-shuffle", "--seed", "1", "--request-rate", "2", "--burstiness", "inf"],
+            "--seed does noth",
+        ),
+        (["--insecure"], "--insecure does nothing here: --base-url does not begin with https"),
+        (["--ssl-ca-certs", "a"], "--ssl-ca-certs does nothing here: --base-url does not begin"),
+        (["--backend", "grpc", "--ssl-ca-certs", "a"], "--ssl-ca-certs does nothing here: --base-url does not begin"),
+        ([*SECURE, "--insecure", "--ssl-ca-certs", "a"], "--ssl-ca-certs does nothing here: --insecure does not look"),
+        (
+            ["--api-key", "a", "--header", "authorization=b"],
+            "--api-key does nothing here: --header gives Authorization",
+        ),
+        (["--save-detailed"], "--save-detailed does nothing here: nothing is saved without --save-result"),
+        (["--result-dir", "a"], "--result-dir does nothing here: nothing is saved"),
+        (["--result-filename", "a"], "--result-filename does nothing here: nothing is saved"),
+        (["--label", "a"], "--label does nothing here: nothing is saved"),
+        (["--metadata", "a=b"], "--metadata does nothing here: nothing is saved"),
+        (
+            ["--save-result", "--result-dir", "a", "--result-filename", "/b"],
+            "--result-dir does nothing here: --result-filename is a whole path",
+        ),
+        (["--base-url", "http://a/?b=c"], "--base-url: expected http://HOST:PORT/PATH without"),
+        (["--base-url", "http://a/b", "--backend", "grpc"], "--base-url: expected http://HOST:PORT or https://"),
+        (["--base-url", "grpc://a", "--backend", "grpc"], "--base-url: expected http://HOST:PORT or https://"),
+        (["--endpoint", "/v1/chat/completions"], "/v1/chat/completions is not for --backend openai: chats are"),
+        (["--backend", "openai-chat", "--endpoint", "/v1/completions"], "is not for --backend openai-chat"),
+    ],
+)
+def test_no_flag_is_accepted_and_ignored(flags: list[str], match: str) -> None:
+    with pytest.raises(BenchServeError, match=match):
+        options(*flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [*TRACE, "--burstiness", "2", "--request-rate", "5"],
+        [*TRACE, "--trace-speed", "2", "--seed", "3"],
+        ["--burstiness", "2", "--request-rate", "5"],
+        ["--burstiness", "2", "--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1", "--ramp-up-end-rps", "2"],
+        ["--burstiness", "1"],
+        [*CUSTOM, "--disable-shuffle", "--seed", "3", "--request-rate", "2"],
+        [*CUSTOM, "--seed", "3"],
+        ["--dataset-name", "sharegpt", "--dataset-path", "a.csv", "--disable-shuffle", "--seed", "3"],
+        [*SECURE, "--ssl-ca-certs", "a"],
+        [*SECURE, "--insecure"],
+        [*SECURE, "--ssl-ca-certs", "a", "--backend", "grpc"],
+        ["--api-key", "a", "--header", "x-authorization=b"],
+        ["--append-result", "--save-detailed", "--result-dir", "a", "--label", "b", "--metadata", "c=d"],
+        ["--save-result", "--result-filename", "/b"],
+        ["--base-url", "http://a/b", "--endpoint", "/v2/completions"],
+    ],
+)
+def test_flags_that_go_together(flags: list[str]) -> None:
+    options(*flags)
+
+
+def test_lists_may_come_in_parts() -> None:
+    found = options("--header", "a=b", "--header", "c=d", "--goodput", "ttft:1", "--goodput", "e2el:2")
+    assert (found.header, found.goodput) == (["a=b", "c=d"], ["ttft:1", "e2el:2"])
+
+
 def test_pairs() -> None:
     assert read_pairs("--header", ["a=b=c", " d = e"]) == {"a": "b=c", "d": "e"}
     with pytest.raises(BenchServeError, match="--header: expected NAME=VALUE, got 'ab'"):
         read_pairs("--header", ["ab"])
+    with pytest.raises(BenchServeError, match="--header: a is given twice"):
+        read_pairs("--header", ["a=1", "a=2"])

@@ -170,6 +170,8 @@ def test_lists_of_flags() -> None:
     for pair in ("ttft", "ttft:fast"):
         with pytest.raises(BenchServeError, match="goodput: expected METRIC:MILLISECONDS"):
             read_goodput([pair])
+    with pytest.raises(BenchServeError, match="goodput: ttft is given twice"):
+        read_goodput(["ttft:1", "ttft:2"])
     for pair in ("itl:5", "ttft:-1", "ttft:nan"):
         with pytest.raises(BenchServeError, match="goodput: expected ttft, tpot, e2el with milliseconds from 0"):
             read_goodput([pair])

@@ -1,0 +1,116 @@
+"""The server to measure: how to ask it, and what it says of itself once it is ready."""
+
+import argparse
+import contextlib
+import math
+import os
+import ssl
+import urllib.parse
+from typing import Any, NamedTuple
+
+from jaxserve.bench.serve_answer import Backend, BenchServeError
+from jaxserve.bench.serve_arguments import SAMPLING, read_pairs
+from jaxserve.bench.serve_effects import is_secure
+from jaxserve.bench.serve_grpc import (
+    MAX_CONNECTIONS,
+    STREAMS_A_CONNECTION,
+    GrpcBackend,
+    grpc_model,
+    grpc_tokens,
+    open_channels,
+)
+from jaxserve.bench.serve_http import HttpClient
+from jaxserve.bench.serve_openai import OpenAIBackend
+from jaxserve.bench.serve_ready import ReadyCheck, ask_http
+from jaxserve.bench.serve_tokens import PromptTokens, TokenSource, server_tokens
+
+
+class Target(NamedTuple):
+    """A server to measure: how to ask it, its model, and the tokens of random prompts."""
+
+    backend: Backend
+    model: str
+    tokens: PromptTokens
+
+
+def request_headers(options: argparse.Namespace) -> dict[str, str]:
+    """Sent with each request, the key among them.
+
+    Raises:
+        BenchServeError: A header is not ``NAME=VALUE``, or comes twice.
+    """
+    headers = read_pairs("--header", options.header)
+    api_key = options.api_key or os.environ.get("OPENAI_API_KEY")
+    if api_key and "authorization" not in map(str.lower, headers):
+        headers["Authorization"] = f"Bearer {api_key}"
+    return headers
+
+
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that were given."""
+    names = (*SAMPLING, "logprobs")
+    sampling = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return sampling | ({"ignore_eos": True} if options.ignore_eos else {})
+
+
+async def grpc_target(
+    options: argparse.Namespace,
+    headers: dict[str, str],
+    extra: dict[str, Any],
+    ready: ReadyCheck,
+    stack: contextlib.AsyncExitStack,
+) -> Target:
+    """The gRPC server that the flags name, once it is ready; what was opened is closed with the stack.
+
+    Raises:
+        BenchServeError: It was not in time, or does not know the model.
+    """
+    target = urllib.parse.urlsplit(options.base_url).netloc
+    most = min(options.num_prompts, options.max_concurrency or options.num_prompts)
+    count = min(MAX_CONNECTIONS, math.ceil(most / STREAMS_A_CONNECTION))
+    channels = open_channels(target, count, is_secure(options), options.ssl_ca_certs)
+    for channel in channels:
+        stack.push_async_callback(channel.close)
+    model = await ready.wait(lambda: grpc_model(channels[0], options.model or "", headers))
+
+    async def find_tokens() -> TokenSource:
+        return grpc_tokens(channels[0], model.vocab_size, headers)
+
+    backend = GrpcBackend(channels, model.id, _sampling(options), extra, headers)
+    return Target(backend, model.id, PromptTokens(find_tokens))
+
+
+async def http_target(
+    options: argparse.Namespace,
+    headers: dict[str, str],
+    extra: dict[str, Any],
+    ready: ReadyCheck,
+    stack: contextlib.AsyncExitStack,
+) -> Target:
+    """The HTTP server that the flags name, once it says its model; what was opened is closed with the stack.
+
+    Raises:
+        BenchServeError: It was not in time, or does not say its model.
+    """
+    try:
+        context = ssl.create_default_context(cafile=options.ssl_ca_certs) if is_secure(options) else None
+    except OSError as error:
+        raise BenchServeError(f"--ssl-ca-certs: {options.ssl_ca_certs}: {error}") from error
+    if context is not None and options.insecure:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    client = HttpClient(options.base_url, headers, context)
+    stack.push_async_callback(client.close)
+    name = options.model or await ready.wait(lambda: _first_model(client))
+    sampling = _sampling(options)
+    if options.backend == "openai-chat" and "logprobs" in sampling:
+        sampling |= {"logprobs": True, "top_logprobs": sampling["logprobs"]}
+    backend = OpenAIBackend(client, options.endpoint, name, {**sampling, **extra})
+    return Target(backend, name, PromptTokens(lambda: ready.wait(lambda: server_tokens(client, name))))
+
+
+async def _first_model(client: HttpClient) -> str:
+    answer = await ask_http(client, "GET", "/v1/models")
+    models = answer.json().get("data") if answer.status == 200 else None
+    if not models:
+        raise BenchServeError(f"the server does not say its models (status {answer.status}): give --model")
+    return models[0]["id"]
