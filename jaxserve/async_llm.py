@@ -162,8 +162,8 @@ class AsyncLLM:
             priority: As in ``generate``.
             timeout_s: As in ``generate``.
             chat_template: A Jinja template in place of the model's.
-            **options: ``add_generation_prompt``, ``continue_final_message``, ``tools`` and ``chat_template_kwargs``, as
-                in ``LLM.chat``.
+            **options: ``chat_template_content_format``, ``add_generation_prompt``, ``continue_final_message``,
+                ``tools`` and ``chat_template_kwargs``, as in ``LLM.chat``.
         """
 
         def render() -> PromptInput:

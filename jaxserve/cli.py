@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.cli_arguments import add_engine_arguments, add_sampling_arguments, engine_arguments, sampling_arguments
+from jaxserve.cli_arguments import (
+    FlagParser,
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_arguments,
+    sampling_arguments,
+)
 from jaxserve.errors import JaxserveError
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
@@ -44,7 +50,7 @@ def _fail(message: str) -> int:
 
 def _parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
     """Knows every command; only where one is wanted that needs JAX are its modules loaded."""
-    parser = argparse.ArgumentParser(prog="jaxserve", description="LLM inference in JAX.", allow_abbrev=False)
+    parser = FlagParser(prog="jaxserve", description="LLM inference in JAX.", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
     serve = commands.add_parser("serve", help=command.HELP, description=command.HELP, allow_abbrev=False)
@@ -64,8 +70,10 @@ def _add_benches(benches: Any) -> None:
     for module in (latency, throughput, startup, serve):
         bench = benches.add_parser(module.NAME, help=module.HELP, description=module.HELP, allow_abbrev=False)
         module.add_arguments(bench)
-        if module is not serve:  # which measures a server that has an engine already
-            add_engine_arguments(bench)
+        if module is serve:  # which measures a server that has an engine already
+            bench.set_defaults(run=module.run, quiet=False)
+            continue
+        add_engine_arguments(bench)
         _add_common(bench, module.run)
 
 

@@ -8,9 +8,10 @@ import functools
 import inspect
 import json
 import re
+import sys
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxserve.config import EngineConfig
@@ -18,11 +19,93 @@ from jaxserve.sampling_params import SamplingParams
 
 _LENGTH_FIELDS = ("max_model_len",)
 _NO_FLAG = {"seed", "output_kind"}  # --seed is the engine's; the command decides what it prints when
+_Part = tuple[Sequence[str], Any]
+_PARTS_HELP = "What takes a JSON object can be given part by part too: --hf-overrides.rope_theta 1e6"
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser whose flags for JSON objects can be given part by part too, as vLLM's.
+
+    ``--flag.name.inner VALUE`` is ``--flag '{"name": {"inner": VALUE}}'``; the value is JSON, or text where it is none.
+    ``--flag.name+ a,b`` adds texts to a list. Parts and the whole flag are merged, and what comes later wins.
+    """
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  (theirs is overloaded)
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> Any:
+        """As in ``argparse``."""
+        return super().parse_known_args(self._with_wholes(sys.argv[1:] if args is None else args), namespace)
+
+    def _with_wholes(self, arguments: Iterable[str]) -> list[str]:
+        """The arguments, each part of an object replaced by all that was given of it so far; the last one counts."""
+        given = collections.defaultdict[str, list[_Part]](list)
+        found, left = list[str](), iter(arguments)
+        for argument in left:
+            written, _, value = argument.partition("=")
+            flag, *keys = written.split(".")
+            action = self._option_string_actions.get(flag)
+            if argument == "--":
+                return [*found, argument, *left]
+            if action is None or action.type is not _json_object:
+                found.append(argument)
+                continue
+            value = value if "=" in argument else next(left, None)
+            if value is None or not all(key.removesuffix("+") for key in keys):
+                self.error(f"argument {written}: expected {flag}.NAME VALUE or {flag} JSON")
+            found.append(f"{flag}={_noted(given[flag], keys, value)}")
+        return found
+
+
+class _More(list[str]):
+    """Texts that a list gets behind those it has."""
+
+
+def _noted(given: list[_Part], keys: Sequence[str], text: str) -> str:
+    """Adds what a flag says; returns the object that all it has said makes, or a text that is no object as it is.
+
+    Args:
+        given: What it has said: names that lead to a value, none where that is the whole object, and the value.
+        keys: The names.
+        text: The value.
+    """
+    if keys and keys[-1].endswith("+"):
+        given.append(([*keys[:-1], keys[-1][:-1]], _More(text.split(","))))
+    elif keys:
+        given.append((keys, _json_or_text(text)))
+    else:
+        try:
+            whole = _json_object(text)
+        except argparse.ArgumentTypeError:
+            return text
+        given[:] = [*(part for part in given if part[0]), ((), whole)]
+    made: Any = {}
+    for names, value in given:
+        made = _placed(made, names, value)
+    return json.dumps(made)
+
+
+def _placed(old: Any, keys: Sequence[str], value: Any) -> Any:
+    """A value with another one merged in, at the end of some names."""
+    if keys:
+        around = old if isinstance(old, dict) else {}
+        return {**around, keys[0]: _placed(around.get(keys[0]), keys[1:], value)}
+    if isinstance(value, _More):
+        return [*(old if isinstance(old, list) else ()), *value]
+    if isinstance(old, dict) and isinstance(value, dict):
+        return {**old, **{key: _placed(old.get(key), (), one) for key, one in value.items()}}
+    return value
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """A flag for each field of ``EngineConfig``, named as vLLM names it."""
-    group = parser.add_argument_group("engine")
+    group = parser.add_argument_group("engine", _PARTS_HELP)
     group.add_argument("--model", default="demo", help=f"{field_docs(EngineConfig)['model']} (default: %(default)s)")
     names = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
     add_dataclass_arguments(group, EngineConfig, names)
@@ -106,8 +189,8 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def field_docs(cls: type) -> dict[str, str]:
     """What a dataclass says of each field, on one line: below the field, or among the attributes in its docstring."""
-    text = (cls.__doc__ or "").partition("Attributes:")[2]
-    found = dict(re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", text, flags=re.MULTILINE))
+    text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:")[2]  # Python 3.13 strips the indent by itself
+    found = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE))
     (definition,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(definition, ast.ClassDef)
     for field, below in zip(definition.body, definition.body[1:], strict=False):

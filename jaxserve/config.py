@@ -23,6 +23,8 @@ class EngineConfig:
         hf_overrides: Values that replace those of ``config.json``.
         generation_config: ``auto`` reads the model's generation_config.json for default sampling parameters, ``vllm``
             does not, anything else is a directory that has one.
+        override_generation_config: Default sampling parameters that win over the file's, under its names, such as
+            ``{"temperature": 0.5}``; null takes a value out of it.
         chat_template: A Jinja template, or a file that holds one, in place of the model's own.
         dtype: ``auto`` takes the checkpoint's type.
         tensor_parallel_size: Devices each layer is split over.
@@ -63,6 +65,7 @@ class EngineConfig:
     download_dir: str | None = None
     hf_overrides: dict[str, Any] | None = None
     generation_config: str = "auto"
+    override_generation_config: dict[str, Any] | None = None
     chat_template: str | None = None
     dtype: str = "auto"
     tensor_parallel_size: int = 1

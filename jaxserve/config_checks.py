@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.sampling_params import GENERATION_CONFIG_KEYS, SamplingParams
 
 DTYPES = MappingProxyType(
     {
@@ -89,6 +90,7 @@ _TYPED_FIELDS: MappingProxyType[str, type] = MappingProxyType(
         "deterministic": bool,
         "logits_processors": list,
         "hf_overrides": dict,
+        "override_generation_config": dict,
         **dict.fromkeys(_TEXT_FIELDS, str),
     }
 )
@@ -124,6 +126,7 @@ def check_settings(values: Mapping[str, Any], optional: frozenset[str]) -> dict[
         if given[name] not in choices:
             raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {given[name]!r}")
     _check_numbers(values)
+    _check_generation_config("override_generation_config", given.get("override_generation_config", {}))
     return checked
 
 
@@ -134,6 +137,19 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
     share = values["gpu_memory_utilization"]
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise ConfigError(f"gpu_memory_utilization: expected a number in (0, 1], got {share!r}")
+
+
+def _check_generation_config(name: str, values: Mapping[str, Any]) -> None:
+    known = (*GENERATION_CONFIG_KEYS, "do_sample")
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"{name}: expected {', '.join(known)}; got {key!r}")
+        if key == "do_sample" and value is not None:
+            check_type(f"{name}.{key}", value, bool)
+        try:
+            SamplingParams.from_generation_config({key: value})
+        except RequestError as error:
+            raise ConfigError(f"{name}.{key}: {error}") from error
 
 
 def parse_length(name: str, value: Any) -> int:

@@ -9,8 +9,7 @@ from tqdm import tqdm
 from jaxserve.config import EngineConfig
 from jaxserve.engine.beam_search import BeamSearch
 from jaxserve.engine.build import EnginePlan
-from jaxserve.engine.chat import split_conversations
-from jaxserve.engine.chat_prompt import chat_prompt, read_template
+from jaxserve.engine.chat_prompt import chat_prompts, read_template
 from jaxserve.engine.offline import OfflineRunner
 from jaxserve.engine.startup import start_engine
 from jaxserve.engine.stats_log import StatsLogger
@@ -19,7 +18,7 @@ from jaxserve.metric_types import Metric
 from jaxserve.outputs import BeamSearchOutput, EmbeddingRequestOutput, PoolingRequestOutput, RequestOutput
 from jaxserve.parsers import MessageParser, ParsedMessage, starts_in_reasoning
 from jaxserve.pooling_params import PoolingParams, check_pooling_task
-from jaxserve.request import params_for_each, parse_prompts, priorities_for_each
+from jaxserve.request import parse_prompts, priorities_for_each
 from jaxserve.sampling_params import BeamSearchParams, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class LLM:
         return self._started.public_tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What ``generate`` uses when it is given none: the model's generation_config.json."""
+        """What ``generate`` uses when it is given none: the model's generation_config.json and what overrides it."""
         return self._started.default_params
 
     def get_metrics(self) -> list[Metric]:
@@ -159,12 +158,7 @@ class LLM:
         return self._runner.pool(inputs, priorities_for_each(priority, len(inputs)), use_tqdm)
 
     def beam_search(
-        self,
-        prompts: Any,
-        params: BeamSearchParams,
-        *,
-        use_tqdm: bool = False,
-        concurrency_limit: int | None = None,
+        self, prompts: Any, params: BeamSearchParams, *, use_tqdm: bool = False, concurrency_limit: int | None = None
     ) -> list[BeamSearchOutput]:
         """The likeliest texts for each prompt.
 
@@ -209,6 +203,7 @@ class LLM:
         use_tqdm: bool | Callable[..., tqdm] = True,
         *,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -222,22 +217,24 @@ class LLM:
             sampling_params: As in ``generate``.
             use_tqdm: As in ``generate``.
             chat_template: A Jinja template in place of the model's.
+            chat_template_content_format: What it sees of contents: ``string``, ``openai`` (lists of parts), ``auto``.
             add_generation_prompt: End the prompt where the assistant's message begins.
             continue_final_message: Leave the last message open, to be continued.
             tools: Passed to the template.
             chat_template_kwargs: Further variables for the template.
             priority: As in ``generate``.
         """
-        conversations = split_conversations(messages)
-        options: dict[str, Any] = {
-            "chat_template": self._chat_template if chat_template is None else read_template(chat_template),
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-            "chat_template_kwargs": chat_template_kwargs,
-        }
-        pairs = zip(conversations, params_for_each(sampling_params, len(conversations)), strict=True)
-        inputs = [chat_prompt(self._started.tokenizer, *pair, **options) for pair in pairs]
+        inputs = chat_prompts(
+            self._started.tokenizer,
+            messages,
+            sampling_params,
+            chat_template=self._chat_template if chat_template is None else read_template(chat_template),
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         return self._runner.run(inputs, priorities_for_each(priority, len(inputs)), use_tqdm)
 
     def stream(

@@ -177,6 +177,10 @@ class FakeEngine:
         text = "|".join(message.get("content", "") for message in chat["messages"])
         return text, [ord(one) for one in text]
 
+    async def tokenizer_info(self) -> dict[str, Any]:
+        """Nothing; gRPC does not ask."""
+        return {}
+
     async def metrics(self) -> list[Metric]:
         """Some of the engine's gauges."""
         gauges = {"num_requests_running": 3, "num_requests_waiting": 5, "kv_cache_usage_perc": 0.25}

@@ -137,6 +137,10 @@ class ObservedEngine:
             raise RequestError("the model has no chat template")
         return "prompt", [1]
 
+    async def tokenizer_info(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
     async def metrics(self) -> list[Metric]:
         """What was put there."""
         if isinstance(self.numbers, Exception):

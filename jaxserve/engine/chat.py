@@ -1,5 +1,7 @@
 """Conversations to prompt text, by the model's own Jinja template in transformers' sandbox."""
 
+import contextlib
+import functools
 import json
 import logging
 import os
@@ -7,12 +9,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import jinja2
+
+from jaxserve.engine.content_format import Found, check_format, detected_format, in_format
 from jaxserve.errors import RequestError
 
 Message = Mapping[str, Any]
 
 MAX_RENDERED_CHARACTERS = 2**25
 """Longest prompt text of a conversation: more is a template gone wrong."""
+_MAX_TEMPLATES = 64
 
 logger = logging.getLogger(__name__)
 
@@ -80,18 +86,20 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+    content_format: str = "auto",
     variables: Mapping[str, Any],
 ) -> str:
     """Returns the prompt text of one conversation, special tokens written out.
 
     Args:
-      conversation: Messages with "role" and "content". A content of several text parts is joined by newlines. An
-        assistant's "tool_calls" are in OpenAI's form, their arguments a mapping or its JSON text; templates always see
-        a mapping, as in vLLM.
+      conversation: Messages with "role" and "content". An assistant's "tool_calls" are in OpenAI's form, their
+        arguments a mapping or its JSON text; templates always see a mapping, as in vLLM.
       template: Jinja source.
       add_generation_prompt: End with what begins the assistant's answer.
       continue_final_message: Leave the last message open, so that the model goes on with it.
       tools: JSON schemas, or typed functions with a docstring, offered to the model.
+      content_format: What the template sees of contents: "string" one text (parts joined by newlines), "openai" a list
+        of parts; "auto" the list where it loops over contents and does not fail at it, else the text.
       variables: More names that the template sees: the special tokens, and what the user passed.
 
     Raises:
@@ -99,24 +107,55 @@ def render_chat(
     """
     if continue_final_message and add_generation_prompt:
         raise RequestError("continue_final_message=True needs add_generation_prompt=False: the last message stays open")
+    check_format(content_format)
+    options = {
+        "tools": None if tools is None else list(tools),
+        "continue_final_message": continue_final_message,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    render = functools.partial(_rendered, conversation, template, options, variables)
+    try:
+        if content_format != "auto":
+            return render(cast("Found", content_format))
+        if _format_of(template) == "openai":
+            with contextlib.suppress(TypeError, jinja2.UndefinedError):  # some take a system message for text
+                return render("openai")
+        return render("string")
+    except Exception as error:  # a template is a program: it may fail in any way
+        raise RequestError(f"the chat template failed: {error}") from error
+
+
+def _rendered(
+    conversation: Sequence[Message],
+    template: str,
+    options: Mapping[str, Any],
+    variables: Mapping[str, Any],
+    content_format: Found,
+) -> str:
+    from transformers.utils import chat_template_utils
+
+    environment = _environment(template)
+    environment.concat = _join_bounded
+    rendered, _ = chat_template_utils.render_jinja_template(
+        conversations=[[_as_templates_expect(message, content_format) for message in conversation]],
+        chat_template=template,
+        **options,
+        **variables,
+    )
+    return rendered[0]
+
+
+def _environment(template: str) -> Any:
+    """The environment of a template: every one that transformers compiles has one of its own."""
     quiet_transformers()
     from transformers.utils import chat_template_utils
 
-    try:
-        # Every template that transformers compiles has an environment of its own.
-        environment: Any = chat_template_utils._compile_jinja_template(template).environment
-        environment.concat = _join_bounded
-        rendered, _ = chat_template_utils.render_jinja_template(
-            conversations=[[_as_templates_expect(message) for message in conversation]],
-            tools=cast("Any", None if tools is None else list(tools)),
-            chat_template=template,
-            continue_final_message=continue_final_message,
-            add_generation_prompt=add_generation_prompt,
-            **variables,
-        )
-    except Exception as error:  # a template is a program: it may fail in any way
-        raise RequestError(f"the chat template failed: {error}") from error
-    return rendered[0]
+    return chat_template_utils._compile_jinja_template(template).environment
+
+
+@functools.lru_cache(maxsize=_MAX_TEMPLATES)
+def _format_of(template: str) -> Found:
+    return detected_format(_environment(template).parse(template))
 
 
 def _checked(index: int, conversation: Any) -> list[Message]:
@@ -154,16 +193,12 @@ def _check_tool_calls(where: str, calls: Any) -> None:
             raise RequestError(f"{where}: arguments must be a mapping or JSON text, got {function['arguments']!r:.80}")
 
 
-def _as_templates_expect(message: Message) -> dict[str, Any]:
-    """Content as one text, reasoning under its older name too, calls with mappings; no "tool_calls" where none are."""
+def _as_templates_expect(message: Message, content_format: Found) -> dict[str, Any]:
+    """Content in a format, reasoning under its older name too, calls with mappings; no "tool_calls" where none are."""
     changed = dict(message)
     if message.get("reasoning") is not None:
         changed.setdefault("reasoning_content", message["reasoning"])
-    content = message.get("content")
-    if isinstance(content, list):
-        changed["content"] = "\n".join(part["text"] for part in cast("list[Mapping[str, str]]", content))
-    elif content is None:
-        changed["content"] = ""
+    changed["content"] = in_format(message["role"], message.get("content"), content_format)
     calls = cast("list[Mapping[str, Any]]", changed.pop("tool_calls", None) or [])
     if calls:
         changed["tool_calls"] = [_with_mapping_arguments(call) for call in calls]

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.engine.chat import load_chat_template
+from jaxserve.engine.chat import choose_template, load_chat_template, render_chat, split_conversations
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.request import PromptInput
+from jaxserve.request import PromptInput, params_for_each
 from jaxserve.sampling_params import SamplingParams
 
 
@@ -18,12 +18,30 @@ def read_template(template: str | None) -> str | None:
     return None if template is None else load_chat_template(template)
 
 
+def chat_prompts(tokenizer: Tokenizer, messages: Any, params: Any, **options: Any) -> list[PromptInput]:
+    """The prompts of one conversation or of a list of them.
+
+    Args:
+        tokenizer: The model's.
+        messages: A list of messages, or a list of such lists.
+        params: How to sample the answers: for all, or one for each.
+        **options: As ``chat_prompt``.
+
+    Raises:
+        RequestError: A message or an option that is wrong, no template, or a conversation that it refuses.
+    """
+    conversations = split_conversations(messages)
+    pairs = zip(conversations, params_for_each(params, len(conversations)), strict=True)
+    return [chat_prompt(tokenizer, *pair, **options) for pair in pairs]
+
+
 def chat_prompt(
     tokenizer: Tokenizer,
     conversation: Sequence[Mapping[str, Any]],
     params: SamplingParams | None,
     *,
     chat_template: str | None = None,
+    chat_template_content_format: str = "auto",
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     tools: list[dict[str, Any]] | None = None,
@@ -33,24 +51,26 @@ def chat_prompt(
 
     Args:
         tokenizer: The model's.
-        conversation: Messages with ``role`` and ``content``.
+        conversation: Messages with ``role`` and ``content``, as ``split_conversations`` gives them.
         params: How to sample the answer.
         chat_template: Jinja source in place of the model's template.
+        chat_template_content_format: What the template sees of contents: ``string``, ``openai`` or ``auto``.
         add_generation_prompt: End the prompt where the assistant's message begins.
         continue_final_message: Leave the last message open, to be continued.
         tools: Passed to the template.
         chat_template_kwargs: Further variables for the template.
 
     Raises:
-        RequestError: No template, or a conversation that it refuses.
+        RequestError: No template, a conversation that it refuses, or a format that there is not.
     """
-    text = tokenizer.render_chat(
+    text = render_chat(
         conversation,
-        chat_template,
-        add_generation_prompt,
-        continue_final_message,
-        tools,
-        **(chat_template_kwargs or {}),
+        choose_template(tokenizer.chat_templates, chat_template, tools is not None),
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        tools=tools,
+        content_format=chat_template_content_format,
+        variables={**tokenizer.special_tokens, **(chat_template_kwargs or {})},
     )
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     return PromptInput(prompt=text, prompt_token_ids=tuple(token_ids), params=params, is_chat=True)

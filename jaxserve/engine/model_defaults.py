@@ -57,24 +57,42 @@ def eos_token_ids(plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, .
 
 
 def default_sampling_params(config: EngineConfig, directory: Path) -> SamplingParams:
-    """Sampling parameters of the model's generation_config.json, or of the one asked for.
+    """Sampling parameters of the model's generation_config.json, or of the one asked for, and what overrides them.
 
     Raises:
         ConfigError: The file asked for does not exist, or its values are no sampling parameters.
     """
-    if config.generation_config == "vllm":
-        return SamplingParams()
-    if config.generation_config != "auto":
-        directory = Path(config.generation_config)
-        if not (directory / "generation_config.json").exists():
-            raise ConfigError(
-                "generation_config: expected 'auto', 'vllm' or a directory with a generation_config.json, got "
-                f"{config.generation_config!r}"
-            )
     try:
-        return SamplingParams.from_generation_config(read_generation_config(directory))
-    except RequestError as error:
-        raise ConfigError(f"{directory / 'generation_config.json'}: {error}") from error
+        return SamplingParams.from_generation_config(generation_defaults(config, directory))
+    except RequestError as error:  # the other values have been checked
+        raise ConfigError(f"{_defaults_directory(config, directory) / 'generation_config.json'}: {error}") from error
+
+
+def generation_defaults(config: EngineConfig, directory: Path) -> dict[str, Any]:
+    """The generation config that default sampling parameters come from, under the names of the file.
+
+    Raises:
+        ConfigError: The file asked for does not exist.
+    """
+    override = config.override_generation_config or {}
+    found = {}
+    if config.generation_config != "vllm":
+        found = read_generation_config(_defaults_directory(config, directory))
+    if "temperature" in override:
+        found.pop("do_sample", None)  # false says that the temperature is 0
+    return {**found, **override}
+
+
+def _defaults_directory(config: EngineConfig, directory: Path) -> Path:
+    if config.generation_config in ("auto", "vllm"):
+        return directory
+    chosen = Path(config.generation_config)
+    if not (chosen / "generation_config.json").exists():
+        raise ConfigError(
+            "generation_config: expected 'auto', 'vllm' or a directory with a generation_config.json, got "
+            f"{config.generation_config!r}"
+        )
+    return chosen
 
 
 def read_generation_config(directory: Path) -> dict:

@@ -64,7 +64,7 @@ class StartedEngine:
             RequestError: It has none.
         """
         if self.engine.tokenizer is None:
-            raise RequestError(f"{self.plan.directory} has no tokenizer")
+            raise RequestError("the model has no tokenizer")
         return self.engine.tokenizer
 
     @property

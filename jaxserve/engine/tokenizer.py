@@ -14,6 +14,7 @@ from jaxserve.engine.fast_backend import FastBackend
 from jaxserve.engine.sentencepiece_backend import SentencePieceBackend
 from jaxserve.engine.token_pieces import TokenPieces
 from jaxserve.engine.tokenizer_files import SPECIAL_NAMES, TokenizerSettings, read_settings
+from jaxserve.engine.tokenizer_info import tokenizer_info
 from jaxserve.errors import ConfigError, RequestError
 
 MODES = ("auto", "hf")
@@ -143,6 +144,20 @@ class Tokenizer:
             messages, chat_template, add_generation_prompt, continue_final_message, tools, **variables
         )
         return self.encode(text, add_special_tokens=False)
+
+    def info(self, chat_template: str | None = None) -> dict[str, Any]:
+        """Returns what tokenizer_config.json says, with a class, special tokens and the chat template; no paths.
+
+        Args:
+          chat_template: The source of the one in use; None: the model's usual one.
+        """
+        default_class = (
+            "LlamaTokenizer" if isinstance(self._backend, SentencePieceBackend) else "PreTrainedTokenizerFast"
+        )
+        template = self.chat_templates.get("default") if chat_template is None else chat_template
+        defaults = {"tokenizer_class": default_class, **self.special_tokens}
+        info = tokenizer_info(self._settings.config, self._directory, **defaults)
+        return info if template is None else {**info, "chat_template": template}
 
     def _named_id(self, name: str) -> int | None:
         if isinstance(self._backend, SentencePieceBackend):

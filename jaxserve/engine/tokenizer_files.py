@@ -40,6 +40,8 @@ class TokenizerSettings:
     has_prefix_per_part: bool = True
     """`legacy`: text after a special token is encoded as if it began the prompt."""
     more_special_tokens: tuple[str, ...] = field(default=())
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """tokenizer_config.json itself."""
 
 
 def read_json(path: Path) -> Any:
@@ -77,6 +79,7 @@ def read_settings(directory: Path) -> TokenizerSettings:
         adds_eos=bool(config.get("add_eos_token", False)),
         has_prefix_per_part=config.get("legacy") is not False,
         more_special_tokens=tuple(_content(value) for value in values),
+        config=config,
     )
 
 

@@ -46,7 +46,9 @@ def serve_arguments(options: argparse.Namespace) -> tuple[dict[str, Any], Server
         given["model"] = options.model_tag
     names = [field.name for field in dataclasses.fields(ServerConfig)]
     settings = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return given, ServerConfig.from_arguments(settings, os.environ)
+    config = ServerConfig.from_arguments(settings, os.environ)
+    config.check_engine(given)
+    return given, config
 
 
 def with_config_file(arguments: Sequence[str]) -> list[str]:
@@ -77,7 +79,10 @@ def with_config_file(arguments: Sequence[str]) -> list[str]:
 
 
 def _as_flag(name: str, value: Any) -> list[str]:
-    flag = "--" + name.replace("_", "-")
+    flag, dot, keys = ("--" + name).partition(".")
+    flag = flag.replace("_", "-")
+    if dot:
+        return [f"{flag}.{keys}", json.dumps(value)]
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag[2:]}"]
     if isinstance(value, dict) or (isinstance(value, list) and name.replace("-", "_") in _JSON_LISTS):

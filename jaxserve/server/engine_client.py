@@ -63,6 +63,10 @@ class Engine(Protocol):
         """The prompt that a conversation becomes; ``chat`` as in ``EngineRequest``."""
         ...
 
+    async def tokenizer_info(self) -> dict[str, Any]:
+        """What the model's files say of its tokenizer, and the chat template in use."""
+        ...
+
     async def metrics(self) -> list[Metric]:
         """The engine's numbers of this moment."""
         ...
@@ -90,9 +94,13 @@ class EngineClient:
     Args:
         engine_arguments: Those of ``LLM``, all of them JSON values.
         config: The server's settings.
+
+    Raises:
+        ConfigError: They do not go together.
     """
 
     def __init__(self, engine_arguments: Mapping[str, Any], config: ServerConfig):
+        config.check_engine(engine_arguments)
         self._arguments = dict(engine_arguments)
         self._config = config
         self._link: EngineLink | None = None
@@ -118,6 +126,7 @@ class EngineClient:
                 max_num_queued_tokens=config.max_num_queued_tokens or 0,
                 watchdog_timeout_s=config.watchdog_timeout,
                 chat_template_timeout_s=config.chat_template_timeout,
+                chat_template_content_format=config.chat_template_content_format,
             )
         )
         ready = self._link.ready
@@ -192,6 +201,10 @@ class EngineClient:
         """The prompt that a conversation becomes."""
         answer = await self._ready_link().ask("render_chat", chat=dict(chat))
         return answer["text"], answer["token_ids"]
+
+    async def tokenizer_info(self) -> dict[str, Any]:
+        """What the model's files say of its tokenizer, and the chat template in use."""
+        return await self._ready_link().ask("tokenizer_info")
 
     async def metrics(self) -> list[Metric]:
         """The engine's numbers of this moment."""

@@ -1,20 +1,19 @@
 """Settings of a server: vLLM's flags where it has them."""
 
 import dataclasses
+import ipaddress
 import typing
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from jaxserve.config_checks import check_type
 from jaxserve.errors import ConfigError
+from jaxserve.server.settings_checks import check_files, check_paths, check_ranges, typed
 
 QUEUED_SEQS = 4
 """Sequences that may wait for each place, where nothing is said."""
 QUEUED_CONTEXTS = 64
 """Contexts' worth of prompt tokens that may wait, where nothing is said."""
-_KINDS = (bool, int, str, float, list, dict)
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
@@ -36,30 +35,34 @@ class ServerConfig:
         auth_file: A YAML or JSON file of keys with names, scopes and limits (see ``jaxserve.server.auth``).
         share_prefix_cache: Share cached pages between the holders of different keys.
         strict: Refuse requests with unknown fields in place of naming them in the answer's header.
-        chat_template_content_format: What the chat template sees of a content of several parts: ``string`` (also
-            ``auto``) one text.
+        chat_template_content_format: What the chat template sees of contents: ``string`` one text, ``openai`` a list of
+            parts, ``auto`` the list if it loops over contents, else the text.
         trust_request_chat_template: Take a chat template from a request.
         default_chat_template_kwargs: Variables for the chat template that requests do not give.
         chat_template_timeout: Seconds that a chat template may take.
         response_role: The role of answers.
-        enable_auto_tool_choice: Let the model choose to call tools; needs ``tool_call_parser``.
+        enable_auto_tool_choice: Let the model choose to call tools; needs the engine's ``tool_call_parser``.
         return_tokens_as_token_ids: Write tokens in logprobs as ``token_id:7``.
         enable_prompt_tokens_details: Give the number of cached tokens in usage.
         enable_force_include_usage: Give usage in every stream.
         enable_server_load_tracking: Serve ``GET /load``.
+        enable_tokenizer_info_endpoint: Serve ``GET /tokenizer_info``.
         enable_log_requests: Log each request when it comes.
         enable_log_outputs: Log each answer.
         max_log_len: Most characters of a prompt or an answer in the log; None: all.
         enable_request_id_headers: Answer with the header ``X-Request-Id``.
         disable_access_log: Leave out the line of each HTTP request.
+        disable_access_log_for_endpoints: Leave it out for these paths, such as ``/health,/metrics``; may be repeated.
         uvicorn_log_level: Least level of the HTTP server's own log.
         root_path: Path that a proxy puts in front.
+        insecure: Listen without TLS where other machines can connect: in a network that is safe, or behind a proxy.
         ssl_keyfile: The TLS key of HTTP and gRPC.
         ssl_certfile: Its certificate.
         ssl_ca_certs: Certificates of those who may sign clients'.
         ssl_cert_reqs: 0: clients need no certificate; 1: they may have one; 2: they must.
         enable_ssl_refresh: Read key and certificate again when the files change.
-        allowed_origins: Origins of pages that may call the HTTP server (CORS), as a JSON list.
+        allowed_origins: Origins of pages that may call the HTTP server (CORS), as a JSON list. None: no other page may,
+            unlike in vLLM, whose default is ``["*"]``: all may.
         allowed_methods: Methods that they may use, as a JSON list.
         allowed_headers: Headers that they may send, as a JSON list.
         allow_credentials: Whether they may send cookies.
@@ -72,6 +75,9 @@ class ServerConfig:
         keepalive_timeout: Seconds that an idle HTTP connection stays open.
         grpc_keepalive_time: Seconds between pings on an idle gRPC connection.
         grpc_keepalive_timeout: Seconds to wait for the answer to such a ping.
+        grpc_max_connection_age: Seconds after which a gRPC connection takes no more calls, so that clients connect
+            again, perhaps elsewhere; calls that run go on. 0: never.
+        grpc_max_connection_idle: Seconds that a gRPC connection without calls stays open; 0: as long as it likes.
         max_concurrent_streams: Most calls at a time on one gRPC connection.
         disable_grpc_reflection: Leave out gRPC's server reflection.
         shutdown_timeout: Seconds that running requests may take after SIGTERM.
@@ -95,7 +101,7 @@ class ServerConfig:
     auth_file: str | None = None
     share_prefix_cache: bool = False
     strict: bool = False
-    chat_template_content_format: Literal["auto", "string"] = "auto"
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
     trust_request_chat_template: bool = False
     default_chat_template_kwargs: dict[str, Any] | None = None
     chat_template_timeout: float = 5.0
@@ -105,13 +111,16 @@ class ServerConfig:
     enable_prompt_tokens_details: bool = False
     enable_force_include_usage: bool = False
     enable_server_load_tracking: bool = False
+    enable_tokenizer_info_endpoint: bool = False
     enable_log_requests: bool = False
     enable_log_outputs: bool = False
     max_log_len: int | None = None
     enable_request_id_headers: bool = False
     disable_access_log: bool = False
+    disable_access_log_for_endpoints: list[str] | None = None
     uvicorn_log_level: LogLevel = "warning"
     root_path: str = ""
+    insecure: bool = False
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     ssl_ca_certs: str | None = None
@@ -130,6 +139,8 @@ class ServerConfig:
     keepalive_timeout: int = 5
     grpc_keepalive_time: float = 30.0
     grpc_keepalive_timeout: float = 10.0
+    grpc_max_connection_age: float = 0.0
+    grpc_max_connection_idle: float = 600.0
     max_concurrent_streams: int = 1024
     disable_grpc_reflection: bool = False
     shutdown_timeout: float = 30.0
@@ -157,21 +168,39 @@ class ServerConfig:
         key = environment.get("JAXSERVE_API_KEY")
         if key:
             values["api_key"] = [*(values.get("api_key") or ()), key]
-        return cls(**_typed(values, typing.get_type_hints(cls)))
+        return cls(**typed(values, typing.get_type_hints(cls)))
 
     def __post_init__(self):
-        _check_ranges(self)
-        _check_files(self)
+        check_ranges(vars(self))
+        check_files(vars(self))
+        check_paths("disable_access_log_for_endpoints", self.quiet_paths)
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("ssl_keyfile and ssl_certfile: expected both or neither")
         if self.ssl_cert_reqs and not self.ssl_ca_certs:
             raise ConfigError("ssl_cert_reqs: asking clients for certificates needs ssl_ca_certs")
+        if self.ssl_ca_certs and not (self.ssl_cert_reqs and self.has_tls):
+            raise ConfigError("ssl_ca_certs does nothing without ssl_cert_reqs, ssl_keyfile and ssl_certfile")
         if self.enable_ssl_refresh and not self.has_tls:
             raise ConfigError("enable_ssl_refresh needs ssl_keyfile and ssl_certfile")
         if self.port == -1 and self.grpc_port == -1 and self.uds is None:
             raise ConfigError("port and grpc_port: expected at least one that is not -1")
+        if not (self.has_tls or self.insecure or is_loopback(self.host)) and (self.port, self.grpc_port) != (-1, -1):
+            expected = "expected ssl_keyfile and ssl_certfile, or insecure where something else keeps it safe"
+            raise ConfigError(f"host: other machines can reach {self.host}, and nothing is encrypted: {expected}")
         if self.admin_port != -1 and not is_loopback(self.admin_host) and not (self.has_tls and self.has_keys):
             raise ConfigError("admin_host: an admin listener that others can reach needs keys and TLS")
+
+    def check_engine(self, arguments: Mapping[str, Any]) -> None:
+        """Refuses an engine that lacks what these settings need.
+
+        Args:
+            arguments: The engine's.
+
+        Raises:
+            ConfigError: Tools are to be called, and nothing says how the model writes calls.
+        """
+        if self.enable_auto_tool_choice and arguments.get("tool_call_parser") is None:
+            raise ConfigError("enable_auto_tool_choice needs tool_call_parser: give --tool-call-parser too")
 
     def queued_reqs_limit(self, max_num_seqs: int) -> int:
         """Most sequences that wait for a place, for an engine with so many places."""
@@ -180,6 +209,12 @@ class ServerConfig:
     def queued_tokens_limit(self, max_model_len: int) -> int:
         """Most prompt tokens of sequences that wait, for a context of so many tokens."""
         return self.max_num_queued_tokens or QUEUED_CONTEXTS * max_model_len
+
+    @property
+    def quiet_paths(self) -> frozenset[str]:
+        """Paths whose requests have no line in the log."""
+        given = ",".join(self.disable_access_log_for_endpoints or ()).split(",")
+        return frozenset(path.strip() for path in given if path.strip())
 
     @property
     def has_tls(self) -> bool:
@@ -194,52 +229,7 @@ class ServerConfig:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach an address."""
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def _typed(values: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, each of its field's type; whole numbers stand for floats too."""
-    checked = dict(values)
-    for name, value in values.items():
-        kinds = typing.get_args(types[name]) or (types[name],)
-        if value is None and type(None) in kinds:
-            continue
-        kind = next((found for one in kinds if (found := typing.get_origin(one) or one) in _KINDS), None)
-        if isinstance(value, bool) and kind is not bool:
-            raise ConfigError(f"{name}: expected {kind.__name__ if kind else kinds}, got {value!r}")
-        if kind is float and isinstance(value, int):
-            checked[name] = float(value)
-        elif kind is not None:
-            check_type(name, value, kind)
-        elif value not in kinds:
-            raise ConfigError(f"{name}: expected one of {', '.join(map(str, kinds))}, got {value!r}")
-        if isinstance(value, list) and not all(isinstance(item, str) and item for item in value):
-            raise ConfigError(f"{name}: expected texts that are not empty")
-    return checked
-
-
-def _check_ranges(config: ServerConfig) -> None:
-    for name in ("port", "grpc_port", "admin_port"):
-        if not -1 <= getattr(config, name) <= 65535:
-            raise ConfigError(f"{name}: expected a port from 0 to 65535, or -1 for none, got {getattr(config, name)}")
-    for name in ("request_timeout", "stall_timeout", "shutdown_timeout", "watchdog_timeout"):
-        if not 0 <= getattr(config, name) < float("inf"):
-            raise ConfigError(f"{name}: expected seconds from 0, got {getattr(config, name)}")
-    for name in ("chat_template_timeout", "grpc_keepalive_time", "grpc_keepalive_timeout"):
-        if not 0 < getattr(config, name) < float("inf"):
-            raise ConfigError(f"{name}: expected seconds above 0, got {getattr(config, name)}")
-    least = {"max_request_bytes": 1024, "max_prompts": 1, "max_concurrent_streams": 1, "keepalive_timeout": 0}
-    least |= {"max_num_queued_reqs": 1, "max_num_queued_tokens": 1, "max_log_len": 0}
-    for name, low in least.items():
-        value = getattr(config, name)
-        if value is not None and value < low:
-            raise ConfigError(f"{name}: expected at least {low}, got {value}")
-    if config.ssl_cert_reqs not in (0, 1, 2):
-        raise ConfigError(f"ssl_cert_reqs: expected 0, 1 or 2, got {config.ssl_cert_reqs}")
-
-
-def _check_files(config: ServerConfig) -> None:
-    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "auth_file"):
-        path = getattr(config, name)
-        if path is not None and not Path(path).is_file():
-            raise ConfigError(f"{name}: expected a file, got {path!r}, which is none")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which may mean any address
+        return False

@@ -428,6 +428,10 @@ def test_a_conversation_that_cannot_be_rendered_fails_alone(engine: AsyncLLM) ->
         conversation = [{"role": "user", "content": STORY}]
         outputs = [output async for output in engine.chat(conversation, GREEDY, "named", chat_template=template)]
         assert (outputs[-1].prompt, outputs[-1].request_id) == (STORY, "named")
+        options: dict[str, Any] = {"chat_template": "{{ messages[0].content[0].text }}"}
+        options["chat_template_content_format"] = "openai"
+        outputs = [output async for output in engine.chat(conversation, GREEDY, **options)]
+        assert outputs[-1].prompt == STORY
 
     run(main)
 

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import pytest
 
-from jaxserve import cli_arguments
+from jaxserve import cli, cli_arguments
 from jaxserve.cli_arguments import (
+    FlagParser,
     add_engine_arguments,
     add_sampling_arguments,
     engine_arguments,
@@ -21,7 +22,7 @@ from jaxserve.sampling_params import SamplingParams
 
 def parser() -> argparse.ArgumentParser:
     """The flags of `jaxserve generate` that stand for fields."""
-    made = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    made = FlagParser(allow_abbrev=False, exit_on_error=False)
     add_engine_arguments(made)
     add_sampling_arguments(made)
     return made
@@ -92,6 +93,66 @@ def test_every_field_has_a_flag() -> None:
 def test_bad_flags(words: list[str], message: str) -> None:
     with pytest.raises(argparse.ArgumentError, match=message):
         parser().parse_args(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--hf-overrides.a 1", {"a": 1}),
+        ("--hf-overrides.a=1 --hf-overrides.b=x=y", {"a": 1, "b": "x=y"}),
+        ("--hf-overrides.a -1", {"a": -1}),
+        ("--hf-overrides.a --b", {"a": "--b"}),
+        ("--hf-overrides.a.b.c true --hf-overrides.a.d null", {"a": {"b": {"c": True}, "d": None}}),
+        ("--hf-overrides.a_b-c True", {"a_b-c": "True"}),
+        ('--hf-overrides.a {"b":1} --hf-overrides.a {"c":2}', {"a": {"b": 1, "c": 2}}),
+        ("--hf-overrides.a [1,2] --hf-overrides.a [3]", {"a": [3]}),
+        ("--hf-overrides.a+ x --hf-overrides.a+=y,z", {"a": ["x", "y", "z"]}),
+        ('--hf-overrides {"a":["w"]} --hf-overrides.a+ x', {"a": ["w", "x"]}),
+        ('--hf-overrides {"a":1,"b":{"c":2}} --hf-overrides.b.d 3', {"a": 1, "b": {"c": 2, "d": 3}}),
+        ('--hf-overrides.b.d 3 --hf-overrides {"a":1,"b":{"c":2}}', {"a": 1, "b": {"c": 2, "d": 3}}),
+        ('--hf-overrides.a 1 --hf-overrides={"a":2}', {"a": 2}),
+        ('--hf-overrides {"a":1} --hf-overrides {"b":2} --hf-overrides.c 3', {"b": 2, "c": 3}),
+        ("--hf-overrides.a 1 --hf-overrides.a.b 2", {"a": {"b": 2}}),
+    ],
+)
+def test_objects_part_by_part(words: str, expected: dict[str, Any]) -> None:
+    found = engine_arguments(parser().parse_args([*words.split(), "--block-size", "8", "--seed", "1"]))
+    assert found == {"model": "demo", "hf_overrides": expected, "block_size": 8, "seed": 1}
+
+
+def test_parts_of_sampling_flags() -> None:
+    words = "--logit-bias.5 -1.5 --structured-outputs.regex a+ --repetition-detection.max_pattern_size 4 --stop a.b"
+    options = parser().parse_args([*words.split(), "--repetition-detection.min_count", "3"])
+    expected: dict[str, Any] = {"logit_bias": {5: -1.5}, "structured_outputs": {"regex": "a+"}, "stop": ("a.b",)}
+    expected["repetition_detection"] = {"max_pattern_size": 4, "min_count": 3}
+    assert sampling_arguments(options) == SamplingParams(**expected)
+
+
+@pytest.mark.parametrize(
+    "words", ["--hf-overrides.a", "--hf-overrides. 1", "--hf-overrides.a..b 1", "--hf-overrides.+ 1"]
+)
+def test_parts_without_a_name_or_a_value(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(words.split())
+    assert "expected --hf-overrides.NAME VALUE or --hf-overrides JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--seed.a 1", "--nothing.a 1", "--hf-overrides+ a", "--hf.overrides.a 1"])
+def test_other_flags_have_no_parts(words: str) -> None:
+    assert parser().parse_known_args(words.split())[1][0] == words.split()[0]
+
+
+def test_what_stands_behind_two_dashes_is_no_flag() -> None:
+    made = FlagParser()
+    add_engine_arguments(made)
+    made.add_argument("words", nargs="*")
+    assert made.parse_args(["--", "--hf-overrides.a", "1"]).words == ["--hf-overrides.a", "1"]
+
+
+@pytest.mark.parametrize("command", [["generate"], ["serve"], ["bench", "throughput"], ["eval", "demo"]])
+def test_commands_take_parts(command: list[str]) -> None:
+    options = cli._parser(command[:1]).parse_args([*command, "--override-generation-config.top_k", "5"])
+    assert engine_arguments(options)["override_generation_config"] == {"top_k": 5}
 
 
 @dataclasses.dataclass

@@ -141,6 +141,21 @@ WRONG = [
     ({"disable_log_stats": 1}, "disable_log_stats: expected bool, got 1"),
     ({"async_scheduling": "on"}, "async_scheduling: expected bool, got 'on'"),
     ({"hf_overrides": "x"}, "hf_overrides: expected dict, got 'x'"),
+    ({"override_generation_config": "x"}, "override_generation_config: expected dict, got 'x'"),
+    (
+        {"override_generation_config": {"temperature": "hot"}},
+        "override_generation_config.temperature: temperature must",
+    ),
+    ({"override_generation_config": {"top_p": 7}}, "override_generation_config.top_p: top_p must"),
+    (
+        {"override_generation_config": {"max_new_tokens": 0}},
+        "override_generation_config.max_new_tokens: max_tokens must",
+    ),
+    ({"override_generation_config": {"do_sample": 1}}, "override_generation_config.do_sample: expected bool, got 1"),
+    (
+        {"override_generation_config": {"max_tokens": 5}},
+        "expected temperature, .*max_new_tokens, do_sample; got 'max_tok",
+    ),
     ({"tokenizer": 7}, "tokenizer: expected str, got 7"),
     ({"revision": 7}, "revision: expected str, got 7"),
     ({"layout": 7}, "layout: expected str, got 7"),

@@ -1,5 +1,6 @@
 """``LLM`` as its users meet it: what it takes, what it says when something is wrong, and that nothing is lost then."""
 
+import functools
 import io
 import json
 import shutil
@@ -122,7 +123,7 @@ IDS = {"prompt_token_ids": [1, 5]}
         ([IDS, IDS, {"prompt_token_ids": [3, -1]}], None, "prompt 2: token ids must be at least 0, got -1"),
         ([IDS, {"prompt_token_ids": [3, 1.0]}], None, "prompt 1: token id 1 must be an int, got 1.0"),
         ([IDS, {"prompt_token_ids": "abc"}], None, "prompt 1: 'prompt_token_ids' must be a list of ints, got str"),
-        ([IDS, {"prompt_token_ids": [3] * 64}], None, "prompt 1: .*maximum context length is 64 tokens.*contains 64"),
+        ([IDS, {"prompt_token_ids": [3] * 64}], None, "prompt 1: .*maximum context length is 64 tokens.*at least 64"),
         (["a", "a" * 80], None, "prompt 1: .*maximum context length is 64 tokens"),
         (["a", "\ud800"], None, "prompt 1 is not valid Unicode"),
         (["a", "b"], [GREEDY], r"lengths of prompts \(2\) and sampling_params \(1\) must be the same"),
@@ -219,6 +220,19 @@ def test_chat_uses_the_model_s_template(llm: LLM) -> None:
         llm.chat(conversation, [GREEDY, GREEDY])
 
 
+def test_templates_see_contents_in_the_format_asked_for(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "lo"}]}]
+    shown = functools.partial(llm.chat, conversation, GREEDY, use_tqdm=False)
+    plain, parts = "{{ messages[0].content }}", "{% for p in messages[0].content %}{{ p.text }}|{% endfor %}"
+    assert shown(chat_template=plain)[0].prompt == "he\nlo"
+    assert shown(chat_template=parts)[0].prompt == "he|lo|"
+    template = "{{ messages[0].content | length }}"
+    assert shown(chat_template=template, chat_template_content_format="string")[0].prompt == "5"
+    assert shown(chat_template=template, chat_template_content_format="openai")[0].prompt == "2"
+    with pytest.raises(RequestError, match="chat_template_content_format must be one of auto, string, openai, got 'x'"):
+        shown(chat_template_content_format="x")
+
+
 # ---------------------------------------------------------------- the progress bar
 
 
@@ -282,6 +296,10 @@ def test_default_parameters_of_vllm(broken: Path, monkeypatch: pytest.MonkeyPatc
     (broken / "generation_config.json").write_text('{"max_new_tokens": 3}')
     with LLM(str(broken), **SETTINGS, generation_config="vllm") as made:
         assert made.get_default_sampling_params() == SamplingParams()
+    changes = {"temperature": 0.5, "max_new_tokens": 2}
+    with LLM(str(broken), **SETTINGS, override_generation_config=changes) as made:
+        assert made.get_default_sampling_params() == SamplingParams(temperature=0.5, max_tokens=2)
+        assert len(made.generate(IDS, use_tqdm=False)[0].outputs[0].token_ids) <= 2
 
 
 # ---------------------------------------------------------------- checkpoints that cannot be read

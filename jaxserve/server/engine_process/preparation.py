@@ -33,6 +33,10 @@ class Preparation:
         limits: What may wait.
         renderers: Make prompts of conversations.
         chat_template: The source, or the name of a file, of a template in place of the model's.
+        content_format: What templates see of contents: ``auto``, ``string`` or ``openai``.
+
+    Attributes:
+        chat_template: The source of the template in place of the model's, if there is one.
     """
 
     def __init__(
@@ -42,13 +46,15 @@ class Preparation:
         limits: QueueLimits,
         renderers: Renderers,
         chat_template: str | None,
+        content_format: str = "auto",
     ):
         self._started = started
         self._engine = started.engine
         self._thread = thread
         self._limits = limits
         self._renderers = renderers
-        self._chat_template = read_template(chat_template)
+        self.chat_template = read_template(chat_template)
+        self._content_format = content_format
         self._pool = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "jaxserve-prepare")
 
     def begin(self, stream: OutboxStream, message: engine_pb2.Submit, place: Place) -> None:
@@ -95,7 +101,8 @@ class Preparation:
         """
         tokenizer = self._started.tokenizer
         chat: Mapping[str, Any] = chat_of(arguments_json)
-        job = render_job(chat, tokenizer.chat_templates, self._chat_template, tokenizer.special_tokens)
+        special_tokens = tokenizer.special_tokens
+        job = render_job(chat, tokenizer.chat_templates, self.chat_template, special_tokens, self._content_format)
         return self._renderers.submit(job, is_wanted)
 
     def close(self) -> None:

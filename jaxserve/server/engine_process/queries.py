@@ -12,6 +12,7 @@ from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.startup import StartedEngine
 from jaxserve.errors import JaxserveError, RequestError, RequestFailedError, unforeseen
 from jaxserve.server.engine_process.preparation import Preparation
+from jaxserve.server.engine_request import check_converted
 from jaxserve.server.metric_codec import metrics_to_json
 from jaxserve.server.submit_codec import chat_json
 
@@ -50,6 +51,7 @@ class Queries:
             "start_profile": self._start_profile,
             "stop_profile": self._stop_profile,
             "tokenize": self._tokenize,
+            "tokenizer_info": self._tokenizer_info,
         }
 
     def ask(self, method: str, arguments_json: str) -> Answer:
@@ -68,6 +70,8 @@ class Queries:
 
         def tokenize() -> dict[str, Any]:
             token_ids = tokenizer.encode(text, add_special_tokens)
+            if with_strings:
+                check_converted("return_token_strs", len(token_ids))
             strings = [tokenizer.token_text(token) for token in token_ids] if with_strings else []
             return {"token_ids": token_ids, "strings": strings}
 
@@ -95,6 +99,10 @@ class Queries:
 
         self._preparation.render(chat_json(chat)).add_done_callback(tokenize)
         return answer
+
+    def _tokenizer_info(self) -> Answer:
+        tokenizer, preparation = self._started.tokenizer, self._preparation
+        return preparation.call(lambda: tokenizer.info(preparation.chat_template))
 
     def _metrics(self) -> Answer:
         answer: Answer = concurrent.futures.Future()

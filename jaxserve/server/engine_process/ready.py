@@ -1,7 +1,7 @@
 """What an engine process says of itself when it is ready."""
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.model_defaults import read_generation_config
+from jaxserve.engine.model_defaults import generation_defaults
 from jaxserve.engine.startup import StartedEngine
 from jaxserve.server.proto.jaxserve.internal.v1 import engine_pb2
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
@@ -16,8 +16,9 @@ def num_places(started: StartedEngine) -> int:
 def ready_message(started: StartedEngine, config: EngineConfig) -> engine_pb2.Ready:
     """The model, its defaults and its memory."""
     defaults = params_to_proto(started.default_params)
-    if read_generation_config(started.plan.directory).get("max_new_tokens") is not None:
-        defaults.max_tokens = started.default_params.max_tokens or 0  # even where it is Python's default
+    has_limit = generation_defaults(config, started.plan.directory).get("max_new_tokens") is not None
+    if has_limit and started.default_params.max_tokens is not None:
+        defaults.max_tokens = started.default_params.max_tokens  # even where it is Python's default
     return engine_pb2.Ready(
         model=_model(started, config),
         default_sampling_params=defaults,

@@ -173,7 +173,11 @@ class Renderers:
 
 
 def render_job(
-    chat: Mapping[str, Any], templates: Mapping[str, str], own_template: str | None, special_tokens: Mapping[str, str]
+    chat: Mapping[str, Any],
+    templates: Mapping[str, str],
+    own_template: str | None,
+    special_tokens: Mapping[str, str],
+    content_format: str = "auto",
 ) -> dict[str, Any]:
     """What a renderer needs for a conversation.
 
@@ -182,6 +186,7 @@ def render_job(
         templates: The model's, by name.
         own_template: The server's in place of them.
         special_tokens: The model's, by name; the template sees them.
+        content_format: What the template sees of contents, as ``jaxserve.engine.chat.render_chat`` takes it.
 
     Raises:
         RequestError: A conversation of the wrong form, no template, or an option that there is not.
@@ -203,6 +208,7 @@ def render_job(
         "tools": tools,
         "add_generation_prompt": values.get("add_generation_prompt", True),
         "continue_final_message": values.get("continue_final_message", False),
+        "content_format": content_format,
         "variables": {**special_tokens, **_checked_variables(variables)},
     }
 

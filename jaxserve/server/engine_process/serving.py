@@ -51,7 +51,8 @@ class Serving:
             start.max_num_queued_reqs or QUEUED_SEQS * places,
             start.max_num_queued_tokens or QUEUED_CONTEXTS * started.plan.max_model_len,
         )
-        self._preparation = Preparation(started, thread, self._limits, renderers, config.chat_template)
+        content_format = start.chat_template_content_format or "auto"
+        self._preparation = Preparation(started, thread, self._limits, renderers, config.chat_template, content_format)
         self._queries = Queries(started, thread, self._preparation, self._abort)
         self._requests: dict[int, tuple[OutboxStream, Place]] = {}
         self._lock = threading.Lock()  # of the dict

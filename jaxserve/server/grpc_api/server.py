@@ -148,7 +148,9 @@ def _max_calls(config: ServerConfig) -> int:
 
 
 def _options(config: ServerConfig) -> list[tuple[str, Any]]:
+    ages = {"age": config.grpc_max_connection_age, "idle": config.grpc_max_connection_idle}
     return [
+        *((f"grpc.max_connection_{name}_ms", round(limit_s * 1000)) for name, limit_s in ages.items() if limit_s),
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", config.max_request_bytes),
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),

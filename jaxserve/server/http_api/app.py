@@ -17,7 +17,7 @@ from jaxserve.server.http_api.edge import Edge
 from jaxserve.server.http_api.embeddings import embeddings
 from jaxserve.server.http_api.endpoint import Call, Endpoint, Handler
 from jaxserve.server.http_api.replies import HttpError, error_reply
-from jaxserve.server.http_api.service import health, load, metrics, model, models, version
+from jaxserve.server.http_api.service import health, load, metrics, model, models, tokenizer_info, version
 from jaxserve.server.http_api.status import status_routes
 from jaxserve.server.http_api.tokenization import detokenize, tokenize
 from jaxserve.server.settings import ServerConfig
@@ -53,6 +53,8 @@ def make_app(frontend: Frontend) -> Starlette:
     routes += [Route(path, Endpoint(frontend, handler, scope), methods=["GET"]) for path, handler, scope in _GETS]
     if config.enable_server_load_tracking:
         routes.append(Route("/load", Endpoint(frontend, load, "metrics"), methods=["GET"]))
+    if config.enable_tokenizer_info_endpoint:
+        routes.append(Route("/tokenizer_info", Endpoint(frontend, tokenizer_info, "generate"), methods=["GET"]))
     if not config.disable_status_page:
         routes += [_guarded(frontend, route) for route in status_routes(frontend)]
     app = Starlette(

@@ -26,6 +26,7 @@ class Edge:
     def __init__(self, app: ASGIApp, config: ServerConfig):
         self._app = app
         self._config = config
+        self._quiet_paths = config.quiet_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on."""
@@ -47,8 +48,14 @@ class Edge:
         try:
             await self._app(scope, receive, noting_send)
         finally:
-            if not self._config.disable_access_log:
+            if not self._is_quiet(scope["path"]):
                 self._log(scope, 499 if scope.get(CLIENT_GONE) else status, time.monotonic() - begin_s)
+
+    def _is_quiet(self, path: str) -> bool:
+        """Whether a path has no line in the log; what a proxy puts in front may be left out of its name."""
+        if self._config.disable_access_log:
+            return True
+        return path in self._quiet_paths or path.removeprefix(self._config.root_path) in self._quiet_paths
 
     def _log(self, scope: Scope, status: int, duration_s: float) -> None:
         client, label = scope.get("client"), scope[LABEL]

@@ -1,4 +1,4 @@
-"""What a server says of itself: models, health, version, load, metrics."""
+"""What a server says of itself: models, tokenizer, health, version, load, metrics."""
 
 from typing import Any
 
@@ -65,6 +65,12 @@ async def version(call: Call) -> Response:
 async def load(call: Call) -> Response:
     """How many texts are being made or wait to be."""
     return json_reply({"server_load": call.frontend.gate.num_in_flight})
+
+
+async def tokenizer_info(call: Call) -> Response:
+    """What the model's files say of its tokenizer, and the chat template in use."""
+    with call.frontend.admit(call.caller):
+        return json_reply(await call.frontend.engine.tokenizer_info())
 
 
 async def metrics(call: Call) -> Response:

@@ -197,6 +197,10 @@ class FakeEngine:
         self.requests["render"] = EngineRequest(chat=chat, params=self.info.sampling_params({}))
         return self.rendered, [ord(character) for character in self.rendered]
 
+    async def tokenizer_info(self) -> dict[str, Any]:
+        """A class and a template."""
+        return {"tokenizer_class": "Fake", "chat_template": "{{ messages }}"}
+
     async def metrics(self) -> list[Metric]:
         """None."""
         return []

@@ -37,6 +37,17 @@ def test_texts_are_those_of_this_process(renderers: Renderers) -> None:
     assert text == render_chat(MESSAGES, TEMPLATE, variables={**SPECIAL, "extra": 3})
 
 
+def test_contents_have_the_format_of_the_job(renderers: Renderers) -> None:
+    template = "{{ messages[0].content | length }}{% for part in messages[0].content %}{{ part.text }}{% endfor %}"
+    chat = {"messages": [{"role": "user", "content": "abc"}]}
+    found = {}
+    for content_format in ("auto", "string", "openai"):
+        made = render_job(chat, {"default": template}, None, SPECIAL, content_format)
+        found[content_format] = renderers.submit(made).result(PATIENCE_S)
+    assert found == {"auto": "1abc", "string": "3", "openai": "1abc"}
+    assert renderers.submit(job(template)).result(PATIENCE_S) == "1é"
+
+
 def test_what_nobody_wants_any_more_is_left_out(renderers: Renderers) -> None:
     left = renderers.submit(job(), lambda: False)
     with pytest.raises(concurrent.futures.CancelledError):

@@ -98,3 +98,24 @@ def test_watchers_leave_places_for_calls(monkeypatch: pytest.MonkeyPatch) -> Non
                 await asyncio.sleep(0.001)
 
     run(main)
+
+
+@pytest.mark.parametrize("limit", ["grpc_max_connection_idle", "grpc_max_connection_age"])
+def test_connections_end_and_are_made_again(limit: str) -> None:
+    async def main() -> None:
+        async with serving(**{limit: 0.2}) as there, connected(there.target) as channel:
+            there.engine.stops_at = 1
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            if limit == "grpc_max_connection_age":  # which lets calls that run end
+                running = asyncio.ensure_future(stub.Generate(generation_pb2.GenerateRequest(text="Hi")))
+                await there.engine.reached.wait()
+                await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+                there.engine.go.set()
+                assert (await running).completions[0].text
+            else:
+                there.engine.go.set()
+                await stub.Generate(generation_pb2.GenerateRequest(text="Hi"))
+                await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+            assert (await stub.Generate(generation_pb2.GenerateRequest(text="Hi"))).completions[0].text
+
+    run(main)

@@ -79,7 +79,7 @@ def test_a_port_in_use(which: str) -> None:
 def test_an_address_of_another_machine() -> None:
     async def main() -> None:
         with pytest.raises(ConfigError, match="cannot listen on 192.0.2.1:0"):
-            await make_server(host="192.0.2.1").start()
+            await make_server(host="192.0.2.1", insecure=True).start()
 
     run(main)
 

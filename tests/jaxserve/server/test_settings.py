@@ -1,12 +1,15 @@
 """The server's settings: what is refused, and how flags, a file and the environment come together."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxserve import ConfigError, cli
-from jaxserve.server import command
+from jaxserve.server import command, engine_link
+from jaxserve.server.engine_client import EngineClient
+from jaxserve.server.main import serve
 from jaxserve.server.settings import ServerConfig, is_loopback
 
 
@@ -18,9 +21,16 @@ from jaxserve.server.settings import ServerConfig, is_loopback
         ({"port": True}, "port: expected int, got True"),
         ({"stall_timeout": -1.0}, "stall_timeout: expected seconds from 0"),
         ({"request_timeout": float("nan")}, "request_timeout: expected seconds from 0"),
-        ({"chat_template_timeout": 0}, "chat_template_timeout: expected seconds above 0"),
-        ({"max_num_queued_reqs": 0}, "max_num_queued_reqs: expected at least 1"),
-        ({"max_request_bytes": 3}, "max_request_bytes: expected at least 1024"),
+        ({"chat_template_timeout": 0}, "chat_template_timeout: expected seconds from 0.001"),
+        ({"max_num_queued_reqs": 0}, "max_num_queued_reqs: expected a number from 1 to 2147483647, got 0"),
+        ({"max_request_bytes": 3}, "max_request_bytes: expected a number from 1024"),
+        ({"max_request_bytes": 2**31}, "max_request_bytes: expected a number from 1024 to 2147483647, got 2147483648"),
+        ({"max_concurrent_streams": 2**31}, "max_concurrent_streams: expected a number from 1 to"),
+        ({"grpc_keepalive_time": 3e6}, "grpc_keepalive_time: expected seconds from 0 to 1000000"),
+        ({"grpc_max_connection_age": -1}, "grpc_max_connection_age: expected seconds from 0"),
+        ({"host": "0.0.0.0"}, "host: other machines can reach 0.0.0.0, and nothing is encrypted: expected ssl_keyfile"),
+        ({"host": "127.0.0.1.example.org", "port": -1}, "host: other machines can reach 127.0.0.1.example.org"),
+        ({"ssl_ca_certs": __file__}, "ssl_ca_certs does nothing without ssl_cert_reqs"),
         ({"ssl_cert_reqs": 3}, "ssl_cert_reqs: expected 0, 1 or 2"),
         ({"ssl_cert_reqs": 2}, "needs ssl_ca_certs"),
         ({"enable_ssl_refresh": True}, "enable_ssl_refresh needs"),
@@ -29,6 +39,14 @@ from jaxserve.server.settings import ServerConfig, is_loopback
         ({"admin_host": "0.0.0.0"}, "admin_host: an admin listener that others can reach needs keys and TLS"),
         ({"served_model_name": [""]}, "served_model_name: expected texts that are not empty"),
         ({"strict": "yes"}, "strict: expected bool"),
+        (
+            {"chat_template_content_format": "text"},
+            "chat_template_content_format: expected one of auto, string, openai",
+        ),
+        (
+            {"disable_access_log_for_endpoints": ["/a,health"]},
+            "endpoints: expected paths such as /health, got 'health'",
+        ),
         ({"prot": 1}, "the server has no setting 'prot'"),
     ],
 )
@@ -57,8 +75,15 @@ def test_listeners_bind_loopback_unless_told() -> None:
     config = ServerConfig()
     assert is_loopback(config.host)
     assert is_loopback(config.admin_host)
-    assert not is_loopback("0.0.0.0")
-    assert not is_loopback("::")
+    for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
+        assert is_loopback(host)
+    for host in ("0.0.0.0", "::", "127.0.0.1.example.org", "machine", ""):
+        assert not is_loopback(host)
+
+
+def test_nothing_is_served_in_the_clear_unless_told() -> None:
+    assert ServerConfig(host="0.0.0.0", insecure=True).host == "0.0.0.0"
+    assert ServerConfig(host="0.0.0.0", port=-1, grpc_port=-1, uds="/tmp/x").uds
 
 
 def parsed(*arguments: str) -> tuple[dict[str, Any], ServerConfig]:
@@ -108,6 +133,78 @@ def test_a_flag_with_several_values_in_the_file_takes_no_argument(tmp_path: Path
     assert server.served_model_name == ["foo"]
     path.write_text("model: other\nserved-model-name: foo\n")
     assert parsed("/my/model", "--config", str(path))[0] == {"model": "/my/model"}
+
+
+NEEDS_PARSER = "enable_auto_tool_choice needs tool_call_parser: give --tool-call-parser too"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file"),
+    [
+        (["--enable-auto-tool-choice"], None),
+        ([], "enable-auto-tool-choice: true\n"),
+        (["--enable-auto-tool-choice"], "port: 5\n"),
+        (["--enable-auto-tool-choice", "--reasoning-parser", "qwen3"], None),
+    ],
+)
+def test_calling_tools_needs_a_parser(
+    tmp_path: Path,
+    arguments: list[str],
+    file: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(file or "")
+    given = [*arguments, *(() if file is None else ("--config", str(path)))]
+    monkeypatch.setattr(engine_link, "spawn_engine", lambda: pytest.fail("the engine was started"))
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["serve", *given])
+    assert exit_.value.code == 2
+    assert NEEDS_PARSER in capsys.readouterr().err
+    assert parsed(*given, "--tool-call-parser", "hermes")[1].enable_auto_tool_choice
+
+
+def test_calling_tools_needs_a_parser_however_a_server_is_made() -> None:
+    config = ServerConfig(enable_auto_tool_choice=True)
+    for engine in ({"model": "demo"}, {"model": "demo", "tool_call_parser": None}):
+        with pytest.raises(ConfigError, match=NEEDS_PARSER):
+            asyncio.run(serve(engine, config))
+        with pytest.raises(ConfigError, match=NEEDS_PARSER):
+            EngineClient(engine, config)
+    EngineClient({"tool_call_parser": "hermes"}, config)
+    EngineClient({}, ServerConfig())
+
+
+def test_objects_may_be_given_part_by_part(tmp_path: Path) -> None:
+    words = "--default-chat-template-kwargs.enable_thinking false --override-generation-config.temperature 0.5"
+    engine, server = parsed("demo", *words.split())
+    assert engine == {"model": "demo", "override_generation_config": {"temperature": 0.5}}
+    assert server.default_chat_template_kwargs == {"enable_thinking": False}
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "override-generation-config: {temperature: 0.1, top_p: 0.5}\nhf_overrides.rope_scaling.factor: 2\n"
+        "default_chat_template_kwargs.enable_thinking: true\ndefault-chat-template-kwargs.system_name: a b\n"
+    )
+    engine, server = parsed("--config", str(path), *words.split())
+    assert engine["override_generation_config"] == {"temperature": 0.5, "top_p": 0.5}
+    assert engine["hf_overrides"] == {"rope_scaling": {"factor": 2}}
+    assert server.default_chat_template_kwargs == {"enable_thinking": False, "system_name": "a b"}
+
+
+def test_paths_without_log_lines() -> None:
+    assert parsed("--disable-access-log-for-endpoints", "/health, /metrics")[1].quiet_paths == {"/health", "/metrics"}
+    repeated = ("--disable-access-log-for-endpoints", "/health", "--disable-access-log-for-endpoints", "/ping,")
+    assert parsed(*repeated)[1].quiet_paths == {"/health", "/ping"}
+    assert ServerConfig().quiet_paths == frozenset()
+
+
+def test_help_says_where_a_default_is_not_that_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert 'None: no other page may, unlike in vLLM, whose default is ``["*"]``: all may.' in shown
+    assert "What takes a JSON object can be given part by part too" in shown
 
 
 def test_what_a_broken_file_says_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

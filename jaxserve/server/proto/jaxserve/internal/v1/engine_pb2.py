@@ -27,47 +27,47 @@ from jaxserve.server.proto.jaxserve.v1 import model_pb2 as jaxserve_dot_v1_dot_m
 from jaxserve.server.proto.jaxserve.v1 import sampling_pb2 as jaxserve_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!jaxserve/internal/v1/engine.proto\x12\x14jaxserve.internal.v1\x1a\x1cjaxserve/v1/generation.proto\x1a\x17jaxserve/v1/model.proto\x1a\x1ajaxserve/v1/sampling.proto\"\xfb\x01\n\x08ToEngine\x12,\n\x05start\x18\x01 \x01(\x0b\x32\x1b.jaxserve.internal.v1.StartH\x00\x12.\n\x06submit\x18\x02 \x01(\x0b\x32\x1c.jaxserve.internal.v1.SubmitH\x00\x12.\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1c.jaxserve.internal.v1.CancelH\x00\x12,\n\x05query\x18\x04 \x01(\x0b\x32\x1b.jaxserve.internal.v1.QueryH\x00\x12*\n\x04stop\x18\x05 \x01(\x0b\x32\x1a.jaxserve.internal.v1.StopH\x00\x42\x07\n\x05\x66rame\"\x8d\x02\n\nFromEngine\x12,\n\x05ready\x18\x01 \x01(\x0b\x32\x1b.jaxserve.internal.v1.ReadyH\x00\x12\x30\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1d.jaxserve.internal.v1.FailureH\x00\x12\x30\n\x07outputs\x18\x03 \x01(\x0b\x32\x1d.jaxserve.internal.v1.OutputsH\x00\x12.\n\x06\x61nswer\x18\x04 \x01(\x0b\x32\x1c.jaxserve.internal.v1.AnswerH\x00\x12\x34\n\theartbeat\x18\x05 \x01(\x0b\x32\x1f.jaxserve.internal.v1.HeartbeatH\x00\x42\x07\n\x05\x66rame\"\x9f\x01\n\x05Start\x12\x1d\n\x15\x65ngine_arguments_json\x18\x01 \x01(\t\x12\x1b\n\x13max_num_queued_reqs\x18\x02 \x01(\x03\x12\x1d\n\x15max_num_queued_tokens\x18\x03 \x01(\x03\x12\x1a\n\x12watchdog_timeout_s\x18\x04 \x01(\x01\x12\x1f\n\x17\x63hat_template_timeout_s\x18\x05 \x01(\x01\"\xb7\x04\n\x06Submit\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.jaxserve.v1.TokenIdsH\x00\x12*\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1a.jaxserve.internal.v1.ChatH\x00\x12\x34\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x1b.jaxserve.v1.SamplingParams\x12\x15\n\ris_final_only\x18\x07 \x01(\x08\x12\x10\n\x08priority\x18\x08 \x01(\x03\x12\x17\n\ncache_salt\x18\t \x01(\tH\x01\x88\x01\x01\x12\x16\n\ttimeout_s\x18\n \x01(\x01H\x02\x88\x01\x01\x12\x18\n\x10is_strict_length\x18\x0b \x01(\x08\x12.\n\x07pooling\x18\x0c \x01(\x0e\x32\x1d.jaxserve.internal.v1.Pooling\x12#\n\x16truncate_prompt_tokens\x18\r \x01(\x03H\x03\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x0e \x01(\x08H\x04\x88\x01\x01\x12\x1a\n\ris_normalized\x18\x0f \x01(\x08H\x05\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_cache_saltB\x0c\n\n_timeout_sB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_add_special_tokensB\x10\n\x0e_is_normalized\"\x1e\n\x04\x43hat\x12\x16\n\x0e\x61rguments_json\x18\x01 \x01(\t\"\x15\n\x06\x43\x61ncel\x12\x0b\n\x03ids\x18\x01 \x03(\x04\";\n\x05Query\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"b\n\x06\x41nswer\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x14\n\nvalue_json\x18\x02 \x01(\tH\x00\x12,\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1b.jaxserve.internal.v1.ErrorH\x00\x42\x08\n\x06result\"\x17\n\x04Stop\x12\x0f\n\x07\x64rain_s\x18\x01 \x01(\x01\"\x91\x01\n\x05Ready\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.jaxserve.v1.Model\x12<\n\x17\x64\x65\x66\x61ult_sampling_params\x18\x02 \x01(\x0b\x32\x1b.jaxserve.v1.SamplingParams\x12\x0e\n\x06ledger\x18\x03 \x01(\t\x12\x17\n\x0f\x65xtra_arguments\x18\x04 \x03(\t\"5\n\x07\x46\x61ilure\x12*\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x1b.jaxserve.internal.v1.Error\"8\n\x07Outputs\x12-\n\x07outputs\x18\x01 \x03(\x0b\x32\x1c.jaxserve.internal.v1.Output\"\xeb\x01\n\x06Output\x12\n\n\x02id\x18\x01 \x01(\x04\x12\'\n\x06prompt\x18\x02 \x01(\x0b\x32\x17.jaxserve.v1.PromptInfo\x12,\n\x0b\x63ompletions\x18\x03 \x03(\x0b\x32\x17.jaxserve.v1.Completion\x12\x13\n\x0bis_finished\x18\x04 \x01(\x08\x12*\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x1b.jaxserve.internal.v1.Error\x12*\n\x05times\x18\x06 \x01(\x0b\x32\x1b.jaxserve.internal.v1.Times\x12\x11\n\tembedding\x18\x07 \x03(\x02\"\xab\x01\n\x05Times\x12\x15\n\x08queued_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x0bscheduled_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rfirst_token_s\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x17\n\nfinished_s\x18\x04 \x01(\x01H\x03\x88\x01\x01\x42\x0b\n\t_queued_sB\x0e\n\x0c_scheduled_sB\x10\n\x0e_first_token_sB\r\n\x0b_finished_s\"m\n\x05\x45rror\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.jaxserve.internal.v1.ErrorKind\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\tparameter\x18\x03 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_parameter\"\x0b\n\tHeartbeat*F\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_MEAN\x10\x01\x12\x10\n\x0cPOOLING_LAST\x10\x02*\xbf\x01\n\tErrorKind\x12\x1a\n\x16\x45RROR_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45RROR_KIND_REQUEST\x10\x01\x12\x17\n\x13\x45RROR_KIND_INTERNAL\x10\x02\x12\x19\n\x15\x45RROR_KIND_OVERLOADED\x10\x03\x12\x17\n\x13\x45RROR_KIND_DEADLINE\x10\x04\x12\x1a\n\x16\x45RROR_KIND_ENGINE_DEAD\x10\x05\x12\x15\n\x11\x45RROR_KIND_CONFIG\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!jaxserve/internal/v1/engine.proto\x12\x14jaxserve.internal.v1\x1a\x1cjaxserve/v1/generation.proto\x1a\x17jaxserve/v1/model.proto\x1a\x1ajaxserve/v1/sampling.proto\"\xfb\x01\n\x08ToEngine\x12,\n\x05start\x18\x01 \x01(\x0b\x32\x1b.jaxserve.internal.v1.StartH\x00\x12.\n\x06submit\x18\x02 \x01(\x0b\x32\x1c.jaxserve.internal.v1.SubmitH\x00\x12.\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1c.jaxserve.internal.v1.CancelH\x00\x12,\n\x05query\x18\x04 \x01(\x0b\x32\x1b.jaxserve.internal.v1.QueryH\x00\x12*\n\x04stop\x18\x05 \x01(\x0b\x32\x1a.jaxserve.internal.v1.StopH\x00\x42\x07\n\x05\x66rame\"\x8d\x02\n\nFromEngine\x12,\n\x05ready\x18\x01 \x01(\x0b\x32\x1b.jaxserve.internal.v1.ReadyH\x00\x12\x30\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1d.jaxserve.internal.v1.FailureH\x00\x12\x30\n\x07outputs\x18\x03 \x01(\x0b\x32\x1d.jaxserve.internal.v1.OutputsH\x00\x12.\n\x06\x61nswer\x18\x04 \x01(\x0b\x32\x1c.jaxserve.internal.v1.AnswerH\x00\x12\x34\n\theartbeat\x18\x05 \x01(\x0b\x32\x1f.jaxserve.internal.v1.HeartbeatH\x00\x42\x07\n\x05\x66rame\"\xc5\x01\n\x05Start\x12\x1d\n\x15\x65ngine_arguments_json\x18\x01 \x01(\t\x12\x1b\n\x13max_num_queued_reqs\x18\x02 \x01(\x03\x12\x1d\n\x15max_num_queued_tokens\x18\x03 \x01(\x03\x12\x1a\n\x12watchdog_timeout_s\x18\x04 \x01(\x01\x12\x1f\n\x17\x63hat_template_timeout_s\x18\x05 \x01(\x01\x12$\n\x1c\x63hat_template_content_format\x18\x06 \x01(\t\"\xb7\x04\n\x06Submit\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.jaxserve.v1.TokenIdsH\x00\x12*\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1a.jaxserve.internal.v1.ChatH\x00\x12\x34\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x1b.jaxserve.v1.SamplingParams\x12\x15\n\ris_final_only\x18\x07 \x01(\x08\x12\x10\n\x08priority\x18\x08 \x01(\x03\x12\x17\n\ncache_salt\x18\t \x01(\tH\x01\x88\x01\x01\x12\x16\n\ttimeout_s\x18\n \x01(\x01H\x02\x88\x01\x01\x12\x18\n\x10is_strict_length\x18\x0b \x01(\x08\x12.\n\x07pooling\x18\x0c \x01(\x0e\x32\x1d.jaxserve.internal.v1.Pooling\x12#\n\x16truncate_prompt_tokens\x18\r \x01(\x03H\x03\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x0e \x01(\x08H\x04\x88\x01\x01\x12\x1a\n\ris_normalized\x18\x0f \x01(\x08H\x05\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_cache_saltB\x0c\n\n_timeout_sB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_add_special_tokensB\x10\n\x0e_is_normalized\"\x1e\n\x04\x43hat\x12\x16\n\x0e\x61rguments_json\x18\x01 \x01(\t\"\x15\n\x06\x43\x61ncel\x12\x0b\n\x03ids\x18\x01 \x03(\x04\";\n\x05Query\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"b\n\x06\x41nswer\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x14\n\nvalue_json\x18\x02 \x01(\tH\x00\x12,\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1b.jaxserve.internal.v1.ErrorH\x00\x42\x08\n\x06result\"\x17\n\x04Stop\x12\x0f\n\x07\x64rain_s\x18\x01 \x01(\x01\"\x91\x01\n\x05Ready\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.jaxserve.v1.Model\x12<\n\x17\x64\x65\x66\x61ult_sampling_params\x18\x02 \x01(\x0b\x32\x1b.jaxserve.v1.SamplingParams\x12\x0e\n\x06ledger\x18\x03 \x01(\t\x12\x17\n\x0f\x65xtra_arguments\x18\x04 \x03(\t\"5\n\x07\x46\x61ilure\x12*\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x1b.jaxserve.internal.v1.Error\"8\n\x07Outputs\x12-\n\x07outputs\x18\x01 \x03(\x0b\x32\x1c.jaxserve.internal.v1.Output\"\xeb\x01\n\x06Output\x12\n\n\x02id\x18\x01 \x01(\x04\x12\'\n\x06prompt\x18\x02 \x01(\x0b\x32\x17.jaxserve.v1.PromptInfo\x12,\n\x0b\x63ompletions\x18\x03 \x03(\x0b\x32\x17.jaxserve.v1.Completion\x12\x13\n\x0bis_finished\x18\x04 \x01(\x08\x12*\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x1b.jaxserve.internal.v1.Error\x12*\n\x05times\x18\x06 \x01(\x0b\x32\x1b.jaxserve.internal.v1.Times\x12\x11\n\tembedding\x18\x07 \x03(\x02\"\xab\x01\n\x05Times\x12\x15\n\x08queued_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x0bscheduled_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rfirst_token_s\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x17\n\nfinished_s\x18\x04 \x01(\x01H\x03\x88\x01\x01\x42\x0b\n\t_queued_sB\x0e\n\x0c_scheduled_sB\x10\n\x0e_first_token_sB\r\n\x0b_finished_s\"m\n\x05\x45rror\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.jaxserve.internal.v1.ErrorKind\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\tparameter\x18\x03 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_parameter\"\x0b\n\tHeartbeat*F\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_MEAN\x10\x01\x12\x10\n\x0cPOOLING_LAST\x10\x02*\xbf\x01\n\tErrorKind\x12\x1a\n\x16\x45RROR_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45RROR_KIND_REQUEST\x10\x01\x12\x17\n\x13\x45RROR_KIND_INTERNAL\x10\x02\x12\x19\n\x15\x45RROR_KIND_OVERLOADED\x10\x03\x12\x17\n\x13\x45RROR_KIND_DEADLINE\x10\x04\x12\x1a\n\x16\x45RROR_KIND_ENGINE_DEAD\x10\x05\x12\x15\n\x11\x45RROR_KIND_CONFIG\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jaxserve.internal.v1.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_POOLING']._serialized_start=2438
-  _globals['_POOLING']._serialized_end=2508
-  _globals['_ERRORKIND']._serialized_start=2511
-  _globals['_ERRORKIND']._serialized_end=2702
+  _globals['_POOLING']._serialized_start=2476
+  _globals['_POOLING']._serialized_end=2546
+  _globals['_ERRORKIND']._serialized_start=2549
+  _globals['_ERRORKIND']._serialized_end=2740
   _globals['_TOENGINE']._serialized_start=143
   _globals['_TOENGINE']._serialized_end=394
   _globals['_FROMENGINE']._serialized_start=397
   _globals['_FROMENGINE']._serialized_end=666
   _globals['_START']._serialized_start=669
-  _globals['_START']._serialized_end=828
-  _globals['_SUBMIT']._serialized_start=831
-  _globals['_SUBMIT']._serialized_end=1398
-  _globals['_CHAT']._serialized_start=1400
-  _globals['_CHAT']._serialized_end=1430
-  _globals['_CANCEL']._serialized_start=1432
-  _globals['_CANCEL']._serialized_end=1453
-  _globals['_QUERY']._serialized_start=1455
-  _globals['_QUERY']._serialized_end=1514
-  _globals['_ANSWER']._serialized_start=1516
-  _globals['_ANSWER']._serialized_end=1614
-  _globals['_STOP']._serialized_start=1616
-  _globals['_STOP']._serialized_end=1639
-  _globals['_READY']._serialized_start=1642
-  _globals['_READY']._serialized_end=1787
-  _globals['_FAILURE']._serialized_start=1789
-  _globals['_FAILURE']._serialized_end=1842
-  _globals['_OUTPUTS']._serialized_start=1844
-  _globals['_OUTPUTS']._serialized_end=1900
-  _globals['_OUTPUT']._serialized_start=1903
-  _globals['_OUTPUT']._serialized_end=2138
-  _globals['_TIMES']._serialized_start=2141
-  _globals['_TIMES']._serialized_end=2312
-  _globals['_ERROR']._serialized_start=2314
-  _globals['_ERROR']._serialized_end=2423
-  _globals['_HEARTBEAT']._serialized_start=2425
-  _globals['_HEARTBEAT']._serialized_end=2436
+  _globals['_START']._serialized_end=866
+  _globals['_SUBMIT']._serialized_start=869
+  _globals['_SUBMIT']._serialized_end=1436
+  _globals['_CHAT']._serialized_start=1438
+  _globals['_CHAT']._serialized_end=1468
+  _globals['_CANCEL']._serialized_start=1470
+  _globals['_CANCEL']._serialized_end=1491
+  _globals['_QUERY']._serialized_start=1493
+  _globals['_QUERY']._serialized_end=1552
+  _globals['_ANSWER']._serialized_start=1554
+  _globals['_ANSWER']._serialized_end=1652
+  _globals['_STOP']._serialized_start=1654
+  _globals['_STOP']._serialized_end=1677
+  _globals['_READY']._serialized_start=1680
+  _globals['_READY']._serialized_end=1825
+  _globals['_FAILURE']._serialized_start=1827
+  _globals['_FAILURE']._serialized_end=1880
+  _globals['_OUTPUTS']._serialized_start=1882
+  _globals['_OUTPUTS']._serialized_end=1938
+  _globals['_OUTPUT']._serialized_start=1941
+  _globals['_OUTPUT']._serialized_end=2176
+  _globals['_TIMES']._serialized_start=2179
+  _globals['_TIMES']._serialized_end=2350
+  _globals['_ERROR']._serialized_start=2352
+  _globals['_ERROR']._serialized_end=2461
+  _globals['_HEARTBEAT']._serialized_start=2463
+  _globals['_HEARTBEAT']._serialized_end=2474
 # @@protoc_insertion_point(module_scope)

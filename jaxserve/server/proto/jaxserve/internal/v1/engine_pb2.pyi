@@ -65,18 +65,20 @@ class FromEngine(_message.Message):
     def __init__(self, ready: _Optional[_Union[Ready, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("engine_arguments_json", "max_num_queued_reqs", "max_num_queued_tokens", "watchdog_timeout_s", "chat_template_timeout_s")
+    __slots__ = ("engine_arguments_json", "max_num_queued_reqs", "max_num_queued_tokens", "watchdog_timeout_s", "chat_template_timeout_s", "chat_template_content_format")
     ENGINE_ARGUMENTS_JSON_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_QUEUED_REQS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WATCHDOG_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_CONTENT_FORMAT_FIELD_NUMBER: _ClassVar[int]
     engine_arguments_json: str
     max_num_queued_reqs: int
     max_num_queued_tokens: int
     watchdog_timeout_s: float
     chat_template_timeout_s: float
-    def __init__(self, engine_arguments_json: _Optional[str] = ..., max_num_queued_reqs: _Optional[int] = ..., max_num_queued_tokens: _Optional[int] = ..., watchdog_timeout_s: _Optional[float] = ..., chat_template_timeout_s: _Optional[float] = ...) -> None: ...
+    chat_template_content_format: str
+    def __init__(self, engine_arguments_json: _Optional[str] = ..., max_num_queued_reqs: _Optional[int] = ..., max_num_queued_tokens: _Optional[int] = ..., watchdog_timeout_s: _Optional[float] = ..., chat_template_timeout_s: _Optional[float] = ..., chat_template_content_format: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("id", "request_id", "text", "token_ids", "chat", "sampling_params", "is_final_only", "priority", "cache_salt", "timeout_s", "is_strict_length", "pooling", "truncate_prompt_tokens", "add_special_tokens", "is_normalized")
