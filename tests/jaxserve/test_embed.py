@@ -49,6 +49,7 @@ SETTINGS: dict[str, Any] = {
     "block_size": 8,
     "compilation_cache_dir": "",
 }
+SLOW = pytest.mark.slow
 LAST, MEAN = PoolingParams(normalize=False), PoolingParams(pooling="mean", normalize=False)
 TEXT = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
 
@@ -189,9 +190,9 @@ def shared(checkpoint: Callable[[str], tuple[str, Reference]]) -> Iterator[Engin
     "settings",
     [
         pytest.param({"tensor_parallel_size": 2}, id="two devices a layer"),
-        pytest.param({"data_parallel_size": 2, "max_num_seqs": 2}, id="two copies"),
+        pytest.param({"data_parallel_size": 2, "max_num_seqs": 2}, id="two copies", marks=SLOW),
         pytest.param({"deterministic": True, "max_num_seqs": 8}, id="deterministic"),
-        pytest.param({"block_size": 64, "max_num_batched_tokens": 256}, id="no chunks"),
+        pytest.param({"block_size": 64, "max_num_batched_tokens": 256}, id="no chunks", marks=SLOW),
     ],
 )
 def test_settings_make_no_difference(

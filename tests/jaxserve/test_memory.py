@@ -204,7 +204,9 @@ print(json.dumps({"resident": resident, "total": ledger.total, "lines": ledger.l
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("settings", [{}, {"tensor_parallel_size": 2, "data_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "settings", [pytest.param({}, marks=pytest.mark.slow), {"tensor_parallel_size": 2, "data_parallel_size": 2}]
+)
 def test_the_ledger_adds_up_to_what_the_process_holds(
     settings: dict[str, int], stories_model: Path, repository: Path
 ) -> None:

@@ -101,7 +101,9 @@ def test_requests_together_are_as_each_alone(seed: int, llm: LLM, alone: list[Re
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-@pytest.mark.parametrize("is_async", [False, True], ids=["in turn", "overlapping"])
+@pytest.mark.parametrize(
+    "is_async", [pytest.param(False, marks=pytest.mark.slow), True], ids=["in turn", "overlapping"]
+)
 def test_requests_that_are_preempted_are_as_each_alone(
     is_async: bool, deterministic: bool, request: pytest.FixtureRequest
 ) -> None:
@@ -162,7 +164,7 @@ def wide() -> Iterator[LLM]:
         yield made
 
 
-@pytest.mark.parametrize("concurrency", [1, 2, 5, 8, 16, 33, 64])
+@pytest.mark.parametrize("concurrency", [1, 8, 64, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5, 16, 33))])
 def test_accuracy_holds_at_every_concurrency(concurrency: int, wide: LLM) -> None:
     """Held-out questions with so many requests in flight at any time, each handed over as another ends."""
     items = [
