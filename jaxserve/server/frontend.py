@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
+from jaxserve.errors import RequestError
 from jaxserve.outputs import RequestOutput
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.engine_client import Engine
@@ -117,7 +118,13 @@ class Frontend:
             return vector, num_tokens
 
     def _with_own_salt(self, caller: Caller, request: EngineRequest) -> EngineRequest:
-        """The request with a salt that callers of other tenants cannot make, and with the server's own deadline."""
+        """The request with a salt that callers of other tenants cannot make, and with the server's own deadline.
+
+        Raises:
+            RequestError: The request's own salt is empty.
+        """
+        if request.cache_salt == "":
+            raise RequestError("cache_salt must not be empty", parameter="cache_salt", value="")
         changes: dict[str, Any] = {}
         if caller.tenant is not None:
             own = hashlib.sha256(f"{caller.tenant}\0{request.cache_salt or ''}".encode()).hexdigest()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve import SamplingParams
+from jaxserve import RequestError, SamplingParams
 from jaxserve.server.auth import Caller
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnknownModelError
@@ -42,6 +42,12 @@ def test_models_are_known_by_the_names_given() -> None:
 def test_no_salt_without_keys() -> None:
     assert sent(*made(), ANYBODY, cache_salt="mine").cache_salt == "mine"
     assert sent(*made(), ANYBODY).cache_salt is None
+
+
+@pytest.mark.parametrize("tenant", [None, "one"])
+def test_an_empty_salt_is_refused_with_and_without_keys(tenant: str | None) -> None:
+    with pytest.raises(RequestError, match="cache_salt must not be empty"):
+        sent(*made(), Caller("one", frozenset(), tenant=tenant), cache_salt="")
 
 
 def test_tenants_never_have_the_same_salt() -> None:
