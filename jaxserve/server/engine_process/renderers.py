@@ -11,6 +11,7 @@ from jaxserve.child_process import LineProcess
 from jaxserve.engine.chat import choose_template, split_conversations
 from jaxserve.errors import RequestError
 from jaxserve.server.engine_process import renderer
+from jaxserve.server.template_variables import check_variables
 
 logger = logging.getLogger(__name__)
 
@@ -18,10 +19,6 @@ _START_LIMIT_S = 60.0
 _MEMORY_BYTES = 512 << 20
 _NUM_WARM = 2
 _MAX_PROCESSES = 4
-_OWN_NAMES = frozenset(
-    ("add_generation_prompt", "chat_template", "continue_final_message", "conversations", "documents", "messages")
-    + ("return_assistant_tokens_mask", "tools")
-)
 _ARGUMENTS = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 
 
@@ -209,19 +206,5 @@ def render_job(
         "add_generation_prompt": values.get("add_generation_prompt", True),
         "continue_final_message": values.get("continue_final_message", False),
         "content_format": content_format,
-        "variables": {**special_tokens, **_checked_variables(variables)},
+        "variables": {**special_tokens, **check_variables("chat_template_kwargs", variables)},
     }
-
-
-def _checked_variables(variables: Any) -> dict[str, Any]:
-    """Variables for a template: names that are not its own, and plain values."""
-    name = "chat_template_kwargs"
-    if not isinstance(variables, dict):
-        raise RequestError(f"expected an object, got {type(variables).__name__}", parameter=name, value=variables)
-    for key, value in variables.items():
-        if key in _OWN_NAMES or not key.isidentifier():
-            raise RequestError(f"a template's variable cannot be called {key!r}", parameter=name, value=variables)
-        if not isinstance(value, str | int | float | bool | None):
-            message = f"expected texts, numbers and booleans, got {type(value).__name__} for {key!r}"
-            raise RequestError(message, parameter=name, value=variables)
-    return variables

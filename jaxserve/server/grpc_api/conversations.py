@@ -9,6 +9,7 @@ from jaxserve.server.chat_answer import ToolUse, check_tools
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.proto.jaxserve.v1 import chat_pb2
 from jaxserve.server.sampling_codec import read_json
+from jaxserve.server.template_variables import check_variables
 
 
 def read_tools(frontend: Frontend, conversation: chat_pb2.Conversation) -> ToolUse:
@@ -83,8 +84,5 @@ def _tool(tool: chat_pb2.Tool) -> dict[str, Any]:
 def _variables(conversation: chat_pb2.Conversation) -> dict[str, Any]:
     if not conversation.HasField("chat_template_kwargs_json"):
         return {}
-    found = read_json("chat_template_kwargs", conversation.chat_template_kwargs_json)
-    if not isinstance(found, dict):
-        message = "chat_template_kwargs must be a JSON object"
-        raise RequestError(message, parameter="chat_template_kwargs", value=found)
-    return found
+    name = "chat_template_kwargs"
+    return check_variables(name, read_json(name, conversation.chat_template_kwargs_json))

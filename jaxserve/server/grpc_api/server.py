@@ -158,6 +158,7 @@ def _options(config: ServerConfig) -> list[tuple[str, Any]]:
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.keepalive_time_ms", round(config.grpc_keepalive_time * 1000)),
         ("grpc.keepalive_timeout_ms", round(config.grpc_keepalive_timeout * 1000)),
+        ("grpc.http2.ping_timeout_ms", round(config.grpc_keepalive_timeout * 1000)),  # its name since gRPC 1.60
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),

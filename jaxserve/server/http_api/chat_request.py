@@ -1,7 +1,6 @@
 """Conversations as requests give them: messages, tools, and what the chat template gets."""
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -21,16 +20,10 @@ from jaxserve.server.http_api.generation_fields import (
     engine_fields,
     sampling_params,
 )
+from jaxserve.server.template_variables import check_variables
 
-MAX_VARIABLES = 64
 MAX_LOGPROBS = 2**31
 """The engine has a lower limit of its own."""
-_VARIABLE_NAME = re.compile(r"[A-Za-z]\w{0,63}", re.ASCII)
-_RESERVED = frozenset(
-    "messages conversation conversations tools documents template chat_template tokenize add_generation_prompt"
-    " continue_final_message variables tools_in_user_message return_assistant_tokens_mask return_dict return_tensors"
-    " template_kwargs tokenizer_kwargs self raise_exception strftime_now namespace".split()
-)
 
 
 def _messages(name: str, value: Any) -> list[dict[str, Any]]:
@@ -61,19 +54,6 @@ def _tool_choice(name: str, value: Any) -> str | dict[str, Any]:
     return value if isinstance(value, str) else json_object(name, value)
 
 
-def _variables(name: str, value: Any) -> dict[str, Any]:
-    found = json_object(name, value)
-    if len(found) > MAX_VARIABLES:
-        raise RequestError(f"{name} must have at most {MAX_VARIABLES} variables, got {len(found)}", parameter=name)
-    for key, item in found.items():
-        if not _VARIABLE_NAME.fullmatch(key) or key in _RESERVED or key.endswith("_token"):
-            raise RequestError(f"{name} cannot have the variable {key[:100]!r}", parameter=name)
-        if item is not None and not isinstance(item, str | int | float | bool):
-            message = f"{name}.{key} must be a string, a number, true or false, got {type(item).__name__}"
-            raise RequestError(message, parameter=name)
-    return found
-
-
 def _documents(name: str, value: Any) -> None:
     if value != []:
         raise NotImplementedRequestError(f"{name}: documents for the chat template are not supported", parameter=name)
@@ -86,7 +66,7 @@ CONVERSATION_FIELDS: Mapping[str, Check] = MappingProxyType(
         "add_generation_prompt": flag,
         "continue_final_message": flag,
         "chat_template": text,
-        "chat_template_kwargs": _variables,
+        "chat_template_kwargs": check_variables,
         "reasoning_effort": one_of("none", "minimal", "low", "medium", "high", "xhigh", "max"),
         "documents": _documents,
         "add_special_tokens": refused("the chat template writes special tokens"),
