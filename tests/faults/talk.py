@@ -2,12 +2,17 @@
 
 import contextlib
 import json
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
+import grpc
 import httpx2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jaxserve.server.proto.jaxserve.v1 import generation_pb2, sampling_pb2
 from scripts.server_child import RunningServer
 
 LONG = {"ignore_eos": True, "max_tokens": 200, "temperature": 0}
@@ -50,6 +55,43 @@ def stream(server: RunningServer, path: str = "/v1/completions", **body: Any) ->
         yield events()
 
 
+def http_request(body: dict[str, Any]) -> bytes:
+    """A request as it goes over the wire."""
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    return f"{head}{len(content)}\r\n\r\n".encode() + content
+
+
+def raw_request(server: RunningServer, receive_bytes: int | None = None, **body: Any) -> socket.socket:
+    """A connection that has sent a request and reads nothing; the system may take in so much meanwhile."""
+    address = urlsplit(server.http)
+    connection = socket.socket()
+    if receive_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.connect((address.hostname, address.port))
+    connection.sendall(http_request(body))
+    return connection
+
+
+def sampling(**fields: Any) -> sampling_pb2.SamplingParams:
+    """Greedy and long, unless told otherwise."""
+    return sampling_pb2.SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": 140, **fields})
+
+
+def long_call(prompt: str = "1+1=", **fields: Any) -> generation_pb2.StreamGenerateRequest:
+    """A stream that goes on."""
+    request = generation_pb2.GenerateRequest(text=prompt, sampling_params=sampling(**fields))
+    return generation_pb2.StreamGenerateRequest(request=request)
+
+
+def health(server: RunningServer, service: str = "jaxserve.v1.GenerationService") -> int:
+    """What gRPC's health service says."""
+    with grpc.insecure_channel(server.grpc) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        return stub.Check(request, timeout=10).status
+
+
 def metrics(server: RunningServer) -> dict[str, float]:
     """All series of ``/metrics``, each by its name with labels."""
     found = httpx2.get(server.http + "/metrics", timeout=60.0)
@@ -66,6 +108,19 @@ def total(server: RunningServer, name: str, *labels: str) -> float:
     ]
     assert matching, f"no series of {name} with {labels}"
     return sum(matching)
+
+
+def ended(server: RunningServer, outcome: str) -> float:
+    """Requests that have ended so."""
+    return total(server, "jaxserve:requests_finished_total", f'outcome="{outcome}"')
+
+
+def wait_until(condition: Callable[[], bool], what: str, limit_s: float = 60.0) -> None:
+    """Waits until something is so; fails where that takes longer than anything should."""
+    until_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < until_s, f"after {limit_s:g} s it is still not so that {what}"
+        time.sleep(0.005)
 
 
 def wait_until_idle(server: RunningServer, limit_s: float = 30.0) -> None:

@@ -1,29 +1,33 @@
-"""What ends an engine or a server, and what those who wait are told (failure list 13, 16, 19 to 21, 26)."""
+"""What ends an engine or a server, and what those who wait are told (failure list 13, 16, 19, 21, 26)."""
 
-import concurrent.futures
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
-from typing import Any
 
-import grpc
 import httpx2
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.client import AdminClient
 from jaxserve.server.main import EXIT_ENGINE_DEAD
-from scripts.server_child import RunningServer
+from scripts.server_child import REPOSITORY, RunningServer
 from tests.faults.conftest import faulty_environment
-from tests.faults.talk import LONG, assert_serves, post, stream, text
+from tests.faults.injected import sitecustomize as injected
+from tests.faults.kinds import (
+    FAILED,
+    NOT_SERVING,
+    SERVING,
+    assert_grpc_takes_no_requests,
+    assert_takes_no_requests,
+    in_flight,
+)
+from tests.faults.steps import closed_gate
+from tests.faults.talk import LONG, assert_serves, health, post, stream, text, wait_until
 from tests.server_process import running_server
 
 LOOPBACK = ("0100007F:", "00000000000000000000000001000000:", "0000000000000000FFFF00000100007F:")
 """127.0.0.1, ::1 and ::ffff:127.0.0.1, as /proc/net writes them."""
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def is_alive(process_id: int) -> bool:
@@ -36,54 +40,62 @@ def is_alive(process_id: int) -> bool:
 
 def assert_ended(process_id: int, limit_s: float = 20.0) -> None:
     """Waits for a process to end."""
-    until_s = time.monotonic() + limit_s
-    while is_alive(process_id):
-        assert time.monotonic() < until_s, f"process {process_id} still runs"
-        time.sleep(0.05)
+    wait_until(lambda: not is_alive(process_id), f"process {process_id} has ended", limit_s)
 
 
-def health(server: RunningServer, service: str = "jaxserve.v1.GenerationService") -> int:
-    """What gRPC's health service says."""
-    with grpc.insecure_channel(server.grpc) as channel:
-        request = health_pb2.HealthCheckRequest(service=service)
-        stub: Any = health_pb2_grpc.HealthStub(channel)
-        return stub.Check(request, timeout=10).status
-
-
-def test_a_killed_engine_fails_all_at_once_and_ends_the_server() -> None:
-    """Failure list 19: HTTP stream and unary, gRPC health, exit status."""
-    with running_server() as server:
+def test_a_killed_engine_fails_all_at_once_and_ends_the_server(tmp_path: Path) -> None:
+    """Failure list 19: every kind of request, and the exit status."""
+    with running_server(environment=faulty_environment(tmp_path)) as server:
         assert health(server) == SERVING
         assert httpx2.get(server.http + "/health").status_code == 200
-        with concurrent.futures.ThreadPoolExecutor(1) as pool, stream(server, prompt="1+1=", **LONG) as events:
-            next(events)
-            unary = pool.submit(post, server, prompt="1+1=", **LONG)
-            time.sleep(0.2)
+        with closed_gate(server, tmp_path) as gate, in_flight(server, 200) as ends:
+            gate.let_through(4)
             os.kill(server.engine_pid, signal.SIGKILL)
             began = time.monotonic()
-            last = list(events)[-1]
-            assert last["error"]["code"] == 503
-            assert unary.result().status_code == 503
+            assert ends() == FAILED
             assert time.monotonic() - began < 10
-            assert httpx2.get(server.http + "/health").status_code == 503
         assert server.wait() == EXIT_ENGINE_DEAD
         assert "engine process ended" in server.log.read_text()
 
 
-def test_an_engine_is_started_again_where_that_was_asked_for() -> None:
-    """Failure list 19 with ``--restart-engine``."""
-    with running_server("--restart-engine") as server:
+def test_an_engine_is_started_again_where_that_was_asked_for(tmp_path: Path) -> None:
+    """Failure list 19 with ``--restart-engine``: until it is ready, requests are told to come back."""
+    with running_server("--restart-engine", environment=faulty_environment(tmp_path)) as server:
+        (tmp_path / injected.START_HANGS).touch()
         first = server.engine_pid
         os.kill(first, signal.SIGKILL)
         assert_ended(first)
-        time.sleep(1)  # until the front end has noticed
-        until_s = time.monotonic() + 120
-        while httpx2.get(server.http + "/health", timeout=10).status_code != 200:
-            assert time.monotonic() < until_s
-            time.sleep(0.2)
+        assert_takes_no_requests(server, "the engine ")  # has ended, or is starting
+        (tmp_path / injected.START_HANGS).unlink()
+        wait_until(lambda: httpx2.get(server.http + "/health", timeout=60).status_code == 200, "it is ready", 120)
         assert server.engine_pid != first
         assert_serves(server)
         assert health(server) == SERVING
+
+
+def test_a_server_that_starts_takes_no_requests_yet(tmp_path: Path) -> None:
+    """Failure list 19: its listeners are there before the engine is ready; told to end meanwhile, it ends."""
+    (tmp_path / injected.START_HANGS).touch()
+    path = tmp_path / "http"
+    command = [sys.executable, "-m", "jaxserve", "serve", "--uds", str(path), "--grpc-port", "0", "--admin-port", "-1"]
+    environment = {**os.environ, **faulty_environment(tmp_path)}
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        pids = {str(process.pid)}
+        wait_until(lambda: bool(listening_addresses(pids)), "it listens")
+        (address,) = listening_addresses(pids)
+        server = RunningServer(process, "", f"127.0.0.1:{address.rpartition(':')[2]}", "", tmp_path / "log")
+        assert_grpc_takes_no_requests(server, "the engine is starting")
+        assert health(server) == NOT_SERVING
+        with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(path)), base_url="http://x", timeout=60) as client:
+            assert client.get("/health").status_code == 503
+            assert client.post("/v1/completions", json={"prompt": "1+1="}).status_code == 503
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_failing_step_ends_the_server_with_the_reason(tmp_path: Path) -> None:
@@ -131,61 +143,6 @@ def test_an_engine_does_not_outlive_its_front_end() -> None:
                 list(events)
         server.wait()
         assert_ended(process_id)
-
-
-def test_sigterm_lets_requests_end_and_takes_no_more() -> None:
-    """Failure list 20: NOT_SERVING first, exit status 0."""
-    with running_server("--shutdown-timeout", "60") as server:
-        with stream(server, prompt="1+1=", **LONG) as events:
-            next(events)
-            server.process.send_signal(signal.SIGTERM)
-            until_s = time.monotonic() + 10
-            while httpx2.get(server.http + "/health").status_code == 200:
-                assert time.monotonic() < until_s
-            refused = post(server, prompt="1+1=")
-            assert refused.status_code == 503
-            assert "Retry-After" in refused.headers
-            finishes = [event["choices"][0].get("finish_reason") for event in events if event.get("choices")]
-            assert finishes[-1] == "length"
-        assert server.wait() == 0
-
-
-def test_a_second_sigterm_is_immediate_and_a_grace_ends() -> None:
-    """Failure list 20: requests that are cut say so."""
-    with running_server(
-        "--shutdown-timeout", "600", "--max-model-len", "512", "--kv-cache-memory-bytes", str(64 << 20)
-    ) as server:
-        with stream(server, prompt="1+1=", ignore_eos=True, max_tokens=480, n=4, temperature=1) as events:
-            next(events)
-            server.process.send_signal(signal.SIGTERM)
-            time.sleep(0.3)
-            assert server.process.poll() is None
-            server.process.send_signal(signal.SIGTERM)
-            rest = list(events)
-        assert server.wait(30) == 0
-        assert rest[-1].get("error") or rest[-1]["choices"][0]["finish_reason"] == "abort"
-
-
-def test_sigterm_behind_a_drain_cuts_nothing() -> None:
-    """Failure list 20: a hook drains, then the orchestrator sends its signal."""
-    with running_server() as server:
-        with stream(server, prompt="1+1=", **LONG) as events:
-            next(events)
-            with AdminClient(server.admin) as admin:
-                admin.drain(timeout_s=60.0)
-            server.process.send_signal(signal.SIGTERM)
-            finishes = [event["choices"][0].get("finish_reason") for event in events if event.get("choices")]
-        assert finishes[-1] == "length"
-        assert server.wait(30) == 0
-
-
-def test_a_drain_by_the_admin_service() -> None:
-    """Failure list 20 by another door."""
-    with running_server() as server:
-        assert_serves(server)
-        with AdminClient(server.admin) as admin:
-            admin.drain(timeout_s=5.0)
-        assert server.wait(30) == 0
 
 
 def test_sockets_are_of_this_machine_alone() -> None:

@@ -1,202 +1,202 @@
-"""Clients that leave, stop to read, or are too late: pages come back within a step (failure list 1 to 3, 5, 6)."""
+"""Clients that leave or are too late: pages come back within a step (failure list 1 to 3, 6)."""
 
-import asyncio
 import contextlib
-import json
 import signal
-import socket
 import subprocess
 import sys
-import time
-from typing import Any
-from urllib.parse import urlsplit
+from pathlib import Path
 
 import grpc
 import httpx2
 import pytest
 
-from jaxserve.server.proto.jaxserve.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2
-from scripts.server_child import RunningServer
-from tests.faults.talk import LONG, metrics, post, stream, text, total, wait_until_idle
+from jaxserve.server.proto.jaxserve.v1 import generation_pb2_grpc
+from scripts.server_child import REPOSITORY, RunningServer
+from tests.faults.half_open import relay
+from tests.faults.kinds import Caller
+from tests.faults.steps import StepGate, closed_gate, one_more_step
+from tests.faults.talk import (
+    LONG,
+    ended,
+    long_call,
+    post,
+    raw_request,
+    stream,
+    text,
+    total,
+    wait_until,
+)
 
-PREFILL = {"prompt": "sort 9 8 7:" * 8, **LONG, "max_tokens": 140}  # takes more than a step
-
-
-def sampling(**fields: Any) -> sampling_pb2.SamplingParams:
-    """Greedy and long, unless told otherwise."""
-    return sampling_pb2.SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": 140, **fields})
-
-
-def long_call(prompt: str = "1+1=") -> generation_pb2.StreamGenerateRequest:
-    """A stream that goes on."""
-    request = generation_pb2.GenerateRequest(text=prompt, sampling_params=sampling())
-    return generation_pb2.StreamGenerateRequest(request=request)
-
-
-def raw_request(server: RunningServer, **body: Any) -> socket.socket:
-    """A connection that has sent a request and reads nothing."""
-    address = urlsplit(server.http)
-    assert address.hostname is not None and address.port is not None
-    connection = socket.create_connection((address.hostname, address.port))
-    connection.sendall(http_request(body))
-    return connection
-
-
-def http_request(body: dict[str, Any]) -> bytes:
-    """A request as it goes over the wire."""
-    content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
-    return f"{head}{len(content)}\r\n\r\n".encode() + content
+SURFACES = ("http stream", "http unary", "grpc stream", "grpc unary")
+"""All that a ``Caller`` can use."""
+PREFILL = "sort 9 8 7:" * 8
+"""Takes more than a step, where the prefix cache has nothing of it."""
+PHASES: dict[str, tuple[str, int, int]] = {
+    "prefill": (PREFILL, 140, 1),
+    "decode": ("1+1=", 140, 4),
+    "last": ("1+1=", 2, 1),
+}
+"""What is asked, for how many tokens, and the steps that have run when the client leaves."""
 
 
-def wait_for_running(server: RunningServer, count: int) -> None:
-    """Waits until so many requests are in the engine."""
-    until_s = time.monotonic() + 20
-    while time.monotonic() < until_s:
-        found = metrics(server)
-        names = ("jaxserve:num_requests_running", "jaxserve:num_requests_waiting")
-        if sum(value for key, value in found.items() if key.partition("{")[0] in names) >= count:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"there were never {count} requests")
-
-
-def cancelled(server: RunningServer) -> float:
-    """Requests whose reader went away, so far."""
-    return total(server, "jaxserve:requests_finished_total", 'outcome="cancelled"')
-
-
-@pytest.mark.parametrize("phase", ["queue", "prefill", "decode", "last token"])
-@pytest.mark.parametrize("surface", ["http stream", "http unary", "grpc"])
-def test_a_client_that_leaves_gives_its_pages_back(server: RunningServer, surface: str, phase: str) -> None:
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("surface", SURFACES)
+def test_a_client_that_leaves_gives_its_pages_back(
+    server: RunningServer, switches: Path, surface: str, phase: str
+) -> None:
     """Failure list 1: leaving in each phase, on each surface."""
-    before = cancelled(server)
-    wait_until_idle(server)
+    prompt, max_tokens, num_steps = PHASES[phase]
+    with one_more_step(server, switches, "cancelled") as gate:
+        caller = Caller(server, surface, prompt, max_tokens)
+        gate.let_through(num_steps)
+        if phase == "decode" and surface.endswith("stream"):
+            caller.read()
+        caller.leave()
+
+
+def test_the_prompt_of_the_tests_takes_more_than_a_step(server: RunningServer) -> None:
+    """Else nobody would leave in its prefill."""
+    assert post(server, "/tokenize", prompt=PREFILL).json()["count"] > 64
+
+
+@pytest.mark.parametrize("surface", SURFACES)
+def test_a_client_that_leaves_the_queue_leaves_it_within_a_step(
+    server: RunningServer, switches: Path, surface: str
+) -> None:
+    """Failure list 1: others hold all places meanwhile, and go on."""
+    before = ended(server, "cancelled")
     with contextlib.ExitStack() as stack:
-        if phase == "queue":  # four sequences fill the engine
-            for _ in range(4):
-                stack.enter_context(contextlib.closing(raw_request(server, prompt="1+1=", stream=True, **LONG)))
-            wait_for_running(server, 4)
-        body = PREFILL if phase == "prefill" else {"prompt": "1+1=", **LONG}
-        if phase == "last token":
-            body = {**body, "max_tokens": 2}
-        if surface == "grpc":
-            _leave_grpc(server, str(body["prompt"]), reads=phase == "decode")
-        else:
-            connection = raw_request(server, stream=surface == "http stream", **body)
-            if phase == "decode" and surface == "http stream":
-                connection.recv(64)
-            elif phase == "decode":
-                time.sleep(0.05)
-            connection.close()
-        assert total(server, "jaxserve:kv_cache_usage_perc") <= 1
-    wait_until_idle(server)
-    if phase != "last token":  # that one may have been answered before the client left
-        until_s = time.monotonic() + 20
-        while cancelled(server) == before:
-            assert time.monotonic() < until_s, "the request was not counted as cancelled"
-            time.sleep(0.02)
+        gate = stack.enter_context(closed_gate(server, switches))
+        fill(server, gate, stack)
+        caller = Caller(server, surface)
+        gate.let_through_until(lambda: waiting(server) == 1, "a request is in the queue")
+        caller.leave()
+        wait_until(lambda: ended(server, "cancelled") == before + 1, "the request is counted as cancelled")
+        assert (running(server), waiting(server)) == (4, 1)
+        gate.let_through()
+        assert (running(server), waiting(server)) == (4, 0)
 
 
-def _leave_grpc(server: RunningServer, prompt: str, *, reads: bool) -> None:
-    with grpc.insecure_channel(server.grpc) as channel:
-        call = generation_pb2_grpc.GenerationServiceStub(channel).StreamGenerate(long_call(prompt))
-        list(call.initial_metadata())  # the request is admitted
-        if reads:
-            next(call)
-        else:
-            time.sleep(0.05)  # and the engine has it
-        call.cancel()
+def running(server: RunningServer) -> float:
+    """Sequences that hold a place."""
+    return total(server, "jaxserve:num_requests_running")
 
 
-def test_a_deadline_in_the_queue_runs_no_prefill(server: RunningServer) -> None:
+def waiting(server: RunningServer) -> float:
+    """Sequences that wait for one."""
+    return total(server, "jaxserve:num_requests_waiting")
+
+
+def fill(server: RunningServer, gate: StepGate, stack: contextlib.ExitStack) -> None:
+    """Gives all four places away, until the stack is unwound."""
+    for _ in range(4):
+        stack.enter_context(contextlib.closing(raw_request(server, prompt="1+1=", stream=True, **LONG)))
+    gate.let_through_until(lambda: running(server) == 4, "four requests run")
+    gate.let_through(3)  # their prompts are done
+
+
+def test_a_deadline_in_the_queue_runs_no_prefill(server: RunningServer, switches: Path) -> None:
     """Failure list 2."""
     with contextlib.ExitStack() as stack:
-        for _ in range(4):
-            stack.enter_context(contextlib.closing(raw_request(server, prompt="1+1=", stream=True, **LONG)))
-        wait_for_running(server, 4)
+        gate = stack.enter_context(closed_gate(server, switches))
+        fill(server, gate, stack)
         before = total(server, "jaxserve:prompt_tokens_total")
+        late = ended(server, "deadline")
         with grpc.insecure_channel(server.grpc) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             with pytest.raises(grpc.RpcError) as failure:
-                stub.Generate(long_call("reverse moon:").request, timeout=0.05)
+                stub.Generate(long_call("reverse moon:").request, timeout=0.2)
         assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        late = httpx2.post(
+        answer = httpx2.post(
             server.http + "/v1/completions",
             json={"prompt": "reverse moon:", **LONG},
-            headers={"X-Request-Timeout": "0.05"},
+            headers={"X-Request-Timeout": "0.2"},
             timeout=60,
         )
-        assert late.status_code == 504
+        assert answer.status_code == 504
+        gate.let_through(4)
+        assert (running(server), waiting(server)) == (4, 0)
         assert total(server, "jaxserve:prompt_tokens_total") == before
+        assert ended(server, "deadline") - late in (1, 2)  # gRPC's own may pass before the call has come
 
 
-def test_a_deadline_while_it_decodes_ends_the_stream(server: RunningServer) -> None:
+class NotBegunError(Exception):
+    """A request's time was up before its second token."""
+
+
+def test_a_deadline_while_it_decodes_ends_the_stream(server: RunningServer, switches: Path) -> None:
     """Failure list 3."""
-
-    async def run(limit_s: float) -> tuple[int, set[grpc.StatusCode]]:
-        """Messages and ends of more streams than are done within the limit."""
-        async with grpc.aio.insecure_channel(server.grpc) as channel:
-            stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            count, codes = 0, set[grpc.StatusCode]()
-            for call in [stub.StreamGenerate(long_call(), timeout=limit_s) for _ in range(16)]:
-                try:
-                    async for _ in call:
-                        count += 1
-                except grpc.aio.AioRpcError as error:
-                    codes.add(error.code())
-            return count, codes
-
-    for limit_s in (0.4, 0.8, 1.6, 3.2):  # a busy machine may not even begin within the first
-        count, codes = asyncio.run(run(limit_s))
-        if count:
-            break
-        wait_until_idle(server)
-    assert count > 0
-    assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
+    for limit_s in (1.0, 4.0, 16.0):  # a busy machine may not even begin within the first
+        with contextlib.suppress(NotBegunError):
+            code = code_of_a_late_stream(server, switches, limit_s)
+            assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+            return
+    raise AssertionError("no request began in time")
 
 
-def test_a_client_that_stops_to_read_is_ended_and_delays_nobody(server: RunningServer) -> None:
-    """Failure list 5: answers are made large by logprobs of many tokens."""
-    address = urlsplit(server.http)
-    assert address.port is not None
-    stalled = socket.socket()
-    stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    stalled.connect((address.hostname, address.port))
-    body = {"prompt": "1+1=", "stream": True, "logprobs": 20, "prompt_logprobs": None, "n": 4, **LONG, "temperature": 1}
-    stalled.sendall(http_request(body))
-    for _ in range(4):
-        assert text(server, "reverse moon:", max_tokens=8) == " noom"
-    wait_until_idle(server)
-    until_s = time.monotonic() + 20
-    while total(server, "jaxserve:requests_in_flight") and time.monotonic() < until_s:
-        time.sleep(0.1)
-    assert total(server, "jaxserve:requests_in_flight") == 0
-    stalled.close()
+def code_of_a_late_stream(server: RunningServer, switches: Path, limit_s: float) -> grpc.StatusCode:
+    """How a stream ends that is in its middle when its time is up.
+
+    Raises:
+        NotBegunError: It is not.
+    """
+    with grpc.insecure_channel(server.grpc) as channel, one_more_step(server, switches, "deadline") as gate:
+        call = generation_pb2_grpc.GenerationServiceStub(channel).StreamGenerate(long_call(), timeout=limit_s)
+        try:
+            if not gate.let_through(3, still=call.is_active):
+                raise NotBegunError
+            next(call)
+        except grpc.RpcError as error:
+            raise NotBegunError from error
+        return call.code()
 
 
-CRASHING_CLIENT = """
+CRASHING = {
+    "http": """
 import sys, httpx2
 body = {"prompt": "1+1=", "stream": True, "max_tokens": 200, "ignore_eos": True}
-with httpx2.stream("POST", sys.argv[1], json=body) as r:
-    for line in r.iter_lines():
+with httpx2.stream("POST", "http://" + sys.argv[1] + "/v1/completions", json=body) as answer:
+    for line in answer.iter_lines():
         print(line, flush=True)
-"""
+""",
+    "grpc": """
+import sys
+from jaxserve import SamplingParams
+from jaxserve.client import Client
+with Client(sys.argv[1]) as client:
+    for output in client.stream("1+1=", SamplingParams(max_tokens=200, ignore_eos=True)):
+        print(output.request_id, flush=True)
+""",
+}
+"""Clients that say when something came."""
 
 
-def test_a_client_that_is_killed_gives_its_pages_back(server: RunningServer) -> None:
+@pytest.mark.parametrize("surface", CRASHING)
+def test_a_client_that_is_killed_gives_its_pages_back(server: RunningServer, switches: Path, surface: str) -> None:
     """Failure list 6: nobody closes the connection but the kernel."""
-    command = [sys.executable, "-c", CRASHING_CLIENT, server.http + "/v1/completions"]
-    with contextlib.ExitStack() as stack:
-        clients = [
-            stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
-            for _ in range(3)
-        ]
-        for client in clients:
+    target = server.grpc if surface == "grpc" else server.http.removeprefix("http://")
+    command = [sys.executable, "-c", CRASHING[surface], target]
+    with one_more_step(server, switches, "cancelled") as gate:
+        client = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE)
+        with client:
+            gate.let_through(4)
             assert client.stdout is not None
-            client.stdout.readline()
+            assert client.stdout.readline()
             client.send_signal(signal.SIGKILL)
-    wait_until_idle(server)
+
+
+def test_a_peer_that_is_gone_without_a_word_is_found(server: RunningServer, switches: Path) -> None:
+    """Failure list 6: no byte comes and no connection ends, so only gRPC's pings tell.
+
+    The engine stands still, so that the request can end in no other way.
+    """
+    with relay(server.grpc) as between, one_more_step(server, switches, "cancelled") as gate:
+        channel = grpc.insecure_channel(between.target)
+        call = generation_pb2_grpc.GenerationServiceStub(channel).StreamGenerate(long_call())
+        gate.let_through(3)
+        next(call)
+        between.stop_passing()
+    channel.close()
 
 
 def test_readers_who_leave_midway_do_not_change_what_others_get(server: RunningServer) -> None:

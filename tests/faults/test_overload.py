@@ -1,7 +1,8 @@
-"""More than a server can do: refused at once, and nobody who was let in suffers (failure list 4, 12, 27)."""
+"""More than a server can do: refused at once, and nobody who was let in suffers (failure list 4, 12, 23, 27)."""
 
 import asyncio
 import collections
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from grpc_status import rpc_status
 
 from jaxserve.server.proto.jaxserve.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2
 from scripts.server_child import RunningServer
+from tests.faults.conftest import faulty_environment
+from tests.faults.injected import sitecustomize as injected
 from tests.faults.talk import assert_serves, metrics, post, text, total, wait_until_idle
 from tests.server_process import running_server
 
@@ -103,27 +106,47 @@ def test_a_key_has_a_limit_of_its_own(tmp_path: Path) -> None:
         assert int(found[1].headers["Retry-After"]) > 30
 
 
-def test_a_pool_that_runs_out_gives_the_same_texts() -> None:
-    """Failure list 12: sequences are preempted and computed again; what never fits is refused."""
+@pytest.fixture(scope="module")
+def cramped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server with pages for one context, and with no room on its disk for the programs that it compiles."""
+    folder = tmp_path_factory.mktemp("cramped")
+    (folder / injected.DISK_FULL).touch()
+    flags = ("--num-gpu-blocks-override", "10", "--block-size", "16", "--max-model-len", "150", "--deterministic")
+    flags += ("--compilation-cache-dir", str(folder / "programs"))
+    with running_server(*flags, environment=faulty_environment(folder)) as server:
+        yield server
+
+
+def test_a_pool_that_runs_out_gives_the_same_texts(cramped: RunningServer) -> None:
+    """Failure list 12: sequences are preempted and computed again; what no context holds is refused.
+
+    What a context holds the pool holds too, else the server does not start (``test_startup.py`` has that).
+    """
     prompts = [f"reverse {word}:" for word in ("moon", "tree", "stone", "river")]
     body = {"ignore_eos": True, "max_tokens": 100}
-    pool = ("--num-gpu-blocks-override", "10", "--block-size", "16", "--max-model-len", "150")
-    with running_server("--deterministic", *pool) as server:
-        expected = [text(server, prompt, **body) for prompt in prompts]
-        assert total(server, "jaxserve:num_preemptions_total") == 0
+    expected = [text(cramped, prompt, **body) for prompt in prompts]
+    assert total(cramped, "jaxserve:num_preemptions_total") == 0
 
-        async def run() -> list[httpx2.Response]:
-            async with httpx2.AsyncClient(timeout=120, base_url=server.http) as client:
-                bodies = [{"prompt": prompt, "temperature": 0, **body} for prompt in prompts]
-                return list(await asyncio.gather(*(client.post("/v1/completions", json=one) for one in bodies)))
+    async def run() -> list[httpx2.Response]:
+        async with httpx2.AsyncClient(timeout=120, base_url=cramped.http) as client:
+            bodies = [{"prompt": prompt, "temperature": 0, **body} for prompt in prompts]
+            return list(await asyncio.gather(*(client.post("/v1/completions", json=one) for one in bodies)))
 
-        answers = asyncio.run(run())
-        assert [answer.json()["choices"][0]["text"] for answer in answers] == expected
-        assert total(server, "jaxserve:num_preemptions_total") > 0
-        refused = post(server, prompt="1+1=", max_tokens=1000)
-        assert refused.status_code == 400
-        assert "maximum context length" in refused.json()["error"]["message"]
-        wait_until_idle(server)
+    answers = asyncio.run(run())
+    assert [answer.json()["choices"][0]["text"] for answer in answers] == expected
+    assert total(cramped, "jaxserve:num_preemptions_total") > 0
+    refused = post(cramped, prompt="1+1=", max_tokens=1000)
+    assert refused.status_code == 400
+    assert "maximum context length" in refused.json()["error"]["message"]
+    longest = post(cramped, prompt=[7] * 149, max_tokens=1)
+    assert longest.status_code == 200, longest.text
+    wait_until_idle(cramped)
+
+
+def test_a_full_disk_is_no_reason_to_fail(cramped: RunningServer) -> None:
+    """Failure list 23: the programs are compiled and not kept, and the log says so."""
+    assert_serves(cramped)
+    assert "File too large" in cramped.log.read_text()
 
 
 def test_callers_cannot_make_series(server: RunningServer) -> None:

@@ -1,4 +1,4 @@
-"""What keeps a server from starting says what it is (failure list 22, 23)."""
+"""What keeps a server from starting says what it is (failure list 12, 22, 23)."""
 
 import json
 import shutil
@@ -85,6 +85,13 @@ def test_a_model_that_is_nowhere_is_named() -> None:
     ended = start("/nowhere/model")
     assert ended.returncode == 2
     assert "/nowhere/model" in ended.stderr.splitlines()[-1]
+
+
+def test_a_pool_that_a_request_could_be_too_large_for_is_refused() -> None:
+    """Failure list 12: no request that a context holds meets a pool that does not hold it."""
+    ended = start("demo", "--num-gpu-blocks-override", "4", "--block-size", "16", "--max-model-len", "150")
+    assert ended.returncode == 2
+    assert "max_model_len=150 tokens needs 10 KV pages" in ended.stderr.splitlines()[-1]
 
 
 def test_a_port_in_use_is_named_and_keys_are_in_no_log() -> None:

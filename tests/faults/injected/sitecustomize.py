@@ -1,12 +1,17 @@
 """Faults for a server's processes: Python imports this module at its start where the folder is on PYTHONPATH.
 
 ``JAXSERVE_TEST_FAULTS`` names a folder. Requests with a mark fail in the place that it names; a file in the folder
-makes every step fail, or hang, while it is there. Unpickling is written down in a file of that folder.
+makes every step fail, hang or take long, or an engine's start hang, while it is there, and a folder in it lets steps
+through one by one. Unpickling is written down in a file of that folder. Python's listeners send from small buffers, as
+if clients were far away: what one does not read is soon felt.
 """
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import os
+import resource
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +24,20 @@ TOKENIZER_MARK = "tokenizer fault"
 SAMPLER_SEED = 666
 DETOKENIZER_STOP_ID = 7
 GRAMMAR_MARK = "grammar fault"
+GATE = "gate"
+"""A folder: while it is there, each step waits for a file in it, and takes it away."""
+WAITING = "waiting"
+"""A file that is there while a step waits at the gate."""
+PAUSE = "step-pause"
+"""A file with seconds, which each step takes longer while it is there."""
+START_HANGS = "start-hangs"
+"""A file: while it is there, no engine gets ready."""
+DISK_FULL = "disk-full"
+"""A file: processes that start while it is there can make no file longer than ``LONGEST_FILE``."""
+SEND_BYTES = 32 << 10
+"""What the system takes in of an answer that is not read."""
+LONGEST_FILE = 64 << 10
+"""Longer than a log, shorter than a program of a model."""
 
 
 class InjectedError(RuntimeError):
@@ -73,9 +92,37 @@ def _patch_runner(module: Any) -> None:
     def faulty(self: Any, *arguments: Any, **options: Any) -> Any:
         while hangs.exists():
             time.sleep(0.05)
+        _pass_gate(Path(FOLDER or ""))
         return _raise() if fails.exists() else launch(self, *arguments, **options)
 
     module.StepRunner.launch = faulty
+
+
+def _pass_gate(folder: Path) -> None:
+    gate, waiting = folder / GATE, folder / WAITING
+    with contextlib.suppress(FileNotFoundError):
+        time.sleep(float((folder / PAUSE).read_text()))
+    while gate.exists():
+        for ticket in gate.glob("*"):
+            waiting.unlink(missing_ok=True)  # before the ticket: who gave it sees it go, and waits for the next step
+            ticket.unlink(missing_ok=True)
+            return
+        waiting.touch()
+        time.sleep(0.002)
+    waiting.unlink(missing_ok=True)
+
+
+def _patch_startup(module: Any) -> None:
+    start = module.start_engine
+    assert FOLDER is not None
+    hangs = Path(FOLDER) / START_HANGS
+
+    def faulty(*arguments: Any) -> Any:
+        while hangs.exists():
+            time.sleep(0.02)
+        return start(*arguments)
+
+    module.start_engine = faulty
 
 
 PATCHES: dict[str, Callable[[Any], None]] = {
@@ -84,6 +131,7 @@ PATCHES: dict[str, Callable[[Any], None]] = {
     "jaxserve.engine.request_state": _patch_request_state,
     "jaxserve.engine.grammars": _patch_grammars,
     "jaxserve.engine.runner": _patch_runner,
+    "jaxserve.engine.startup": _patch_startup,
 }
 
 
@@ -108,6 +156,16 @@ class PatchingFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
+def _patch_listeners() -> None:
+    listen = socket.socket.listen
+
+    def listen_with_small_buffers(self: socket.socket, *arguments: Any) -> None:
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # what it accepts has the same
+        listen(self, *arguments)
+
+    socket.socket.listen = listen_with_small_buffers
+
+
 def _note_unpickling(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "pickle.find_class" and FOLDER is not None:
         with open(Path(FOLDER) / "unpickled", "a") as file:
@@ -117,3 +175,6 @@ def _note_unpickling(event: str, arguments: tuple[Any, ...]) -> None:
 if FOLDER is not None:
     sys.meta_path.insert(0, PatchingFinder())
     sys.addaudithook(_note_unpickling)
+    _patch_listeners()
+    if (Path(FOLDER) / DISK_FULL).exists():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LONGEST_FILE, LONGEST_FILE))
