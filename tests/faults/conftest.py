@@ -27,7 +27,7 @@ def switches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared_server(switches: Path) -> Iterator[RunningServer]:
     """A server for all tests that it survives."""
     flags = ("--logits-processors", "tests.faults.nan_processor:NAN_FROM", "--deterministic", "--stall-timeout", "3")
-    flags += ("--grpc-keepalive-time", "1", "--grpc-keepalive-timeout", "4")
+    flags += ("--grpc-keepalive-time", "1", "--grpc-keepalive-timeout", "8")
     with running_server(*flags, environment=faulty_environment(switches)) as server:
         yield server
 

@@ -140,6 +140,7 @@ def code_of_a_late_stream(server: RunningServer, switches: Path, limit_s: float)
     Raises:
         NotBegunError: It is not.
     """
+    wait_until(lambda: total(server, "jaxserve:requests_in_flight") == 0, "an earlier try is over")
     with grpc.insecure_channel(server.grpc) as channel, one_more_step(server, switches, "deadline") as gate:
         call = generation_pb2_grpc.GenerationServiceStub(channel).StreamGenerate(long_call(), timeout=limit_s)
         try:

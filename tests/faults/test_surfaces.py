@@ -4,15 +4,15 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import httpx2
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 
-from jaxserve import SamplingParams
+from jaxserve import RequestError, SamplingParams
 from jaxserve.server.proto.jaxserve.v1 import generation_pb2_grpc
 from scripts.server_child import RunningServer
 from tests.faults.random_requests import FIELDS, PYTHON_ALONE, requests
@@ -43,27 +43,24 @@ def why_not_python(asked: Asked) -> str | None:
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class Surfaces:
-    """All three."""
-
-    python: Python
-    http: Http
-    grpc: Grpc
-
-    def verdicts(self, asked: Asked) -> dict[str, bool]:
-        """Who takes a request, of those whose verdicts must be the same."""
-        found = {"http": self.http.takes(asked), "grpc": self.grpc.takes(asked)}
-        return found if why_not_python(asked) else {"python": self.python.takes(asked), **found}
+@pytest.fixture(scope="module")
+def python() -> Iterator[Python]:
+    """An engine in this process; it takes long to start, so one test alone uses it."""
+    with contextlib.closing(Python()) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
-def surfaces(shared_server: RunningServer) -> Iterator[Surfaces]:
-    """The shared server, and an engine in this process."""
-    with contextlib.ExitStack() as stack:
-        found = Surfaces(Python(), Http(shared_server), Grpc(shared_server))
-        for one in (found.python, found.http, found.grpc):
-            stack.callback(one.close)
+def http(shared_server: RunningServer) -> Iterator[Http]:
+    """The shared server's HTTP side."""
+    with contextlib.closing(Http(shared_server)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def rpc(shared_server: RunningServer) -> Iterator[Grpc]:
+    """The shared server's gRPC side."""
+    with contextlib.closing(Grpc(shared_server)) as found:
         yield found
 
 
@@ -71,15 +68,6 @@ def test_every_field_of_the_parameters_is_tried() -> None:
     known = {field.name for field in dataclasses.fields(SamplingParams)}
     assert set(FIELDS) | set(PYTHON_ALONE) == known
     assert set(FIELDS) & set(PYTHON_ALONE) == set()
-
-
-@pytest.mark.filterwarnings("ignore:Do not use the `random` module")  # other threads of the engine here do
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(asked=requests())
-def test_three_surfaces_one_verdict(surfaces: Surfaces, asked: Asked) -> None:
-    """Failure list 8."""
-    verdicts = surfaces.verdicts(asked)
-    assert len(set(verdicts.values())) == 1, verdicts
 
 
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -126,10 +114,29 @@ PROMPT_CASES: dict[str, tuple[Asked, bool]] = {
 
 
 @pytest.mark.parametrize("case", PROMPT_CASES)
-def test_prompts_get_the_verdict_that_they_should(surfaces: Surfaces, case: str) -> None:
+def test_prompts_get_the_verdict_that_they_should(http: Http, rpc: Grpc, case: str) -> None:
     """Failure list 8: not only the same, but the right one."""
     asked, is_right = PROMPT_CASES[case]
-    assert set(surfaces.verdicts(asked).values()) == {is_right}
+    assert (http.takes(asked), rpc.takes(asked)) == (is_right, is_right)
+
+
+def with_all_cases(test: Callable[..., None]) -> Callable[..., None]:
+    """A property that is tried with the prompts above too."""
+    for asked, _ in PROMPT_CASES.values():
+        test = example(asked=asked)(test)
+    return test
+
+
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module")  # beartype does, on the engine's threads
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@with_all_cases
+@given(asked=requests())
+def test_three_surfaces_one_verdict(python: Python, http: Http, rpc: Grpc, asked: Asked) -> None:
+    """Failure list 8."""
+    verdicts = {"http": http.takes(asked), "grpc": rpc.takes(asked)}
+    if why_not_python(asked) is None:
+        verdicts["python"] = python.takes(asked)
+    assert len(set(verdicts.values())) == 1, verdicts
 
 
 BAD: dict[str, dict[str, Any]] = {
@@ -162,16 +169,17 @@ def test_bad_parameters_are_refused_everywhere(server: RunningServer, case: str)
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_none_are_refused_everywhere(
-    server: RunningServer, surfaces: Surfaces, name: str, value: float
+    server: RunningServer, rpc: Grpc, name: str, value: float
 ) -> None:
     """Failure list 8: JSON has no NaN, and protobuf has."""
     content = json.dumps({"prompt": "1+1=", name: value})
     headers = {"Content-Type": "application/json"}
     answer = httpx2.post(server.http + "/v1/completions", content=content, headers=headers, timeout=60)
     assert answer.status_code == 400
-    asked = Asked(fields={name: value})
-    assert not surfaces.grpc.takes(asked)
-    assert not surfaces.python.takes(asked)
+    fields: dict[str, Any] = {name: value}
+    assert not rpc.takes(Asked(fields=fields))
+    with pytest.raises(RequestError):
+        SamplingParams(**fields)
 
 
 def test_both_servers_give_the_same_text(server: RunningServer) -> None:
