@@ -453,7 +453,7 @@ def test_asyncio(checkpoint: Callable[[str], tuple[str, Reference]]) -> None:
             assert lengths == [TEXT.max_tokens] * len(PROMPTS)
             vector = await embedded(engine, PROMPTS[1], None, "x")
             assert np.linalg.norm(vector) == pytest.approx(1.0)
-            with pytest.raises(RequestError, match="the prompt contains 97"):
+            with pytest.raises(RequestError, match="your prompt contains 97"):
                 await embedded(engine, random_prompt(CONTEXT + 1), None, "y")
             with pytest.raises(RequestError, match="encode takes one prompt, got 2"):
                 await embedded(engine, [PROMPTS[0], PROMPTS[1]], None, "z")

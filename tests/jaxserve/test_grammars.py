@@ -18,7 +18,7 @@ from jaxserve.engine.grammar_constraint import Grammar
 from jaxserve.engine.grammars import GrammarCompiler
 from jaxserve.engine.token_pieces import TextJoiner
 from jaxserve.engine.tokenizer import Tokenizer, load_tokenizer
-from jaxserve.errors import RequestError
+from jaxserve.errors import EngineDeadError, RequestError
 from jaxserve.sampling.grammar import GrammarLimits
 from jaxserve.structured_params import StructuredOutputsParams
 
@@ -558,7 +558,7 @@ def test_those_that_wait_are_bounded_and_end_with_the_compiler(demo: Tokenizer) 
         compiled(compiler, regex="b")
     compiler.close()
     for future in (slow, behind):
-        with pytest.raises(RuntimeError, match="closed"):
+        with pytest.raises(EngineDeadError, match="shut down"):
             future.result(60)
-    with pytest.raises(RuntimeError, match="shutdown"):
+    with pytest.raises(RuntimeError, match="shut down"):
         compiled(compiler, regex="c")

@@ -5,14 +5,16 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, SamplingParams, StructuredOutputsParams
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.engine.reasoning import AfterReasoning, Reasoning, ReasoningMarks, find_reasoning
 from jaxserve.engine.tokenizer import Tokenizer, load_tokenizer
 
 OPEN, CLOSE = (5,), (6, 7)
 MARKS = ReasoningMarks("qwen3", OPEN, CLOSE)
-CHOICE = SamplingParams(temperature=0.0, max_tokens=40, structured_outputs={"choice": ["yes", "no"]})
+CHOICE = SamplingParams(
+    temperature=0.0, max_tokens=40, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])
+)
 
 
 class Rule:
@@ -33,9 +35,9 @@ class Rule:
 
 def bits(mask: bytes | None) -> set[int] | None:
     """Ids whose bit is set; None where there is no mask."""
-    return (
-        None if mask is None else set(np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")))
-    )
+    if mask is None:
+        return None
+    return set(np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist())
 
 
 def test_the_rule_waits_for_the_end_of_the_reasoning() -> None:

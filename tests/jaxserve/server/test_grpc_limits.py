@@ -103,7 +103,8 @@ def test_watchers_leave_places_for_calls(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("limit", ["grpc_max_connection_idle", "grpc_max_connection_age"])
 def test_connections_end_and_are_made_again(limit: str) -> None:
     async def main() -> None:
-        async with serving(**{limit: 0.2}) as there, connected(there.target) as channel:
+        settings: dict[str, Any] = {limit: 0.2}
+        async with serving(**settings) as there, connected(there.target) as channel:
             there.engine.stops_at = 1
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             if limit == "grpc_max_connection_age":  # which lets calls that run end

@@ -153,7 +153,7 @@ BAD_REQUESTS = [
     (
         dict(messages={"messages": [{"role": "user"}], "chat_template_kwargs_json": "[]"}),
         "messages.chat_template_kwargs_json",
-        "must be a JSON object",
+        "must be an object, got list",
     ),
     (
         dict(messages={"messages": [{"role": "user"}], "tools": [{"name": "f", "parameters_json": "{"}]}),
