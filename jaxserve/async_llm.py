@@ -21,7 +21,7 @@ from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import start_engine
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.engine.stream import Stream
-from jaxserve.errors import EngineDeadError, RequestError
+from jaxserve.errors import SHUT_DOWN, EngineDeadError, RequestError
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import PoolingRequestOutput, RequestOutput
 from jaxserve.pooling_params import PoolingParams
@@ -241,7 +241,7 @@ class AsyncLLM:
             try:
                 prepared = self._pool.submit(prepare)
             except RuntimeError as error:
-                raise EngineDeadError("the engine stopped: it was shut down") from error
+                raise EngineDeadError(SHUT_DOWN) from error
             request = await asyncio.wrap_future(prepared)
             if request.grammar is not None:
                 await wait_compiled(request.grammar)

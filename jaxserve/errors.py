@@ -57,6 +57,10 @@ class DeadlineError(JaxserveError, TimeoutError):
     """The request's time was up before it ended."""
 
 
+SHUT_DOWN = "the engine stopped: it was shut down"
+"""What an engine says that was closed."""
+
+
 class EngineDeadError(JaxserveError, RuntimeError):
     """The engine stopped after a failure; the first failure is the `__cause__`. Make a new engine."""
 

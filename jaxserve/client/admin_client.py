@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from jaxserve.client.channel import call_metadata, open_channel
-from jaxserve.client.failures import error_of
+from jaxserve.client.failures import call
 from jaxserve.server.proto.jaxserve.v1 import admin_pb2, admin_pb2_grpc
 
 
@@ -86,7 +86,4 @@ class AdminClient:
         self.close()
 
     def _call(self, method: Any, request: Any) -> Any:
-        try:
-            return method(request, **self._how)
-        except grpc.RpcError as failure:
-            raise error_of(failure) from failure
+        return call(method, request, self._how)

@@ -79,6 +79,18 @@ def error_of(failure: Any) -> JaxserveError:
     return error
 
 
+def call(method: Any, request: Any, how: Mapping[str, Any]) -> Any:
+    """A call's answer; ``how`` are its metadata and time limit.
+
+    Raises:
+        JaxserveError: What ``error_of`` makes of its failure.
+    """
+    try:
+        return method(request, **how)
+    except grpc.RpcError as failure:
+        raise error_of(failure) from failure
+
+
 def _unavailable(text: str, delay_s: float) -> UnavailableError:
     return UnavailableError(text, retry_after_s=delay_s)
 

@@ -8,7 +8,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.client.channel import call_metadata, open_channel
-from jaxserve.client.failures import error_of
+from jaxserve.client.failures import call, error_of
 from jaxserve.client.requests import (
     ConversationOptions,
     Message,
@@ -170,10 +170,7 @@ class Client:
         self.close()
 
     def _call(self, method: Any, request: Any) -> Any:
-        try:
-            return method(request, **self._how)
-        except grpc.RpcError as failure:
-            raise error_of(failure) from failure
+        return call(method, request, self._how)
 
     def _parts(
         self, prompt: Prompt, sampling: Sampling, interval: int | None, options: RequestOptions

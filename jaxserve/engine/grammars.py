@@ -12,13 +12,11 @@ from llguidance import LLTokenizer
 
 from jaxserve.engine.grammar_constraint import Grammar
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.errors import EngineDeadError, RequestError
+from jaxserve.errors import SHUT_DOWN, EngineDeadError, RequestError
 from jaxserve.sampling.grammar import GrammarLimits, content_key, grammar_error, write_grammar
 from jaxserve.sampling.grammar_check import SPECIAL_MARK, Vocabulary, make_matcher
 from jaxserve.sampling.grammar_process import GrammarChecker
 from jaxserve.structured_params import StructuredOutputsParams
-
-_CLOSED = "the engine stopped: it was shut down"
 
 
 class _Prepared(NamedTuple):
@@ -88,7 +86,7 @@ class GrammarCompiler:
         except RequestError as error:
             future.set_exception(error)
         except RuntimeError:  # the threads have ended
-            future.set_exception(EngineDeadError(_CLOSED))
+            future.set_exception(EngineDeadError(SHUT_DOWN))
         return future
 
     def close(self) -> None:
@@ -137,7 +135,7 @@ class GrammarCompiler:
             matcher = make_matcher(prepared.tokenizer, text)
         except ValueError as error:
             if self._is_closed:
-                raise EngineDeadError(_CLOSED) from error
+                raise EngineDeadError(SHUT_DOWN) from error
             raise grammar_error(f"cannot be compiled: {error}", params) from error
         finally:
             self._give_back(checker)

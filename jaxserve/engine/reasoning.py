@@ -53,9 +53,9 @@ def find_reasoning(
     is_open = starts_in_reasoning(tail, marks.name)
     if is_chat:
         is_open = reasoning_parser(marks.name).begins_inside(is_open)
-        if is_open is None and len(marks.start_ids) != 1:
-            is_open = False
-    return Reasoning(marks, is_open) if is_open or (is_chat and is_open is None) else None
+    if is_open is None and not (is_chat and len(marks.start_ids) == 1):
+        is_open = False
+    return None if is_open is False else Reasoning(marks, is_open)
 
 
 class AfterReasoning:

@@ -11,7 +11,7 @@ from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.grammars import own_error
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import StartedEngine
-from jaxserve.errors import DeadlineError, EngineDeadError, JaxserveError, RequestFailedError, unforeseen
+from jaxserve.errors import SHUT_DOWN, DeadlineError, EngineDeadError, JaxserveError, RequestFailedError, unforeseen
 from jaxserve.request import PromptInput, parse_prompt
 from jaxserve.server.engine_process.outbox_stream import OutboxStream
 from jaxserve.server.engine_process.queue_limits import Place, QueueLimits
@@ -81,7 +81,7 @@ class Preparation:
         try:
             self._pool.submit(self._guarded, stream, work)
         except RuntimeError:
-            stream.refuse(EngineDeadError("the engine stopped: it was shut down"))
+            stream.refuse(EngineDeadError(SHUT_DOWN))
 
     def call(self, function: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
         """Runs something short on the same threads.
@@ -119,7 +119,7 @@ class Preparation:
         except JaxserveError as error:
             stream.refuse(error)
         except concurrent.futures.CancelledError:
-            stream.refuse(EngineDeadError("the engine stopped: it was shut down"))
+            stream.refuse(EngineDeadError(SHUT_DOWN))
         except BaseException as error:  # whatever a tokenizer may raise: a panic of Rust's is no Exception
             logger.exception("request %s could not be prepared", stream.request_id)
             stream.refuse(RequestFailedError(f"request {stream.request_id} failed: {unforeseen(error)}"))

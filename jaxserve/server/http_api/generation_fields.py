@@ -16,6 +16,7 @@ from jaxserve.server.http_api.endpoint import LABEL, Call
 from jaxserve.server.http_api.fields import (
     Check,
     Fields,
+    check_known,
     filled_text,
     json_object,
     limited,
@@ -141,8 +142,8 @@ def _unused_of_format(form: Mapping[str, Any], *, is_strict: bool) -> list[str]:
     if kind == "json_schema" and isinstance(form.get("json_schema"), dict):
         tables.append(("response_format.json_schema", form["json_schema"], _SCHEMA_FIELDS))
     unused = [f"{place}.{name}" for place, given, known in tables for name in given if name not in known]
-    if is_strict and unused:
-        raise RequestError(f"unknown field {unused[0][:100]!r}", parameter=unused[0][:100])
+    if is_strict:
+        check_known(unused, {})
     return unused
 
 

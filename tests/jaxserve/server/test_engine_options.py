@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = directory / "tokenizer_config.json"
     more = {
         "name_or_path": "/home/someone/model",
-        "special_tokens_map_file": "/root/.cache/special_tokens_map.json",
+        "special_tokens_map_file": "/home/someone/.cache/special_tokens_map.json",
         "init_inputs": [str(directory / "tokenizer.json"), 7],
         "source": f"file://{directory}",
         "mask_token": {"__type": "AddedToken", "content": "<mask>", "lstrip": False},

@@ -2,17 +2,16 @@
 
 import asyncio
 import contextlib
-import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import uvicorn
 
 from jaxserve.errors import OverloadedError, RequestFailedError
 from jaxserve.server.frontend import ParserNames
 from tests.jaxserve.server.http_fakes import CHAT, FakeEngine, Server, make_server
+from tests.jaxserve.server.threaded_server import threaded_server
 
 openai = pytest.importorskip("openai", reason="needs the extra clients")
 
@@ -20,20 +19,8 @@ openai = pytest.importorskip("openai", reason="needs the extra clients")
 @contextlib.contextmanager
 def listening(server: Server) -> Iterator[str]:
     """The base URL of a server that runs in a thread."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        bound.listen()  # so that who connects before the server runs waits for it
-        settings = uvicorn.Config(
-            server.app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1
-        )
-        running = uvicorn.Server(settings)
-        thread = threading.Thread(target=running.run, kwargs={"sockets": [bound]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
-        finally:
-            running.should_exit = True
-            thread.join()
+    with threaded_server(server.app, log_level="error", access_log=False, timeout_graceful_shutdown=1) as url:
+        yield f"{url}/v1"
 
 
 @pytest.fixture

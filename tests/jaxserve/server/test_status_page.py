@@ -4,15 +4,12 @@ import asyncio
 import contextlib
 import re
 import shutil
-import socket
-import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib import resources
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.testclient import TestClient
 
 from jaxserve.errors import EngineDeadError, RequestFailedError
@@ -21,6 +18,7 @@ from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_api import status
 from jaxserve.server.http_api.app import make_app
 from jaxserve.server.http_api.status import content_security_policy
+from tests.jaxserve.server.threaded_server import threaded_server
 from tests.observed_engine import ObservedEngine, engine_numbers, make_frontend, output, read_all
 
 PAGE = resources.files("jaxserve.server.http_api").joinpath("status_page.html").read_text("utf-8")
@@ -180,18 +178,8 @@ class LivelyEngine(ObservedEngine):
 @contextlib.contextmanager
 def served(frontend: Frontend) -> Iterator[str]:
     """The base URL of a real server for the application, in a thread."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()  # so that who connects before the server runs waits for it
-        config = uvicorn.Config(make_app(frontend), ws="none", lifespan="off", log_level="warning")
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = server.force_exit = True
-            thread.join()
+    with threaded_server(make_app(frontend), ws="none", log_level="warning") as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
