@@ -22,9 +22,10 @@ class EngineConfig:
         download_dir: Where downloads are kept.
         hf_overrides: Values that replace those of ``config.json``.
         generation_config: ``auto`` reads the model's generation_config.json for default sampling parameters, ``vllm``
-            does not, anything else is a directory that has one.
+            does not, anything else is a directory that has one. Its ``max_new_tokens`` is then the most that any
+            request of a server gets; the model's own is only a default.
         override_generation_config: Default sampling parameters that win over the file's, under its names, such as
-            ``{"temperature": 0.5}``; null takes a value out of it.
+            ``{"temperature": 0.5}``; null takes a value out of it. Its ``max_new_tokens`` limits servers, too.
         chat_template: A Jinja template, or a file that holds one, in place of the model's own.
         dtype: ``auto`` takes the checkpoint's type.
         tensor_parallel_size: Devices each layer is split over.

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxserve.errors import ConfigError, RequestFailedError
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import RequestOutput
-from jaxserve.server.engine_info import EngineInfo
+from jaxserve.server.engine_info import EngineInfo, find_max_output_tokens
 from jaxserve.server.engine_link import EngineLink, open_link
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnavailableError
@@ -130,12 +130,19 @@ class EngineClient:
             )
         )
         ready = self._link.ready
+        default_fields = given_fields(ready.default_sampling_params)
         self._info = EngineInfo(
             model=ready.model,
-            default_fields=given_fields(ready.default_sampling_params),
+            default_fields=default_fields,
             ledger=ready.ledger,
             extra_arguments=tuple(ready.extra_arguments),
+            max_output_tokens=find_max_output_tokens(self._arguments, default_fields),
         )
+
+    def fail_requests(self, reason: str) -> None:
+        """Ends the requests that there are, with an ``UnavailableError``. Without effect where none runs."""
+        if self._link is not None:
+            self._link.fail_all(UnavailableError(reason))
 
     async def stop(self, drain_s: float) -> None:
         """Ends the process; requests that run may go on for so long. Without effect where none runs."""

@@ -70,7 +70,7 @@ class EngineLink:
                 raise error_from_proto(first.failure.error)
         except (OSError, EOFError) as error:
             await self._reap()
-            raise JaxserveError(f"the engine process ended while it started: {self._exit_text()}") from error
+            raise JaxserveError(f"the engine process ended while it started: {self._why()}") from error
         self.ready = first.ready
         self._tasks.append(asyncio.create_task(self._read()))
         if start.watchdog_timeout_s:
@@ -96,6 +96,14 @@ class EngineLink:
         if not slot.has_ended and self.is_alive:
             self._send(cancel=engine_pb2.Cancel(ids=[slot.number]))
 
+    def fail_all(self, error: Exception) -> None:
+        """Ends every request with an error; what has come of it is read first."""
+        slots, self._slots = self._slots, {}
+        if slots and self.is_alive:
+            self._send(cancel=engine_pb2.Cancel(ids=list(slots)))
+        for slot in slots.values():
+            slot.fail(error)
+
     async def ask(self, method: str, **arguments: Any) -> Any:
         """The answer to a question.
 
@@ -104,8 +112,7 @@ class EngineLink:
             EngineDeadError: The process has ended.
         """
         number = self._take_number()
-        query = engine_pb2.Query(id=number, method=method, arguments_json=json.dumps(arguments))
-        self._send(query=query)
+        self._send(query=engine_pb2.Query(id=number, method=method, arguments_json=json.dumps(arguments)))
         self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             return await self._answers[number]
@@ -115,7 +122,7 @@ class EngineLink:
     async def wait_ended(self) -> str:
         """Why the process ended, once it has."""
         await self._ended.wait()
-        return self._reason or self._exit_text()
+        return self._why()
 
     async def stop(self, drain_s: float, patience_s: float = 10.0) -> None:
         """Ends the process: its requests may go on for ``drain_s`` seconds, and it may take some more to end."""
@@ -128,9 +135,8 @@ class EngineLink:
 
     async def kill(self) -> None:
         """Ends the process at once."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
         if self._tasks:
             await self._ended.wait()
         else:
@@ -151,9 +157,8 @@ class EngineLink:
 
     async def _read_frame(self) -> engine_pb2.FromEngine:
         (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-        return engine_pb2.FromEngine.FromString(
-            await self._reader.readexactly(checked_length(length, MAX_FROM_ENGINE_BYTES))
-        )
+        data = await self._reader.readexactly(checked_length(length, MAX_FROM_ENGINE_BYTES))
+        return engine_pb2.FromEngine.FromString(data)
 
     async def _read(self) -> None:
         """Hands frames over until the process ends; then nothing waits any more."""
@@ -175,8 +180,7 @@ class EngineLink:
             await self._reap()
         finally:
             self._ended.set()
-            for slot in self._slots.values():
-                slot.fail(self._dead())
+            self.fail_all(self._dead())
             for answer in self._answers.values():
                 if not answer.done():
                     answer.set_exception(self._dead())
@@ -223,11 +227,11 @@ class EngineLink:
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
 
-    def _exit_text(self) -> str:
-        return exit_text(self._process.returncode)
+    def _why(self) -> str:
+        return self._reason or exit_text(self._process.returncode)
 
     def _dead(self) -> EngineDeadError:
-        return EngineDeadError(f"the engine process ended: {self._reason or self._exit_text()}")
+        return EngineDeadError(f"the engine process ended: {self._why()}")
 
 
 async def open_link(start: engine_pb2.Start) -> EngineLink:

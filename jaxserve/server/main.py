@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 EXIT_ENGINE_DEAD = 70
 """Exit status where the engine ended by itself: EX_SOFTWARE."""
-_FAREWELL_S = 2.0  # for answers that say why, once the engine is gone
+_FAREWELL_S = 2.0  # for answers that say why, once the engine is gone or there is no more time
+_FLUSH_S = 0.5  # for their last bytes
 _STEADY_S = 600.0  # an engine that ran for so long is started again at once
 _RESTART_PAUSES_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 
@@ -82,7 +83,7 @@ class ServerLife:
                     return await self._serve_until_end()
                 finally:
                     self._close("the server is shutting down")
-                    await self._grpc.stop(0.0)
+                    await self._grpc.stop(_FLUSH_S)
                     await self._engine.stop(0.0)
 
     def _open(self) -> None:
@@ -155,7 +156,9 @@ class ServerLife:
         is_lost = ended.done() and not idle.done()
         if is_lost:
             logger.error("the engine process ended while requests ran: %s", ended.result())
-            await asyncio.sleep(_FAREWELL_S)
+        elif not idle.done():
+            self._engine.fail_requests("the server shut down before the request was done")
+        await asyncio.wait([idle], timeout=_FAREWELL_S)
         for task in (hurried, idle, ended):
             task.cancel()
         return EXIT_ENGINE_DEAD if is_lost else 0

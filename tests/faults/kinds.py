@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import json
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,23 +16,24 @@ from grpc_status import rpc_status
 
 from jaxserve.server.proto.jaxserve.v1 import generation_pb2, generation_pb2_grpc
 from scripts.server_child import RunningServer
-from tests.faults.talk import LONG, health, long_call, post, raw_request, sampling, stream, total, wait_until
+from tests.faults.talk import LONG, health, long_call, post, raw_request, sampling, total, wait_until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 WHOLE = ["length", "length", "FINISH_REASON_LENGTH", "FINISH_REASON_LENGTH"]
 """How requests end that get all they ask for."""
-CUT = ["abort", "abort", "UNAVAILABLE", "UNAVAILABLE"]
-"""How those end that a server has no time for."""
 FAILED = ["503", "503", "UNAVAILABLE", "UNAVAILABLE"]
-"""How those end whose engine is gone."""
+"""How those end whose engine is gone, or that a server has no time for."""
 
 
 def http_stream_end(server: RunningServer, max_tokens: int) -> str:
     """The finish reason of a stream, or the code of its error."""
-    with stream(server, prompt="1+1=", **{**LONG, "max_tokens": max_tokens}) as events:
-        last = list(events)[-1]
-        return str(last["error"]["code"]) if "error" in last else last["choices"][0]["finish_reason"]
+    answer = post(server, prompt="1+1=", stream=True, **{**LONG, "max_tokens": max_tokens})
+    if answer.status_code != 200:  # before the first event
+        return str(answer.status_code)
+    *_, event, _ = (line.removeprefix("data: ") for line in answer.text.splitlines() if line)
+    last = json.loads(event)
+    return str(last["error"]["code"]) if "error" in last else last["choices"][0]["finish_reason"]
 
 
 def http_unary_end(server: RunningServer, max_tokens: int) -> str:
@@ -47,7 +49,7 @@ def grpc_stream_end(server: RunningServer, max_tokens: int) -> str:
         try:
             *_, last = stub.StreamGenerate(long_call(max_tokens=max_tokens))
         except grpc.RpcError as error:
-            return error.code().name
+            return _status(error)
     return generation_pb2.FinishReason.Name(last.completions[0].finish_reason)
 
 
@@ -58,8 +60,18 @@ def grpc_unary_end(server: RunningServer, max_tokens: int) -> str:
         try:
             answer = stub.Generate(long_call(max_tokens=max_tokens).request)
         except grpc.RpcError as error:
-            return error.code().name
+            return _status(error)
     return generation_pb2.FinishReason.Name(answer.completions[0].finish_reason)
+
+
+def _status(error: grpc.RpcError) -> str:
+    """Its name; who should try again is also told when."""
+    call: Any = error
+    if call.code() is grpc.StatusCode.UNAVAILABLE:
+        status = rpc_status.from_call(call)
+        assert status is not None
+        assert any(detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for detail in status.details)
+    return call.code().name
 
 
 REQUESTS: tuple[Callable[[RunningServer, int], str], ...] = (
@@ -97,10 +109,7 @@ def assert_grpc_takes_no_requests(server: RunningServer, why: str) -> None:
     """A request is refused with the reason, and with a time to try again."""
     with grpc.insecure_channel(server.grpc) as channel, pytest.raises(grpc.RpcError, match=why) as failure:
         generation_pb2_grpc.GenerationServiceStub(channel).Generate(long_call().request, timeout=60)
-    assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
-    status = rpc_status.from_call(failure.value)  # pyright: ignore[reportArgumentType]
-    assert status is not None
-    assert any(detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for detail in status.details)
+    assert _status(failure.value) == "UNAVAILABLE"
 
 
 class Caller:

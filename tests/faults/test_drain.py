@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxserve.client import AdminClient
 from tests.faults.conftest import faulty_environment
-from tests.faults.kinds import CUT, WHOLE, assert_takes_no_requests, in_flight
+from tests.faults.kinds import FAILED, WHOLE, assert_takes_no_requests, in_flight
 from tests.faults.steps import closed_gate, slow_steps
 from tests.faults.talk import assert_serves
 from tests.server_process import running_server
@@ -35,7 +35,7 @@ def test_requests_that_a_grace_is_too_short_for_are_cut(tmp_path: Path) -> None:
         with slow_steps(tmp_path, 0.1), in_flight(server, 200) as ends:
             server.process.send_signal(signal.SIGTERM)
             began_s = time.monotonic()
-            assert ends() == CUT
+            assert ends() == FAILED
             assert server.wait() == 0
             assert time.monotonic() - began_s >= 1
 
@@ -48,7 +48,7 @@ def test_a_second_sigterm_is_immediate(tmp_path: Path) -> None:
             assert_takes_no_requests(server, "shutting down")
             assert server.process.poll() is None
             server.process.send_signal(signal.SIGTERM)
-            assert ends() == CUT
+            assert ends() == FAILED
             assert server.wait() == 0
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve import ConfigError
+from jaxserve import ConfigError, RequestError
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.engine.tokenizer import load_tokenizer
 from jaxserve.server.engine_client import EngineClient
+from jaxserve.server.engine_info import find_max_output_tokens
 from jaxserve.server.settings import ServerConfig
 from tests.server_process import PROGRAMS_CACHE
 
@@ -73,6 +74,33 @@ def test_what_overrides_the_generation_config_is_the_servers_default(client: Eng
     assert client.info.default_fields == {"temperature": 0.5, "top_p": 0.9, "max_tokens": 16}
     assert client.info.sampling_params({}, is_chat=True).max_tokens == 16
     assert client.info.sampling_params({"temperature": 0.25}).temperature == 0.25
+
+
+def test_max_new_tokens_of_the_operator_is_a_limit(client: EngineClient) -> None:
+    """As in vLLM; less can be asked for, and what cannot be kept within it is refused."""
+    assert client.info.max_output_tokens == 16
+    assert [client.info.sampling_params({"max_tokens": asked}).max_tokens for asked in (3, 16, 17, -1)] == [
+        3,
+        16,
+        16,
+        16,
+    ]
+    with pytest.raises(RequestError, match="min_tokens"):
+        client.info.sampling_params({"max_tokens": 40, "min_tokens": 20})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, None),
+        ({"generation_config": "vllm"}, None),
+        ({"override_generation_config": {"temperature": 0.5}}, None),
+        ({"override_generation_config": {"max_new_tokens": 9}}, 9),
+        ({"generation_config": "/a/directory"}, 7),
+    ],
+)
+def test_max_new_tokens_of_the_model_is_a_default(arguments: dict[str, Any], expected: int | None) -> None:
+    assert find_max_output_tokens(arguments, {"max_tokens": 7}) == expected
 
 
 def test_the_format_of_contents_reaches_templates(runner: asyncio.Runner, client: EngineClient) -> None:
