@@ -25,14 +25,15 @@ class RequestError(JaxserveError, ValueError):
     Args:
       message: What was expected and what came.
       parameter: Name of the argument at fault. When given, the text ends in "(parameter=…, value=…)" as in vLLM.
-      value: The argument's value; long ones are shortened in the text, not in the attribute.
+      value: The argument's value, None where it says nothing more; long ones are shortened in the text alone.
     """
 
     def __init__(self, message: str, *, parameter: str | None = None, value: Any = None) -> None:
         self.parameter = parameter
         self.value = value
         if parameter is not None:
-            message = f"{message} (parameter={parameter}, value={_shortened(value)})"
+            shown = "" if value is None else f", value={_shortened(value)}"
+            message = f"{message} (parameter={parameter}{shown})"
         super().__init__(message)
 
 

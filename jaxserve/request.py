@@ -204,13 +204,13 @@ def _text(index: int, text: str) -> str:
 
 def _token_ids(index: int, token_ids: Sequence[Any]) -> tuple[int, ...]:
     if not token_ids:
-        raise RequestError(f"prompt {index} has no token ids; at least one is needed")
+        raise RequestError(f"prompt {index} has no token ids; at least one is needed", parameter="prompt")
     if all(type(token_id) is int for token_id in token_ids):
         checked: tuple[int, ...] = tuple(token_ids)
     else:
         checked = tuple(_token_id(index, place, token_id) for place, token_id in enumerate(token_ids))
     if min(checked) < 0:
-        raise RequestError(f"prompt {index}: token ids must be at least 0, got {min(checked)}")
+        raise RequestError(f"prompt {index}: token ids must be at least 0, got {min(checked)}", parameter="prompt")
     return checked
 
 

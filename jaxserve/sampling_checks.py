@@ -137,7 +137,10 @@ def _token_id(name: str, key: object) -> int:
         except ValueError:
             message = f"{name} must have token ids as keys, got {key!r}"
             raise RequestError(message, parameter=name, value=key) from None
-    return integer(f"a token id of {name}", key, 0)
+    if isinstance(key, bool) or not isinstance(key, numbers.Integral) or key < 0:
+        message = f"{name} must have token ids from 0 as keys, got {key!r:.80}"
+        raise RequestError(message, parameter=name, value=key)
+    return int(key)
 
 
 def _output_kind(name: str, value: object) -> RequestOutputKind:

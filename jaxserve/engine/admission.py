@@ -118,11 +118,13 @@ class Admission:
         else:
             token_ids = self.tokenizer.encode(prompt.prompt or "", prompt.fit.add_special_tokens)
         if not token_ids:
-            raise RequestError("the prompt has no token ids after tokenization; at least one is needed")
+            raise RequestError(
+                "the prompt has no token ids after tokenization; at least one is needed", parameter="prompt"
+            )
         largest = max(token_ids)
         if largest >= self.limits.vocab_size:
             expected = f"expected ids from 0 to {self.limits.vocab_size - 1}"
-            raise RequestError(f"token id {largest} is out of vocabulary; {expected}")
+            raise RequestError(f"token id {largest} is out of vocabulary; {expected}", parameter="prompt")
         return token_ids
 
     def _check_text(self, params: SamplingParams) -> None:

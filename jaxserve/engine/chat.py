@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import jinja2
 
+from jaxserve.content_parts import part_text
 from jaxserve.engine.content_format import Found, check_format, detected_format, in_format
 from jaxserve.errors import RequestError
 
@@ -177,7 +178,7 @@ def _checked(index: int, conversation: Any) -> list[Message]:
 
 def _check_parts(where: str, parts: list[Any]) -> None:
     for part in parts:
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        if part_text(part) is None:
             raise RequestError(f"{where}: content parts must be {{'type': 'text', 'text': …}}, got {part!r:.80}")
 
 

@@ -1,10 +1,11 @@
 """What chat templates see of a message's content: one text, or a list of parts as in OpenAI's API."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, cast
 
 from jinja2 import nodes
 
+from jaxserve.content_parts import part_text
 from jaxserve.errors import RequestError
 
 Found = Literal["string", "openai"]
@@ -34,8 +35,8 @@ def in_format(role: str, content: Any, content_format: Found) -> str | list[dict
       content: Text, parts with texts, or None.
       content_format: ``string``: texts joined by newlines; ``openai``: a list with a part for each.
     """
-    parts = [{"text": content}] if isinstance(content, str) else cast("list[Mapping[str, str]]", content or [])
-    texts = [part["text"] for part in parts]
+    parts = [content] if isinstance(content, str) else cast("list[Any]", content or [])
+    texts = [part_text(part) or "" for part in parts]
     if content_format == "string" or role == "tool":
         return "\n".join(texts)
     return [{"type": "text", "text": text} for text in texts]

@@ -57,6 +57,10 @@ class FastBackend:
         """Returns a token's id, None when the vocabulary lacks it."""
         return self._tokenizer.token_to_id(token)
 
+    def id_to_token(self, token_id: int) -> str | None:
+        """Returns a token as the vocabulary spells it, None when it lacks the id."""
+        return self._tokenizer.id_to_token(token_id)
+
     def make_pieces(self, skip_special_tokens: bool) -> TokenPieces:
         """Returns a new table of pieces."""
         special = self._special_tokens() if skip_special_tokens else frozenset[str]()

@@ -95,6 +95,12 @@ class SentencePieceBackend:
         token_id = int(self._processor.piece_to_id(token))
         return token_id if self._processor.id_to_piece(token_id) == token else None
 
+    def id_to_token(self, token_id: int) -> str | None:
+        """Returns a token as the vocabulary spells it, None when it lacks the id."""
+        if token_id in self._tokens:
+            return self._tokens[token_id].content
+        return self._processor.id_to_piece(token_id) if token_id < self._processor.get_piece_size() else None
+
     def make_pieces(self, skip_special_tokens: bool) -> TokenPieces:
         """Returns a new table of pieces."""
         has_prefix = self._processor.decode_pieces(["▁a"]) == "a"

@@ -96,6 +96,10 @@ class Tokenizer:
         """Returns one token's text by itself, spaces kept, special tokens shown: `Logprob.decoded_token`."""
         return self.pieces(skip_special_tokens=False).shown(token_id)
 
+    def id_to_token(self, token_id: int) -> str | None:
+        """Returns a token as the vocabulary spells it ("Ġthe", "<0xC3>"), None when the vocabulary lacks the id."""
+        return self._backend.id_to_token(token_id)
+
     def token_to_id(self, token: str) -> int | None:
         """Returns the id of a token, None when the vocabulary lacks it."""
         return self._backend.token_to_id(token)

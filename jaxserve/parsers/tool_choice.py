@@ -81,7 +81,7 @@ def tool_choice_schema(
                 raise RequestError("two tools define this differently in $defs", parameter="tools", value=defined)
         parameters = {key: value for key, value in schema.items() if key != "$defs"}
         properties = {"name": {"type": "string", "enum": [name]}, "parameters": parameters}
-        calls.append({"properties": properties, "required": ["name", "parameters"]})
+        calls.append({"properties": properties, "required": list(properties), "additionalProperties": False})
     made: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
     if parallel_tool_calls is False:
         made["maxItems"] = 1

@@ -60,7 +60,6 @@ async def http_listening(frontend: Frontend) -> AsyncIterator[str]:
         timeout_keep_alive=config.keepalive_timeout,
         proxy_headers=False,
         server_header=False,
-        root_path=config.root_path,
         backlog=_BACKLOG,
         timeout_graceful_shutdown=1,
     )

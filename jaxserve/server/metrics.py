@@ -148,7 +148,7 @@ def _infos(frontend: Frontend) -> Iterable[Metric]:
     cache = model.kv_cache
     labels = {"num_pages": cache.num_pages, "page_size": cache.page_size, "size_bytes": cache.size_bytes}
     texts = {name: str(value) for name, value in labels.items()}
-    about = {"dtype": model.dtype, "attention_backend": model.attention_backend, "layout": model.layout}
+    about = {"dtype": cache.dtype, "attention_backend": model.attention_backend, "layout": model.layout}
     yield Gauge(f"{PREFIX}cache_config_info", {"engine": ENGINE, **texts, **about}, 1)
 
 

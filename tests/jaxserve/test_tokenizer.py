@@ -141,6 +141,15 @@ def test_token_text_keeps_spaces_and_shows_special_tokens(tiny_tokenizers: dict[
     assert tokenizer.token_text(10**6) == ""
 
 
+@pytest.mark.parametrize(("name", "token"), [("byte-fallback", "<0xC3>"), ("byte-level", "Ġ")])
+def test_tokens_are_spelt_as_in_the_vocabulary(tiny_tokenizers: dict[str, Tokenizer], name: str, token: str) -> None:
+    tokenizer = tiny_tokenizers[name]
+    token_id = tokenizer.token_to_id(token)
+    assert token_id is not None
+    assert tokenizer.id_to_token(token_id) == token
+    assert tokenizer.id_to_token(10**6) is None
+
+
 def test_encode_adds_bos_when_asked(tiny_tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tiny_tokenizers["byte-fallback"]
     assert tokenizer.encode("a") == [1, *tokenizer.encode("a", add_special_tokens=False)]

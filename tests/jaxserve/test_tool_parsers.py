@@ -486,6 +486,7 @@ def test_schema_of_required_tools() -> None:
                         "parameters": {key: value for key, value in weather.items() if key != "$defs"},
                     },
                     "required": ["name", "parameters"],
+                    "additionalProperties": False,
                 },
                 {
                     "properties": {
@@ -493,6 +494,7 @@ def test_schema_of_required_tools() -> None:
                         "parameters": {"type": "object", "properties": {}},
                     },
                     "required": ["name", "parameters"],
+                    "additionalProperties": False,
                 },
             ],
         },

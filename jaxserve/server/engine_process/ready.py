@@ -47,6 +47,7 @@ def _model(started: StartedEngine, config: EngineConfig) -> model_pb2.Model:
         kv_cache=model_pb2.KvCache(
             num_pages=ledger.num_pages,
             page_size=ledger.page_size,
+            dtype=program.policy.kv,
             size_bytes=program.pool_bytes * devices.size * len(plan.programs),
         ),
         memory=[model_pb2.MemoryUse(name=name, size_bytes=size) for name, size in ledger.lines],

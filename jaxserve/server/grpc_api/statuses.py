@@ -1,6 +1,8 @@
 """Errors as gRPC statuses: a code, a message, and google.rpc's details for programs."""
 
+import re
 from collections.abc import Iterator, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import grpc
@@ -17,6 +19,10 @@ DOMAIN = "jaxserve.dev"
 MAX_MESSAGE_BYTES = 1024
 """Longer messages are cut: with all details they must fit into the 8 KiB of metadata that clients take."""
 _MAX_FIELD_LENGTH = 200
+_OTHER_NAMES = MappingProxyType(
+    {"tokens": "token_ids", "return_token_strs": "return_token_strings", "input_tokens": "prompt"}
+)
+"""Parameters under the names of OpenAI's and vLLM's HTTP APIs -> the fields here."""
 
 
 def rich_status(
@@ -68,15 +74,17 @@ def field_path(request: Descriptor | None, parameter: str) -> str:
 
     Args:
         request: The message's type; None where there is none.
-        parameter: As errors name it; what follows its first dot is kept.
+        parameter: As errors name it; what follows its first dot or bracket is kept.
 
     Returns:
         The path, or the parameter itself where nothing of that name is found.
     """
-    root, dot, rest = parameter.partition(".")
+    root = re.split(r"[.\[]", parameter, maxsplit=1)[0]
+    rest = parameter.removeprefix(root)
+    root = _OTHER_NAMES.get(root, root)
     for path in _paths(request) if request is not None else ():
         if path[-1] in (root, f"{root}_json"):
-            return ".".join(path) + dot + rest
+            return ".".join(path) + rest
     return parameter
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from jaxserve.content_parts import TEXT_PARTS, part_text
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import flag, text
 from jaxserve.sampling_params import SamplingParams
@@ -42,12 +43,14 @@ def _messages(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _check_parts(where: str, parts: list[Any]) -> None:
-    for part in objects(where, parts):
-        kind = part.get("type", "text")
-        if kind != "text":
-            message = f"{where}: parts of type {str(kind)[:40]!r} are not supported, only 'text'"
+    for place, part in enumerate(parts):
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if kind not in list(TEXT_PARTS):
+            message = f"{where}: parts of type {str(kind)[:40]!r} are not supported, only {', '.join(TEXT_PARTS)}"
             raise RequestError(message, parameter="messages")
-        text(f"{where}.text", part.get("text"))
+        if part_text(part) is None:
+            message = f"{where}[{place}] must be text, or an object with text as {TEXT_PARTS[kind]!r}"
+            raise RequestError(message, parameter=f"{where}[{place}]", value=part)
 
 
 def _tool_choice(name: str, value: Any) -> str | dict[str, Any]:
@@ -207,4 +210,4 @@ def _echo(fields: Fields, role: str) -> str:
     content = last.get("content")
     if not fields.get("echo", False) or last["role"] != role or content is None:
         return ""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "\n".join(part_text(part) or "" for part in content)

@@ -85,7 +85,7 @@ def _plan(call: Call, fields: Fields) -> _Plan:
         message = "best_of must be n: the best of more texts is not looked for"
         raise RequestError(message, parameter="best_of", value=fields.get("best_of"))
     given: dict[str, Any] = {"max_tokens": 1 if is_echo_only else max_tokens, "logprobs": fields.get("logprobs")}
-    if has_echo and given["logprobs"] is not None and fields.get("prompt_logprobs") is None:
+    if has_echo and given["logprobs"] is not None and (options.is_streamed or fields.get("prompt_logprobs") is None):
         given["prompt_logprobs"] = given["logprobs"]
     params = sampling_params(call.frontend, fields, given)
     common = {**engine_fields(call, fields), "add_special_tokens": fields.get("add_special_tokens", True)}

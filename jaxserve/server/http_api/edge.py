@@ -33,6 +33,7 @@ class Edge:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close"})
             return
+        scope["root_path"] = self._config.root_path  # routes are found with and without it
         label = scope[LABEL] = _label(scope)
         begin_s, status = time.monotonic(), 0
 

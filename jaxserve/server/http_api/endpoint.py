@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -157,7 +158,9 @@ class Endpoint:
             raise HttpError(400, "BadRequestError", message)
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > config.max_request_bytes:
-            raise _too_long(config.max_request_bytes)
+            # Who waits for a go-ahead sends no body now; else the rest is read and dropped, so that the answer arrives.
+            headers = {"Connection": "close"} if "expect" in request.headers else {}
+            raise _too_long(config.max_request_bytes, headers)
         parts, size = list[bytes](), 0
         try:
             async with asyncio.timeout(config.stall_timeout or None) as limit:
@@ -202,6 +205,5 @@ def _later(seconds: float) -> float:
     return asyncio.get_running_loop().time() + seconds
 
 
-def _too_long(limit: int) -> HttpError:
-    message = f"the body must have at most {limit} bytes"
-    return HttpError(413, "RequestTooLargeError", message, {"Connection": "close"})
+def _too_long(limit: int, headers: Mapping[str, str] = MappingProxyType({})) -> HttpError:
+    return HttpError(413, "RequestTooLargeError", f"the body must have at most {limit} bytes", headers)

@@ -76,17 +76,17 @@ def check_known(unknown: list[str], table: Mapping[str, Check]) -> None:
 
 
 def limited(name: str, value: Any) -> Any:
-    """A value whose whole numbers have at most 64 bits; what else it must be is checked by who reads it.
+    """A value whose whole numbers fit into 64 bits; what else it must be is checked by who reads it.
 
     A float without fraction counts as a whole number, as clients in languages with one kind of number write them.
     """
     if type(value) is float and value.is_integer():
         value = int(value)
     if type(value) is int and not -_LIMIT < value < _LIMIT:
-        raise RequestError(f"{name} must have at most 64 bits", parameter=name)
+        raise RequestError(f"{name} must be less than 2**63 and more than -2**63", parameter=name)
     for part in _parts(value):
         if type(part) is int and not -_LIMIT < part < _LIMIT:
-            raise RequestError(f"{name} must have numbers of at most 64 bits", parameter=name)
+            raise RequestError(f"{name} must have numbers less than 2**63 and more than -2**63", parameter=name)
     return value
 
 

@@ -106,10 +106,10 @@ def answer_options(call: Call, fields: Fields) -> AnswerOptions:
     """
     config, is_streamed = call.frontend.config, fields.get("stream", False)
     given = fields.get("stream_options")
-    if given is not None and not is_streamed:
+    if given and not is_streamed:
         message = "Stream options can only be defined when `stream=True`."
         raise RequestError(message, parameter="stream_options")
-    if is_streamed and fields.get("prompt_logprobs") is not None:
+    if is_streamed and fields.get("prompt_logprobs"):
         message = "`prompt_logprobs` are not available when `stream=True`."
         raise RequestError(message, parameter="prompt_logprobs")
     options = read_fields(given or {}, STREAM_OPTIONS, needs=None, is_strict=config.strict)
@@ -162,8 +162,11 @@ def sampling_params(
         RequestError: A wrong value.
     """
     is_streamed = fields.get("stream", False)
+    chosen = fields.chosen(SAMPLING_FIELDS)
+    if is_streamed:
+        chosen.pop("prompt_logprobs", None)  # it is 0, and streams show them nowhere
     values: dict[str, Any] = {
-        **fields.chosen(SAMPLING_FIELDS),
+        **chosen,
         "structured_outputs": structure(fields),
         "extra_args": fields.get("vllm_xargs"),
         **given,

@@ -5,6 +5,7 @@ from typing import Any
 from starlette.responses import Response
 
 from jaxserve.errors import JaxserveError
+from jaxserve.server.errors import UnknownModelError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_api.answer_parts import VERSION
 from jaxserve.server.http_api.endpoint import Call
@@ -19,7 +20,10 @@ async def models(call: Call) -> Response:
 
 async def model(call: Call) -> Response:
     """The model, by one of its names."""
-    return json_reply(_card(call.frontend, call.frontend.check_model(call.request.path_params["model"])))
+    name = call.request.path_params["model"]
+    if not name:
+        raise UnknownModelError("The model `` does not exist.")
+    return json_reply(_card(call.frontend, call.frontend.check_model(name)))
 
 
 def _card(frontend: Frontend, name: str) -> dict[str, Any]:

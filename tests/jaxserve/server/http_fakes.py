@@ -293,7 +293,7 @@ class Connection:
         is_blocked: While True, ``send`` waits.
     """
 
-    def __init__(self, method: str, path: str, body: bytes, headers: Mapping[str, str], *, root_path: str = ""):
+    def __init__(self, method: str, path: str, body: bytes, headers: Mapping[str, str]):
         self.scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -302,7 +302,7 @@ class Connection:
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),
-            "root_path": root_path,
+            "root_path": "",
             "query_string": b"",
             "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
             "client": ("127.0.0.1", 5000),
@@ -358,11 +358,11 @@ class Server:
         """The answer to a GET."""
         return self.call("GET", path, b"", _dashed(headers))
 
-    def call(self, method: str, path: str, body: bytes, headers: Mapping[str, str], *, root_path: str = "") -> Answer:
+    def call(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
         """The answer to a request that is read to its end."""
 
         async def run() -> Answer:
-            connection = Connection(method, path, body, headers, root_path=root_path)
+            connection = Connection(method, path, body, headers)
             async with asyncio.timeout(20):
                 await self.app(connection.scope, connection.receive, connection.send)
             return Answer(connection.sent)

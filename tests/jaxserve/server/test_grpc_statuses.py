@@ -251,6 +251,8 @@ def test_paths_of_fields() -> None:
     sampling: Any = sampling_pb2.SamplingParams.DESCRIPTOR
     assert field_path(stream, "temperature") == "request.sampling_params.temperature"
     assert field_path(stream, "structured_outputs.regex") == "request.sampling_params.structured_outputs.regex"
+    assert field_path(stream, "logit_bias[5]") == "request.sampling_params.logit_bias[5]"
+    assert field_path(stream, "input_tokens") == "request.prompt"
     assert field_path(stream, "stream_interval") == "stream_interval"
     assert field_path(sampling, "extra_args") == "extra_args_json"
     assert field_path(stream, "nothing.such") == "nothing.such"

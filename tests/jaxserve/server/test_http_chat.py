@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.engine.content_format import in_format
 from jaxserve.server.frontend import ParserNames
 from tests.jaxserve.server.http_fakes import CHAT, Answer, FakeEngine, make_server
 
@@ -153,6 +154,21 @@ def test_token_ids_are_given_where_asked_for() -> None:
     assert len(events[0]["prompt_token_ids"]) == 19
     assert "prompt_token_ids" not in events[0]["choices"][0] and "prompt_token_ids" not in events[1]
     assert [event["choices"][0]["token_ids"] for event in events[1:]] == [[72, 101, 108], [108, 111]]
+
+
+def test_contents_may_be_lists_of_texts_in_any_form() -> None:
+    content = [
+        "bare",
+        {"type": "input_text", "text": "in"},
+        {"type": "output_text", "text": "out"},
+        {"type": "refusal", "refusal": "no"},
+        {"type": "thinking", "thinking": "hm"},
+    ]
+    messages = [*CHAT, {"role": "assistant", "content": content}]
+    found = make_server().post(PATH, {"messages": messages, "echo": True, "continue_final_message": True}).json()
+    assert found["choices"][0]["message"]["content"] == "bare\nin\nout\nno\nhmHello"
+    assert in_format("user", content, "string") == "bare\nin\nout\nno\nhm"
+    assert in_format("user", content, "openai")[-1] == {"type": "text", "text": "hm"}
 
 
 def test_the_last_message_is_echoed_where_it_is_the_assistants() -> None:

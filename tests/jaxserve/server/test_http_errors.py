@@ -52,9 +52,9 @@ def refusal(
         ({"temperature": "hot"}, "temperature", "must be a number"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": 1.5}, "max_tokens", "must be an int"),
-        ({"max_tokens": 10**20}, "max_tokens", "64 bits"),
-        ({"stop_token_ids": [2**70]}, "stop_token_ids", "64 bits"),
-        ({"logit_bias": {str(2**70): 1}}, "logit_bias", "64 bits"),
+        ({"max_tokens": 10**20}, "max_tokens", "less than 2"),
+        ({"stop_token_ids": [2**70]}, "stop_token_ids", "less than 2"),
+        ({"logit_bias": {str(2**70): 1}}, "logit_bias", "less than 2"),
         ({"logit_bias": {" 99999999999999999999": 1}}, "logit_bias", "token ids from 0 to 999"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids as keys"),
         ({"allowed_token_ids": [1000]}, "allowed_token_ids", "token ids from 0 to 999"),
@@ -67,6 +67,7 @@ def refusal(
         ({"stop": [""]}, "stop", "empty string"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only be defined when `stream=True`"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage", "must be True or False"),
+        ({"seed": 2**63}, "seed", "less than 2**63 and more than -2**63 (parameter=seed)"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "not available when `stream=True`"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"shape": "a"}}, "shape", "has no field 'shape'"),
@@ -85,7 +86,7 @@ def refusal(
             "missing",
         ),
         ({"cache_salt": ""}, "cache_salt", "must not be empty"),
-        ({"priority": 2**63}, "priority", "64 bits"),
+        ({"priority": 2**63}, "priority", "less than 2"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "at least -1"),
         ({"truncation_side": "up"}, "truncation_side", "must be one of left, right"),
@@ -109,7 +110,8 @@ def test_a_wrong_completion_request_names_the_field(change: dict[str, Any], para
         ({"messages": [{"content": "Hi"}]}, "messages[0].role", "must be a string, got NoneType"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "must be a string, got int"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'image_url' are not supp"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content.text", "got NoneType"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]", "text as 'text'"),
+        ({"messages": [{"role": "user", "content": [3]}]}, "messages[0].content[0]", "must be text, or an object"),
         ({"top_logprobs": 2}, "top_logprobs", "`logprobs` must be set to true"),
         ({"logprobs": 2}, "logprobs", "must be True or False"),
         ({"logprobs": True, "top_logprobs": "x"}, "top_logprobs", "must be an int"),
@@ -235,7 +237,24 @@ def test_a_body_may_be_too_long(headers: dict[str, Any]) -> None:
     server = make_server(max_request_bytes=2000)
     answer = server.post(COMPLETIONS, {"prompt": "x" * 2000}, **headers)
     refusal(answer, 413, "RequestTooLargeError", match="at most 2000 bytes")
+    assert "connection" not in answer.headers  # the rest is read, so that the answer arrives
+
+
+def test_a_body_that_waits_for_a_go_ahead_is_refused_before_it_comes() -> None:
+    server = make_server(max_request_bytes=2000)
+    answer = server.post(COMPLETIONS, {"prompt": "Hi"}, content_length="3000", expect="100-continue")
+    refusal(answer, 413, "RequestTooLargeError", match="at most 2000 bytes")
     assert answer.headers["connection"] == "close"
+
+
+def test_options_that_ask_for_nothing_are_no_errors() -> None:
+    server = make_server()
+    assert server.post(COMPLETIONS, {"prompt": "Hi", "stream_options": {}}).status == 200
+    assert server.post(COMPLETIONS, {"prompt": "Hi", "stream": True, "prompt_logprobs": 0}).status == 200
+    assert server.engine.request.params.prompt_logprobs is None
+    request = {"prompt": "Hi", "stream": True, "echo": True, "logprobs": 2, "prompt_logprobs": 0}
+    assert server.post(COMPLETIONS, request).status == 200
+    assert server.engine.request.params.prompt_logprobs == 2
 
 
 @pytest.mark.parametrize("written", ["0", "-1", "nan", "inf", "soon", ""])

@@ -216,6 +216,27 @@ def test_headers_and_trailers_that_never_end_are_cut_off(begin: bytes, more: byt
     assert run(main) < 4 << 20  # what is in the sockets' buffers when the server hangs up
 
 
+def test_who_sends_too_long_a_body_gets_the_answer_and_may_go_on() -> None:
+    async def main() -> None:
+        async with listening(make(max_request_bytes=1024)) as address, connected(address) as client:
+            await client.send(post("/tokenize", LONG_PROMPT))
+            assert b" 413 " in await client.read()
+            await client.send(HEALTH)
+            assert b" 200 OK" in await client.read()
+
+    run(main)
+
+
+@pytest.mark.parametrize("path", [b"/health", b"/llm/health"])
+def test_a_proxy_may_keep_its_path_or_take_it_away(path: bytes) -> None:
+    async def main() -> None:
+        async with listening(make(root_path="/llm")) as address, connected(address) as client:
+            await client.send(HEALTH.replace(b"/health", path))
+            assert b" 200 OK" in await client.read()
+
+    run(main)
+
+
 def test_headers_that_are_long_enough_are_read() -> None:
     """Each request counts for itself, and a body is no header."""
 

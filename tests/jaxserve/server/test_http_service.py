@@ -22,6 +22,7 @@ def test_models_are_listed_by_every_name() -> None:
     assert (card["object"], card["root"], card["max_model_len"]) == ("model", "models/tiny", 100)
     assert card["parent"] is None and card["owned_by"] and card["permission"][0]["object"] == "model_permission"
     assert server.get("/v1/models/org/small").json() == card
+    assert server.get("/v1/models/").status == 404
     answer = server.get("/v1/models/other")
     assert (answer.status, answer.error["type"]) == (404, "NotFoundError")
     named = {"prompt": "Hi", "model": "alias"}
@@ -175,10 +176,12 @@ def test_pages_of_allowed_origins_may_call() -> None:
 
 
 def test_a_proxy_may_put_a_path_in_front() -> None:
-    server = make_server(api_key=["key"])
-    assert server.call("GET", "/llm/health", b"", {}, root_path="/llm").status == 200
-    assert server.call("GET", "/llm/v1/models", b"", {}, root_path="/llm").status == 401
-    assert server.call("GET", "/llm/v1/models", b"", {"authorization": "Bearer key"}, root_path="/llm").status == 200
+    server = make_server(api_key=["key"], root_path="/llm")
+    for front in ("/llm", ""):  # it may take it away again
+        assert server.get(f"{front}/health").status == 200
+        assert server.get(f"{front}/v1/models").status == 401
+        assert server.get(f"{front}/v1/models", authorization="Bearer key").status == 200
+    assert server.get("/llm/llm/health", authorization="Bearer key").status == 404
 
 
 def test_web_sockets_are_closed() -> None:

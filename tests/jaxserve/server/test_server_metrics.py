@@ -137,7 +137,7 @@ def test_infos() -> None:
         "num_pages": "50",
         "page_size": "16",
         "size_bytes": str(3 << 20),
-        "dtype": "bfloat16",
+        "dtype": "float32",
         "attention_backend": "xla",
         "layout": "tensor",
     }

@@ -71,14 +71,16 @@ class MeshAxis(_message.Message):
     def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
 
 class KvCache(_message.Message):
-    __slots__ = ("num_pages", "page_size", "size_bytes")
+    __slots__ = ("num_pages", "page_size", "size_bytes", "dtype")
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
     num_pages: int
     page_size: int
     size_bytes: int
-    def __init__(self, num_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    dtype: str
+    def __init__(self, num_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., size_bytes: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class MemoryUse(_message.Message):
     __slots__ = ("name", "size_bytes")
