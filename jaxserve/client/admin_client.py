@@ -30,8 +30,8 @@ class AdminClient:
         credentials: grpc.ChannelCredentials | None = None,
         timeout_s: float | None = None,
     ):
-        self._channel = open_channel(target, credentials)
         self._how: dict[str, Any] = {"metadata": call_metadata(api_key), "timeout": timeout_s}
+        self._channel = open_channel(target, credentials)
         self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
 
     def load(self) -> admin_pb2.GetLoadResponse:

@@ -1,7 +1,8 @@
 """The client for programs with asyncio."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -17,8 +18,10 @@ from jaxserve.client.requests import (
     Prompt,
     RequestOptions,
     Sampling,
+    chat_request,
     conversation,
     generate_request,
+    token_id_list,
 )
 from jaxserve.client.results import (
     ChatDelta,
@@ -30,13 +33,13 @@ from jaxserve.client.results import (
     whole_output,
 )
 from jaxserve.client.sync_client import GENERATION
+from jaxserve.errors import JaxserveError
 from jaxserve.outputs import RequestOutput
 from jaxserve.server.proto.jaxserve.v1 import (
     generation_pb2,
     generation_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
-    sampling_pb2,
     tokenization_pb2,
     tokenization_pb2_grpc,
 )
@@ -62,8 +65,8 @@ class AsyncClient:
         credentials: grpc.ChannelCredentials | None = None,
         timeout_s: float | None = None,
     ):
-        self._channel = open_async_channel(target, credentials)
         self._how: dict[str, Any] = {"metadata": call_metadata(api_key), "timeout": timeout_s}
+        self._channel = open_async_channel(target, credentials)
         channel: Any = self._channel
         self._generation: Any = generation_pb2_grpc.GenerationServiceStub(channel)
         self._tokenization: Any = tokenization_pb2_grpc.TokenizationServiceStub(channel)
@@ -86,8 +89,8 @@ class AsyncClient:
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """What is new of a text, as it comes."""
-        reader = DeltaReader()
-        async with aclosing(self._parts(prompt, sampling_params, stream_interval, options)) as parts:
+        reader, request = DeltaReader(), generate_request(prompt, sampling_params, options)
+        async with contextlib.aclosing(self._parts(request, stream_interval)) as parts:
             async for part in parts:
                 yield reader.output(part)
 
@@ -95,7 +98,7 @@ class AsyncClient:
         self, messages: Sequence[Message], sampling_params: Sampling = None, **options: Unpack[RequestOptions]
     ) -> ChatOutput:
         """An answer in a conversation."""
-        request = generate_request(messages, sampling_params, options)
+        request = chat_request(messages, sampling_params, options)
         return whole_chat(await self._call(self._generation.Generate, request))
 
     async def stream_chat(
@@ -107,8 +110,8 @@ class AsyncClient:
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[ChatDelta, None]:
         """What is new of an answer in a conversation."""
-        reader = DeltaReader()
-        async with aclosing(self._parts(messages, sampling_params, stream_interval, options)) as parts:
+        reader, request = DeltaReader(), chat_request(messages, sampling_params, options)
+        async with contextlib.aclosing(self._parts(request, stream_interval)) as parts:
             async for part in parts:
                 yield reader.chat(part)
 
@@ -125,7 +128,7 @@ class AsyncClient:
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, model: str = "") -> str:
         """The text of tokens."""
         request = tokenization_pb2.DetokenizeRequest(
-            model=model, token_ids=sampling_pb2.TokenIds(ids=token_ids), skip_special_tokens=skip_special_tokens
+            model=model, token_ids=token_id_list("token_ids", token_ids), skip_special_tokens=skip_special_tokens
         )
         return (await self._call(self._tokenization.Detokenize, request)).text
 
@@ -154,10 +157,9 @@ class AsyncClient:
         """The same, and again each time that it changes."""
         call = self._health.Watch(health_pb2.HealthCheckRequest(service=service), metadata=self._how["metadata"])
         try:
-            async for found in call:
-                yield found.status == health_pb2.HealthCheckResponse.SERVING
-        except grpc.RpcError as failure:
-            raise error_of(failure) from failure
+            with _errors_of_calls():
+                async for found in call:
+                    yield found.status == health_pb2.HealthCheckResponse.SERVING
         finally:
             call.cancel()
 
@@ -175,21 +177,35 @@ class AsyncClient:
         await self.close()
 
     async def _call(self, method: Any, request: Any) -> Any:
-        try:
+        with _errors_of_calls():
             return await method(request, **self._how)
-        except grpc.RpcError as failure:
-            raise error_of(failure) from failure
 
     async def _parts(
-        self, prompt: Prompt, sampling: Sampling, interval: int | None, options: RequestOptions
+        self, request: generation_pb2.GenerateRequest, interval: int | None
     ) -> AsyncGenerator[generation_pb2.StreamGenerateResponse, None]:
-        inner = generate_request(prompt, sampling, options)
-        request = generation_pb2.StreamGenerateRequest(request=inner, stream_interval=interval)
-        call = self._generation.StreamGenerate(request, **self._how)
+        whole = generation_pb2.StreamGenerateRequest(request=request, stream_interval=interval)
+        call = self._generation.StreamGenerate(whole, **self._how)
         try:
-            async for part in call:
-                yield part
-        except grpc.RpcError as failure:
-            raise error_of(failure) from failure
+            with _errors_of_calls():
+                async for part in call:
+                    yield part
         finally:
             call.cancel()
+
+
+@contextlib.contextmanager
+def _errors_of_calls() -> Iterator[None]:
+    """Raises what the failure of a call in the block means.
+
+    Where a connection is closed gRPC raises ``CancelledError`` in those that wait for its calls. From a task that
+    nobody cancelled, ``asyncio.TaskGroup`` and others would take that for no failure at all.
+    """
+    try:
+        yield
+    except grpc.RpcError as failure:
+        raise error_of(failure) from failure
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise JaxserveError("CANCELLED: the connection was closed") from None

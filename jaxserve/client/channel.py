@@ -3,6 +3,8 @@
 import grpc
 import grpc.aio
 
+from jaxserve.errors import ConfigError
+
 Metadata = tuple[tuple[str, str], ...]
 
 # Answers may be long: the server, not the client, bounds them. Pings find a server that is gone.
@@ -29,5 +31,14 @@ def open_async_channel(target: str, credentials: grpc.ChannelCredentials | None)
 
 
 def call_metadata(api_key: str | None) -> Metadata:
-    """What each call carries."""
-    return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+    """What each call carries: the key without white space around it, as the server reads it.
+
+    Raises:
+        ConfigError: The key has characters that metadata cannot carry. They are not shown: they may be most of it.
+    """
+    if api_key is None:
+        return ()
+    key = api_key.strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("api_key must be one line of printable ASCII characters")
+    return (("authorization", f"Bearer {key}"),)

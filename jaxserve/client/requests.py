@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar, cast
 
 from jaxserve.errors import RequestError
@@ -18,6 +19,7 @@ Sampling = SamplingParams | Mapping[str, Any] | None
 """How to sample: parameters, which say all, or a dict of fields, beside which the model's own defaults hold."""
 
 _MESSAGE_TEXTS = ("content", "name", "tool_call_id", "reasoning")
+_EXPECTED_MESSAGES = "expected a list of messages, such as [{'role': 'user', 'content': 'Hi'}]"
 
 
 class ConversationOptions(TypedDict, total=False):
@@ -74,7 +76,6 @@ class RequestOptions(TypedDict, total=False):
 _PLAIN_CHAT_OPTIONS = ("parallel_tool_calls", "add_generation_prompt", "continue_final_message", "include_reasoning")
 _CHAT_OPTIONS = tuple(ConversationOptions.__annotations__)
 
-
 Argument = ParamSpec("Argument")
 Made = TypeVar("Made")
 
@@ -101,21 +102,50 @@ def generate_request(prompt: Prompt, sampling: Sampling, options: Mapping[str, A
     Raises:
         RequestError: A prompt or a parameter that is wrong.
     """
-    chat = {name: value for name, value in options.items() if name in _CHAT_OPTIONS}
-    plain = {name: value for name, value in options.items() if name not in _CHAT_OPTIONS}
-    made = generation_pb2.GenerateRequest(**{"return_prompt": True, **plain})
     if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
-        made.messages.CopyFrom(conversation(cast("Sequence[Message]", prompt), chat))
-    elif chat:
+        return chat_request(cast("Sequence[Message]", prompt), sampling, options)
+    chat = {name: value for name, value in options.items() if name in _CHAT_OPTIONS}
+    if chat:
         raise RequestError(f"only conversations have {', '.join(chat)}", parameter=next(iter(chat)), value=chat)
-    elif isinstance(prompt, str):
+    made = _without_prompt(sampling, options)
+    if isinstance(prompt, str):
         made.text = prompt
     else:
-        made.token_ids.SetInParent()
-        made.token_ids.ids.extend(int(token_id) for token_id in cast("Sequence[int]", prompt))
-    if sampling is not None:
-        made.sampling_params.CopyFrom(_sampling_message(sampling))
+        made.token_ids.CopyFrom(token_id_list("prompt", cast("Sequence[int]", prompt)))
     return made
+
+
+@_as_request_errors
+def chat_request(
+    messages: Sequence[Message], sampling: Sampling, options: Mapping[str, Any]
+) -> generation_pb2.GenerateRequest:
+    """The message of a request whose prompt is a conversation.
+
+    Raises:
+        RequestError: The prompt is none, or something in it or a parameter is wrong.
+    """
+    made = _without_prompt(sampling, {name: value for name, value in options.items() if name not in _CHAT_OPTIONS})
+    made.messages.CopyFrom(conversation(messages, options))
+    return made
+
+
+@_as_request_errors
+def token_id_list(name: str, token_ids: Iterable[int]) -> sampling_pb2.TokenIds:
+    """The message of token ids, which may be integers of any library.
+
+    Raises:
+        RequestError: One is no integer: a float would lose its fraction, and ``True`` is not meant to be 1.
+    """
+    found: list[int] = []
+    for token_id in token_ids:
+        try:
+            if isinstance(token_id, bool):
+                raise TypeError
+            found.append(operator.index(token_id))
+        except TypeError:
+            message = f"{name} must have integers as token ids, got {type(token_id).__name__}"
+            raise RequestError(message, parameter=name, value=token_id) from None
+    return sampling_pb2.TokenIds(ids=found)
 
 
 @_as_request_errors
@@ -127,10 +157,10 @@ def conversation(messages: Sequence[Message], options: Mapping[str, Any]) -> cha
         options: See ``ConversationOptions``.
 
     Raises:
-        RequestError: A message or a tool with something that the protocol has no place for.
+        RequestError: No messages, or a message or a tool with something that the protocol has no place for.
     """
     made = chat_pb2.Conversation(
-        messages=[_chat_message(message) for message in messages],
+        messages=[_chat_message(message) for message in _checked_messages(messages)],
         tools=[_tool(tool) for tool in options.get("tools") or ()],
         **{name: options[name] for name in _PLAIN_CHAT_OPTIONS if name in options},
     )
@@ -142,11 +172,34 @@ def conversation(messages: Sequence[Message], options: Mapping[str, Any]) -> cha
     return made
 
 
+def _without_prompt(sampling: Sampling, options: Mapping[str, Any]) -> generation_pb2.GenerateRequest:
+    made = generation_pb2.GenerateRequest(**{"return_prompt": True, **options})
+    if sampling is not None:
+        made.sampling_params.CopyFrom(_sampling_message(sampling))
+    return made
+
+
+def _checked_messages(messages: Any) -> list[Message]:
+    """The messages, if they are a list of dicts: a text would else be taken apart into its characters."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+        raise RequestError(f"{_EXPECTED_MESSAGES}, got {type(messages).__name__}", parameter="messages")
+    found = list(cast("Iterable[Any]", messages))
+    if not found:
+        raise RequestError("a conversation needs at least one message", parameter="messages", value=[])
+    for place, message in enumerate(found):
+        if not isinstance(message, Mapping):
+            raise RequestError(f"{_EXPECTED_MESSAGES}, got {type(message).__name__} at {place}", parameter="messages")
+    return found
+
+
 def _sampling_message(sampling: SamplingParams | Mapping[str, Any]) -> sampling_pb2.SamplingParams:
+    """All parameters, or those that a dict has: what else holds, ``max_tokens`` above all, only the server knows."""
     is_whole = isinstance(sampling, SamplingParams)
-    params = sampling if is_whole else SamplingParams(**sampling)
+    params = sampling if is_whole else SamplingParams(**{"max_tokens": None, **sampling})
     given = [field.name for field in dataclasses.fields(SamplingParams)] if is_whole else sampling
     made = params_to_proto(params)
+    if "max_tokens" not in given:
+        made.ClearField("max_tokens")
     for name in given:
         value = getattr(params, name)
         if value is not None and name not in (*LIST_FIELDS, *OWN_FIELDS, *PYTHON_FIELDS):

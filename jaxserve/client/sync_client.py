@@ -15,8 +15,10 @@ from jaxserve.client.requests import (
     Prompt,
     RequestOptions,
     Sampling,
+    chat_request,
     conversation,
     generate_request,
+    token_id_list,
 )
 from jaxserve.client.results import (
     ChatDelta,
@@ -33,7 +35,6 @@ from jaxserve.server.proto.jaxserve.v1 import (
     generation_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
-    sampling_pb2,
     tokenization_pb2,
     tokenization_pb2_grpc,
 )
@@ -62,8 +63,8 @@ class Client:
         credentials: grpc.ChannelCredentials | None = None,
         timeout_s: float | None = None,
     ):
-        self._channel = open_channel(target, credentials)
         self._how: dict[str, Any] = {"metadata": call_metadata(api_key), "timeout": timeout_s}
+        self._channel = open_channel(target, credentials)
         self._generation: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._tokenization: Any = tokenization_pb2_grpc.TokenizationServiceStub(self._channel)
         self._models: Any = model_pb2_grpc.ModelServiceStub(self._channel)
@@ -97,14 +98,14 @@ class Client:
             stream_interval: Least number of tokens at a time.
             **options: See ``RequestOptions``.
         """
-        reader = DeltaReader()
-        yield from map(reader.output, self._parts(prompt, sampling_params, stream_interval, options))
+        reader, request = DeltaReader(), generate_request(prompt, sampling_params, options)
+        yield from map(reader.output, self._parts(request, stream_interval))
 
     def chat(
         self, messages: Sequence[Message], sampling_params: Sampling = None, **options: Unpack[RequestOptions]
     ) -> ChatOutput:
         """An answer in a conversation; arguments as ``generate``."""
-        return whole_chat(self._call(self._generation.Generate, generate_request(messages, sampling_params, options)))
+        return whole_chat(self._call(self._generation.Generate, chat_request(messages, sampling_params, options)))
 
     def stream_chat(
         self,
@@ -115,8 +116,8 @@ class Client:
         **options: Unpack[RequestOptions],
     ) -> Iterator[ChatDelta]:
         """What is new of an answer in a conversation; arguments as ``stream``."""
-        reader = DeltaReader()
-        yield from map(reader.chat, self._parts(messages, sampling_params, stream_interval, options))
+        reader, request = DeltaReader(), chat_request(messages, sampling_params, options)
+        yield from map(reader.chat, self._parts(request, stream_interval))
 
     def tokenize(
         self, text: str, *, add_special_tokens: bool = True, return_token_strings: bool = False, model: str = ""
@@ -131,7 +132,7 @@ class Client:
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, model: str = "") -> str:
         """The text of tokens."""
         request = tokenization_pb2.DetokenizeRequest(
-            model=model, token_ids=sampling_pb2.TokenIds(ids=token_ids), skip_special_tokens=skip_special_tokens
+            model=model, token_ids=token_id_list("token_ids", token_ids), skip_special_tokens=skip_special_tokens
         )
         return self._call(self._tokenization.Detokenize, request).text
 
@@ -173,11 +174,10 @@ class Client:
         return call(method, request, self._how)
 
     def _parts(
-        self, prompt: Prompt, sampling: Sampling, interval: int | None, options: RequestOptions
+        self, request: generation_pb2.GenerateRequest, interval: int | None
     ) -> Iterator[generation_pb2.StreamGenerateResponse]:
-        inner = generate_request(prompt, sampling, options)
-        request = generation_pb2.StreamGenerateRequest(request=inner, stream_interval=interval)
-        call = self._generation.StreamGenerate(request, **self._how)
+        whole = generation_pb2.StreamGenerateRequest(request=request, stream_interval=interval)
+        call = self._generation.StreamGenerate(whole, **self._how)
         try:
             yield from call
         except grpc.RpcError as failure:

@@ -55,7 +55,7 @@ def with_config_file(arguments: Sequence[str]) -> list[str]:
     """The arguments of a command line, with what its ``--config`` file says in front, so that flags given win.
 
     Raises:
-        ConfigError: A file that cannot be read, or is no mapping.
+        ConfigError: A file that cannot be read, is no mapping, or says what no flag does.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
@@ -73,25 +73,46 @@ def with_config_file(arguments: Sequence[str]) -> list[str]:
         raise ConfigError(f"config: expected a mapping of flags in {path}, got {type(found).__name__}")
     flags = dict(typing.cast("dict[str, Any]", found))
     model = flags.pop("model", None)
-    written = [part for name, value in flags.items() for part in _as_flag(str(name), value)]
+    known = _known_flags()
+    written = [part for name, value in flags.items() for part in _as_flag(known, str(name), value)]
     # A flag stands last, so that one with several values takes none of what follows.
-    return [*written, *(["--model", str(model)] if model is not None else ["--config", path]), *arguments]
+    return [*written, f"--config={path}" if model is None else f"--model={model}", *arguments]
 
 
-def _as_flag(name: str, value: Any) -> list[str]:
+def _known_flags() -> dict[str, argparse.Action]:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    parser.add_argument("--quiet", action="store_true")  # as every command has it
+    return parser._option_string_actions
+
+
+def _as_flag(known: dict[str, argparse.Action], name: str, value: Any) -> list[str]:
+    """A setting of the file as words of a command line: each value in one word with its flag, so that it stays there.
+
+    Raises:
+        ConfigError: There is no such flag, or it takes no such value. A value that may be a key is not shown.
+    """
     flag, dot, keys = ("--" + name).partition(".")
     flag = flag.replace("_", "-")
+    action = known.get(flag)
+    if action is None or (dot and action.metavar != "JSON"):
+        raise ConfigError(f"config: there is no flag --{name}")
     if dot:
-        return [f"{flag}.{keys}", json.dumps(value)]
-    if isinstance(value, bool):
+        return [f"{flag}.{keys}={json.dumps(value)}"]
+    if value is None:
+        return []
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ConfigError(f"config: {name}: expected true or false, got {value!r}")
         return [flag if value else f"--no-{flag[2:]}"]
-    if isinstance(value, dict) or (isinstance(value, list) and name.replace("-", "_") in _JSON_LISTS):
-        return [flag, json.dumps(value)]
-    if isinstance(value, list) and name.replace("-", "_") == "served_model_name":
-        return [flag, *map(str, value)]
-    if isinstance(value, list):
-        return [part for item in value for part in (flag, str(item))]
-    return [] if value is None else [flag, str(value)]
+    if isinstance(value, bool):
+        raise ConfigError(f"config: {name}: expected a value, got true or false; a text needs quotes")
+    if isinstance(value, dict) or (isinstance(value, list) and action.metavar == "JSON"):
+        return [f"{flag}={json.dumps(value)}"]
+    values = value if isinstance(value, list) else [value]
+    if action.nargs == "+" and len(values) > 1:
+        return [flag, *map(str, values)]
+    return [f"{flag}={one}" for one in values]
 
 
 def _json_list(text: str) -> list[str]:

@@ -111,7 +111,7 @@ class EngineClient:
 
         Raises:
             ConfigError: A setting, the model or one of its files is wrong.
-            JaxserveError: The process ended.
+            EngineDeadError: The process ended by itself.
         """
         assert not self.is_alive, "the engine process runs"
         try:
@@ -148,6 +148,11 @@ class EngineClient:
         """Ends the process; requests that run may go on for so long. Without effect where none runs."""
         if self._link is not None:
             await self._link.stop(drain_s)
+
+    async def kill(self) -> None:
+        """Ends the process at once. Without effect where none runs."""
+        if self._link is not None:
+            await self._link.kill()
 
     @property
     def is_alive(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from jaxserve.errors import EngineDeadError, JaxserveError, RequestError
+from jaxserve.errors import EngineDeadError, RequestError
 from jaxserve.server.engine_frames import (
     HEADER,
     MAX_FROM_ENGINE_BYTES,
@@ -61,7 +61,7 @@ class EngineLink:
 
         Raises:
             ConfigError: A setting, the model or one of its files is wrong.
-            JaxserveError: The process ended.
+            EngineDeadError: The process ended by itself.
         """
         self._send(start=start)
         try:
@@ -70,7 +70,7 @@ class EngineLink:
                 raise error_from_proto(first.failure.error)
         except (OSError, EOFError) as error:
             await self._reap()
-            raise JaxserveError(f"the engine process ended while it started: {self._why()}") from error
+            raise EngineDeadError(f"the engine process ended while it started: {self._why()}") from error
         self.ready = first.ready
         self._tasks.append(asyncio.create_task(self._read()))
         if start.watchdog_timeout_s:
@@ -239,7 +239,7 @@ async def open_link(start: engine_pb2.Start) -> EngineLink:
 
     Raises:
         ConfigError: A setting, the model or one of its files is wrong.
-        JaxserveError: The process ended.
+        EngineDeadError: The process ended by itself.
     """
     link = EngineLink(await spawn_engine())
     try:

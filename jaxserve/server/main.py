@@ -7,7 +7,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import EngineDeadError, JaxserveError
 from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.frontend import Frontend, ParserNames
@@ -47,6 +47,9 @@ async def serve(engine_arguments: dict[str, Any], config: ServerConfig) -> int:
     life = ServerLife(frontend, engine)
     try:
         return await life.run()
+    except EngineDeadError as error:  # while it started for the first time
+        logger.error("%s", error)
+        return EXIT_ENGINE_DEAD
     finally:
         await asyncio.to_thread(close_tracing)
 
@@ -75,7 +78,7 @@ class ServerLife:
             async with self._listening() as addresses:
                 starting = asyncio.create_task(self._engine.start())
                 if not await self._unless_told(starting):
-                    await self._engine.stop(0.0)
+                    await self._stop_engine()
                     return 0
                 self._open()
                 print(f"jaxserve ready: {addresses}", flush=True)
@@ -84,7 +87,7 @@ class ServerLife:
                 finally:
                     self._close("the server is shutting down")
                     await self._grpc.stop(_FLUSH_S)
-                    await self._engine.stop(0.0)
+                    await self._stop_engine()
 
     def _open(self) -> None:
         model = self._frontend.info.model
@@ -162,6 +165,16 @@ class ServerLife:
         for task in (hurried, idle, ended):
             task.cancel()
         return EXIT_ENGINE_DEAD if is_lost else 0
+
+    async def _stop_engine(self) -> None:
+        """Ends the engine process: by force where a second signal has come, or comes before it has ended."""
+        hurried = asyncio.create_task(self._is_hurried.wait())
+        stopping = asyncio.create_task(self._engine.stop(0.0))
+        await asyncio.wait([hurried, stopping], return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        if not stopping.done():
+            await self._engine.kill()
+        await stopping
 
     async def _until_idle(self) -> None:
         while self._frontend.gate.num_in_flight:

@@ -1,10 +1,12 @@
 """What ends an engine or a server, and what those who wait are told (failure list 13, 16, 19, 21, 26)."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
@@ -73,29 +75,48 @@ def test_an_engine_is_started_again_where_that_was_asked_for(tmp_path: Path) -> 
         assert health(server) == SERVING
 
 
-def test_a_server_that_starts_takes_no_requests_yet(tmp_path: Path) -> None:
-    """Failure list 19: its listeners are there before the engine is ready; told to end meanwhile, it ends."""
-    (tmp_path / injected.START_HANGS).touch()
-    path = tmp_path / "http"
-    command = [sys.executable, "-m", "jaxserve", "serve", "--uds", str(path), "--grpc-port", "0", "--admin-port", "-1"]
-    environment = {**os.environ, **faulty_environment(tmp_path)}
-    with (tmp_path / "log").open("wb") as log:
+@contextlib.contextmanager
+def starting_server(folder: Path, *flags: str) -> Iterator[RunningServer]:
+    """A server that listens, and whose engine does not get ready; with gRPC's address alone."""
+    (folder / injected.START_HANGS).touch()
+    command = [sys.executable, "-m", "jaxserve", "serve", "--grpc-port", "0", "--admin-port", "-1", *flags]
+    environment = {**os.environ, **faulty_environment(folder)}
+    with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT)
     try:
         pids = {str(process.pid)}
         wait_until(lambda: bool(listening_addresses(pids)), "it listens")
         (address,) = listening_addresses(pids)
-        server = RunningServer(process, "", f"127.0.0.1:{address.rpartition(':')[2]}", "", tmp_path / "log")
+        yield RunningServer(process, "", f"127.0.0.1:{address.rpartition(':')[2]}", "", folder / "log")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_server_that_starts_takes_no_requests_yet(tmp_path: Path) -> None:
+    """Failure list 19: its listeners are there before the engine is ready; told to end meanwhile, it ends."""
+    path = tmp_path / "http"
+    with starting_server(tmp_path, "--uds", str(path)) as server:
         assert_grpc_takes_no_requests(server, "the engine is starting")
         assert health(server) == NOT_SERVING
         with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(path)), base_url="http://x", timeout=60) as client:
             assert client.get("/health").status_code == 503
             assert client.post("/v1/completions", json={"prompt": "1+1="}).status_code == 503
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+@pytest.mark.parametrize("flags", [(), ("--restart-engine",)], ids=["plain", "restart"])
+def test_an_engine_that_is_killed_while_it_starts_is_no_wrong_setting(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Failure list 19: the exit status is that of a dead engine."""
+    with starting_server(tmp_path, "--uds", str(tmp_path / "http"), *flags) as server:
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        wait_until(lambda: bool(children.read_text()), "it starts the engine")
+        os.kill(server.engine_pid, signal.SIGKILL)
+        assert server.wait() == EXIT_ENGINE_DEAD
+        log = server.log.read_text()
+        assert "the engine process ended while it started: it was killed by SIGKILL" in log
+        assert "Traceback" not in log
 
 
 def test_a_failing_step_ends_the_server_with_the_reason(tmp_path: Path) -> None:

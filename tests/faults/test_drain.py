@@ -1,6 +1,7 @@
 """Servers that are told to end: what runs may go on, for so long (failure list 20)."""
 
 import contextlib
+import os
 import signal
 import time
 from pathlib import Path
@@ -50,6 +51,30 @@ def test_a_second_sigterm_is_immediate(tmp_path: Path) -> None:
             server.process.send_signal(signal.SIGTERM)
             assert ends() == FAILED
             assert server.wait() == 0
+
+
+def test_a_second_sigterm_is_immediate_though_the_engine_hangs(tmp_path: Path) -> None:
+    """Failure list 20: whether requests run when it comes, or the server waits for the engine alone."""
+    flags = ("--shutdown-timeout", "600", "--watchdog-timeout", "0")
+    with running_server(*flags, environment=faulty_environment(tmp_path)) as server:
+        engine_pid = server.engine_pid
+        with slow_steps(tmp_path, 0.1), in_flight(server, 200) as ends:
+            os.kill(engine_pid, signal.SIGSTOP)
+            server.process.send_signal(signal.SIGTERM)
+            assert_takes_no_requests(server, "shutting down")
+            server.process.send_signal(signal.SIGINT)
+            assert ends() == FAILED
+            assert server.wait(5.0) == 0
+        assert not Path(f"/proc/{engine_pid}").exists()
+    with running_server(*flags) as server:
+        engine_pid = server.engine_pid
+        os.kill(engine_pid, signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(1.5)  # it has nothing to drain, and waits for the engine
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait(5.0) == 0
+        assert not Path(f"/proc/{engine_pid}").exists()
 
 
 def test_sigterm_behind_a_drain_cuts_nothing(tmp_path: Path) -> None:

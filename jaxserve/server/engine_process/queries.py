@@ -3,6 +3,8 @@
 import concurrent.futures
 import json
 import logging
+import os
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -72,7 +74,7 @@ class Queries:
             token_ids = tokenizer.encode(text, add_special_tokens)
             if with_strings:
                 check_converted("return_token_strs", len(token_ids))
-            strings = [tokenizer.token_text(token) for token in token_ids] if with_strings else []
+            strings = [tokenizer.id_to_token(token) or "" for token in token_ids] if with_strings else []
             return {"token_ids": token_ids, "strings": strings}
 
         return self._preparation.call(tokenize)
@@ -119,7 +121,11 @@ class Queries:
 
         def start() -> None:
             try:
+                _check_can_write(directory)
                 jax.profiler.start_trace(directory)
+            except RequestFailedError:
+                self._is_profiling = False
+                raise
             except Exception as error:
                 self._is_profiling = False
                 logger.exception("no profile can be recorded")
@@ -130,16 +136,26 @@ class Queries:
     def _stop_profile(self) -> Answer:
         if not self._is_profiling:
             raise RequestError("no profile is being recorded")
-        self._is_profiling = False
 
         def stop() -> None:
             try:
-                jax.profiler.stop_trace()
+                jax.profiler.stop_trace()  # until it has succeeded, JAX goes on recording
+                self._is_profiling = False
             except Exception as error:
                 logger.exception("the profile cannot be written")
                 raise RequestFailedError("the profile cannot be written; the log says why") from error
 
         return self._preparation.call(stop)
+
+
+def _check_can_write(directory: str) -> None:
+    """Makes a directory, and a file in it for a moment."""
+    try:
+        os.makedirs(directory, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        message = f"no profile can be recorded: {directory!r} is no directory that can be written: {error.strerror}"
+        raise RequestFailedError(message) from error
 
 
 def answer_error(error: BaseException) -> JaxserveError:

@@ -436,6 +436,36 @@ def test_a_profile_is_recorded(run: Run, client: EngineClient, tmp_path: Path) -
     assert [*tmp_path.rglob("*.xplane.pb")]
 
 
+@pytest.mark.parametrize("inside", [(), ("further",)])
+def test_a_folder_that_takes_no_profile_is_named_at_once(
+    run: Run, client: EngineClient, tmp_path: Path, inside: tuple[str, ...]
+) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path.joinpath("file", *inside)
+    with pytest.raises(RequestFailedError, match=f"'{folder}' is no directory that can be written: "):
+        run(client.start_profile(str(folder)))
+    with pytest.raises(RequestError, match="no profile is being recorded"):
+        run(client.stop_profile())
+
+
+def test_a_profile_that_could_not_be_written_can_be_written_later(
+    run: Run, client: EngineClient, tmp_path: Path
+) -> None:
+    folder = tmp_path / "made" / "by it"
+    run(client.start_profile(str(folder)))
+    folder.rmdir()
+    folder.touch()
+    with pytest.raises(RequestFailedError, match="the profile cannot be written"):
+        run(client.stop_profile())
+    with pytest.raises(RequestError, match="a profile is being recorded already"):
+        run(client.start_profile(str(folder)))
+    folder.unlink()
+    run(client.stop_profile())
+    assert [*folder.rglob("*.xplane.pb")]
+    run(client.start_profile(str(folder)))
+    run(client.stop_profile())
+
+
 def test_nothing_has_compiled_while_it_served(run: Run, client: EngineClient) -> None:
     assert run(number(client, "compiles_after_ready")) == 0
 
@@ -479,7 +509,7 @@ def test_a_bad_start_raises_what_the_process_raised(run: Run, arguments: dict[st
 
 def test_a_process_that_ends_while_it_starts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(JaxserveError, match="the engine process ended while it started: it ended with status 1"):
+    with pytest.raises(EngineDeadError, match="the engine process ended while it started: it ended with status 1"):
         run(EngineClient(SMALL, ServerConfig()).start())
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(ConfigError, match="the engine process cannot be started"):

@@ -135,6 +135,46 @@ def test_a_flag_with_several_values_in_the_file_takes_no_argument(tmp_path: Path
     assert parsed("/my/model", "--config", str(path))[0] == {"model": "/my/model"}
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("strict: 'no'", "strict: expected true or false, got 'no'"),
+        ("strict: 0", "strict: expected true or false, got 0"),
+        ("enable_prefix_caching: 'false'", "enable_prefix_caching: expected true or false, got 'false'"),
+        ("quiet: 'no'", "quiet: expected true or false, got 'no'"),
+        ("api_key: yes", "api_key: expected a value, got true or false"),
+        ("hf-overrides: false", "hf-overrides: expected a value, got true or false"),
+        ("api_keys: -sk-secret", "there is no flag --api_keys"),
+        ("api_key.first: sk-secret", "there is no flag --api_key.first"),
+        ("port: -sk", "argument --port: invalid int value: '-sk'"),
+    ],
+)
+def test_a_value_in_the_file_that_a_flag_does_not_take_is_no_model(
+    tmp_path: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    monkeypatch.setattr(engine_link, "spawn_engine", lambda: pytest.fail("the engine was started"))
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["serve", "--config", str(path)])
+    assert exit_.value.code == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert "sk-secret" not in shown
+
+
+def test_values_in_the_file_may_begin_with_a_dash(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("api_key: -top secret\nserved_model_name: -name\nhf_overrides.a: -x=1\nhf_overrides.b: null\n")
+    engine, server = parsed("--config", str(path))
+    assert engine == {"model": "demo", "hf_overrides": {"a": "-x=1", "b": None}}
+    assert (server.api_key, server.served_model_name) == (["-top secret"], ["-name"])
+    path.write_text("model: -model\napi_key: ['-one', --two]\nserved_model_name: [a, b]\nport: null\nquiet: true\n")
+    engine, server = parsed("--config", str(path))
+    assert engine == {"model": "-model"}
+    assert (server.api_key, server.served_model_name) == (["-one", "--two"], ["a", "b"])
+
+
 NEEDS_PARSER = "enable_auto_tool_choice needs tool_call_parser: give --tool-call-parser too"
 
 
