@@ -23,6 +23,7 @@ from tests.grpc_servers import run, serving
 
 WHOLE = "0:0 0:1 0:2 0:3 "
 _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+_SIGNS = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")  # Python 3.13 wants it of those who sign
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Authority:
         folder.mkdir()
         self.pair = Pair(folder / "ca.key", folder / "ca.pem")
         files = ("-keyout", self.pair.key, "-out", self.pair.certificate)
-        openssl("req", "-x509", *_NEW_KEY, *files, "-days", "2", "-subj", f"/CN={folder.name}")
+        openssl("req", "-x509", *_NEW_KEY, *files, "-days", "2", "-subj", f"/CN={folder.name}", *_SIGNS)
 
     def sign(self, name: str, days: int = 2) -> Pair:
         """Makes a key with a certificate."""
