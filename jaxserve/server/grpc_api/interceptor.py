@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
 
 from jaxserve.errors import DeadlineError, JaxserveError, RequestError
 from jaxserve.server.auth import Authenticator, Caller
@@ -142,7 +143,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             except grpc.aio.BaseError:  # the call has ended
                 raise
             except Exception as error:
-                await _end(call, error, context, getattr(request, "DESCRIPTOR", None))
+                status = _status(call, error, getattr(request, "DESCRIPTOR", None))
+            # gRPC may keep how a call was aborted, and with it the error being handled and all that its frames hold.
+            del request
+            await abort(context, status)
 
         return answer
 
@@ -169,11 +173,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self._is_idle.set()
 
 
-async def _end(call: Call, error: Exception, context: Context, request: Descriptor | None) -> None:
+def _status(call: Call, error: Exception, request: Descriptor | None) -> status_pb2.Status:
+    """What a call ends with that has failed."""
     if not isinstance(error, JaxserveError):
         label = remembered_headers().get(LABEL_HEADER)
         logger.error("call %s (%r) of %s failed", call.request_id, label, call.caller.name, exc_info=error)
-    await abort(context, rich_status(status_of(error), call.request_id, call.caller.name, request))
+    return rich_status(status_of(error), call.request_id, call.caller.name, request)
 
 
 def _refusal(call: Call, error: JaxserveError) -> Any:
