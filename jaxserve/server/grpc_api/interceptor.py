@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -128,7 +128,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return caller
 
     def _answering(self, call: Call, behaviour: _Behaviour) -> _Behaviour:
-        async def answer(requests: AsyncIterator[Any], context: Context) -> Any:
+        async def answer(requests: Any, context: Context) -> Any:
+            del requests  # a generator that is left waits for the event loop to end it
             CURRENT_CALL.set(call)
             request: Any = None
             self._num_running += 1
@@ -136,7 +137,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             note_end: Any = self._note_end
             context.add_done_callback(note_end)
             try:
-                request = await self._read(requests)
+                request = await self._read(context)
                 if isinstance(request, RequestError):
                     raise request
                 return await behaviour(request, context)
@@ -150,7 +151,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         return answer
 
-    async def _read(self, requests: AsyncIterator[Any]) -> Any:
+    async def _read(self, context: Context) -> Any:
         """The only message of a call.
 
         Raises:
@@ -160,11 +161,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         limit_s = self._stall_timeout_s or None
         try:
             async with asyncio.timeout(limit_s):
-                async for request in requests:
-                    return request
+                request = await context.read()
         except TimeoutError as error:
             raise DeadlineError(f"the request was not complete after {limit_s:g} s") from error
-        raise RequestError("the call has no message")
+        if request is grpc.aio.EOF:
+            raise RequestError("the call has no message")
+        return request
 
     def _note_end(self, context: Any) -> None:
         del context
