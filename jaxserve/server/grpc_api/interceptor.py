@@ -164,7 +164,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 request = await context.read()
         except TimeoutError as error:
             raise DeadlineError(f"the request was not complete after {limit_s:g} s") from error
-        if request is grpc.aio.EOF:
+        if request is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
             raise RequestError("the call has no message")
         return request
 
