@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from jaxserve.client.channel import call_metadata, open_channel
-from jaxserve.client.failures import call
+from jaxserve.client.failures import errors_of_calls
 from jaxserve.server.proto.jaxserve.v1 import admin_pb2, admin_pb2_grpc
 
 
@@ -86,4 +86,5 @@ class AdminClient:
         self.close()
 
     def _call(self, method: Any, request: Any) -> Any:
-        return call(method, request, self._how)
+        with errors_of_calls():
+            return method(request, **self._how)

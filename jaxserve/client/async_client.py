@@ -11,7 +11,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.client.channel import call_metadata, open_async_channel
-from jaxserve.client.failures import error_of
+from jaxserve.client.failures import errors_of_calls
 from jaxserve.client.requests import (
     ConversationOptions,
     Message,
@@ -157,7 +157,7 @@ class AsyncClient:
         """The same, and again each time that it changes."""
         call = self._health.Watch(health_pb2.HealthCheckRequest(service=service), metadata=self._how["metadata"])
         try:
-            with _errors_of_calls():
+            with _errors_of_waits():
                 async for found in call:
                     yield found.status == health_pb2.HealthCheckResponse.SERVING
         finally:
@@ -177,7 +177,7 @@ class AsyncClient:
         await self.close()
 
     async def _call(self, method: Any, request: Any) -> Any:
-        with _errors_of_calls():
+        with _errors_of_waits():
             return await method(request, **self._how)
 
     async def _parts(
@@ -186,7 +186,7 @@ class AsyncClient:
         whole = generation_pb2.StreamGenerateRequest(request=request, stream_interval=interval)
         call = self._generation.StreamGenerate(whole, **self._how)
         try:
-            with _errors_of_calls():
+            with _errors_of_waits():
                 async for part in call:
                     yield part
         finally:
@@ -194,16 +194,15 @@ class AsyncClient:
 
 
 @contextlib.contextmanager
-def _errors_of_calls() -> Iterator[None]:
-    """Raises what the failure of a call in the block means.
+def _errors_of_waits() -> Iterator[None]:
+    """As ``errors_of_calls``, and for calls that end with their connection.
 
     Where a connection is closed gRPC raises ``CancelledError`` in those that wait for its calls. From a task that
     nobody cancelled, ``asyncio.TaskGroup`` and others would take that for no failure at all.
     """
     try:
-        yield
-    except grpc.RpcError as failure:
-        raise error_of(failure) from failure
+        with errors_of_calls():
+            yield
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():

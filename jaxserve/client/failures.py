@@ -1,6 +1,7 @@
 """Statuses of calls as jaxserve's errors."""
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -79,14 +80,15 @@ def error_of(failure: Any) -> JaxserveError:
     return error
 
 
-def call(method: Any, request: Any, how: Mapping[str, Any]) -> Any:
-    """A call's answer; ``how`` are its metadata and time limit.
+@contextlib.contextmanager
+def errors_of_calls() -> Iterator[None]:
+    """Around calls.
 
     Raises:
-        JaxserveError: What ``error_of`` makes of its failure.
+        JaxserveError: What ``error_of`` makes of a failure in the block.
     """
     try:
-        return method(request, **how)
+        yield
     except grpc.RpcError as failure:
         raise error_of(failure) from failure
 

@@ -8,7 +8,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.client.channel import call_metadata, open_channel
-from jaxserve.client.failures import call, error_of
+from jaxserve.client.failures import errors_of_calls
 from jaxserve.client.requests import (
     ConversationOptions,
     Message,
@@ -171,7 +171,8 @@ class Client:
         self.close()
 
     def _call(self, method: Any, request: Any) -> Any:
-        return call(method, request, self._how)
+        with errors_of_calls():
+            return method(request, **self._how)
 
     def _parts(
         self, request: generation_pb2.GenerateRequest, interval: int | None
@@ -179,8 +180,7 @@ class Client:
         whole = generation_pb2.StreamGenerateRequest(request=request, stream_interval=interval)
         call = self._generation.StreamGenerate(whole, **self._how)
         try:
-            yield from call
-        except grpc.RpcError as failure:
-            raise error_of(failure) from failure
+            with errors_of_calls():
+                yield from call
         finally:
             call.cancel()

@@ -121,15 +121,10 @@ class Queries:
 
         def start() -> None:
             try:
-                _check_can_write(directory)
-                jax.profiler.start_trace(directory)
+                _start_trace(directory)
             except RequestFailedError:
                 self._is_profiling = False
                 raise
-            except Exception as error:
-                self._is_profiling = False
-                logger.exception("no profile can be recorded")
-                raise RequestFailedError("no profile can be recorded; the log says why") from error
 
         return self._preparation.call(start)
 
@@ -148,14 +143,19 @@ class Queries:
         return self._preparation.call(stop)
 
 
-def _check_can_write(directory: str) -> None:
-    """Makes a directory, and a file in it for a moment."""
+def _start_trace(directory: str) -> None:
+    """Begins a profile, if it can be written where it is to be: JAX would find out at its end."""
     try:
         os.makedirs(directory, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         message = f"no profile can be recorded: {directory!r} is no directory that can be written: {error.strerror}"
         raise RequestFailedError(message) from error
+    try:
+        jax.profiler.start_trace(directory)
+    except Exception as error:
+        logger.exception("no profile can be recorded")
+        raise RequestFailedError("no profile can be recorded; the log says why") from error
 
 
 def answer_error(error: BaseException) -> JaxserveError:

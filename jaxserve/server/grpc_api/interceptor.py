@@ -129,7 +129,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def _answering(self, call: Call, behaviour: _Behaviour) -> _Behaviour:
         async def answer(requests: Any, context: Context) -> Any:
-            del requests  # a generator that is left waits for the event loop to end it
+            del requests  # to iterate would leave a generator, which waits for the event loop to end it
             CURRENT_CALL.set(call)
             request: Any = None
             self._num_running += 1
