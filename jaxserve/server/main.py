@@ -15,6 +15,7 @@ from jaxserve.server.gate import Gate
 from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.http_listener import http_listening
 from jaxserve.server.request_log import RequestLog
+from jaxserve.server.resources import map_large_buffers_apart
 from jaxserve.server.settings import ServerConfig, is_loopback
 from jaxserve.server.tracing import close_tracing
 
@@ -38,6 +39,7 @@ async def serve(engine_arguments: dict[str, Any], config: ServerConfig) -> int:
     Raises:
         ConfigError: The settings, the model or a port cannot be used.
     """
+    map_large_buffers_apart()
     _warn_of_exposure(config)
     engine = EngineClient(engine_arguments, config)
     parsers = ParserNames(engine_arguments.get("reasoning_parser"), engine_arguments.get("tool_call_parser"))

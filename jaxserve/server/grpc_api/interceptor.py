@@ -53,6 +53,7 @@ ACCESS = MappingProxyType(
 """Method -> the scope that a caller's key needs; nobody may call any other."""
 
 _NOBODY = Caller("nobody", frozenset())
+_LATE_S = 1.0  # after a call's time, in which gRPC ends it
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
 
 
@@ -147,6 +148,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 status = _status(call, error, getattr(request, "DESCRIPTOR", None))
             # gRPC may keep how a call was aborted, and with it the error being handled and all that its frames hold.
             del request
+            if context.time_remaining() == 0:
+                await asyncio.sleep(_LATE_S)  # gRPC ends the call, and would never free a status that comes after
             await abort(context, status)
 
         return answer
@@ -161,7 +164,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         limit_s = self._stall_timeout_s or None
         try:
             async with asyncio.timeout(limit_s):
-                request = await context.read()
+                request = await asyncio.shield(context.read())  # cut off, it would never free the message
         except TimeoutError as error:
             raise DeadlineError(f"the request was not complete after {limit_s:g} s") from error
         if request is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]

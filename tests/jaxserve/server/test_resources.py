@@ -1,0 +1,59 @@
+"""How a server's memory is kept from growing."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+
+_LOOK = """
+import ctypes
+from jaxserve.server.resources import LARGE_BUFFER_BYTES, map_large_buffers_apart
+
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in
+                "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Info
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+def is_apart(size):
+    before = libc.mallinfo2().hblks
+    buffer = libc.malloc(ctypes.c_size_t(size))
+    after = libc.mallinfo2().hblks
+    libc.free(buffer)
+    return after > before
+
+if {is_kept}:
+    map_large_buffers_apart()
+large = 2 * LARGE_BUFFER_BYTES
+print(is_apart(large), is_apart(large), is_apart(LARGE_BUFFER_BYTES // 2))
+"""
+
+
+@pytest.mark.skipif(
+    getattr(ctypes.CDLL(None), "mallinfo2", None) is None, reason="the C library is not glibc, or older than 2.33"
+)
+@pytest.mark.parametrize(
+    ("is_kept", "environment", "expected"),
+    [
+        pytest.param(False, {}, "True False False", id="as glibc does"),
+        pytest.param(True, {}, "True True False", id="as a server does"),
+        pytest.param(True, {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}, "False False False", id="as the environment says"),
+        pytest.param(
+            True,
+            {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576"},
+            "False False False",
+            id="as its tunables say",
+        ),
+    ],
+)
+def test_large_buffers_are_mapped_apart_each_time(is_kept: bool, environment: dict[str, str], expected: str) -> None:
+    script = _LOOK.replace("{is_kept}", str(is_kept))
+    inherited = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    result = subprocess.run(
+        [sys.executable, "-c", script], env={**inherited, **environment}, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == expected
