@@ -43,7 +43,7 @@ class Limit:
 # Thousands of requests a minute: what leaks once in a hundred is far above these. Below them is what caches and
 # allocators still take, and what pools of threads (of a fixed size, filled when they are first busy) still start.
 LIMITS = (
-    Limit("front_rss_bytes", 8 * MIB, 0.03),
+    Limit("front_rss_bytes", 4 * MIB, 0.03),
     Limit("engine_rss_bytes", 16 * MIB, 0.03),
     Limit("front_fds", 8.0),
     Limit("engine_fds", 4.0),
