@@ -3,7 +3,7 @@
 import concurrent.futures
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,13 +13,15 @@ from jaxserve.engine.batch import BatchBuilder
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.masks import TokenMasks
 from jaxserve.engine.memory import return_freed_memory
-from jaxserve.engine.plan import PageCopy, SlotSetup, StepPlan
+from jaxserve.engine.plan import PageCopy, PageGrant, PrefillRow, Sampling, SlotSetup, StepPlan
 from jaxserve.engine.program import ModelProgram, StepState
 from jaxserve.engine.slot_programs import copy_arrays, slot_row, trace_copy_pages, trace_set_up
 from jaxserve.engine.step_batch import BatchShape
 from jaxserve.engine.steps import StepOutput, trace_step
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.sampling.sampler import VARIANTS
+
+_EMPTY_STEP = StepPlan(0, [], [], [], [], [], [])
 
 
 class StepResult(NamedTuple):
@@ -118,6 +120,10 @@ class CompiledSteps:
         compiled = self._compiled.get((shape, variant)) or self._compiled[shape, "any"]
         return shape, compiled
 
+    def items(self) -> Iterable[tuple[ProgramKey, jax.stages.Compiled]]:
+        """Every program of a step."""
+        return self._compiled.items()
+
     @property
     def temporary_bytes(self) -> int:
         """Most memory on a device that any program takes while it runs."""
@@ -179,6 +185,24 @@ class StepRunner:
         if not any(row.is_pooled for row in plan.prefill):
             output = output._replace(sums=None)
         return PendingStep(output, plan.num_rows)
+
+    def warm_up(self) -> None:
+        """Runs every program once, each with a row of one token, and waits for them; before the first request.
+
+        Part of a program is made only when it first runs: on CPUs the kernels of XLA's library of dots (about 10 ms a
+        layer), on GPUs their code is loaded then.
+        """
+        slot, page, token = 0, 0, 0
+        self._builder.apply(_EMPTY_STEP._replace(grants=[PageGrant(slot, 0, [page])]))
+        decode = _EMPTY_STEP._replace(decode_slots=[slot], decode_positions=[0], decode_tokens=[token])
+        prefill = _EMPTY_STEP._replace(prefill=[PrefillRow(slot, 0, [token], samples=True, targets=[token])])
+        self._state = self._steps.prepare(self._state, [SlotSetup(slot, Sampling(), 1)], [PageCopy(page, page)])
+        for (shape, variant), compiled in self._steps.items():
+            number = VARIANTS.index("greedy" if variant == "any" else variant)
+            buffer = self._builder.build(decode if shape.decode_only else prefill, shape, number)
+            self._state, _ = compiled(self._params, self._state, buffer, self._open_masks[shape.num_rows])
+        jax.block_until_ready(self._state)
+        return_freed_memory()
 
     def _needs_row(self, setup: SlotSetup) -> bool:
         """Whether a slot's tables must be written: its request reads them, or would find the bias of the one before."""

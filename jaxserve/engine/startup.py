@@ -74,7 +74,7 @@ class StartedEngine:
 
 
 def start_engine(config: EngineConfig) -> StartedEngine:
-    """Plans, compiles, loads, and says where the memory went; after it nothing compiles.
+    """Plans, compiles, loads, runs every program once, and says where the memory went; after it nothing compiles.
 
     Raises:
         ConfigError: The settings, the model or the memory there is do not go together.
@@ -94,6 +94,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     _log_choices(plan)
     resident_before = resident_bytes()
     runners, steps, load_s, compile_s = _make_runners(plan)
+    warm_up_s = _warm_up(runners)
     program = plan.programs[0]
     scheduling = SchedulerLimits(plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
     depth = 1 if config.async_scheduling is False else 2
@@ -105,7 +106,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     ledger = _make_ledger(config, plan, steps, resident_before)
     total_s = time.monotonic() - start
     logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.needs.weights / (1 << 30), load_s)
-    logger.info("init engine took %.2f s (compilation: %.2f s)", total_s, compile_s)
+    logger.info("init engine took %.2f s (compilation: %.2f s, warm-up: %.2f s)", total_s, compile_s, warm_up_s)
     return StartedEngine(engine, plan, default_params, ledger, load_s, compile_s, total_s)
 
 
@@ -148,6 +149,15 @@ def _make_runners(plan: EnginePlan) -> tuple[list[StepRunner], list[CompiledStep
         compile_s = compiling.result()
     runners = [StepRunner(steps, values) for steps, values in zip(all_steps, params, strict=True)]
     return runners, all_steps, load_s, compile_s
+
+
+def _warm_up(runners: list[StepRunner]) -> float:
+    """Runs every program once, on all slices beside each other; returns the seconds it took."""
+    start = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(len(runners)) as pool:
+        for done in [pool.submit(runner.warm_up) for runner in runners]:
+            done.result()
+    return time.monotonic() - start
 
 
 def _log_choices(plan: EnginePlan) -> None:

@@ -307,6 +307,29 @@ def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:
         assert [broken.tokens[row] for row in rows] == [clean.tokens[row] for row in rows]
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_warm_up_runs_every_program_and_changes_no_answer(tensor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = compiled_steps(tensor)
+    fresh, warm = Driver(tensor), Driver(tensor)
+    programs, runs = list(steps.items()), []
+
+    def noted(key: Any, compiled: Any) -> Any:
+        return lambda *arguments: runs.append(key) or compiled(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "items", lambda: [(key, noted(key, compiled)) for key, compiled in programs])
+        warm.runner.warm_up()
+    assert runs == steps.keys
+    penalized = Sampling(repetition_penalty=1.5, frequency_penalty=0.5, num_logprobs=VOCAB_SIZE)
+    texts = {0: (penalized, PROMPT), 2: (Sampling(temperature=1.0, seed=3, num_logprobs=VOCAB_SIZE), PROMPT[:5])}
+    results = []
+    for driver in (fresh, warm):
+        first = driver.start(texts, num_prompt_tokens=4)
+        results.append([first, *(driver.decode([0, 2]) for _ in range(6))])
+    for expected, found in zip(*results, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, expected, found)
+
+
 def pool_pages(runner: StepRunner) -> list[np.ndarray]:
     """Every pool, whole."""
     return [np.array(pool) for pool in jax.tree.leaves(runner._state.pools)]
