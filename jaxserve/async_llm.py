@@ -11,7 +11,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import SERVING_DEFAULTS, EngineConfig
 from jaxserve.engine.chat import split_conversations
 from jaxserve.engine.chat_prompt import chat_prompt, read_template
 from jaxserve.engine.engine_thread import EngineThread
@@ -41,8 +41,8 @@ class AsyncLLM:
 
     Args:
         model: Directory, hub id, or ``demo`` for the model that comes with the package.
-        **arguments: Those of ``LLM``. As in vLLM, ``disable_log_stats`` is False unless given: outputs carry
-            ``metrics``, and a line in the log says every ten seconds how the engine does.
+        **arguments: Those of ``LLM``; unless given, ``warm_up`` is True and, as in vLLM, ``disable_log_stats`` False:
+            outputs carry ``metrics``, and a line in the log says every ten seconds how the engine does.
 
     Raises:
         ConfigError: An unknown or unsupported setting, or a model that cannot run or does not fit.
@@ -57,7 +57,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str, **arguments: Any):
-        self.config = EngineConfig.from_arguments(model, **{"disable_log_stats": False, **arguments})
+        self.config = EngineConfig.from_arguments(model, **{**SERVING_DEFAULTS, **arguments})
         self._chat_template = read_template(self.config.chat_template)
         self._started = start_engine(self.config)
         self.ledger = self._started.ledger

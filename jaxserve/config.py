@@ -2,10 +2,14 @@
 
 import dataclasses
 import difflib
+from types import MappingProxyType
 from typing import Any
 
 from jaxserve.config_checks import NEUTRAL, check_neutral, check_settings, parse_length
 from jaxserve.errors import ConfigError
+
+SERVING_DEFAULTS = MappingProxyType({"disable_log_stats": False, "warm_up": True})
+"""Where engines that serve have other defaults than those of ``LLM``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,9 @@ class EngineConfig:
             pallas-interpret or mosaic-interpret; None takes the first that can run on the device.
         disable_log_stats: Leave out the periodic log line and per-request metrics.
         compilation_cache_dir: Where compiled programs are kept for the next start; empty for nowhere.
+        warm_up: Run every program once before the engine is ready. What XLA makes only when a program first runs, such
+            as kernels of its library of dots, then costs no request any time; the start takes as much longer. ``LLM``
+            does not unless told, ``AsyncLLM`` and servers do.
     """
 
     model: str
@@ -93,6 +100,7 @@ class EngineConfig:
     attention_backend: str | None = None
     disable_log_stats: bool = True
     compilation_cache_dir: str | None = None
+    warm_up: bool = False
 
     @classmethod
     def from_arguments(cls, model: str, **arguments: Any) -> "EngineConfig":

@@ -88,6 +88,7 @@ _TYPED_FIELDS: MappingProxyType[str, type] = MappingProxyType(
         "async_scheduling": bool,
         "enable_prefix_caching": bool,
         "deterministic": bool,
+        "warm_up": bool,
         "logits_processors": list,
         "hf_overrides": dict,
         "override_generation_config": dict,

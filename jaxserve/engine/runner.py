@@ -189,8 +189,8 @@ class StepRunner:
     def warm_up(self) -> None:
         """Runs every program once, each with a row of one token, and waits for them; before the first request.
 
-        Part of a program is made only when it first runs: on CPUs the kernels of XLA's library of dots (about 10 ms a
-        layer), on GPUs their code is loaded then.
+        XLA puts part of its work off until then: on CPUs its library of dots makes its kernels, 0.3 to 0.6 s in each
+        program of a model of 30 layers.
         """
         slot, page, token = 0, 0, 0
         self._builder.apply(_EMPTY_STEP._replace(grants=[PageGrant(slot, 0, [page])]))

@@ -74,7 +74,7 @@ class StartedEngine:
 
 
 def start_engine(config: EngineConfig) -> StartedEngine:
-    """Plans, compiles, loads, runs every program once, and says where the memory went; after it nothing compiles.
+    """Plans, compiles, loads, and says where the memory went; after it nothing compiles.
 
     Raises:
         ConfigError: The settings, the model or the memory there is do not go together.
@@ -94,7 +94,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     _log_choices(plan)
     resident_before = resident_bytes()
     runners, steps, load_s, compile_s = _make_runners(plan)
-    warm_up_s = _warm_up(runners)
+    warm_up_s = _warm_up(runners) if config.warm_up else 0.0
     program = plan.programs[0]
     scheduling = SchedulerLimits(plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
     depth = 1 if config.async_scheduling is False else 2

@@ -16,8 +16,16 @@ from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
 from checkpoints import CheckpointError
-from jaxserve import LLM, ConfigError, EngineDeadError, RequestError, SamplingParams, UnsupportedModelError
-from jaxserve.engine.runner import CompiledSteps
+from jaxserve import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    EngineDeadError,
+    RequestError,
+    SamplingParams,
+    UnsupportedModelError,
+)
+from jaxserve.engine.runner import CompiledSteps, StepRunner
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -436,6 +444,25 @@ def test_settings_that_do_not_go_with_model_or_machine(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(str(tiny_model), **{**SETTINGS, **settings})
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "num_runs"),
+    [
+        (LLM, {}, 0),
+        (LLM, {"warm_up": True, "data_parallel_size": 2}, 2),
+        (AsyncLLM, {}, 1),
+        (AsyncLLM, {"warm_up": False}, 0),
+    ],
+)
+def test_engines_that_serve_warm_up(
+    kind: Any, settings: dict[str, Any], num_runs: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmed: list[StepRunner] = []
+    monkeypatch.setattr(StepRunner, "warm_up", lambda runner: warmed.append(runner))
+    made = kind(str(tiny_model), **SETTINGS, **settings)
+    (made.shutdown if kind is AsyncLLM else made.close)()
+    assert len(set(warmed)) == len(warmed) == num_runs
 
 
 def test_remote_code_is_accepted_with_a_warning(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:

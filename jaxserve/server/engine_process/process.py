@@ -14,7 +14,7 @@ from typing import NoReturn
 from google.protobuf.message import DecodeError
 
 from checkpoints import CheckpointError
-from jaxserve.config import EngineConfig
+from jaxserve.config import SERVING_DEFAULTS, EngineConfig
 from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.startup import start_engine
 from jaxserve.engine.stats_log import StatsLogger
@@ -137,7 +137,7 @@ def run(descriptor: int) -> NoReturn:
 def _serve(start: engine_pb2.Start, inbox: Inbox, outbox: Outbox) -> tuple[EngineThread, Serving]:
     """Starts the engine, and what hands it requests."""
     renderers = Renderers(start.chat_template_timeout_s)
-    arguments = {"disable_log_stats": False, **json.loads(start.engine_arguments_json)}
+    arguments = {**SERVING_DEFAULTS, **json.loads(start.engine_arguments_json)}
     config = EngineConfig.from_arguments(**{"model": "demo", **arguments})
     started = start_engine(config)
     logger.info("%s", started.ledger)

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import gc
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -134,6 +136,16 @@ def test_the_client_is_an_engine_that_says_what_runs(client: EngineClient) -> No
     assert model.attention_backend and model.dtype and model.kv_cache.num_pages * 64 >= 1024
     assert sum(line.size_bytes for line in model.memory) > model.kv_cache.size_bytes > 0
     assert "KV cache size" in info.ledger
+
+
+def test_the_engine_has_run_its_programs_when_it_is_ready(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger("jaxserve"), "level", logging.INFO)
+    for arguments, is_warm in (({}, True), ({"warm_up": False}, False)):
+        with running(run, arguments):
+            (seconds,) = re.findall(r"init engine took .* warm-up: ([0-9.]+) s", capfd.readouterr().err)
+        assert (float(seconds) > 0) == is_warm
 
 
 def test_deltas_join_to_the_text_that_comes_at_once(run: Run, client: EngineClient) -> None:
