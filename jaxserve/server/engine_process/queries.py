@@ -3,17 +3,14 @@
 import concurrent.futures
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Callable
 from typing import Any
-
-import jax
 
 from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.startup import StartedEngine
 from jaxserve.errors import JaxserveError, RequestError, RequestFailedError, unforeseen
 from jaxserve.server.engine_process.preparation import Preparation
+from jaxserve.server.engine_process.profile_recording import ProfileRecording
 from jaxserve.server.engine_request import check_converted
 from jaxserve.server.metric_codec import metrics_to_json
 from jaxserve.server.submit_codec import chat_json
@@ -44,6 +41,7 @@ class Queries:
         self._thread = thread
         self._preparation = preparation
         self._is_profiling = False
+        self._recording: ProfileRecording | None = None
         self._methods: dict[str, Callable[..., Answer]] = {
             "abort": abort,
             "detokenize": self._detokenize,
@@ -121,7 +119,7 @@ class Queries:
 
         def start() -> None:
             try:
-                _start_trace(directory)
+                self._recording = ProfileRecording(directory)
             except RequestFailedError:
                 self._is_profiling = False
                 raise
@@ -129,33 +127,15 @@ class Queries:
         return self._preparation.call(start)
 
     def _stop_profile(self) -> Answer:
-        if not self._is_profiling:
+        recording = self._recording
+        if recording is None:
             raise RequestError("no profile is being recorded")
 
         def stop() -> None:
-            try:
-                jax.profiler.stop_trace()  # until it has succeeded, JAX goes on recording
-                self._is_profiling = False
-            except Exception as error:
-                logger.exception("the profile cannot be written")
-                raise RequestFailedError("the profile cannot be written; the log says why") from error
+            recording.finish()
+            self._recording, self._is_profiling = None, False
 
         return self._preparation.call(stop)
-
-
-def _start_trace(directory: str) -> None:
-    """Begins a profile, if it can be written where it is to be: JAX would find out at its end."""
-    try:
-        os.makedirs(directory, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
-    except OSError as error:
-        message = f"no profile can be recorded: {directory!r} is no directory that can be written: {error.strerror}"
-        raise RequestFailedError(message) from error
-    try:
-        jax.profiler.start_trace(directory)
-    except Exception as error:
-        logger.exception("no profile can be recorded")
-        raise RequestFailedError("no profile can be recorded; the log says why") from error
 
 
 def answer_error(error: BaseException) -> JaxserveError:
