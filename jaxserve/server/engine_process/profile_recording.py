@@ -13,25 +13,31 @@ logger = logging.getLogger(__name__)
 
 
 class ProfileRecording:
-    """A profile that is being recorded, from now on; JAX records one at a time.
+    """A profile that is recorded from ``begin`` to ``finish``; JAX records one at a time.
 
     Args:
         directory: Where it is to be written; made if it is not there.
-
-    Raises:
-        RequestFailedError: Nothing can be written there, which JAX would find out at the end, or JAX cannot record.
     """
 
     def __init__(self, directory: str):
+        self._directory = directory
+        self._session: Any = None
+
+    def begin(self) -> None:
+        """Begins the recording.
+
+        Raises:
+            RequestFailedError: Nothing can be written there, which JAX would find out at the end, or JAX cannot record.
+        """
+        directory = self._directory
         try:
             os.makedirs(directory, exist_ok=True)
             tempfile.TemporaryFile(dir=directory).close()
         except OSError as error:
             message = f"no profile can be recorded: {directory!r} is no directory that can be written: {error.strerror}"
             raise RequestFailedError(message) from error
-        self._directory = directory
         try:
-            self._session: Any = jax.profiler.start_trace(directory)
+            self._session = jax.profiler.start_trace(directory)
         except Exception as error:
             logger.exception("no profile can be recorded")
             raise RequestFailedError("no profile can be recorded; the log says why") from error

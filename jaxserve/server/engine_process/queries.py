@@ -40,7 +40,6 @@ class Queries:
         self._started = started
         self._thread = thread
         self._preparation = preparation
-        self._is_profiling = False
         self._recording: ProfileRecording | None = None
         self._methods: dict[str, Callable[..., Answer]] = {
             "abort": abort,
@@ -113,15 +112,15 @@ class Queries:
         return self._thread.call(self._started.engine.reset_prefix_cache)
 
     def _start_profile(self, directory: str) -> Answer:
-        if self._is_profiling:
+        if self._recording is not None:
             raise RequestError("a profile is being recorded already")
-        self._is_profiling = True
+        self._recording = recording = ProfileRecording(directory)
 
         def start() -> None:
             try:
-                self._recording = ProfileRecording(directory)
+                recording.begin()
             except RequestFailedError:
-                self._is_profiling = False
+                self._recording = None
                 raise
 
         return self._preparation.call(start)
@@ -133,7 +132,7 @@ class Queries:
 
         def stop() -> None:
             recording.finish()
-            self._recording, self._is_profiling = None, False
+            self._recording = None
 
         return self._preparation.call(stop)
 
