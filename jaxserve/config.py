@@ -43,6 +43,10 @@ class EngineConfig:
         max_model_len: Longest context in tokens; None is the model's own, -1 or ``auto`` the longest that fits.
         max_num_seqs: Most sequences in a step.
         max_num_batched_tokens: Most query tokens in a step.
+        compile_sizes: Batch shapes to compile, in place of the default ladder: ``{"decode": [2, 64], "mixed": [8192]}``
+            lists rows of decode steps and query tokens of mixed steps (prefill and decode). The largest mixed size must
+            be ``max_num_batched_tokens``; decode steps with more rows than listed run as mixed steps; a key left out
+            keeps its ladder. Fewer shapes start faster and pad more.
         long_prefill_token_threshold: Most tokens of one prompt in a step, so that others get on; 0: any number.
         scheduling_policy: ``fcfs`` runs requests in the order they come, ``priority`` the lowest ``priority`` first.
         enable_prefix_caching: Keep the pages of texts that have ended, for later requests that begin the same.
@@ -55,7 +59,7 @@ class EngineConfig:
         reasoning_parser: How the model marks its reasoning, for ``parse_message`` and ``thinking_token_budget``;
             structured outputs then begin behind it.
         tool_call_parser: How the model writes tool calls, for ``parse_message``.
-        attention_backend: Name of the kernels that run attention: triton, mosaic, triton-scatter, jax-triton, xla,
+        attention_backend: Name of the kernels that run attention: triton, mosaic, jax-triton, xla,
             pallas-interpret or mosaic-interpret; None takes the first that can run on the device.
         disable_log_stats: Leave out the periodic log line and per-request metrics.
         compilation_cache_dir: Where compiled programs are kept for the next start; empty for nowhere.
@@ -87,6 +91,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    compile_sizes: dict[str, list[int]] | None = None
     long_prefill_token_threshold: int = 0
     scheduling_policy: str = "fcfs"
     enable_prefix_caching: bool = True

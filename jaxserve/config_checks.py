@@ -21,6 +21,7 @@ DTYPES = MappingProxyType(
 )
 
 SCHEDULING_POLICIES = ("fcfs", "priority")
+STEP_KINDS = ("decode", "mixed")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 # Arguments of vLLM's that nothing here does yet: each takes the value that asks for nothing.
@@ -91,6 +92,7 @@ _TYPED_FIELDS: MappingProxyType[str, type] = MappingProxyType(
         "warm_up": bool,
         "logits_processors": list,
         "hf_overrides": dict,
+        "compile_sizes": dict,
         "override_generation_config": dict,
         **dict.fromkeys(_TEXT_FIELDS, str),
     }
@@ -128,6 +130,7 @@ def check_settings(values: Mapping[str, Any], optional: frozenset[str]) -> dict[
             raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {given[name]!r}")
     _check_numbers(values)
     _check_generation_config("override_generation_config", given.get("override_generation_config", {}))
+    _check_compile_sizes("compile_sizes", given.get("compile_sizes", {}))
     return checked
 
 
@@ -151,6 +154,16 @@ def _check_generation_config(name: str, values: Mapping[str, Any]) -> None:
             SamplingParams.from_generation_config({key: value})
         except RequestError as error:
             raise ConfigError(f"{name}.{key}: {error}") from error
+
+
+def _check_compile_sizes(name: str, values: Mapping[str, Any]) -> None:
+    for kind, sizes in values.items():
+        if kind not in STEP_KINDS:
+            raise ConfigError(f'{name}: expected {{"decode": [...], "mixed": [...]}}, got key {kind!r}')
+        if not isinstance(sizes, list) or not sizes:
+            raise ConfigError(f"{name}.{kind}: expected a list of at least one whole number, got {sizes!r}")
+        for i, size in enumerate(sizes):
+            _check_whole(f"{name}.{kind}[{i}]", size, 1)
 
 
 def parse_length(name: str, value: Any) -> int:

@@ -2,8 +2,10 @@
 
 import bisect
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 from jaxserve.engine.step_batch import BatchShape
+from jaxserve.errors import ConfigError
 
 _SMALLEST_MIXED = 64
 _FEW_ROWS = 64
@@ -28,14 +30,29 @@ class Buckets:
     multiple: int = 1
 
     @classmethod
-    def make(cls, max_num_seqs: int, max_num_batched_tokens: int, table_pages: int, multiple: int = 1) -> "Buckets":
-        """Powers of two; from 64 tokens on also the sizes halfway, so that a third of a mixed step at most is padding.
+    def make(
+        cls,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        table_pages: int,
+        multiple: int = 1,
+        compile_sizes: Mapping[str, Sequence[int]] | None = None,
+    ) -> "Buckets":
+        """Take the sizes in ``compile_sizes``, and the default ladder for a kind of step that it leaves out.
 
-        Decode rows have sizes halfway (from 16 on) only where few rows are asked for: programs are to be at most 40.
+        The ladder is powers of two; from 64 tokens on also the sizes halfway, so that at most a third of a mixed step
+        is padding. Decode rows have sizes halfway (from 16 on) only where few rows are asked for: programs are to be at
+        most 40.
+
+        Raises:
+            ConfigError: A given size is larger than any step, or the largest mixed size does not hold every step.
         """
-        decode = _ladder(1, max_num_seqs, half_steps_from=16 if max_num_seqs <= _FEW_ROWS else max_num_seqs)
+        given = compile_sizes or {}
+        _check_given(given, max_num_seqs, max_num_batched_tokens, multiple)
+        few_from = 16 if max_num_seqs <= _FEW_ROWS else max_num_seqs
+        decode = given.get("decode") or _ladder(1, max_num_seqs, half_steps_from=few_from)
         smallest = min(_SMALLEST_MIXED, max_num_batched_tokens)
-        mixed = _ladder(smallest, max_num_batched_tokens, half_steps_from=64)
+        mixed = given.get("mixed") or _ladder(smallest, max_num_batched_tokens, half_steps_from=64)
         decode, mixed = (tuple(sorted({_up(size, multiple) for size in sizes})) for sizes in (decode, mixed))
         return cls(decode, mixed, max_num_seqs, table_pages, multiple)
 
@@ -45,7 +62,11 @@ class Buckets:
         return [*decode, *(self._shape(tokens) for tokens in self.mixed_tokens), self.scoring_shape]
 
     def shape_for(self, num_tokens: int, decode_only: bool) -> BatchShape:
-        """The smallest shape that holds a step of ``num_tokens`` query tokens."""
+        """Return the smallest shape that holds a step of ``num_tokens`` query tokens.
+
+        A decode step with more rows than the largest decode shape takes a mixed shape.
+        """
+        decode_only = decode_only and num_tokens <= self.decode_rows[-1]
         sizes = self.decode_rows if decode_only else self.mixed_tokens
         return self._shape(sizes[bisect.bisect_left(sizes, num_tokens)], decode_only=decode_only)
 
@@ -62,6 +83,27 @@ class Buckets:
             decode_only=decode_only,
             scores_prompt=scores_prompt,
         )
+
+
+def _check_given(
+    given: Mapping[str, Sequence[int]], max_num_seqs: int, max_num_batched_tokens: int, multiple: int
+) -> None:
+    """Check sizes from ``compile_sizes`` against the largest steps, all rounded up to ``multiple``."""
+    limits = {"decode": ("max_num_seqs", max_num_seqs), "mixed": ("max_num_batched_tokens", max_num_batched_tokens)}
+    for kind, sizes in given.items():
+        setting, limit = limits[kind]
+        largest, needed = _up(max(sizes), multiple), _up(limit, multiple)
+        stated = f"{setting}={limit} (the default depends on the device)"
+        if largest > needed:
+            raise ConfigError(
+                f"compile_sizes.{kind}: expected sizes up to {stated}, got {max(sizes)}, which no step would use; "
+                f"remove it from the list or raise {setting}"
+            )
+        if kind == "mixed" and largest < needed:
+            raise ConfigError(
+                f"compile_sizes.mixed: the largest size must hold a step of {stated}, got {sorted(sizes)}; "
+                f"add {limit} to the list or lower {setting} to {largest}"
+            )
 
 
 def _ladder(first: int, last: int, half_steps_from: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from checkpoints import resolve_model
 from jaxserve.config import EngineConfig
@@ -32,7 +33,7 @@ from jaxserve.models.weights import check_tensor_size
 from jaxserve.sampling.sampler import choose_truncation
 from pallas_kernels import OPERATIONS, PagedAttention
 from pallas_kernels.truncation import Truncation
-from sharding import MeshShape, data_slices, ensure_cpu_devices, get_layout, make_mesh
+from sharding import MeshShape, ShardingLayout, data_slices, ensure_cpu_devices, get_layout, make_mesh
 from sharding.mesh import Device
 from sharding.plan import bytes_per_device
 
@@ -86,16 +87,16 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     device = mesh.devices.flat[0]
     check_tensor_size(model, config.tensor_parallel_size)
     policy = DtypePolicy.for_platform(resolve_dtype(config.dtype, model, device.platform), device.platform)
+    first, *others = data_slices(mesh)
+    layout = get_layout(config.layout).on(first)
     page_size = config.block_size or 64
-    sizes = {"page_size": page_size, "head_dim": model.head_dim}
+    sizes = {"page_size": page_size, "head_dim": model.head_dim, **_heads_per_device(model, layout, first)}
     kernel = _choose_kernel(device, policy, config.attention_backend, **sizes)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
-    layout = get_layout(config.layout)
-    first, *others = data_slices(mesh)
     program = ModelProgram(
         config=model,
         mesh=first,
-        layout=layout.on(first),
+        layout=layout,
         policy=policy,
         kernel=kernel,
         page_size=page_size,
@@ -112,9 +113,8 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     needs = _memory_needs(program, _max_model_len(config, model), max_num_batched_tokens)
     needs, num_pages = _fit(config, needs, device, mesh.devices.size)
     programs = [dataclasses.replace(program, mesh=slice_, num_pages=num_pages) for slice_ in (first, *others)]
-    buckets = Buckets.make(
-        max_num_seqs, max_num_batched_tokens, needs.request_pages, program.row_tile or _fewest_rows(device, policy)
-    )
+    multiple = program.row_tile or _fewest_rows(device, policy)
+    buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, needs.request_pages, multiple, config.compile_sizes)
     return EnginePlan(
         directory=directory,
         config=model,
@@ -125,6 +125,13 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
+
+
+def _heads_per_device(model: ModelConfig, layout: ShardingLayout, mesh: Mesh) -> dict[str, int]:
+    """Count the query and KV heads on each device, as ``Attention`` splits them."""
+    axis = layout.mesh_axis("q_heads")
+    size = 1 if axis is None else mesh.shape[axis]
+    return {"num_heads": model.num_heads // size, "num_kv_heads": max(1, model.num_kv_heads // size)}
 
 
 def _choose_kernel(device: Device, policy: DtypePolicy, name: str | None, **sizes: int) -> PagedAttention:

@@ -4,6 +4,7 @@ import pytest
 
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.runner import program_keys
+from jaxserve.errors import ConfigError
 
 MAX_PROGRAMS = 40
 LIMITS = [(64, 1024), (256, 8192), (1024, 16384)]  # CPU, GPU, large GPU
@@ -74,3 +75,68 @@ def test_shapes_are_multiples_where_asked(max_num_seqs: int, max_num_batched_tok
         assert buckets.shape_for(num_tokens, False).num_rows >= min(num_tokens, max_num_seqs)
     for rows in range(1, max_num_seqs + 1):
         assert buckets.shape_for(rows, True).num_rows >= rows
+
+
+def test_given_sizes_are_the_shapes() -> None:
+    """Sorted, without duplicates; a kind that is left out keeps its ladder."""
+    default = Buckets.make(64, 1024, 9)
+    assert Buckets.make(64, 1024, 9, compile_sizes={}) == default
+    decode = Buckets.make(64, 1024, 9, compile_sizes={"decode": [16, 2, 16]})
+    assert (decode.decode_rows, decode.mixed_tokens) == ((2, 16), default.mixed_tokens)
+    mixed = Buckets.make(64, 1024, 9, compile_sizes={"mixed": [1024, 1, 1024]})
+    assert (mixed.decode_rows, mixed.mixed_tokens) == (default.decode_rows, (1, 1024))
+    assert mixed.scoring_shape == default.scoring_shape
+    both = Buckets.make(64, 1024, 9, compile_sizes={"decode": [64], "mixed": [1024]})
+    assert [(shape.num_tokens, shape.num_rows, shape.scores_prompt) for shape in both.shapes()] == [
+        (64, 64, False),
+        (1024, 64, False),
+        (1024, 64, True),
+    ]
+    assert len(program_keys(both, "cpu")) == 3
+    assert len(program_keys(both, "gpu")) == 4
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 8])
+@pytest.mark.parametrize("sizes", [{"decode": [3]}, {"mixed": [5, 13, 100]}, {"decode": [1, 4], "mixed": [100]}])
+def test_every_step_has_a_shape_of_the_given_sizes(sizes: dict[str, list[int]], multiple: int) -> None:
+    """The smallest that holds it; decode steps with more rows than any decode shape take a mixed one."""
+    buckets = Buckets.make(13, 100, 9, multiple, sizes)
+    announced = set(buckets.shapes())
+    for shape in announced:
+        assert shape.num_rows % multiple == shape.num_tokens % multiple == 0
+    for num_tokens in range(1, 101):
+        for decode_only in (False, True)[: 2 if num_tokens <= 13 else 1]:
+            shape = buckets.shape_for(num_tokens, decode_only)
+            assert shape in announced and not shape.scores_prompt
+            assert shape.decode_only == (decode_only and num_tokens <= buckets.decode_rows[-1])
+            assert shape.num_tokens >= num_tokens and shape.num_rows >= min(num_tokens, 13)
+            of_kind = buckets.decode_rows if shape.decode_only else buckets.mixed_tokens
+            assert shape.num_tokens == min(size for size in of_kind if size >= num_tokens)
+
+
+def test_given_sizes_are_rounded_up_before_they_are_compared() -> None:
+    buckets = Buckets.make(7, 100, 9, 8, {"decode": [1, 7, 8], "mixed": [97, 20]})
+    assert (buckets.decode_rows, buckets.mixed_tokens) == ((8,), (24, 104))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"decode": [2, 65]},
+            r"compile_sizes\.decode: expected sizes up to max_num_seqs=64 \(.*device\), got 65.*raise max_num_seqs$",
+        ),
+        (
+            {"mixed": [2048, 1024]},
+            r"compile_sizes\.mixed: expected sizes up to max_num_batched_tokens=1024 \(.*\), got 2048, .*raise max_num",
+        ),
+        (
+            {"mixed": [512, 64]},
+            r"compile_sizes\.mixed: the largest size must hold a step of max_num_batched_tokens=1024 \(.*\), got "
+            r"\[64, 512\]; add 1024 to the list or lower max_num_batched_tokens to 512$",
+        ),
+    ],
+)
+def test_sizes_that_do_not_go_with_the_limits(sizes: dict[str, list[int]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Buckets.make(64, 1024, 9, compile_sizes=sizes)

@@ -74,6 +74,19 @@ def test_engine_flags() -> None:
     assert engine_arguments(parser().parse_args(words)) == {"model": "demo", **expected}
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--compile-sizes", '{"decode": [2, 64], "mixed": [1024]}'],
+        ["--compile-sizes.decode", "[2,64]", "--compile-sizes.mixed=[1024]"],
+    ],
+)
+def test_compile_sizes(words: list[str]) -> None:
+    found = engine_arguments(parser().parse_args(words))
+    assert found == {"model": "demo", "compile_sizes": {"decode": [2, 64], "mixed": [1024]}}
+    assert EngineConfig.from_arguments(**found).compile_sizes == found["compile_sizes"]
+
+
 def test_every_field_has_a_flag() -> None:
     help_ = parser().format_help()
     names = [field.name for cls in (SamplingParams, EngineConfig) for field in dataclasses.fields(cls)]

@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,7 +26,12 @@ from jaxserve import (
     SamplingParams,
     UnsupportedModelError,
 )
+from jaxserve.config import EngineConfig
+from jaxserve.engine import build, runner
 from jaxserve.engine.runner import CompiledSteps, StepRunner
+from jaxserve.layers import attention
+from jaxserve.layers.parallel import DtypePolicy
+from pallas_kernels import UnsupportedKernelError, paged_attention_mosaic
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -434,6 +440,8 @@ def test_a_model_that_is_nowhere(no_compiling: None) -> None:
         ({"dtype": "float16"}, "dtype='float16' is not supported on CPUs"),
         ({"max_model_len": 65}, "max_model_len=65 is longer than the 64 tokens"),
         ({"max_num_seqs": 32}, "max_num_batched_tokens=16 is smaller than max_num_seqs=32"),
+        ({"compile_sizes": {"decode": [3]}}, r"compile_sizes\.decode: expected sizes up to max_num_seqs=2 .*got 3"),
+        ({"compile_sizes": {"mixed": [8]}}, r"must hold a step of max_num_batched_tokens=16 .*add 16 to the list"),
         ({"hf_overrides": {"num_attention_heads": 5}}, "num_key_value_heads"),
         ({"tokenizer": "/nowhere/at/all"}, "neither an existing directory"),
         ({"chat_template": "/nowhere/at/all"}, "chat_template is neither a Jinja template nor a readable file"),
@@ -444,6 +452,97 @@ def test_settings_that_do_not_go_with_model_or_machine(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(str(tiny_model), **{**SETTINGS, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_shapes"),
+    [
+        ({}, 3),
+        ({"deterministic": True, "max_num_seqs": 16, "num_gpu_blocks_override": 200}, 3),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2, "max_num_seqs": 4, "warm_up": True}, 6),
+    ],
+)
+def test_compile_sizes_compile_fewer_programs_for_the_same_answers(
+    settings: dict[str, Any],
+    num_shapes: int,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also where more rows decode at once than the largest decode size has."""
+    settings = {**SETTINGS, "max_num_seqs": 8, "max_num_batched_tokens": 32, **settings}
+    params = [GREEDY.clone(max_tokens=12, logprobs=2), GREEDY.clone(temperature=0.9, seed=5, max_tokens=15)] * 8
+    prompts = [{"prompt_token_ids": [5, 7, 9, i, 6][i % 3 :]} for i in range(16)]
+    compiled, compile_one, decoded = [], runner._compile, []
+    build_batch = runner.BatchBuilder.build
+
+    def noted(self: Any, plan: Any, shape: Any, variant: int) -> Any:
+        decoded.append((shape.decode_only, 0 if plan.prefill else plan.num_rows))
+        return build_batch(self, plan, shape, variant)
+
+    def answers(**more: Any) -> Any:
+        compiled.clear()
+        caplog.clear()
+        with LLM(str(tiny_model), **settings, **more) as made:
+            outputs = made.generate(prompts, params, use_tqdm=False)
+            (scored,) = made.generate([IDS], GREEDY.clone(prompt_logprobs=1), use_tqdm=False)
+            assert metrics(made)["compiles_after_ready"] == 0
+        assert scored.prompt_logprobs is not None
+        return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs], scored.outputs[0].token_ids
+
+    monkeypatch.setattr(runner, "_compile", lambda lowered: compiled.append(1) or compile_one(lowered))
+    caplog.set_level(logging.INFO)
+    (expected, scored), num_default = answers(), len(compiled)
+    monkeypatch.setattr(runner.BatchBuilder, "build", noted)
+    (found, found_scored), num_given = answers(compile_sizes={"mixed": [32], "decode": [2]}), len(compiled)
+    num_slices = settings.get("data_parallel_size", 1)
+    assert num_given == num_shapes + 2 * num_slices < num_default, "two small programs for each slice"
+    assert f"; {num_shapes // num_slices} programs" in caplog.text
+    largest = 8 if "deterministic" in settings else 2
+    assert {is_decode for is_decode, rows in decoded if rows > largest} == {False}
+    assert True in {is_decode for is_decode, rows in decoded if 0 < rows <= largest}
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    assert found_scored == scored
+    if "deterministic" in settings:
+        assert found == expected, "the same bits"
+
+
+HEADS: dict[str, Any] = {"num_attention_heads": 128, "num_key_value_heads": 1, "head_dim": 64}
+
+
+def plan(directory: Path, **settings: Any) -> build.EnginePlan:
+    return build.plan_engine(EngineConfig.from_arguments(str(directory), **{**SETTINGS, **settings}))
+
+
+@pytest.mark.parametrize(("size", "heads"), [(1, (4, 2)), (2, (2, 1)), (4, (1, 1))])
+def test_kernels_are_chosen_for_the_heads_of_a_device(
+    size: int, heads: tuple[int, int], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, choose = [], attention.choose
+    monkeypatch.setattr(attention, "choose", lambda *args, **kinds: asked.append(kinds) or choose(*args, **kinds))
+    plan(tiny_model, tensor_parallel_size=size)
+    (sizes,) = asked
+    assert (sizes["num_heads"], sizes["num_kv_heads"], sizes["head_dim"], sizes["page_size"]) == (*heads, 6, 8)
+
+
+def test_a_backend_that_cannot_share_kv_heads_so_often_is_refused(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By name with the reason; without a name the next backend is taken. The device is said to be a Hopper."""
+    monkeypatch.setattr(build.DtypePolicy, "for_platform", lambda dtype, platform: DtypePolicy(kv="bfloat16"))
+    monkeypatch.setattr(paged_attention_mosaic, "not_hopper", lambda platform, device_kind: None)
+    monkeypatch.setattr(paged_attention_mosaic, "missing_jax", lambda: None)
+    caplog.set_level(logging.INFO)
+    settings = {"block_size": 64, "attention_backend": None, "hf_overrides": HEADS}
+    fits = {**settings, "hf_overrides": {**HEADS, "num_key_value_heads": 2}}
+    with pytest.raises(
+        UnsupportedKernelError, match="num_heads=128, num_kv_heads=1 .*mosaic: 128 query heads share a key"
+    ):
+        plan(tiny_model, **{**settings, "attention_backend": "mosaic"})
+    assert plan(tiny_model, **settings).programs[0].kernel.name == "xla"
+    assert "not mosaic: 128 query heads share a key/value head" in caplog.text
+    for size in (1, 2):
+        assert plan(tiny_model, **fits, tensor_parallel_size=size).programs[0].kernel.name == "mosaic"
 
 
 @pytest.mark.parametrize(

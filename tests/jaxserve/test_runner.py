@@ -231,6 +231,43 @@ def test_row_tiles_make_rows_the_same_bits_in_every_program() -> None:
                 np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize(("tensor", "row_tile"), [(1, None), (2, None), (1, 2)])
+def test_decode_steps_larger_than_every_decode_shape_run_as_mixed_steps(
+    tensor: int, row_tile: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the tokens and scores of the usual shapes; with row tiles these have the same bits."""
+    samplings = {
+        0: Sampling(num_logprobs=VOCAB_SIZE),
+        1: Sampling(temperature=0.9, top_p=0.9, seed=3, num_logprobs=5),
+        2: Sampling(frequency_penalty=2.0, presence_penalty=1.0, num_logprobs=5),
+        3: Sampling(temperature=0.8, seed=4, tracked_ids=(4, 52), logit_bias=((7, 2.0),)),
+    }
+    few = Buckets.make(4, 64, TABLE_PAGES, row_tile or 1, {"decode": [2], "mixed": [4, 64]})
+    assert len(few.shapes()) == 4
+    decode_slots, reports = ([0, 1, 2, 3], [3, 1, 0], [2, 0], [1, 0, 2, 3]), []
+    for buckets in (BUCKETS, few):
+        steps = compiled_steps(tensor, (), row_tile, buckets)
+        shapes, choose = [], steps.choose
+
+        def noted(plan: StepPlan, variant: str, choose: Any = choose, shapes: list = shapes) -> Any:
+            shape, compiled = choose(plan, variant)
+            shapes.append((shape.num_tokens, shape.decode_only))
+            return shape, compiled
+
+        monkeypatch.setattr(steps, "choose", noted)
+        driver = Driver(steps=steps)
+        results = [driver.start({slot: (sampling, PROMPT) for slot, sampling in samplings.items()})]
+        results += [driver.decode(slots) for slots in decode_slots]
+        reports.append((driver.texts, [[array[:2] for array in jax.tree.leaves(one.logprobs)] for one in results]))
+        driver.runner.release()
+        wide = (4, buckets is BUCKETS)
+        assert shapes == [(64, False), wide, wide, (4 if buckets is BUCKETS else 2, True), wide]
+    (texts, expected), (found_texts, found) = reports
+    assert found_texts == texts
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=0 if row_tile else 1e-4)
+
+
 def test_tracked_tokens() -> None:
     """Values of the tokens asked for, in their order, in every step."""
     ids = (4, 52, 0)
@@ -276,6 +313,32 @@ def test_programs_of_an_accelerator() -> None:
         keys = program_keys(BUCKETS, "gpu", always_full)
         assert [variant for shape, variant in keys if shape.decode_only] == decode
         assert [variant for shape, variant in keys if not shape.decode_only] == ["any", "any"]
+
+
+def test_programs_of_given_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator, decode steps with too many rows run in a mixed program, whatever their sampler variant."""
+    buckets = Buckets.make(4, 64, TABLE_PAGES, 2, {"decode": [2], "mixed": [64]})
+    keys = program_keys(buckets, "gpu")
+    assert [(shape.num_tokens, variant) for shape, variant in keys] == [
+        (2, "greedy"),
+        (2, "sampled"),
+        (64, "any"),
+        (64, "any"),
+    ]
+    monkeypatch.setattr("jaxserve.engine.runner.program_keys", lambda buckets, platform, always_full: keys)
+    steps = CompiledSteps(make_program(tiny_config(), num_pages=NUM_PAGES), buckets)
+    steps._compiled = {key: object.__new__(jax.stages.Compiled) for key in steps.keys}
+    for rows, variant, size, expected in (
+        (2, "greedy", 2, "greedy"),
+        (2, "sampled", 2, "sampled"),
+        (2, "full", 64, "any"),
+        (3, "greedy", 64, "any"),
+        (4, "full", 64, "any"),
+    ):
+        plan = StepPlan(0, [], [], [*range(rows)], [0] * rows, [5] * rows, [])
+        shape, compiled = steps.choose(plan, variant)
+        assert (shape.num_tokens, shape.decode_only, shape.scores_prompt) == (size, size == 2, False)
+        assert compiled is steps._compiled[shape, expected]
 
 
 def poisoned_params(program: ModelProgram, token: int) -> tuple[jax.Array, ...]:
