@@ -127,6 +127,26 @@ class Pages(NamedTuple):
         return pltriton.load(place, mask=jnp.broadcast_to(columns < self.head_dim, (self.tile, self.width)), other=0)
 
 
+def require_indexable(*pools: Any) -> None:
+    """Refuse pools whose elements Pallas-Triton would address with 32-bit integers that overflow.
+
+    JAX's lowering counts offsets in elements and makes them 64 bits wide only for arrays of more than 2**32 bytes:
+    between 2**31 and 2**32 elements of one byte they would wrap around.
+
+    Args:
+        pools: Arrays or their shapes.
+
+    Raises:
+        NotImplementedError: A pool is of that size.
+    """
+    for pool in pools:
+        if 1 << 31 < pool.size and pool.size * pool.dtype.itemsize <= 1 << 32:
+            raise NotImplementedError(
+                f"pools of {pool.shape} {pool.dtype} have {pool.size} elements of one byte, and Pallas-Triton "
+                f"addresses at most {1 << 31} of them; use fewer pages, or another attention backend"
+            )
+
+
 def padded(width: int) -> int:
     """The least power of two that holds ``width`` and is wide enough for a matrix product."""
     return max(_LEAST_WIDTH, pl.next_power_of_2(width))

@@ -24,6 +24,7 @@ from pallas_kernels.attention_tiles import (
     dot,
     load_heads,
     padded,
+    require_indexable,
     store_heads,
 )
 
@@ -83,6 +84,7 @@ def decode_attention(
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, page_size = key_pool.shape[1:3]
+    require_indexable(key_pool, value_pool)
     pages = Pages(page_size, page_table.shape[1], head_dim, _tile(head_dim, key_pool.dtype))
     plan = _Plan(pages, Scoring(scale, window, soft_cap), num_heads, num_heads // num_kv_heads, num_splits)
     whole = jax.ShapeDtypeStruct(query.shape, query.dtype)

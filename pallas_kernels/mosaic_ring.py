@@ -1,7 +1,7 @@
-"""What Pallas Mosaic GPU attention kernels share: a ring of tiles of paged keys and values in shared memory.
+"""Shared parts of the Pallas Mosaic GPU attention kernels: splits of contexts, and a ring of tiles of keys and values.
 
-A producer warpgroup copies each tile page by page through the tensor memory accelerator. Keys and values of a tile have
-barriers of their own, so that scores begin before the values are there.
+A producer warpgroup copies each tile page by page through the tensor memory accelerator (TMA) into shared memory. The
+keys and the values of a tile have separate barriers, so that computing scores can start before the values arrive.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from pallas_kernels.mosaic_support import mosaic_gpu
 
 
 class Tiles(NamedTuple):
-    """How a context is read: ``size`` tokens at a time, ``num_stages`` of these in the ring."""
+    """How a context is read: in tiles of ``size`` tokens, with ``num_stages`` tiles in the ring."""
 
     size: int
     num_stages: int
@@ -23,11 +23,11 @@ class Tiles(NamedTuple):
 
     @property
     def num_pages(self) -> int:
-        """Copies that fill a tile; a larger page fills several tiles."""
+        """Return the number of copies that fill a tile; a page larger than a tile fills several tiles."""
         return max(1, self.size // self.page_size)
 
     def scratch(self, head_dim: int, dtype: Any, num_consumers: int) -> "Ring":
-        """What to allocate for a ring."""
+        """Return the allocation of a ring."""
         plgpu = mosaic_gpu()
         ring = plgpu.SMEM((self.num_stages, self.size, head_dim), dtype, transforms=swizzled())
         filled = plgpu.Barrier(num_arrivals=self.num_pages, num_barriers=self.num_stages)
@@ -36,15 +36,46 @@ class Tiles(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What a program reads of a context of ``length`` tokens: ``num_tiles`` tiles from ``first`` on."""
+    """The part of a context of ``length`` tokens that a program reads: ``num_tiles`` tiles from tile ``first`` on."""
 
     length: Int[Array, ""]
     first: Int[Array, ""]
     num_tiles: Int[Array, ""]
 
 
+class Splits(NamedTuple):
+    """How contexts are split among programs that run side by side: by each context's own length, in whole tiles.
+
+    Attributes:
+        num_splits: Programs per context. A short context leaves the last ones without tiles.
+        tile: Tokens per tile.
+        window: Sliding window in tokens, or None.
+    """
+
+    num_splits: int
+    tile: int
+    window: int | None
+
+    def span(self, length: Int[Array, ""], split: Int[Array, ""]) -> Span:
+        """Return the part of a context that a split covers."""
+        first, num_tiles, per_split = self._deal(length)
+        skipped = jnp.minimum(split * per_split, num_tiles)
+        return Span(length, first + skipped, jnp.minimum(per_split, num_tiles - skipped))
+
+    def num_used(self, length: Int[Array, ""]) -> Int[Array, ""]:
+        """Return the number of leading splits of a context that have tiles."""
+        _, num_tiles, per_split = self._deal(length)
+        return lax.div(num_tiles + (per_split - 1), per_split)
+
+    def _deal(self, length: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
+        """Return a context's first visible tile, its number of visible tiles, and the tiles per split, at least 1."""
+        first = jnp.int32(0) if self.window is None else lax.div(jnp.maximum(length - self.window, 0), self.tile)
+        num_tiles = lax.div(length + (self.tile - 1), self.tile) - first
+        return first, num_tiles, jnp.maximum(lax.div(num_tiles + (self.num_splits - 1), self.num_splits), 1)
+
+
 class Ring(NamedTuple):
-    """The ring and its barriers: which slots the producer has filled and the consumers have freed."""
+    """The ring and its barriers, which say which slots the producer has filled and the consumers have freed."""
 
     key_ref: Any  # [stages, size, H]
     value_ref: Any  # [stages, size, H]
@@ -55,7 +86,7 @@ class Ring(NamedTuple):
 
 
 def swizzled() -> tuple[Any, ...]:
-    """How operands of ``wgmma`` lie in shared memory."""
+    """Return the shared-memory layout that ``wgmma`` needs for its operands."""
     plgpu = mosaic_gpu()
     return plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
 
@@ -69,10 +100,10 @@ def copy_tiles(
     value_hbm_ref: Any,  # [P, K, p, H]
     head: Int[Array, ""],
 ) -> None:
-    """The producer: fills the ring in order as far as the consumers free it, and returns when they have freed it all.
+    """Fill the ring as the consumers free it, and return once they have freed every slot: the work of the producer.
 
-    Page numbers of a tile are loaded before the wait for its slot. Behind the context its last page stands in, whose
-    tokens do not count there.
+    The page numbers of a tile are loaded before the wait for its slot. Past the end of the context the last page is
+    copied again; consumers mask its tokens.
     """
     plgpu = mosaic_gpu()
     chunk = tiles.size // tiles.num_pages

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from pallas_kernels.operation import BFLOAT16_HEADS, add_twins
+
 
 class Case(NamedTuple):
     """One step of paged attention.
@@ -15,9 +17,10 @@ class Case(NamedTuple):
         window: Sliding window in tokens, or None.
         soft_cap: Bound of the scores, or None.
         dtype: Element type of queries, keys and values.
-        spare_rows: Empty rows behind those in use.
-        spare_tokens: Padding tokens behind the rows' tokens, in a step that is not of decode rows alone.
+        spare_rows: Empty rows after those in use.
+        spare_tokens: Padding tokens after the rows' tokens, in a step that is not of decode rows alone.
         row_tile: As ``PagedAttention.attend`` takes it.
+        table_pages: Width of the page table; None for two pages more than the longest context has.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -31,6 +34,7 @@ class Case(NamedTuple):
     spare_rows: int = 2
     spare_tokens: int = 3
     row_tile: int | None = None
+    table_pages: int | None = None
 
     @property
     def num_decode(self) -> int:
@@ -96,10 +100,31 @@ CASES: dict[str, Case] = {
 }
 
 
-def _bench(*rows: tuple[int, int], page_size: int = 64) -> Case:
-    """The attention of a layer of Llama-3.1-8B."""
-    sizes = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": page_size}
-    return Case(rows=rows, dtype="bfloat16", spare_rows=0, spare_tokens=0, **sizes)
+DEVICE_CASES: dict[str, Case] = add_twins(CASES, BFLOAT16_HEADS)
+
+# What an engine with Llama-3.1-8B's shape gives its kernels: max_num_seqs rows in a step that is not of decode rows
+# alone, at least two rows in one that is, and a page table as wide as max_model_len needs.
+ENGINE_ROWS = 256
+ENGINE_LEAST_ROWS = 2
+ENGINE_MODEL_LENS = (8448, 131072)
+
+
+def _bench(*rows: tuple[int, int], page_size: int) -> Case:
+    """The attention of a layer of Llama-3.1-8B, as the engine calls it."""
+    longest = max(context for context, _ in rows)
+    model_len = next(length for length in ENGINE_MODEL_LENS if longest <= length)
+    is_decode = all(query == 1 for _, query in rows)
+    return Case(
+        rows=rows,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        page_size=page_size,
+        dtype="bfloat16",
+        spare_rows=max(ENGINE_LEAST_ROWS, len(rows)) - len(rows) if is_decode else ENGINE_ROWS - len(rows),
+        spare_tokens=0,
+        table_pages=-(-model_len // page_size),
+    )
 
 
 _CONTEXTS = {"1k": 1 << 10, "8k": 1 << 13, "32k": 1 << 15}

@@ -1,6 +1,5 @@
 """Paged attention in Pallas-Triton, for NVIDIA GPUs since Ampere; and the same interpreted, for checks anywhere."""
 
-import dataclasses
 import functools
 import re
 
@@ -41,8 +40,6 @@ TRITON = PagedKernels(
     check=_unsupported,
     writer=qkv_write_triton.TRITON,
 )
-TRITON_SCATTER = dataclasses.replace(TRITON, name="triton-scatter", writer=None)
-"""Queries and keys normed and turned by XLA, keys and values written by its scatter."""
 INTERPRET = PagedKernels(
     name="pallas-interpret",
     decode=functools.partial(decode_attention, interpret=True),

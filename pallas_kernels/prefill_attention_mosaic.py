@@ -1,9 +1,9 @@
-"""Paged prefill attention for NVIDIA Hopper in Pallas Mosaic GPU: chunks of several query tokens over a paged context.
+"""Compute paged prefill attention for NVIDIA Hopper in Pallas Mosaic GPU: rows of several query tokens.
 
-A program takes a block of one row's query tokens and one key/value head with all query heads that share it. A producer
-warpgroup copies tiles of keys and values page by page through the tensor memory accelerator into a ring in shared
-memory; each of two consumer warpgroups has 64 rows of the products, and while one computes weights the other multiplies
-(the schedule of FlashAttention-3, arXiv:2407.08608). Tiles that all queries see whole carry no masks.
+A program handles a block of one row's query tokens and one key/value head with all query heads that share it. A
+producer warpgroup copies tiles of keys and values page by page through the tensor memory accelerator (TMA) into a ring
+in shared memory; each of two consumer warpgroups computes 64 rows, and one multiplies matrices while the other computes
+weights (the schedule of FlashAttention-3, arXiv:2407.08608). Tiles that every query sees in full are not masked.
 
 Needs JAX 0.11; see ``mosaic_support``.
 """
@@ -23,17 +23,17 @@ from pallas_kernels.mosaic_support import Scoring, mosaic_gpu
 from pallas_kernels.paged_attention import AttentionBatch
 from pallas_kernels.prefill_blocks import block_map
 
-_ROWS = 64  # of a consumer's products: query tokens times heads of a group
+_ROWS = 64  # rows of a consumer's matmuls: query tokens times heads of a group
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 48, 232
 
 
 class _Plan(NamedTuple):
-    """What is fixed when the kernel is compiled.
+    """Compile-time parameters of the kernel.
 
     Attributes:
-        tokens: Query tokens of a consumer; its row i is token i % tokens of head i // tokens of the group.
-        consumers: Warpgroups that compute.
-        in_registers: Weights go to the product with the values in registers, not through shared memory.
+        tokens: Query tokens per consumer; its row i is token i % tokens of head i // tokens of the group.
+        consumers: Number of warpgroups that compute.
+        in_registers: Whether the matmul with the values reads the weights from registers, not from shared memory.
     """
 
     num_tokens: int
@@ -48,12 +48,12 @@ class _Plan(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """Tokens of context that a round reads."""
+        """Return the number of tokens of context that a round reads."""
         return self.tiles.size
 
 
 class _Block(NamedTuple):
-    """A program's part: its query tokens, what they see, and which tiles of it need masks."""
+    """The query tokens of a program, the tokens that they see, and the tiles that need masks."""
 
     row: Int[Array, ""]
     token: Int[Array, ""]
@@ -61,8 +61,8 @@ class _Block(NamedTuple):
     position: Int[Array, ""]
     visible: Int[Array, ""]
     first: Int[Array, ""]  # tile
-    whole: Int[Array, ""]  # first tile that all see whole
-    diagonal: Int[Array, ""]  # first tile behind those
+    whole: Int[Array, ""]  # first tile that every query sees in full
+    diagonal: Int[Array, ""]  # first tile after those
     stop: Int[Array, ""]
 
 
@@ -78,20 +78,20 @@ def prefill_attention(
     soft_cap: float | None,
     interpret: Any = None,
 ) -> Float[Array, "T N H"]:
-    """Attention of the query tokens of all rows behind the decode rows; zeros for other tokens.
+    """Compute the attention of the query tokens of all rows after the decode rows; all other tokens get zeros.
 
-    A function of its own for XLA (``jax.jit``), so that a step's layers share one compiled kernel.
+    The function is jitted by itself so that the layers of a step share one compiled kernel.
 
     Args:
         query: Each row's tokens are the last ones of its context; bfloat16 or float16, like the pools.
-        key_pool: Keys, this step's among them; H is 64, 128 or 256, p one of 16, 32, 64, 128.
+        key_pool: Keys, including this step's; H is 64, 128 or 256, p is 16, 32, 64 or 128.
         value_pool: Values, all of them finite.
-        batch: Where each token stands.
-        scale: What products are multiplied by.
-        window: Last tokens that are seen, or None for all.
-        soft_cap: Scores are bounded by it smoothly, or None.
+        batch: Row and position of each token.
+        scale: Factor that query-key dot products are multiplied by.
+        window: Number of tokens that a query sees, itself included; None for all.
+        soft_cap: Bound that scores approach by a tanh; None for no bound.
         interpret: ``InterpretGPUParams`` to run on a CPU. Weights then pass through shared memory, since the
-            interpreter has no products of registers.
+            interpreter cannot run ``wgmma`` with an operand in registers.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, page_size = key_pool.shape[1:3]
@@ -117,7 +117,7 @@ def prefill_attention(
 
 
 def _launch(plan: _Plan, num_kv_heads: int, dtype: Any, interpret: Any) -> Any:
-    """The kernel as a function of arrays; see ``_kernel`` for what it takes and gives."""
+    """Return the kernel as a function of arrays; see ``_kernel`` for its operands and results."""
     plgpu = mosaic_gpu()
     queries = (plan.consumers, _ROWS, plan.head_dim)
     scratch = {
@@ -153,10 +153,12 @@ def _kernel(
     ring: Ring,
     **scratch: Any,
 ) -> None:
-    """One (kv head, block): warpgroups that compute and, as the last, one that copies."""
+    """Run one (kv head, block): the last warpgroup copies, the others compute."""
     plgpu = mosaic_gpu()
     warpgroup, head = lax.axis_index("warpgroup"), lax.axis_index("head")
-    block = _block(plan, blocks_ref, (plan.num_blocks - 1) - lax.axis_index("block"))  # the long ones stand last
+    block = _block(
+        plan, blocks_ref, (plan.num_blocks - 1) - lax.axis_index("block")
+    )  # the longest blocks come last in the map, so start them first
     is_used = block.used > 0
 
     @pl.when(is_used & (warpgroup < plan.consumers))
@@ -174,7 +176,7 @@ def _kernel(
 
 
 def _block(plan: _Plan, blocks_ref: Any, index: Any) -> _Block:
-    """A block, and its tiles: masked ones for the window, whole ones, masked ones behind its first query."""
+    """Return a block and its tiles: masked for the window, then unmasked, then masked after its first query."""
     row, token, count, position, visible = (blocks_ref[i, index] for i in range(5))
     stop = lax.div(visible + (plan.tile - 1), plan.tile)
     first = whole = jnp.int32(0)
@@ -187,7 +189,7 @@ def _block(plan: _Plan, blocks_ref: Any, index: Any) -> _Block:
 
 
 class _Consumer(NamedTuple):
-    """What a consumer computes with."""
+    """The operands of a consumer warpgroup."""
 
     plan: _Plan
     block: _Block
@@ -197,14 +199,23 @@ class _Consumer(NamedTuple):
     ring: Ring
     turn: Any
 
-    def take_turns(self) -> None:
-        """Waits for the other consumer to come to the same point."""
+    def end_turn(self) -> None:
+        """Let the other consumer pass its next ``await_turn``."""
         if self.plan.consumers > 1:
             mosaic_gpu().barrier_arrive(self.turn)
+
+    def await_turn(self) -> None:
+        """Wait until the other consumer has ended its turn as often as this one."""
+        if self.plan.consumers > 1:
             mosaic_gpu().barrier_wait(self.turn)
 
+    def take_turns(self) -> None:
+        """Wait for the other consumer to reach the same point."""
+        self.end_turn()
+        self.await_turn()
+
     def products(self, slot: Any) -> Float[Array, "_ROWS tile"]:
-        """Queries times the ring's keys."""
+        """Multiply the queries by the keys in a slot of the ring."""
         plgpu = mosaic_gpu()
 
         def multiply(acc_ref):
@@ -215,7 +226,7 @@ class _Consumer(NamedTuple):
         return pl.run_scoped(multiply, plgpu.ACC((_ROWS, self.plan.tile), jnp.float32))
 
     def add_weighted(self, values: Any, weights: Any, slot: Any) -> Float[Array, "_ROWS H"]:
-        """Sums of values with the ring's added."""
+        """Add the values in a slot of the ring, weighted, to ``values``."""
         plgpu = mosaic_gpu()
         value_ref = self.ring.value_ref.at[slot]
         if self.weights_ref is None:
@@ -230,7 +241,7 @@ class _Consumer(NamedTuple):
         return values + pl.run_scoped(multiply, plgpu.ACC(values.shape, jnp.float32))
 
     def round(self, i: Any, state: Any, *, is_masked: bool) -> Any:
-        """The softmax with tile i."""
+        """Update the online softmax with tile i."""
         plgpu = mosaic_gpu()
         plan = self.plan
         values, maximum, total = state
@@ -246,14 +257,15 @@ class _Consumer(NamedTuple):
         total = total * kept + weights.sum(1)
         values = values * _spread(kept, plan.head_dim)
         weights = weights.astype(self.query_ref.dtype)
+        self.end_turn()  # before the wait for the values, which must not hold up the other consumer
         plgpu.barrier_wait(self.ring.value_filled.at[slot])
-        self.take_turns()
+        self.await_turn()
         values = self.add_weighted(values, weights, slot)
         plgpu.barrier_arrive(self.ring.value_free.at[slot])
         return values, new_maximum, total
 
     def softmax(self) -> Float[Array, "_ROWS H"]:
-        """The weighted means of all tiles; zeros if there are none."""
+        """Return the weighted means of the values over all tiles; zeros if there are none."""
         plgpu = mosaic_gpu()
         layout, block = plgpu.Layout.WGMMA, self.block
         masked, whole = (functools.partial(self.round, is_masked=is_masked) for is_masked in (True, False))
@@ -272,7 +284,7 @@ class _Consumer(NamedTuple):
 
 
 def _spread(per_row: Array, columns: int) -> Array:
-    """[_ROWS] to [_ROWS, columns]."""
+    """Broadcast [_ROWS] to [_ROWS, columns]."""
     return lax.broadcast_in_dim(per_row, (_ROWS, columns), [0])
 
 
@@ -291,7 +303,7 @@ def _attend(
     ring: Ring,
     turn: Any,
 ) -> None:
-    """A consumer: loads its queries, computes, stores the results."""
+    """Load a consumer's queries, compute, and store its results."""
     plgpu = mosaic_gpu()
     plain_ref, query_ref = plain_ref.at[index], query_ref.at[index]
     token = block.token + index * plan.tokens
@@ -314,7 +326,7 @@ def _load_queries(
     plain_ref: Any,  # [_ROWS, H]
     filled: Any,
 ) -> None:
-    """A consumer's queries, head by head."""
+    """Load a consumer's queries, head by head."""
     plgpu = mosaic_gpu()
     for i in range(plan.group):
         source = query_hbm_ref.at[pl.ds(token, plan.tokens), first_head + i]
@@ -323,7 +335,7 @@ def _load_queries(
 
 
 def _seen(plan: _Plan, block: _Block, consumer: Any, tile: Any) -> Bool[Array, "_ROWS tile"]:
-    """Which tokens of a tile each row sees."""
+    """Return which tokens of a tile each row sees."""
     plgpu = mosaic_gpu()
     layout = plgpu.Layout.WGMMA
     row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=layout.reduce(1))
@@ -343,7 +355,7 @@ def _store_results(
     plain_ref: Any,  # [_ROWS, H]
     out_ref: Any,  # [T, N, H]
 ) -> None:
-    """The first ``count`` tokens' results, in runs whose lengths are powers of two."""
+    """Store the results of the first ``count`` tokens, in runs whose lengths are powers of two."""
     plgpu = mosaic_gpu()
     length = 1 << (plan.tokens.bit_length() - 1)
     done = jnp.int32(0)

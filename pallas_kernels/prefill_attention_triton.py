@@ -23,6 +23,7 @@ from pallas_kernels.attention_tiles import (
     dot,
     load_heads,
     padded,
+    require_indexable,
     store_heads,
 )
 from pallas_kernels.paged_attention import AttentionBatch
@@ -68,6 +69,7 @@ def prefill_attention(
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, page_size = key_pool.shape[1:3]
+    require_indexable(key_pool, value_pool)
     group = num_heads // num_kv_heads
     block_rows, num_warps, tile = _block_shape(num_tokens * num_heads, head_dim, key_pool.dtype)
     block_tokens = max(1, block_rows // pl.next_power_of_2(group))

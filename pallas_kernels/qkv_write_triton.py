@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.attention_tiles import require_indexable
 from pallas_kernels.paged_attention import AttentionBatch
 from pallas_kernels.qkv_write import Pools, QkNorms, Rotation
 
@@ -50,6 +51,7 @@ class TritonQkvWriter:
     ) -> tuple[Float[Array, "T N H"], Pools]:
         """Queries and pools with the step's keys and values; see ``QkvWriter.write``."""
         key_pool, value_pool = pools
+        require_indexable(key_pool, value_pool)
         num_tokens, head_dim = qkv.shape[0], key_pool.shape[3]
         assert key_pool.shape == value_pool.shape and key_pool.shape[1:3] == (num_kv_heads, page_size), key_pool.shape
         half = 0 if rotation is None else rotation[0].shape[1]

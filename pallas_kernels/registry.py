@@ -31,7 +31,6 @@ OPERATIONS: dict[str, dict[str, str]] = {
     "paged_attention": {
         "triton": "pallas_kernels.paged_attention_triton:TRITON",
         "mosaic": "pallas_kernels.paged_attention_mosaic:MOSAIC",
-        "triton-scatter": "pallas_kernels.paged_attention_triton:TRITON_SCATTER",
         "jax-triton": "pallas_kernels.paged_attention_jax_triton:JAX_TRITON",
         "xla": "pallas_kernels.paged_attention_xla",
         "pallas-interpret": "pallas_kernels.paged_attention_triton:INTERPRET",

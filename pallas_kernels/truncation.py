@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.operation import Cost
+from pallas_kernels.operation import Comparison, Cost
 
 LOWEST = float(np.finfo(np.float32).min)
 """The floor of rows that keep all: tokens of score -inf are never kept."""
@@ -124,11 +124,13 @@ CASES: dict[str, Case] = {
     "one_row": Case(20011, 1, settings=((50, 0.9, 0.02),)),
 }
 
+DEVICE_CASES = CASES
+
 BENCHES: dict[str, Case] = {
     f"{model}_{name}_{num_rows}": Case(vocab_size, num_rows, settings=(setting,))
     for model, vocab_size in (("qwen", 151936), ("llama", 128256))
     for name, setting in (("top_p", (0, 0.9, 0.0)), ("top_k_top_p", (50, 0.9, 0.0)))
-    for num_rows in (1, 64, 256)
+    for num_rows in (2, 64, 256)
 }
 
 
@@ -164,11 +166,34 @@ def run(implementation: Truncation, case: Case, prepared: Inputs) -> Float[Array
     return implementation.floor(*prepared)
 
 
-def expected(case: Case, inputs: Inputs) -> Float[Array, " R"]:
-    """The floor by sorting; NaN where the sum that top-p cuts at is too close to a token's to tell."""
+class FloorRange(NamedTuple):
+    """Where a row's floor may lie: tokens at or above ``most`` have to be kept, tokens below ``least`` must not be."""
+
+    least: Float[Array, " R"]
+    most: Float[Array, " R"]
+
+
+def expected(case: Case, inputs: Inputs) -> FloorRange:
+    """The floors by sorting; two that differ where the sum that top-p cuts at is too close to a token's to tell."""
     del case
-    fewer, more = (sorted_floor(inputs, side) for side in (1 - MARGIN, 1 + MARGIN))
-    return jnp.where(fewer == more, fewer, jnp.nan)
+    return FloorRange(least=sorted_floor(inputs, 1 + MARGIN), most=sorted_floor(inputs, 1 - MARGIN))
+
+
+def compare(case: Case, inputs: Inputs, found: Float[Array, " R"], expected: FloorRange) -> Comparison:
+    """Compare the sets of tokens that are kept; between the two floors, at ties of the boundary, either is right."""
+    num_wrong = np.asarray(_num_wrong(inputs.scores, found, expected))
+    if not num_wrong.any():
+        return Comparison(0.0, "", case.num_rows, 0)
+    row = int(num_wrong.argmax())
+    return Comparison(float("inf"), f"row {row}: {num_wrong[row]} tokens kept or dropped wrongly", case.num_rows, 0)
+
+
+@jax.jit
+def _num_wrong(scores: Float[Array, "R V"], floor: Float[Array, " R"], expected: FloorRange) -> Int[Array, " R"]:
+    """Tokens of each row that are kept but may not be, or are not kept but have to be."""
+    is_kept = scores >= floor[:, None]
+    is_wrong = jnp.where(is_kept, scores < expected.least[:, None], scores >= expected.most[:, None])
+    return is_wrong.sum(1)
 
 
 def sorted_floor(inputs: Inputs, scale: float = 1.0) -> Float[Array, " R"]:
@@ -184,12 +209,6 @@ def sorted_floor(inputs: Inputs, scale: float = 1.0) -> Float[Array, " R"]:
     share = jnp.minimum(top_p * scale, 1.0)
     short: Bool[Array, "R V"] = cumulative < (share * cumulative[:, -1])[:, None]
     return jnp.where((top_p < 1) & (share < 1), jnp.maximum(lowest, _at(ordered, short.sum(1))), lowest)
-
-
-def tolerance(case: Case) -> float:
-    """None: a floor is one of the scores."""
-    del case
-    return 0.0
 
 
 def cost(case: Case) -> Cost:

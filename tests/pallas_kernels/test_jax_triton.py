@@ -81,7 +81,7 @@ def interpreter():
 def test_interpreted_kernel_matches_reference(interpreter, operation, module, case):
     answer = interpreter(operation=operation, module=module, case=case)
     assert answer["failure"] is None, answer["failure"]
-    assert answer["error"] <= 1
+    assert answer["error"] <= 1, answer
 
 
 def run_ptx(code, registers):
@@ -131,7 +131,7 @@ def test_ptx_unpacks_as_the_interpreted_code_does(kind, magic, dtype):
 
 COMPILED = [
     (int4_matmul, int4_matmul_triton, "llama_8b_gate_up_16"),
-    (int4_matmul, int4_matmul_triton, "llama_8b_down_32"),
+    (int4_matmul, int4_matmul_triton, "llama_8b_down_64"),
     (int4_matmul, int4_matmul_triton, "qwen_14b_out_256"),
     (grouped_matmul, grouped_matmul_triton, "qwen3_30b_a3b_gate_up_64"),
     (grouped_matmul, grouped_matmul_triton, "mixtral_8x7b_down_8192"),

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import registry
 from pallas_kernels.lowering import lower_for_cuda
-from pallas_kernels.operation import Operation, input_shapes, largest_error, prepared_shapes
+from pallas_kernels.operation import Operation, Tolerance, compare_rows, input_shapes, prepared_shapes
 from pallas_kernels.registry import OPERATIONS, UnsupportedKernelError, choose, load, operation, select
 
 ROWS = [(name, row) for name, table in OPERATIONS.items() for row in table]
@@ -34,11 +35,46 @@ def test_operations_offer_all_that_checks_need(name):
     assert operation(name).CASES and operation(name).BENCHES
 
 
-def test_errors_are_shares_of_the_largest_value():
-    expected = (jnp.array([2.0, jnp.nan, -4.0]), jnp.zeros(2))
-    assert largest_error((jnp.array([2.0, 9.0, -3.0]), jnp.zeros(2)), expected) == 0.25
-    assert largest_error((jnp.array([2.0, jnp.nan, -4.0]), jnp.zeros(2)), expected) == float("inf")
-    assert largest_error((jnp.zeros(2), jnp.zeros(2)), expected) == float("inf")
+def compared(found, is_real=(True, True, True)):
+    expected = jnp.array([[3.0, 4.0], [0.0, 0.0], [30.0, 40.0]])
+    return compare_rows(("out",), found, expected, np.array(is_real), Tolerance(0.01, floor=0.1))
+
+
+def test_errors_are_shares_of_each_row():
+    """A row of 5 may be off by 0.05, one of 0 by a hundredth of the floor, whatever others there are."""
+    exact = jnp.array([[3.0, 4.0], [0.0, 0.0], [30.0, 40.0]])
+    assert compared(exact) == (0.0, "", 3, 0)
+    found = compared(exact.at[0, 0].add(0.04).at[2, 1].add(0.1))
+    assert found.worst == pytest.approx(0.8, rel=1e-3) and found.place == "out[0]" and found.is_right
+    found = compared(exact.at[1, 1].add(0.002))
+    assert found.worst == pytest.approx(2, rel=1e-3) and found.place == "out[1]" and not found.is_right
+
+
+def test_padding_may_hold_anything_finite():
+    exact = jnp.array([[3.0, 4.0], [7.0, 0.0], [30.0, 40.0]])
+    assert not compared(exact).is_right
+    assert compared(exact, (True, False, True)) == (0.0, "", 2, 1)
+    assert compared(exact.at[1, 0].set(jnp.nan), (True, False, True)).worst == float("inf")
+    assert compared(exact.at[2, 0].set(jnp.inf), (True, False, True)).place == "out[2]"
+
+
+def test_a_result_of_another_shape_is_wrong():
+    found = compared(jnp.zeros((3, 1)))
+    assert not found.is_right and "shape (3, 1) in place of (3, 2)" in found.place
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_device_cases_hold_all_others(name):
+    op = operation(name)
+    assert op.CASES.items() <= op.DEVICE_CASES.items()
+    assert len(set(op.DEVICE_CASES.values())) == len(op.DEVICE_CASES)
+
+
+def test_attention_has_a_twin_for_each_production_tile():
+    op = operation("paged_attention")
+    for case in op.CASES.values():
+        for head_dim in (64, 128, 256):
+            assert case._replace(head_dim=head_dim, dtype="bfloat16") in op.DEVICE_CASES.values()
 
 
 @pytest.mark.parametrize("name, row, case_name", CASES)
@@ -49,7 +85,8 @@ def test_matches_reference(name, row, case_name):
     inputs = op.make_inputs(case, jax.random.key(zlib.crc32(case_name.encode())))
     prepared = op.prepare(implementation, case, inputs)
     found = jax.jit(functools.partial(op.run, implementation, case))(prepared)
-    assert largest_error(found, op.expected(case, inputs)) <= op.tolerance(case)
+    comparison = op.compare(case, inputs, found, op.expected(case, inputs))
+    assert comparison.is_right, comparison
 
 
 @pytest.mark.parametrize("name, row, bench_name", BENCHES)

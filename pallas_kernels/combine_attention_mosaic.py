@@ -1,0 +1,214 @@
+"""Combine the splits of decode attention for NVIDIA Hopper in Pallas Mosaic GPU.
+
+One program handles one row and one kv head. Its producer warpgroup copies the splits' means into a ring in shared
+memory, several ahead of its consumer warpgroup, which adds them up in the order of the splits. The order depends on the
+row's own length and the number of splits only, so a row's bits do not depend on the batch. The combination itself is
+that of flash decoding; see ``decode_attention_mosaic``, which writes the parts.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention_scores import MASKED
+from pallas_kernels.mosaic_ring import Splits
+from pallas_kernels.mosaic_support import mosaic_gpu
+
+_NUM_STAGES = 4
+_MOST_CHUNK = 4  # splits per stage: their loads and exponentials overlap
+_LSE_CHUNK = 8  # splits per round of the search for the maximum
+_STAGE_ELEMENTS = 8192  # most float32 elements of a stage: the registers that a chunk takes
+_PRODUCER, _CONSUMER = 0, 1
+
+
+class _Plan(NamedTuple):
+    """Compile-time parameters.
+
+    Attributes:
+        splits: How contexts are split.
+        group: Query heads per kv head.
+        columns: The same, padded.
+        head_dim: Width of a head.
+        chunk: Splits per stage of the ring.
+        num_stages: Stages of the ring.
+    """
+
+    splits: Splits
+    group: int
+    columns: int
+    head_dim: int
+    chunk: int
+    num_stages: int
+
+
+class _Ring(NamedTuple):
+    """Shared memory that the splits' means pass through, and its barriers."""
+
+    part_ref: Any  # [stages, chunk, H, columns] float32
+    filled: Any
+    free: Any
+
+
+def combine_splits(
+    parts: Float[Array, "R K splits H columns"],
+    lse: Float[Array, "R K splits columns"],
+    lens: Int[Array, " R"],
+    *,
+    splits: Splits,
+    group: int,
+    dtype: Any,
+    interpret: Any = None,
+) -> Float[Array, "R K G H"]:
+    """Return the attention over whole contexts, given the attention over each of their splits.
+
+    Args:
+        parts: Weighted means of the values. Splits without tokens are not read.
+        lse: Base-2 logarithms of the sums of the weights.
+        lens: Length of each context in tokens; a row of length 0 gets zeros.
+        splits: How the contexts were split.
+        group: Query heads per kv head, at most ``columns``.
+        dtype: Element type of the result.
+        interpret: ``InterpretGPUParams`` to run on a CPU.
+    """
+    num_rows, num_heads, _, head_dim, columns = parts.shape
+    fitting = max(1, _STAGE_ELEMENTS // (head_dim * columns))
+    chunk = math.gcd(splits.num_splits, _MOST_CHUNK, 1 << (fitting.bit_length() - 1))
+    plan = _Plan(splits, group, columns, head_dim, chunk, min(_NUM_STAGES, splits.num_splits // chunk))
+    plgpu = mosaic_gpu()
+    launch = plgpu.kernel(
+        functools.partial(_kernel, plan),
+        out_type=jax.ShapeDtypeStruct((num_rows, num_heads, group, head_dim), dtype),
+        scratch_types={
+            "ring": _Ring(
+                plgpu.SMEM((plan.num_stages, chunk, head_dim, columns), jnp.float32),
+                plgpu.Barrier(num_barriers=plan.num_stages),
+                plgpu.Barrier(num_barriers=plan.num_stages),
+            ),
+            "lse_ref": plgpu.SMEM((splits.num_splits, columns), jnp.float32),
+            "lse_filled": plgpu.Barrier(),
+            "out_ref": plgpu.SMEM((columns, head_dim), dtype),
+        },
+        grid=(num_heads, num_rows),
+        grid_names=("head", "row"),
+        num_threads=2,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )
+    # Three dimensions, because a copy takes at most five and the tiles of swizzled shared memory add two.
+    return launch(parts.reshape(-1, head_dim, columns), lse, lens)
+
+
+def _kernel(
+    plan: _Plan,
+    parts_hbm_ref: Any,  # [R * K * splits, H, columns] float32
+    lse_hbm_ref: Any,  # [R, K, splits, columns] float32
+    lens_ref: Any,  # [R] int32
+    out_hbm_ref: Any,  # [R, K, G, H]
+    *,
+    ring: _Ring,
+    lse_ref: Any,  # [splits, columns] float32
+    lse_filled: Any,
+    out_ref: Any,  # [columns, H]
+) -> None:
+    """Run one (head, row): one warpgroup copies, the other adds up."""
+    plgpu = mosaic_gpu()
+    warpgroup, head, row = lax.axis_index("warpgroup"), lax.axis_index("head"), lax.axis_index("row")
+    first_part = (row * out_hbm_ref.shape[1] + head) * plan.splits.num_splits
+    num_used = plan.splits.num_used(lens_ref[row])
+
+    @pl.when(warpgroup == _PRODUCER)
+    def _produce():
+        plgpu.copy_gmem_to_smem(lse_hbm_ref.at[row, head], lse_ref, lse_filled)
+        _copy_parts(plan, num_used, ring, parts_hbm_ref.at[pl.ds(first_part, plan.splits.num_splits)])
+
+    @pl.when(warpgroup == _CONSUMER)
+    def _consume():
+        plgpu.barrier_wait(lse_filled)
+        out_ref.T[...] = _mean(plan, num_used, ring, lse_ref).astype(out_ref.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_ref.at[pl.ds(0, plan.group)], out_hbm_ref.at[row, head])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _copy_parts(
+    plan: _Plan,
+    num_used: Int[Array, ""],
+    ring: _Ring,
+    parts_hbm_ref: Any,  # [splits, H, columns] float32
+) -> None:
+    """Fill the ring as the consumer frees it, and return once the consumer has freed every stage."""
+    plgpu = mosaic_gpu()
+    num_chunks = _ceil_div(num_used, plan.chunk)
+
+    def await_free(i):
+        @pl.when(i >= plan.num_stages)
+        def _():
+            plgpu.barrier_wait(ring.free.at[lax.rem(i, plan.num_stages)])
+
+    def fill(i, _):
+        slot = lax.rem(i, plan.num_stages)
+        await_free(i)
+        source = parts_hbm_ref.at[pl.ds(i * plan.chunk, plan.chunk)]
+        plgpu.copy_gmem_to_smem(source, ring.part_ref.at[slot], ring.filled.at[slot])
+
+    lax.fori_loop(0, num_chunks, fill, None)
+    lax.fori_loop(num_chunks, num_chunks + plan.num_stages, lambda i, _: await_free(i), None)
+
+
+def _mean(
+    plan: _Plan,
+    num_used: Int[Array, ""],
+    ring: _Ring,
+    lse_ref: Any,  # [splits, columns] float32
+) -> Float[Array, "H columns"]:
+    """Return the mean of the used splits' means, weighted by their sums; zeros if no split is used."""
+    plgpu = mosaic_gpu()
+    layout = plgpu.Layout.WGMMA
+    per_head = layout.reduce(0)
+
+    def spread(per_column):
+        return lax.broadcast_in_dim(per_column, (plan.head_dim, plan.columns), [1])
+
+    def load_lse(i):
+        return plgpu.load(lse_ref.at[i], layout=per_head, optimized=False)
+
+    def raise_maximum(i, most):
+        for j in range(_LSE_CHUNK):  # the last split repeats, which does no harm to a maximum
+            most = jnp.maximum(most, load_lse(jnp.minimum(i * _LSE_CHUNK + j, num_used - 1)))
+        return most
+
+    def add_chunk(i, state):
+        values, total = state
+        slot = lax.rem(i, plan.num_stages)
+        plgpu.barrier_wait(ring.filled.at[slot])
+        last = num_used - 1 - i * plan.chunk  # splits of the chunk after this one were not written
+        chosen = [jnp.minimum(j, last) for j in range(plan.chunk)]
+        parts = [plgpu.load(ring.part_ref.at[slot, j], layout=layout) for j in chosen]
+        plgpu.commit_smem()  # orders these reads before the copy that refills the slot
+        plgpu.barrier_arrive(ring.free.at[slot])
+        for j, part in enumerate(parts):
+            is_used = (j <= last).astype(jnp.float32)
+            weight = jnp.exp2(load_lse(i * plan.chunk + chosen[j]) - maximum) * is_used
+            values, total = values + part * spread(weight), total + weight
+        return values, total
+
+    masked = plgpu.layout_cast(jnp.full((plan.columns,), MASKED, jnp.float32), per_head)
+    maximum = lax.fori_loop(0, _ceil_div(num_used, _LSE_CHUNK), raise_maximum, masked)
+    state = (
+        plgpu.layout_cast(jnp.zeros((plan.head_dim, plan.columns), jnp.float32), layout),
+        plgpu.layout_cast(jnp.zeros((plan.columns,), jnp.float32), per_head),
+    )
+    values, total = lax.fori_loop(0, _ceil_div(num_used, plan.chunk), add_chunk, state)
+    return values / spread(jnp.maximum(total, 1e-30))
+
+
+def _ceil_div(number: Int[Array, ""], divisor: int) -> Int[Array, ""]:
+    """Return the quotient of two non-negative numbers, rounded up."""
+    return lax.div(number + (divisor - 1), divisor)
