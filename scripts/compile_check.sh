@@ -9,13 +9,8 @@ venv="$root/.venvs/cuda"
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
 if ! [ -f "$venv/.installed" ]; then
-  for python in python3.12 python3.13 python3 "$HOME"/.pyenv/versions/3.1[23].*/bin/python; do
-    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then
-      "$python" -m venv --clear "$venv"
-      break
-    fi
-  done
-  [ -x "$venv/bin/python" ] || { echo "error: no Python >= 3.12 found" >&2; exit 2; }
+  python="$(bash "$root/scripts/find_python312.sh")" || { echo "error: no Python >= 3.12 found" >&2; exit 2; }
+  "$python" -m venv --clear "$venv"
   version="$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
   constraints="$root/scripts/constraints-$version.txt"
   [ -f "$constraints" ] || constraints=/dev/null

@@ -1,47 +1,50 @@
 #!/usr/bin/env python3
-"""Right answers and speed on one NVIDIA GPU, in one command: kernels, matrix products, peers, the engine end to end.
+"""Check results and measure speed on one NVIDIA GPU, in one command: kernels, GEMMs, peers, the engine end to end.
 
     python scripts/gpu_check.py
     python scripts/gpu_check.py --only numerics,kernels --time-limit 540
     python scripts/gpu_check.py --only engine --resume --work /big/disk --time-limit 540
     python scripts/gpu_check.py --dry-run
 
-Parts, in this order: ceilings (copy bandwidth and matrix rate; always measured, all else is a share of them), numerics
-(every implementation of every operation against its reference, over all cases, with a fixed seed and a fresh one),
-kernels (benches in a CUDA graph, over rotating inputs larger than the L2 cache), gemms (the layers' products as XLA
-makes them), engine (random-weight checkpoints written to disk: starts, decode, prefill, throughput, the gap between
-steps), peers (PyTorch and cuDNN attention, transformers' static-cache generation).
+``scripts/gpu_first_run.sh`` has the commands of a first run in order.
 
-Each part runs in processes of its own: one that fails, hangs or loses the device costs no other its turn. The JSON file
-and the Markdown table beside it are rewritten after every figure, so that a run that is killed keeps what it had. What
-would not fit into ``--time-limit`` (470 s, of which each part has a share) is skipped and listed. ``--resume`` goes on
-from the files there, and measures the ceilings again. Where commands have a time limit of their own, give one some 30
-seconds less. A whole run of everything takes longer: one command for the kernels and one for the engine, as above.
+Parts, in this order: ceilings (copy bandwidth and matrix rate; always measured, all else is a share of them), probe
+(the smallest case of every implementation), numerics (every implementation of every operation against its reference,
+over all cases, with a fixed seed and a fresh one, 20 times each), kernels (benches in a CUDA graph, over rotating
+inputs larger than the L2 cache; each compares its result first), gemms (the layers' matrix multiplications as XLA makes
+them), engine (random-weight checkpoints written to disk: starts, decode, the gap between steps, prefill, throughput),
+peers (JAX's own paged attention, PyTorch and cuDNN attention, transformers' static-cache generation).
 
-Needs this repository (it runs from its root without being installed) and, where the machine has no network, wheels of
-what is missing there: ``llguidance`` for the engine part, ``jax-triton`` 0.4.1 for kernels written in Triton itself (it
-asks for Triton 3.7 but compiles with 3.6). Unpack them with ``pip install --no-index --no-deps --target DIR *.whl`` and
-put DIR on PYTHONPATH. The engine part needs 34 GB of disk for the larger checkpoint (``--work``; where the page cache
-cannot hold it, loading is measured at the disk's speed) and removes what it wrote there, unless ``--keep`` says
-otherwise.
+Each part runs in processes of its own: one that fails, hangs or loses the device costs no other its turn. A process
+that says nothing for 45 s while something runs is taken to hang; what hung or ended its process is not run again, and
+what gave a wrong result is not timed. The JSON file and the Markdown table beside it are rewritten after every figure,
+so that a run that is killed keeps what it had. What would not fit into ``--time-limit`` (470 s, of which each part has
+a share) is skipped and listed. ``--resume`` goes on from the files there: what is done or failed is not repeated
+(``--retry-failed`` repeats what failed), the ceilings are measured again, and compiled programs and checkpoints are
+found in ``--work``, which is kept until a run has skipped nothing. Where commands have a time limit of their own, give
+``--time-limit`` some 30 seconds less.
+
+Needs this repository (it runs from its root without being installed). Packages that a part needs and that are missing
+are listed at the start; on a machine without a network, unpack their wheels with ``pip install --no-index --no-deps
+--target DIR *.whl`` and put DIR on PYTHONPATH (jax-triton 0.4.1 asks for Triton 3.7 but compiles with 3.6). The engine
+part needs 34 GB of disk for the larger checkpoint.
 
 ``--dry-run`` needs no GPU: it builds every shape, lowers every program for CUDA, and compiles it for an H200 where
 JAX's CUDA wheels are installed (Python 3.12 or newer; ``--lower-only`` leaves that out). The engine's steps have two
 layers there; ``scripts/compile_check.py`` compiles whole ones.
 
-Exit status: 0 when all that ran was right, 1 when an answer was wrong or an item broke, 2 without a GPU.
+Exit status: 0 when all that ran was right, 1 when a result was wrong or an item broke, 2 without a GPU.
 """
 
 import argparse
+import dataclasses
 import datetime
 import importlib
-import importlib.metadata
-import platform
+import os
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,19 +53,19 @@ from typing import Any, NoReturn, cast
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.gpu.driver import Driver, serve  # noqa: E402  (after the path that it lies on)
+from scripts.gpu import toolchain  # noqa: E402  (after the path that it lies on)
+from scripts.gpu.driver import Driver, serve  # noqa: E402
 from scripts.gpu.figures import Deadline, Results  # noqa: E402
 from scripts.gpu.parts import Context, Part  # noqa: E402
 
-# Each part and its share of a limited time; what one leaves goes to those behind it. Ceilings take what they need.
-PARTS = {"ceilings": 0.0, "numerics": 0.25, "kernels": 0.2, "gemms": 0.1, "engine": 0.4, "peers": 0.15}
+# Each part and its share of a limited time; what one leaves goes to those after it. Ceilings take what they need.
+PARTS = {"ceilings": 0.0, "probe": 0.1, "numerics": 0.25, "kernels": 0.2, "gemms": 0.1, "engine": 0.4, "peers": 0.15}
 TIME_LIMIT_S = 470.0
-_PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "transformers", "flax")
 NO_GPU = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what the arguments say; returns the exit status."""
+    """Do what the arguments say; return the exit status."""
     options = parse(arguments)
     if options.child is not None:
         return serve(load_part(options.child), sys.stdin, say)
@@ -79,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--only", type=_parts, default=tuple(PARTS), metavar="PART[,PART]", help=f"of {', '.join(PARTS)}"
@@ -97,10 +100,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--name", help="of the files there (default: gpu_check, or dry_run)")
     parser.add_argument("--resume", action="store_true", help="go on from the files there; done items are not repeated")
+    parser.add_argument("--retry-failed", action="store_true", help="with --resume: run again what failed")
     parser.add_argument(
-        "--work", type=Path, metavar="DIR", help="where checkpoints are written (default: a temporary one)"
+        "--work", type=Path, metavar="DIR", help="for checkpoints and compiled programs (default: build/gpu_check/work)"
     )
-    parser.add_argument("--keep", action="store_true", help="leave what was written to --work there")
+    parser.add_argument("--keep", action="store_true", help="leave --work as it is when all is done")
     parser.add_argument("--seed", type=int, help="of the fresh inputs (default: from the clock)")
     parser.add_argument("--commit", help="of the repository, where git cannot say")
     parser.add_argument("--dry-run", action="store_true", help="no GPU: lower, and compile where the wheels are")
@@ -108,6 +112,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=("real", "tiny"), default="real", help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.retry_failed and not options.resume:
+        parser.error("--retry-failed goes with --resume")
     if options.lower_only and not options.dry_run:
         parser.error("--lower-only goes with --dry-run")
     if options.dry_run and (options.resume or options.work or options.keep or options.seed is not None):
@@ -116,39 +122,43 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace, device: str, driver_version: str) -> int:
-    """Runs the parts on this machine's GPU."""
+    """Run the parts on this machine's GPU."""
+    assembler = toolchain.find_assembler(os.environ)
+    os.environ.update(toolchain.variables(os.environ, assembler))  # before any part imports JAX
     seed = time.time_ns() % 2**31 if options.seed is None else options.seed
-    name = options.name or "gpu_check"
+    facts = {**about(options, device, driver_version, toolchain.versions(assembler)), "seed": seed}
     directory = options.output or ROOT / "scripts" / "gpu_results"
-    results = Results(directory, name, {**about(options, device, driver_version), "seed": seed}, options.resume)
+    results = Results(directory, options.name or "gpu_check", facts, options.resume, options.retry_failed)
     results.done = [item for item in results.done if not item.startswith("ceilings/")]
     deadline = Deadline(options.time_limit or None)
-    work = Path(tempfile.mkdtemp(prefix="gpu_check-")) if options.work is None else options.work
+    work = options.work or ROOT / "build" / "gpu_check" / "work"
+    if not options.resume:
+        clean(work)
     work.mkdir(parents=True, exist_ok=True)
-    is_tiny = options.size == "tiny"
-    context = Context(is_quick=options.quick, is_tiny=is_tiny, seed=seed, work=str(work))
-    print(f"{device}; fresh inputs from seed {seed}; results in {results.json_path}")
+    context = Context(is_quick=options.quick, is_tiny=options.size == "tiny", seed=seed, work=str(work.resolve()))
+    say(f"{device}; fresh inputs from seed {seed}; results in {results.json_path}")
+    for text in toolchain.missing(facts["versions"]):
+        say(text)
     signal.signal(signal.SIGTERM, leave)  # so that what runs is ended too
-    driver = Driver(results, (sys.executable, str(Path(__file__).resolve()), "--child"), say)
+    driver = Driver(results, (sys.executable, str(Path(sys.argv[0]).resolve()), "--child"), say)
     waiting = [part for part in PARTS if part in options.only or part == "ceilings"]
     try:
         while waiting:
             share = PARTS[waiting[0]] / (sum(PARTS[part] for part in waiting) or 1.0)
             part = waiting.pop(0)
-            ends = deadline.part(share or 1.0)
-            driver.run_part(part, load_part(part), with_ceilings(context, results), ends)
+            driver.run_part(part, load_part(part), with_results(context, results), deadline.part(share or 1.0))
     finally:
-        if not options.keep:
-            clean(work, is_own=options.work is None)
+        if not options.keep and not results.skipped:
+            clean(work)
         results.write()
-    print(f"{len(results.figures)} figures, {len(results.failed)} failed, {len(results.skipped)} items skipped")
+    say(f"{len(results.figures)} figures, {len(results.failed)} failed, {len(results.skipped)} items skipped")
     for item, reason in results.failed.items():
-        print(f"FAILED {item}: {reason}")
+        say(f"FAILED {item}: {reason}")
     return 1 if results.failed else 0
 
 
 def dry_run(options: argparse.Namespace) -> int:
-    """Lowers or compiles everything that the parts would run."""
+    """Lower or compile everything that the parts would run."""
     # The environment for compiling without a device is set by an import, which has to come before that of JAX.
     if not options.lower_only and sys.version_info >= (3, 12):
         importlib.import_module("scripts.deviceless")
@@ -156,19 +166,26 @@ def dry_run(options: argparse.Namespace) -> int:
     compiler = runner.find_compiler(options.lower_only)
     kind = f"none: {compiler.word} for an NVIDIA H200 that was not there"
     directory = options.output or ROOT / "build" / "gpu_check"
-    results = Results(directory, options.name or "dry_run", about(options, kind, "none"))
+    found = toolchain.versions(toolchain.find_assembler(os.environ))
+    results = Results(directory, options.name or "dry_run", about(options, kind, "none", found))
     parts = {name: load_part(name) for name in PARTS if name in options.only}
     runner.run(parts, Context(is_quick=options.quick), compiler, results, say)
     return 1 if results.failed else 0
 
 
 def leave(number: int, frame: object) -> NoReturn:
-    """Ends this process as a signal asks, by way of what has to be tidied up."""
+    """End this process as a signal asks, by way of what has to be tidied up."""
     sys.exit(128 + number)
 
 
-def with_ceilings(context: Context, results: Results) -> Context:
-    """The context with what the ceilings part has measured by now."""
+def with_results(context: Context, results: Results) -> Context:
+    """Return the context with what other parts have found by now: ceilings, and implementations that failed."""
+    checked = ("probe/", "numerics/")
+    broken, wrong = (
+        {item.partition("/")[2]: reason for item, reason in found.items() if item.startswith(checked)}
+        for found in (results.broken_items(), results.wrong_items())
+    )
+    context = dataclasses.replace(context, broken=broken, wrong=wrong)
     values = {
         name: results.value("ceilings", figure)
         for name, figure in (("copy", "copy bandwidth"), ("rate", "bf16 matrix rate"))
@@ -176,32 +193,23 @@ def with_ceilings(context: Context, results: Results) -> Context:
     if not all(isinstance(value, float | int) for value in values.values()):
         return context
     copy, rate = (float(cast(float, values[name])) for name in ("copy", "rate"))
-    return Context(**{**vars(context), "copy_bytes_s": copy * 1e9, "flops_s": rate * 1e12})
+    return dataclasses.replace(context, copy_bytes_s=copy * 1e9, flops_s=rate * 1e12)
 
 
-def clean(work: Path, is_own: bool) -> None:
-    """Removes what the engine part wrote."""
-    if is_own:
-        shutil.rmtree(work, ignore_errors=True)
-        return
+def clean(work: Path) -> None:
+    """Remove what a run wrote for the next one: checkpoints, compiled programs."""
     for pattern in ("model-*", "cache-*", "xdg"):
         for path in work.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def load_part(name: str) -> Part:
-    """A part's module."""
+    """Import a part's module."""
     return cast(Part, importlib.import_module(f"scripts.gpu.{name}"))
 
 
-def about(options: argparse.Namespace, device: str, driver_version: str) -> dict[str, Any]:
-    """What the figures depend on."""
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
+def about(options: argparse.Namespace, device: str, driver_version: str, versions: dict[str, str]) -> dict[str, Any]:
+    """Return what the figures depend on."""
     return {
         "device": device,
         "driver": driver_version,
@@ -213,7 +221,7 @@ def about(options: argparse.Namespace, device: str, driver_version: str) -> dict
 
 
 def find_gpu() -> tuple[str, str] | None:
-    """Name and driver of the first GPU; None where there is none."""
+    """Return the name and the driver of the first GPU; None where there is none."""
     found = _output(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
     if not found:
         return None
@@ -222,12 +230,12 @@ def find_gpu() -> tuple[str, str] | None:
 
 
 def say(text: str) -> None:
-    """Prints a line at once."""
+    """Print a line at once."""
     print(text, flush=True)
 
 
 def _output(command: list[str]) -> str:
-    """What a command prints; empty where it is not there or fails."""
+    """Return what a command prints; empty where it is not there or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""What this card can do: copy bandwidth and bf16 matrix rate. All else is stated as a share of the two."""
+"""Measure what this card can do: copy bandwidth and bf16 matrix rate. All else is stated as a share of the two."""
 
 import importlib
 import importlib.util
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from scripts.gpu.figures import Figure, rounded
-from scripts.gpu.parts import AS_NEEDED, Context, Item, Program, SkippedError
+from scripts.gpu.parts import AS_NEEDED, Context, Item, Program, SkippedError, Working
 from scripts.gpu.timing import MIN_SETS, Rotation
 
 IS_ALONE: bool = False
@@ -22,8 +22,8 @@ def items(context: Context) -> list[Item]:
     return [Item("jax", 15.0), Item("torch", 15.0)]
 
 
-def run(item: str, context: Context) -> Iterator[Figure]:
-    """Measures one library."""
+def run(item: str, context: Context) -> Iterator[Figure | Working]:
+    """Measure one library."""
     yield from (_jax if item == "jax" else _torch)(context)
 
 

@@ -1,4 +1,4 @@
-"""Runs items in processes of their own, so that one that breaks, hangs or loses the device costs no other its turn."""
+"""Run items in processes of their own, so that one that breaks, hangs or loses the device costs no other its turn."""
 
 import contextlib
 import dataclasses
@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 from scripts.gpu.figures import Deadline, Figure, Results, line
-from scripts.gpu.parts import Context, Item, Part, SkippedError, environment
+from scripts.gpu.parts import Context, Item, Part, SkippedError, Working, environment
 
 MARK = "@gpu_check "
-_START_S = 180.0  # to import everything, or to end
+_START = Working("starting or ending its process", 90.0)
 CLOSING_S = 5.0  # kept free at the end of the time limit
 _LOST = ("CUDA_ERROR", "illegal", "misaligned", "device-side", "CUDNN_STATUS", "launch failed", "INTERNAL:")
 
@@ -29,22 +29,26 @@ class CompilationError(RuntimeError):
 
 @dataclasses.dataclass
 class _Progress:
-    """How far a process is with its items: which it runs, since when, and which it is done with."""
+    """How far a process is with its items: which it runs, what it does, since when, and which it is done with."""
 
     items: dict[str, Item]
     current: str | None = None
+    doing: Working = _START
     since: float = dataclasses.field(default_factory=time.monotonic)
     answered: set[str] = dataclasses.field(default_factory=set)
 
+    def now(self, doing: Working) -> None:
+        """Reset the watchdog."""
+        self.doing, self.since = doing, time.monotonic()
+
     def left_s(self) -> float:
-        """Seconds until what runs is taken to hang."""
-        limit_s = _START_S if self.current is None else self.items[self.current].timeout_s
-        return limit_s - (time.monotonic() - self.since)
+        """Return the seconds until what runs is taken to hang."""
+        return self.doing.limit_s - (time.monotonic() - self.since)
 
 
 @dataclasses.dataclass
 class Driver:
-    """Runs the items of parts and keeps what they give.
+    """Run the items of parts and keep what they give.
 
     Attributes:
         results: Where figures go.
@@ -57,8 +61,9 @@ class Driver:
     show: Callable[[str], None] = print
 
     def run_part(self, name: str, part: Part, context: Context, deadline: Deadline) -> None:
-        """Runs what is not done yet, as long as it fits into the time that is left."""
-        waiting = [item for item in part.items(context) if f"{name}/{item.name}" not in self.results.done]
+        """Run what is neither done nor failed yet, as long as it fits into the time that is left."""
+        settled = {*self.results.done, *self.results.failed}
+        waiting = [item for item in part.items(context) if f"{name}/{item.name}" not in settled]
         while waiting:
             fitting = [item for item in waiting if deadline.fits(item.estimate_s + CLOSING_S)]
             for item in waiting:
@@ -73,7 +78,7 @@ class Driver:
             waiting = [item for item in fitting if item.name not in (answered or {each.name for each in batch})]
 
     def _run_process(self, name: str, part: Part, items: list[Item], context: Context, deadline: Deadline) -> set[str]:
-        """One process for some items; returns the names of those that are done with, one way or another."""
+        """Run some items in one process; return the names of those that are done with, one way or another."""
         ends = None if deadline.left_s() == float("inf") else time.time() + deadline.left_s() - CLOSING_S
         context = dataclasses.replace(context, spawned=time.time(), ends=ends)
         job = {"items": items, "context": dataclasses.asdict(context)}
@@ -93,15 +98,17 @@ class Driver:
         progress = _Progress({item.name: item for item in items})
         try:
             while True:
-                limit_s = progress.left_s()
                 try:
-                    text = lines.get(timeout=max(0.0, min(limit_s, deadline.left_s() - CLOSING_S / 2)))
+                    text = lines.get(timeout=max(0.0, min(progress.left_s(), deadline.left_s() - CLOSING_S / 2)))
                 except queue.Empty:
                     is_over = not deadline.fits(CLOSING_S)
-                    self._stop(name, progress, "the time was up" if is_over else "did not end in time", is_over)
+                    what, limit_s = progress.doing
+                    hung = f"hung: nothing came for {limit_s:g} s while {what}"
+                    self._stop(name, progress, "the time was up" if is_over else hung, is_over)
                     break
                 if text is None:
-                    self._stop(name, progress, f"the process ended with code {process.wait()}", False)
+                    reason = f"the process ended with code {process.wait()} while {progress.doing.what}"
+                    self._stop(name, progress, reason, False)
                     break
                 self._take(name, text, progress)
         finally:
@@ -109,23 +116,28 @@ class Driver:
         return progress.answered
 
     def _take(self, name: str, text: str, progress: "_Progress") -> None:
-        """What a process says: that it begins or ends an item, a figure, or anything else."""
+        """Take what a process says: that it begins or ends an item, what it does next, a figure, or anything else."""
         if not text.startswith(MARK):
             self.show(text.rstrip())
             return
         kind, _, rest = text.removeprefix(MARK).partition(" ")
         content = json.loads(rest)
         if kind == "begin":
-            progress.current, progress.since = content, time.monotonic()
+            progress.current = content
+            progress.now(Working(f"beginning {content}"))
+        elif kind == "working":
+            progress.now(Working(**content))
         elif kind == "figure":
-            self._add(Figure(**content))
+            self._add(Figure(**content, item=f"{name}/{progress.current}"))
+            progress.now(Working(f"going on after {content['name']}"))
         else:
-            progress.current, progress.since = None, time.monotonic()
+            progress.current = None
+            progress.now(_START)
             progress.answered.add(content["item"])
             self._close(f"{name}/{content['item']}", kind, content.get("reason", ""))
 
     def _stop(self, name: str, progress: "_Progress", reason: str, is_skipped: bool) -> None:
-        """Notes why a process ended within an item, or before it began any."""
+        """Note why a process ended within an item, or before it began any."""
         left = progress.items.keys() - progress.answered
         stopped = (
             [progress.current] if progress.current else [] if progress.answered and not is_skipped else sorted(left)
@@ -157,7 +169,7 @@ class Driver:
 
 
 def serve(part: Part, source: IO[str], say: Callable[[str], Any] = print) -> int:
-    """What the process of some items does: reads the job, runs it, and tells the driver.
+    """Read a job, run its items, and tell the driver; this is what the process of some items does.
 
     Returns:
         The exit code: 3 where an error may have cost it the device, so that another process must do the rest.
@@ -168,15 +180,18 @@ def serve(part: Part, source: IO[str], say: Callable[[str], Any] = print) -> int
     def tell(kind: str, content: Any) -> None:
         say(f"{MARK}{kind} {json.dumps(content)}")
 
-    for name, estimate_s, _ in job["items"]:
+    for name, estimate_s in job["items"]:
         if estimate_s > context.left_s():
             reason = f"needs about {estimate_s:.0f} s, {context.left_s():.0f} s were left"
             tell("skipped", {"item": name, "reason": reason})
             continue
         tell("begin", name)
         try:
-            for figure in part.run(name, context):
-                tell("figure", dataclasses.asdict(figure))
+            for told in part.run(name, context):
+                if isinstance(told, Working):
+                    tell("working", told._asdict())
+                else:
+                    tell("figure", {key: value for key, value in dataclasses.asdict(told).items() if key != "item"})
         except SkippedError as error:
             tell("skipped", {"item": name, "reason": str(error)})
         except Exception as error:
@@ -191,12 +206,12 @@ def serve(part: Part, source: IO[str], say: Callable[[str], Any] = print) -> int
 
 
 def is_device_lost(error: Exception) -> bool:
-    """Whether the process may have no use of the device any more; what does not compile never got there."""
+    """Return whether an error may have cost the process its device; what does not compile never got there."""
     return not isinstance(error, CompilationError) and any(word in str(error) for word in _LOST)
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, cut to what a table can hold."""
+    """Return the first line of an error's text, cut to what a table can hold."""
     return (str(error).strip().splitlines() or ["no message"])[0][:300]
 
 
@@ -207,7 +222,7 @@ def _read_lines(stream: IO[str], lines: "queue.Queue[str | None]") -> None:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """Ends a process and those that it started."""
+    """End a process and those that it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

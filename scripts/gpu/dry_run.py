@@ -1,4 +1,4 @@
-"""Everything the check would run, built from shapes and lowered for CUDA; compiled where JAX's CUDA wheels are."""
+"""Build everything the check would run from shapes and lower it for CUDA; compile it where JAX's CUDA wheels are."""
 
 import collections
 import functools

@@ -1,4 +1,7 @@
-"""The engine end to end on random weights: decode, prefill, throughput, starts, and the gap between steps."""
+"""Measure the engine end to end on random weights: starts, decode, the gap between steps, prefill, throughput.
+
+An engine with as few programs as can be gives the first figures; one with the shapes that count replaces them.
+"""
 
 import importlib.util
 import os
@@ -10,13 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pallas_kernels.registry import OPERATIONS
+from scripts.gpu import device_events
 from scripts.gpu.figures import Figure, rounded
 from scripts.gpu.models import config_of, has_checkpoint, make_room, sizes_of, write_checkpoint
-from scripts.gpu.parts import Context, Item, Program, SkippedError
+from scripts.gpu.parts import Context, Item, Program, SkippedError, Working
 from scripts.gpu.workload import Decode, Workload, decode, prefill_s, throughput
 
 IS_ALONE: bool = True
-ENVIRONMENT: dict[str, str] = {}  # memory as the engine's users have it
+# Memory and the cache of programs are as the engine's users have them.
+ENVIRONMENT: dict[str, str] = {"XLA_FLAGS": device_events.XLA_FLAGS, "JAX_COMPILATION_CACHE_DIR": ""}
 BACKENDS = ("triton", "mosaic")
 GOALS = {
     ("llama-8b", "decode 1"): "4.6 ms, then 4.0 (vLLM's H100 curve predicts about 5.1)",
@@ -26,8 +31,12 @@ GOALS = {
 }
 
 
+_START_LIMIT_S = 300.0  # without a word: reading weights and compiling all programs
+_MEASURE_LIMIT_S = 120.0  # filling pages with prompts, and steps of an engine whose first run is slow
+
+
 class Begun(NamedTuple):
-    """An engine that has given its first token, and when."""
+    """An engine that has generated its first token, and when."""
 
     llm: Any
     first_token_s: float
@@ -35,47 +44,54 @@ class Begun(NamedTuple):
 
 
 def items(context: Context) -> list[Item]:
-    """The 8B with the default backend first; then the other, then the 14B."""
+    """List the 8B with the default backend first, then the other backend, then the 14B."""
     models = ("llama-8b",) if context.is_quick else ("llama-8b", "qwen-14b")
     # In the registry's order: the first is the engine's own choice.
     backends = ["xla"] if context.is_tiny else [row for row in OPERATIONS["paged_attention"] if row in BACKENDS]
     found = []
     for model in models:
-        measure_s = 260.0 if model == "qwen-14b" else 180.0  # writing is worth nothing without it
-        found.append(Item(f"{model} write", 30.0 + measure_s, 180.0 + measure_s))
+        first_s, measure_s = (90.0, 220.0) if model == "qwen-14b" else (60.0, 150.0)
+        found.append(Item(f"{model} write", 30.0 + first_s))  # writing is worth nothing without a figure
         for backend in backends:
             found += [
-                Item(f"{model} {backend} measure", measure_s, 540.0),
-                Item(f"{model} {backend} warm", 20.0, 120.0),
+                Item(f"{model} {backend} first", first_s),
+                Item(f"{model} {backend} measure", measure_s),
+                Item(f"{model} {backend} warm", 20.0),
             ]
     return found
 
 
-def run(item: str, context: Context) -> Iterator[Figure]:
-    """One process's work."""
+def run(item: str, context: Context) -> Iterator[Figure | Working]:
+    """Do one process's work: write a checkpoint, or start an engine on it and measure."""
     if importlib.util.find_spec("llguidance") is None:
         raise SkippedError("llguidance is not installed")
     if item.endswith("write"):
+        yield Working("writing the checkpoint", _MEASURE_LIMIT_S)
         yield _write(item.split()[0], context)
         return
     model, backend, what = item.split()
+    context.refuse_untimed(f"paged_attention/{backend}")
     if not has_checkpoint(_directory(model, context)):
         raise SkippedError("there is no checkpoint: the item before it did not run")
-    if what == "warm" and not any(_cache(model, backend, context).rglob("*")):
+    cache = context.folder / f"cache-{model}-{backend}{'-first' * (what == 'first')}"
+    has_programs = any(cache.rglob("*"))
+    if what == "warm" and not has_programs:
         raise SkippedError("nothing was compiled before: the item before it did not run")
-    workload = Workload.of(context)
-    begun = _start(model, backend, workload, context)
+    workload = Workload.first_of(context) if what == "first" else Workload.of(context)
+    yield Working("starting the engine", _START_LIMIT_S)
+    begun = _start(model, backend, workload, cache, context)
     name = f"{model} {backend}"
-    yield _start_figure(name, what, begun)
+    start = "start with the fewest programs" if what == "first" else "start"
+    yield _start_figure(f"{name}: {start} {'warm' if has_programs else 'cold'}", has_programs, begun)
     try:
-        if what == "measure":
-            yield from _measure(name, begun.llm, workload, context)
+        if what != "warm":
+            yield from _measure(name, begun.llm, workload, context, is_whole=what == "measure")
     finally:
         begun.llm.close()
 
 
 def programs(context: Context) -> Iterator[Program]:
-    """None that stand by themselves: a dry run traces whole steps (``steps``)."""
+    """List none: a dry run traces whole steps (``steps``)."""
     yield from ()
 
 
@@ -83,12 +99,8 @@ def _directory(model: str, context: Context) -> Path:
     return context.folder / f"model-{model}{'-tiny' if context.is_tiny else ''}"
 
 
-def _cache(model: str, backend: str, context: Context) -> Path:
-    return context.folder / f"cache-{model}-{backend}"
-
-
 def _write(model: str, context: Context) -> Figure:
-    """The checkpoint, and what writing it took."""
+    """Write the checkpoint."""
     directory, config = _directory(model, context), config_of(model, context.is_tiny)
     num_bytes = sizes_of(config).weight_bytes
     if not make_room(context.folder, num_bytes, directory):
@@ -100,8 +112,8 @@ def _write(model: str, context: Context) -> Figure:
     return Figure(part="engine", name=f"{model}: write", value=rounded(seconds), unit="s", note=note)
 
 
-def _start(model: str, backend: str, workload: Workload, context: Context) -> Begun:
-    """From the start of this process to its first token."""
+def _start(model: str, backend: str, workload: Workload, cache: Path, context: Context) -> Begun:
+    """Start an engine and generate one token; the times count from the start of this process."""
     os.environ.setdefault("XDG_CACHE_HOME", str(context.folder / "xdg"))
     from jaxserve import LLM, SamplingParams
 
@@ -109,7 +121,7 @@ def _start(model: str, backend: str, workload: Workload, context: Context) -> Be
         str(_directory(model, context)),
         attention_backend=backend,
         enable_prefix_caching=False,
-        compilation_cache_dir=str(_cache(model, backend, context)),
+        compilation_cache_dir=str(cache),
         **workload.engine,
     )
     ready_s = time.time() - context.spawned
@@ -118,30 +130,38 @@ def _start(model: str, backend: str, workload: Workload, context: Context) -> Be
     return Begun(llm, time.time() - context.spawned, ready_s)
 
 
-def _start_figure(name: str, what: str, begun: Begun) -> Figure:
-    kind = "warm" if what == "warm" else "cold"
+def _start_figure(label: str, is_warm: bool, begun: Begun) -> Figure:
+    """Make a figure of a start; one with programs of an earlier start, or of a run that was killed, is a warm one."""
     note = f"new process to first token; ready after {begun.ready_s:.1f} s, loading {begun.llm.load_s:.1f} s, "
     note += f"compiling {begun.llm.compile_s:.1f} s beside it; the files are in the page cache"
-    value, goal = rounded(begun.first_token_s), GOALS["", "warm"] if what == "warm" else ""
-    return Figure(part="engine", name=f"{name}: start {kind}", value=value, unit="s", goal=goal, note=note)
+    goal = GOALS["", "warm"] if is_warm else ""
+    return Figure(part="engine", name=label, value=rounded(begun.first_token_s), unit="s", goal=goal, note=note)
 
 
-def _measure(name: str, llm: Any, workload: Workload, context: Context) -> Iterator[Figure]:
-    """Everything that one engine can show, the most important first, as far as the time goes."""
+def _measure(
+    name: str, llm: Any, workload: Workload, context: Context, *, is_whole: bool
+) -> Iterator[Figure | Working]:
+    """Measure all that one engine can show, the most important first, as far as the time goes."""
     for batch, tokens in workload.decodes:
+        label = f"{name}: decode, batch {batch}, context {tokens}"
         if context.left_s() < 15:
-            yield _no_time(f"{name}: decode, batch {batch}, context {tokens}")
+            yield _no_time(label)
             continue
+        yield Working(f"measuring {label}", _MEASURE_LIMIT_S)
         yield from _decode_figures(name, decode(llm, batch, tokens, workload.steps), context)
     for tokens in workload.prefills:
         if context.left_s() < 10:
             yield _no_time(f"{name}: prefill of {tokens}")
             continue
+        yield Working(f"measuring a prefill of {tokens}", _MEASURE_LIMIT_S)
         yield _prefill_figure(name, tokens, prefill_s(llm, tokens), context)
+    if not is_whole:
+        return
     label = f"{name}: offline, {workload.offline_in} in and {workload.offline_out} out"
     if context.left_s() < workload.offline_s:
         yield _no_time(label)
         return
+    yield Working("measuring offline throughput", 3 * _MEASURE_LIMIT_S)
     num, seconds = throughput(llm, workload)
     note = f"{num} requests at once in {seconds:.1f} s; prompt tokens beside them"
     value = rounded(num * workload.offline_out / seconds)
@@ -149,7 +169,7 @@ def _measure(name: str, llm: Any, workload: Workload, context: Context) -> Itera
 
 
 def _decode_figures(name: str, found: Decode, context: Context) -> Iterator[Figure]:
-    """A decode step's time, and how much of it the device was not computing."""
+    """Make figures of a decode step's time, and of the time in which the device waited for the host."""
     model = name.split()[0]
     sizes = sizes_of(config_of(model, context.is_tiny))
     num_bytes = sizes.read_bytes + found.batch * found.context * sizes.kv_bytes
@@ -170,13 +190,19 @@ def _decode_figures(name: str, found: Decode, context: Context) -> Iterator[Figu
         goal=goal if found.batch > 1 or found.context <= 1024 else "",
         note=note,
     )
-    if found.device_s is None:
-        yield Figure(part="engine", name=f"{label}: gap", value=None, note="the step could not be run by itself")
-        return
-    gap = rounded((found.step_s - found.device_s) * 1e6)
-    note = f"the engine's step less the same compiled step run {found.num_replays} times without a host between "
-    note += f"({found.device_s * 1e3:.3f} ms)"
-    yield Figure(part="engine", name=f"{label}: gap", value=gap, unit="us", goal=GOALS["", "gap"], note=note)
+    yield _gap_figure(label, found)
+
+
+def _gap_figure(label: str, found: Decode) -> Figure:
+    """Make a figure of the device's idle time per step beyond that inside a step, by the device's own clock."""
+    stepping, replaying, count = found.stepping, found.replaying, found.num_profiled
+    if stepping is None or replaying is None:
+        return Figure(part="engine", name=f"{label}: gap", value=None, note="the profiler saw no event of a device")
+    gap = rounded((stepping.idle_s - replaying.idle_s) / count * 1e6)
+    note = f"device events of {count} steps: idle {stepping.idle_s / count * 1e6:.0f} us a step, busy "
+    note += f"{stepping.busy_s / count * 1e3:.3f} ms; the same step run {count} times without a host between: idle "
+    note += f"{replaying.idle_s / count * 1e6:.0f} us, busy {replaying.busy_s / count * 1e3:.3f} ms"
+    return Figure(part="engine", name=f"{label}: gap", value=gap, unit="us", goal=GOALS["", "gap"], note=note)
 
 
 def _prefill_figure(name: str, num_tokens: int, seconds: float, context: Context) -> Figure:

@@ -24,6 +24,7 @@ class Figure:
         share: Share of the roofline that was reached, 1 at best.
         goal: What the project wants of it; empty where it wants nothing.
         note: How it was measured, or why it was not.
+        item: The item that gave it, as ``part/item``.
     """
 
     part: str
@@ -34,10 +35,11 @@ class Figure:
     share: float | None = None
     goal: str = ""
     note: str = ""
+    item: str = ""
 
     @classmethod
     def timed(cls, part: str, name: str, seconds: float, best_s: float | None, **rest: str) -> "Figure":
-        """A time in microseconds, with the time that the ceilings allow."""
+        """Make a figure of a time in microseconds, with the time that the ceilings allow."""
         share = None if best_s is None else best_s / seconds
         roofline = None if best_s is None else rounded(best_s * 1e6)
         return cls(
@@ -53,9 +55,12 @@ class Results:
         name: Of both files, without suffix.
         about: Device, versions, commit and date.
         resumes: Start from what the files hold already.
+        retries: Forget what failed there, so that it runs again.
     """
 
-    def __init__(self, directory: Path, name: str, about: Mapping[str, Any], resumes: bool = False):
+    def __init__(
+        self, directory: Path, name: str, about: Mapping[str, Any], resumes: bool = False, retries: bool = False
+    ):
         self.json_path = directory / f"{name}.json"
         self.markdown_path = directory / f"{name}.md"
         self.about = dict(about)
@@ -63,13 +68,17 @@ class Results:
         self.done: list[str] = []
         self.skipped: dict[str, str] = {}
         self.failed: dict[str, str] = {}
+        self.runs: list[dict[str, str]] = []
         directory.mkdir(parents=True, exist_ok=True)
         if resumes and self.json_path.exists():
             self._read()
+            if retries:
+                self._forget_failures()
+        self.runs.append({key: str(self.about.get(key, "unknown")) for key in ("date", "commit")})
         self.write()
 
     def add(self, figure: Figure) -> None:
-        """Keeps a figure, in place of an earlier one of its name, and writes the files."""
+        """Keep a figure, in place of an earlier one of its name, and write the files."""
         if isinstance(figure.share, float):
             figure = dataclasses.replace(figure, share=round(figure.share, 4))
         places = [i for i, old in enumerate(self.figures) if (old.part, old.name) == (figure.part, figure.name)]
@@ -79,12 +88,12 @@ class Results:
             self.figures.append(figure)
         if figure.value == "fail":
             self.failed[f"{figure.part}: {figure.name}"] = figure.note
-        elif figure.value == "pass":
+        else:
             self.failed.pop(f"{figure.part}: {figure.name}", None)
         self.write()
 
     def finish(self, item: str) -> None:
-        """An item that need not run again."""
+        """Note an item that need not run again."""
         if item not in self.done:
             self.done.append(item)
         self.skipped.pop(item, None)
@@ -92,24 +101,38 @@ class Results:
         self.write()
 
     def skip(self, item: str, reason: str) -> None:
-        """An item that did not run."""
+        """Note an item that did not run."""
         self.skipped[item] = reason
         self.write()
 
     def fail(self, item: str, reason: str) -> None:
-        """An item that broke."""
+        """Note an item that broke."""
         self.failed[item] = reason
         self.skipped.pop(item, None)
         self.write()
 
     def value(self, part: str, name: str) -> Value:
-        """The value of a figure; None where it is not there."""
+        """Return the value of a figure; None where it is not there."""
         return next((figure.value for figure in self.figures if (figure.part, figure.name) == (part, name)), None)
 
+    def broken_items(self) -> dict[str, str]:
+        """Return the items that broke: they hung, ended their process or raised."""
+        wrong = {f"{figure.part}: {figure.name}" for figure in self.figures}
+        return {item: reason for item, reason in self.failed.items() if item not in wrong}
+
+    def wrong_items(self) -> dict[str, str]:
+        """Return the items with a figure that failed, and the first such figure of each."""
+        found: dict[str, str] = {}
+        for figure in self.figures:
+            if figure.value == "fail":
+                found.setdefault(figure.item, f"{figure.name} failed: {figure.note}")
+        return found
+
     def write(self) -> None:
-        """Writes both files, each whole or not at all."""
+        """Write both files, each whole or not at all."""
         content = {
             **self.about,
+            "runs": self.runs,
             "figures": [dataclasses.asdict(figure) for figure in self.figures],
             "done": self.done,
             "skipped": self.skipped,
@@ -119,7 +142,7 @@ class Results:
         write_whole(self.markdown_path, self.markdown())
 
     def markdown(self) -> str:
-        """The figures as tables, a part each."""
+        """Return the figures as tables, a part each."""
         lines = [f"# {self.json_path.stem}", ""]
         for name, value in self.about.items():
             text = ", ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, dict) else value
@@ -142,6 +165,13 @@ class Results:
         content = json.loads(self.json_path.read_text(encoding="utf-8"))
         self.figures = [Figure(**figure) for figure in content["figures"]]
         self.done, self.skipped, self.failed = content["done"], content["skipped"], content["failed"]
+        self.runs = content["runs"]
+
+    def _forget_failures(self) -> None:
+        again = {*self.broken_items(), *self.wrong_items()}
+        self.figures = [figure for figure in self.figures if figure.value != "fail"]
+        self.done = [item for item in self.done if item not in again]
+        self.failed = {}
 
 
 class Deadline:
@@ -157,33 +187,33 @@ class Deadline:
         self._end = None if limit_s is None else clock() + limit_s
 
     def left_s(self) -> float:
-        """Seconds to the end, never below 0."""
+        """Return the seconds to the end, never below 0."""
         return float("inf") if self._end is None else max(0.0, self._end - self._clock())
 
     def part(self, share: float) -> "Deadline":
-        """The end of the share of the time that is left."""
+        """Return the end of a share of the time that is left."""
         left_s = self.left_s()
         return Deadline(None if left_s == float("inf") else left_s * share, self._clock)
 
     def fits(self, estimate_s: float) -> bool:
-        """Whether something that takes so long would end in time."""
+        """Return whether something that takes so long would end in time."""
         return estimate_s <= self.left_s()
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Puts a text into a file's place in one move, so that a reader never sees half of it."""
+    """Replace a file by a text in one move, so that a reader never sees half of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 
 def rounded(value: float) -> float:
-    """Four significant digits, or all digits before the point."""
+    """Round to four significant digits, or to one after the point."""
     return float(f"{value:.4g}") if abs(value) < 1000 else round(value, 1)
 
 
 def line(figure: Figure) -> str:
-    """A figure in one line."""
+    """Return a figure in one line."""
     share = "" if figure.share is None else f"  {figure.share:.0%} of {figure.roofline:g} {figure.unit}"
     goal = f"  (goal {figure.goal})" if figure.goal else ""
     note = f"  [{figure.note}]" if figure.note else ""

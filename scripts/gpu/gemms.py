@@ -1,4 +1,4 @@
-"""Matrix products of the models' layers as the engine writes them, compiled by XLA."""
+"""Measure the matrix multiplications of the models' layers as the engine writes them, compiled by XLA."""
 
 import dataclasses
 import functools
@@ -7,42 +7,47 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxserve.layers.linear import project
+from pallas_kernels.operation import Tolerance, compare_rows
+from scripts.gpu.compiling import compile_all, succeeded
 from scripts.gpu.driver import first_line, is_device_lost
 from scripts.gpu.figures import Figure
-from scripts.gpu.kernels import compile_all, succeeded
 from scripts.gpu.models import config_of, head_dim_of
-from scripts.gpu.parts import AS_NEEDED, Context, Item, Program
+from scripts.gpu.numerics import WrongResultError, compiled_without_autotuning
+from scripts.gpu.parts import AS_NEEDED, Context, Item, Program, Working
 from scripts.gpu.timing import GRAPH_OPTIONS, Rotation, choose_sets, tree_bytes
 
 IS_ALONE: bool = False
 ENVIRONMENT: dict[str, str] = AS_NEEDED
-DECODE, PREFILL = (1, 16, 64), (2048, 8192)
+DECODE, PREFILL = (2, 8, 16, 64, 256), (2048, 8192)
 GOAL_BYTES = 64 << 20
 
 
 def items(context: Context) -> list[Item]:
-    """Each model's decode and prefill shapes."""
+    """List each model's decode and prefill shapes."""
     models = ("llama-8b",) if context.is_quick else ("llama-8b", "qwen-14b")
-    return [Item(f"{model} {kind}", 25.0, 240.0) for kind in ("decode", "prefill") for model in models]
+    return [Item(f"{model} {kind}", 30.0) for kind in ("decode", "prefill") for model in models]
 
 
-def run(item: str, context: Context) -> Iterator[Figure]:
-    """Compiles an item's products side by side, then measures one after the other."""
+def run(item: str, context: Context) -> Iterator[Figure | Working]:
+    """Compile an item's multiplications side by side, then compare and time one after the other."""
     rotations = _rotations(item, context)
-    compiled = compile_all({name: rotation.compile for name, rotation in rotations.items()})
+    compiled = yield from compile_all({name: rotation.compile for name, rotation in rotations.items()})
     for name, rotation in rotations.items():
+        yield Working(f"timing {name}")
         try:
             yield _measured(name, rotation, succeeded(compiled[name]), context)
         except Exception as error:
-            yield Figure(part="gemms", name=name, value="fail", note=f"{type(error).__name__}: {first_line(error)}")
+            kind = "" if isinstance(error, WrongResultError) else f"{type(error).__name__}: "
+            yield Figure(part="gemms", name=name, value="fail", note=f"{kind}{first_line(error)}")
             if is_device_lost(error):
                 raise
 
 
 def programs(context: Context) -> Iterator[Program]:
-    """Every product."""
+    """List every multiplication."""
     for item in items(context):
         for name, rotation in _rotations(item.name, context).items():
             few = dataclasses.replace(rotation, num_sets=2)
@@ -50,7 +55,7 @@ def programs(context: Context) -> Iterator[Program]:
 
 
 def weights_of(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Fused weights, [out, in]."""
+    """Return the shapes of the fused weights, [out, in]."""
     hidden, ffn, head_dim = config["hidden_size"], config["intermediate_size"], head_dim_of(config)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     return {
@@ -67,6 +72,12 @@ def _product(pair: tuple[jax.Array, jax.Array], is_head: bool) -> jax.Array:
     return result if is_head else result.astype(pair[0].dtype)
 
 
+def _reference(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Multiply in float32."""
+    x, weight = (array.astype(jnp.float32) for array in pair)
+    return jnp.dot(x, weight.T, precision=jax.lax.Precision.HIGHEST)
+
+
 def _rotations(item: str, context: Context) -> dict[str, Rotation]:
     model, kind = item.split()
     rows = DECODE if kind == "decode" else PREFILL
@@ -81,7 +92,7 @@ def _rotations(item: str, context: Context) -> dict[str, Rotation]:
             held = tree_bytes(pair) + 4 * num_rows * outer
             num_sets = choose_sets(tree_bytes(pair), held)
             assert num_sets is not None, pair
-            call = functools.partial(_product, is_head=name == "head")
+            call = jax.jit(functools.partial(_product, is_head=name == "head"))
             found[f"{model} {name} {num_rows}x{inner}x{outer}"] = Rotation(call, pair, num_sets)
     return found
 
@@ -95,7 +106,17 @@ def _measured(name: str, rotation: Rotation, compiled: Any, context: Context) ->
         x = jax.random.normal(left, activations.shape, jnp.bfloat16)
         return x, jax.random.normal(right, weight.shape, jnp.bfloat16) * 0.02
 
-    timing = rotation.measure(compiled, make)
+    def check(found: jax.Array) -> None:
+        pair = make(0)
+        expected = compiled_without_autotuning(_reference, rotation.struct)(pair)
+        is_real = np.ones(found.shape[0], bool)
+        comparison = compare_rows(("product",), found, expected, is_real, Tolerance(1e-2, 1e-3 * found.shape[1] ** 0.5))
+        if not comparison.is_right:
+            raise WrongResultError(
+                f"not timed: worst row {comparison.worst:.2g} of what is allowed at {comparison.place}"
+            )
+
+    timing = rotation.measure(compiled, make, check)
     (num_rows, inner), outer = activations.shape, weight.shape[0]
     num_bytes = tree_bytes(rotation.struct) + tree_bytes(jax.eval_shape(rotation.function, rotation.struct))
     flops = 2 * num_rows * inner * outer

@@ -1,4 +1,8 @@
-"""What others reach on the same card: attention of PyTorch and cuDNN, and transformers' static-cache generation."""
+"""Measure what others reach on the same card.
+
+JAX's own paged attention on the benches of ours, dense attention of cuDNN and PyTorch, and transformers' static-cache
+generation.
+"""
 
 import functools
 import importlib
@@ -9,13 +13,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from pallas_kernels.operation import Tolerance, compare_rows
+from pallas_kernels.paged_attention import BENCHES
 from scripts.gpu.ceilings import torch_seconds
+from scripts.gpu.compiling import compile_all, succeeded
 from scripts.gpu.driver import first_line, is_device_lost
 from scripts.gpu.figures import Figure, rounded
-from scripts.gpu.kernels import compile_all, succeeded
+from scripts.gpu.kernels import make_bench, measure_all
 from scripts.gpu.models import config_of, sizes_of
-from scripts.gpu.parts import AS_NEEDED, Context, Item, Program, SkippedError
+from scripts.gpu.numerics import WrongResultError
+from scripts.gpu.parts import AS_NEEDED, AUTOTUNE_OFF, Context, Item, Program, SkippedError, Working
+from scripts.gpu.peer_paged_attention import JaxPagedAttention, suited
 from scripts.gpu.timing import Rotation, choose_sets, tree_bytes
 
 IS_ALONE: bool = True
@@ -51,26 +61,31 @@ DECODES = (Shape(1, 8192, 1), Shape(8, 8192, 1), Shape(64, 1024, 1), Shape(64, 8
 PREFILLS = (Shape(1, 2048, 2048), Shape(1, 8192, 8192))
 
 
+PAGED = "paged_attention of JAX"
+_COMPILE_LIMIT_S = 180.0  # of torch.compile
+
+
 def items(context: Context) -> list[Item]:
-    """Each library in a process of its own."""
-    return [
-        Item("cudnn through JAX", 40.0, 180.0),
-        Item("torch attention", 40.0, 180.0),
-        Item("transformers 1024", 75.0, 240.0),
-        *(
-            []
-            if context.is_quick
-            else [Item("torch flex_attention", 50.0, 180.0), Item("transformers 8192", 75.0, 240.0)]
-        ),
+    """List the libraries, each in a process of its own."""
+    found = [
+        Item(PAGED, 40.0),
+        Item("cudnn through JAX", 40.0),
+        Item("torch attention", 40.0),
+        Item("transformers 1024", 75.0),
     ]
+    return found if context.is_quick else [*found, Item("torch flex_attention", 50.0), Item("transformers 8192", 75.0)]
 
 
-def run(item: str, context: Context) -> Iterator[Figure]:
-    """One library."""
+def run(item: str, context: Context) -> Iterator[Figure | Working]:
+    """Measure one library."""
+    if item == PAGED:
+        yield from _paged(context)
+        return
     if item == "cudnn through JAX":
         yield from _cudnn(context)
         return
     torch = _torch()
+    yield Working(f"compiling for {item}", _COMPILE_LIMIT_S)
     if item.startswith("transformers"):
         yield from _transformers(torch, 64 if context.is_tiny else int(item.split()[1]), context)
     else:
@@ -78,10 +93,29 @@ def run(item: str, context: Context) -> Iterator[Figure]:
 
 
 def programs(context: Context) -> Iterator[Program]:
-    """Those of JAX."""
+    """List those of JAX."""
+    for name in _paged_names(context):
+        bench = make_bench("paged_attention", JaxPagedAttention(), name, None, suited)
+        assert bench.rotation is not None, bench.reason
+        yield Program(f"{PAGED}: {bench.name}", bench.rotation.function, (bench.rotation.struct,))
     for shape in _shapes(context):
         rotation = _rotation(shape)
         yield Program(f"cudnn {shape.label}", rotation.function, (rotation.struct,), needs_wheels=True)
+
+
+def _paged(context: Context) -> Iterator[Figure | Working]:
+    """Measure JAX's Pallas-Triton kernel as one more implementation of the operation, on its decode benches."""
+    implementation = JaxPagedAttention(is_interpreted=context.is_tiny)
+    device = jax.devices()[0]
+    benches = [make_bench("paged_attention", implementation, each, device, suited) for each in _paged_names(context)]
+    yield from measure_all("peers", "paged_attention", "of JAX", implementation, benches, context)
+
+
+def _paged_names(context: Context) -> list[str]:
+    if context.is_tiny:
+        return ["many_rows"]
+    names = [name for name in BENCHES if name.startswith("decode_") and name.endswith("page_64")]
+    return names[::3] if context.is_quick else names
 
 
 def _shapes(context: Context) -> tuple[Shape, ...]:
@@ -112,9 +146,10 @@ def _rotation(shape: Shape, implementation: str = "cudnn") -> Rotation:
     return Rotation(call, (query, keys, keys), num_sets)
 
 
-def _cudnn(context: Context) -> Iterator[Figure]:
+def _cudnn(context: Context) -> Iterator[Figure | Working]:
     rotations = {s: _rotation(s, "xla" if context.is_tiny else "cudnn") for s in _shapes(context)}
-    compiled = compile_all({shape.label: rotation.compile for shape, rotation in rotations.items()})
+    compiled = yield from compile_all({shape.label: rotation.compile for shape, rotation in rotations.items()})
+    references = {shape: _rotation(shape, "xla").function for shape in rotations}
     for shape, rotation in rotations.items():
 
         def make(i: int, struct: Any = rotation.struct) -> Any:
@@ -122,13 +157,28 @@ def _cudnn(context: Context) -> Iterator[Figure]:
             return tuple(jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, struct, strict=True))
 
         try:
-            timing = rotation.measure(succeeded(compiled[shape.label]), make)
+            check = functools.partial(_check_dense, references[shape], make)
+            timing = rotation.measure(succeeded(compiled[shape.label]), make, check)
             note = f"dense keys and values, {timing.num_sets} sets in turn"
             yield _figure("cudnn through JAX", shape, timing.seconds, context, note)
         except Exception as error:
             yield _failure("cudnn through JAX", shape.label, error)
             if is_device_lost(error):
                 raise
+
+
+def _check_dense(reference: Callable[[Any], jax.Array], make: Callable[[int], Any], found: jax.Array) -> None:
+    """Compare a dense result with XLA's.
+
+    Raises:
+        WrongResultError: They differ.
+    """
+    expected = jax.jit(reference, compiler_options=AUTOTUNE_OFF)(make(0)).astype(jnp.float32)
+    is_real = np.ones(found.shape[:-1], bool)
+    # Both round their weights and results to bfloat16.
+    comparison = compare_rows(("attention",), found, expected, is_real, Tolerance(2e-2, 1e-3 * _HEAD_DIM**0.5))
+    if not comparison.is_right:
+        raise WrongResultError(f"not timed: worst row {comparison.worst:.2g} of what is allowed at {comparison.place}")
 
 
 # ---------------------------------------------------------------- PyTorch

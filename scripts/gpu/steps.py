@@ -1,4 +1,4 @@
-"""Steps of the models the engine part runs, traced for a GPU that need not be there.
+"""Trace steps of the models the engine part runs for a GPU that need not be there.
 
 They have few layers: ``scripts/compile_check.py`` compiles whole ones.
 """
@@ -19,9 +19,9 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.models.registry import config_from_hf
 from pallas_kernels.registry import OPERATIONS
-from scripts.gpu.kernels import H200
 from scripts.gpu.models import CONFIGS
 from scripts.gpu.parts import Context
+from scripts.gpu.rows import H200
 from sharding import MeshShape, get_layout, make_mesh
 
 _NUM_LAYERS = 2
@@ -43,7 +43,7 @@ class _Device(NamedTuple):
 
 
 def steps(context: Context, mesh: Mesh | None) -> Iterator[Step]:
-    """Decode and prefill steps of every model and attention backend.
+    """Yield decode and prefill steps of every model and attention backend.
 
     Args:
         context: How many shapes.
@@ -63,7 +63,7 @@ def steps(context: Context, mesh: Mesh | None) -> Iterator[Step]:
 def step_program(
     config: ModelConfig, mesh: Mesh, backend: str | None, num_tokens: int, decode_only: bool
 ) -> tuple[ModelProgram, BatchShape]:
-    """The program of a step on H200s and its batch shape, chosen as the engine chooses.
+    """Return the program of a step on H200s and its batch shape, chosen as the engine chooses.
 
     Args:
         config: The model.
@@ -73,8 +73,12 @@ def step_program(
         decode_only: Whether each row has one token.
     """
     policy = DtypePolicy.for_platform("bfloat16", "gpu")
-    kernel = select_attention(_Device(*H200), policy.kv, backend, page_size=_PAGE_SIZE, head_dim=config.head_dim)
     layout = get_layout("tensor_parallel").on(mesh)
+    axis = layout.mesh_axis("q_heads")
+    size = 1 if axis is None else mesh.shape[axis]
+    heads = {"num_heads": config.num_heads // size, "num_kv_heads": max(1, config.num_kv_heads // size)}
+    sizes = {"page_size": _PAGE_SIZE, "head_dim": config.head_dim, **heads}
+    kernel = select_attention(_Device(*H200), policy.kv, backend, **sizes)
     program = ModelProgram(config, mesh, layout, policy, kernel, _PAGE_SIZE, num_pages=4096, num_slots=256)
     return program, Buckets.make(256, 8192, 512, multiple=2).shape_for(num_tokens, decode_only)
 
@@ -91,5 +95,5 @@ def _tracer(model: str, backend: str, num_tokens: int, decode_only: bool, mesh: 
 
 
 def lower_step(traced: jax.stages.Traced) -> None:
-    """Lowers a step for CUDA from a machine that has no GPU."""
+    """Lower a step for CUDA from a machine that has no GPU."""
     traced.lower(lowering_platforms=("cuda",))

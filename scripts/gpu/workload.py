@@ -1,4 +1,4 @@
-"""What the engine is asked to do, and how long it takes."""
+"""Give the engine work and measure how long it takes."""
 
 import contextlib
 import functools
@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from scripts.gpu.device_events import DeviceTime, device_time
 from scripts.gpu.parts import Context
+from scripts.gpu.timing import WARM_UPS
 
-_REPLAYS = 30
+_PROFILED = 24  # steps, and runs of one step, under the profiler
 
 
 class Workload(NamedTuple):
@@ -40,20 +42,43 @@ class Workload(NamedTuple):
 
     @classmethod
     def of(cls, context: Context) -> "Workload":
-        """The issue's sizes, fewer of them where it is to be quick, and small ones for a CPU."""
+        """Return sizes for the engine with all its programs; fewer where it is to be quick, small ones for a CPU."""
         if context.is_tiny:
             engine = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "dtype": "float32"}
             engine["kv_cache_memory_bytes"] = 8 << 20
+            engine["compile_sizes"] = {"decode": [1, 4], "mixed": [64]}
             return cls(engine, ((1, 64), (4, 64)), 8, (32,), 4, 16, 8, 1.0)
         engine = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_model_len": 8448, "dtype": "bfloat16"}
-        decodes = ((1, 1024), (1, 8192), (256, 1024), (64, 1024), (8, 1024))
+        engine["compile_sizes"] = {"decode": [2, 64, 256], "mixed": [2048, 8192]}
+        decodes = ((1, 1024), (1, 8192), (256, 1024), (64, 1024))
         if context.is_quick:
             return cls(engine, decodes[:3], 48, (2048,), 64, 1024, 128, 20.0)
         return cls(engine, decodes, 64, (2048, 8192), 256, 1024, 1024, 45.0)
 
+    @classmethod
+    def first_of(cls, context: Context) -> "Workload":
+        """Return sizes for an engine with as few programs as can be, whose figures come first."""
+        whole = cls.of(context)
+        rows, tokens = (1, 64) if context.is_tiny else (2, 2048)
+        sizes = {"max_num_seqs": rows, "max_num_batched_tokens": tokens}
+        engine = {**whole.engine, **sizes, "compile_sizes": {"decode": [rows], "mixed": [tokens]}}
+        return whole._replace(engine=engine, decodes=whole.decodes[:1], steps=16, prefills=whole.prefills[:1])
+
 
 class Decode(NamedTuple):
-    """Seconds of decode steps: median, 10th and 90th percentile; and of the step alone, where that could be run."""
+    """How long decode steps take.
+
+    Attributes:
+        batch: Rows.
+        context: Tokens of each row's context, about.
+        num_steps: Steps measured.
+        step_s: Median seconds of a step.
+        low_s: 10th percentile.
+        high_s: 90th percentile.
+        stepping: What the device did in ``num_profiled`` steps; None where the profiler saw no device.
+        replaying: The same of one of these steps run again and again with no host between.
+        num_profiled: Steps and runs under the profiler.
+    """
 
     batch: int
     context: int
@@ -61,12 +86,13 @@ class Decode(NamedTuple):
     step_s: float
     low_s: float
     high_s: float
-    device_s: float | None
-    num_replays: int
+    stepping: DeviceTime | None
+    replaying: DeviceTime | None
+    num_profiled: int = _PROFILED
 
 
 def decode(llm: Any, batch: int, context: int, num_steps: int) -> Decode:
-    """Steps in which every one of ``batch`` rows decodes, at contexts around ``context``."""
+    """Time steps in which every one of ``batch`` rows decodes, at contexts around ``context``."""
     from jaxserve import SamplingParams
     from jaxserve.request import parse_prompts
 
@@ -75,21 +101,26 @@ def decode(llm: Any, batch: int, context: int, num_steps: int) -> Decode:
     # Rows that are computed first go on decoding while the others' prompts are: these tokens must not run out.
     spare = batch * length // llm.plan.max_num_batched_tokens + 8
     most = llm.plan.max_model_len - length - 1
-    params = SamplingParams(
-        temperature=0.0, max_tokens=min(most, num_steps + spare + 16), ignore_eos=True, detokenize=False
-    )
+    needed = num_steps + _PROFILED + spare + 16
+    params = SamplingParams(temperature=0.0, max_tokens=min(most, needed), ignore_eos=True, detokenize=False)
     prompts = random_prompts(batch, length, llm.vocab_size, seed=context + batch)
     requests = [engine.submit(parse_prompts({"prompt_token_ids": ids})[0], params) for ids in prompts]
     while any(request.first_token_s is None for request in requests):
         engine.step()
-    for _ in range(3):
+    for _ in range(WARM_UPS):
         engine.step()
     times = []
     for _ in range(num_steps):
         start = time.perf_counter()
         engine.step()
         times.append(time.perf_counter() - start)
-    with replayed(_REPLAYS) as replay:
+
+    def run_steps() -> None:
+        for _ in range(_PROFILED):
+            engine.step()
+
+    stepping = device_time(run_steps)
+    with replayed(_PROFILED) as replaying:
         engine.step()
     if any(request.is_finished() for request in requests):
         raise RuntimeError(f"a request of {length} tokens ended before {num_steps} steps were measured")
@@ -99,11 +130,11 @@ def decode(llm: Any, batch: int, context: int, num_steps: int) -> Decode:
         engine.step()
     low, high = np.percentile(times, (10, 90))
     middle = statistics.median(times)
-    return Decode(batch, context, num_steps, middle, float(low), float(high), replay.get("seconds"), _REPLAYS)
+    return Decode(batch, context, num_steps, middle, float(low), float(high), stepping, replaying.get("time"))
 
 
 def prefill_s(llm: Any, num_tokens: int, runs: int = 5) -> float:
-    """Median seconds from a prompt's submission to its first token; the first run does not count."""
+    """Return the median seconds from a prompt's submission to its first token; the first run does not count."""
     from jaxserve import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -116,7 +147,7 @@ def prefill_s(llm: Any, num_tokens: int, runs: int = 5) -> float:
 
 
 def throughput(llm: Any, workload: Workload) -> tuple[int, float]:
-    """How many requests were handed over at once, as many as have room, and how long all of them took."""
+    """Submit as many requests at once as the pages hold; return their number and the seconds that all of them took."""
     from jaxserve import SamplingParams
 
     pool = llm.ledger.num_pages * llm.ledger.page_size
@@ -129,18 +160,18 @@ def throughput(llm: Any, workload: Workload) -> tuple[int, float]:
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Token ids of prompts that share nothing."""
+    """Return token ids of prompts that share nothing."""
     return np.random.default_rng(seed).integers(0, vocab_size, (count, length)).tolist()
 
 
 @contextlib.contextmanager
-def replayed(count: int) -> Iterator[dict[str, float]]:
-    """Runs the next compiled program that takes over a state and returns it ``count`` times more, and times that.
+def replayed(count: int) -> Iterator[dict[str, DeviceTime | None]]:
+    """Run the next compiled program that takes over a state and returns it ``count`` times more, under the profiler.
 
-    The runs are launched one behind the other, so that the device never waits for the host. They compute the same step
-    again: the same tokens' keys and values into the same places. Yields a mapping that then has ``seconds``, of a run.
+    The runs are launched one after the other, so that the device never waits for the host. They compute the same step
+    again: the same tokens' keys and values into the same places. Yields a mapping that then has the device's ``time``.
     """
-    found: dict[str, float] = {}
+    found: dict[str, DeviceTime | None] = {}
     call = jax.stages.Compiled.__call__
 
     @functools.wraps(call)
@@ -149,12 +180,15 @@ def replayed(count: int) -> Iterator[dict[str, float]]:
         place = _state_place(arguments, result)
         if place is None or found:
             return result
-        jax.block_until_ready(result)
-        start = time.perf_counter()
-        for _ in range(count):
-            result = call(self, *arguments[:place], result[0], *arguments[place + 1 :])
-        jax.block_until_ready(result)
-        found["seconds"] = (time.perf_counter() - start) / count
+
+        def run_again(times: int) -> None:
+            nonlocal result
+            for _ in range(times):
+                result = call(self, *arguments[:place], result[0], *arguments[place + 1 :])
+            jax.block_until_ready(result)
+
+        run_again(WARM_UPS)
+        found["time"] = device_time(functools.partial(run_again, count))
         return result
 
     with replaced(jax.stages.Compiled, "__call__", measured):
@@ -163,7 +197,7 @@ def replayed(count: int) -> Iterator[dict[str, float]]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Puts a value into an attribute's place for a while."""
+    """Replace an attribute for a while."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -173,7 +207,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _state_place(arguments: tuple[Any, ...], result: Any) -> int | None:
-    """Which argument a step gives back as the first of its results: the one of the same tree and shapes."""
+    """Find the argument that a step returns as the first of its results: the one of the same tree and shapes."""
     if not isinstance(result, tuple) or not result:
         return None
     given = _shapes(result[0])

@@ -1,0 +1,65 @@
+"""Measure how long the device was busy, by its own clock: events of JAX's profiler, not the host's time.
+
+Programs stay CUDA graphs under the profiler with ``--xla_enable_command_buffers_during_profiling=true`` in XLA_FLAGS;
+the engine part's processes have it.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+XLA_FLAGS = "--xla_enable_command_buffers_during_profiling=true"
+_DEVICE_PLANE, _STREAM_LINE = "/device:GPU:", "Stream"
+
+
+class DeviceTime(NamedTuple):
+    """What a device did from its first event to its last: seconds, seconds busy, and events."""
+
+    span_s: float
+    busy_s: float
+    num_events: int
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds in which nothing ran."""
+        return self.span_s - self.busy_s
+
+
+def device_time(work: Callable[[], None]) -> DeviceTime | None:
+    """Profile some work and return the first GPU's time; None where the profile has no event of a GPU.
+
+    Args:
+        work: Must wait for what it starts.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        options.host_tracer_level = 0
+        with jax.profiler.trace(folder, profiler_options=options):
+            work()
+        files = sorted(Path(folder).rglob("*.xplane.pb"))
+        return busy_time(jax.profiler.ProfileData.from_file(str(files[0])).planes) if files else None
+
+
+def busy_time(planes: Iterable[Any]) -> DeviceTime | None:
+    """Add up the first GPU's time: events of several streams that overlap count once.
+
+    Args:
+        planes: Of a profile: ``name`` and ``lines``, these with ``name`` and ``events``, and these with ``start_ns``
+            and ``duration_ns``.
+    """
+    gpus = sorted((plane for plane in planes if plane.name.startswith(_DEVICE_PLANE)), key=lambda plane: plane.name)
+    if not gpus:
+        return None
+    lines = [line for line in gpus[0].lines if line.name.startswith(_STREAM_LINE)]
+    spans = sorted((event.start_ns, event.start_ns + event.duration_ns) for line in lines for event in line.events)
+    if not spans:
+        return None
+    busy, end = 0.0, spans[0][0]
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return DeviceTime((end - spans[0][0]) / 1e9, busy / 1e9, len(spans))
