@@ -736,6 +736,33 @@ def test_a_run_on_this_machine_s_own_sizes(tmp_path):
     assert "ceilings/jax" in content["done"] and "seed" in content and "jax" in content["versions"]
 
 
+def test_a_first_run_s_commands(tmp_path):
+    """Four commands of at most nine minutes; what they leave is copied even where one failed."""
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        f'echo "$@" >>{tmp_path}/calls\n'
+        "mkdir -p build/gpu_check/results\n"
+        'for ending in json md; do echo "$3" >build/gpu_check/results/test_run.$ending; done\n'
+        '[ "$3" != engine ]\n'
+    )
+    python.chmod(0o755)
+    script = (REPOSITORY / "scripts" / "gpu_first_run.sh").read_text().replace("name=first_run", "name=test_run")
+    copy = tmp_path / "scripts" / "gpu_first_run.sh"
+    copy.parent.mkdir()
+    copy.write_text(script)
+    settings = {**os.environ, "PYTHON": str(python), "OUT": str(tmp_path / "out")}
+    done = subprocess.run(["bash", str(copy)], env=settings, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    calls = [parse(text.split()[1:]) for text in (tmp_path / "calls").read_text().splitlines()]
+    assert [call.only for call in calls] == [("probe",), ("numerics", "kernels"), ("engine",), ("gemms", "peers")]
+    assert [call.resume for call in calls] == [False, True, True, True]
+    assert all(call.time_limit + 30 < 540 and call.name == "test_run" for call in calls)
+    assert (tmp_path / "out" / "test_run.json").read_text() == "gemms,peers\n"
+    done = subprocess.run(["bash", str(copy), "5"], env=settings, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "unknown stage '5'; stages: wheels, 1, 2, 3, 4" in done.stderr
+
+
 def test_a_run_with_a_hang_and_a_crash_is_complete_and_honest(tmp_path):
     """Every part at sizes for a CPU, with kernels that hang, end their process and are wrong (``faulty_gpu_check.py``).
 

@@ -202,6 +202,7 @@ def _torch_attention(torch: Any, is_flex: bool, context: Context) -> Iterator[Fi
         sets = [_torch_inputs(torch, shape) for _ in range(num_sets)]
         for name, call in backends.items():
             try:
+                _check_torch(torch, call, shape, sets[0])
                 seconds = graph_seconds(torch, functools.partial(call, shape.query > 1), sets)
                 yield _figure(
                     name, shape, seconds, context, f"dense keys and values, {num_sets} sets in turn, in a graph"
@@ -212,6 +213,23 @@ def _torch_attention(torch: Any, is_flex: bool, context: Context) -> Iterator[Fi
                     raise
         del sets
         torch.cuda.empty_cache()
+
+
+def _check_torch(torch: Any, call: Callable[..., Any], shape: Shape, arrays: tuple[Any, Any, Any]) -> None:
+    """Compare a result with PyTorch's plain attention in float32.
+
+    Raises:
+        WrongResultError: They differ.
+    """
+    attention, is_causal = importlib.import_module("torch.nn.attention"), shape.query > 1
+    with torch.no_grad(), attention.sdpa_kernel([attention.SDPBackend.MATH]):
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            *(array.float() for array in arrays), is_causal=is_causal, enable_gqa=True
+        )
+        error = torch.linalg.vector_norm(call(is_causal, *arrays).float() - expected, dim=-1)
+    worst = float((error / (2e-2 * torch.linalg.vector_norm(expected, dim=-1))).max())
+    if not worst <= 1:
+        raise WrongResultError(f"not timed: worst row {worst:.2g} of what is allowed")
 
 
 def _torch_inputs(torch: Any, shape: Shape) -> tuple[Any, Any, Any]:

@@ -134,16 +134,16 @@ def decode(llm: Any, batch: int, context: int, num_steps: int) -> Decode:
 
 
 def prefill_s(llm: Any, num_tokens: int, runs: int = 5) -> float:
-    """Return the median seconds from a prompt's submission to its first token; the first run does not count."""
+    """Return the median seconds from a prompt's submission to its first token; the first three runs do not count."""
     from jaxserve import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     times = []
-    for ids in random_prompts(runs + 1, num_tokens, llm.vocab_size, seed=num_tokens):
+    for ids in random_prompts(runs + WARM_UPS, num_tokens, llm.vocab_size, seed=num_tokens):
         start = time.perf_counter()
         llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return statistics.median(times[WARM_UPS:])
 
 
 def throughput(llm: Any, workload: Workload) -> tuple[int, float]:
