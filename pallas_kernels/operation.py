@@ -177,6 +177,14 @@ def compare_rows(
     return Comparison(worst, place, num_rows, num_padding)
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def in_pieces(rows: Float[Array | np.ndarray, "T F"], width: int) -> Float[Array, "T pieces width"]:
+    """Cut rows into pieces, the last filled up with zeros: a wrong tile is not lost in the norm of a wide row."""
+    num_pieces = -(-rows.shape[1] // width)
+    padded = jnp.pad(rows, ((0, 0), (0, num_pieces * width - rows.shape[1])))
+    return padded.reshape(rows.shape[0], num_pieces, width)
+
+
 @jax.jit
 def _row_norms(
     found: Float[Array | np.ndarray, "... F"], expected: Float[Array | np.ndarray, "... F"]

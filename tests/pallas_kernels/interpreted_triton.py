@@ -1,10 +1,10 @@
 """Runs cases of an operation with its Triton kernels in Triton's own interpreter, for ``test_jax_triton.py``.
 
 A program of its own, since the interpreter has to be chosen before triton is imported: it reads one case a line,
-``{"operation": ..., "module": ..., "case": ..., "fault": ...}`` ("module" may end in ``:NAME``; "fault" is a key of
-``FAULTS`` or null), and answers each with a line, ``{"error": ..., "place": ..., "failure": ...}``: the largest error
-of a row as a multiple of what the operation allows and where that row is, or a traceback. Cases in bfloat16, which the
-interpreter cannot compute with, run in float16.
+``{"operation": ..., "module": ..., "case": ...}`` ("module" may end in ``:NAME``), and answers each with a line,
+``{"error": ..., "place": ..., "failure": ...}``: the largest error of a row as a multiple of what the operation allows
+and where that row is, or a traceback. "dtype" may replace the case's; bfloat16, which the interpreter cannot compute
+with, becomes float16. "fault" may name one of ``FAULTS``, to run the kernels broken.
 
 ``@triton.jit`` functions cannot be patched, so a fault changes what a kernel is launched with: a kernel that reads the
 wrong page gets a page table with the wrong page in it.
@@ -17,6 +17,7 @@ import os
 import sys
 import traceback
 import zlib
+from typing import Any, NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -62,7 +63,12 @@ def copied(source, target):
 
 def swapped(axis):
     """Return a change of an array that swaps the first two elements along ``axis``."""
-    return lambda array: np.concatenate([part[i] for part in [np.split(array, [1, 2], axis)] for i in (1, 0, 2)], axis)
+
+    def change(array):
+        first, second, others = np.split(array, [1, 2], axis)
+        return np.concatenate([second, first, others], axis)
+
+    return change
 
 
 def without_pages(row, first, count):
@@ -122,7 +128,9 @@ FAULTS = {
 
 def call(kernel, *arrays, out_type, grid, num_warps, num_stages, fault, **constants):
     """What ``jax_triton.call`` does, on the host and at once; what the kernel does not write is NaN."""
-    values = dict(zip(kernel.arg_names, [a if isinstance(a, int | float) else np.array(a) for a in arrays], strict=False))
+    values = dict(
+        zip(kernel.arg_names, [a if isinstance(a, int | float) else np.array(a) for a in arrays], strict=False)
+    )
     for name, change in FAULTS[fault].get(kernel.fn.__name__, {}).items() if fault else ():
         taken = values if name in values else constants
         taken[name] = change(taken[name])
@@ -136,20 +144,38 @@ def torch_type(dtype):
     return getattr(torch, str(jnp.dtype(dtype)))
 
 
-def run(operation, module, case, fault=None):
-    """Compare a case with its reference."""
-    jax_triton.call = functools.partial(call, fault=fault)
+class Problem(NamedTuple):
+    """A case with its inputs, what the implementation is given, and the reference's result."""
+
+    operation: Any
+    implementation: Any
+    case: Any
+    inputs: Any
+    prepared: Any
+    expected: Any
+
+
+@functools.cache
+def problem(operation, module, case, dtype):
     operation = importlib.import_module(f"pallas_kernels.{operation}")
     module, _, attribute = module.partition(":")
     implementation = importlib.import_module(f"pallas_kernels.{module}")
     implementation = getattr(implementation, attribute) if attribute else implementation
     key = jax.random.key(zlib.crc32(case.encode()))
     case = operation.CASES[case]
-    case = case._replace(dtype="float16") if case.dtype == "bfloat16" else case
+    case = case._replace(dtype="float16" if "bfloat16" in (case.dtype, dtype) else dtype or case.dtype)
     inputs = jax.jit(functools.partial(operation.make_inputs, case))(key)
     prepared = jax.jit(functools.partial(operation.prepare, implementation, case))(inputs)
-    found = operation.run(implementation, case, prepared)
-    return operation.compare(case, inputs, found, jax.jit(functools.partial(operation.expected, case))(inputs))
+    expected = jax.jit(functools.partial(operation.expected, case))(inputs)
+    return Problem(operation, implementation, case, inputs, prepared, expected)
+
+
+@functools.cache  # a case as it is stands beside each of its faults
+def run(operation, module, case, dtype=None, fault=None):
+    """Compare a case with its reference."""
+    jax_triton.call = functools.partial(call, fault=fault)
+    operation, implementation, case, inputs, prepared, expected = problem(operation, module, case, dtype)
+    return operation.compare(case, inputs, operation.run(implementation, case, prepared), expected)
 
 
 def main():

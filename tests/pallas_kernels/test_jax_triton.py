@@ -1,5 +1,6 @@
 """Triton kernels: right answers in Triton's interpreter, Triton's compiler for Hopper, and what surrounds them."""
 
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -8,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from pallas_kernels import (
     jax_triton,
     paged_attention,
     paged_attention_jax_triton,
+    registry,
 )
 from pallas_kernels.operation import prepared_shapes
 
@@ -47,6 +50,50 @@ INTERPRETED = [
     *[("grouped_matmul", "grouped_matmul_triton", case) for case in grouped_matmul.CASES],
     *[("paged_attention", "paged_attention_jax_triton:JAX_TRITON", case) for case in ATTENTION_CASES],
 ]
+# What interpreted_triton.py breaks, by the cases that it breaks them in.
+BROKEN = {
+    ("paged_attention", "paged_attention_jax_triton:JAX_TRITON"): {
+        "longer_decode": (
+            "decode_tile_dropped",
+            "decode_token_too_many",
+            "decode_token_too_few",
+            "decode_page_of_the_tile_before",
+            "decode_page_of_another_row",
+            "decode_heads_swapped",
+            "combine_split_dropped",
+            "combine_weight_of_a_split_too_large",
+            "combine_splits_swapped",
+            "combine_logs_ignored",
+        ),
+        "chunk_inside_a_page": (
+            "prefill_tile_dropped",
+            "prefill_token_too_many",
+            "prefill_token_too_few",
+            "prefill_page_of_the_tile_before",
+            "prefill_page_of_another_row",
+            "prefill_heads_swapped",
+        ),
+        "window": (
+            "decode_window_too_wide",
+            "decode_window_too_narrow",
+            "prefill_window_too_wide",
+            "prefill_window_too_narrow",
+        ),
+    },
+    ("int4_matmul", "int4_matmul_triton"): {
+        "many_splits": (
+            "features_dropped",
+            "plane_dropped",
+            "zero_points_off_by_one",
+            "scales_of_the_next_group",
+            "words_of_the_next_tile",
+        ),
+    },
+    ("grouped_matmul", "grouped_matmul_triton"): {
+        "tile_borders": ("depth_dropped", "border_too_early", "border_too_late", "matrix_of_the_expert_before"),
+        "gated_rows_behind": ("depth_dropped", "matrix_of_the_expert_before"),
+    },
+}
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 
 
@@ -82,6 +129,20 @@ def test_interpreted_kernel_matches_reference(interpreter, operation, module, ca
     answer = interpreter(operation=operation, module=module, case=case)
     assert answer["failure"] is None, answer["failure"]
     assert answer["error"] <= 1, answer
+
+
+@pytest.mark.parametrize(
+    "operation, module, case, fault",
+    [(*kernel, case, fault) for kernel, cases in BROKEN.items() for case, faults in cases.items() for fault in faults],
+)
+def test_comparison_notices_a_broken_kernel(interpreter, operation, module, case, fault):
+    """Run the kernel in float16; the error of the broken one must exceed even what bfloat16 is allowed."""
+    ask = functools.partial(interpreter, operation=operation, module=module, case=case, dtype="float16")
+    right, broken = ask(), ask(fault=fault)
+    assert right["failure"] is None and broken["failure"] is None, (right, broken)
+    op: Any = registry.operation(operation)
+    shares = [op.tolerance(op.CASES[case]._replace(dtype=dtype)).share for dtype in ("float16", "bfloat16")]
+    assert right["error"] <= 1 and broken["error"] * shares[0] > shares[1], (right, broken)
 
 
 def run_ptx(code, registers):

@@ -63,6 +63,19 @@ def test_a_result_of_another_shape_is_wrong():
     assert not found.is_right and "shape (3, 1) in place of (3, 2)" in found.place
 
 
+@pytest.mark.parametrize("name", ["int4_matmul", "grouped_matmul"])
+def test_one_wrong_column_of_a_wide_row_is_seen(name):
+    """Of 8192 columns one is zeroed: 1.1 % of the row, but 9 % of its piece."""
+    op = operation(name)
+    case = op.DEVICE_CASES["wide_rows_2" if name == "int4_matmul" else "wide_9"]
+    inputs = op.make_inputs(case, jax.random.key(3))
+    expected = op.expected(case, inputs)
+    assert op.compare(case, inputs, expected.astype(case.dtype), expected).is_right
+    column = int(jnp.argmax(jnp.abs(expected[0])))
+    found = op.compare(case, inputs, expected.at[0, column].set(0), expected)
+    assert found.worst > 3 and found.place == f"product[0, {column // 128}]"
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_device_cases_hold_all_others(name):
     op = operation(name)
