@@ -59,8 +59,12 @@ class EngineConfig:
         reasoning_parser: How the model marks its reasoning, for ``parse_message`` and ``thinking_token_budget``;
             structured outputs then begin behind it.
         tool_call_parser: How the model writes tool calls, for ``parse_message``.
-        attention_backend: Name of the kernels that run attention: triton, mosaic, jax-triton, xla,
+        attention_backend: Name of the kernels that run attention: triton, mosaic, jax-triton, native, xla,
             pallas-interpret or mosaic-interpret; None takes the first that can run on the device.
+        kernels: Take ``native`` kernels (of the CPU) or ``xla`` for all operations that have both, and fail where these
+            cannot run; None takes the best for each. ``attention_backend`` wins for attention.
+        num_threads: Threads of the native CPU kernels, for the whole process; None takes the CPUs that the process may
+            run on, or fewer where its cgroup has a quota.
         disable_log_stats: Leave out the periodic log line and per-request metrics.
         compilation_cache_dir: Where compiled programs are kept for the next start; empty for nowhere.
         warm_up: Run every program once before the engine is ready. What XLA makes only when a program first runs, such
@@ -103,6 +107,8 @@ class EngineConfig:
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
     attention_backend: str | None = None
+    kernels: str | None = None
+    num_threads: int | None = None
     disable_log_stats: bool = True
     compilation_cache_dir: str | None = None
     warm_up: bool = False

@@ -22,6 +22,7 @@ DTYPES = MappingProxyType(
 
 SCHEDULING_POLICIES = ("fcfs", "priority")
 STEP_KINDS = ("decode", "mixed")
+KERNELS = ("native", "xla")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 # Arguments of vLLM's that nothing here does yet: each takes the value that asks for nothing.
@@ -70,13 +71,14 @@ _WHOLE_FIELDS = MappingProxyType(
         "kv_cache_memory_bytes": 1,
         "max_num_seqs": 1,
         "max_num_batched_tokens": 1,
+        "num_threads": 1,
         "seed": 0,
         "long_prefill_token_threshold": 0,
         "max_logprobs": -1,
     }
 )
 _CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
-    {"scheduling_policy": SCHEDULING_POLICIES, "logprobs_mode": LOGPROBS_MODES}
+    {"scheduling_policy": SCHEDULING_POLICIES, "logprobs_mode": LOGPROBS_MODES, "kernels": KERNELS}
 )
 _TEXT_FIELDS = (
     "tokenizer hf_token revision tokenizer_revision download_dir generation_config chat_template layout "
@@ -126,7 +128,7 @@ def check_settings(values: Mapping[str, Any], optional: frozenset[str]) -> dict[
         if name in given:
             check_type(name, given[name], kind)
     for name, choices in _CHOICES.items():
-        if given[name] not in choices:
+        if name in given and given[name] not in choices:
             raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {given[name]!r}")
     _check_numbers(values)
     _check_generation_config("override_generation_config", given.get("override_generation_config", {}))

@@ -275,9 +275,9 @@ def prepare(implementation: PagedAttention, case: Case, inputs: Inputs) -> Prepa
     num_pages = _num_pages(case)
     table = inputs.batch.page_table
     specs = implementation.pool_specs(num_pages, case.page_size, case.num_kv_heads, case.head_dim)
-    pools = tuple(jnp.zeros(spec.shape, case.dtype).at[:num_pages].set(jnp.nan) for spec in specs)
     owned = jnp.where(table < num_pages, table, num_pages + 2).reshape(-1)
-    key_pool, value_pool = (pool.at[owned].set(_STALE, mode="drop") for pool in pools)
+    content = jnp.where(jnp.arange(num_pages + 2) < num_pages, jnp.nan, 0.0).at[owned].set(_STALE, mode="drop")
+    key_pool, value_pool = (_filled(spec.shape, content).astype(case.dtype) for spec in specs)
     num_rows, length = inputs.keys.shape[:2]
     position = jnp.broadcast_to(jnp.arange(length), (num_rows, length))
     pages = jnp.take_along_axis(table[:num_rows], position // case.page_size, axis=1)
@@ -287,6 +287,11 @@ def prepare(implementation: PagedAttention, case: Case, inputs: Inputs) -> Prepa
     keys, values = inputs.keys.reshape(shape), inputs.values.reshape(shape)
     pools = implementation.write_kv((key_pool, value_pool), keys, values, places, case.page_size)
     return Prepared(inputs.query, pools, inputs.batch)
+
+
+def _filled(shape: tuple[int, ...], content: Float[Array, " P"]) -> Float[Array, "P ..."]:
+    """A pool that has one number in each page."""
+    return jnp.broadcast_to(content.reshape(-1, *[1] * (len(shape) - 1)), shape)
 
 
 def run(implementation: PagedAttention, case: Case, prepared: Prepared) -> Float[Array, "T N H"]:

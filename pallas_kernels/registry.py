@@ -18,6 +18,10 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "triton": "pallas_kernels.grouped_matmul_triton",
         "xla": "pallas_kernels.grouped_matmul_xla",
     },
+    "linear": {
+        "native": "pallas_kernels.linear_native",
+        "xla": "pallas_kernels.linear_xla",
+    },
     "truncation": {
         "triton": "pallas_kernels.truncation_triton:TRITON",
         "xla": "pallas_kernels.truncation_xla",
@@ -32,6 +36,7 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "triton": "pallas_kernels.paged_attention_triton:TRITON",
         "mosaic": "pallas_kernels.paged_attention_mosaic:MOSAIC",
         "jax-triton": "pallas_kernels.paged_attention_jax_triton:JAX_TRITON",
+        "native": "pallas_kernels.paged_attention_native",
         "xla": "pallas_kernels.paged_attention_xla",
         "pallas-interpret": "pallas_kernels.paged_attention_triton:INTERPRET",
         "mosaic-interpret": "pallas_kernels.paged_attention_mosaic:INTERPRET",

@@ -67,7 +67,8 @@ constraints="$root/scripts/constraints-$version.txt"
 
 # One stamp an extra: what was asked for, and where, when the last installation of it ended well.
 stamp="$venv/.installed-${extra:-core}"
-wanted="$root $version $(cat "$root/pyproject.toml" "$constraints" | cksum)"
+# Of the native kernels' sources too: an installation builds them.
+wanted="$root $version $(cat "$root"/{pyproject.toml,setup.py} "$root"/pallas_kernels/native/*.{c,h,py} "$constraints" | cksum)"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
   exit 0
 fi

@@ -45,22 +45,26 @@ hypothesis.settings.load_profile("jaxserve")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--attention-backend``, which every engine and program of the tests then takes."""
+    """Add ``--attention-backend`` and ``--kernels``, which every engine of the tests then takes."""
     parser.addoption("--attention-backend", help="run engines with this one, such as pallas-interpret")
+    parser.addoption("--kernels", choices=("native", "xla"), help="run engines with these alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes the backend that the command line names the engines' default."""
-    backend = config.getoption("--attention-backend")
-    if backend is None:
+    """Make what the command line names the engines' default."""
+    names = {"attention_backend": "--attention-backend", "kernels": "--kernels"}
+    given = {name: config.getoption(option) for name, option in names.items()}
+    defaults = {name: value for name, value in given.items() if value is not None}
+    if not defaults:
         return
-    os.environ["TESTS_ATTENTION_BACKEND"] = backend
+    if "attention_backend" in defaults:
+        os.environ["TESTS_ATTENTION_BACKEND"] = defaults["attention_backend"]
     make = EngineConfig.__init__
 
-    def make_with_backend(self: EngineConfig, **settings: Any) -> None:
-        make(self, **{"attention_backend": backend, **settings})
+    def make_with_defaults(self: EngineConfig, **settings: Any) -> None:
+        make(self, **{**defaults, **settings})
 
-    EngineConfig.__init__ = make_with_backend
+    EngineConfig.__init__ = make_with_defaults
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

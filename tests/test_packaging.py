@@ -1,6 +1,8 @@
 """A wheel built from the tree, installed into a fresh environment, imports and has its command."""
 
+import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -9,12 +11,28 @@ import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ("jaxserve", "pallas_kernels", "sharding", "checkpoints")
 METADATA = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+
+
+def _load_build_library() -> Any:
+    """The module that builds the native kernels: it lies beside their sources, in no package."""
+    path = REPOSITORY / "pallas_kernels" / "native" / "build_library.py"
+    spec = importlib.util.spec_from_file_location("build_library", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build_library = _load_build_library()
+IS_X86_LINUX = sys.platform == "linux" and platform.machine() == "x86_64"
+HAS_COMPILER = IS_X86_LINUX and build_library.find_compiler(os.environ) is not None
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -40,8 +58,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = folder / "source"
     source.mkdir()
     for name in PACKAGES:
-        shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source / name)
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation")
     run(*pip, "--wheel-dir", folder, source, cwd=folder)
@@ -75,11 +93,39 @@ def test_wheel_holds_the_packages_their_data_and_nothing_else(wheel: Path) -> No
     expected |= {f"{package}/py.typed" for package in PACKAGES}
     demo = REPOSITORY / "jaxserve" / "demo" / "model"
     server = REPOSITORY / "jaxserve" / "server"
-    data = [*demo.iterdir(), *server.rglob("*.proto"), *server.rglob("*.html")]
+    native = REPOSITORY / "pallas_kernels" / "native"
+    data = [*demo.iterdir(), *server.rglob("*.proto"), *server.rglob("*.html"), *native.glob("*.[ch]")]
     expected |= {str(path.relative_to(REPOSITORY)) for path in data if path.is_file()}
+    if HAS_COMPILER:
+        expected.add("pallas_kernels/libjaxserve_native.so")
     metadata = {name for name in names if ".dist-info/" in name}
     assert names - metadata == expected
     assert any(name.endswith("licenses/LICENSE") for name in metadata)
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="needs x86-64 Linux with a C compiler")
+def test_native_kernels_need_no_compiler_to_run(wheel: Path, fresh_python: Path, tmp_path: Path) -> None:
+    """The wheel is for a platform, not for a Python, and holds a library that loads where no program is on the path."""
+    assert re.search(r"-py3-none-(linux|manylinux_2_28)_x86_64\.whl$", wheel.name)
+    program = "from pallas_kernels.native_library import PATH, unavailable; print(PATH, unavailable())"
+    path, reason = run("env", "PATH=", fresh_python, "-c", program, cwd=tmp_path).split(maxsplit=1)
+    assert Path(path).is_relative_to(fresh_python.parent.parent)
+    assert reason.strip() == "None" or reason.startswith("the CPU has neither")
+
+
+def test_a_compiler_is_asked_for_only_where_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build_library.importlib.util, "find_spec", lambda name: None)
+    assert build_library.find_compiler({"PATH": str(tmp_path)}) is None
+    assert build_library.find_compiler({"PATH": str(tmp_path), "CC": "my cc"}) == (("my", "cc"), False)
+    for version, is_new_enough in (("9", False), ("12.2.0", True)):
+        program = tmp_path / "gcc"
+        program.write_text(f"#!/bin/sh\necho {version}\n")
+        program.chmod(0o755)
+        found = build_library.find_compiler({"PATH": str(tmp_path)})
+        assert found == (((str(program),), False) if is_new_enough else None)
+    monkeypatch.setattr(build_library.importlib.util, "find_spec", lambda name: name)
+    found = build_library.find_compiler({"PATH": ""})
+    assert found is not None and found.command[1:4] == ("-m", "ziglang", "cc") and found.is_portable
 
 
 def test_installed_packages_import(fresh_python: Path, tmp_path: Path) -> None:
@@ -98,8 +144,9 @@ def test_installed_command_runs(fresh_python: Path, tmp_path: Path) -> None:
 
 
 def test_every_folder_with_code_is_a_package() -> None:
-    """The wheel holds only folders with an `__init__.py`."""
+    """The wheel holds only folders with an `__init__.py`, and what builds the native kernels beside their sources."""
     folders = {path.parent for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py")}
+    folders.remove(REPOSITORY / "pallas_kernels" / "native")
     assert sorted(str(folder) for folder in folders if not (folder / "__init__.py").is_file()) == []
 
 

@@ -3,16 +3,15 @@
 import dataclasses
 import logging
 from pathlib import Path
-from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from checkpoints import resolve_model
 from jaxserve.config import EngineConfig
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.kernel_choice import choose_kernel, choose_step_truncation, heads_per_device, with_linear
 from jaxserve.engine.memory import (
     MemoryNeeds,
     ask_for_gpu_memory,
@@ -24,16 +23,13 @@ from jaxserve.engine.memory import (
 from jaxserve.engine.processors import load_processors
 from jaxserve.engine.program import ModelProgram
 from jaxserve.errors import ConfigError
-from jaxserve.layers.attention import choose_attention
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.layers.rows import ROW_TILE
 from jaxserve.models.loading import load_weights, read_model_config, resolve_dtype
 from jaxserve.models.weights import check_tensor_size
-from jaxserve.sampling.sampler import choose_truncation
-from pallas_kernels import OPERATIONS, PagedAttention
-from pallas_kernels.truncation import Truncation
-from sharding import MeshShape, ShardingLayout, data_slices, ensure_cpu_devices, get_layout, make_mesh
+from pallas_kernels.native_library import set_threads
+from sharding import MeshShape, data_slices, ensure_cpu_devices, get_layout, make_mesh
 from sharding.mesh import Device
 from sharding.plan import bytes_per_device
 
@@ -82,16 +78,19 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     directory = find_model(config)
     model = read_model_config(directory, config.hf_overrides)
     ask_for_gpu_memory(config.gpu_memory_utilization)
+    if config.num_threads is not None:
+        set_threads(config.num_threads)
     ensure_cpu_devices(config.tensor_parallel_size * config.data_parallel_size)
     mesh = make_mesh(MeshShape(data=config.data_parallel_size, tensor=config.tensor_parallel_size))
     device = mesh.devices.flat[0]
     check_tensor_size(model, config.tensor_parallel_size)
     policy = DtypePolicy.for_platform(resolve_dtype(config.dtype, model, device.platform), device.platform)
+    policy = with_linear(policy, device, config.kernels)
     first, *others = data_slices(mesh)
     layout = get_layout(config.layout).on(first)
     page_size = config.block_size or 64
-    sizes = {"page_size": page_size, "head_dim": model.head_dim, **_heads_per_device(model, layout, first)}
-    kernel = _choose_kernel(device, policy, config.attention_backend, **sizes)
+    sizes = {"page_size": page_size, "head_dim": model.head_dim, **heads_per_device(model, layout, first)}
+    kernel = choose_kernel(device, policy, config.attention_backend or config.kernels, **sizes)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     program = ModelProgram(
         config=model,
@@ -106,7 +105,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         logprobs_mode=config.logprobs_mode,
         processors=load_processors(config.logits_processors or []),
-        truncation=_choose_truncation(device, config.attention_backend),
+        truncation=choose_step_truncation(device, config.attention_backend),
     )
     if config.tensor_parallel_size > 1 and program.parallel.size == 1:
         raise ConfigError(f"layout {config.layout!r} does not split over {config.tensor_parallel_size} devices")
@@ -125,30 +124,6 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
-
-
-def _heads_per_device(model: ModelConfig, layout: ShardingLayout, mesh: Mesh) -> dict[str, int]:
-    """Count the query and KV heads on each device, as ``Attention`` splits them."""
-    axis = layout.mesh_axis("q_heads")
-    size = 1 if axis is None else mesh.shape[axis]
-    return {"num_heads": model.num_heads // size, "num_kv_heads": max(1, model.num_kv_heads // size)}
-
-
-def _choose_kernel(device: Device, policy: DtypePolicy, name: str | None, **sizes: int) -> PagedAttention:
-    """The implementation of attention, said with the reason."""
-    choice = choose_attention(device, policy.kv, name, **sizes)
-    kernel = cast(PagedAttention, choice.implementation)
-    writing = "XLA's scatter" if kernel.writer is None else "one kernel with norm and rotation"
-    logger.info("Attention on %s: %s (%s); pages written by %s", device.device_kind, choice.name, choice.why, writing)
-    return kernel
-
-
-def _choose_truncation(device: Device, backend: str | None) -> Truncation:
-    """The implementation of top-k and top-p that goes with an attention backend, said with the reason."""
-    name = "pallas-interpret" if backend == "mosaic-interpret" else backend
-    choice = choose_truncation(device, name if name in OPERATIONS["truncation"] else None)
-    logger.info("Top-k and top-p: %s (%s)", choice.name, choice.why)
-    return cast(Truncation, choice.implementation)
 
 
 def _fewest_rows(device: Device, policy: DtypePolicy) -> int:

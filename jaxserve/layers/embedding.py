@@ -17,7 +17,7 @@ class VocabEmbedding(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((rows, hidden_size), policy.weights), axes=("vocab", "embed"))
         self.vocab_size = vocab_size
         self.mesh_axis = parallel.vocab
-        self.dtype = policy.activations_dtype
+        self.dtype, self.kernel = policy.activations_dtype, policy.linear
 
     def __call__(self, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Embeddings of token ids; each device looks up the rows it has."""
@@ -31,5 +31,5 @@ class VocabEmbedding(nnx.Module):
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Scores of the whole vocabulary in float32, on every device."""
-        scores = project(hidden, self.weight[...])
+        scores = project(hidden, self.weight[...], self.kernel)
         return all_gather(scores, self.mesh_axis, 1)[:, : self.vocab_size]

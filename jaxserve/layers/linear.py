@@ -2,22 +2,18 @@
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float
 
 from jaxserve.layers.parallel import DtypePolicy
+from pallas_kernels.registry import load
 from sharding.collectives import all_reduce
 
 
-def project(x: Float[Array, "T inner"], weight: Float[Array, "outer inner"]) -> Float[Array, "T outer"]:
-    """``x @ weight.T``: operands in the weight's type, sums and result in float32, which is never rounded below."""
-    return lax.dot_general(
-        x.astype(weight.dtype),
-        weight,
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
+def project(
+    x: Float[Array, "T inner"], weight: Float[Array, "outer inner"], kernel: str = "xla"
+) -> Float[Array, "T outer"]:
+    """Compute ``x @ weight.T`` in float32, by an implementation of the operation ``linear``."""
+    return load("linear", kernel).matmul(x, weight)
 
 
 class ColumnParallelLinear(nnx.Module):
@@ -26,10 +22,10 @@ class ColumnParallelLinear(nnx.Module):
     def __init__(self, inner: int, outer: int, *, outer_axis: str, bias: bool, policy: DtypePolicy):
         self.weight = nnx.Param(jnp.zeros((outer, inner), policy.weights), axes=(outer_axis, "embed"))
         self.bias = nnx.Param(jnp.zeros((outer,), policy.weights), axes=(outer_axis,)) if bias else None
-        self.dtype = policy.activations_dtype
+        self.dtype, self.kernel = policy.activations_dtype, policy.linear
 
     def __call__(self, x: Float[Array, "T inner"]) -> Float[Array, "T outer"]:
-        y = project(x, self.weight[...])
+        y = project(x, self.weight[...], self.kernel)
         if self.bias is not None:
             y += self.bias[...].astype(jnp.float32)
         return y.astype(self.dtype)
@@ -44,10 +40,10 @@ class RowParallelLinear(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((outer, inner), policy.weights), axes=("embed", inner_axis))
         self.bias = nnx.Param(jnp.zeros((outer,), policy.weights), axes=("embed",)) if bias else None
         self.mesh_axis = mesh_axis
-        self.dtype = policy.activations_dtype
+        self.dtype, self.kernel = policy.activations_dtype, policy.linear
 
     def __call__(self, x: Float[Array, "T inner"]) -> Float[Array, "T outer"]:
-        y = all_reduce(project(x, self.weight[...]), self.mesh_axis)
+        y = all_reduce(project(x, self.weight[...], self.kernel), self.mesh_axis)
         if self.bias is not None:
             y += self.bias[...].astype(jnp.float32)
         return y.astype(self.dtype)

@@ -42,11 +42,13 @@ class DtypePolicy:
         weights: Parameters as stored, and the operands of their products.
         activations: The residual stream, norms and what flows between layers.
         kv: The pages of keys and values.
+        linear: Implementation of the operation ``linear``, which multiplies by weights.
     """
 
     weights: str = "float32"
     activations: str = "float32"
     kv: str = "float32"
+    linear: str = "xla"
 
     @classmethod
     def for_platform(cls, dtype: str, platform: str) -> "DtypePolicy":

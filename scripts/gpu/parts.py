@@ -11,8 +11,11 @@ from scripts.gpu.figures import Figure
 HANG_S = 45.0
 """Seconds without a figure or a word after which a process is taken to hang."""
 
-AUTOTUNE_OFF: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
-"""Compiler options of programs whose speed does not matter: references, inputs, comparisons."""
+AUTOTUNE_OFF: dict[str, str | bool] = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
+"""Compiler options of programs whose speed does not matter: references, inputs, comparisons.
+
+XLA has no untuned form of some products in Triton, so these are left to cuBLAS.
+"""
 
 
 class Item(NamedTuple):

@@ -21,6 +21,7 @@ CASES = {
     "truncation": "few_tokens",
     "int4_matmul": "rows_1",
     "grouped_matmul": "one_row",
+    "linear": "rows_1_bf16",
 }
 
 

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh, use_abstract_mesh
 
 from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.kernel_choice import heads_per_device
 from jaxserve.engine.program import ModelProgram
 from jaxserve.engine.step_batch import BatchShape
 from jaxserve.engine.steps import trace_step
@@ -74,10 +75,7 @@ def step_program(
     """
     policy = DtypePolicy.for_platform("bfloat16", "gpu")
     layout = get_layout("tensor_parallel").on(mesh)
-    axis = layout.mesh_axis("q_heads")
-    size = 1 if axis is None else mesh.shape[axis]
-    heads = {"num_heads": config.num_heads // size, "num_kv_heads": max(1, config.num_kv_heads // size)}
-    sizes = {"page_size": _PAGE_SIZE, "head_dim": config.head_dim, **heads}
+    sizes = {"page_size": _PAGE_SIZE, "head_dim": config.head_dim, **heads_per_device(config, layout, mesh)}
     kernel = select_attention(_Device(*H200), policy.kv, backend, **sizes)
     program = ModelProgram(config, mesh, layout, policy, kernel, _PAGE_SIZE, num_pages=4096, num_slots=256)
     return program, Buckets.make(256, 8192, 512, multiple=2).shape_for(num_tokens, decode_only)

@@ -80,13 +80,18 @@ def alone(llm: LLM) -> list[RequestOutput]:
 
 
 def check(llm: LLM, found: list[RequestOutput], expected: list[RequestOutput]) -> None:
-    """The same tokens always, the same bits of log-probabilities where the engine promises them."""
+    """The same tokens always, the same bits of log-probabilities where the engine promises them.
+
+    With bfloat16 weights XLA rounds activations to bfloat16 before each matmul: what differs by a bit of float32 may
+    then differ by one of bfloat16.
+    """
+    tolerance = 2e-3 if llm.plan.programs[0].policy.weights == "float32" else 3e-2
     for one, other in zip(found, expected, strict=True):
         assert outcome(one) == outcome(other)
         if llm.config.deterministic:
             assert scores(one) == scores(other)
         else:
-            assert scores(one) == pytest.approx(scores(other), abs=2e-3)
+            assert scores(one) == pytest.approx(scores(other), abs=tolerance)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

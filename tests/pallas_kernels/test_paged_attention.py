@@ -1,6 +1,7 @@
 """Every implementation of paged attention that runs on a CPU, where ``test_kernels.py`` does not look."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -256,18 +257,20 @@ def test_pools_whose_offsets_would_wrap_around_are_refused(num_pages, is_refused
 @pytest.mark.parametrize("kind", ["decode", "prefill", "write"])
 def test_kernels_refuse_such_pools(kind):
     case = CASES["mixed"]._replace(head_dim=128, num_kv_heads=8, num_heads=8, page_size=64)
-    query, pools, batch = prepared_shapes(op, INTERPRET, case)
-    pools = tuple(jax.ShapeDtypeStruct(((1 << 15) + 1, 8, 64, 128), jnp.float8_e4m3fn) for _ in pools)
-    settings = {"scale": 1.0, "window": None, "soft_cap": None, "interpret": True}
+    query, _, batch = prepared_shapes(op, INTERPRET, case)
+    pool = jax.ShapeDtypeStruct(((1 << 15) + 1, 8, 64, 128), jnp.float8_e4m3fn)
+    pools = pool, pool
+    settings: dict[str, Any] = {"scale": 1.0, "window": None, "soft_cap": None, "interpret": True}
 
     def call(query, pools, batch):
+        keys, values = pools
         if kind == "prefill":
-            return prefill_attention(query, *pools, batch, **settings)
+            return prefill_attention(query, keys, values, batch, **settings)
         if kind == "decode":
             rows = batch.query_lens
-            return decode_attention(query[:7], *pools, batch.page_table, rows, rows, num_splits=1, **settings)
+            return decode_attention(query[:7], keys, values, batch.page_table, rows, rows, num_splits=1, **settings)
         qkv = jnp.zeros((query.shape[0], 24 * 128), jnp.bfloat16)
-        options = {"rotation": None, "norms": None, "num_heads": 8, "num_kv_heads": 8, "page_size": 64}
+        options: dict[str, Any] = {"rotation": None, "norms": None, "num_heads": 8, "num_kv_heads": 8, "page_size": 64}
         return INTERPRETED.write(qkv, pools, batch, **options)
 
     with pytest.raises(NotImplementedError, match="elements of one byte"):

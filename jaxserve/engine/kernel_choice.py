@@ -1,0 +1,51 @@
+"""Choose the implementation of each operation for a device, and log it with the reason."""
+
+import dataclasses
+import logging
+from typing import cast
+
+from jax.sharding import Mesh
+
+from jaxserve.layers.attention import choose_attention
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import DtypePolicy
+from jaxserve.sampling.sampler import choose_truncation
+from pallas_kernels import OPERATIONS, PagedAttention, choose
+from pallas_kernels.truncation import Truncation
+from sharding import ShardingLayout
+from sharding.mesh import Device
+
+logger = logging.getLogger(__name__)
+
+
+def heads_per_device(model: ModelConfig, layout: ShardingLayout, mesh: Mesh) -> dict[str, int]:
+    """Count the query and KV heads on each device, as ``Attention`` splits them."""
+    axis = layout.mesh_axis("q_heads")
+    size = 1 if axis is None else mesh.shape[axis]
+    return {"num_heads": model.num_heads // size, "num_kv_heads": max(1, model.num_kv_heads // size)}
+
+
+def choose_kernel(device: Device, policy: DtypePolicy, name: str | None, **sizes: int) -> PagedAttention:
+    """Choose the implementation of attention."""
+    choice = choose_attention(device, policy.kv, name, **sizes)
+    kernel = cast(PagedAttention, choice.implementation)
+    writing = "a call of their own" if kernel.writer is None else "one kernel with norm and rotation"
+    logger.info("Attention on %s: %s (%s); pages written by %s", device.device_kind, choice.name, choice.why, writing)
+    return kernel
+
+
+def with_linear(policy: DtypePolicy, device: Device, kernels: str | None) -> DtypePolicy:
+    """Choose what multiplies by weights; by 16-bit ones XLA, which uses the processor's own instructions for them."""
+    name = kernels or (None if policy.weights == "float32" else "xla")
+    where = {"platform": device.platform, "device_kind": device.device_kind, "dtype": policy.weights}
+    choice = choose("linear", **where, name=name)
+    logger.info("Matrix multiplication: %s (%s)", choice.name, choice.why)
+    return dataclasses.replace(policy, linear=choice.name)
+
+
+def choose_step_truncation(device: Device, backend: str | None) -> Truncation:
+    """Choose the implementation of top-k and top-p that goes with an attention backend."""
+    name = "pallas-interpret" if backend == "mosaic-interpret" else backend
+    choice = choose_truncation(device, name if name in OPERATIONS["truncation"] else None)
+    logger.info("Top-k and top-p: %s (%s)", choice.name, choice.why)
+    return cast(Truncation, choice.implementation)

@@ -1,0 +1,43 @@
+// Attention of a step over paged keys and values.
+#pragma once
+#include <stdint.h>
+
+enum {
+  CHUNK = 1024,     // context tokens whose softmax is computed from nothing; chunks are merged in order
+  MOST_WIDTH = 256  // of a head
+};
+
+typedef struct {
+  const float *query;     // [T, N, H]
+  const void *keys;       // [P, K, H, p]
+  const void *values;     // [P, K, p, H]
+  const int32_t *table;   // [R, M]
+  const int32_t *context_lens, *query_starts, *query_lens;  // [R]
+  float *out;             // [T, N, H]
+  int num_heads, num_kv_heads, width, page_size, table_width, is_bf16;
+  float scale, soft_cap;  // soft_cap 0: none
+  int window;             // 0: none
+} Attention;
+
+// Query tokens first to first + count - 1 of a row, with the query heads of one key/value head.
+typedef struct {
+  int row, head, first, count;
+} Tile;
+
+// The softmax of a tile over one chunk: for each query row (token, then head of the group) its maximum, sum and values.
+typedef struct {
+  float *maximum, *total, *values;  // [rows], [rows], [rows, padded width]
+} Partial;
+
+// The functions that exist once for each instruction set.
+typedef struct {
+  const char *name;
+  int lanes;
+  int (*tile_tokens)(int group);                       // query tokens of a tile
+  int (*padded_width)(int width);                      // of a row of a partial
+  void (*attend)(const Attention *, Tile, int chunk, Partial);
+  void (*merge)(Partial into, Partial from, int rows, int padded);
+  void (*finish)(const Attention *, Tile, Partial);
+} Kernels;
+
+extern const Kernels avx512_kernels, avx2_kernels;

@@ -1,0 +1,92 @@
+"""Find a C compiler and build the library of native kernels, while the package is installed: imports nothing of it."""
+
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCES = Path(__file__).resolve().parent
+LIBRARY = "libjaxserve_native.so"
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma")
+AVX2 = ("-mavx2", "-mfma")
+OBJECTS = {
+    f"{name}_{isa}": (f"{name}.c", flags)
+    for name in ("attention", "linear")
+    for isa, flags in (("avx512", AVX512), ("avx2", AVX2))
+} | {name: (f"{name}.c", ()) for name in ("handlers", "threads")}
+# Sums are written as they are to be computed: a compiler of its own mind would change bits.
+FLAGS = (
+    "-O3",
+    "-std=gnu11",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wextra",
+)
+OLDEST = {"clang": 14, "gcc": 11}
+ZIG_TARGET = ("-target", "x86_64-linux-gnu.2.28", "-mcpu=x86_64")  # without it zig compiles for this machine's CPU
+
+
+class Compiler(NamedTuple):
+    """A command that compiles C, and whether its libraries run on all distributions since glibc 2.28."""
+
+    command: tuple[str, ...]
+    is_portable: bool = False
+
+
+def find_compiler(environment: Mapping[str, str]) -> Compiler | None:
+    """Find a C compiler: the one that ``CC`` names, clang, gcc, or ziglang's; None where there is none."""
+    if environment.get("CC"):
+        return Compiler(tuple(shlex.split(environment["CC"])))
+    for name, oldest in OLDEST.items():
+        path = shutil.which(name, path=environment.get("PATH"))
+        if path and _major_version(path) >= oldest:
+            return Compiler((path,))
+    if importlib.util.find_spec("ziglang") is not None:
+        return Compiler((sys.executable, "-m", "ziglang", "cc", *ZIG_TARGET), is_portable=True)
+    return None
+
+
+def build(compiler: Compiler, sources: Path, library: Path, flags: tuple[str, ...] = ()) -> None:
+    """Compile the sources and link the library, in its place only when it is whole.
+
+    Args:
+        compiler: From ``find_compiler``.
+        sources: Folder of the C files.
+        library: The file to write.
+        flags: Further flags, such as those of a sanitizer.
+
+    Raises:
+        subprocess.CalledProcessError: The compiler failed; what it said is on standard error.
+    """
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        objects = []
+        for name, (source, instructions) in OBJECTS.items():
+            objects.append(f"{folder}/{name}.o")
+            command = [*compiler.command, *FLAGS, *flags, *instructions, "-c", str(sources / source), "-o", objects[-1]]
+            subprocess.run(command, check=True)
+        linked = Path(folder) / LIBRARY
+        link = [*compiler.command, "-shared", "-Wl,-s", *flags, *objects, "-o", str(linked), "-lpthread", "-lm"]
+        subprocess.run(link, check=True)
+        partial = library.with_name(f".{library.name}.partial")
+        shutil.copyfile(linked, partial)
+        partial.replace(library)
+
+
+def _major_version(path: str) -> int:
+    """Ask a compiler for its version; 0 where it does not run."""
+    try:
+        done = subprocess.run([path, "-dumpversion"], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    match = re.match(r"\d+", done.stdout)
+    return int(match[0]) if match else 0

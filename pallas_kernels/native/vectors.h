@@ -1,0 +1,106 @@
+// One name for the vectors of AVX-512 (16 floats) and of AVX2 (8): a file of kernels is compiled once for each.
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+
+#ifdef __AVX512F__
+enum { LANES = 16 };
+typedef __m512 Vec;
+typedef __mmask16 Mask;
+static inline Vec vec_zero(void) { return _mm512_setzero_ps(); }
+static inline Vec vec_set(float x) { return _mm512_set1_ps(x); }
+static inline Vec vec_load(const float *p) { return _mm512_loadu_ps(p); }
+static inline void vec_store(float *p, Vec v) { _mm512_storeu_ps(p, v); }
+static inline Vec vec_add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+static inline Vec vec_sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+static inline Vec vec_mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+static inline Vec vec_div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+static inline Vec vec_fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+// Of two numbers of which one is NaN, the second is returned.
+static inline Vec vec_max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+static inline Vec vec_min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+static inline float vec_highest(Vec v) { return _mm512_reduce_max_ps(v); }
+static inline float vec_total(Vec v) { return _mm512_reduce_add_ps(v); }
+// Lanes first to last - 1; both may lie outside.
+static inline Mask vec_lanes(int first, int last) {
+  first = first < 0 ? 0 : first > LANES ? LANES : first;
+  last = last < first ? first : last > LANES ? LANES : last;
+  return (Mask)(((1u << last) - 1) & ~((1u << first) - 1));
+}
+static inline Vec vec_pick(Mask m, Vec yes, Vec no) { return _mm512_mask_blend_ps(m, no, yes); }
+static inline Vec vec_load_some(Mask m, const float *p) { return _mm512_maskz_loadu_ps(m, p); }
+static inline Vec vec_from_bf16(__m256i x) { return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16); }
+static inline Vec vec_load_bf16(const uint16_t *p) { return vec_from_bf16(_mm256_loadu_si256((const __m256i *)p)); }
+static inline Vec vec_load_some_bf16(Mask m, const uint16_t *p) { return vec_from_bf16(_mm256_maskz_loadu_epi16(m, p)); }
+static inline Vec vec_round(Vec v) { return _mm512_roundscale_ps(v, 8); }
+static inline Vec vec_scale(Vec v, Vec power) { return _mm512_scalef_ps(v, power); }
+#else
+enum { LANES = 8 };
+typedef __m256 Vec;
+typedef __m256i Mask;
+static inline Vec vec_zero(void) { return _mm256_setzero_ps(); }
+static inline Vec vec_set(float x) { return _mm256_set1_ps(x); }
+static inline Vec vec_load(const float *p) { return _mm256_loadu_ps(p); }
+static inline void vec_store(float *p, Vec v) { _mm256_storeu_ps(p, v); }
+static inline Vec vec_add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+static inline Vec vec_sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+static inline Vec vec_mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+static inline Vec vec_div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+static inline Vec vec_fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+static inline Vec vec_max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+static inline Vec vec_min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+static inline float vec_highest(Vec v) {
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+static inline float vec_total(Vec v) {
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+static inline Mask vec_lanes(int first, int last) {
+  __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(first), lane),
+                             _mm256_cmpgt_epi32(_mm256_set1_epi32(last), lane));
+}
+static inline Vec vec_pick(Mask m, Vec yes, Vec no) { return _mm256_blendv_ps(no, yes, (Vec)m); }
+static inline Vec vec_load_some(Mask m, const float *p) { return _mm256_maskload_ps(p, m); }
+static inline Vec vec_from_bf16(__m128i x) { return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16); }
+static inline Vec vec_load_bf16(const uint16_t *p) { return vec_from_bf16(_mm_loadu_si128((const __m128i *)p)); }
+static inline Vec vec_load_some_bf16(Mask m, const uint16_t *p) {
+  uint16_t some[8] = {0};
+  int bits = _mm256_movemask_ps((Vec)m);
+  for (int i = 0; i < 8; i++)
+    if (bits >> i & 1) some[i] = p[i];
+  return vec_load_bf16(some);
+}
+static inline Vec vec_round(Vec v) { return _mm256_round_ps(v, 8); }
+static inline Vec vec_scale(Vec v, Vec power) {
+  __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(power), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(v, (Vec)bits);
+}
+#endif
+
+// The exponential, to about 1e-7 of itself; NaN stays NaN. Below -87 it is that of -87, which callers mask or ignore.
+static inline Vec vec_exp(Vec x) {
+  x = vec_max(vec_set(-87.0f), vec_min(vec_set(88.0f), x));
+  Vec power = vec_round(vec_mul(x, vec_set(1.44269504f)));
+  Vec rest = vec_fma(power, vec_set(-0.693359375f), x);
+  rest = vec_fma(power, vec_set(2.12194440e-4f), rest);
+  Vec sum = vec_set(1.0f / 5040);
+  sum = vec_fma(sum, rest, vec_set(1.0f / 720));
+  sum = vec_fma(sum, rest, vec_set(1.0f / 120));
+  sum = vec_fma(sum, rest, vec_set(1.0f / 24));
+  sum = vec_fma(sum, rest, vec_set(1.0f / 6));
+  sum = vec_fma(sum, rest, vec_set(0.5f));
+  sum = vec_fma(sum, rest, vec_set(1.0f));
+  sum = vec_fma(sum, rest, vec_set(1.0f));
+  return vec_scale(sum, power);
+}
+
+static inline float exp_of(float x) {
+  float lanes[LANES];
+  vec_store(lanes, vec_exp(vec_set(x)));
+  return lanes[0];
+}

@@ -1,0 +1,118 @@
+"""Find the library of native CPU kernels, choose its threads, and register its handlers with XLA.
+
+``setup.py`` builds it from ``pallas_kernels/native`` into this folder. It runs on x86-64 Linux with AVX2 or AVX-512,
+which is decided when it is loaded; elsewhere ``unavailable`` says why there is none. ``JAXSERVE_MAX_CPU_ISA=avx2``
+keeps it to AVX2, for the same bits on machines with AVX-512 and without.
+"""
+
+import ctypes
+import functools
+import math
+import os
+from pathlib import Path
+
+import jax
+
+VERSION = 1  # of handlers.c
+PATH = Path(__file__).with_name("libjaxserve_native.so")
+_INSTRUCTIONS = ("neither AVX2 nor AVX-512", "avx2", "avx512")
+_LIMIT = "JAXSERVE_MAX_CPU_ISA"
+_HANDLERS = ("attend", "write_kv", "linear")
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Return why the native kernels cannot run in this process, or None; loads and registers them the first time."""
+    if not PATH.exists():
+        return "the native library was not built (pip install builds it on x86-64 Linux)"
+    try:
+        library = ctypes.CDLL(str(PATH))
+    except OSError as error:
+        return f"the native library cannot be loaded: {error}"
+    if library.jaxserve_version() != VERSION:
+        return f"the native library has version {library.jaxserve_version()}, this code {VERSION}: install again"
+    if not library.jaxserve_instructions():
+        return f"the CPU has {_INSTRUCTIONS[0]}"
+    library.jaxserve_limit_instructions(_INSTRUCTIONS.index(_limit()))
+    library.jaxserve_set_threads(default_threads())
+    for name in _HANDLERS:
+        handler = jax.ffi.pycapsule(getattr(library, f"jaxserve_{name}"))
+        jax.ffi.register_ffi_target(_target(name), handler, platform="cpu")
+    return None
+
+
+def target(name: str) -> str:
+    """Return the name that XLA calls a handler by.
+
+    Raises:
+        NotImplementedError: The native kernels cannot run in this process.
+    """
+    library()
+    return _target(name)
+
+
+def library() -> ctypes.CDLL:
+    """Return the loaded library.
+
+    Raises:
+        NotImplementedError: The native kernels cannot run in this process.
+    """
+    reason = unavailable()
+    if reason is not None:
+        raise NotImplementedError(reason)
+    return ctypes.CDLL(str(PATH))
+
+
+def instructions() -> str:
+    """Name the instruction set that the kernels use here: ``avx2`` or ``avx512``."""
+    return _INSTRUCTIONS[min(library().jaxserve_instructions(), _INSTRUCTIONS.index(_limit()))]
+
+
+def set_threads(count: int | None) -> None:
+    """Set the number of threads that all native kernels of this process share; None for the default.
+
+    Without native kernels there is nothing to set.
+    """
+    if unavailable() is None:
+        library().jaxserve_set_threads(default_threads() if count is None else count)
+
+
+def num_threads() -> int:
+    """Return the number of threads that the native kernels share."""
+    return library().jaxserve_threads()
+
+
+def default_threads() -> int:
+    """Return the threads that this process may run at once: CPUs of its affinity, and of its cgroup's quota."""
+    return max(1, min(len(os.sched_getaffinity(0)), quota_cpus(Path("/sys/fs/cgroup"))))
+
+
+def quota_cpus(root: Path) -> int:
+    """Return the CPUs that a cgroup's quota (version 2, or 1) comes to, rounded up; very many where it has none."""
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota, period = ((root / "cpu" / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        except OSError:
+            return 1 << 16
+    if quota in ("max", "-1") or int(period) <= 0:
+        return 1 << 16
+    return math.ceil(int(quota) / int(period))
+
+
+def _limit() -> str:
+    """Return the newest instruction set that may be used.
+
+    Raises:
+        ValueError: The environment variable names another one.
+    """
+    limit = os.environ.get(_LIMIT) or _INSTRUCTIONS[-1]
+    if limit not in _INSTRUCTIONS[1:]:
+        raise ValueError(f"{_LIMIT}: expected {' or '.join(_INSTRUCTIONS[1:])}, got {limit!r}")
+    return limit
+
+
+def _target(name: str) -> str:
+    """Name a handler with its version: a program in a cache must not find a handler that it was not compiled for."""
+    return f"jaxserve_{name}_{VERSION}"

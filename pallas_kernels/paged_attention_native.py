@@ -1,0 +1,111 @@
+"""Paged attention in native kernels for x86 CPUs (``pallas_kernels/native``), called through ``jax.ffi``.
+
+Keys are stored transposed inside a page, [P, K, H, p], values as [P, K, p, H]. A token's result has the same bits in
+every batch, in a decode step and in a chunk of any length, with any number of threads. Cost follows each row's context.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from pallas_kernels import page_writes
+from pallas_kernels.native_library import target, unavailable
+from pallas_kernels.paged_attention import AttentionBatch, PoolSpec
+
+_DTYPES = ("float32", "bfloat16")
+_MOST_HEAD_DIM = 256
+_MOST_GROUP = 64
+_PAGE_MULTIPLE = 8
+
+Pools = tuple[Float[Array, "P K H p"], Float[Array, "P K p H"]]
+
+name = "native"
+writer = None
+copy_pages = page_writes.copy_pages
+
+
+def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
+    """Return why it cannot run on a device with such sizes, or None; sizes that are missing are taken for granted."""
+    del device_kind
+    if platform != "cpu":
+        return "native kernels run on CPUs"
+    if dtype not in _DTYPES:
+        return f"keys and values must be {' or '.join(_DTYPES)}, not {dtype}"
+    if sizes.get("head_dim", 1) > _MOST_HEAD_DIM:
+        return f"head_dim must be at most {_MOST_HEAD_DIM}, not {sizes['head_dim']}"
+    if sizes.get("page_size", _PAGE_MULTIPLE) % _PAGE_MULTIPLE:
+        return f"page_size must be a multiple of {_PAGE_MULTIPLE}, not {sizes['page_size']}"
+    group = sizes.get("num_heads", 1) // sizes.get("num_kv_heads", 1)
+    if group > _MOST_GROUP:
+        return f"at most {_MOST_GROUP} query heads can share a key/value head, not {group}"
+    return unavailable()
+
+
+def pool_specs(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[PoolSpec, PoolSpec]:
+    """Return pools with two pages more than asked: the null page, never written, and one never read, for padding."""
+    pages = num_pages + 2
+    keys = PoolSpec((pages, num_kv_heads, head_dim, page_size), 1)
+    return keys, PoolSpec((pages, num_kv_heads, page_size, head_dim), 1)
+
+
+def write_kv(
+    pools: Pools,
+    key: Float[Array, "T K H"],
+    value: Float[Array, "T K H"],
+    batch: AttentionBatch,
+    page_size: int,
+) -> Pools:
+    """Write this step's keys and values into the pools, in place where the caller gives them up."""
+    call = jax.ffi.ffi_call(
+        target("write_kv"),
+        tuple(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
+        input_output_aliases={2: 0, 3: 1},
+    )
+    keys, values = call(
+        key.astype(jnp.float32),
+        value.astype(jnp.float32),
+        *pools,
+        batch.token_pages,
+        batch.token_offsets,
+        page_size=np.int32(page_size),
+    )
+    return keys, values
+
+
+def attend(
+    query: Float[Array, "T N H"],
+    pools: Pools,
+    batch: AttentionBatch,
+    *,
+    page_size: int,
+    num_kv_heads: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    decode_only: bool,
+    row_tile: int | None = None,
+) -> Float[Array, "T N H"]:
+    """Compute the attention of each query token over its row's context up to itself; zeros for tokens of no row.
+
+    Rows of one token and of several take the same path, and results never depend on the batch, with a ``row_tile`` or
+    without; see ``PagedAttention.attend``.
+    """
+    del decode_only, row_tile
+    call: Any = jax.ffi.ffi_call(target("attend"), jax.ShapeDtypeStruct(query.shape, jnp.float32))
+    attended = call(
+        query.astype(jnp.float32),
+        *pools,
+        batch.page_table,
+        batch.context_lens,
+        batch.query_starts,
+        batch.query_lens,
+        num_kv_heads=np.int32(num_kv_heads),
+        page_size=np.int32(page_size),
+        window=np.int32(window or 0),
+        scale=np.float32(scale),
+        soft_cap=np.float32(soft_cap or 0),
+    )
+    return attended.astype(query.dtype)

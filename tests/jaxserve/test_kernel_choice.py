@@ -1,0 +1,76 @@
+"""Which implementation of each operation an engine takes, and the threads of native ones."""
+
+import pytest
+
+from jaxserve import EngineConfig
+from jaxserve.engine.build import plan_engine
+from jaxserve.engine.program import ModelProgram
+from jaxserve.errors import ConfigError
+from pallas_kernels import UnsupportedKernelError, native_library, paged_attention_native
+
+needs_native = pytest.mark.skipif(
+    native_library.unavailable() is not None, reason=f"needs native kernels: {native_library.unavailable()}"
+)
+
+
+def planned(**settings) -> ModelProgram:
+    return plan_engine(EngineConfig(model="demo", max_num_seqs=2, max_num_batched_tokens=32, **settings)).programs[0]
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "settings, attention, linear",
+    [
+        ({"dtype": "float32"}, "native", "native"),
+        ({"dtype": "bfloat16"}, "native", "xla"),
+        ({"dtype": "bfloat16", "kernels": "native"}, "native", "native"),
+        ({"dtype": "float32", "kernels": "xla"}, "xla", "xla"),
+        ({"dtype": "float32", "kernels": "xla", "attention_backend": "native"}, "native", "xla"),
+        ({"dtype": "float32", "attention_backend": "xla"}, "xla", "native"),
+    ],
+    ids=str,
+)
+def test_kernels_of_a_cpu(request, settings, attention, linear):
+    if request.config.getoption("--kernels") or request.config.getoption("--attention-backend"):
+        pytest.skip("the command line names the kernels of all tests")
+    program = planned(**settings)
+    assert (program.kernel.name, program.policy.linear) == (attention, linear)
+
+
+@needs_native
+def test_kernels_that_cannot_run_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr(paged_attention_native, "unavailable", lambda: "no such instructions")
+    with pytest.raises(UnsupportedKernelError, match="native: no such instructions"):
+        planned(kernels="native")
+    assert planned(dtype="float32", attention_backend=None, kernels="xla").kernel.name == "xla"
+
+
+@needs_native
+def test_without_native_kernels_xla_runs_everything(monkeypatch, caplog):
+    monkeypatch.setattr(paged_attention_native, "unavailable", lambda: "the native library was not built")
+    with caplog.at_level("INFO"):
+        planned(kernels=None, attention_backend=None)
+    assert "xla (the first that can run; not triton: needs an NVIDIA GPU" in caplog.text
+    assert "not native: the native library was not built" in caplog.text
+
+
+@needs_native
+def test_threads_are_a_setting():
+    try:
+        planned(num_threads=1)
+        assert native_library.num_threads() == 1
+    finally:
+        native_library.set_threads(None)
+    assert native_library.num_threads() == native_library.default_threads()
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"kernels": "cuda"}, "kernels: expected one of native, xla, got 'cuda'"),
+        ({"num_threads": 0}, "num_threads: expected a whole number >= 1, got 0"),
+    ],
+)
+def test_other_values_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(model="demo", **settings)

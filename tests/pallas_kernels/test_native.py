@@ -1,0 +1,300 @@
+"""Native CPU kernels: one order of summation, threads that do not hurt, and a library that says why it is not there."""
+
+import concurrent.futures
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import linear_native, native_library, paged_attention, paged_attention_native, paged_attention_xla
+from pallas_kernels.paged_attention import CASES, Case
+
+REPOSITORY = Path(__file__).parents[2]
+needs_native = pytest.mark.skipif(
+    native_library.unavailable() is not None, reason=f"needs native kernels: {native_library.unavailable()}"
+)
+LONG = Case(((5000, 1), (1, 1), (2049, 1), (1500, 200)), num_heads=6, num_kv_heads=2, head_dim=64, page_size=64)
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads, and the default again afterwards."""
+    yield native_library.set_threads
+    native_library.set_threads(None)
+
+
+def problem(case: Case, seed: int = 0):
+    """A case's inputs and what the kernels take."""
+    inputs = paged_attention.make_inputs(case, jax.random.key(seed))
+    return inputs, paged_attention.prepare(paged_attention_native, case, inputs)
+
+
+def attend(case: Case, prepared) -> np.ndarray:
+    return np.asarray(jax.jit(functools.partial(paged_attention.run, paged_attention_native, case))(prepared))
+
+
+# ---------------------------------------------------------------- results
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("settings", [{}, {"window": 1300}, {"soft_cap": 3.0}], ids=str)
+def test_long_contexts_are_right_and_do_not_depend_on_threads(threads, dtype, settings):
+    """Few tiles of several chunks each are split over threads; one thread takes them one after the other."""
+    case = LONG._replace(dtype=dtype, **settings)
+    inputs, prepared = problem(case)
+    found = {}
+    for count in (1, 2, 5):
+        threads(count)
+        assert native_library.num_threads() == count
+        found[count] = attend(case, prepared)
+    expected = paged_attention.expected(case, inputs)
+    assert paged_attention.compare(case, inputs, jnp.asarray(found[1]), expected).is_right
+    for other in (2, 5):
+        np.testing.assert_array_equal(found[other], found[1])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("settings", [{}, {"window": 70}, {"soft_cap": 3.0}], ids=str)
+def test_a_token_has_the_same_bits_in_a_chunk_and_alone(dtype, settings):
+    chunk = Case(((1300, 150),), 6, 2, 64, 64, dtype=dtype, spare_rows=0, spare_tokens=0, **settings)
+    _, (query, pools, batch) = problem(chunk)
+    in_chunk = attend(chunk, paged_attention.Prepared(query, pools, batch))
+    for place in (0, 1, 17, 63, 149):
+        rows = 3
+        alone = chunk._replace(rows=((1, 1),) * rows)
+        lens = jnp.array([5, 1300 - 150 + place + 1, 1], jnp.int32)
+        step = batch._replace(
+            page_table=jnp.repeat(batch.page_table, rows, axis=0),
+            context_lens=lens,
+            query_starts=jnp.arange(rows, dtype=jnp.int32),
+            query_lens=jnp.ones(rows, jnp.int32),
+            num_decode=jnp.int32(rows),
+            num_rows=jnp.int32(rows),
+        )
+        queries = jnp.stack([query[3], query[place], query[9]])
+        found = attend(alone, paged_attention.Prepared(queries, pools, step))
+        np.testing.assert_array_equal(found[1], in_chunk[place])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_writes_what_xla_writes(dtype):
+    case = CASES["mixed"]._replace(head_dim=24, page_size=32, dtype=dtype)
+    inputs, prepared = problem(case)
+    shape = (case.num_tokens, case.num_kv_heads, case.head_dim)
+    key, value = (jax.random.normal(jax.random.key(i), shape) for i in range(2))
+    key = key.at[0, 0, 3].set(jnp.nan)
+    value = value.at[1, 1, 5].set(jnp.inf).at[2, 0, 0].set(-jnp.inf).at[3, 1, 23].set(jnp.nan)
+    specs = (
+        paged_attention_xla.pool_specs(20, 32, case.num_kv_heads, 24),
+        paged_attention_native.pool_specs(20, 32, case.num_kv_heads, 24),
+    )
+    found = []
+    for module, pair in zip((paged_attention_xla, paged_attention_native), specs, strict=True):
+        pools = tuple(jnp.ones(spec.shape, dtype) for spec in pair)
+        written = jax.jit(module.write_kv, static_argnums=4)(pools, key, value, inputs.batch, 32)
+        found.append([np.asarray(pool, np.float32).reshape(22, -1)[:-1] for pool in written])  # not the padding's page
+    for wanted, got in zip(*found, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [(576, 100), (37, 9)])
+def test_a_row_is_multiplied_alike_in_any_company(threads, dtype, sizes):
+    """Register tiles of 1 to 6 rows, several groups of tiles, and any number of threads."""
+    num_in, num_out = sizes
+    x = jax.random.normal(jax.random.key(0), (700, num_in))
+    weight = jax.random.normal(jax.random.key(1), (num_out, num_in)).astype(dtype)
+    whole = np.asarray(linear_native.matmul(x, weight))
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 16, 33, 64, 512):
+        np.testing.assert_array_equal(linear_native.matmul(x[:rows], weight), whole[:rows])
+    threads(1)
+    np.testing.assert_array_equal(linear_native.matmul(x, weight), whole)
+
+
+@needs_native
+def test_pools_are_updated_in_place():
+    specs = paged_attention_native.pool_specs(40, 64, 2, 64)
+    pools = tuple(jnp.zeros(spec.shape) for spec in specs)
+    batch = paged_attention.make_batch(CASES["mixed"])
+    key = jnp.ones((CASES["mixed"].num_tokens, 2, 64))
+    write = jax.jit(paged_attention_native.write_kv, static_argnums=4, donate_argnums=0)
+    compiled = write.lower(pools, key, key, batch, 64).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None and analysis.alias_size_in_bytes == sum(pool.nbytes for pool in pools)
+    assert analysis.temp_size_in_bytes < 1 << 16
+
+
+@needs_native
+def test_calls_at_the_same_time_are_right(threads):
+    """One of them has the threads, the others run alone: as several virtual devices do."""
+    threads(2)
+    _, prepared = problem(LONG)
+    call = jax.jit(functools.partial(paged_attention.run, paged_attention_native, LONG))
+    wanted = np.asarray(call(prepared))
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: np.asarray(call(prepared)), range(16)):
+            np.testing.assert_array_equal(found, wanted)
+
+
+@needs_native
+def test_waiting_threads_take_no_time(threads):
+    threads(2)
+    _, prepared = problem(LONG)
+    attend(LONG, prepared)
+    time.sleep(0.1)  # they look for the next call for a tenth of a millisecond, then sleep
+    begun, start = time.process_time(), time.perf_counter()
+    time.sleep(0.5)
+    assert (time.process_time() - begun) / (time.perf_counter() - start) < 0.2
+
+
+# ---------------------------------------------------------------- in a process of its own
+
+CHILD = textwrap.dedent("""
+    import functools, json, sys
+    from pathlib import Path
+    import jax
+    from pallas_kernels import linear, linear_native, native_library, paged_attention as op
+    from pallas_kernels import paged_attention_native as native
+    wanted, *path = sys.argv[1:]
+    if path:
+        native_library.PATH = Path(path[0])
+    assert native_library.unavailable() is None, native_library.unavailable()
+    cases = {**op.CASES, "long": op.Case(((3000, 1), (2049, 1)), 6, 2, 64, 64)}
+    cases |= {f"{name} bf16": case._replace(dtype="bfloat16") for name, case in cases.items()}
+    worst = {}
+    for name, case in cases.items():
+        if wanted == "some" and name.split()[0] not in ("edges", "mixed", "head_of_80", "window", "soft_cap", "long"):
+            continue
+        inputs = op.make_inputs(case, jax.random.key(1))
+        prepared = op.prepare(native, case, inputs)
+        found = jax.jit(functools.partial(op.run, native, case))(prepared)
+        worst[name] = op.compare(case, inputs, found, op.expected(case, inputs)).worst
+    for name, case in linear.CASES.items():
+        inputs = linear.make_inputs(case, jax.random.key(1))
+        found = jax.jit(linear_native.matmul)(*inputs)
+        worst[f"linear {name}"] = linear.compare(case, inputs, found, linear.expected(case, inputs)).worst
+    print(json.dumps([native_library.instructions(), worst]))
+""")
+
+
+def run_cases(*arguments: str, **environment: str) -> tuple[str, dict[str, float]]:
+    """Instruction set and largest error of every case, computed in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, *arguments],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "runtime error" not in done.stderr, done.stderr[-3000:]
+    instructions, worst = json.loads(done.stdout.splitlines()[-1])
+    return instructions, worst
+
+
+@needs_native
+def test_avx2_is_right_too():
+    instructions, worst = run_cases("some", JAXSERVE_MAX_CPU_ISA="avx2")
+    assert instructions == "avx2" and len(worst) > 30
+    assert {name: error for name, error in worst.items() if error > 1} == {}
+
+
+@needs_native
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc with its sanitizers")
+def test_no_undefined_behaviour(tmp_path):
+    sys.path.insert(0, str(REPOSITORY / "pallas_kernels" / "native"))
+    try:
+        import build_library  # pyright: ignore[reportMissingImports]  (it lies beside the sources)
+    finally:
+        sys.path.pop(0)
+    library = tmp_path / "libchecked.so"
+    compiler = build_library.Compiler(("gcc",))
+    flags = ("-fsanitize=undefined,bounds-strict", "-fno-sanitize-recover=all", "-O1")
+    build_library.build(compiler, build_library.SOURCES, library, flags)
+    _, worst = run_cases("all", str(library))
+    assert {name: error for name, error in worst.items() if error > 1} == {}
+
+
+# ---------------------------------------------------------------- the library
+
+
+@pytest.fixture
+def fresh():
+    """Lets the library be looked for again, before and after."""
+    native_library.unavailable.cache_clear()
+    yield
+    native_library.unavailable.cache_clear()
+    native_library.unavailable()
+
+
+def test_says_why_it_is_not_there(fresh, monkeypatch, tmp_path):
+    monkeypatch.setattr(native_library, "PATH", tmp_path / "absent.so")
+    reason = paged_attention_native.unsupported("cpu", "cpu", "float32")
+    assert reason == "the native library was not built (pip install builds it on x86-64 Linux)"
+    with pytest.raises(NotImplementedError, match="was not built"):
+        native_library.target("attend")
+
+
+def test_says_that_it_is_no_library(fresh, monkeypatch, tmp_path):
+    path = tmp_path / "broken.so"
+    path.write_bytes(b"no library")
+    monkeypatch.setattr(native_library, "PATH", path)
+    assert str(native_library.unavailable()).startswith("the native library cannot be loaded: ")
+
+
+@needs_native
+def test_says_that_it_is_an_old_one(fresh, monkeypatch):
+    monkeypatch.setattr(native_library, "VERSION", 1000)
+    assert "this code 1000: install again" in str(native_library.unavailable())
+
+
+@needs_native
+def test_unknown_instruction_sets_are_refused(fresh, monkeypatch):
+    monkeypatch.setenv("JAXSERVE_MAX_CPU_ISA", "sse")
+    with pytest.raises(ValueError, match="JAXSERVE_MAX_CPU_ISA: expected avx2 or avx512, got 'sse'"):
+        native_library.unavailable()
+
+
+@pytest.mark.parametrize(
+    "dtype, sizes, reason",
+    [
+        ("float16", {}, "keys and values must be float32 or bfloat16, not float16"),
+        ("float32", {"head_dim": 264}, "head_dim must be at most 256, not 264"),
+        ("float32", {"page_size": 12}, "page_size must be a multiple of 8, not 12"),
+        ("float32", {"num_heads": 130, "num_kv_heads": 2}, "at most 64 query heads can share a key/value head, not 65"),
+    ],
+)
+def test_says_what_it_cannot_do(dtype, sizes, reason):
+    assert paged_attention_native.unsupported("cpu", "cpu", dtype, **sizes) == reason
+    assert paged_attention_native.unsupported("gpu", "NVIDIA H200", dtype) == "native kernels run on CPUs"
+
+
+def test_threads_follow_the_cgroup_s_quota(tmp_path):
+    assert native_library.quota_cpus(tmp_path) == 1 << 16
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert native_library.quota_cpus(tmp_path) == 1 << 16
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert native_library.quota_cpus(tmp_path) == 2
+    (tmp_path / "cpu.max").unlink()
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("50000\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert native_library.quota_cpus(tmp_path) == 1
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    assert native_library.quota_cpus(tmp_path) == 1 << 16
+    assert 1 <= native_library.default_threads() <= len(os.sched_getaffinity(0))
