@@ -7,6 +7,8 @@ for where none of the others is found. On other systems than x86-64 Linux nothin
 
 import os
 import platform
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,9 +30,16 @@ class BuildPy(build_py):
     def run(self) -> None:
         """Build."""
         super().run()
+        folder = Path(__file__).parent if self.editable_mode else Path(self.build_lib)
+        library = folder / "pallas_kernels" / LIBRARY
+        library.unlink(missing_ok=True)  # one of other sources must not stay
         if COMPILER is not None:
-            folder = Path(__file__).parent if self.editable_mode else Path(self.build_lib)
-            build(COMPILER, SOURCES, folder / "pallas_kernels" / LIBRARY)
+            try:
+                build(COMPILER, SOURCES, library)
+            except (
+                subprocess.CalledProcessError
+            ) as error:  # setuptools makes warnings of an editable build's exceptions
+                raise SystemExit(f"building the native CPU kernels failed: {shlex.join(error.cmd)}") from error
         elif IS_SUPPORTED:
             self.warn("no C compiler was found: the native CPU kernels are left out, and XLA runs everything")
 

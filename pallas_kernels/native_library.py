@@ -83,17 +83,35 @@ def num_threads() -> int:
 
 
 def default_threads() -> int:
-    """Return the threads that this process may run at once: CPUs of its affinity, and of its cgroup's quota."""
-    return max(1, min(len(os.sched_getaffinity(0)), quota_cpus(Path("/sys/fs/cgroup"))))
+    """Return the threads that this process may run at once: CPUs of its affinity, and of its cgroups' quotas."""
+    return max(1, min(len(os.sched_getaffinity(0)), quota_cpus(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))))
 
 
-def quota_cpus(root: Path) -> int:
-    """Return the CPUs that a cgroup's quota (version 2, or 1) comes to, rounded up; very many where it has none."""
+def quota_cpus(root: Path, membership: Path) -> int:
+    """Return the CPUs that the smallest quota of a process's cgroups comes to, rounded up; very many without a quota.
+
+    Args:
+        root: Where cgroups are mounted (version 2, or version 1 with a folder for each controller).
+        membership: The process's cgroups, as ``/proc/self/cgroup`` lists them: ``number:controllers:path``.
+    """
     try:
-        quota, period = (root / "cpu.max").read_text().split()
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except OSError:
+        lines = []
+    paths = [Path(path.lstrip("/")) for _, controllers, path in lines if controllers in ("", "cpu", "cpu,cpuacct")]
+    folders = {folder for path in [Path(), *paths] for folder in (path, *path.parents)}
+    return min(_quota(root, folder) for folder in folders)
+
+
+def _quota(root: Path, folder: Path) -> int:
+    """Return the CPUs of one cgroup's own quota."""
+    try:
+        quota, period = (root / folder / "cpu.max").read_text().split()
     except (OSError, ValueError):
         try:
-            quota, period = ((root / "cpu" / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+            quota, period = (
+                (root / "cpu" / folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
+            )
         except OSError:
             return 1 << 16
     if quota in ("max", "-1") or int(period) <= 0:

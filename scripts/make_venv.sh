@@ -65,11 +65,16 @@ version="$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:
 constraints="$root/scripts/constraints-$version.txt"
 [ -f "$constraints" ] || constraints=/dev/null
 
-# One stamp an extra: what was asked for, and where, when the last installation of it ended well.
+# One stamp for each extra: what was asked for, and where, when the last installation of it ended well. And one for the
+# native kernels, which all extras share: an installation builds them into the tree.
 stamp="$venv/.installed-${extra:-core}"
-# Of the native kernels' sources too: an installation builds them.
-wanted="$root $version $(cat "$root"/{pyproject.toml,setup.py} "$root"/pallas_kernels/native/*.{c,h,py} "$constraints" | cksum)"
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+native_stamp="$venv/.installed-native"
+wanted="$root $version $(cat "$root/pyproject.toml" "$constraints" | cksum)"
+wanted_native="$(cat "$root/setup.py" "$root"/pallas_kernels/native/*.{c,h,py} | cksum)"
+has_library=true
+[ "$(uname -sm)" != "Linux x86_64" ] || [ -f "$root/pallas_kernels/libjaxserve_native.so" ] || has_library=false
+if $has_library && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] &&
+  [ "$(cat "$native_stamp" 2>/dev/null)" = "$wanted_native" ]; then
   exit 0
 fi
 
@@ -80,3 +85,4 @@ fi
 "$venv/bin/python" -m pip install --quiet --constraint "$constraints" --editable "$root${extra:+[$extra]}"
 echo "$wanted" >"$stamp"
 echo "$wanted" >"$venv/.installed-core"
+echo "$wanted_native" >"$native_stamp"

@@ -119,10 +119,12 @@ def test_a_compiler_is_asked_for_only_where_there_is_none(monkeypatch: pytest.Mo
     assert build_library.find_compiler({"PATH": str(tmp_path), "CC": "my cc"}) == (("my", "cc"), False)
     for version, is_new_enough in (("9", False), ("12.2.0", True)):
         program = tmp_path / "gcc"
-        program.write_text(f"#!/bin/sh\necho {version}\n")
+        program.write_text(f"#!/bin/sh\ntest $1 = -dumpversion && echo {version}\nexit 0\n")
         program.chmod(0o755)
         found = build_library.find_compiler({"PATH": str(tmp_path)})
         assert found == (((str(program),), False) if is_new_enough else None)
+    program.write_text("#!/bin/sh\ntest $1 = -dumpversion && echo 12\n")  # it finds no headers
+    assert build_library.find_compiler({"PATH": str(tmp_path)}) is None
     monkeypatch.setattr(build_library.importlib.util, "find_spec", lambda name: name)
     found = build_library.find_compiler({"PATH": ""})
     assert found is not None and found.command[1:4] == ("-m", "ziglang", "cc") and found.is_portable

@@ -36,10 +36,11 @@ def choose_kernel(device: Device, policy: DtypePolicy, name: str | None, **sizes
 
 def with_linear(policy: DtypePolicy, device: Device, kernels: str | None) -> DtypePolicy:
     """Choose what multiplies by weights; by 16-bit ones XLA, which uses the processor's own instructions for them."""
-    name = kernels or (None if policy.weights == "float32" else "xla")
+    is_left_to_xla = kernels is None and policy.weights != "float32"
     where = {"platform": device.platform, "device_kind": device.device_kind, "dtype": policy.weights}
-    choice = choose("linear", **where, name=name)
-    logger.info("Matrix multiplication: %s (%s)", choice.name, choice.why)
+    choice = choose("linear", **where, name="xla" if is_left_to_xla else kernels)
+    why = f"which has instructions for {policy.weights} weights" if is_left_to_xla else choice.why
+    logger.info("Matrix multiplication: %s (%s)", choice.name, why)
     return dataclasses.replace(policy, linear=choice.name)
 
 

@@ -148,10 +148,9 @@ static void scale_row(float *values, int padded, float factor) {
 static void weigh(float *scores, int num_lanes, int first, int last, float soft_cap, float *maximum, float *total,
                   float *values, int padded) {
   if (soft_cap > 0)
-    for (int i = 0; i < num_lanes; i += LANES) { // cap * tanh(x / cap)
-      Vec power = vec_exp(vec_mul(vec_load(scores + i), vec_set(2 / soft_cap)));
-      Vec part = vec_div(vec_set(2), vec_add(power, vec_set(1)));
-      vec_store(scores + i, vec_mul(vec_sub(vec_set(1), part), vec_set(soft_cap)));
+    for (int i = 0; i < num_lanes; i += LANES) {
+      const Vec x = vec_mul(vec_load(scores + i), vec_set(1 / soft_cap));
+      vec_store(scores + i, vec_mul(vec_tanh(x), vec_set(soft_cap)));
     }
   Vec highest = vec_set(MASKED);
   for (int i = 0; i < num_lanes; i += LANES)
@@ -248,7 +247,7 @@ static void finish(const Attention *a, Tile tile, Partial from) {
   for (int r = 0; r < tile.count * group; r++) {
     const int token = a->query_starts[tile.row] + tile.first + r / group;
     float *to = a->out + ((int64_t)token * a->num_heads + tile.head * group + r % group) * width;
-    const float factor = 1 / from.total[r];
+    const float factor = from.total[r] == 0 ? 0 : 1 / from.total[r];  // it sees nothing
     const float *values = from.values + (int64_t)r * padded;
     for (int h = 0; h < width; h++) to[h] = values[h] * factor;
   }

@@ -4,7 +4,8 @@
 
 enum {
   CHUNK = 1024,     // context tokens whose softmax is computed from nothing; chunks are merged in order
-  MOST_WIDTH = 256  // of a head
+  MOST_WIDTH = 256, // of a head
+  MOST_GROUP = 64   // query heads that share a key/value head
 };
 
 typedef struct {

@@ -48,7 +48,7 @@ def find_compiler(environment: Mapping[str, str]) -> Compiler | None:
         return Compiler(tuple(shlex.split(environment["CC"])))
     for name, oldest in OLDEST.items():
         path = shutil.which(name, path=environment.get("PATH"))
-        if path and _major_version(path) >= oldest:
+        if path and _major_version(path) >= oldest and _can_compile(path):
             return Compiler((path,))
     if importlib.util.find_spec("ziglang") is not None:
         return Compiler((sys.executable, "-m", "ziglang", "cc", *ZIG_TARGET), is_portable=True)
@@ -90,3 +90,13 @@ def _major_version(path: str) -> int:
         return 0
     match = re.match(r"\d+", done.stdout)
     return int(match[0]) if match else 0
+
+
+def _can_compile(path: str) -> bool:
+    """Try a compiler on the headers that are needed: a distribution may have it without those."""
+    program = "#include <immintrin.h>\n#include <linux/futex.h>\n#include <pthread.h>\n#include <stdlib.h>\n"
+    command = [path, *FLAGS, *AVX512, "-x", "c", "-c", "-", "-o", "/dev/null"]
+    try:
+        return subprocess.run(command, input=program, capture_output=True, text=True, timeout=60).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False

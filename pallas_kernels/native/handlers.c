@@ -1,4 +1,5 @@
 // What XLA calls: handlers of its FFI that check shapes, cut the work into pieces and hand these to the threads.
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
@@ -42,7 +43,26 @@ typedef struct {
   size_t size;
 } Buffer;
 
+static _Thread_local struct {
+  Buffer call, job;  // of a caller, and of whoever computes a piece
+  int is_known;
+} own;
+static pthread_key_t own_key;
+static pthread_once_t own_once = PTHREAD_ONCE_INIT;
+
+static void free_own(void *unused) {
+  (void)unused;
+  free(own.call.memory);
+  free(own.job.memory);
+}
+static void make_own_key(void) { pthread_key_create(&own_key, free_own); }
+
 static void *reserve(Buffer *buffer, size_t size) {
+  if (!own.is_known) {
+    pthread_once(&own_once, make_own_key);
+    pthread_setspecific(own_key, &own);
+    own.is_known = 1;
+  }
   if (buffer->size < size) {
     free(buffer->memory);
     size = (size + 4095) & ~(size_t)4095;
@@ -51,8 +71,6 @@ static void *reserve(Buffer *buffer, size_t size) {
   }
   return buffer->memory;
 }
-
-static _Thread_local Buffer call_buffer, job_buffer;
 
 static Partial partial_at(char *memory, int rows) {
   float *numbers = (float *)memory;
@@ -63,6 +81,8 @@ static size_t partial_bytes(int rows, int padded) {
 }
 
 // ---------------------------------------------------------------- attention
+
+enum { SPLIT_BYTES = 64 << 20 };  // of partials, which are kept for the next call
 
 typedef struct {
   Attention attention;
@@ -96,13 +116,13 @@ static Tile find_tile(const AttendJob *job, int index) {
 static void chunks_of(const Attention *a, Tile tile, int *first, int *stop) {
   const int visible = a->context_lens[tile.row] - a->query_lens[tile.row] + tile.first + 1;
   *first = a->window && visible > a->window ? (visible - a->window) / CHUNK : 0;
-  *stop = (visible + tile.count - 1 + CHUNK - 1) / CHUNK;
+  *stop = visible + tile.count - 1 > 0 ? (visible + tile.count - 1 + CHUNK - 1) / CHUNK : 0;
 }
 
 static void attend_tile(AttendJob *job, Tile tile) {
   const int rows = tile.count * (job->attention.num_heads / job->attention.num_kv_heads);
   const size_t bytes = (partial_bytes(job->most_rows, job->padded) + 63) & ~(size_t)63;
-  char *memory = reserve(&job_buffer, 2 * bytes);
+  char *memory = reserve(&own.job, 2 * bytes);
   if (!memory) {
     atomic_store(&job->failed, 1);
     return;
@@ -110,6 +130,7 @@ static void attend_tile(AttendJob *job, Tile tile) {
   Partial all = partial_at(memory, rows), more = partial_at(memory + bytes, rows);
   int first, stop;
   chunks_of(&job->attention, tile, &first, &stop);
+  if (first >= stop) memset(memory, 0, bytes);  // they see nothing
   for (int chunk = first; chunk < stop; chunk++) {
     job->kernels->attend(&job->attention, tile, chunk, chunk == first ? all : more);
     if (chunk > first) job->kernels->merge(all, more, rows, job->padded);
@@ -154,10 +175,40 @@ static void clear_unowned(const Attention *a, int num_rows, int64_t num_tokens) 
   }
 }
 
+static int64_t elements(const FfiBuffer *buffer) {
+  int64_t count = 1;
+  for (int64_t i = 0; i < buffer->rank; i++) count *= buffer->dims[i];
+  return count;
+}
+
+// Two pools of pages that hold num_kv_heads * width * page_size numbers each.
+static int are_pools(const FfiBuffer *keys, const FfiBuffer *values, int64_t heads, int64_t width, int64_t page_size) {
+  return (keys->dtype == FFI_F32 || keys->dtype == FFI_BF16) && values->dtype == keys->dtype && keys->rank >= 1 &&
+         values->rank >= 1 && keys->dims[0] == values->dims[0] && page_size > 0 && page_size % avx2_kernels.lanes == 0 &&
+         elements(keys) == keys->dims[0] * heads * width * page_size && elements(values) == elements(keys);
+}
+
+static int is_s32(const FfiBuffer *buffer, int64_t rank, int64_t first) {
+  return buffer->dtype == FFI_S32 && buffer->rank == rank && (rank == 0 || buffer->dims[0] == first);
+}
+
+static int are_attend_operands(FfiFrame *frame) {
+  const FfiBuffer *query = ffi_argument(frame, 0), *out = ffi_result(frame, 0), *table = ffi_argument(frame, 3);
+  if (frame->arguments.size != 7 || query->dtype != FFI_F32 || query->rank != 3) return 0;
+  if (out->dtype != FFI_F32 || elements(out) != elements(query)) return 0;
+  const int64_t heads = ffi_int(frame, "num_kv_heads"), width = query->dims[2];
+  if (heads <= 0 || query->dims[1] % heads || query->dims[1] / heads > MOST_GROUP || width > MOST_WIDTH) return 0;
+  if (!are_pools(ffi_argument(frame, 1), ffi_argument(frame, 2), heads, width, ffi_int(frame, "page_size"))) return 0;
+  for (int i = 4; i < 7; i++)
+    if (!is_s32(ffi_argument(frame, i), 1, table->dims[0])) return 0;
+  return is_s32(table, 2, table->dims[0]);
+}
+
 // Arguments: query f32 [T, N, H], keys [P, K, H, p], values [P, K, p, H] (flat rows [P, K * H * p] too), page_table s32
 // [R, M], context_lens, query_starts, query_lens s32 [R]. Attributes: num_kv_heads, page_size, window, scale, soft_cap.
 EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
+  if (!are_attend_operands(frame)) return ffi_error(frame, "jaxserve_attend: shapes or dtypes do not go together");
   FfiBuffer *query = ffi_argument(frame, 0), *keys = ffi_argument(frame, 1), *table = ffi_argument(frame, 3);
   AttendJob job = {.num_rows = (int)table->dims[0]};
   Attention *a = &job.attention;
@@ -181,37 +232,39 @@ EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
       .window = ffi_int(frame, "window"),
   };
   const int group = a->num_heads / a->num_kv_heads;
-  if (a->width > MOST_WIDTH || group > 64 || query->dtype != FFI_F32) return ffi_error(frame, "jaxserve_attend: operands");
   job.kernels = choose_kernels(a->page_size);
   job.tile_tokens = job.kernels->tile_tokens(group);
   job.padded = job.kernels->padded_width(a->width);
   job.most_rows = job.tile_tokens * group;
   clear_unowned(a, job.num_rows, query->dims[0]);
 
-  int longest = 0;
-  int *first = reserve(&call_buffer, sizeof(int) * (job.num_rows + 1));
+  int longest = 0, most_tokens = 0;
+  int *first = reserve(&own.call, sizeof(int) * (job.num_rows + 1));
   if (!first) return ffi_error(frame, "jaxserve_attend: out of memory");
   for (int r = 0; r < job.num_rows; r++) {
     first[r] = job.num_tiles;
     if (a->query_lens[r] <= 0) continue;
     job.num_tiles += a->num_kv_heads * ((a->query_lens[r] + job.tile_tokens - 1) / job.tile_tokens);
     if (a->context_lens[r] > longest) longest = a->context_lens[r];
+    if (a->query_lens[r] > most_tokens) most_tokens = a->query_lens[r];
   }
   first[job.num_rows] = job.num_tiles;
   job.first_piece = first;
 
   job.most_chunks = (longest + CHUNK - 1) / CHUNK;
-  job.is_split = num_threads() > 1 && job.num_tiles < 4 * num_threads() && job.most_chunks > 1;
+  if (most_tokens < job.tile_tokens) job.most_rows = most_tokens * group;
+  job.slot_bytes = (partial_bytes(job.most_rows, job.padded) + 63) & ~(size_t)63;
+  const int64_t split_bytes = (int64_t)job.num_tiles * job.most_chunks * (int64_t)job.slot_bytes;
+  job.is_split = num_threads() > 1 && job.num_tiles < 4 * num_threads() && job.most_chunks > 1 && split_bytes < SPLIT_BYTES;
   if (job.is_split) {  // the same arithmetic in the same order, by more threads
-    job.slot_bytes = (partial_bytes(job.most_rows, job.padded) + 63) & ~(size_t)63;
     const size_t firsts = (sizeof(int) * (job.num_rows + 1) + 63) & ~(size_t)63;
     const size_t lefts = (sizeof(atomic_int) * job.num_tiles + 63) & ~(size_t)63;
-    const size_t slots = (size_t)job.num_tiles * job.most_chunks * job.slot_bytes;
-    Buffer old = call_buffer;
-    call_buffer = (Buffer){0};
-    char *memory = reserve(&call_buffer, firsts + lefts + slots);
+    const size_t slots = (size_t)split_bytes;
+    Buffer old = own.call;
+    own.call = (Buffer){0};
+    char *memory = reserve(&own.call, firsts + lefts + slots);
     if (!memory) {
-      call_buffer = old;
+      own.call = old;
       return ffi_error(frame, "jaxserve_attend: out of memory");
     }
     memcpy(memory, first, sizeof(int) * (job.num_rows + 1));
@@ -221,8 +274,10 @@ EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
     job.slots = memory + firsts + lefts;
     for (int i = 0; i < job.num_tiles; i++) {
       int begin, stop;
-      chunks_of(a, find_tile(&job, i), &begin, &stop);
+      const Tile tile = find_tile(&job, i);
+      chunks_of(a, tile, &begin, &stop);
       atomic_init(&job.left[i], stop - begin);
+      if (begin >= stop) attend_tile(&job, tile);  // it sees nothing
     }
   }
   run_job(attend_job, &job);
@@ -287,7 +342,12 @@ EXPORT FfiError *jaxserve_write_kv(FfiFrame *frame) {
   FfiBuffer *key = ffi_argument(frame, 0), *keys = ffi_argument(frame, 2), *values = ffi_argument(frame, 3);
   if (keys->data != ffi_result(frame, 0)->data || values->data != ffi_result(frame, 1)->data)
     return ffi_error(frame, "jaxserve_write_kv: the pools are not updated in place");
-  if (key->dtype != FFI_F32) return ffi_error(frame, "jaxserve_write_kv: keys and values must be float32");
+  FfiBuffer *value = ffi_argument(frame, 1);
+  if (frame->arguments.size != 6 || key->dtype != FFI_F32 || value->dtype != FFI_F32 || key->rank != 3 ||
+      elements(value) != elements(key) || !is_s32(ffi_argument(frame, 4), 1, key->dims[0]) ||
+      !is_s32(ffi_argument(frame, 5), 1, key->dims[0]) ||
+      !are_pools(keys, values, key->dims[1], key->dims[2], ffi_int(frame, "page_size")))
+    return ffi_error(frame, "jaxserve_write_kv: shapes or dtypes do not go together");
   WriteJob job = {
       .key = key->data,
       .value = ffi_argument(frame, 1)->data,
@@ -346,14 +406,17 @@ static void linear_job(void *context) {
 EXPORT FfiError *jaxserve_linear(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
   FfiBuffer *x = ffi_argument(frame, 0), *weight = ffi_argument(frame, 1), *y = ffi_result(frame, 0);
-  if (x->dtype != FFI_F32 || (weight->dtype != FFI_F32 && weight->dtype != FFI_BF16) || weight->dims[1] != x->dims[1])
-    return ffi_error(frame, "jaxserve_linear: operands");
+  if (frame->arguments.size != 3 || x->dtype != FFI_F32 || x->rank != 2 || weight->rank != 2 ||
+      (weight->dtype != FFI_F32 && weight->dtype != FFI_BF16) || weight->dims[1] != x->dims[1] || y->dtype != FFI_F32 ||
+      elements(y) != x->dims[0] * weight->dims[0] || !is_s32(ffi_argument(frame, 2), 0, 0))
+    return ffi_error(frame, "jaxserve_linear: shapes or dtypes do not go together");
   LinearJob job = {
       .linear = {x->data, weight->data, y->data, x->dims[1], weight->dims[0], weight->dtype == FFI_BF16},
       .num_rows = *(const int32_t *)ffi_argument(frame, 2)->data,
   };
   const int64_t rows = x->dims[0], num_in = x->dims[1], num_out = weight->dims[0];
   if (job.num_rows > rows) job.num_rows = rows;
+  if (job.num_rows < 0 || num_in == 0) job.num_rows = 0;
   if (job.num_rows < rows) memset(job.linear.y + job.num_rows * num_out, 0, sizeof(float) * (rows - job.num_rows) * num_out);
   if (job.num_rows <= 0) return 0;
   job.kernels = choose_kernels(16) == &avx512_kernels ? &avx512_linear : &avx2_linear;

@@ -88,10 +88,10 @@ void run_job(Job job, void *context) {
   if (number == 0) number = 1;  // 0 means closed
   atomic_store(&pool.open, number);
   atomic_store(&pool.newest, number);
-  if (atomic_load(&pool.sleepers)) futex(&pool.newest, FUTEX_WAKE_PRIVATE, count);
+  if (atomic_load(&pool.sleepers)) futex(&pool.newest, FUTEX_WAKE_PRIVATE, MOST_THREADS);
   job(context);
   atomic_store(&pool.open, 0);
-  for (int spins = 0; atomic_load_explicit(&pool.inside, memory_order_acquire); spins++) {
+  for (int spins = 0; atomic_load(&pool.inside); spins++) {
     if (spins < CALLER_SPINS) _mm_pause();
     else sched_yield();  // others may need the core, this worker among them
   }

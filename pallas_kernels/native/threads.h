@@ -10,6 +10,6 @@ typedef void (*Job)(void *context);
 // 10 ms. The caller takes whatever piece nobody else has taken, closes the job, and waits for workers inside only.
 void run_job(Job job, void *context);
 
-// Number of threads, the caller's included. Takes effect before the first job; later only down, to 1 at least.
+// Number of threads, the caller's included; takes effect with the next job.
 void set_num_threads(int count);
 int num_threads(void);

@@ -27,6 +27,7 @@ static inline Mask vec_lanes(int first, int last) {
   last = last < first ? first : last > LANES ? LANES : last;
   return (Mask)(((1u << last) - 1) & ~((1u << first) - 1));
 }
+static inline Mask vec_below(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 static inline Vec vec_pick(Mask m, Vec yes, Vec no) { return _mm512_mask_blend_ps(m, no, yes); }
 static inline Vec vec_load_some(Mask m, const float *p) { return _mm512_maskz_loadu_ps(m, p); }
 static inline Vec vec_from_bf16(__m256i x) { return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16); }
@@ -64,6 +65,7 @@ static inline Mask vec_lanes(int first, int last) {
   return _mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(first), lane),
                              _mm256_cmpgt_epi32(_mm256_set1_epi32(last), lane));
 }
+static inline Mask vec_below(Vec a, Vec b) { return (Mask)_mm256_cmp_ps(a, b, _CMP_LT_OQ); }
 static inline Vec vec_pick(Mask m, Vec yes, Vec no) { return _mm256_blendv_ps(no, yes, (Vec)m); }
 static inline Vec vec_load_some(Mask m, const float *p) { return _mm256_maskload_ps(p, m); }
 static inline Vec vec_from_bf16(__m128i x) { return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16); }
@@ -97,6 +99,19 @@ static inline Vec vec_exp(Vec x) {
   sum = vec_fma(sum, rest, vec_set(1.0f));
   sum = vec_fma(sum, rest, vec_set(1.0f));
   return vec_scale(sum, power);
+}
+
+// The hyperbolic tangent, to about 3e-7 of itself: its series for small numbers, where 1 - 2 / (e^2x + 1) cancels.
+static inline Vec vec_tanh(Vec x) {
+  const Vec square = vec_mul(x, x);
+  Vec series = vec_fma(vec_set(-1382.0f / 155925), square, vec_set(62.0f / 2835));
+  series = vec_fma(series, square, vec_set(-17.0f / 315));
+  series = vec_fma(series, square, vec_set(2.0f / 15));
+  series = vec_fma(series, square, vec_set(-1.0f / 3));
+  series = vec_fma(vec_mul(series, square), x, x);
+  const Vec power = vec_exp(vec_add(x, x));
+  const Vec other = vec_sub(vec_set(1), vec_div(vec_set(2), vec_add(power, vec_set(1))));
+  return vec_pick(vec_below(square, vec_set(0.16f)), series, other);
 }
 
 static inline float exp_of(float x) {

@@ -54,6 +54,14 @@ def test_without_native_kernels_xla_runs_everything(monkeypatch, caplog):
     assert "not native: the native library was not built" in caplog.text
 
 
+def test_the_log_says_what_multiplies_and_why(caplog):
+    with caplog.at_level("INFO"):
+        planned(dtype="bfloat16", kernels=None)
+        planned(dtype="float32", kernels="xla")
+    assert "Matrix multiplication: xla (which has instructions for bfloat16 weights)" in caplog.text
+    assert "Matrix multiplication: xla (asked for)" in caplog.text
+
+
 @needs_native
 def test_threads_are_a_setting():
     try:

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +124,51 @@ def test_a_row_is_multiplied_alike_in_any_company(threads, dtype, sizes):
         np.testing.assert_array_equal(linear_native.matmul(x[:rows], weight), whole[:rows])
     threads(1)
     np.testing.assert_array_equal(linear_native.matmul(x, weight), whole)
+
+
+@needs_native
+def test_tokens_that_see_nothing_get_zeros(threads):
+    """A row whose context is shorter than its tokens: no engine makes one, and no memory of other calls shows."""
+    attend(LONG, problem(LONG)[1])
+    case = Case(((9, 4),), 6, 2, 64, 64, spare_rows=0, spare_tokens=0)
+    query, pools, batch = problem(case)[1]
+    for length, unseeing in ((0, 4), (2, 2)):
+        step = batch._replace(context_lens=jnp.array([length], jnp.int32))
+        found = attend(case, paged_attention.Prepared(query, pools, step))
+        assert np.isfinite(found).all() and not found[:unseeing].any()
+        assert length == 0 or found[unseeing:].any()
+
+
+@needs_native
+@pytest.mark.parametrize("cap", [0.5, 30.0, 1000.0, 1e5])
+def test_soft_caps_of_any_size(cap):
+    case = CASES["soft_cap"]._replace(soft_cap=cap)
+    inputs, prepared = problem(case)
+    found = jnp.asarray(attend(case, prepared))
+    assert paged_attention.compare(case, inputs, found, paged_attention.expected(case, inputs)).is_right
+
+
+@needs_native
+def test_calls_that_do_not_go_together_are_errors():
+    """Not the end of the process."""
+    case = CASES["mixed"]
+    query, pools, batch = problem(case)[1]
+    settings = {"scale": 1.0, "window": None, "soft_cap": None, "decode_only": False}
+    wrong: list[tuple[Any, dict[str, int]]] = [
+        (pools, {"page_size": 12, "num_kv_heads": 2}),
+        (pools, {"page_size": 32, "num_kv_heads": 2}),
+        (pools, {"page_size": 16, "num_kv_heads": 3}),
+        (pools, {"page_size": 16, "num_kv_heads": 8}),
+        ((pools[0], pools[1].astype(jnp.bfloat16)), {"page_size": 16, "num_kv_heads": 2}),
+        (tuple(pool.astype(jnp.float16) for pool in pools), {"page_size": 16, "num_kv_heads": 2}),
+    ]
+    for other, sizes in wrong:
+        with pytest.raises(Exception, match="jaxserve_attend: shapes or dtypes do not go together"):
+            jax.block_until_ready(paged_attention_native.attend(query, other, batch, **sizes, **settings))
+    with pytest.raises(Exception, match="jaxserve_write_kv: shapes or dtypes do not go together"):
+        key = jnp.zeros((case.num_tokens, 2, 8))
+        jax.block_until_ready(paged_attention_native.write_kv(pools, key, key, batch, 32))
+    np.testing.assert_array_equal(linear_native.matmul(jnp.ones((2, 0)), jnp.ones((3, 0))), np.zeros((2, 3)))
 
 
 @needs_native
@@ -285,16 +331,26 @@ def test_says_what_it_cannot_do(dtype, sizes, reason):
 
 
 def test_threads_follow_the_cgroup_s_quota(tmp_path):
-    assert native_library.quota_cpus(tmp_path) == 1 << 16
+    none = 1 << 16
+    membership = tmp_path / "membership"
+    assert native_library.quota_cpus(tmp_path, membership) == none
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert native_library.quota_cpus(tmp_path) == 1 << 16
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert native_library.quota_cpus(tmp_path) == 2
-    (tmp_path / "cpu.max").unlink()
+    assert native_library.quota_cpus(tmp_path, membership) == none
+    membership.write_text("0::/system.slice/server.service\n")
+    (tmp_path / "system.slice" / "server.service").mkdir(parents=True)
+    (tmp_path / "system.slice" / "cpu.max").write_text("350000 100000\n")
+    assert native_library.quota_cpus(tmp_path, membership) == 4
+    (tmp_path / "system.slice" / "server.service" / "cpu.max").write_text("150000 100000\n")
+    assert native_library.quota_cpus(tmp_path, membership) == 2
+    assert 1 <= native_library.default_threads() <= len(os.sched_getaffinity(0))
+
+
+def test_quotas_of_the_first_version_of_cgroups(tmp_path):
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("50000\n")
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert native_library.quota_cpus(tmp_path) == 1
+    membership = tmp_path / "membership"
+    membership.write_text("4:memory:/\n3:cpu,cpuacct:/\n")
+    assert native_library.quota_cpus(tmp_path, membership) == 1
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
-    assert native_library.quota_cpus(tmp_path) == 1 << 16
-    assert 1 <= native_library.default_threads() <= len(os.sched_getaffinity(0))
+    assert native_library.quota_cpus(tmp_path, membership) == 1 << 16
