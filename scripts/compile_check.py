@@ -68,7 +68,7 @@ def check_kernels(match: str) -> Iterator[Program]:
     whole = get_layout("replicated").sharding(mesh)
     for op_name, row in [(op, row) for op, table in OPERATIONS.items() for row in table]:
         op, implementation = operation(op_name), load(op_name, row)
-        if row in ("xla",) or row.endswith("interpret"):
+        if row in ("native", "xla") or row.endswith("interpret"):
             continue
         refused = set()
         for bench, case in op.BENCHES.items():

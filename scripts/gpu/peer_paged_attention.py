@@ -11,6 +11,7 @@ from pallas_kernels.paged_attention import AttentionBatch, Case, PoolSpec
 from pallas_kernels.paged_attention_triton import TRITON
 
 _SPLITS = 16  # its default, of the page table's width
+_BLOCK_TOKENS = 128  # read at a time: its default of 8 pages is made for small ones, of 64 they overflow shared memory
 
 
 def suited(case: Case) -> Case:
@@ -80,6 +81,7 @@ class JaxPagedAttention:
             batch.page_table,
             batch.context_lens,
             k_splits=_SPLITS,
+            pages_per_compute_block=max(1, _BLOCK_TOKENS // page_size),
             attn_logits_soft_cap=soft_cap,
             interpret=self.is_interpreted,
         )

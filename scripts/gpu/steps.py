@@ -19,10 +19,9 @@ from jaxserve.layers.attention import select_attention
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.models.registry import config_from_hf
-from pallas_kernels.registry import OPERATIONS
 from scripts.gpu.models import CONFIGS
 from scripts.gpu.parts import Context
-from scripts.gpu.rows import H200
+from scripts.gpu.rows import H200, rows
 from sharding import MeshShape, get_layout, make_mesh
 
 _NUM_LAYERS = 2
@@ -51,7 +50,7 @@ def steps(context: Context, mesh: Mesh | None) -> Iterator[Step]:
         mesh: A GPU's, from ``deviceless.h200_mesh``; None takes this machine's own device and XLA's attention, whose
             lowering needs no GPU to ask.
     """
-    names = [name for name in OPERATIONS["paged_attention"] if not name.endswith("interpret")]
+    names = [row for operation, row in rows(is_tiny=False) if operation == "paged_attention"]
     for backend in names if mesh is not None else ["xla"]:
         for model in ("llama-8b",) if context.is_quick else CONFIGS:
             for num_tokens, decode_only in ((64, True), (2048, False)):
