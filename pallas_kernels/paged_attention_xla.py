@@ -1,8 +1,9 @@
 """Paged attention in plain XLA: it runs anywhere, and is the oracle of other implementations.
 
 Keys are stored transposed inside a page, [P, K, H, p], values as [P, K, p, H], both as flat rows, so that gathering
-pages copies rows and both products read their operands in order. Attention walks the context in tiles of several pages with a
-running softmax (online softmax, arXiv:1805.02867): its cost follows the longest context in use, not the page table.
+pages copies rows and both products read their operands in order. Attention walks the context in tiles of several pages
+with a running softmax (online softmax, arXiv:1805.02867): its cost follows the longest context in use, not the page
+table.
 """
 
 from typing import NamedTuple
