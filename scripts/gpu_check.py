@@ -221,7 +221,7 @@ def about(options: argparse.Namespace, device: str, driver_version: str, version
 
 
 def find_gpu() -> tuple[str, str] | None:
-    """Return the name and the driver of the first GPU; None where there is none."""
+    """Return the name and the driver of the first GPU, or None without a GPU."""
     found = _output(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
     if not found:
         return None

@@ -26,6 +26,7 @@ from scripts.gpu.figures import Deadline, Figure, Results, line, write_whole
 from scripts.gpu.parts import HANG_S, Context, Item, SkippedError, Working, environment
 from scripts.gpu.rows import rows
 from scripts.gpu.timing import FLUSH_BYTES, MAX_SETS, Rotation, choose_sets, matching_leaves, tree_bytes
+from scripts.gpu.wrong_results import WrongResultError
 from scripts.gpu_check import NO_GPU, PARTS, load_part, main, parse, with_results
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -318,9 +319,9 @@ def test_nothing_is_timed_that_is_wrong():
     rotation = Rotation(scaled, struct, 4)
 
     def check(found):
-        raise numerics.WrongResultError("wrong")
+        raise WrongResultError("wrong")
 
-    with pytest.raises(numerics.WrongResultError):
+    with pytest.raises(WrongResultError):
         rotation.measure(rotation.compile(), lambda i: {"x": jnp.ones(3), "y": jnp.float32(2)}, check)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from scripts.gpu.figures import Figure, rounded
-from scripts.gpu.parts import AS_NEEDED, Context, Item, Program, SkippedError, Working
+from scripts.gpu.parts import AS_NEEDED, Context, Item, Program, SkippedError
 from scripts.gpu.timing import MIN_SETS, Rotation
 
 IS_ALONE: bool = False
@@ -22,7 +22,7 @@ def items(context: Context) -> list[Item]:
     return [Item("jax", 15.0), Item("torch", 15.0)]
 
 
-def run(item: str, context: Context) -> Iterator[Figure | Working]:
+def run(item: str, context: Context) -> Iterator[Figure]:
     """Measure one library."""
     yield from (_jax if item == "jax" else _torch)(context)
 

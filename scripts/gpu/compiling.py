@@ -5,8 +5,10 @@ import os
 from collections.abc import Callable, Generator
 from typing import Any
 
+import jax
+
 from scripts.gpu.driver import CompilationError
-from scripts.gpu.parts import Working
+from scripts.gpu.parts import AUTOTUNE_OFF, Working
 
 COMPILE_S = 150.0
 """Seconds that a program may take to compile, with all others at once and the device trying out its kernels."""
@@ -26,6 +28,11 @@ def compile_all(functions: dict[str, Callable[[], Any]]) -> Generator[Working, N
             found[futures[future]] = future.result() if error is None else error
             yield Working(f"compiling {len(functions)} programs, of which {len(found)} are ready", COMPILE_S)
     return found
+
+
+def compiled_without_autotuning(function: Callable[..., Any], *structs: Any) -> jax.stages.Compiled:
+    """Compile a program whose speed does not matter."""
+    return jax.jit(function).lower(*structs).compile(compiler_options=AUTOTUNE_OFF)
 
 
 def succeeded(result: Any) -> Any:

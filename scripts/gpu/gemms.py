@@ -11,13 +11,13 @@ import numpy as np
 
 from jaxserve.layers.linear import project
 from pallas_kernels.operation import Tolerance, compare_rows
-from scripts.gpu.compiling import compile_all, succeeded
-from scripts.gpu.driver import first_line, is_device_lost
+from scripts.gpu.compiling import compile_all, compiled_without_autotuning, succeeded
+from scripts.gpu.driver import is_device_lost
 from scripts.gpu.figures import Figure
 from scripts.gpu.models import config_of, head_dim_of
-from scripts.gpu.numerics import WrongResultError, compiled_without_autotuning
 from scripts.gpu.parts import AS_NEEDED, Context, Item, Program, Working
 from scripts.gpu.timing import GRAPH_OPTIONS, Rotation, choose_sets, tree_bytes
+from scripts.gpu.wrong_results import failure_note, require_right
 
 IS_ALONE: bool = False
 ENVIRONMENT: dict[str, str] = AS_NEEDED
@@ -40,8 +40,7 @@ def run(item: str, context: Context) -> Iterator[Figure | Working]:
         try:
             yield _measured(name, rotation, succeeded(compiled[name]), context)
         except Exception as error:
-            kind = "" if isinstance(error, WrongResultError) else f"{type(error).__name__}: "
-            yield Figure(part="gemms", name=name, value="fail", note=f"{kind}{first_line(error)}")
+            yield Figure(part="gemms", name=name, value="fail", note=failure_note(error))
             if is_device_lost(error):
                 raise
 
@@ -110,11 +109,8 @@ def _measured(name: str, rotation: Rotation, compiled: Any, context: Context) ->
         pair = make(0)
         expected = compiled_without_autotuning(_reference, rotation.struct)(pair)
         is_real = np.ones(found.shape[0], bool)
-        comparison = compare_rows(("product",), found, expected, is_real, Tolerance(1e-2, 1e-3 * found.shape[1] ** 0.5))
-        if not comparison.is_right:
-            raise WrongResultError(
-                f"not timed: worst row {comparison.worst:.2g} of what is allowed at {comparison.place}"
-            )
+        tolerance = Tolerance(1e-2, 1e-3 * found.shape[1] ** 0.5)
+        require_right(compare_rows(("product",), found, expected, is_real, tolerance))
 
     timing = rotation.measure(compiled, make, check)
     (num_rows, inner), outer = activations.shape, weight.shape[0]

@@ -12,13 +12,13 @@ import jax
 import numpy as np
 
 from pallas_kernels.registry import load, operation
-from scripts.gpu.compiling import compile_all, succeeded
-from scripts.gpu.driver import first_line, is_device_lost
+from scripts.gpu.compiling import compile_all, compiled_without_autotuning, succeeded
+from scripts.gpu.driver import is_device_lost
 from scripts.gpu.figures import Figure
-from scripts.gpu.numerics import WrongResultError, compiled_without_autotuning
 from scripts.gpu.parts import AS_NEEDED, AUTOTUNE_OFF, Context, Item, Program, SkippedError, Working
 from scripts.gpu.rows import H200, rows
 from scripts.gpu.timing import GRAPH_OPTIONS, MIN_SETS, Rotation, choose_sets, matching_leaves, tree_bytes
+from scripts.gpu.wrong_results import failure_note, require_right
 
 IS_ALONE: bool = False
 ENVIRONMENT: dict[str, str] = AS_NEEDED
@@ -45,8 +45,7 @@ class Bench(NamedTuple):
 
 def items(context: Context) -> list[Item]:
     """List the implementations of each operation, paged attention first, those in plain XLA last."""
-    found = [Item(f"{name}/{row}", 5.0 + 1.5 * len(_names(name, context))) for name, row in rows(context.is_tiny)]
-    return sorted(found, key=lambda item: item.name.endswith("/xla"))
+    return [Item(f"{name}/{row}", 5.0 + 1.5 * len(_names(name, context))) for name, row in rows(context.is_tiny)]
 
 
 def run(item: str, context: Context) -> Iterator[Figure | Working]:
@@ -87,8 +86,7 @@ def measure_all(
         try:
             yield _measured(part, label, name, bench, succeeded(compiled[bench.name]), context)
         except Exception as error:
-            kind = "" if isinstance(error, WrongResultError) else f"{type(error).__name__}: "
-            yield Figure(part=part, name=label, value="fail", note=f"{kind}{first_line(error)}")
+            yield Figure(part=part, name=label, value="fail", note=failure_note(error))
             if is_device_lost(error):
                 raise
 
@@ -220,10 +218,7 @@ def _measured(part: str, label: str, name: str, bench: Bench, compiled: _Compile
         inputs = compiled.make_inputs(seed, np.uint32(0))
         comparison = op.compare(bench.case, inputs, found, compiled.expected(inputs))
         worst = comparison.worst
-        if not comparison.is_right:
-            raise WrongResultError(
-                f"not timed: worst row {worst:.2g} of what is allowed at {comparison.place}, seed {seed}"
-            )
+        require_right(comparison, f", seed {seed}")
 
     timing = bench.rotation.measure(compiled.calls, make, check)
     cost = op.cost(bench.case)

@@ -7,7 +7,7 @@ that a result which is not written is likely to show.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,11 +15,12 @@ import numpy as np
 
 from pallas_kernels.operation import Comparison, input_shapes, prepared_shapes
 from pallas_kernels.registry import load, operation
-from scripts.gpu.compiling import compile_all, succeeded
-from scripts.gpu.driver import first_line, is_device_lost
+from scripts.gpu.compiling import compile_all, compiled_without_autotuning, succeeded
+from scripts.gpu.driver import is_device_lost
 from scripts.gpu.figures import Figure
 from scripts.gpu.parts import AS_NEEDED, AUTOTUNE_OFF, Context, Item, Program, SkippedError, Working
 from scripts.gpu.rows import H200, rows
+from scripts.gpu.wrong_results import WrongResultError, failure_note
 
 IS_ALONE: bool = False
 ENVIRONMENT: dict[str, str] = AS_NEEDED
@@ -30,16 +31,9 @@ _TOGETHER = 24  # cases that are compiled before the first of them runs
 _TINY = {"paged_attention": ("edges", "mixed", "window", "mixed_bf16_h64")}
 
 
-class WrongResultError(Exception):
-    """A result is not within its tolerance; the message says where."""
-
-
 def items(context: Context) -> list[Item]:
     """List the implementations of each operation, paged attention first, those in plain XLA last."""
-    found = []
-    for name, row in rows(context.is_tiny):
-        found.append(Item(f"{name}/{row}", 5.0 + 0.3 * len(_names(name, context))))
-    return sorted(found, key=lambda item: item.name.endswith("/xla"))
+    return [Item(f"{name}/{row}", 5.0 + 0.3 * len(_names(name, context))) for name, row in rows(context.is_tiny)]
 
 
 def run(item: str, context: Context) -> Iterator[Figure | Working]:
@@ -75,8 +69,7 @@ def figures_of(part: str, name: str, row: str, case_name: str, check: Any, conte
             if not found.is_right:
                 raise WrongResultError(notes[-1])
     except Exception as problem:
-        kind = "" if isinstance(problem, WrongResultError) else f"{type(problem).__name__}: "
-        yield Figure(part=part, name=label, value="fail", note=f"{kind}{first_line(problem)}")
+        yield Figure(part=part, name=label, value="fail", note=failure_note(problem))
         if is_device_lost(problem):
             raise
         return
@@ -140,11 +133,6 @@ class Check:
         jax.block_until_ready(jax.device_put(self._poison))  # freed at once: the result is likely to take its place
         found = self._run(prepared)
         return found, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(found)]
-
-
-def compiled_without_autotuning(function: Callable[..., Any], *structs: Any) -> jax.stages.Compiled:
-    """Compile a program whose speed does not matter."""
-    return jax.jit(function).lower(*structs).compile(compiler_options=AUTOTUNE_OFF)
 
 
 def _split_refused(name: str, row: str, names: list[str]) -> tuple[list[str], dict[str, str]]:

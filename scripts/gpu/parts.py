@@ -65,7 +65,7 @@ class Context:
     wrong: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def least_s(self, num_bytes: float, flops: float = 0.0) -> float | None:
-        """Return the time that the measured ceilings allow; None where there are none."""
+        """Return the time that the measured ceilings allow, or None before they are measured."""
         if self.copy_bytes_s is None or self.flops_s is None:
             return None
         return max(num_bytes / self.copy_bytes_s, flops / self.flops_s)

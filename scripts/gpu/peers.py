@@ -18,15 +18,15 @@ import numpy as np
 from pallas_kernels.operation import Tolerance, compare_rows
 from pallas_kernels.paged_attention import BENCHES
 from scripts.gpu.ceilings import torch_seconds
-from scripts.gpu.compiling import compile_all, succeeded
+from scripts.gpu.compiling import compile_all, compiled_without_autotuning, succeeded
 from scripts.gpu.driver import first_line, is_device_lost
 from scripts.gpu.figures import Figure, rounded
 from scripts.gpu.kernels import make_bench, measure_all
 from scripts.gpu.models import config_of, sizes_of
-from scripts.gpu.numerics import WrongResultError
-from scripts.gpu.parts import AS_NEEDED, AUTOTUNE_OFF, Context, Item, Program, SkippedError, Working
+from scripts.gpu.parts import AS_NEEDED, Context, Item, Program, SkippedError, Working
 from scripts.gpu.peer_paged_attention import JaxPagedAttention, suited
 from scripts.gpu.timing import Rotation, choose_sets, tree_bytes
+from scripts.gpu.wrong_results import WrongResultError, require_right
 
 IS_ALONE: bool = True
 ENVIRONMENT: dict[str, str] = AS_NEEDED
@@ -173,12 +173,12 @@ def _check_dense(reference: Callable[[Any], jax.Array], make: Callable[[int], An
     Raises:
         WrongResultError: They differ.
     """
-    expected = jax.jit(reference, compiler_options=AUTOTUNE_OFF)(make(0)).astype(jnp.float32)
+    arrays = make(0)
+    expected = compiled_without_autotuning(reference, arrays)(arrays).astype(jnp.float32)
     is_real = np.ones(found.shape[:-1], bool)
     # Both round their weights and results to bfloat16.
-    comparison = compare_rows(("attention",), found, expected, is_real, Tolerance(2e-2, 1e-3 * _HEAD_DIM**0.5))
-    if not comparison.is_right:
-        raise WrongResultError(f"not timed: worst row {comparison.worst:.2g} of what is allowed at {comparison.place}")
+    tolerance = Tolerance(2e-2, 1e-3 * _HEAD_DIM**0.5)
+    require_right(compare_rows(("attention",), found, expected, is_real, tolerance))
 
 
 # ---------------------------------------------------------------- PyTorch

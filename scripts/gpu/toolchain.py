@@ -121,7 +121,7 @@ def _package_folders(package: str) -> list[Path]:
 
 
 def _assembler(root: Path) -> Assembler | None:
-    """Ask the ``ptxas`` of a folder for its version; None where there is none that runs."""
+    """Ask the ``ptxas`` of a folder for its version; None if it does not run."""
     try:
         done = subprocess.run(
             [str(root / "bin" / "ptxas"), "--version"], capture_output=True, text=True, timeout=20, check=True
