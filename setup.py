@@ -6,7 +6,6 @@ for where none of the others is found. On other systems than x86-64 Linux nothin
 """
 
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -18,9 +17,8 @@ from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).parent / "pallas_kernels" / "native"))
 
-from build_library import LIBRARY, SOURCES, build, find_compiler  # noqa: E402  (after the path that it lies on)
+from build_library import IS_SUPPORTED, LIBRARY, SOURCES, build, find_compiler  # noqa: E402  (after the path that it lies on)
 
-IS_SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64"
 COMPILER = find_compiler(os.environ) if IS_SUPPORTED else None
 
 
@@ -36,9 +34,8 @@ class BuildPy(build_py):
         if COMPILER is not None:
             try:
                 build(COMPILER, SOURCES, library)
-            except (
-                subprocess.CalledProcessError
-            ) as error:  # setuptools makes warnings of an editable build's exceptions
+            except subprocess.CalledProcessError as error:
+                # Setuptools makes warnings of other exceptions in an editable build.
                 raise SystemExit(f"building the native CPU kernels failed: {shlex.join(error.cmd)}") from error
         elif IS_SUPPORTED:
             self.warn("no C compiler was found: the native CPU kernels are left out, and XLA runs everything")

@@ -1,8 +1,6 @@
 """A wheel built from the tree, installed into a fresh environment, imports and has its command."""
 
-import importlib.util
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -11,28 +9,14 @@ import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.native_build import HAS_COMPILER, build_library
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ("jaxserve", "pallas_kernels", "sharding", "checkpoints")
 METADATA = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-
-
-def _load_build_library() -> Any:
-    """The module that builds the native kernels: it lies beside their sources, in no package."""
-    path = REPOSITORY / "pallas_kernels" / "native" / "build_library.py"
-    spec = importlib.util.spec_from_file_location("build_library", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-build_library = _load_build_library()
-IS_X86_LINUX = sys.platform == "linux" and platform.machine() == "x86_64"
-HAS_COMPILER = IS_X86_LINUX and build_library.find_compiler(os.environ) is not None
 
 
 def run(*command: str | Path, cwd: Path) -> str:

@@ -1,11 +1,9 @@
 """Build with setuptools, and ask for the package ziglang (100 MB) only where no other C compiler is found."""
 
 import os
-import platform
-import sys
 from typing import Any
 
-from build_library import find_compiler
+from build_library import IS_SUPPORTED, find_compiler
 from setuptools import build_meta
 
 ZIG = "ziglang>=0.15,<0.18"
@@ -31,5 +29,4 @@ def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
 
 def _compiler() -> list[str]:
     """Return ziglang where the native kernels can run and nothing else compiles them."""
-    is_supported = sys.platform == "linux" and platform.machine() == "x86_64"
-    return [ZIG] if is_supported and find_compiler(os.environ) is None else []
+    return [ZIG] if IS_SUPPORTED and find_compiler(os.environ) is None else []

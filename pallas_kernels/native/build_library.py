@@ -1,6 +1,7 @@
 """Find a C compiler and build the library of native kernels, while the package is installed: imports nothing of it."""
 
 import importlib.util
+import platform
 import re
 import shlex
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+IS_SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64"
 SOURCES = Path(__file__).resolve().parent
 LIBRARY = "libjaxserve_native.so"
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma")
@@ -43,7 +45,7 @@ class Compiler(NamedTuple):
 
 
 def find_compiler(environment: Mapping[str, str]) -> Compiler | None:
-    """Find a C compiler: the one that ``CC`` names, clang, gcc, or ziglang's; None where there is none."""
+    """Find a C compiler: the one that ``CC`` names, clang, gcc or ziglang's, or return None."""
     if environment.get("CC"):
         return Compiler(tuple(shlex.split(environment["CC"])))
     for name, oldest in OLDEST.items():

@@ -44,7 +44,7 @@ typedef struct {
 } Buffer;
 
 static _Thread_local struct {
-  Buffer call, job;  // of a caller, and of whoever computes a piece
+  Buffer call, split, job;  // of a caller, of one that splits its tiles, and of whoever computes a piece
   int is_known;
 } own;
 static pthread_key_t own_key;
@@ -53,6 +53,7 @@ static pthread_once_t own_once = PTHREAD_ONCE_INIT;
 static void free_own(void *unused) {
   (void)unused;
   free(own.call.memory);
+  free(own.split.memory);
   free(own.job.memory);
 }
 static void make_own_key(void) { pthread_key_create(&own_key, free_own); }
@@ -72,12 +73,14 @@ static void *reserve(Buffer *buffer, size_t size) {
   return buffer->memory;
 }
 
+static size_t whole_lines(size_t size) { return (size + 63) & ~(size_t)63; }
+
 static Partial partial_at(char *memory, int rows) {
   float *numbers = (float *)memory;
   return (Partial){numbers, numbers + rows, numbers + ((2 * rows + 15) & ~15)};
 }
 static size_t partial_bytes(int rows, int padded) {
-  return sizeof(float) * (((2 * rows + 15) & ~15) + (size_t)rows * padded + 16);
+  return whole_lines(sizeof(float) * (((2 * rows + 15) & ~15) + (size_t)rows * padded + 16));
 }
 
 // ---------------------------------------------------------------- attention
@@ -92,7 +95,7 @@ typedef struct {
   // With few tiles their chunks are handed out one by one: slots [tile][chunk] hold partials, the last to end merges.
   int is_split, most_chunks;
   char *slots;
-  size_t slot_bytes;
+  size_t slot_bytes;  // of a partial
   atomic_int *left;  // [tile] chunks that are not computed yet
   atomic_int failed;
   _Alignas(64) atomic_int next;
@@ -112,7 +115,7 @@ static Tile find_tile(const AttendJob *job, int index) {
   return (Tile){low, i / tiles, first, left < job->tile_tokens ? left : job->tile_tokens};
 }
 
-// The chunks of a tile: from the one that its first token sees first to the one behind its last.
+// The chunks of a tile: from the one that its first token sees first to the one after its last.
 static void chunks_of(const Attention *a, Tile tile, int *first, int *stop) {
   const int visible = a->context_lens[tile.row] - a->query_lens[tile.row] + tile.first + 1;
   *first = a->window && visible > a->window ? (visible - a->window) / CHUNK : 0;
@@ -121,16 +124,15 @@ static void chunks_of(const Attention *a, Tile tile, int *first, int *stop) {
 
 static void attend_tile(AttendJob *job, Tile tile) {
   const int rows = tile.count * (job->attention.num_heads / job->attention.num_kv_heads);
-  const size_t bytes = (partial_bytes(job->most_rows, job->padded) + 63) & ~(size_t)63;
-  char *memory = reserve(&own.job, 2 * bytes);
+  char *memory = reserve(&own.job, 2 * job->slot_bytes);
   if (!memory) {
     atomic_store(&job->failed, 1);
     return;
   }
-  Partial all = partial_at(memory, rows), more = partial_at(memory + bytes, rows);
+  Partial all = partial_at(memory, rows), more = partial_at(memory + job->slot_bytes, rows);
   int first, stop;
   chunks_of(&job->attention, tile, &first, &stop);
-  if (first >= stop) memset(memory, 0, bytes);  // they see nothing
+  if (first >= stop) memset(memory, 0, job->slot_bytes);  // they see nothing
   for (int chunk = first; chunk < stop; chunk++) {
     job->kernels->attend(&job->attention, tile, chunk, chunk == first ? all : more);
     if (chunk > first) job->kernels->merge(all, more, rows, job->padded);
@@ -253,25 +255,15 @@ EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
 
   job.most_chunks = (longest + CHUNK - 1) / CHUNK;
   if (most_tokens < job.tile_tokens) job.most_rows = most_tokens * group;
-  job.slot_bytes = (partial_bytes(job.most_rows, job.padded) + 63) & ~(size_t)63;
+  job.slot_bytes = partial_bytes(job.most_rows, job.padded);
   const int64_t split_bytes = (int64_t)job.num_tiles * job.most_chunks * (int64_t)job.slot_bytes;
   job.is_split = num_threads() > 1 && job.num_tiles < 4 * num_threads() && job.most_chunks > 1 && split_bytes < SPLIT_BYTES;
   if (job.is_split) {  // the same arithmetic in the same order, by more threads
-    const size_t firsts = (sizeof(int) * (job.num_rows + 1) + 63) & ~(size_t)63;
-    const size_t lefts = (sizeof(atomic_int) * job.num_tiles + 63) & ~(size_t)63;
-    const size_t slots = (size_t)split_bytes;
-    Buffer old = own.call;
-    own.call = (Buffer){0};
-    char *memory = reserve(&own.call, firsts + lefts + slots);
-    if (!memory) {
-      own.call = old;
-      return ffi_error(frame, "jaxserve_attend: out of memory");
-    }
-    memcpy(memory, first, sizeof(int) * (job.num_rows + 1));
-    free(old.memory);
-    job.first_piece = (int *)memory;
-    job.left = (atomic_int *)(memory + firsts);
-    job.slots = memory + firsts + lefts;
+    const size_t lefts = whole_lines(sizeof(atomic_int) * job.num_tiles);
+    char *memory = reserve(&own.split, lefts + (size_t)split_bytes);
+    if (!memory) return ffi_error(frame, "jaxserve_attend: out of memory");
+    job.left = (atomic_int *)memory;
+    job.slots = memory + lefts;
     for (int i = 0; i < job.num_tiles; i++) {
       int begin, stop;
       const Tile tile = find_tile(&job, i);

@@ -19,6 +19,7 @@ import pytest
 
 from pallas_kernels import linear_native, native_library, paged_attention, paged_attention_native, paged_attention_xla
 from pallas_kernels.paged_attention import CASES, Case
+from tests.native_build import build_library
 
 REPOSITORY = Path(__file__).parents[2]
 needs_native = pytest.mark.skipif(
@@ -263,11 +264,6 @@ def test_avx2_is_right_too():
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc with its sanitizers")
 def test_no_undefined_behaviour(tmp_path):
-    sys.path.insert(0, str(REPOSITORY / "pallas_kernels" / "native"))
-    try:
-        import build_library  # pyright: ignore[reportMissingImports]  (it lies beside the sources)
-    finally:
-        sys.path.pop(0)
     library = tmp_path / "libchecked.so"
     compiler = build_library.Compiler(("gcc",))
     flags = ("-fsanitize=undefined,bounds-strict", "-fno-sanitize-recover=all", "-O1")
