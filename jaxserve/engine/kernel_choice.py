@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from jaxserve.layers.attention import choose_attention
 from jaxserve.layers.model_config import ModelConfig
-from jaxserve.layers.parallel import DtypePolicy
+from jaxserve.layers.parallel import DtypePolicy, Parallel
 from jaxserve.sampling.sampler import choose_truncation
 from pallas_kernels import OPERATIONS, PagedAttention, choose
 from pallas_kernels.truncation import Truncation
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 def heads_per_device(model: ModelConfig, layout: ShardingLayout, mesh: Mesh) -> dict[str, int]:
-    """Count the query and KV heads on each device, as ``Attention`` splits them."""
-    axis = layout.mesh_axis("q_heads")
-    size = 1 if axis is None else mesh.shape[axis]
-    return {"num_heads": model.num_heads // size, "num_kv_heads": max(1, model.num_kv_heads // size)}
+    """Count the query and KV heads on each device."""
+    parallel = Parallel.on_mesh(layout, mesh)
+    num_heads, num_kv_heads = parallel.heads_per_device(model.num_heads, model.num_kv_heads)
+    return {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
 
 
 def choose_kernel(device: Device, policy: DtypePolicy, name: str | None, **sizes: int) -> PagedAttention:

@@ -95,8 +95,7 @@ class ModelProgram:
     @property
     def parallel(self) -> Parallel:
         """The layout from a module's point of view."""
-        axis = self.layout.mesh_axis("q_heads")
-        return Parallel.from_layout(self.layout, 1 if axis is None else self.mesh.shape[axis])
+        return Parallel.on_mesh(self.layout, self.mesh)
 
     @functools.cached_property
     def abstract_model(self) -> AbstractModel:
@@ -112,9 +111,9 @@ class ModelProgram:
 
     def abstract_state(self) -> StepState:
         """Shapes and shardings of what the device keeps between steps."""
-        size = self.parallel.size
-        num_kv_heads = size * max(1, self.config.num_kv_heads // size)
-        specs = self.kernel.pool_specs(self.num_pages, self.page_size, num_kv_heads, self.config.head_dim)
+        _, num_kv_heads = self.parallel.heads_per_device(self.config.num_heads, self.config.num_kv_heads)
+        all_kv_heads = self.parallel.size * num_kv_heads
+        specs = self.kernel.pool_specs(self.num_pages, self.page_size, all_kv_heads, self.config.head_dim)
         pools = []
         for spec in specs:
             axes = ["kv_heads" if i == spec.heads_dimension else None for i in range(len(spec.shape))]

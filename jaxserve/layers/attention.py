@@ -67,8 +67,7 @@ class Attention(nnx.Module):
     """Grouped-query attention with a fused projection: on each device its query, key and value heads, in this order."""
 
     def __init__(self, config: ModelConfig, index: int, *, parallel: Parallel, policy: DtypePolicy):
-        self.num_heads = config.num_heads // parallel.size
-        self.num_kv_heads = max(1, config.num_kv_heads // parallel.size)
+        self.num_heads, self.num_kv_heads = parallel.heads_per_device(config.num_heads, config.num_kv_heads)
         self.head_dim = head_dim = config.head_dim
         self.scale = head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self.soft_cap = config.attention_soft_cap

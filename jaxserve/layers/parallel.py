@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from sharding import ShardingLayout
 
@@ -32,6 +33,16 @@ class Parallel:
             heads=layout.mesh_axis("q_heads"),
             ffn=layout.mesh_axis("ffn"),
         )
+
+    @classmethod
+    def on_mesh(cls, layout: ShardingLayout, mesh: Mesh) -> "Parallel":
+        """The view of a layout on a mesh."""
+        axis = layout.mesh_axis("q_heads")
+        return cls.from_layout(layout, 1 if axis is None else mesh.shape[axis])
+
+    def heads_per_device(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+        """Query and KV heads on each device: with fewer KV heads than devices, some devices hold the same one."""
+        return num_heads // self.size, max(1, num_kv_heads // self.size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
