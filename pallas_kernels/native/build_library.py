@@ -21,7 +21,9 @@ OBJECTS = {
     f"{name}_{isa}": (f"{name}.c", flags)
     for name in ("attention", "linear")
     for isa, flags in (("avx512", AVX512), ("avx2", AVX2))
-} | {name: (f"{name}.c", ()) for name in ("handlers", "threads")}
+} | {
+    name: (f"{name}.c", ()) for name in ("handlers", "threads", "attention_handler", "linear_handler", "write_handler")
+}
 # Sums are written as they are to be computed: a compiler of its own mind would change bits.
 FLAGS = (
     "-O3",

@@ -1,0 +1,184 @@
+// Attention, called by XLA: cuts a step into tiles and hands these to the threads.
+#include "handlers.h"
+
+static Partial partial_at(char *memory, int rows) {
+  float *numbers = (float *)memory;
+  return (Partial){numbers, numbers + rows, numbers + ((2 * rows + 15) & ~15)};
+}
+static size_t partial_bytes(int rows, int padded) {
+  return whole_lines(sizeof(float) * (((2 * rows + 15) & ~15) + (size_t)rows * padded + 16));
+}
+
+enum { SPLIT_BYTES = 64 << 20 };  // of partials, which are kept for the next call
+
+typedef struct {
+  Attention attention;
+  const Kernels *kernels;
+  const int *first_piece;  // [R + 1] number of the first tile of each row
+  int num_rows, num_tiles, tile_tokens, most_rows, padded;
+  // With few tiles their chunks are handed out one by one: slots [tile][chunk] hold partials, the last to end merges.
+  int is_split, most_chunks;
+  char *slots;
+  size_t slot_bytes;  // of a partial
+  atomic_int *left;  // [tile] chunks that are not computed yet
+  atomic_int failed;
+  _Alignas(64) atomic_int next;
+} AttendJob;
+
+static Tile find_tile(const AttendJob *job, int index) {
+  int low = 0, high = job->num_rows;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (job->first_piece[middle] <= index) low = middle;
+    else high = middle;
+  }
+  const int tiles = (job->first_piece[low + 1] - job->first_piece[low]) / job->attention.num_kv_heads;
+  const int i = index - job->first_piece[low];
+  const int first = (tiles - 1 - i % tiles) * job->tile_tokens;  // the longest first
+  const int left = job->attention.query_lens[low] - first;
+  return (Tile){low, i / tiles, first, left < job->tile_tokens ? left : job->tile_tokens};
+}
+
+// The chunks of a tile: from the one that its first token sees first to the one after its last.
+static void chunks_of(const Attention *a, Tile tile, int *first, int *stop) {
+  const int visible = a->context_lens[tile.row] - a->query_lens[tile.row] + tile.first + 1;
+  *first = a->window && visible > a->window ? (visible - a->window) / CHUNK : 0;
+  *stop = visible + tile.count - 1 > 0 ? (visible + tile.count - 1 + CHUNK - 1) / CHUNK : 0;
+}
+
+static void attend_tile(AttendJob *job, Tile tile) {
+  const int rows = tile.count * (job->attention.num_heads / job->attention.num_kv_heads);
+  char *memory = reserve(OF_JOB, 2 * job->slot_bytes);
+  if (!memory) {
+    atomic_store(&job->failed, 1);
+    return;
+  }
+  Partial all = partial_at(memory, rows), more = partial_at(memory + job->slot_bytes, rows);
+  int first, stop;
+  chunks_of(&job->attention, tile, &first, &stop);
+  if (first >= stop) memset(memory, 0, job->slot_bytes);  // they see nothing
+  for (int chunk = first; chunk < stop; chunk++) {
+    job->kernels->attend(&job->attention, tile, chunk, chunk == first ? all : more);
+    if (chunk > first) job->kernels->merge(all, more, rows, job->padded);
+  }
+  job->kernels->finish(&job->attention, tile, all);
+}
+
+static void attend_chunk(AttendJob *job, int index) {
+  const int tile_index = index / job->most_chunks, chunk = index % job->most_chunks;
+  const Tile tile = find_tile(job, tile_index);
+  int first, stop;
+  chunks_of(&job->attention, tile, &first, &stop);
+  if (chunk < first || chunk >= stop) return;
+  const int rows = tile.count * (job->attention.num_heads / job->attention.num_kv_heads);
+  char *slots = job->slots + (size_t)tile_index * job->most_chunks * job->slot_bytes;
+  job->kernels->attend(&job->attention, tile, chunk, partial_at(slots + chunk * job->slot_bytes, rows));
+  if (atomic_fetch_sub(&job->left[tile_index], 1) != 1) return;
+  Partial all = partial_at(slots + first * job->slot_bytes, rows);
+  for (int i = first + 1; i < stop; i++)
+    job->kernels->merge(all, partial_at(slots + i * job->slot_bytes, rows), rows, job->padded);
+  job->kernels->finish(&job->attention, tile, all);
+}
+
+static void attend_job(void *context) {
+  AttendJob *job = context;
+  const int pieces = job->is_split ? job->num_tiles * job->most_chunks : job->num_tiles;
+  for (int i; (i = atomic_fetch_add(&job->next, 1)) < pieces;) {
+    if (job->is_split) attend_chunk(job, i);
+    else attend_tile(job, find_tile(job, i));
+  }
+}
+
+// Zeros for tokens that no row owns; rows own consecutive tokens, in order.
+static void clear_unowned(const Attention *a, int num_rows, int64_t num_tokens) {
+  const int64_t token_size = (int64_t)a->num_heads * a->width;
+  int64_t done = 0;
+  for (int r = 0; r <= num_rows; r++) {
+    if (r < num_rows && a->query_lens[r] <= 0) continue;
+    const int64_t start = r < num_rows ? a->query_starts[r] : num_tokens;
+    if (start > done) memset(a->out + done * token_size, 0, sizeof(float) * (start - done) * token_size);
+    if (r < num_rows) done = start + a->query_lens[r];
+  }
+}
+
+static int are_attend_operands(FfiFrame *frame) {
+  const FfiBuffer *query = ffi_argument(frame, 0), *out = ffi_result(frame, 0), *table = ffi_argument(frame, 3);
+  if (frame->arguments.size != 7 || query->dtype != FFI_F32 || query->rank != 3) return 0;
+  if (out->dtype != FFI_F32 || elements(out) != elements(query)) return 0;
+  const int64_t heads = ffi_int(frame, "num_kv_heads"), width = query->dims[2];
+  if (heads <= 0 || query->dims[1] % heads || query->dims[1] / heads > MOST_GROUP || width > MOST_WIDTH) return 0;
+  if (!are_pools(ffi_argument(frame, 1), ffi_argument(frame, 2), heads, width, ffi_int(frame, "page_size"))) return 0;
+  for (int i = 4; i < 7; i++)
+    if (!is_s32(ffi_argument(frame, i), 1, table->dims[0])) return 0;
+  return is_s32(table, 2, table->dims[0]);
+}
+
+// Arguments: query f32 [T, N, H], keys [P, K, H, p], values [P, K, p, H] (flat rows [P, K * H * p] too), page_table s32
+// [R, M], context_lens, query_starts, query_lens s32 [R]. Attributes: num_kv_heads, page_size, window, scale, soft_cap.
+EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
+  if (ffi_answered_metadata(frame)) return 0;
+  if (!are_attend_operands(frame)) return ffi_error(frame, "jaxserve_attend: shapes or dtypes do not go together");
+  FfiBuffer *query = ffi_argument(frame, 0), *keys = ffi_argument(frame, 1), *table = ffi_argument(frame, 3);
+  AttendJob job = {.num_rows = (int)table->dims[0]};
+  Attention *a = &job.attention;
+  *a = (Attention){
+      .query = query->data,
+      .keys = keys->data,
+      .values = ffi_argument(frame, 2)->data,
+      .table = table->data,
+      .context_lens = ffi_argument(frame, 4)->data,
+      .query_starts = ffi_argument(frame, 5)->data,
+      .query_lens = ffi_argument(frame, 6)->data,
+      .out = ffi_result(frame, 0)->data,
+      .num_heads = (int)query->dims[1],
+      .num_kv_heads = ffi_int(frame, "num_kv_heads"),
+      .width = (int)query->dims[2],
+      .page_size = ffi_int(frame, "page_size"),
+      .table_width = (int)table->dims[1],
+      .is_bf16 = keys->dtype == FFI_BF16,
+      .scale = ffi_float(frame, "scale"),
+      .soft_cap = ffi_float(frame, "soft_cap"),
+      .window = ffi_int(frame, "window"),
+  };
+  const int group = a->num_heads / a->num_kv_heads;
+  job.kernels = choose_kernels(a->page_size);
+  job.tile_tokens = job.kernels->tile_tokens(group);
+  job.padded = job.kernels->padded_width(a->width);
+  job.most_rows = job.tile_tokens * group;
+  clear_unowned(a, job.num_rows, query->dims[0]);
+
+  int longest = 0, most_tokens = 0;
+  int *first = reserve(OF_CALL, sizeof(int) * (job.num_rows + 1));
+  if (!first) return ffi_error(frame, "jaxserve_attend: out of memory");
+  for (int r = 0; r < job.num_rows; r++) {
+    first[r] = job.num_tiles;
+    if (a->query_lens[r] <= 0) continue;
+    job.num_tiles += a->num_kv_heads * ((a->query_lens[r] + job.tile_tokens - 1) / job.tile_tokens);
+    if (a->context_lens[r] > longest) longest = a->context_lens[r];
+    if (a->query_lens[r] > most_tokens) most_tokens = a->query_lens[r];
+  }
+  first[job.num_rows] = job.num_tiles;
+  job.first_piece = first;
+
+  job.most_chunks = (longest + CHUNK - 1) / CHUNK;
+  if (most_tokens < job.tile_tokens) job.most_rows = most_tokens * group;
+  job.slot_bytes = partial_bytes(job.most_rows, job.padded);
+  const int64_t split_bytes = (int64_t)job.num_tiles * job.most_chunks * (int64_t)job.slot_bytes;
+  job.is_split = num_threads() > 1 && job.num_tiles < 4 * num_threads() && job.most_chunks > 1 && split_bytes < SPLIT_BYTES;
+  if (job.is_split) {  // the same arithmetic in the same order, by more threads
+    const size_t lefts = whole_lines(sizeof(atomic_int) * job.num_tiles);
+    char *memory = reserve(OF_SPLIT, lefts + (size_t)split_bytes);
+    if (!memory) return ffi_error(frame, "jaxserve_attend: out of memory");
+    job.left = (atomic_int *)memory;
+    job.slots = memory + lefts;
+    for (int i = 0; i < job.num_tiles; i++) {
+      int begin, stop;
+      const Tile tile = find_tile(&job, i);
+      chunks_of(a, tile, &begin, &stop);
+      atomic_init(&job.left[i], stop - begin);
+      if (begin >= stop) attend_tile(&job, tile);  // it sees nothing
+    }
+  }
+  run_job(attend_job, &job);
+  return atomic_load(&job.failed) ? ffi_error(frame, "jaxserve_attend: out of memory") : 0;
+}
