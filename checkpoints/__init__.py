@@ -10,6 +10,7 @@ This package imports nothing else of the repository and is useful alone:
 from checkpoints.convert import convert as convert
 from checkpoints.errors import CheckpointError as CheckpointError
 from checkpoints.hub import resolve_model as resolve_model
+from checkpoints.loader import Stored as Stored
 from checkpoints.loader import load_array as load_array
 from checkpoints.loader import load_arrays as load_arrays
 from checkpoints.orbax_io import save_orbax as save_orbax

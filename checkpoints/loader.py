@@ -38,8 +38,26 @@ class _Copy(NamedTuple):
     target_index: Index
 
 
+class Stored(NamedTuple):
+    """How an array is kept where that is not as it was stored.
+
+    Attributes:
+        convert: Gives a device's part as it is kept, from the part as it was stored; both on the host.
+        shape: Of the whole array as it is kept.
+        sharding: Of that; device by device it has the parts that the stored array's sharding has.
+    """
+
+    convert: Callable[[np.ndarray], np.ndarray]
+    shape: tuple[int, ...]
+    sharding: Any
+
+
 def load_array(
-    reader: CheckpointReader, recipe: TensorRecipe, dtype: DTypeLike, sharding: jax.sharding.Sharding
+    reader: CheckpointReader,
+    recipe: TensorRecipe,
+    dtype: DTypeLike,
+    sharding: jax.sharding.Sharding,
+    stored: Stored | None = None,
 ) -> jax.Array:
     """Load one array.
 
@@ -51,6 +69,7 @@ def load_array(
         recipe: how the array is put together.
         dtype: float32, float16 or bfloat16; stored tensors may be these or float64.
         sharding: of the array; only the parts of this process's devices are read.
+        stored: how to keep it; None keeps it as it was stored.
 
     Raises:
         CheckpointError: a source tensor is missing or has another shape, a dtype is not one of those, or reading fails.
@@ -64,8 +83,12 @@ def load_array(
     shards: list[jax.Array] = []
     for bounds, devices in owners.items():
         part = _assemble(reader, recipe, bounds, target)
+        if stored is not None:
+            part = stored.convert(part)
         copies = [jax.device_put(part, device) for device in devices]
         shards += jax.block_until_ready(copies)
+    if stored is not None:
+        return jax.make_array_from_single_device_arrays(stored.shape, stored.sharding, shards)
     return jax.make_array_from_single_device_arrays(recipe.shape, sharding, shards)
 
 
@@ -75,6 +98,7 @@ def load_arrays(
     dtypes: Mapping[str, DTypeLike] | DTypeLike,
     shardings: Mapping[str, jax.sharding.Sharding] | jax.sharding.Sharding,
     progress: Callable[[int, int], None] | None = None,
+    stored: Mapping[str, Stored] | None = None,
 ) -> dict[str, jax.Array]:
     """Load all arrays of a model, one after the other.
 
@@ -84,6 +108,7 @@ def load_arrays(
         dtypes: one for all, or one for each parameter.
         shardings: one for all, or one for each parameter.
         progress: called after each array with bytes done and bytes in total (of the global arrays).
+        stored: how to keep some of them.
 
     Returns:
         The arrays by parameter name, in the order of `recipes`.
@@ -98,7 +123,7 @@ def load_arrays(
     arrays: dict[str, jax.Array] = {}
     for name, recipe in recipes.items():
         sharding = shardings[name] if isinstance(shardings, Mapping) else shardings
-        arrays[name] = load_array(reader, recipe, targets[name], sharding)
+        arrays[name] = load_array(reader, recipe, targets[name], sharding, (stored or {}).get(name))
         done_bytes += sizes[name]
         if progress is not None:
             progress(done_bytes, total_bytes)

@@ -1,15 +1,53 @@
-"""Matrix multiplication of activations by a weight as checkpoints store it: interface, cases and a plain reference."""
+"""Matrix multiplication of activations by a stored weight, with what stands around it: interface, cases, reference.
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+An implementation owns how it stores a weight: ``packed_shape``, ``pack`` and its inverse ``unpack`` on the host,
+``rows`` and ``matmul`` inside programs. Only the linear layers, the embedding and the loader call these.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.operation import Comparison, Cost, Tolerance, compare_rows, in_pieces
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_new": partial(jax.nn.gelu, approximate=True),
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+class Norm(NamedTuple):
+    """Root-mean-square norm of each row before the product (arXiv:1910.07467)."""
+
+    weight: Float[Array, " inner"]
+    eps: float
+
+
+class Fused(NamedTuple):
+    """What is computed with a product.
+
+    Attributes:
+        norm: Norm of the rows, before it.
+        activation: One of ``ACTIVATIONS``; rows then hold gates, and behind them what the activated gates multiply.
+        bias: Added to the product.
+        scale: Multiplies product and bias.
+        residual: Added at the end.
+    """
+
+    norm: Norm | None = None
+    activation: str | None = None
+    bias: Float[Array, " outer"] | None = None
+    scale: float = 1.0
+    residual: Float[Array, "T outer"] | None = None
 
 
 @runtime_checkable
@@ -20,30 +58,81 @@ class LinearKernel(Protocol):
         """Return why it cannot run on such a device, or None; the dtype is that of the weight."""
         ...
 
-    def matmul(self, x: Float[Array, "T inner"], weight: Float[Array, "outer inner"]) -> Float[Array, "T outer"]:
-        """Compute ``x @ weight.T``, accumulated and returned in float32, which is never rounded below."""
+    def packed_shape(self, outer: int, inner: int, dtype: str) -> tuple[int, ...]:
+        """Return the shape of a packed weight; its first axis holds outputs, its second features."""
+        ...
+
+    def pack(self, weight: Float[np.ndarray, "outer inner"]) -> Float[np.ndarray, "..."]:
+        """Return a weight as it is stored, in its own dtype; it may be the same array."""
+        ...
+
+    def unpack(self, packed: Float[np.ndarray, "..."], outer: int, inner: int) -> Float[np.ndarray, "outer inner"]:
+        """Return the weight that was packed, bit for bit."""
+        ...
+
+    def rows(self, packed: Float[Array, "..."], indices: Int[Array, " T"], inner: int) -> Float[Array, "T inner"]:
+        """Return rows of the weight in its dtype; indices are in range."""
+        ...
+
+    def matmul(
+        self,
+        x: Float[Array, "T width"],
+        packed: Float[Array, "..."],
+        outer: int,
+        *,
+        fused: Fused,
+        num_rows: Int[Array, ""] | None = None,
+    ) -> Float[Array, "T outer"]:
+        """Compute ``x @ weight.T`` and what is fused with it.
+
+        Args:
+            x: Activations, [T, 2 inner] with an activation.
+            packed: The weight.
+            outer: Its outputs.
+            fused: What is computed with it.
+            num_rows: Rows in use, the first of the T; nothing is said of the others' results. None: all.
+
+        Returns:
+            The product, accumulated in float32: float32, or the residual's dtype where there is one.
+        """
         ...
 
 
 class Case(NamedTuple):
-    """A multiplication of [num_rows, num_in] by a weight [num_out, num_in]."""
+    """A product of [num_rows, num_in] with a weight [num_out, num_in]; the last ``num_padding`` rows are not in use."""
 
     num_rows: int
     num_in: int = 64
     num_out: int = 96
     dtype: str = "float32"
+    has_norm: bool = False
+    activation: str | None = None
+    has_bias: bool = False
+    scale: float = 1.0
+    has_residual: bool = False
+    num_padding: int = 0
 
 
 _PIECE = 128  # columns of a result that are compared together
+_EPS = 1e-5
 IS_IN_PLACE = False
 _SHAPES: Mapping[str, Case] = {
-    **{f"rows_{num_rows}": Case(num_rows) for num_rows in (1, 2, 3, 4, 5, 6, 7, 13, 64)},
+    **{f"rows_{num_rows}": Case(num_rows) for num_rows in (*range(1, 14), 16, 17, 31, 33, 64)},
     "odd_in": Case(5, num_in=37),
     "tiny": Case(3, num_in=3, num_out=1),
     "odd_out": Case(4, num_out=33),
     "two_outs": Case(9, num_out=2),
     "wide": Case(2, num_in=1536, num_out=200),
     "many_rows": Case(300, num_in=576, num_out=130),
+    "parts": Case(30, num_in=1700, num_out=72, has_residual=True),
+    "padded": Case(64, num_padding=50, has_norm=True),
+    "norm": Case(5, has_norm=True),
+    "norm_odd": Case(20, num_in=37, has_norm=True, has_bias=True),
+    "bias": Case(5, has_bias=True, num_out=70),
+    "residual": Case(7, has_residual=True, scale=0.22, has_bias=True),
+    "scale": Case(3, scale=2.5),
+    **{name: Case(6, num_in=45, activation=name) for name in ACTIVATIONS},
+    "gated_residual": Case(40, num_in=160, activation="silu", has_residual=True),
 }
 CASES: Mapping[str, Case] = _SHAPES | {
     f"{name}_bf16": case._replace(dtype="bfloat16") for name, case in _SHAPES.items()
@@ -59,45 +148,73 @@ BENCHES: Mapping[str, Case] = {
 
 
 class Inputs(NamedTuple):
-    """Arguments of a call."""
+    """Arguments of a call; ``weight`` is packed once they are prepared."""
 
-    x: Float[Array, "T inner"]
-    weight: Float[Array, "outer inner"]
+    x: Float[Array, "T width"]
+    weight: Float[Array, "..."]
+    norm_weight: Float[Array, " inner"] | None
+    bias: Float[Array, " outer"] | None
+    residual: Float[Array, "T outer"] | None
+
+    def fused(self, case: Case) -> Fused:
+        """What the case fuses."""
+        norm = None if self.norm_weight is None else Norm(self.norm_weight, _EPS)
+        return Fused(norm, case.activation, self.bias, case.scale, self.residual)
 
 
 def make_inputs(case: Case, key: jax.Array) -> Inputs:
-    """Make random activations in float32 and a random weight."""
-    left, right = jax.random.split(key)
-    weight = jax.random.normal(right, (case.num_out, case.num_in)) * case.num_in**-0.5
-    return Inputs(jax.random.normal(left, (case.num_rows, case.num_in)), weight.astype(case.dtype))
+    """Make random activations in float32 and random parameters."""
+    keys = jax.random.split(key, 5)
+    weight = jax.random.normal(keys[0], (case.num_out, case.num_in)) * case.num_in**-0.5
+    width = case.num_in if case.activation is None else 2 * case.num_in
+    gain = jax.random.uniform(keys[2], (case.num_in,), minval=0.5, maxval=1.5)
+    return Inputs(
+        2 * jax.random.normal(keys[1], (case.num_rows, width)),
+        weight.astype(case.dtype),
+        gain.astype(case.dtype) if case.has_norm else None,
+        jax.random.normal(keys[3], (case.num_out,)).astype(case.dtype) if case.has_bias else None,
+        jax.random.normal(keys[4], (case.num_rows, case.num_out)) if case.has_residual else None,
+    )
 
 
-def prepare(implementation: Any, case: Case, inputs: Inputs) -> Inputs:
-    """Return the inputs: weights are taken as checkpoints store them."""
-    del implementation, case
-    return inputs
+def prepare(implementation: LinearKernel, case: Case, inputs: Inputs) -> Inputs:
+    """Pack the weight; of shapes alone, give the packed one's."""
+    shape = jax.ShapeDtypeStruct(implementation.packed_shape(case.num_out, case.num_in, case.dtype), case.dtype)
+    packed = jax.pure_callback(lambda weight: implementation.pack(np.asarray(weight)), shape, inputs.weight)
+    return inputs._replace(weight=packed)
 
 
 def run(implementation: LinearKernel, case: Case, prepared: Inputs) -> Float[Array, "T outer"]:
     """Multiply."""
-    del case
-    return implementation.matmul(*prepared)
+    num_rows = jnp.int32(case.num_rows - case.num_padding) if case.num_padding else None
+    found = implementation.matmul(
+        prepared.x, prepared.weight, case.num_out, fused=prepared.fused(case), num_rows=num_rows
+    )
+    return jnp.where(_is_real(case), found, 0)
 
 
 def expected(case: Case, inputs: Inputs) -> Float[Array, "T outer"]:
-    """Multiply in float32."""
-    del case
-    return jnp.dot(inputs.x, inputs.weight.astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
+    """Compute all of it in float32."""
+    x = inputs.x
+    if inputs.norm_weight is not None:
+        mean = jnp.mean(jnp.square(x), -1, keepdims=True)
+        x = x * lax.rsqrt(mean + _EPS) * inputs.norm_weight.astype(jnp.float32)
+    if case.activation is not None:
+        x = ACTIVATIONS[case.activation](x[:, : case.num_in]) * x[:, case.num_in :]
+    y = jnp.dot(x, inputs.weight.astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
+    y = y if inputs.bias is None else y + inputs.bias.astype(jnp.float32)
+    y = y * case.scale
+    y = y if inputs.residual is None else y + inputs.residual
+    return jnp.where(_is_real(case), y, 0)
 
 
 def compare(
     case: Case, inputs: Inputs, found: Float[Array, "T outer"], expected: Float[Array, "T outer"]
 ) -> Comparison:
-    """Compare each row of the result in pieces of 128 columns; none is padding."""
+    """Compare each row of the result in pieces of 128 columns; rows that are not in use are padding."""
     del inputs
-    is_real = np.ones((case.num_rows, 1), bool)
     pieces = in_pieces(found, _PIECE), in_pieces(expected, _PIECE)
-    return compare_rows(("product",), *pieces, is_real, tolerance(case))
+    return compare_rows(("product",), *pieces, _is_real(case), tolerance(case))
 
 
 def tolerance(case: Case) -> Tolerance:
@@ -123,3 +240,7 @@ def sizes(case: Case) -> dict[str, int]:
 def dtype(case: Case) -> str:
     """The weight's."""
     return case.dtype
+
+
+def _is_real(case: Case) -> np.ndarray:
+    return (np.arange(case.num_rows) < case.num_rows - case.num_padding)[:, None]

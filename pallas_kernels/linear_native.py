@@ -1,14 +1,27 @@
 """Matrix multiplication in a native kernel for x86 CPUs, called through ``jax.ffi``.
 
-A row's result depends on the row and the weight alone, whatever the number of rows and threads. Weights stay as
-checkpoints store them. Activations are never rounded: weights in bfloat16 are widened in registers.
+Weights are stored in panels of 32 outputs, ``[panels, inner / kp, 32, kp]`` with kp = 1 for float32 and 2 for bfloat16;
+see ``pallas_kernels/native/linear.h``. A row's result depends on the row and the weight alone, whatever the number of
+rows and threads. Activations are rounded to bfloat16 only where the processor multiplies that itself (AMX); elsewhere
+weights in bfloat16 are widened in registers.
 """
+
+import ctypes
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.native_library import target, unavailable
+from pallas_kernels.linear import Fused
+from pallas_kernels.native_library import library, target, unavailable
+
+_PANEL_BITS = 5
+_PANEL = 1 << _PANEL_BITS
+_PAIRS_MULTIPLE = 32  # of features in bfloat16, so that tiles are whole
+_ALIGNMENT_BYTES = 64
+_ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_new": 3, "gelu_pytorch_tanh": 3, "relu": 4}
+_DTYPES = ("float32", "bfloat16")
 
 
 def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
@@ -16,12 +29,83 @@ def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> st
     del device_kind, sizes
     if platform != "cpu":
         return "native kernels run on CPUs"
-    if dtype not in ("float32", "bfloat16"):
-        return f"weights must be float32 or bfloat16, not {dtype}"
+    if dtype not in _DTYPES:
+        return f"weights must be {' or '.join(_DTYPES)}, not {dtype}"
     return unavailable()
 
 
-def matmul(x: Float[Array, "T inner"], weight: Float[Array, "outer inner"]) -> Float[Array, "T outer"]:
-    """Compute ``x @ weight.T`` in float32; see ``linear.LinearKernel``."""
-    struct = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call(target("linear"), struct)(x.astype(jnp.float32), weight, jnp.int32(x.shape[0]))
+def packed_shape(outer: int, inner: int, dtype: str) -> tuple[int, ...]:
+    """Return the shape of a packed weight; see ``linear.LinearKernel``."""
+    panels = -(-outer // _PANEL)
+    if jnp.dtype(dtype) == jnp.float32:
+        return panels, inner, _PANEL, 1
+    return panels, -(-inner // _PAIRS_MULTIPLE) * _PAIRS_MULTIPLE // 2, _PANEL, 2
+
+
+def pack(weight: Float[np.ndarray, "outer inner"]) -> Float[np.ndarray, "panels steps 32 kp"]:
+    """Return a weight in panels, aligned so that XLA takes it over without a copy."""
+    weight = np.ascontiguousarray(weight)
+    outer, inner = weight.shape
+    packed = _aligned(packed_shape(outer, inner, str(weight.dtype)), weight.dtype)
+    _convert(weight, packed, weight.shape, packed.shape, is_inverse=False)
+    return packed
+
+
+def unpack(packed: Float[np.ndarray, "panels steps 32 kp"], outer: int, inner: int) -> Float[np.ndarray, "outer inner"]:
+    """Return the weight that was packed, bit for bit."""
+    packed = np.ascontiguousarray(packed)
+    weight = _aligned((outer, inner), packed.dtype)
+    _convert(packed, weight, weight.shape, packed.shape, is_inverse=True)
+    return weight
+
+
+def rows(packed: Float[Array, "panels steps 32 kp"], indices: Int[Array, " T"], inner: int) -> Float[Array, "T inner"]:
+    """Return rows of a packed weight."""
+    found = packed[indices >> _PANEL_BITS, :, indices & (_PANEL - 1)]
+    return found.reshape(len(indices), -1)[:, :inner]
+
+
+def matmul(
+    x: Float[Array, "T width"],
+    packed: Float[Array, "panels steps 32 kp"],
+    outer: int,
+    *,
+    fused: Fused,
+    num_rows: Int[Array, ""] | None = None,
+) -> Float[Array, "T outer"]:
+    """Compute ``x @ weight.T`` and what is fused with it; see ``linear.LinearKernel``."""
+    nothing = jnp.zeros(0, jnp.float32)
+    residual = nothing if fused.residual is None else fused.residual.astype(jnp.float32)
+    inner = x.shape[1] if fused.activation is None else x.shape[1] // 2
+    found = jax.ffi.ffi_call(target("linear"), jax.ShapeDtypeStruct((x.shape[0], outer), jnp.float32))(
+        x.astype(jnp.float32),
+        packed,
+        nothing if fused.norm is None else fused.norm.weight,
+        nothing if fused.bias is None else fused.bias,
+        residual,
+        jnp.int32(x.shape[0]) if num_rows is None else num_rows,
+        num_in=np.int32(inner),
+        activation=np.int32(_ACTIVATIONS[fused.activation]),
+        eps=np.float32(0.0 if fused.norm is None else fused.norm.eps),
+        scale=np.float32(fused.scale),
+    )
+    return found if fused.residual is None else found.astype(fused.residual.dtype)
+
+
+def _convert(
+    source: np.ndarray, result: np.ndarray, plain: tuple[int, ...], packed: tuple[int, ...], is_inverse: bool
+) -> None:
+    library().jaxserve_pack(
+        ctypes.c_void_p(source.ctypes.data),
+        ctypes.c_void_p(result.ctypes.data),
+        *(ctypes.c_int64(size) for size in (*plain, packed[1] * packed[3])),
+        ctypes.c_int(source.dtype.itemsize),
+        ctypes.c_int(is_inverse),
+    )
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT_BYTES, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT_BYTES
+    return raw[start : start + size].view(dtype).reshape(shape)

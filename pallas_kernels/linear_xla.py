@@ -1,8 +1,15 @@
-"""Matrix multiplication by XLA. Runs anywhere; operands are rounded to the weight's dtype."""
+"""Matrix multiplication by XLA. Runs anywhere; weights are stored as checkpoints have them, [out, in].
+
+Operands are rounded to the weight's dtype; norms and activations give the dtype of the activations.
+"""
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.linear import ACTIVATIONS, Fused
+from pallas_kernels.qkv_write import normed
 
 
 def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
@@ -11,12 +18,54 @@ def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> st
     return None
 
 
-def matmul(x: Float[Array, "T inner"], weight: Float[Array, "outer inner"]) -> Float[Array, "T outer"]:
-    """Compute ``x @ weight.T`` in float32; see ``linear.LinearKernel``."""
-    return lax.dot_general(
-        x.astype(weight.dtype),
-        weight,
+def packed_shape(outer: int, inner: int, dtype: str) -> tuple[int, ...]:
+    """Return the weight's own shape."""
+    del dtype
+    return outer, inner
+
+
+def pack(weight: Float[np.ndarray, "outer inner"]) -> Float[np.ndarray, "outer inner"]:
+    """Return the weight itself."""
+    return weight
+
+
+def unpack(packed: Float[np.ndarray, "outer inner"], outer: int, inner: int) -> Float[np.ndarray, "outer inner"]:
+    """Return the weight itself."""
+    assert packed.shape == (outer, inner), packed.shape
+    return packed
+
+
+def rows(packed: Float[Array, "outer inner"], indices: Int[Array, " T"], inner: int) -> Float[Array, "T inner"]:
+    """Return rows of the weight."""
+    del inner
+    return packed[indices]
+
+
+def matmul(
+    x: Float[Array, "T width"],
+    packed: Float[Array, "outer inner"],
+    outer: int,
+    *,
+    fused: Fused,
+    num_rows: Int[Array, ""] | None = None,
+) -> Float[Array, "T outer"]:
+    """Compute ``x @ weight.T`` and what is fused with it; see ``linear.LinearKernel``."""
+    del outer, num_rows
+    if fused.norm is not None:
+        x = normed(x, *fused.norm)
+    if fused.activation is not None:
+        width = x.shape[1] // 2
+        x = ACTIVATIONS[fused.activation](x[:, :width]) * x[:, width:]
+    y = lax.dot_general(
+        x.astype(packed.dtype),
+        packed,
         (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
+        precision=lax.Precision.HIGHEST if packed.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
+    if fused.bias is not None:
+        y += fused.bias.astype(jnp.float32)
+    if fused.residual is not None:
+        y = y.astype(fused.residual.dtype)
+    y = y if fused.scale == 1.0 else y * fused.scale
+    return y if fused.residual is None else fused.residual + y

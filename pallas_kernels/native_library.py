@@ -1,8 +1,8 @@
 """Find the library of native CPU kernels, choose its threads, and register its handlers with XLA.
 
 ``setup.py`` builds it from ``pallas_kernels/native`` into this folder. It runs on x86-64 Linux with AVX2 or AVX-512,
-which is decided when it is loaded; elsewhere ``unavailable`` says why there is none. ``JAXSERVE_MAX_CPU_ISA=avx2``
-keeps it to AVX2, for the same bits on machines with AVX-512 and without.
+which is decided when it is loaded, and with AMX where the CPU has it; elsewhere ``unavailable`` says why there is none.
+``JAXSERVE_MAX_CPU_ISA`` (avx2, avx512 or amx) keeps it to older instructions, for the same bits on other machines.
 """
 
 import ctypes
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import jax
 
-VERSION = 1  # of handlers.c
+VERSION = 2  # of handlers.c
 PATH = Path(__file__).with_name("libjaxserve_native.so")
-_INSTRUCTIONS = ("neither AVX2 nor AVX-512", "avx2", "avx512")
+_INSTRUCTIONS = ("neither AVX2 nor AVX-512", "avx2", "avx512", "amx")
 _LIMIT = "JAXSERVE_MAX_CPU_ISA"
 _HANDLERS = ("attend", "write_kv", "linear")
 
@@ -64,7 +64,7 @@ def library() -> ctypes.CDLL:
 
 
 def instructions() -> str:
-    """Name the instruction set that the kernels use here: ``avx2`` or ``avx512``."""
+    """Name the newest instructions that the kernels use here: ``avx2``, ``avx512``, or ``amx`` (AVX-512 with tiles)."""
     return _INSTRUCTIONS[min(library().jaxserve_instructions(), _INSTRUCTIONS.index(_limit()))]
 
 
@@ -127,7 +127,7 @@ def _limit() -> str:
     """
     limit = os.environ.get(_LIMIT) or _INSTRUCTIONS[-1]
     if limit not in _INSTRUCTIONS[1:]:
-        raise ValueError(f"{_LIMIT}: expected {' or '.join(_INSTRUCTIONS[1:])}, got {limit!r}")
+        raise ValueError(f"{_LIMIT}: expected {', '.join(_INSTRUCTIONS[1:-1])} or {_INSTRUCTIONS[-1]}, got {limit!r}")
     return limit
 
 

@@ -88,8 +88,8 @@ def split_heads(
     return Heads(query, key, value)
 
 
-def normed(x: Float[Array, "T N H"], weight: Float[Array, " H"], eps: float) -> Float[Array, "T N H"]:
-    """Root-mean-square norm of each head, in float32, in the type of ``x``."""
+def normed(x: Float[Array, "... H"], weight: Float[Array, " H"], eps: float) -> Float[Array, "... H"]:
+    """Root-mean-square norm of the last axis, in float32, in the type of ``x``."""
     wide = x.astype(jnp.float32)
     scaled = wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps)
     return (scaled * weight.astype(jnp.float32)).astype(x.dtype)

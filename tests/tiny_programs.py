@@ -65,7 +65,9 @@ def random_params(program: ModelProgram, seed: int = 0) -> tuple[jax.Array, ...]
     generator = np.random.default_rng(seed)
     tensors = {name: generator.normal(0.0, 0.4, shapes[name]).astype(np.float32) for name in sorted(shapes)}
     params = []
-    for name, struct in program.abstract_model.params.items():
+    model = program.abstract_model
+    for name, struct in model.params.items():
+        assert name not in model.weights or model.weights[name].kernel == "xla", "weights are packed by the loader"
         array = np.zeros(struct.shape, np.float32)
         for source, source_start, target_start, shape in recipes[name].pieces:
             target = tuple(slice(start, start + size) for start, size in zip(target_start, shape, strict=True))

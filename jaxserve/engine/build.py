@@ -11,7 +11,13 @@ from checkpoints import resolve_model
 from jaxserve.config import EngineConfig
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.engine.buckets import Buckets
-from jaxserve.engine.kernel_choice import choose_kernel, choose_step_truncation, heads_per_device, with_linear
+from jaxserve.engine.kernel_choice import (
+    choose_kernel,
+    choose_policy,
+    choose_step_truncation,
+    heads_per_device,
+    with_narrow_pages,
+)
 from jaxserve.engine.memory import (
     MemoryNeeds,
     ask_for_gpu_memory,
@@ -23,12 +29,13 @@ from jaxserve.engine.memory import (
 from jaxserve.engine.processors import load_processors
 from jaxserve.engine.program import ModelProgram
 from jaxserve.errors import ConfigError
+from jaxserve.layers.cpu import has_bfloat16_products
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.layers.rows import ROW_TILE
 from jaxserve.models.loading import load_weights, read_model_config, resolve_dtype
 from jaxserve.models.weights import check_tensor_size
-from pallas_kernels.native_library import set_threads
+from pallas_kernels.native_library import set_threads, unavailable
 from sharding import MeshShape, data_slices, ensure_cpu_devices, get_layout, make_mesh
 from sharding.mesh import Device
 from sharding.plan import bytes_per_device
@@ -84,13 +91,16 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     mesh = make_mesh(MeshShape(data=config.data_parallel_size, tensor=config.tensor_parallel_size))
     device = mesh.devices.flat[0]
     check_tensor_size(model, config.tensor_parallel_size)
-    policy = DtypePolicy.for_platform(resolve_dtype(config.dtype, model, device.platform), device.platform)
-    policy = with_linear(policy, device, config.kernels)
+    widens = config.kernels != "xla" and unavailable() is None
+    dtype = resolve_dtype(config.dtype, model, device.platform, has_bfloat16_products() or widens)
+    policy = choose_policy(DtypePolicy.for_platform(dtype, device.platform), device, config.kernels)
     first, *others = data_slices(mesh)
     layout = get_layout(config.layout).on(first)
     page_size = config.block_size or 64
     sizes = {"page_size": page_size, "head_dim": model.head_dim, **heads_per_device(model, layout, first)}
-    kernel = choose_kernel(device, policy, config.attention_backend or config.kernels, **sizes)
+    backend = config.attention_backend or config.kernels
+    policy = with_narrow_pages(policy, device, backend, **sizes)
+    kernel = choose_kernel(device, policy, backend, **sizes)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     program = ModelProgram(
         config=model,
@@ -132,7 +142,8 @@ def _fewest_rows(device: Device, policy: DtypePolicy) -> int:
     XLA on CPUs makes a slow loop of such a product in a 16-bit type; on GPUs it converts whole stacks of weights for
     it, each time.
     """
-    return 1 if device.platform == "cpu" and policy.weights == "float32" else 2
+    is_fast = policy.weights == "float32" or policy.linear == "native"
+    return 1 if device.platform == "cpu" and is_fast else 2
 
 
 def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...]:
@@ -141,7 +152,7 @@ def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...
     Raises:
         CheckpointError: Files or tensors are missing, damaged, of other shapes, or not the model's.
     """
-    params = load_weights(plan.directory, plan.config, program.abstract_model.params, program.parallel.size)
+    params = load_weights(plan.directory, plan.config, program.abstract_model, program.parallel.size)
     return program.packing.pack(params)
 
 

@@ -11,6 +11,7 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel
 from jaxserve.sampling.sampler import choose_truncation
 from pallas_kernels import OPERATIONS, PagedAttention, choose
+from pallas_kernels.registry import load
 from pallas_kernels.truncation import Truncation
 from sharding import ShardingLayout
 from sharding.mesh import Device
@@ -34,14 +35,20 @@ def choose_kernel(device: Device, policy: DtypePolicy, name: str | None, **sizes
     return kernel
 
 
-def with_linear(policy: DtypePolicy, device: Device, kernels: str | None) -> DtypePolicy:
-    """Choose what multiplies by weights; by 16-bit ones XLA, which uses the processor's own instructions for them."""
-    is_left_to_xla = kernels is None and policy.weights != "float32"
+def choose_policy(policy: DtypePolicy, device: Device, kernels: str | None) -> DtypePolicy:
+    """Choose what multiplies by weights; the policy names it."""
     where = {"platform": device.platform, "device_kind": device.device_kind, "dtype": policy.weights}
-    choice = choose("linear", **where, name="xla" if is_left_to_xla else kernels)
-    why = f"which has instructions for {policy.weights} weights" if is_left_to_xla else choice.why
-    logger.info("Matrix multiplication: %s (%s)", choice.name, why)
+    choice = choose("linear", **where, name=kernels)
+    logger.info("Matrix multiplication: %s (%s)", choice.name, choice.why)
     return dataclasses.replace(policy, linear=choice.name)
+
+
+def with_narrow_pages(policy: DtypePolicy, device: Device, name: str | None, **sizes: int) -> DtypePolicy:
+    """Keep keys and values of 16-bit models in that type on CPUs too, where native kernels read them."""
+    if device.platform != "cpu" or policy.weights == policy.kv or name not in (None, "native"):
+        return policy
+    reason = load("paged_attention", "native").unsupported("cpu", device.device_kind, policy.weights, **sizes)
+    return policy if reason is not None else dataclasses.replace(policy, kv=policy.weights)
 
 
 def choose_step_truncation(device: Device, backend: str | None) -> Truncation:

@@ -46,7 +46,7 @@ def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.st
     """
     tile = program.row_tile
     assert tile is None or (shape.num_rows % tile == 0 and shape.num_tokens % tile == 0), (shape, tile)
-    graphdef, treedef, params = program.abstract_model
+    graphdef, treedef, params, _ = program.abstract_model
     attention = AttentionSettings(program.kernel, program.page_size, shape.decode_only, row_tile=tile)
     settings = StepSettings(attention, program.sampler, variant, shape.scores_prompt)
 
@@ -80,10 +80,10 @@ def run_step(
     model: CausalLM, state: StepState, batch: StepBatch, mask: Int[Array, "R words"], settings: StepSettings
 ) -> tuple[StepState, StepOutput]:
     """One step on one device of the mesh: embed, layers, head, sampler, and what the slots keep."""
-    num_rows = batch.slots.shape[0]
-    known = batch.tokens[:num_rows]
+    size = batch.slots.shape[0]
+    known = batch.tokens[:size]
     known = jnp.where(known < 0, state.latest.at[batch.slots].get(mode="clip"), known)
-    tokens = jnp.concatenate([known, batch.tokens[num_rows:]])
+    tokens = jnp.concatenate([known, batch.tokens[size:]])
     tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, known))
     attention = batch.attention
     hidden, pools = model.hidden(
@@ -91,8 +91,10 @@ def run_step(
     )
     variant = batch.variant if settings.variant == "any" else settings.variant
 
+    num_rows = attention.num_rows if settings.attention.row_tile is None else None
+
     def sampled_rows(hidden: Float[Array, "R D"], mask: Int[Array, "R words"], *numbers: Array) -> Any:
-        return sample(model.logits(hidden), SamplerInputs(*numbers), mask, tables, variant, settings.sampler)
+        return sample(model.logits(hidden, num_rows), SamplerInputs(*numbers), mask, tables, variant, settings.sampler)
 
     rows = (hidden[batch.sampled_tokens], mask, *sampler_inputs(batch))
     sampled, logprobs = map_rows(sampled_rows, rows, attention.num_rows, settings.attention.row_tile)

@@ -76,14 +76,16 @@ class Attention(nnx.Module):
         self.qk_norm = config.qk_norm
         self.mesh_axis = parallel.heads
         width = parallel.size * (self.num_heads + 2 * self.num_kv_heads) * head_dim
+        parts = parallel.parts(parallel.heads)
         self.qkv = ColumnParallelLinear(
-            config.hidden_size, width, outer_axis="q_heads", bias=config.qkv_bias, policy=policy
+            config.hidden_size, width, outer_axis="q_heads", parts=parts, bias=config.qkv_bias, policy=policy
         )
         self.out = RowParallelLinear(
             config.num_heads * head_dim,
             config.hidden_size,
             inner_axis="q_heads",
             mesh_axis=parallel.heads,
+            parts=parts,
             bias=config.out_bias,
             policy=policy,
         )
@@ -95,9 +97,14 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(q_width, eps=config.norm_eps, policy=policy, axis="q_heads")
             self.k_norm = RMSNorm(k_width, eps=config.norm_eps, policy=policy, axis="kv_heads")
 
-    def project(self, x: Float[Array, "T D"]) -> Float[Array, "T width"]:
-        """Queries, keys and values of tokens, each with its heads one behind the other."""
-        qkv = self.qkv(x)
+    def project(
+        self, x: Float[Array, "T D"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
+    ) -> Float[Array, "T width"]:
+        """Queries, keys and values of normed tokens, each with its heads one after the other.
+
+        Nothing is said of rows from ``num_rows`` on, where that is given.
+        """
+        qkv = self.qkv(x, norm=norm, num_rows=num_rows)
         if self.qk_norm != "width":
             return qkv
         q_width, k_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -143,9 +150,17 @@ class Attention(nnx.Module):
             row_tile=settings.row_tile,
         )
 
-    def output(self, attended: Float[Array, "T N H"]) -> Float[Array, "T D"]:
-        """All heads together, projected."""
-        return self.out(attended.reshape(attended.shape[0], -1))
+    def output(
+        self,
+        attended: Float[Array, "T N H"],
+        *,
+        residual: Float[Array, "T D"] | None = None,
+        scale: float = 1.0,
+        num_rows: Int[Array, ""] | None = None,
+    ) -> Float[Array, "T D"]:
+        """Compute ``residual + scale * projection`` of all heads together, of ``num_rows`` rows where that is given."""
+        attended = attended.reshape(attended.shape[0], -1)
+        return self.out(attended, residual=residual, scale=scale, num_rows=num_rows)
 
     def _rotation(self, cos: Float[Array, "T half"], sin: Float[Array, "T half"]) -> Rotation | None:
         return (cos, sin) if self.is_rotated else None

@@ -1,7 +1,9 @@
 """One decoder layer: attention and MLP, each on a residual branch."""
 
+from functools import partial
+
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings, Pools
 from jaxserve.layers.mlp import GatedMLP
@@ -30,7 +32,8 @@ class DecoderLayer(nnx.Module):
         num_tokens, tile = inputs.num_tokens, settings.row_tile
         query, pools = self._written(x, pools, inputs, settings)
         attended = self.attention.attend(query, pools, inputs.batch, settings)
-        return map_rows(self._after_attention, (x, attended), num_tokens, tile), pools
+        after = partial(self._after_attention, num_rows=num_tokens if tile is None else None)
+        return map_rows(after, (x, attended), num_tokens, tile), pools
 
     def _written(
         self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
@@ -41,21 +44,25 @@ class DecoderLayer(nnx.Module):
         """
         num_tokens, tile = inputs.num_tokens, settings.row_tile
         if settings.kernel.writer is not None and tile is None:
-            return self.attention.write_projected(self._projected(x), pools, inputs, settings)
+            return self.attention.write_projected(self._projected(x, num_tokens), pools, inputs, settings)
         heads = map_rows(self._heads, (x, inputs.cos, inputs.sin), num_tokens, tile)
         return heads.query, settings.kernel.write_kv(pools, heads.key, heads.value, inputs.batch, settings.page_size)
 
-    def _projected(self, x: Float[Array, "T D"]) -> Float[Array, "T width"]:
-        return self.attention.project(x if self.norm_after else self.attention_norm(x))
+    def _projected(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
+        return self.attention.project(x, norm=None if self.norm_after else self.attention_norm, num_rows=num_rows)
 
     def _heads(self, x: Float[Array, "T D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]) -> Heads:
         return self.attention.heads(self._projected(x), cos, sin)
 
-    def _after_attention(self, x: Float[Array, "T D"], attended: Float[Array, "T N H"]) -> Float[Array, "T D"]:
-        branch = self.attention.output(attended)
-        x = self._add(x, self.attention_norm(branch) if self.norm_after else branch)
-        branch = self.mlp(x if self.norm_after else self.mlp_norm(x))
-        return self._add(x, self.mlp_norm(branch) if self.norm_after else branch)
+    def _after_attention(
+        self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
+    ) -> Float[Array, "T D"]:
+        if not self.norm_after:
+            scale = self.residual_multiplier
+            x = self.attention.output(attended, residual=x, scale=scale, num_rows=num_rows)
+            return self.mlp(x, norm=self.mlp_norm, residual=x, scale=scale, num_rows=num_rows)
+        x = self._add(x, self.attention_norm(self.attention.output(attended, num_rows=num_rows)))
+        return self._add(x, self.mlp_norm(self.mlp(x, num_rows=num_rows)))
 
     def _add(self, x: Float[Array, "T D"], branch: Float[Array, "T D"]) -> Float[Array, "T D"]:
         return x + (branch if self.residual_multiplier == 1.0 else branch * self.residual_multiplier)

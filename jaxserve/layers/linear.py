@@ -1,49 +1,132 @@
 """Linear layers, whole or split over a mesh axis (Megatron-LM, arXiv:1909.08053)."""
 
+from typing import Any, NamedTuple
+
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import DtypePolicy
+from pallas_kernels.linear import Fused, LinearKernel, Norm
 from pallas_kernels.registry import load
 from sharding.collectives import all_reduce
 
 
-def project(
-    x: Float[Array, "T inner"], weight: Float[Array, "outer inner"], kernel: str = "xla"
-) -> Float[Array, "T outer"]:
-    """Compute ``x @ weight.T`` in float32, by an implementation of the operation ``linear``."""
-    return load("linear", kernel).matmul(x, weight)
+class PlainWeight(NamedTuple):
+    """A weight as checkpoints have it: its global shape, its logical axes, and the implementation that packs it."""
+
+    shape: tuple[int, int]
+    axes: tuple[str, str]
+    kernel: str
+
+
+def linear_kernel(name: str) -> LinearKernel:
+    """An implementation of the operation ``linear``."""
+    return load("linear", name)
+
+
+def packed_param(
+    shape: tuple[int, int], axes: tuple[str, str], parts: tuple[int, int], policy: DtypePolicy
+) -> nnx.Param[Any]:
+    """A weight [out, in] as the policy's implementation stores it, each device's part packed on its own.
+
+    Args:
+        shape: Of the whole weight.
+        axes: Logical axes of outputs and features.
+        parts: Devices that each of them is split over.
+        policy: Names the implementation and the dtype.
+    """
+    outer, inner = (size // count for size, count in zip(shape, parts, strict=True))
+    first, second, *rest = linear_kernel(policy.linear).packed_shape(outer, inner, policy.weights)
+    return nnx.Param(
+        jnp.zeros((first * parts[0], second * parts[1], *rest), policy.weights),
+        axes=(*axes, *[None] * len(rest)),
+        plain=PlainWeight(shape, axes, policy.linear),
+    )
 
 
 class ColumnParallelLinear(nnx.Module):
-    """``x @ W.T + b`` with the rows of W, stored [out, in], split: each device computes its own outputs."""
+    """``x @ W.T + b`` with the outputs of W split: each device computes its own.
 
-    def __init__(self, inner: int, outer: int, *, outer_axis: str, bias: bool, policy: DtypePolicy):
-        self.weight = nnx.Param(jnp.zeros((outer, inner), policy.weights), axes=(outer_axis, "embed"))
+    Args:
+        inner: Features.
+        outer: Outputs on all devices.
+        outer_axis: Logical axis of the outputs.
+        parts: Devices that they are split over.
+        bias: Whether there is one.
+        policy: Element types.
+    """
+
+    def __init__(self, inner: int, outer: int, *, outer_axis: str, parts: int = 1, bias: bool, policy: DtypePolicy):
+        self.weight = packed_param((outer, inner), (outer_axis, "embed"), (parts, 1), policy)
         self.bias = nnx.Param(jnp.zeros((outer,), policy.weights), axes=(outer_axis,)) if bias else None
+        self.outer = outer // parts
         self.dtype, self.kernel = policy.activations_dtype, policy.linear
 
-    def __call__(self, x: Float[Array, "T inner"]) -> Float[Array, "T outer"]:
-        y = project(x, self.weight[...], self.kernel)
-        if self.bias is not None:
-            y += self.bias[...].astype(jnp.float32)
-        return y.astype(self.dtype)
+    def __call__(
+        self, x: Float[Array, "T inner"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
+    ) -> Float[Array, "T outer"]:
+        """Compute a device's outputs from the normed rows; of ``num_rows`` rows alone where that is given."""
+        fused = Fused(norm=fused_norm(norm), bias=None if self.bias is None else self.bias[...])
+        kernel = linear_kernel(self.kernel)
+        return kernel.matmul(x, self.weight[...], self.outer, fused=fused, num_rows=num_rows).astype(self.dtype)
 
 
 class RowParallelLinear(nnx.Module):
-    """``x @ W.T + b`` with the columns of W, stored [out, in], split: devices' partial sums are added up."""
+    """``x @ W.T + b`` with the features of W split: devices' partial sums are added up.
+
+    Args:
+        inner: Features on all devices.
+        outer: Outputs.
+        inner_axis: Logical axis of the features.
+        mesh_axis: Mesh axis that they are split over; None for none.
+        parts: Devices along it.
+        bias: Whether there is one.
+        policy: Element types.
+    """
 
     def __init__(
-        self, inner: int, outer: int, *, inner_axis: str, mesh_axis: str | None, bias: bool, policy: DtypePolicy
+        self,
+        inner: int,
+        outer: int,
+        *,
+        inner_axis: str,
+        mesh_axis: str | None,
+        parts: int = 1,
+        bias: bool,
+        policy: DtypePolicy,
     ):
-        self.weight = nnx.Param(jnp.zeros((outer, inner), policy.weights), axes=("embed", inner_axis))
+        self.weight = packed_param((outer, inner), ("embed", inner_axis), (1, parts), policy)
         self.bias = nnx.Param(jnp.zeros((outer,), policy.weights), axes=("embed",)) if bias else None
-        self.mesh_axis = mesh_axis
+        self.outer, self.mesh_axis = outer, mesh_axis
         self.dtype, self.kernel = policy.activations_dtype, policy.linear
 
-    def __call__(self, x: Float[Array, "T inner"]) -> Float[Array, "T outer"]:
-        y = all_reduce(project(x, self.weight[...], self.kernel), self.mesh_axis)
-        if self.bias is not None:
-            y += self.bias[...].astype(jnp.float32)
-        return y.astype(self.dtype)
+    def __call__(
+        self,
+        x: Float[Array, "T width"],
+        *,
+        activation: str | None = None,
+        residual: Float[Array, "T outer"] | None = None,
+        scale: float = 1.0,
+        num_rows: Int[Array, ""] | None = None,
+    ) -> Float[Array, "T outer"]:
+        """Compute ``residual + scale * (x @ W.T + b)``, of ``num_rows`` rows alone where that is given.
+
+        With an activation, rows hold gates, and behind them what the activated gates multiply.
+        """
+        bias = None if self.bias is None else self.bias[...]
+        kernel, weight = linear_kernel(self.kernel), self.weight[...]
+        if self.mesh_axis is None:
+            fused = Fused(activation=activation, bias=bias, scale=scale, residual=residual)
+            return kernel.matmul(x, weight, self.outer, fused=fused, num_rows=num_rows).astype(self.dtype)
+        partial = kernel.matmul(x, weight, self.outer, fused=Fused(activation=activation), num_rows=num_rows)
+        y = all_reduce(partial, self.mesh_axis)
+        y = (y if bias is None else y + bias.astype(jnp.float32)).astype(self.dtype)
+        y = y if scale == 1.0 else y * scale
+        return y if residual is None else residual + y
+
+
+def fused_norm(norm: RMSNorm | None) -> Norm | None:
+    """What a kernel needs of a norm."""
+    return None if norm is None else Norm(norm.weight[...], norm.eps)

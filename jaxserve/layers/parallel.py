@@ -40,6 +40,10 @@ class Parallel:
         axis = layout.mesh_axis("q_heads")
         return cls.from_layout(layout, 1 if axis is None else mesh.shape[axis])
 
+    def parts(self, mesh_axis: str | None) -> int:
+        """Devices that something on a mesh axis is split over: all of the tensor axis, or one."""
+        return 1 if mesh_axis is None else self.size
+
     def heads_per_device(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
         """Query and KV heads on each device: with fewer KV heads than devices, some devices hold the same one."""
         return num_heads // self.size, max(1, num_kv_heads // self.size)

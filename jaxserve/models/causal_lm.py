@@ -76,16 +76,18 @@ class CausalLM(nnx.Module):
         return x, written
 
     def logits(
-        self, hidden: Float[Array, "R D"], num_rows: Int[Array, ""] | int = 0, row_tile: int | None = None
+        self, hidden: Float[Array, "R D"], num_rows: Int[Array, ""] | None = None, row_tile: int | None = None
     ) -> Float[Array, "R V"]:
         """Scores of the vocabulary, float32, from hidden states.
 
         Args:
             hidden: Hidden states before the head's norm.
-            num_rows: Rows in use, the first of the R; read where there is a ``row_tile``.
+            num_rows: Rows in use, the first of the R; nothing is said of the others. None: all.
             row_tile: Rows that are computed together; None computes all at once.
         """
-        return map_rows(self._scores, (hidden,), num_rows, row_tile)
+        if row_tile is None:
+            return self._scores(hidden, num_rows)
+        return map_rows(self._scores, (hidden,), len(hidden) if num_rows is None else num_rows, row_tile)
 
     def final(self, hidden: Float[Array, "R D"]) -> Float[Array, "R D"]:
         """What the head reads, and what stands for a text as a vector: hidden states behind the head's norm."""
@@ -100,9 +102,9 @@ class CausalLM(nnx.Module):
             x = x * self.config.embedding_multiplier
         return x, *rope_cos_sin(self.config.rope, positions, lengths)
 
-    def _scores(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
+    def _scores(self, hidden: Float[Array, "R D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "R V"]:
         head = self.embed if self.head is None else self.head
-        scores = head.logits(self.final(hidden))
+        scores = head.logits(hidden, norm=self.norm, num_rows=num_rows)
         return scores if self.config.logits_divisor == 1.0 else scores / self.config.logits_divisor
 
     def __call__(self, tokens: Int[Array, "B T"] | Int[np.ndarray, "B T"]) -> Float[Array, "B T V"]:
@@ -123,12 +125,27 @@ class CausalLM(nnx.Module):
         return self.logits(x).reshape(num_rows, length, -1)
 
 
+class UnpackedWeight(NamedTuple):
+    """A weight as checkpoints have it, before it is packed: shape, type and sharding; and what packs it."""
+
+    struct: jax.ShapeDtypeStruct
+    kernel: str
+
+
 class AbstractModel(NamedTuple):
-    """A module's structure, its state's, and each parameter's shape, type and sharding by path, in flat order."""
+    """A module without values.
+
+    Attributes:
+        graphdef: Its structure.
+        treedef: Its state's structure.
+        params: Shape, type and sharding of each parameter by its path, in flat order.
+        weights: Of each packed parameter by its path: how checkpoints have it.
+    """
 
     graphdef: nnx.GraphDef
     treedef: Any
     params: dict[str, jax.ShapeDtypeStruct]
+    weights: dict[str, UnpackedWeight]
 
 
 def abstract_model(
@@ -139,12 +156,15 @@ def abstract_model(
 ) -> AbstractModel:
     """A model without values; ``sharding`` says where a parameter goes from its logical axes."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: CausalLM(config, parallel=parallel, policy=policy)))
-    params = {}
+    params, weights = {}, {}
     for path, variable in nnx.to_flat_state(state):
-        value = variable.get_value()
-        placed = sharding(variable.get_metadata()["axes"])
-        params[".".join(map(str, path))] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=placed)
-    return AbstractModel(graphdef, jax.tree.structure(state), params)
+        name, value, metadata = ".".join(map(str, path)), variable.get_value(), variable.get_metadata()
+        params[name] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding(metadata["axes"]))
+        if "plain" in metadata:
+            shape, axes, kernel = metadata["plain"]
+            struct = jax.ShapeDtypeStruct(shape, value.dtype, sharding=sharding(axes))
+            weights[name] = UnpackedWeight(struct, kernel)
+    return AbstractModel(graphdef, jax.tree.structure(state), params, weights)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5))

@@ -10,13 +10,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from checkpoints import check_recipes, load_arrays, open_checkpoint, progress_bar, resolve_model
+from checkpoints import Stored, check_recipes, load_arrays, open_checkpoint, progress_bar, resolve_model
 from jaxserve.config_checks import DTYPES
 from jaxserve.errors import ConfigError
 from jaxserve.layers.cpu import has_bfloat16_products
+from jaxserve.layers.linear import linear_kernel
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel
-from jaxserve.models.causal_lm import CausalLM, abstract_model
+from jaxserve.models.causal_lm import AbstractModel, CausalLM, abstract_model
 from jaxserve.models.hf_config import read_config_json
 from jaxserve.models.registry import checkpoint_names, config_from_hf
 from jaxserve.models.weights import ignored_patterns, weight_recipes
@@ -38,9 +39,13 @@ def load_model(model: str | Path, dtype: str = "auto") -> CausalLM:
     directory = resolve_model(str(model))
     config = read_model_config(directory)
     device = jax.devices()[0]
-    policy = DtypePolicy.for_platform(resolve_dtype(dtype, config, device.platform), device.platform)
-    graphdef, treedef, params = abstract_model(config, Parallel(), policy, lambda axes: SingleDeviceSharding(device))
-    return nnx.merge(graphdef, jax.tree.unflatten(treedef, load_weights(directory, config, params, 1)))
+    policy = DtypePolicy.for_platform(
+        resolve_dtype(dtype, config, device.platform, has_bfloat16_products()), device.platform
+    )
+    abstract = abstract_model(config, Parallel(), policy, lambda axes: SingleDeviceSharding(device))
+    return nnx.merge(
+        abstract.graphdef, jax.tree.unflatten(abstract.treedef, load_weights(directory, config, abstract, 1))
+    )
 
 
 def read_model_config(directory: Path, overrides: Mapping[str, object] | None = None) -> ModelConfig:
@@ -64,44 +69,49 @@ def check_weights(directory: Path, config: ModelConfig, tensor_size: int) -> Non
         check_recipes(reader.tensors, weight_recipes(config, names, tensor_size), ignored_patterns(config, names))
 
 
-def load_weights(
-    directory: Path, config: ModelConfig, params: Mapping[str, jax.ShapeDtypeStruct], tensor_size: int
-) -> tuple[jax.Array, ...]:
-    """Reads a model's parameters onto devices.
+def load_weights(directory: Path, config: ModelConfig, model: AbstractModel, tensor_size: int) -> tuple[jax.Array, ...]:
+    """Reads a model's parameters onto devices, each packed as soon as it is read.
 
     Args:
         directory: Where the checkpoint is.
         config: The model.
-        params: Path in the module, shape, type and sharding of each parameter.
+        model: Its module without values.
         tensor_size: Devices that layers are split over.
 
     Returns:
-        The parameters in the order of ``params``.
+        The parameters in the order of ``model.params``.
 
     Raises:
         CheckpointError: Files or tensors are missing, damaged, of other shapes, or not the model's.
     """
     names = checkpoint_names(config)
     recipes = weight_recipes(config, names, tensor_size)
+    params = model.params
+    read = {name: weight.struct for name, weight in model.weights.items()}
+    read = {name: read.get(name, struct) for name, struct in params.items()}
     mismatched = {name for name in recipes.keys() ^ params.keys()}
     assert not mismatched, f"recipes and module disagree on {sorted(mismatched)}"
-    for name, struct in params.items():
+    for name, struct in read.items():
         assert struct.shape == recipes[name].shape, f"{name}: module {struct.shape}, recipe {recipes[name].shape}"
     with open_checkpoint(directory) as reader:
         check_recipes(reader.tensors, recipes, ignored_patterns(config, names))
-        total = sum(int(np.prod(struct.shape)) * struct.dtype.itemsize for struct in params.values())
+        total = sum(int(np.prod(struct.shape)) * struct.dtype.itemsize for struct in read.values())
         with progress_bar(total) as progress:
             arrays = load_arrays(
                 reader,
                 {name: recipes[name] for name in params},
-                {name: struct.dtype for name, struct in params.items()},
-                {name: struct.sharding for name, struct in params.items()},
+                {name: struct.dtype for name, struct in read.items()},
+                {name: struct.sharding for name, struct in read.items()},
                 cast(Callable[[int, int], None], progress),
+                {
+                    name: Stored(linear_kernel(weight.kernel).pack, params[name].shape, params[name].sharding)
+                    for name, weight in model.weights.items()
+                },
             )
     return tuple(arrays[name] for name in params)
 
 
-def resolve_dtype(dtype: str, config: ModelConfig, platform: str) -> str:
+def resolve_dtype(dtype: str, config: ModelConfig, platform: str, has_bfloat16: bool = True) -> str:
     """The type a model's weights are kept in: as asked for, or as the checkpoint says.
 
     Raises:
@@ -114,7 +124,9 @@ def resolve_dtype(dtype: str, config: ModelConfig, platform: str) -> str:
         if dtype == "float16" and platform == "cpu":
             raise ConfigError("dtype='float16' is not supported on CPUs; expected 'float32', 'bfloat16' or 'auto'")
         return dtype
-    if platform != "cpu" or config.dtype == "float32" or (config.dtype == "bfloat16" and has_bfloat16_products()):
+    if platform != "cpu" or config.dtype == "float32" or (config.dtype == "bfloat16" and has_bfloat16):
         return config.dtype
-    logger.info("dtype: this CPU has no products of %s, the checkpoint's type; float32 holds it exactly", config.dtype)
+    logger.info(
+        "dtype: this CPU has no fast products of %s, the checkpoint's type; float32 holds it exactly", config.dtype
+    )
     return "float32"

@@ -17,13 +17,19 @@ SOURCES = Path(__file__).resolve().parent
 LIBRARY = "libjaxserve_native.so"
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma")
 AVX2 = ("-mavx2", "-mfma")
-OBJECTS = {
-    f"{name}_{isa}": (f"{name}.c", flags)
-    for name in ("attention", "linear")
-    for isa, flags in (("avx512", AVX512), ("avx2", AVX2))
-} | {
-    name: (f"{name}.c", ()) for name in ("handlers", "threads", "attention_handler", "linear_handler", "write_handler")
-}
+AMX = (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+OBJECTS = (
+    {
+        f"{name}_{isa}": (f"{name}.c", flags)
+        for name in ("attention", "linear")
+        for isa, flags in (("avx512", AVX512), ("avx2", AVX2))
+    }
+    | {"linear_amx": ("linear_amx.c", AMX)}
+    | {
+        name: (f"{name}.c", ())
+        for name in ("handlers", "threads", "attention_handler", "linear_handler", "write_handler")
+    }
+)
 # Sums are written as they are to be computed: a compiler of its own mind would change bits.
 FLAGS = (
     "-O3",
@@ -99,7 +105,7 @@ def _major_version(path: str) -> int:
 def _can_compile(path: str) -> bool:
     """Try a compiler on the headers that are needed: a distribution may have it without those."""
     program = "#include <immintrin.h>\n#include <linux/futex.h>\n#include <pthread.h>\n#include <stdlib.h>\n"
-    command = [path, *FLAGS, *AVX512, "-x", "c", "-c", "-", "-o", "/dev/null"]
+    command = [path, *FLAGS, *AMX, "-x", "c", "-c", "-", "-o", "/dev/null"]
     try:
         return subprocess.run(command, input=program, capture_output=True, text=True, timeout=60).returncode == 0
     except (OSError, subprocess.SubprocessError):

@@ -1,26 +1,40 @@
 // The library's version, its choice of an instruction set, and what all handlers share.
 #include "handlers.h"
 
+#include <cpuid.h>
 #include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 // Python refuses a library of another version, and puts the number into the names of its targets: programs that were
 // compiled for older handlers must not find these. Raise it when arguments, attributes or layouts change.
-enum { VERSION = 1 };
+enum { VERSION = 2 };
 EXPORT int jaxserve_version(void) { return VERSION; }
 
-// 2: AVX-512; 1: AVX2; 0: neither, and nothing here runs.
+// Whether the CPU multiplies bfloat16 on tiles, and the system lets this process.
+static int has_amx(void) {
+  enum { LEAF = 7, BF16 = 1 << 22, TILE = 1 << 24, ASK_FOR_STATE = 0x1023, TILE_DATA = 18 };
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(LEAF, 0, &a, &b, &c, &d) || !(d & BF16) || !(d & TILE)) return 0;
+  return syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0;
+}
+
+// 3: AVX-512 and AMX; 2: AVX-512; 1: AVX2; 0: none of them, and nothing here runs.
 EXPORT int jaxserve_instructions(void) {
+  static _Atomic int found = -1;
+  if (found >= 0) return found;
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq"))
-    return 2;
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const int has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (has_avx512) found = __builtin_cpu_supports("avx512bf16") && has_amx() ? 3 : 2;
+  else found = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return found;
 }
 EXPORT void jaxserve_set_threads(int count) { set_num_threads(count); }
 EXPORT int jaxserve_threads(void) { return num_threads(); }
 
-// A program on machines with AVX-512 and without has the same bits on both if it is limited to AVX2.
-static _Atomic int most_instructions = 2;
+// Machines with newer instructions and without them give the same bits if both are limited to those they share.
+static _Atomic int most_instructions = 3;
 EXPORT void jaxserve_limit_instructions(int most) { most_instructions = most; }
 
 int instructions_in_use(void) {
@@ -29,7 +43,7 @@ int instructions_in_use(void) {
 }
 
 const Kernels *choose_kernels(int page_size) {
-  return instructions_in_use() == 2 && page_size % avx512_kernels.lanes == 0 ? &avx512_kernels : &avx2_kernels;
+  return instructions_in_use() >= 2 && page_size % avx512_kernels.lanes == 0 ? &avx512_kernels : &avx2_kernels;
 }
 
 typedef struct {

@@ -9,7 +9,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-// 2: AVX-512; 1: AVX2.
+// Those of `jaxserve_instructions` that are not above the limit.
 int instructions_in_use(void);
 
 // A vector of tokens must lie in one page. The choice follows the CPU, the limit and the page size, never a timing.

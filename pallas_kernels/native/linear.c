@@ -1,127 +1,132 @@
-// Products of a few rows of activations with rows of a weight; compiled once for AVX-512 and once for AVX2.
+// Products of rows with panels of a packed weight; compiled once for AVX-512 and once for AVX2.
 //
-// Input features are the lanes: each product is one vector of partial sums over all of its features in order, which is
-// added up in a fixed way at the end. So a row's result depends on nothing but the row and the weight, and weights stay as
-// checkpoints store them. Weights in bfloat16 are widened in registers; nothing is rounded.
+// Outputs are the lanes and each sum is one chain over its features in order, also where these come in parts, so that a
+// row's result depends on nothing but the row and the weight. Weights in bfloat16 are widened in registers; nothing is
+// rounded.
 #include "linear.h"
 
-#include "vectors.h"
+#include "linear_rows.h"
 
-#define INLINE static inline __attribute__((always_inline))
 #ifdef __AVX512F__
+enum { ROWS = 12 };
+#else
 enum { ROWS = 6 };
-#else
-enum { ROWS = 3 };
 #endif
+enum {
+  VECTORS = 2,      // of outputs in registers
+  PART = 768,       // features whose part of a panel stays in the cache while all rows pass it
+  PREFETCH = 2048,  // bytes ahead
+};
 
-// The totals of four vectors, always added up in the same order.
-INLINE __m128 totals(Vec a, Vec b, Vec c, Vec d) {
-#ifdef __AVX512F__
-  const Vec ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-  const Vec cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-  const Vec all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-#else
-  const Vec ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-  const Vec cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
-  const Vec all = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
-  return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
-#endif
-}
+static int64_t block_start(const Linear *l, int64_t block) { return l->num_rows * block / l->num_blocks; }
 
-INLINE Vec load_weight(const void *weight, int64_t i, int is_bf16) {
-  return is_bf16 ? vec_load_bf16((const uint16_t *)weight + i) : vec_load((const float *)weight + i);
-}
-INLINE Vec load_weight_some(Mask mask, const void *weight, int64_t i, int is_bf16) {
-  return is_bf16 ? vec_load_some_bf16(mask, (const uint16_t *)weight + i)
-                 : vec_load_some(mask, (const float *)weight + i);
-}
+static int64_t block_bytes(const Linear *l) { return (int64_t)sizeof(float) * ROWS * l->padded_in; }
 
-// Rows by `used` outputs of `columns`, a multiple of 4; those that are not used repeat the last one.
-INLINE void multiply_tile(const int rows, const int columns, int used, int is_bf16, const Linear *l, int64_t first,
-                          int64_t begin) {
-  const int64_t num_in = l->num_in;
-  const float *x = l->x + first * num_in;
-  int64_t at[8];
-#pragma GCC unroll 8
-  for (int c = 0; c < columns; c++) at[c] = (begin + (c < used ? c : used - 1)) * num_in;
-  Vec sum[ROWS][8];
-#pragma GCC unroll 6
-  for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-    for (int c = 0; c < columns; c++) sum[r][c] = vec_zero();
-  int64_t k = 0;
-  for (; k + LANES <= num_in; k += LANES) {
-    Vec row[ROWS];
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++) row[r] = vec_load(x + r * num_in + k);
-#pragma GCC unroll 8
-    for (int c = 0; c < columns; c++) {
-      const Vec weight = load_weight(l->weight, at[c] + k, is_bf16);
-#pragma GCC unroll 6
-      for (int r = 0; r < rows; r++) sum[r][c] = vec_fma(row[r], weight, sum[r][c]);
-    }
+// Prepared blocks are [padded_in][rows of the block].
+static void prepare(const Linear *l, int64_t block, float *scratch) {
+  const int64_t start = block_start(l, block), rows = block_start(l, block + 1) - start;
+  float *to = (float *)(l->rows + block * block_bytes(l));
+  if (rows == 1) {
+    prepare_row(l, start, to);
+    return;
   }
-  if (k < num_in) {
-    const Mask rest = vec_lanes(0, (int)(num_in - k));
-    Vec row[ROWS];
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++) row[r] = vec_load_some(rest, x + r * num_in + k);
-#pragma GCC unroll 8
-    for (int c = 0; c < columns; c++) {
-      const Vec weight = load_weight_some(rest, l->weight, at[c] + k, is_bf16);
-#pragma GCC unroll 6
-      for (int r = 0; r < rows; r++) sum[r][c] = vec_fma(row[r], weight, sum[r][c]);
-    }
+  for (int64_t r = 0; r < rows; r++) {
+    prepare_row(l, start + r, scratch);
+    for (int64_t k = 0; k < l->padded_in; k++) to[k * rows + r] = scratch[k];
   }
-#pragma GCC unroll 6
+}
+
+typedef struct {
+  int64_t row, out;  // of the first product
+  int64_t begin, end;  // features
+  float *partial;      // [rows, PANEL]
+} Span;
+
+// Products of a block's rows with VECTORS vectors of outputs, over some features.
+INLINE void multiply_tile(const int rows, int is_bf16, const Linear *l, const float *x, const char *weight, Span span) {
+  Vec sum[ROWS][VECTORS];
+#pragma GCC unroll 12
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-    for (int c = 0; c < columns; c += 4) {
-      const __m128 found = totals(sum[r][c], sum[r][c + 1], sum[r][c + 2], sum[r][c + 3]);
-      float *y = l->y + (first + r) * l->num_out + begin + c;
-      if (c + 4 <= used) {
-        _mm_storeu_ps(y, found);
-      } else {
-        float some[4];
-        _mm_storeu_ps(some, found);
-        for (int i = 0; c + i < used; i++) y[i] = some[i];
-      }
+    for (int j = 0; j < VECTORS; j++)
+      sum[r][j] = span.begin == 0 ? vec_zero() : vec_load(span.partial + r * PANEL + j * LANES);
+  x += span.begin * rows;
+  weight += span.begin * (is_bf16 ? STEP_BYTES / 2 : STEP_BYTES);
+  for (int64_t k = span.begin; k < span.end; k += is_bf16 ? 2 : 1, weight += STEP_BYTES) {
+    __builtin_prefetch(weight + PREFETCH);
+    if (VECTORS * LANES == PANEL) __builtin_prefetch(weight + PREFETCH + 64);
+    Vec first[VECTORS], second[VECTORS];
+#pragma GCC unroll 2
+    for (int j = 0; j < VECTORS; j++) {
+      first[j] = vec_load((const float *)weight + j * LANES);
+      if (is_bf16) vec_split_bf16(&first[j], &second[j]);
     }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+      const Vec factor = vec_set(x[r]);
+#pragma GCC unroll 2
+      for (int j = 0; j < VECTORS; j++) sum[r][j] = vec_fma(factor, first[j], sum[r][j]);
+    }
+    x += rows;
+    if (is_bf16) {
+#pragma GCC unroll 12
+      for (int r = 0; r < rows; r++) {
+        const Vec factor = vec_set(x[r]);
+#pragma GCC unroll 2
+        for (int j = 0; j < VECTORS; j++) sum[r][j] = vec_fma(factor, second[j], sum[r][j]);
+      }
+      x += rows;
+    }
+  }
+  if (span.end < l->padded_in) {
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+      for (int j = 0; j < VECTORS; j++) vec_store(span.partial + r * PANEL + j * LANES, sum[r][j]);
+    return;
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+    for (int j = 0; j < VECTORS; j++) finish_sums(l, span.row + r, span.out + j * LANES, sum[r][j]);
 }
 
-// Few rows take more outputs at a time, to have as many sums under way.
-INLINE void multiply_rows(const int rows, const int columns, int is_bf16, const Linear *l, int64_t first, int64_t begin,
-                          int64_t end) {
-  for (; begin + columns <= end; begin += columns) multiply_tile(rows, columns, columns, is_bf16, l, first, begin);
-  for (; begin < end; begin += 4)
-    multiply_tile(rows, 4, end - begin < 4 ? (int)(end - begin) : 4, is_bf16, l, first, begin);
-}
-
-#define ROW_CASE(n, columns) \
-  case n: multiply_rows(n, columns, is_bf16, l, first, begin, end); break;
-INLINE void multiply_any(int is_bf16, const Linear *l, int64_t first, int rows, int64_t begin, int64_t end) {
+#define ROW_CASE(n) \
+  case n: multiply_tile(n, is_bf16, l, x, weight, span); break;
+INLINE void multiply_rows(int rows, int is_bf16, const Linear *l, const float *x, const char *weight, Span span) {
   switch (rows) {
+    ROW_CASE(1) ROW_CASE(2) ROW_CASE(3) ROW_CASE(4) ROW_CASE(5) ROW_CASE(6)
 #ifdef __AVX512F__
-    ROW_CASE(1, 8) ROW_CASE(2, 8) ROW_CASE(3, 8) ROW_CASE(4, 4) ROW_CASE(5, 4) ROW_CASE(6, 4)
-#else
-    ROW_CASE(1, 8) ROW_CASE(2, 4) ROW_CASE(3, 4)
+    ROW_CASE(7) ROW_CASE(8) ROW_CASE(9) ROW_CASE(10) ROW_CASE(11) ROW_CASE(12)
 #endif
   }
 }
-static void multiply_f32(const Linear *l, int64_t first, int rows, int64_t begin, int64_t end) {
-  multiply_any(0, l, first, rows, begin, end);
+static void multiply_f32(int rows, const Linear *l, const float *x, const char *weight, Span span) {
+  multiply_rows(rows, 0, l, x, weight, span);
 }
-static void multiply_bf16(const Linear *l, int64_t first, int rows, int64_t begin, int64_t end) {
-  multiply_any(1, l, first, rows, begin, end);
+static void multiply_bf16(int rows, const Linear *l, const float *x, const char *weight, Span span) {
+  multiply_rows(rows, 1, l, x, weight, span);
 }
-static void multiply(const Linear *l, int64_t first, int rows, int64_t begin, int64_t end) {
-  (l->is_bf16 ? multiply_bf16 : multiply_f32)(l, first, rows, begin, end);
+
+static void multiply(const Linear *l, int64_t panel, int64_t first_block, int64_t last_block, float *scratch) {
+  const char *weight = l->weight + panel * l->padded_in * (l->is_bf16 ? STEP_BYTES / 2 : STEP_BYTES);
+  const int64_t first_row = block_start(l, first_block), out = panel * PANEL;
+  for (int64_t begin = 0; begin < l->padded_in; begin += PART) {
+    const int64_t end = begin + PART < l->padded_in ? begin + PART : l->padded_in;
+    for (int64_t block = first_block; block < last_block; block++) {
+      const int64_t row = block_start(l, block);
+      const int rows = (int)(block_start(l, block + 1) - row);
+      const float *x = (const float *)(l->rows + block * block_bytes(l));
+      for (int o = 0; o < PANEL && out + o < l->num_out; o += VECTORS * LANES) {
+        const Span span = {row, out + o, begin, end, scratch + (row - first_row) * PANEL + o};
+        (l->is_bf16 ? multiply_bf16 : multiply_f32)(rows, l, x, weight + o * 4, span);
+      }
+    }
+  }
 }
 
 #ifdef __AVX512F__
-const LinearKernels avx512_linear = {ROWS, multiply};
+const LinearKernels avx512_linear = {ROWS, block_bytes, prepare, multiply};
 #else
-const LinearKernels avx2_linear = {ROWS, multiply};
+const LinearKernels avx2_linear = {ROWS, block_bytes, prepare, multiply};
 #endif

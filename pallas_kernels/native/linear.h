@@ -1,20 +1,36 @@
-// Matrix multiplication of activations by a weight as checkpoints store it, [out, in].
+// Matrix multiplication of activations by a packed weight, with what stands before and after it in a layer.
+//
+// Packed weights are panels of 32 outputs, [N / 32][K / kp][32][kp]: kp = 1 for float32 and 2 for bfloat16, whose K is
+// filled up with zeros to a multiple of 32, as N is to one of 32. So 128 bytes are one step of every kernel, and 16 steps
+// of bfloat16 are two tiles of AMX.
 #pragma once
 #include <stdint.h>
 
+enum { PANEL = 32, STEP_BYTES = 128 };
+enum { NO_ACTIVATION = 0, SILU, GELU, GELU_TANH, RELU };
+
 typedef struct {
-  const float *x;      // [M, K]
-  const void *weight;  // [N, K], float32 or bfloat16
-  float *y;            // [M, N]
-  int64_t num_in, num_out;
-  int is_bf16;
+  const float *x;           // [M, K]; [M, 2 K] with an activation: gates, then what they multiply
+  const char *weight;       // packed
+  const void *gain;         // [K] of a norm of each row, or null
+  const void *bias;         // [N], or null
+  const float *residual;    // [M, N], or null
+  float *y;                 // [M, N]: (rows @ weight + bias) * scale + residual
+  int64_t num_rows, num_in, num_out;
+  int64_t padded_in;        // K as it is packed
+  int is_bf16, is_gain_bf16, is_bias_bf16, activation;
+  float eps, scale;
+  char *rows;               // prepared activations, block by block
+  int64_t num_blocks;       // of rows
 } Linear;
 
 // The functions that exist once for each instruction set.
 typedef struct {
-  int most_rows;  // of a register tile
-  // Rows first to first + rows - 1, at most most_rows of them, by outputs begin to end - 1.
-  void (*multiply)(const Linear *, int64_t first, int rows, int64_t begin, int64_t end);
+  int most_rows;  // of a block
+  int64_t (*block_bytes)(const Linear *);                  // of prepared activations, at most
+  void (*prepare)(const Linear *, int64_t block, float *scratch);  // scratch: [padded_in]
+  // A panel's outputs for some blocks. Partial sums lie in scratch [rows of these blocks, PANEL] where K comes in parts.
+  void (*multiply)(const Linear *, int64_t panel, int64_t first_block, int64_t last_block, float *scratch);
 } LinearKernels;
 
-extern const LinearKernels avx512_linear, avx2_linear;
+extern const LinearKernels avx512_linear, avx2_linear, amx_linear;

@@ -1,64 +1,159 @@
-// Matrix multiplication, called by XLA: cuts it into pieces and hands these to the threads.
+// Matrix multiplication and the packing of weights: cuts them into pieces and hands these to the threads.
 #include "linear.h"
 
 #include "handlers.h"
 
+// ---------------------------------------------------------------- packing
+
+typedef struct {
+  const char *from;
+  char *to;
+  int64_t num_in, num_out, num_units;  // units of 4 bytes: a float, or a pair in bfloat16
+  int item, is_inverse;
+  _Alignas(64) atomic_llong next;
+} PackJob;
+
+enum { UNITS_AT_ONCE = 16 };
+
+static void pack_panel(const PackJob *job, int64_t panel) {
+  const int64_t row_bytes = job->num_in * job->item, packed_row = job->num_units * 4;
+  char *packed = (job->is_inverse ? (char *)job->from : job->to) + panel * packed_row * PANEL;
+  char *plain = (job->is_inverse ? job->to : (char *)job->from) + panel * PANEL * row_bytes;
+  const int64_t left = job->num_out - panel * PANEL, rows = left < PANEL ? left : PANEL;
+  if (!job->is_inverse && (rows < PANEL || packed_row > row_bytes)) memset(packed, 0, (size_t)packed_row * PANEL);
+  for (int64_t start = 0; start < job->num_units; start += UNITS_AT_ONCE)
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t unit = start; unit < start + UNITS_AT_ONCE && unit * 4 < row_bytes; unit++) {
+        const size_t size = row_bytes - unit * 4 < 4 ? 2 : 4;
+        char *of_row = plain + r * row_bytes + unit * 4, *of_panel = packed + (unit * PANEL + r) * 4;
+        if (job->is_inverse) memcpy(of_row, of_panel, size);
+        else memcpy(of_panel, of_row, size);
+      }
+}
+
+static void pack_job(void *context) {
+  PackJob *job = context;
+  const int64_t panels = (job->num_out + PANEL - 1) / PANEL;
+  for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < panels;) pack_panel(job, i);
+}
+
+// Packs a weight [num_out, num_in] of 2 or 4 bytes an item into panels of padded_in features, or gives it back.
+EXPORT void jaxserve_pack(const void *from, void *to, int64_t num_out, int64_t num_in, int64_t padded_in, int item,
+                          int is_inverse) {
+  PackJob job = {from, to, num_in, num_out, padded_in * item / 4, item, is_inverse, 0};
+  run_job(pack_job, &job);
+}
+
+// ---------------------------------------------------------------- products
+
 typedef struct {
   Linear linear;
   const LinearKernels *kernels;
-  int64_t num_rows;
-  int64_t num_tiles;     // register tiles of rows, of equal size as far as that goes
-  int64_t tiles_at_once; // whose activations stay in the L2 cache
-  int64_t outs_at_once;  // outputs of a piece of work
+  int64_t blocks_at_once;  // whose prepared activations stay in the L2 cache
+  int64_t panels_at_once;  // of a piece of work
+  int failed;
   _Alignas(64) atomic_llong next;
 } LinearJob;
 
-enum { L2_BYTES = 768 << 10, OUT_BYTES = 96 << 10 };
+enum { L2_BYTES = 768 << 10, FEW_ROWS = 4, PIECES_EACH = 8, MOST_PANELS = 16 };
 
-static int64_t tile_start(const LinearJob *job, int64_t tile) { return job->num_rows * tile / job->num_tiles; }
-
-static void linear_job(void *context) {
+static void prepare_job(void *context) {
   LinearJob *job = context;
-  const int64_t outs = (job->linear.num_out + job->outs_at_once - 1) / job->outs_at_once;
-  const int64_t groups = (job->num_tiles + job->tiles_at_once - 1) / job->tiles_at_once;
-  for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < outs * groups;) {
-    const int64_t begin = i % outs * job->outs_at_once, group = i / outs;
-    const int64_t end = begin + job->outs_at_once < job->linear.num_out ? begin + job->outs_at_once : job->linear.num_out;
-    const int64_t last = (group + 1) * job->tiles_at_once < job->num_tiles ? (group + 1) * job->tiles_at_once : job->num_tiles;
-    // The outputs that stay in the L1 cache are few: all rows of the group go by them.
-    const int64_t few = 8;
-    for (int64_t out = begin; out < end; out += few)
-      for (int64_t tile = group * job->tiles_at_once; tile < last; tile++) {
-        const int64_t first = tile_start(job, tile);
-        job->kernels->multiply(&job->linear, first, (int)(tile_start(job, tile + 1) - first), out,
-                               out + few < end ? out + few : end);
-      }
+  const Linear *l = &job->linear;
+  float *scratch = reserve(OF_JOB, sizeof(float) * l->padded_in);
+  for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < l->num_blocks;) {
+    if (scratch) job->kernels->prepare(l, i, scratch);
+    else job->failed = 1;
   }
 }
 
-// Arguments: x f32 [M, K], weight f32 or bf16 [N, K], num_rows s32: rows in use; the others get zeros. Result: y f32 [M, N].
+static void linear_job(void *context) {
+  LinearJob *job = context;
+  const Linear *l = &job->linear;
+  const int64_t panels = (l->num_out + PANEL - 1) / PANEL, parts = (panels + job->panels_at_once - 1) / job->panels_at_once;
+  const int64_t groups = (l->num_blocks + job->blocks_at_once - 1) / job->blocks_at_once;
+  float *scratch = reserve(OF_JOB, sizeof(float) * PANEL * job->blocks_at_once * job->kernels->most_rows);
+  for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < parts * groups;) {
+    const int64_t begin = i % parts * job->panels_at_once, first = i / parts * job->blocks_at_once;
+    const int64_t end = begin + job->panels_at_once < panels ? begin + job->panels_at_once : panels;
+    const int64_t last = first + job->blocks_at_once < l->num_blocks ? first + job->blocks_at_once : l->num_blocks;
+    for (int64_t panel = begin; panel < end; panel++) {
+      if (scratch) job->kernels->multiply(l, panel, first, last, scratch);
+      else job->failed = 1;
+    }
+  }
+}
+
+// A vector of parameters: of `size` numbers, or of none.
+static int is_vector(const FfiBuffer *buffer, int64_t size) {
+  return (buffer->dtype == FFI_F32 || buffer->dtype == FFI_BF16) && (elements(buffer) == 0 || elements(buffer) == size);
+}
+
+static int are_linear_operands(FfiFrame *frame) {
+  if (frame->arguments.size != 6) return 0;
+  const FfiBuffer *x = ffi_argument(frame, 0), *weight = ffi_argument(frame, 1), *residual = ffi_argument(frame, 4);
+  const FfiBuffer *y = ffi_result(frame, 0);
+  const int64_t num_in = ffi_int(frame, "num_in"), activation = ffi_int(frame, "activation");
+  if (x->dtype != FFI_F32 || x->rank != 2 || num_in <= 0 || activation < NO_ACTIVATION || activation > RELU) return 0;
+  if (x->dims[1] != (activation ? 2 * num_in : num_in)) return 0;
+  const int is_bf16 = weight->dtype == FFI_BF16;
+  if ((weight->dtype != FFI_F32 && !is_bf16) || weight->rank != 4 || weight->dims[2] != PANEL) return 0;
+  if (weight->dims[3] != (is_bf16 ? 2 : 1)) return 0;
+  if (weight->dims[1] * weight->dims[3] != (is_bf16 ? (num_in + 31) / 32 * 32 : num_in)) return 0;
+  if (y->dtype != FFI_F32 || y->rank != 2 || y->dims[0] != x->dims[0]) return 0;
+  if (weight->dims[0] != (y->dims[1] + PANEL - 1) / PANEL) return 0;
+  if (residual->dtype != FFI_F32 || (elements(residual) != 0 && elements(residual) != elements(y))) return 0;
+  return is_vector(ffi_argument(frame, 2), num_in) && is_vector(ffi_argument(frame, 3), y->dims[1]) &&
+         is_s32(ffi_argument(frame, 5), 0, 0);
+}
+
+static const void *given(const FfiBuffer *buffer) { return elements(buffer) ? buffer->data : 0; }
+
+// Arguments: x f32 [M, K] ([M, 2 K] with an activation), weight f32 or bf16 as `jaxserve_pack` packs it, gain [K] or [0],
+// bias [N] or [0], both f32 or bf16, residual f32 [M, N] or [0], num_rows s32: rows in use, others are left as they are.
+// Attributes: num_in, activation, eps, scale. Result: y f32 [M, N].
 EXPORT FfiError *jaxserve_linear(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
+  if (!are_linear_operands(frame)) return ffi_error(frame, "jaxserve_linear: shapes or dtypes do not go together");
   FfiBuffer *x = ffi_argument(frame, 0), *weight = ffi_argument(frame, 1), *y = ffi_result(frame, 0);
-  if (frame->arguments.size != 3 || x->dtype != FFI_F32 || x->rank != 2 || weight->rank != 2 ||
-      (weight->dtype != FFI_F32 && weight->dtype != FFI_BF16) || weight->dims[1] != x->dims[1] || y->dtype != FFI_F32 ||
-      elements(y) != x->dims[0] * weight->dims[0] || !is_s32(ffi_argument(frame, 2), 0, 0))
-    return ffi_error(frame, "jaxserve_linear: shapes or dtypes do not go together");
-  LinearJob job = {
-      .linear = {x->data, weight->data, y->data, x->dims[1], weight->dims[0], weight->dtype == FFI_BF16},
-      .num_rows = *(const int32_t *)ffi_argument(frame, 2)->data,
+  LinearJob job = {0};
+  Linear *l = &job.linear;
+  *l = (Linear){
+      .x = x->data,
+      .weight = weight->data,
+      .gain = given(ffi_argument(frame, 2)),
+      .bias = given(ffi_argument(frame, 3)),
+      .residual = given(ffi_argument(frame, 4)),
+      .y = y->data,
+      .num_rows = *(const int32_t *)ffi_argument(frame, 5)->data,
+      .num_in = ffi_int(frame, "num_in"),
+      .num_out = y->dims[1],
+      .padded_in = weight->dims[1] * weight->dims[3],
+      .is_bf16 = weight->dtype == FFI_BF16,
+      .is_gain_bf16 = ffi_argument(frame, 2)->dtype == FFI_BF16,
+      .is_bias_bf16 = ffi_argument(frame, 3)->dtype == FFI_BF16,
+      .activation = ffi_int(frame, "activation"),
+      .eps = ffi_float(frame, "eps"),
+      .scale = ffi_float(frame, "scale"),
   };
-  const int64_t rows = x->dims[0], num_in = x->dims[1], num_out = weight->dims[0];
-  if (job.num_rows > rows) job.num_rows = rows;
-  if (job.num_rows < 0 || num_in == 0) job.num_rows = 0;
-  if (job.num_rows < rows) memset(job.linear.y + job.num_rows * num_out, 0, sizeof(float) * (rows - job.num_rows) * num_out);
-  if (job.num_rows <= 0) return 0;
-  job.kernels = instructions_in_use() == 2 ? &avx512_linear : &avx2_linear;
-  job.num_tiles = (job.num_rows + job.kernels->most_rows - 1) / job.kernels->most_rows;
-  job.tiles_at_once = L2_BYTES / (4 * num_in * job.kernels->most_rows);
-  if (job.tiles_at_once < 1) job.tiles_at_once = 1;
-  job.outs_at_once = OUT_BYTES / ((job.linear.is_bf16 ? 2 : 4) * num_in) / 8 * 8;
-  if (job.outs_at_once < 8) job.outs_at_once = 8;
+  if (l->num_rows > x->dims[0]) l->num_rows = x->dims[0];
+  if (l->num_rows <= 0 || l->num_out == 0) return 0;
+  const int isa = instructions_in_use();
+  job.kernels = l->is_bf16 && isa >= 3 ? &amx_linear : isa >= 2 ? &avx512_linear : &avx2_linear;
+  const int64_t panels = (l->num_out + PANEL - 1) / PANEL, most_rows = job.kernels->most_rows;
+  l->num_blocks = (l->num_rows + most_rows - 1) / most_rows;
+  const int64_t block_bytes = job.kernels->block_bytes(l);
+  l->rows = reserve(OF_CALL, (size_t)(block_bytes * l->num_blocks));
+  if (!l->rows) return ffi_error(frame, "jaxserve_linear: out of memory");
+  if (l->num_rows <= FEW_ROWS) prepare_job(&job);
+  else run_job(prepare_job, &job);
+  atomic_store(&job.next, 0);
+  job.blocks_at_once = L2_BYTES / block_bytes < 4 ? 4 : L2_BYTES / block_bytes;
+  if (job.blocks_at_once > l->num_blocks) job.blocks_at_once = l->num_blocks;
+  const int64_t pieces = panels * ((l->num_blocks + job.blocks_at_once - 1) / job.blocks_at_once);
+  job.panels_at_once = pieces / (num_threads() * PIECES_EACH);
+  if (job.panels_at_once < 1) job.panels_at_once = 1;
+  if (job.panels_at_once > MOST_PANELS) job.panels_at_once = MOST_PANELS;
   run_job(linear_job, &job);
-  return 0;
+  return job.failed ? ffi_error(frame, "jaxserve_linear: out of memory") : 0;
 }

@@ -30,6 +30,12 @@ static inline Mask vec_lanes(int first, int last) {
 static inline Mask vec_below(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 static inline Vec vec_pick(Mask m, Vec yes, Vec no) { return _mm512_mask_blend_ps(m, no, yes); }
 static inline Vec vec_load_some(Mask m, const float *p) { return _mm512_maskz_loadu_ps(m, p); }
+static inline void vec_store_some(Mask m, float *p, Vec v) { _mm512_mask_storeu_ps(p, m, v); }
+// A vector of pairs in bfloat16, loaded as floats, becomes that of the first of each and that of the second.
+static inline void vec_split_bf16(Vec *first, Vec *second) {
+  *second = (Vec)_mm512_and_si512((__m512i)*first, _mm512_set1_epi32((int)0xffff0000));
+  *first = (Vec)_mm512_slli_epi32((__m512i)*first, 16);
+}
 static inline Vec vec_from_bf16(__m256i x) { return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16); }
 static inline Vec vec_load_bf16(const uint16_t *p) { return vec_from_bf16(_mm256_loadu_si256((const __m256i *)p)); }
 static inline Vec vec_load_some_bf16(Mask m, const uint16_t *p) { return vec_from_bf16(_mm256_maskz_loadu_epi16(m, p)); }
@@ -68,6 +74,11 @@ static inline Mask vec_lanes(int first, int last) {
 static inline Mask vec_below(Vec a, Vec b) { return (Mask)_mm256_cmp_ps(a, b, _CMP_LT_OQ); }
 static inline Vec vec_pick(Mask m, Vec yes, Vec no) { return _mm256_blendv_ps(no, yes, (Vec)m); }
 static inline Vec vec_load_some(Mask m, const float *p) { return _mm256_maskload_ps(p, m); }
+static inline void vec_store_some(Mask m, float *p, Vec v) { _mm256_maskstore_ps(p, m, v); }
+static inline void vec_split_bf16(Vec *first, Vec *second) {
+  *second = (Vec)_mm256_and_si256((__m256i)*first, _mm256_set1_epi32((int)0xffff0000));
+  *first = (Vec)_mm256_slli_epi32((__m256i)*first, 16);
+}
 static inline Vec vec_from_bf16(__m128i x) { return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16); }
 static inline Vec vec_load_bf16(const uint16_t *p) { return vec_from_bf16(_mm_loadu_si128((const __m128i *)p)); }
 static inline Vec vec_load_some_bf16(Mask m, const uint16_t *p) {

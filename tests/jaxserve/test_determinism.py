@@ -105,7 +105,7 @@ class Model:
 
 
 def trace(program: ModelProgram, shape: Shape, row_tile: int | None) -> jax.stages.Traced:
-    graphdef, treedef, params = program.abstract_model
+    graphdef, treedef, params, _ = program.abstract_model
     settings = AttentionSettings(program.kernel, PAGE_SIZE, shape.decode_only, row_tile)
 
     def body(arrays, pools, tokens, positions, order, batch):  # noqa: ANN001, ANN202 - as traced below

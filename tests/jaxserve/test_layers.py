@@ -14,13 +14,14 @@ from flax import nnx
 from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings
 from jaxserve.layers.decoder import DecoderLayer
 from jaxserve.layers.embedding import VocabEmbedding
-from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear, project
-from jaxserve.layers.mlp import ACTIVATIONS, GatedMLP
+from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
+from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.norm import RMSNorm, split_mean_squares
 from jaxserve.layers.parallel import DtypePolicy, Parallel
 from jaxserve.layers.rope import rope_cos_sin
-from pallas_kernels import AttentionBatch, PagedAttention
+from pallas_kernels import AttentionBatch, PagedAttention, linear_xla
+from pallas_kernels.linear import ACTIVATIONS, Fused
 from pallas_kernels.registry import load
 from sharding import MeshShape, get_layout, make_mesh
 from tests.tiny_programs import KERNEL, tiny_config
@@ -64,6 +65,10 @@ def call_split(module: nnx.Module, call: Callable[[Any], jax.Array], size: int) 
     mesh = make_mesh(MeshShape(tensor=size))
     wrapped = jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=LAYOUT.spec(), check_vma=False)
     return np.asarray(jax.jit(wrapped)(tuple(leaves)))
+
+
+def project(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return linear_xla.matmul(x, weight, weight.shape[0], fused=Fused())
 
 
 @pytest.mark.parametrize("inner", [8, 576, 4096])

@@ -14,10 +14,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import linear_native, native_library, paged_attention, paged_attention_native, paged_attention_xla
+from pallas_kernels import (
+    linear,
+    linear_native,
+    native_library,
+    paged_attention,
+    paged_attention_native,
+    paged_attention_xla,
+)
 from pallas_kernels.paged_attention import CASES, Case
 from tests.native_build import build_library
 
@@ -120,11 +128,31 @@ def test_a_row_is_multiplied_alike_in_any_company(threads, dtype, sizes):
     num_in, num_out = sizes
     x = jax.random.normal(jax.random.key(0), (700, num_in))
     weight = jax.random.normal(jax.random.key(1), (num_out, num_in)).astype(dtype)
-    whole = np.asarray(linear_native.matmul(x, weight))
-    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 16, 33, 64, 512):
-        np.testing.assert_array_equal(linear_native.matmul(x[:rows], weight), whole[:rows])
+    packed = jnp.asarray(linear_native.pack(np.asarray(weight)))
+
+    def multiply(x, **settings):
+        return np.asarray(linear_native.matmul(x, packed, num_out, fused=linear.Fused(), **settings))
+
+    whole = multiply(x)
+    for rows in (*range(1, 18), 31, 32, 33, 48, 64, 512):
+        np.testing.assert_array_equal(multiply(x[:rows]), whole[:rows])
+    np.testing.assert_array_equal(multiply(x, num_rows=jnp.int32(77))[:77], whole[:77])
     threads(1)
-    np.testing.assert_array_equal(linear_native.matmul(x, weight), whole)
+    np.testing.assert_array_equal(multiply(x), whole)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(1, 1), (32, 32), (33, 37), (100, 64), (31, 1), (7, 129)], ids=str)
+def test_packed_weights_come_back_bit_for_bit(shape, dtype):
+    bits = np.random.default_rng(0).integers(0, 1 << 16, (*shape, 4 // 2), np.uint16)  # NaNs and denormals among them
+    weight = bits.view(np.float32)[..., 0] if dtype == "float32" else bits[..., 0].copy().view(ml_dtypes.bfloat16)
+    packed = linear_native.pack(weight)
+    assert packed.shape == linear_native.packed_shape(shape[0], shape[1], dtype) and packed.dtype == weight.dtype
+    assert linear_native.unpack(packed, *shape).tobytes() == np.ascontiguousarray(weight).tobytes()
+    tokens = np.array([shape[0] - 1, 0, shape[0] // 2])
+    found = np.asarray(linear_native.rows(jnp.asarray(packed), jnp.asarray(tokens), shape[1]))
+    np.testing.assert_array_equal(found.astype(np.float32), weight[tokens].astype(np.float32))
 
 
 @needs_native
@@ -169,7 +197,22 @@ def test_calls_that_do_not_go_together_are_errors():
     with pytest.raises(Exception, match="jaxserve_write_kv: shapes or dtypes do not go together"):
         key = jnp.zeros((case.num_tokens, 2, 8))
         jax.block_until_ready(paged_attention_native.write_kv(pools, key, key, batch, 32))
-    np.testing.assert_array_equal(linear_native.matmul(jnp.ones((2, 0)), jnp.ones((3, 0))), np.zeros((2, 3)))
+    packed = jnp.zeros(linear_native.packed_shape(40, 64, "float32"))
+    for x, other, outer in (
+        (jnp.ones((2, 63)), packed, 40),
+        (jnp.ones((2, 64)), packed, 72),
+        (jnp.ones((2, 64)), packed.astype(jnp.bfloat16), 40),
+        (jnp.ones((2, 64)), packed.astype(jnp.float16), 40),
+    ):
+        with pytest.raises(Exception, match="jaxserve_linear: shapes or dtypes do not go together"):
+            jax.block_until_ready(linear_native.matmul(x, other, outer, fused=linear.Fused()))
+    for fused in (
+        linear.Fused(norm=linear.Norm(jnp.ones(63), 1e-5)),
+        linear.Fused(bias=jnp.ones(41)),
+        linear.Fused(residual=jnp.ones((3, 40))),
+    ):
+        with pytest.raises(Exception, match="jaxserve_linear: shapes or dtypes do not go together"):
+            jax.block_until_ready(linear_native.matmul(jnp.ones((2, 64)), packed, 40, fused=fused))
 
 
 @needs_native
@@ -232,7 +275,8 @@ CHILD = textwrap.dedent("""
         worst[name] = op.compare(case, inputs, found, op.expected(case, inputs)).worst
     for name, case in linear.CASES.items():
         inputs = linear.make_inputs(case, jax.random.key(1))
-        found = jax.jit(linear_native.matmul)(*inputs)
+        prepared = linear.prepare(linear_native, case, inputs)
+        found = jax.jit(functools.partial(linear.run, linear_native, case))(prepared)
         worst[f"linear {name}"] = linear.compare(case, inputs, found, linear.expected(case, inputs)).worst
     print(json.dumps([native_library.instructions(), worst]))
 """)
@@ -254,9 +298,10 @@ def run_cases(*arguments: str, **environment: str) -> tuple[str, dict[str, float
 
 
 @needs_native
-def test_avx2_is_right_too():
-    instructions, worst = run_cases("some", JAXSERVE_MAX_CPU_ISA="avx2")
-    assert instructions == "avx2" and len(worst) > 30
+@pytest.mark.parametrize("wanted", ["avx2", "avx512"])
+def test_older_instructions_are_right_too(wanted):
+    instructions, worst = run_cases("some", JAXSERVE_MAX_CPU_ISA=wanted)
+    assert instructions in ("avx2", wanted) and len(worst) > 60
     assert {name: error for name, error in worst.items() if error > 1} == {}
 
 
@@ -308,7 +353,7 @@ def test_says_that_it_is_an_old_one(fresh, monkeypatch):
 @needs_native
 def test_unknown_instruction_sets_are_refused(fresh, monkeypatch):
     monkeypatch.setenv("JAXSERVE_MAX_CPU_ISA", "sse")
-    with pytest.raises(ValueError, match="JAXSERVE_MAX_CPU_ISA: expected avx2 or avx512, got 'sse'"):
+    with pytest.raises(ValueError, match="JAXSERVE_MAX_CPU_ISA: expected avx2, avx512 or amx, got 'sse'"):
         native_library.unavailable()
 
 

@@ -27,7 +27,7 @@ PROMPTS = ([3, 50, 7, 21, 0], [52, 9], [1, 2, 3, 4, 5, 6, 7, 8])
 
 def forward(program: ModelProgram) -> jax.stages.Wrapped:
     """Logits of every token of a mixed step, on the program's mesh."""
-    graphdef, treedef, params = program.abstract_model
+    graphdef, treedef, params, _ = program.abstract_model
     settings = AttentionSettings(program.kernel, program.page_size, SHAPE.decode_only)
 
     def body(arrays: tuple[jax.Array, ...], pools: list, buffer: jax.Array) -> jax.Array:

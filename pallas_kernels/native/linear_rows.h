@@ -1,0 +1,74 @@
+// What a row of activations goes through before it is multiplied, and what its products go through after; compiled for
+// each instruction set.
+#pragma once
+#include <math.h>
+
+#include "linear.h"
+#include "vectors.h"
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE Vec load_param(Mask mask, const void *from, int64_t i, int is_bf16) {
+  return is_bf16 ? vec_load_some_bf16(mask, (const uint16_t *)from + i) : vec_load_some(mask, (const float *)from + i);
+}
+
+// Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26: within 1.5e-7.
+INLINE Vec vec_erf(Vec x) {
+  const Vec size = vec_max(x, vec_sub(vec_zero(), x));
+  const Vec t = vec_div(vec_set(1.0f), vec_fma(vec_set(0.3275911f), size, vec_set(1.0f)));
+  Vec sum = vec_fma(vec_set(1.061405429f), t, vec_set(-1.453152027f));
+  sum = vec_fma(sum, t, vec_set(1.421413741f));
+  sum = vec_fma(sum, t, vec_set(-0.284496736f));
+  sum = vec_mul(vec_fma(sum, t, vec_set(0.254829592f)), t);
+  const Vec found = vec_sub(vec_set(1.0f), vec_mul(sum, vec_exp(vec_sub(vec_zero(), vec_mul(size, size)))));
+  return vec_pick(vec_below(x, vec_zero()), vec_sub(vec_zero(), found), found);
+}
+
+INLINE Vec activate(Vec x, int activation) {
+  const Vec one = vec_set(1.0f), half = vec_mul(x, vec_set(0.5f));
+  switch (activation) {
+    case SILU: return vec_div(x, vec_add(one, vec_exp(vec_sub(vec_zero(), x))));
+    case GELU: return vec_mul(half, vec_add(one, vec_erf(vec_mul(x, vec_set(0.70710678f)))));
+    case GELU_TANH: {
+      const Vec cube = vec_mul(vec_mul(x, x), vec_mul(x, vec_set(0.044715f)));
+      return vec_mul(half, vec_add(one, vec_tanh(vec_mul(vec_set(0.79788456f), vec_add(x, cube)))));
+    }
+    default: return vec_max(vec_zero(), x);  // a NaN stays one
+  }
+}
+
+// Writes a row as it is multiplied, filled up with zeros.
+static void prepare_row(const Linear *l, int64_t row, float *to) {
+  const int64_t num_in = l->num_in;
+  const float *x = l->x + row * (l->activation ? 2 * num_in : num_in);
+  Vec factor = vec_set(1.0f);
+  if (l->gain) {
+    Vec sum = vec_zero();
+    for (int64_t k = 0; k < num_in; k += LANES) {
+      const Vec value = vec_load_some(vec_lanes(0, (int)(num_in - k)), x + k);
+      sum = vec_fma(value, value, sum);
+    }
+    factor = vec_set(1.0f / sqrtf(vec_total(sum) / (float)num_in + l->eps));
+  }
+  int64_t k = 0;
+  for (; k < num_in; k += LANES) {
+    const Mask mask = vec_lanes(0, (int)(num_in - k < LANES ? num_in - k : LANES));
+    Vec value = vec_load_some(mask, x + k);
+    if (l->activation) value = vec_mul(activate(value, l->activation), vec_load_some(mask, x + num_in + k));
+    if (l->gain) value = vec_mul(vec_mul(value, factor), load_param(mask, l->gain, k, l->is_gain_bf16));
+    vec_store_some(mask, to + k, value);
+  }
+  for (k = num_in; k < l->padded_in; k++) to[k] = 0;
+}
+
+// Writes a vector of products of a row, for the outputs from `out` on.
+INLINE void finish_sums(const Linear *l, int64_t row, int64_t out, Vec sum) {
+  const int64_t left = l->num_out - out;
+  if (left <= 0) return;
+  const Mask mask = vec_lanes(0, left < LANES ? (int)left : LANES);
+  if (l->bias) sum = vec_add(sum, load_param(mask, l->bias, out, l->is_bias_bf16));
+  if (l->scale != 1) sum = vec_mul(sum, vec_set(l->scale));
+  const int64_t at = row * l->num_out + out;
+  if (l->residual) sum = vec_add(sum, vec_load_some(mask, l->residual + at));
+  vec_store_some(mask, l->y + at, sum);
+}
