@@ -19,22 +19,21 @@ def planned(**settings) -> ModelProgram:
 
 @needs_native
 @pytest.mark.parametrize(
-    "settings, attention, linear",
+    "settings, attention, linear, pages",
     [
-        ({"dtype": "float32"}, "native", "native"),
-        ({"dtype": "bfloat16"}, "native", "xla"),
-        ({"dtype": "bfloat16", "kernels": "native"}, "native", "native"),
-        ({"dtype": "float32", "kernels": "xla"}, "xla", "xla"),
-        ({"dtype": "float32", "kernels": "xla", "attention_backend": "native"}, "native", "xla"),
-        ({"dtype": "float32", "attention_backend": "xla"}, "xla", "native"),
+        ({"dtype": "float32"}, "native", "native", "float32"),
+        ({"dtype": "bfloat16"}, "native", "native", "bfloat16"),
+        ({"dtype": "bfloat16", "kernels": "xla"}, "xla", "xla", "float32"),
+        ({"dtype": "float32", "kernels": "xla", "attention_backend": "native"}, "native", "xla", "float32"),
+        ({"dtype": "bfloat16", "attention_backend": "xla"}, "xla", "native", "float32"),
     ],
     ids=str,
 )
-def test_kernels_of_a_cpu(request, settings, attention, linear):
+def test_kernels_of_a_cpu(request, settings, attention, linear, pages):
     if request.config.getoption("--kernels") or request.config.getoption("--attention-backend"):
         pytest.skip("the command line names the kernels of all tests")
     program = planned(**settings)
-    assert (program.kernel.name, program.policy.linear) == (attention, linear)
+    assert (program.kernel.name, program.policy.linear, program.policy.kv) == (attention, linear, pages)
 
 
 @needs_native
@@ -55,10 +54,12 @@ def test_without_native_kernels_xla_runs_everything(monkeypatch, caplog):
 
 
 def test_the_log_says_what_multiplies_and_why(caplog):
+    reason = native_library.unavailable()
+    first = "native (the first that can run)" if reason is None else f"xla (the first that can run; not {reason})"
     with caplog.at_level("INFO"):
         planned(dtype="bfloat16", kernels=None)
         planned(dtype="float32", kernels="xla")
-    assert "Matrix multiplication: xla (which has instructions for bfloat16 weights)" in caplog.text
+    assert f"Matrix multiplication: {first}" in caplog.text
     assert "Matrix multiplication: xla (asked for)" in caplog.text
 
 
