@@ -9,11 +9,14 @@ import numpy as np
 
 from jaxserve.engine.steps import ModelProgram
 from jaxserve.layers.attention import select_attention
+from jaxserve.layers.linear import linear_kernel
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.parallel import DtypePolicy
+from jaxserve.models.causal_lm import UnpackedWeight
 from jaxserve.models.weights import CheckpointNames, weight_recipes
 from jaxserve.sampling.sampler import select_truncation
 from pallas_kernels import OPERATIONS
+from pallas_kernels.registry import load
 from sharding import MeshShape, get_layout, make_mesh
 
 NUM_LAYERS = 2
@@ -52,10 +55,14 @@ def make_program(
     policy: DtypePolicy = DtypePolicy(),  # noqa: B008 - frozen
     **settings: Any,
 ) -> ModelProgram:
-    """The model on the first ``tensor`` devices, with pages of 8 tokens; ``settings`` are further fields."""
+    """The model on the first ``tensor`` devices, with pages of 8 tokens; ``settings`` are further fields.
+
+    A policy that names native kernels runs attention natively too.
+    """
     mesh = make_mesh(MeshShape(tensor=tensor))
+    kernel = load("paged_attention", "native") if policy.linear == "native" else KERNEL
     settings = {"truncation": TRUNCATION} | settings
-    return ModelProgram(config, mesh, get_layout(layout).on(mesh), policy, KERNEL, 8, num_pages, num_slots, **settings)
+    return ModelProgram(config, mesh, get_layout(layout).on(mesh), policy, kernel, 8, num_pages, num_slots, **settings)
 
 
 def random_params(program: ModelProgram, seed: int = 0) -> tuple[jax.Array, ...]:
@@ -67,11 +74,19 @@ def random_params(program: ModelProgram, seed: int = 0) -> tuple[jax.Array, ...]
     params = []
     model = program.abstract_model
     for name, struct in model.params.items():
-        assert name not in model.weights or model.weights[name].kernel == "xla", "weights are packed by the loader"
-        array = np.zeros(struct.shape, np.float32)
+        weight = model.weights.get(name)
+        array = np.zeros(struct.shape if weight is None else weight.struct.shape, np.float32)
         for source, source_start, target_start, shape in recipes[name].pieces:
             target = tuple(slice(start, start + size) for start, size in zip(target_start, shape, strict=True))
             box = tuple(slice(start, start + size) for start, size in zip(source_start, shape, strict=True))
             array[target] = tensors[source][box]
-        params.append(jax.device_put(array.astype(struct.dtype), struct.sharding))
+        array = array.astype(struct.dtype)
+        params.append(jax.device_put(array, struct.sharding) if weight is None else _packed(array, weight, struct))
     return tuple(params)
+
+
+def _packed(array: np.ndarray, weight: UnpackedWeight, struct: jax.ShapeDtypeStruct) -> jax.Array:
+    """A weight as the model keeps it, each device's part packed on its own."""
+    plain, pack = jax.device_put(array, weight.struct.sharding), linear_kernel(weight.kernel).pack
+    shards = [jax.device_put(pack(np.asarray(shard.data)), shard.device) for shard in plain.addressable_shards]
+    return jax.make_array_from_single_device_arrays(struct.shape, struct.sharding, shards)

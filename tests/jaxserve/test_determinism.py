@@ -17,7 +17,7 @@ from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.layers.rows import ROW_TILE, map_rows
-from pallas_kernels import AttentionBatch
+from pallas_kernels import AttentionBatch, native_library
 from sharding.plan import count_collectives
 from tests.tiny_programs import BACKEND, NUM_LAYERS, make_program, random_params, tiny_config
 
@@ -45,6 +45,16 @@ FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "width_norms_behind_split": ({"qk_norm": "width", "norm_after": True}, 2, DtypePolicy()),
     "multiplied_and_capped": ({**MULTIPLIED, "attention_soft_cap": 5.0, "rope": DYNAMIC}, 1, DtypePolicy()),
     "split_in_four": ({"tie_embeddings": True, "mlp_bias": True, "out_bias": True}, 4, BFLOAT16),
+}
+NATIVE = DtypePolicy(linear="native")
+NATIVE_BFLOAT16 = DtypePolicy(weights="bfloat16", kv="bfloat16", linear="native")
+NATIVE_FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
+    "llama": ({}, 1, NATIVE),
+    "llama_split": ({}, 2, NATIVE),
+    "bfloat16_tied": ({"tie_embeddings": True, "qkv_bias": True}, 1, NATIVE_BFLOAT16),
+    "head_norms_and_windows": ({"qk_norm": "head", "sliding_windows": (20, None)}, 1, NATIVE),
+    "multiplied_and_capped": ({**MULTIPLIED, "attention_soft_cap": 5.0, "rope": DYNAMIC}, 1, NATIVE),
+    "split_in_four": ({"tie_embeddings": True, "mlp_bias": True, "out_bias": True}, 4, NATIVE_BFLOAT16),
 }
 same_code = pytest.mark.skipif(
     "interpret" in (BACKEND or "") and "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"],
@@ -225,7 +235,25 @@ def model_of(family: str) -> Model:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_schedule_gives_the_same_bits(family: str) -> None:
     """Alone token by token, as one chunk, in chunks, and among others, in programs of all sizes."""
-    model = model_of(family)
+    check_schedules(model_of(family))
+
+
+@pytest.mark.skipif(native_library.unavailable() is not None, reason="needs native kernels")
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+def test_native_kernels_give_the_same_bits_without_tiles(family: str) -> None:
+    """Also with one thread in place of all."""
+    changes, tensor, policy = NATIVE_FAMILIES[family]
+    model = Model(tiny_config(**{**SIZES, **changes}), tensor, policy, row_tile=None)
+    expected = check_schedules(model)
+    native_library.set_threads(1)
+    try:
+        assert run(model, together(3), 10) == expected
+    finally:
+        native_library.set_threads(None)
+
+
+def check_schedules(model: Model) -> dict[tuple[int, int], tuple[bytes, bytes]]:
+    """Compare the bits of every token in many schedules; returns them."""
     expected = run(model, together(0), 0)
     assert len(expected) == sum(LENGTHS)
     hidden = np.frombuffer(expected[1, 149][0], model.program.policy.activations_dtype).astype(np.float32)
@@ -236,6 +264,7 @@ def test_any_schedule_gives_the_same_bits(family: str) -> None:
         found = run(model, steps, 1 + number)
         wrong = sorted(place for place, bits in found.items() if bits != expected[place])
         assert not wrong, f"schedule {number}: {len(wrong)} of {len(found)} tokens differ: {wrong[:9]}"
+    return expected
 
 
 @pytest.mark.parametrize("family", ["llama_split", "width_norms_behind_split"])
