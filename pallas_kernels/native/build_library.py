@@ -19,7 +19,7 @@ AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfm
 AVX2 = ("-mavx2", "-mfma")
 OBJECTS = {
     f"{name}_{isa}": (f"{name}.c", flags)
-    for name in ("attention", "linear")
+    for name in ("attention", "linear", "qkv_write")
     for isa, flags in (("avx512", AVX512), ("avx2", AVX2))
 } | {
     name: (f"{name}.c", ()) for name in ("handlers", "threads", "attention_handler", "linear_handler", "write_handler")

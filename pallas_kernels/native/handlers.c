@@ -5,7 +5,7 @@
 
 // Python refuses a library of another version, and puts the number into the names of its targets: programs that were
 // compiled for older handlers must not find these. Raise it when arguments, attributes or layouts change.
-enum { VERSION = 1 };
+enum { VERSION = 2 };
 EXPORT int jaxserve_version(void) { return VERSION; }
 
 // 2: AVX-512; 1: AVX2; 0: neither, and nothing here runs.
