@@ -1,8 +1,8 @@
 """Norms, rotation and the write of keys and values to their pages, from the fused projection: interface and cases.
 
-An implementation has ``unsupported`` and ``write``, whose pools are those of the paged attention that it goes with: values
-[P, K, p, H], and keys alike or transposed inside a page, [P, K, H, p]. It gives the pools back changed in place where the
-caller gives them up.
+An implementation has ``unsupported`` and ``write``, whose pools are those of the paged attention that it goes with:
+values [P, K, p, H], and keys alike or transposed inside a page, [P, K, H, p]. It gives the pools back changed in place
+where the caller gives them up.
 """
 
 from typing import NamedTuple, Protocol, runtime_checkable

@@ -1,8 +1,8 @@
-"""Norms, RoPE and the write of keys and values to their pages in a native kernel for x86 CPUs, called through ``jax.ffi``.
+"""Norms, RoPE and the write of keys and values to pages in a native kernel for x86 CPUs, called through ``jax.ffi``.
 
-Pools are those of ``paged_attention_native``: keys transposed inside a page. A token's results have the same bits in every
-batch, with any number of threads. Everything computes in float32, and a result is rounded once. Padding tokens cost
-nothing: none of them is written anywhere.
+Pools are those of ``paged_attention_native``: keys are transposed inside a page. A token's results have the same bits
+in every batch, with any number of threads. Everything computes in float32, and each result is rounded once, to the
+dtype of ``qkv`` or of the pools. Padding tokens are not written anywhere, and their queries are zeros.
 """
 
 import jax
@@ -48,8 +48,10 @@ def write(
     num_kv_heads: int,
     page_size: int,
 ) -> tuple[Float[Array, "T N H"], Pools]:
-    """Compute queries, and write keys and values in place where the caller gives the pools up; see ``QkvWriter.write``."""
+    """Compute the queries, and write keys and values to the pools; see ``QkvWriter.write``."""
     num_tokens, head_dim = qkv.shape[0], qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    shapes = tuple(pool.shape[1:] for pool in pools)
+    assert shapes == ((num_kv_heads, head_dim, page_size), (num_kv_heads, page_size, head_dim)), shapes
     cos, sin = (jnp.zeros((num_tokens, 0)),) * 2 if rotation is None else rotation
     weights = (jnp.zeros(0),) * 2 if norms is None else (norms.query_weight, norms.key_weight)
     call = jax.ffi.ffi_call(

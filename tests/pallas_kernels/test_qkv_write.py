@@ -157,18 +157,10 @@ def test_pools_that_are_given_up_are_not_copied(row: str) -> None:
 def test_a_pool_of_another_layout_is_an_error() -> None:
     case = qkv_write.CASES["one_token"]
     inputs = qkv_write.make_inputs(case, jax.random.key(0))
-    for row in CPU_ROWS:
-        with pytest.raises(AssertionError, match="2, 16, 128"):
-            load("qkv_write", row).write(
-                inputs.qkv,
-                inputs.pools,
-                inputs.batch,
-                rotation=None,
-                norms=None,
-                num_heads=4,
-                num_kv_heads=2,
-                page_size=8,
-            )
+    for row in (*CPU_ROWS, "native"):
+        implementation = load("qkv_write", row)
+        with pytest.raises(AssertionError, match="2, (16, 128|128, 16)"):
+            qkv_write.write(implementation, case._replace(page_size=8), qkv_write.prepare(implementation, case, inputs))
 
 
 def test_selection() -> None:
