@@ -50,7 +50,7 @@ class AttentionBatch(NamedTuple):
             ones.
         context_lens: Tokens of each row's context, this step's included; 0 for an empty row.
         query_starts: First query token of each row.
-        query_lens: Query tokens of each row.
+        query_lens: Query tokens of each row. Their sum is the number of tokens in use, which stand at the front.
         num_decode: Leading rows that own one token each.
         num_rows: Rows in use.
         token_pages: Page that takes each token's key and value; for a padding token the one behind the null page.

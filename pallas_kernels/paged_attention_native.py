@@ -11,37 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from pallas_kernels import page_writes
-from pallas_kernels.native_library import target, unavailable
+from pallas_kernels import page_writes, qkv_write_native
+from pallas_kernels.native_library import target
 from pallas_kernels.paged_attention import AttentionBatch, PoolSpec
+from pallas_kernels.qkv_write_native import Pools
 
-_DTYPES = ("float32", "bfloat16")
-_MOST_HEAD_DIM = 256
 _MOST_GROUP = 64
-_PAGE_MULTIPLE = 8
-
-Pools = tuple[Float[Array, "P K H p"], Float[Array, "P K p H"]]
 
 name = "native"
-writer = None
+writer = qkv_write_native
 copy_pages = page_writes.copy_pages
 
 
 def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
     """Return why it cannot run on a device with such sizes, or None; sizes that are missing are taken for granted."""
-    del device_kind
-    if platform != "cpu":
-        return "native kernels run on CPUs"
-    if dtype not in _DTYPES:
-        return f"keys and values must be {' or '.join(_DTYPES)}, not {dtype}"
-    if sizes.get("head_dim", 1) > _MOST_HEAD_DIM:
-        return f"head_dim must be at most {_MOST_HEAD_DIM}, not {sizes['head_dim']}"
-    if sizes.get("page_size", _PAGE_MULTIPLE) % _PAGE_MULTIPLE:
-        return f"page_size must be a multiple of {_PAGE_MULTIPLE}, not {sizes['page_size']}"
     group = sizes.get("num_heads", 1) // sizes.get("num_kv_heads", 1)
-    if group > _MOST_GROUP:
+    if platform == "cpu" and group > _MOST_GROUP:
         return f"at most {_MOST_GROUP} query heads can share a key/value head, not {group}"
-    return unavailable()
+    return writer.unsupported(platform, device_kind, dtype, **sizes)
 
 
 def pool_specs(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[PoolSpec, PoolSpec]:

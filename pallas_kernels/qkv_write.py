@@ -1,7 +1,8 @@
 """Norms, rotation and the write of keys and values to their pages, from the fused projection: interface and cases.
 
-An implementation has ``unsupported`` and ``write``, whose pools are those of the paged-attention kernels for GPUs: keys
-and values alike [P, K, p, H]. It gives the pools back changed in place where the caller gives them up.
+An implementation has ``unsupported`` and ``write``, whose pools are those of the paged attention that it goes with:
+values [P, K, p, H], and keys alike or transposed inside a page, [P, K, H, p]. It gives the pools back changed in place
+where the caller gives them up.
 """
 
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float, PyTree
 from pallas_kernels.operation import BFLOAT16_HEADS, Comparison, Cost, Tolerance, add_twins, compare_rows
 from pallas_kernels.paged_attention import AttentionBatch
 
-Pools = tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]]
+Pools = tuple[Float[Array, "P K _ _"], Float[Array, "P K p H"]]  # keys [P, K, p, H] or [P, K, H, p]
 Rotation = tuple[Float[Array, "T half"], Float[Array, "T half"]]
 
 
@@ -37,7 +38,16 @@ class Heads(NamedTuple):
 
 @runtime_checkable
 class QkvWriter(Protocol):
-    """What an implementation offers."""
+    """What an implementation offers.
+
+    Attributes:
+        are_keys_transposed: Whether keys lie transposed inside a page, [P, K, H, p].
+    """
+
+    @property
+    def are_keys_transposed(self) -> bool:
+        """See above."""
+        ...
 
     def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
         """Why it cannot run on such a device, or None."""
@@ -57,13 +67,14 @@ class QkvWriter(Protocol):
     ) -> tuple[Float[Array, "T N H"], Pools]:
         """Queries, normed and rotated, and pools with every token's key and value in its place.
 
-        Norms and rotation compute in float32, and each rounds its result to the type of ``qkv``. A value that is not
+        Norms and rotation compute in float32; each may round its result to the type of ``qkv``. A value that is not
         finite moves to its key as NaN and leaves zero; see ``page_writes.as_stored``.
 
         Args:
             qkv: The query heads, key heads and value heads of each token, in this order.
             pools: Of keys and of values.
-            batch: Says where tokens go; padding tokens have a page of their own.
+            batch: Says where tokens go. The first ``query_lens.sum()`` are in use; the padding tokens after them have
+                a page of their own, which may hold anything finite afterwards, and so may their queries.
             rotation: Cosines and sines, float32, of the leading features, which turn in pairs (i, i + half).
             norms: Come before the rotation.
             num_heads: N.
@@ -195,6 +206,7 @@ def make_inputs(case: Case, key: jax.Array) -> Inputs:
     unused = [jnp.zeros(shape, jnp.int32) for shape in ((1, 1), (1,), (1,), (1,), (), ())]
     offsets = jnp.where(is_padding, 0, slots % case.page_size)
     batch = AttentionBatch(*unused, token_pages=pages, token_offsets=offsets, num_shared_pages=jnp.zeros((), jnp.int32))
+    batch = batch._replace(query_lens=jnp.full(1, case.num_tokens - case.num_padding, jnp.int32))
     return Inputs(
         qkv.astype(case.dtype),
         (key_pool, value_pool),
@@ -214,14 +226,14 @@ def _poisoned(qkv: Float[Array, "T width"], case: Case) -> Float[Array, "T width
 
 
 def prepare(implementation: QkvWriter, case: Case, inputs: Inputs) -> Inputs:
-    """Nothing to do."""
-    del implementation, case
-    return inputs
+    """Return the inputs with pools in the implementation's layout."""
+    del case
+    return inputs._replace(pools=_exchanged(implementation, inputs.pools))
 
 
-def run(implementation: QkvWriter, case: Case, prepared: Inputs) -> PyTree[Array]:
-    """Queries and both pools."""
-    query, pools = implementation.write(
+def write(implementation: QkvWriter, case: Case, prepared: Inputs) -> tuple[Float[Array, "T N H"], Pools]:
+    """Call the implementation; the pools that it gives back have its own layout."""
+    return implementation.write(
         prepared.qkv,
         prepared.pools,
         prepared.batch,
@@ -231,7 +243,18 @@ def run(implementation: QkvWriter, case: Case, prepared: Inputs) -> PyTree[Array
         num_kv_heads=case.num_kv_heads,
         page_size=case.page_size,
     )
-    return _visible(case, (query, *pools))
+
+
+def run(implementation: QkvWriter, case: Case, prepared: Inputs) -> PyTree[Array]:
+    """Queries and both pools, all [P, K, p, H]."""
+    query, pools = write(implementation, case, prepared)
+    return _visible(case, (query, *_exchanged(implementation, pools)))
+
+
+def _exchanged(implementation: QkvWriter, pools: Pools) -> Pools:
+    """Turn pools from [P, K, p, H] to the implementation's layout, or back."""
+    keys, values = pools
+    return (keys.swapaxes(2, 3) if implementation.are_keys_transposed else keys), values
 
 
 def expected(case: Case, inputs: Inputs) -> PyTree[Array]:
@@ -252,9 +275,10 @@ def expected(case: Case, inputs: Inputs) -> PyTree[Array]:
 
 
 def compare(case: Case, inputs: Inputs, found: PyTree[Array], expected: PyTree[Array]) -> Comparison:
-    """Compare each head of each query and of each place in the pools; the page for padding tokens is padding."""
+    """Compare each head of each query and of each place in the pools, but for padding tokens and their page."""
     num_pages = inputs.pools[0].shape[0]
-    is_real = np.ones((case.num_tokens, 1), bool), *[(np.arange(num_pages) < num_pages - 1)[:, None, None]] * 2
+    is_used = np.arange(case.num_tokens) < case.num_tokens - case.num_padding
+    is_real = is_used[:, None], *[(np.arange(num_pages) < num_pages - 1)[:, None, None]] * 2
     return compare_rows(("queries", "keys", "values"), found, expected, is_real, tolerance(case))
 
 

@@ -7,7 +7,7 @@ tokens there are, so that neither do a token's results.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ class TritonQkvWriter:
     """The kernel, compiled for NVIDIA GPUs or interpreted anywhere."""
 
     is_interpreted: bool = False
+    are_keys_transposed: ClassVar[bool] = False
 
     def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
         """Why it cannot run on such a device, or None."""

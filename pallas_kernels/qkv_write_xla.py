@@ -6,6 +6,8 @@ from pallas_kernels.page_writes import write_pages
 from pallas_kernels.paged_attention import AttentionBatch
 from pallas_kernels.qkv_write import Pools, QkNorms, Rotation, split_heads
 
+are_keys_transposed = False
+
 
 def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
     """Runs everywhere."""

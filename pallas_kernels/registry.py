@@ -29,6 +29,7 @@ OPERATIONS: dict[str, dict[str, str]] = {
     },
     "qkv_write": {
         "triton": "pallas_kernels.qkv_write_triton:TRITON",
+        "native": "pallas_kernels.qkv_write_native",
         "xla": "pallas_kernels.qkv_write_xla",
         "pallas-interpret": "pallas_kernels.qkv_write_triton:INTERPRETED",
     },

@@ -21,7 +21,7 @@ AMX = (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
 OBJECTS = (
     {
         f"{name}_{isa}": (f"{name}.c", flags)
-        for name in ("attention", "linear")
+        for name in ("attention", "linear", "qkv_write")
         for isa, flags in (("avx512", AVX512), ("avx2", AVX2))
     }
     | {"linear_amx": ("linear_amx.c", AMX)}

@@ -36,9 +36,49 @@ static inline void vec_split_bf16(Vec *first, Vec *second) {
   *second = (Vec)_mm512_and_si512((__m512i)*first, _mm512_set1_epi32((int)0xffff0000));
   *first = (Vec)_mm512_slli_epi32((__m512i)*first, 16);
 }
+static inline Mask vec_finite(Vec v) { return _mm512_cmp_ps_mask(_mm512_sub_ps(v, v), _mm512_setzero_ps(), _CMP_EQ_OQ); }
 static inline Vec vec_from_bf16(__m256i x) { return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16); }
 static inline Vec vec_load_bf16(const uint16_t *p) { return vec_from_bf16(_mm256_loadu_si256((const __m256i *)p)); }
 static inline Vec vec_load_some_bf16(Mask m, const uint16_t *p) { return vec_from_bf16(_mm256_maskz_loadu_epi16(m, p)); }
+// Rounds to the nearest number of bfloat16, ties to even; every NaN becomes the same one.
+static inline Vec vec_round_bf16(Vec v) {
+  const __m512i bits = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i rounded = _mm512_and_si512(up, _mm512_set1_epi32((int)0xffff0000));
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  return _mm512_castsi512_ps(_mm512_mask_blend_epi32(is_nan, rounded, _mm512_set1_epi32(0x7fc00000)));
+}
+// Stores numbers that are rounded already.
+static inline __m256i vec_to_bf16(Vec v) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(v), 16)); }
+static inline void vec_store_bf16(uint16_t *p, Vec v) { _mm256_storeu_si256((__m256i *)p, vec_to_bf16(v)); }
+static inline void vec_store_some_bf16(Mask m, uint16_t *p, Vec v) { _mm256_mask_storeu_epi16(p, m, vec_to_bf16(v)); }
+// Exchanges the rows and columns of LANES vectors.
+static inline void vec_transpose(Vec *v) {
+  Vec pairs[16], fours[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_ps(v[i], v[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {
+      fours[i + 2 * j] = _mm512_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0x44);
+      fours[i + 2 * j + 1] = _mm512_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0xee);
+    }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const Vec even = _mm512_shuffle_f32x4(fours[i], fours[i + 4], 0x88);
+    const Vec odd = _mm512_shuffle_f32x4(fours[i], fours[i + 4], 0xdd);
+    const Vec even_after = _mm512_shuffle_f32x4(fours[i + 8], fours[i + 12], 0x88);
+    const Vec odd_after = _mm512_shuffle_f32x4(fours[i + 8], fours[i + 12], 0xdd);
+    v[i] = _mm512_shuffle_f32x4(even, even_after, 0x88);
+    v[i + 4] = _mm512_shuffle_f32x4(odd, odd_after, 0x88);
+    v[i + 8] = _mm512_shuffle_f32x4(even, even_after, 0xdd);
+    v[i + 12] = _mm512_shuffle_f32x4(odd, odd_after, 0xdd);
+  }
+}
 static inline Vec vec_round(Vec v) { return _mm512_roundscale_ps(v, 8); }
 static inline Vec vec_scale(Vec v, Vec power) { return _mm512_scalef_ps(v, power); }
 #else
@@ -79,6 +119,7 @@ static inline void vec_split_bf16(Vec *first, Vec *second) {
   *second = (Vec)_mm256_and_si256((__m256i)*first, _mm256_set1_epi32((int)0xffff0000));
   *first = (Vec)_mm256_slli_epi32((__m256i)*first, 16);
 }
+static inline Mask vec_finite(Vec v) { return (Mask)_mm256_cmp_ps(_mm256_sub_ps(v, v), _mm256_setzero_ps(), _CMP_EQ_OQ); }
 static inline Vec vec_from_bf16(__m128i x) { return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16); }
 static inline Vec vec_load_bf16(const uint16_t *p) { return vec_from_bf16(_mm_loadu_si128((const __m128i *)p)); }
 static inline Vec vec_load_some_bf16(Mask m, const uint16_t *p) {
@@ -87,6 +128,45 @@ static inline Vec vec_load_some_bf16(Mask m, const uint16_t *p) {
   for (int i = 0; i < 8; i++)
     if (bits >> i & 1) some[i] = p[i];
   return vec_load_bf16(some);
+}
+static inline Vec vec_round_bf16(Vec v) {
+  const __m256i bits = _mm256_castps_si256(v), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i rounded = _mm256_and_si256(up, _mm256_set1_epi32((int)0xffff0000));
+  const Vec is_nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
+  return _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), is_nan);
+}
+static inline void vec_store_bf16(uint16_t *p, Vec v) {
+  const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(v), 16);
+  const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+  _mm_storeu_si128((__m128i *)p, packed);
+}
+static inline void vec_store_some_bf16(Mask m, uint16_t *p, Vec v) {
+  uint16_t all[8];
+  vec_store_bf16(all, v);
+  const int bits = _mm256_movemask_ps((Vec)m);
+  for (int i = 0; i < 8; i++)
+    if (bits >> i & 1) p[i] = all[i];
+}
+static inline void vec_transpose(Vec *v) {
+  Vec pairs[8], fours[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps(v[i], v[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {
+      fours[i + 2 * j] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0x44);
+      fours[i + 2 * j + 1] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0xee);
+    }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    v[i] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20);
+    v[i + 4] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31);
+  }
 }
 static inline Vec vec_round(Vec v) { return _mm256_round_ps(v, 8); }
 static inline Vec vec_scale(Vec v, Vec power) {

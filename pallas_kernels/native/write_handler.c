@@ -1,53 +1,35 @@
-// The write of keys and values to their pages, called by XLA.
+// The writes of keys and values to their pages, called by XLA: hand tokens to the threads.
 #include "handlers.h"
+#include "qkv_write.h"
 
 typedef struct {
-  const float *key, *value;           // [T, K, H]
-  char *keys, *values;                // [P, K, H, p], [P, K, p, H]
-  const int32_t *pages, *offsets;     // [T]
+  QkvWrite write;
+  WriteTokens write_tokens;
   int64_t num_tokens;
-  int num_kv_heads, width, page_size, is_bf16;
   _Alignas(64) atomic_llong next;
 } WriteJob;
 
-enum { TOKENS_AT_ONCE = 8 };
-
-static uint16_t to_bf16(float x) {  // to the nearest, ties to even
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
-  return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-// A value that is not finite moves to its key as NaN and leaves zero: the next owner of its place is safe, since masked
-// keys do not count, and the sequence itself still gets NaN.
-static void write_one(const WriteJob *job, int64_t key_at, int64_t value_at, float key, float value) {
-  if (job->is_bf16) {
-    const uint16_t stored = to_bf16(value);
-    const int is_finite = (stored & 0x7f80) != 0x7f80;
-    ((uint16_t *)job->keys)[key_at] = is_finite ? to_bf16(key) : 0x7fc0;
-    ((uint16_t *)job->values)[value_at] = is_finite ? stored : 0;
-    return;
-  }
-  uint32_t bits;
-  memcpy(&bits, &value, 4);
-  const int is_finite = (bits & 0x7f800000) != 0x7f800000;
-  ((float *)job->keys)[key_at] = is_finite ? key : __builtin_nanf("");
-  ((float *)job->values)[value_at] = is_finite ? value : 0;
-}
+enum { TOKENS_AT_ONCE = 16 };
 
 static void write_job(void *context) {
   WriteJob *job = context;
-  const int heads = job->num_kv_heads, width = job->width, page_size = job->page_size;
-  for (int64_t from; (from = atomic_fetch_add(&job->next, TOKENS_AT_ONCE)) < job->num_tokens;)
-    for (int64_t t = from; t < from + TOKENS_AT_ONCE && t < job->num_tokens; t++)
-      for (int k = 0; k < heads; k++) {
-        const int64_t source = (t * heads + k) * width;
-        const int64_t head = ((int64_t)job->pages[t] * heads + k) * width * page_size;
-        for (int h = 0; h < width; h++)
-          write_one(job, head + (int64_t)h * page_size + job->offsets[t], head + (int64_t)job->offsets[t] * width + h,
-                    job->key[source + h], job->value[source + h]);
-      }
+  for (int64_t from; (from = atomic_fetch_add(&job->next, TOKENS_AT_ONCE)) < job->num_tokens;) {
+    const int64_t last = from + TOKENS_AT_ONCE < job->num_tokens ? from + TOKENS_AT_ONCE : job->num_tokens;
+    job->write_tokens(&job->write, from, last);
+  }
+}
+
+static void run_write(WriteJob *job) {
+  job->write_tokens = instructions_in_use() == 2 ? avx512_write_tokens : avx2_write_tokens;
+  if (job->num_tokens <= TOKENS_AT_ONCE) write_job(job);
+  else run_job(write_job, job);
+}
+
+// Whether both pools and the places of tokens are as they must be.
+static int are_places(const FfiBuffer *keys, const FfiBuffer *values, const FfiBuffer *pages, const FfiBuffer *offsets,
+                      int64_t num_tokens, int64_t heads, int64_t width, int64_t page_size) {
+  return width <= MOST_WIDTH && is_s32(pages, 1, num_tokens) && is_s32(offsets, 1, num_tokens) &&
+         are_pools(keys, values, heads, width, page_size);
 }
 
 // Arguments: key, value f32 [T, K, H], both pools (results 0 and 1 are the same memory), token_pages, token_offsets s32
@@ -57,27 +39,91 @@ EXPORT FfiError *jaxserve_write_kv(FfiFrame *frame) {
   FfiBuffer *key = ffi_argument(frame, 0), *keys = ffi_argument(frame, 2), *values = ffi_argument(frame, 3);
   if (keys->data != ffi_result(frame, 0)->data || values->data != ffi_result(frame, 1)->data)
     return ffi_error(frame, "jaxserve_write_kv: the pools are not updated in place");
-  FfiBuffer *value = ffi_argument(frame, 1);
+  FfiBuffer *value = ffi_argument(frame, 1), *pages = ffi_argument(frame, 4), *offsets = ffi_argument(frame, 5);
   if (frame->arguments.size != 6 || key->dtype != FFI_F32 || value->dtype != FFI_F32 || key->rank != 3 ||
-      elements(value) != elements(key) || !is_s32(ffi_argument(frame, 4), 1, key->dims[0]) ||
-      !is_s32(ffi_argument(frame, 5), 1, key->dims[0]) ||
-      !are_pools(keys, values, key->dims[1], key->dims[2], ffi_int(frame, "page_size")))
+      elements(value) != elements(key) ||
+      !are_places(keys, values, pages, offsets, key->dims[0], key->dims[1], key->dims[2], ffi_int(frame, "page_size")))
     return ffi_error(frame, "jaxserve_write_kv: shapes or dtypes do not go together");
-  WriteJob job = {
-      .key = key->data,
-      .value = ffi_argument(frame, 1)->data,
-      .keys = keys->data,
-      .values = values->data,
-      .pages = ffi_argument(frame, 4)->data,
-      .offsets = ffi_argument(frame, 5)->data,
-      .num_tokens = key->dims[0],
-      .num_kv_heads = (int)key->dims[1],
-      .width = (int)key->dims[2],
-      .page_size = ffi_int(frame, "page_size"),
-      .is_bf16 = keys->dtype == FFI_BF16,
-  };
   // Pages for padding tokens are written by many tokens at once; whatever they hold is finite and never read.
-  if (job.num_tokens <= 2 * TOKENS_AT_ONCE) write_job(&job);
-  else run_job(write_job, &job);
+  WriteJob job = {
+      .write =
+          {
+              .key = key->data,
+              .value = value->data,
+              .pages = pages->data,
+              .offsets = offsets->data,
+              .keys = keys->data,
+              .values = values->data,
+              .stride = key->dims[1] * key->dims[2],
+              .num_kv_heads = (int)key->dims[1],
+              .width = (int)key->dims[2],
+              .page_size = ffi_int(frame, "page_size"),
+              .is_bf16 = keys->dtype == FFI_BF16,
+          },
+      .num_tokens = key->dims[0],
+  };
+  run_write(&job);
+  return 0;
+}
+
+static int are_qkv_operands(FfiFrame *frame) {
+  if (frame->arguments.size != 10) return 0;
+  const FfiBuffer *qkv = ffi_argument(frame, 0), *cos = ffi_argument(frame, 3), *sin = ffi_argument(frame, 4);
+  const FfiBuffer *weights[] = {ffi_argument(frame, 5), ffi_argument(frame, 6)}, *out = ffi_result(frame, 0);
+  if (qkv->dtype != FFI_F32 || qkv->rank != 2 || out->dtype != FFI_F32 || out->rank != 3) return 0;
+  const int64_t num_tokens = qkv->dims[0], heads = ffi_int(frame, "num_kv_heads"), width = out->dims[2];
+  if (out->dims[0] != num_tokens || heads <= 0 || qkv->dims[1] != (out->dims[1] + 2 * heads) * width) return 0;
+  if (cos->dtype != FFI_F32 || cos->rank != 2 || cos->dims[0] != num_tokens || 2 * cos->dims[1] > width) return 0;
+  if (sin->dtype != FFI_F32 || sin->rank != 2 || sin->dims[0] != num_tokens || sin->dims[1] != cos->dims[1]) return 0;
+  for (int i = 0; i < 2; i++)
+    if (weights[i]->dtype != FFI_F32 || elements(weights[i]) != (ffi_int(frame, "is_normed") ? width : 0)) return 0;
+  return is_s32(ffi_argument(frame, 9), 0, 0) &&
+         are_places(ffi_argument(frame, 1), ffi_argument(frame, 2), ffi_argument(frame, 7), ffi_argument(frame, 8),
+                    num_tokens, heads, width, ffi_int(frame, "page_size"));
+}
+
+// Arguments: qkv f32 [T, (N + 2 K) * H], both pools, cos, sin f32 [T, half] (half 0: no rotation), weights of the norms of
+// queries and keys f32 [H] (empty without norms), token_pages, token_offsets s32 [T], num_tokens s32: tokens in use, at the
+// front; nothing is written for the others, whose queries are zeros. Attributes: num_kv_heads, page_size, is_normed, eps.
+// Results: queries f32 [T, N, H], and both pools, which are the same memory as the arguments.
+EXPORT FfiError *jaxserve_qkv_write(FfiFrame *frame) {
+  if (ffi_answered_metadata(frame)) return 0;
+  FfiBuffer *keys = ffi_argument(frame, 1), *values = ffi_argument(frame, 2), *out = ffi_result(frame, 0);
+  if (keys->data != ffi_result(frame, 1)->data || values->data != ffi_result(frame, 2)->data)
+    return ffi_error(frame, "jaxserve_qkv_write: the pools are not updated in place");
+  if (!are_qkv_operands(frame)) return ffi_error(frame, "jaxserve_qkv_write: shapes or dtypes do not go together");
+  const float *qkv = ffi_argument(frame, 0)->data;
+  const int64_t num_tokens = out->dims[0], heads = out->dims[1], width = out->dims[2];
+  const int num_kv_heads = ffi_int(frame, "num_kv_heads"), is_normed = ffi_int(frame, "is_normed");
+  WriteJob job = {
+      .write =
+          {
+              .query = qkv,
+              .key = qkv + heads * width,
+              .value = qkv + (heads + num_kv_heads) * width,
+              .cos = ffi_argument(frame, 3)->data,
+              .sin = ffi_argument(frame, 4)->data,
+              .query_weight = is_normed ? ffi_argument(frame, 5)->data : 0,
+              .key_weight = is_normed ? ffi_argument(frame, 6)->data : 0,
+              .pages = ffi_argument(frame, 7)->data,
+              .offsets = ffi_argument(frame, 8)->data,
+              .out = out->data,
+              .keys = keys->data,
+              .values = values->data,
+              .stride = (heads + 2 * num_kv_heads) * width,
+              .num_heads = (int)heads,
+              .num_kv_heads = num_kv_heads,
+              .width = (int)width,
+              .half = (int)ffi_argument(frame, 3)->dims[1],
+              .page_size = ffi_int(frame, "page_size"),
+              .is_bf16 = keys->dtype == FFI_BF16,
+              .eps = ffi_float(frame, "eps"),
+          },
+      .num_tokens = *(const int32_t *)ffi_argument(frame, 9)->data,
+  };
+  if (job.num_tokens > num_tokens) job.num_tokens = num_tokens;
+  if (job.num_tokens < 0) job.num_tokens = 0;
+  memset(job.write.out + job.num_tokens * heads * width, 0, sizeof(float) * (num_tokens - job.num_tokens) * heads * width);
+  run_write(&job);
   return 0;
 }

@@ -25,6 +25,8 @@ from pallas_kernels import (
     paged_attention,
     paged_attention_native,
     paged_attention_xla,
+    qkv_write,
+    qkv_write_native,
 )
 from pallas_kernels.paged_attention import CASES, Case
 from tests.native_build import build_library
@@ -118,6 +120,72 @@ def test_writes_what_xla_writes(dtype):
         found.append([np.asarray(pool, np.float32).reshape(22, -1)[:-1] for pool in written])  # not the padding's page
     for wanted, got in zip(*found, strict=True):
         np.testing.assert_array_equal(got, wanted)
+
+
+def consecutive(case: qkv_write.Case, start: int) -> qkv_write.Inputs:
+    """A prompt's chunk, prepared for the native kernel: its tokens follow each other from a place in the pages on."""
+    inputs = qkv_write.make_inputs(case, jax.random.key(3))
+    places = start + np.arange(case.num_tokens)
+    pages = jnp.where(places - start < inputs.batch.query_lens[0], 1 + places // case.page_size, 0)
+    offsets = jnp.asarray(places % case.page_size, jnp.int32)
+    batch = inputs.batch._replace(token_pages=pages.astype(jnp.int32), token_offsets=offsets)
+    return qkv_write.prepare(qkv_write_native, case, inputs._replace(batch=batch))
+
+
+def written(case: qkv_write.Case, prepared: qkv_write.Inputs) -> tuple[np.ndarray, ...]:
+    """Queries and pools."""
+    query, pools = jax.jit(functools.partial(qkv_write.write, qkv_write_native, case))(prepared)
+    return np.asarray(query), *(np.asarray(pool) for pool in pools)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [{"head_dim": 64}, {"head_dim": 80, "rotary_dim": 24}, {"rotary_dim": 0}], ids=str)
+def test_a_token_is_written_alike_alone_and_in_a_chunk(threads, dtype, sizes):
+    """Over one thread and several; alone its keys are stored number by number, in a chunk transposed by registers."""
+    case = qkv_write.Case(100, 6, 2, page_size=24, is_normed=True, num_padding=10, dtype=dtype, **sizes)
+    chunk = consecutive(case, start=5)
+    threads(1)
+    together = written(case, chunk)
+    for count in (2, 5):
+        threads(count)
+        for found, wanted in zip(written(case, chunk), together, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+    queries, keys, values = together
+    used = case.num_tokens - case.num_padding
+    assert not queries[used:].any()
+    one, pools = case._replace(num_tokens=1, num_padding=0), chunk.pools
+    for token in range(used):
+        here = slice(token, token + 1)
+        batch = chunk.batch._replace(
+            token_pages=chunk.batch.token_pages[here],
+            token_offsets=chunk.batch.token_offsets[here],
+            query_lens=jnp.ones(1, jnp.int32),
+        )
+        rotation = None if chunk.rotation is None else (chunk.rotation[0][here], chunk.rotation[1][here])
+        alone = written(one, chunk._replace(qkv=chunk.qkv[here], pools=pools, batch=batch, rotation=rotation))
+        np.testing.assert_array_equal(alone[0][0], queries[token])
+        pools = (jnp.asarray(alone[1]), jnp.asarray(alone[2]))
+    np.testing.assert_array_equal(pools[0], keys)  # every other place, and the padding's page, as they were
+    np.testing.assert_array_equal(pools[1], values)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_of_a_chunk_that_are_not_finite_move_to_their_keys(dtype):
+    """A value that bfloat16 cannot hold is infinite there."""
+    case = qkv_write.Case(40, head_dim=24, rotary_dim=0, page_size=32, dtype=dtype)
+    chunk = consecutive(case, start=3)
+    first_value, tokens = 6 * 24, np.array([0, 7, 20, 33])
+    bad = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 3.4e38])
+    qkv = chunk.qkv.astype(jnp.float32).at[tokens, first_value + 17].set(bad)
+    _, keys, values = written(case, chunk._replace(qkv=qkv))
+    assert np.isfinite(values.astype(np.float32)).all()
+    moved = np.zeros(keys.shape, bool)
+    is_moved = [True, True, True, dtype == "bfloat16"]
+    moved[chunk.batch.token_pages[tokens], 0, 17, chunk.batch.token_offsets[tokens]] = is_moved
+    np.testing.assert_array_equal(np.isnan(keys), moved)
+    assert not values.swapaxes(2, 3)[moved].any()
 
 
 @needs_native
@@ -216,6 +284,25 @@ def test_calls_that_do_not_go_together_are_errors():
 
 
 @needs_native
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda inputs: {"pools": tuple(pool.astype(jnp.float16) for pool in inputs.pools)},
+        lambda inputs: {"pools": (inputs.pools[0].astype(jnp.bfloat16), inputs.pools[1])},
+        lambda inputs: {"weights": (inputs.weights[0], inputs.weights[1][:-1])},
+        lambda inputs: {"rotation": tuple(jnp.tile(table, (1, 2)) for table in inputs.rotation)},
+        lambda inputs: {"batch": inputs.batch._replace(token_pages=inputs.batch.token_pages[:-1])},
+        lambda inputs: {"batch": inputs.batch._replace(token_offsets=inputs.batch.token_offsets.astype(jnp.float32))},
+    ],
+)
+def test_operands_of_a_write_that_do_not_go_together_are_errors(change):
+    case = qkv_write.CASES["float32"]
+    prepared = consecutive(case, start=0)
+    with pytest.raises(Exception, match="jaxserve_qkv_write: shapes or dtypes do not go together"):
+        jax.block_until_ready(qkv_write.write(qkv_write_native, case, prepared._replace(**change(prepared))))
+
+
+@needs_native
 def test_pools_are_updated_in_place():
     specs = paged_attention_native.pool_specs(40, 64, 2, 64)
     pools = tuple(jnp.zeros(spec.shape) for spec in specs)
@@ -257,8 +344,8 @@ CHILD = textwrap.dedent("""
     import functools, json, sys
     from pathlib import Path
     import jax
-    from pallas_kernels import linear, linear_native, native_library, paged_attention as op
-    from pallas_kernels import paged_attention_native as native
+    from pallas_kernels import linear, linear_native, native_library, paged_attention as op, qkv_write
+    from pallas_kernels import paged_attention_native as native, qkv_write_native
     wanted, *path = sys.argv[1:]
     if path:
         native_library.PATH = Path(path[0])
@@ -273,11 +360,11 @@ CHILD = textwrap.dedent("""
         prepared = op.prepare(native, case, inputs)
         found = jax.jit(functools.partial(op.run, native, case))(prepared)
         worst[name] = op.compare(case, inputs, found, op.expected(case, inputs)).worst
-    for name, case in linear.CASES.items():
-        inputs = linear.make_inputs(case, jax.random.key(1))
-        prepared = linear.prepare(linear_native, case, inputs)
-        found = jax.jit(functools.partial(linear.run, linear_native, case))(prepared)
-        worst[f"linear {name}"] = linear.compare(case, inputs, found, linear.expected(case, inputs)).worst
+    for name, other, module in (("linear", linear, linear_native), ("qkv_write", qkv_write, qkv_write_native)):
+        for case_name, case in other.CASES.items():
+            inputs = other.make_inputs(case, jax.random.key(1))
+            found = other.run(module, case, other.prepare(module, case, inputs))
+            worst[f"{name} {case_name}"] = other.compare(case, inputs, found, other.expected(case, inputs)).worst
     print(json.dumps([native_library.instructions(), worst]))
 """)
 

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import qkv_write, qkv_write_xla
-from pallas_kernels.operation import input_shapes
+from pallas_kernels import native_library, qkv_write, qkv_write_native, qkv_write_xla
+from pallas_kernels.operation import prepared_shapes
 from pallas_kernels.qkv_write import Case, Inputs, QkNorms
 from pallas_kernels.registry import OPERATIONS, UnsupportedKernelError, load, select
 
@@ -143,11 +143,11 @@ def test_pools_that_are_given_up_are_not_copied(row: str) -> None:
     reason = implementation.unsupported(jax.default_backend(), jax.devices()[0].device_kind, case.dtype)
     if reason is not None:
         pytest.skip(reason)
-    inputs = input_shapes(qkv_write, case)
+    inputs = prepared_shapes(qkv_write, implementation, case)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def call(pools, rest):
-        return qkv_write.run(implementation, case, rest._replace(pools=pools))
+        return qkv_write.write(implementation, case, rest._replace(pools=pools))
 
     memory = call.lower(inputs.pools, inputs._replace(pools=())).compile().memory_analysis()
     assert memory is not None
@@ -157,24 +157,18 @@ def test_pools_that_are_given_up_are_not_copied(row: str) -> None:
 def test_a_pool_of_another_layout_is_an_error() -> None:
     case = qkv_write.CASES["one_token"]
     inputs = qkv_write.make_inputs(case, jax.random.key(0))
-    for row in CPU_ROWS:
-        with pytest.raises(AssertionError, match="2, 16, 128"):
-            load("qkv_write", row).write(
-                inputs.qkv,
-                inputs.pools,
-                inputs.batch,
-                rotation=None,
-                norms=None,
-                num_heads=4,
-                num_kv_heads=2,
-                page_size=8,
-            )
+    for row in (*CPU_ROWS, "native"):
+        implementation = load("qkv_write", row)
+        with pytest.raises(AssertionError, match="2, (16, 128|128, 16)"):
+            qkv_write.write(implementation, case._replace(page_size=8), qkv_write.prepare(implementation, case, inputs))
 
 
 def test_selection() -> None:
-    """XLA where there is no kernel; the kernel on cards; interpreted only by name."""
+    """The CPU's kernel on CPUs that have it, else XLA; the GPU's on cards; interpreted only by name."""
     chosen = functools.partial(select, "qkv_write", dtype="bfloat16")
-    assert chosen(platform="cpu", device_kind="cpu") is qkv_write_xla
+    on_cpu = qkv_write_xla if native_library.unavailable() else qkv_write_native
+    assert chosen(platform="cpu", device_kind="cpu") is on_cpu
+    assert chosen(platform="cpu", device_kind="cpu", page_size=12) is qkv_write_xla
     assert chosen(platform="gpu", device_kind="NVIDIA H200") is load("qkv_write", "triton")
     assert chosen(platform="cpu", device_kind="cpu", name="pallas-interpret").is_interpreted
     with pytest.raises(UnsupportedKernelError, match="triton: needs an NVIDIA GPU"):

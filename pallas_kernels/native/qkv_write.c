@@ -1,0 +1,142 @@
+// Norm and rotation of the heads of tokens, and the write of keys and values; compiled once for AVX-512 and once for AVX2.
+//
+// Features are the lanes, and a token's numbers are computed in the same order wherever it stands. Keys lie transposed
+// inside a page: those of consecutive tokens of one page are turned over in registers and stored together.
+#include "qkv_write.h"
+
+#include "attention.h"
+#include "vectors.h"
+
+#define INLINE static inline __attribute__((always_inline))
+enum { FEW = 3 };  // tokens whose keys are stored number by number
+
+INLINE Vec load_up_to(int count, const float *p) {
+  return count >= LANES ? vec_load(p) : vec_load_some(vec_lanes(0, count), p);
+}
+INLINE void store_up_to(int count, float *p, Vec v) {
+  if (count >= LANES) vec_store(p, v);
+  else vec_store_some(vec_lanes(0, count), p, v);
+}
+// In bfloat16 the numbers are rounded already.
+INLINE void store_pool_up_to(int count, void *pool, int64_t i, int is_bf16, Vec v) {
+  if (!is_bf16) store_up_to(count, (float *)pool + i, v);
+  else if (count >= LANES) vec_store_bf16((uint16_t *)pool + i, v);
+  else vec_store_some_bf16(vec_lanes(0, count), (uint16_t *)pool + i, v);
+}
+
+// The factor of a norm by the root mean square.
+static float norm_factor(const float *from, int width, float eps) {
+  Vec sum = vec_zero();
+  for (int h = 0; h < width; h += LANES) {
+    const Vec x = load_up_to(width - h, from + h);
+    sum = vec_fma(x, x, sum);
+  }
+  return 1 / __builtin_sqrtf(vec_total(sum) / width + eps);
+}
+
+INLINE Vec load_normed(int count, const float *from, const float *weight, float factor) {
+  const Vec x = load_up_to(count, from);
+  return weight ? vec_mul(vec_mul(x, vec_set(factor)), load_up_to(count, weight)) : x;
+}
+
+// A head, normed where there is a weight, its leading features rotated in pairs (h, h + half).
+static void prepare_head(const QkvWrite *w, int64_t token, const float *from, const float *weight, float *to) {
+  const int width = w->width, half = w->half;
+  const float factor = weight ? norm_factor(from, width, w->eps) : 1;
+  for (int h = 0; h < half; h += LANES) {
+    const int count = half - h;
+    const Vec first = load_normed(count, from + h, weight ? weight + h : 0, factor);
+    const Vec second = load_normed(count, from + half + h, weight ? weight + half + h : 0, factor);
+    const Vec cosine = load_up_to(count, w->cos + token * half + h), sine = load_up_to(count, w->sin + token * half + h);
+    store_up_to(count, to + h, vec_sub(vec_mul(first, cosine), vec_mul(second, sine)));
+    store_up_to(count, to + half + h, vec_add(vec_mul(second, cosine), vec_mul(first, sine)));
+  }
+  for (int h = 2 * half; h < width; h += LANES)
+    store_up_to(width - h, to + h, load_normed(width - h, from + h, weight ? weight + h : 0, factor));
+}
+
+// A value that is not finite moves to its key as NaN and leaves zero: the next owner of its place is safe, since masked
+// keys do not count, and the sequence itself still gets NaN. What the pools' type cannot hold is not finite there.
+static void write_value(const QkvWrite *w, int64_t token, int head, float *key) {
+  const int width = w->width, is_bf16 = w->is_bf16;
+  const float *from = w->value + token * w->stride + (int64_t)head * width;
+  const int64_t to = (((int64_t)w->pages[token] * w->num_kv_heads + head) * w->page_size + w->offsets[token]) * width;
+  for (int h = 0; h < width; h += LANES) {
+    const int count = width - h;
+    Vec value = load_up_to(count, from + h), stored_key = load_up_to(count, key + h);
+    if (is_bf16) {
+      value = vec_round_bf16(value);
+      stored_key = vec_round_bf16(stored_key);
+    }
+    const Mask is_finite = vec_finite(value);
+    store_up_to(count, key + h, vec_pick(is_finite, stored_key, vec_set(__builtin_nanf(""))));
+    store_pool_up_to(count, w->values, to + h, is_bf16, vec_pick(is_finite, value, vec_zero()));
+  }
+}
+
+// Keys of count consecutive tokens of a page, [count][width], to [width][page_size] at the first token's offset.
+INLINE void write_keys(int is_bf16, const float *from, int count, int width, int page_size, void *pool, int64_t to) {
+  if (count < FEW) {
+    for (int i = 0; i < count; i++)
+      for (int h = 0; h < width; h++) {
+        if (is_bf16) {
+          uint32_t bits;
+          __builtin_memcpy(&bits, from + i * width + h, 4);
+          ((uint16_t *)pool)[to + (int64_t)h * page_size + i] = (uint16_t)(bits >> 16);
+        } else {
+          ((float *)pool)[to + (int64_t)h * page_size + i] = from[i * width + h];
+        }
+      }
+    return;
+  }
+  for (int h = 0; h < width; h += LANES) {
+    Vec rows[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) rows[i] = load_up_to(width - h, from + (i < count ? i : 0) * width + h);
+    vec_transpose(rows);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+      if (h + i < width) store_pool_up_to(count, pool, to + (int64_t)(h + i) * page_size, is_bf16, rows[i]);
+  }
+}
+static void write_keys_f32(const float *from, int count, int width, int page_size, void *pool, int64_t to) {
+  write_keys(0, from, count, width, page_size, pool, to);
+}
+static void write_keys_bf16(const float *from, int count, int width, int page_size, void *pool, int64_t to) {
+  write_keys(1, from, count, width, page_size, pool, to);
+}
+
+// How many of the tokens from `first` on have consecutive places in one page, at most LANES.
+static int count_together(const QkvWrite *w, int64_t first, int64_t last) {
+  int count = 1;
+  while (count < LANES && first + count < last && w->pages[first + count] == w->pages[first] &&
+         w->offsets[first + count] == w->offsets[first] + count)
+    count++;
+  return count;
+}
+
+static void write_tokens(const QkvWrite *w, int64_t first, int64_t last) {
+  const int width = w->width, page_size = w->page_size;
+  float keys[LANES * MOST_WIDTH];  // [token][width]
+  for (int count; first < last; first += count) {
+    count = count_together(w, first, last);
+    for (int64_t t = first; t < first + count; t++)
+      for (int n = 0; n < w->num_heads; n++)
+        prepare_head(w, t, w->query + t * w->stride + (int64_t)n * width, w->query_weight,
+                     w->out + (t * w->num_heads + n) * width);
+    for (int k = 0; k < w->num_kv_heads; k++) {
+      for (int i = 0; i < count; i++) {
+        prepare_head(w, first + i, w->key + (first + i) * w->stride + (int64_t)k * width, w->key_weight, keys + i * width);
+        write_value(w, first + i, k, keys + i * width);
+      }
+      const int64_t to = ((int64_t)w->pages[first] * w->num_kv_heads + k) * width * page_size + w->offsets[first];
+      (w->is_bf16 ? write_keys_bf16 : write_keys_f32)(keys, count, width, page_size, w->keys, to);
+    }
+  }
+}
+
+#ifdef __AVX512F__
+void avx512_write_tokens(const QkvWrite *w, int64_t first, int64_t last) { write_tokens(w, first, last); }
+#else
+void avx2_write_tokens(const QkvWrite *w, int64_t first, int64_t last) { write_tokens(w, first, last); }
+#endif

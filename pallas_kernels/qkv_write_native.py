@@ -1,0 +1,77 @@
+"""Norms, RoPE and the write of keys and values to pages in a native kernel for x86 CPUs, called through ``jax.ffi``.
+
+Pools are those of ``paged_attention_native``: keys are transposed inside a page. A token's results have the same bits
+in every batch, with any number of threads. Everything computes in float32, and each result is rounded once, to the
+dtype of ``qkv`` or of the pools. Padding tokens are not written anywhere, and their queries are zeros.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from pallas_kernels.native_library import target, unavailable
+from pallas_kernels.paged_attention import AttentionBatch
+from pallas_kernels.qkv_write import QkNorms, Rotation
+
+_DTYPES = ("float32", "bfloat16")
+_MOST_HEAD_DIM = 256
+_PAGE_MULTIPLE = 8
+
+Pools = tuple[Float[Array, "P K H p"], Float[Array, "P K p H"]]
+
+are_keys_transposed = True
+
+
+def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
+    """Return why it cannot run on a device with such sizes, or None; sizes that are missing are taken for granted."""
+    del device_kind
+    if platform != "cpu":
+        return "native kernels run on CPUs"
+    if dtype not in _DTYPES:
+        return f"keys and values must be {' or '.join(_DTYPES)}, not {dtype}"
+    if sizes.get("head_dim", 1) > _MOST_HEAD_DIM:
+        return f"head_dim must be at most {_MOST_HEAD_DIM}, not {sizes['head_dim']}"
+    if sizes.get("page_size", _PAGE_MULTIPLE) % _PAGE_MULTIPLE:
+        return f"page_size must be a multiple of {_PAGE_MULTIPLE}, not {sizes['page_size']}"
+    return unavailable()
+
+
+def write(
+    qkv: Float[Array, "T width"],
+    pools: Pools,
+    batch: AttentionBatch,
+    *,
+    rotation: Rotation | None,
+    norms: QkNorms | None,
+    num_heads: int,
+    num_kv_heads: int,
+    page_size: int,
+) -> tuple[Float[Array, "T N H"], Pools]:
+    """Compute the queries, and write keys and values to the pools; see ``QkvWriter.write``."""
+    num_tokens, head_dim = qkv.shape[0], qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    shapes = tuple(pool.shape[1:] for pool in pools)
+    assert shapes == ((num_kv_heads, head_dim, page_size), (num_kv_heads, page_size, head_dim)), shapes
+    cos, sin = (jnp.zeros((num_tokens, 0)),) * 2 if rotation is None else rotation
+    weights = (jnp.zeros(0),) * 2 if norms is None else (norms.query_weight, norms.key_weight)
+    call = jax.ffi.ffi_call(
+        target("qkv_write"),
+        (
+            jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), jnp.float32),
+            *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
+        ),
+        input_output_aliases={1: 1, 2: 2},
+    )
+    query, keys, values = call(
+        qkv.astype(jnp.float32),
+        *pools,
+        *(table.astype(jnp.float32) for table in (cos, sin, *weights)),
+        batch.token_pages,
+        batch.token_offsets,
+        batch.query_lens.sum(dtype=jnp.int32),
+        num_kv_heads=np.int32(num_kv_heads),
+        page_size=np.int32(page_size),
+        is_normed=np.int32(norms is not None),
+        eps=np.float32(0 if norms is None else norms.eps),
+    )
+    return query.astype(qkv.dtype), (keys, values)
