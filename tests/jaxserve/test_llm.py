@@ -28,7 +28,8 @@ from jaxserve import (
 )
 from jaxserve.config import EngineConfig
 from jaxserve.engine import build, runner
-from jaxserve.engine.runner import CompiledSteps, StepRunner
+from jaxserve.engine.compiled_steps import CompiledSteps
+from jaxserve.engine.runner import StepRunner
 from jaxserve.layers import attention
 from jaxserve.layers.parallel import DtypePolicy
 from pallas_kernels import UnsupportedKernelError, paged_attention_mosaic
