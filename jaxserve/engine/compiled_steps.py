@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -141,11 +142,21 @@ def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 
 def _temporary_bytes(step: CompiledStep) -> int:
     """Most memory that a step's programs take while they run, with what the model's hands to the others."""
-    handed = 0
-    programs = [step]
-    if isinstance(step, SplitStep):
-        programs = [step.model, step.sampler, *([step.scorer] if step.scorer else [])]
-        analysis = step.model.memory_analysis()
-        handed = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    analyses = [program.memory_analysis() for program in programs]
-    return handed + max((analysis.temp_size_in_bytes for analysis in analyses if analysis is not None), default=0)
+    if not isinstance(step, SplitStep):
+        return _memory(step).temporary
+    programs = [step.model, step.sampler, *([step.scorer] if step.scorer is not None else [])]
+    return _memory(step.model).made + max(_memory(program).temporary for program in programs)
+
+
+class _Memory(NamedTuple):
+    """Bytes on a device that a program takes only while it runs, and those of arrays that it makes."""
+
+    temporary: int
+    made: int
+
+
+def _memory(program: jax.stages.Compiled) -> _Memory:
+    analysis = program.memory_analysis()
+    if analysis is None:
+        return _Memory(0, 0)
+    return _Memory(analysis.temp_size_in_bytes, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)

@@ -44,9 +44,10 @@ def steps() -> CompiledSteps:
 
 
 def test_steps_share_samplers_and_the_scorer(steps: CompiledSteps) -> None:
-    found = {(shape.num_tokens, shape.decode_only): step for (shape, _), step in steps.items()}
+    found = {
+        (shape.num_tokens, shape.decode_only): step for (shape, _), step in steps.items() if isinstance(step, SplitStep)
+    }
     assert set(found) == {(2, True), (12, True), (16, False), (40, False)}
-    assert all(isinstance(step, SplitStep) for step in found.values())
     small, large, *mixed = (found[key] for key in [(2, True), (12, True), (16, False), (40, False)])
     assert small.sampler is not large.sampler
     assert all(step.sampler is large.sampler for step in mixed)
