@@ -57,9 +57,9 @@ class Buckets:
         return cls(decode, mixed, max_num_seqs, table_pages, multiple)
 
     def shapes(self) -> list[BatchShape]:
-        """Every shape, decode steps first; the last is the one that scores prompts."""
+        """Every shape, decode steps first, without the ``scoring_shape``."""
         decode = [self._shape(rows, decode_only=True) for rows in self.decode_rows]
-        return [*decode, *(self._shape(tokens) for tokens in self.mixed_tokens), self.scoring_shape]
+        return [*decode, *(self._shape(tokens) for tokens in self.mixed_tokens)]
 
     def shape_for(self, num_tokens: int, decode_only: bool) -> BatchShape:
         """Return the smallest shape that holds a step of ``num_tokens`` query tokens.
@@ -72,7 +72,7 @@ class Buckets:
 
     @property
     def scoring_shape(self) -> BatchShape:
-        """The shape of steps that score prompts: one for all of them, since they are rare."""
+        """The shape of steps that score prompts on accelerators: one for all of them, since they are rare."""
         return self._shape(self.mixed_tokens[-1], scores_prompt=True)
 
     def _shape(self, num_tokens: int, decode_only: bool = False, scores_prompt: bool = False) -> BatchShape:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
@@ -13,7 +15,7 @@ from jaxserve.config_checks import LOGPROBS_MODES
 from jaxserve.engine.packing import Packing
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel
-from jaxserve.models.causal_lm import AbstractModel, abstract_model
+from jaxserve.models.causal_lm import AbstractModel, CausalLM, abstract_model
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from jaxserve.sampling.logprobs import MAX_LOGPROBS
 from jaxserve.sampling.penalties import MAX_TRACKED, SlotTables
@@ -109,6 +111,34 @@ class ModelProgram:
         """How the parameters become arguments."""
         return Packing.of(self.abstract_model.params, self.mesh.devices.flat[0].platform)
 
+    @property
+    def abstract_params(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and shardings of the packed parameters."""
+        return self.packing.structs(tuple(self.abstract_model.params.values()))
+
+    def model(self, packed: Sequence[jax.Array]) -> CausalLM:
+        """The module with its parameters, inside a program that takes them packed."""
+        graphdef, treedef, *_ = self.abstract_model
+        return nnx.merge(graphdef, jax.tree.unflatten(treedef, self.packing.unpack(packed)))
+
+    def trace(
+        self, function: Callable[..., Any], arguments: Sequence[Any], gives: Any = None, donated: Sequence[int] = ()
+    ) -> jax.stages.Traced:
+        """Traces a function that runs on every device of the mesh, on its part of each array.
+
+        Args:
+            function: What a device does.
+            arguments: Shapes and shardings of what it takes.
+            gives: Shardings of what it gives, or of whole branches of that; None where all of it is replicated.
+            donated: Indices of the arguments that are given up.
+        """
+        in_specs, out_specs = (
+            jax.tree.map(lambda sharding: sharding.spec, tree)
+            for tree in (shardings(tuple(arguments)), self.replicated if gives is None else gives)
+        )
+        sharded = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.jit(sharded, donate_argnums=donated).trace(*arguments)
+
     def abstract_state(self) -> StepState:
         """Shapes and shardings of what the device keeps between steps."""
         _, num_kv_heads = self.parallel.heads_per_device(self.config.num_heads, self.config.num_kv_heads)
@@ -132,12 +162,11 @@ class ModelProgram:
     def empty_state(self) -> StepState:
         """Empty pools and slots, made on the devices."""
         abstract = self.abstract_state()
-        shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
 
         def zeros() -> StepState:
             return jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
 
-        return jax.jit(zeros, out_shardings=shardings)()
+        return jax.jit(zeros, out_shardings=shardings(abstract))()
 
     @property
     def pool_bytes(self) -> int:
@@ -161,6 +190,11 @@ class ModelProgram:
     def whole(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Shape of an array that each device has a whole copy of."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+
+
+def shardings(structs: Any) -> Any:
+    """How each array of a tree is laid out."""
+    return jax.tree.map(lambda struct: struct.sharding, structs)
 
 
 def _bytes_per_device(structs: Any) -> int:

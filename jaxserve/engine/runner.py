@@ -1,23 +1,16 @@
 """Owner of what is on the devices of one data slice: parameters, pages, compiled steps. Takes plans, gives tokens."""
 
-import concurrent.futures
-import dataclasses
-import os
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jaxserve.engine.batch import BatchBuilder
-from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.compiled_steps import CompiledSteps
 from jaxserve.engine.masks import TokenMasks
 from jaxserve.engine.memory import return_freed_memory
 from jaxserve.engine.plan import PageCopy, PageGrant, PrefillRow, Sampling, SlotSetup, StepPlan
-from jaxserve.engine.program import ModelProgram, StepState
-from jaxserve.engine.slot_programs import copy_arrays, slot_row, trace_copy_pages, trace_set_up
-from jaxserve.engine.step_batch import BatchShape
-from jaxserve.engine.steps import StepOutput, trace_step
+from jaxserve.engine.steps import StepOutput
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.sampling.sampler import VARIANTS
 
@@ -55,87 +48,6 @@ class PendingStep:
         return StepResult(
             output.tokens[: self._num_rows].tolist(), output.logprobs, output.prompt_logprobs, output.sums
         )
-
-
-ProgramKey = tuple[BatchShape, str]
-
-
-def program_keys(buckets: Buckets, platform: str, always_full: bool = False) -> list[ProgramKey]:
-    """Batch shape and sampler of every program to compile.
-
-    On CPUs there is one program for each shape, which chooses its sampler when it runs: that costs nothing there. An
-    accelerator would stop for the choice, so there each decode shape has a program for greedy and one for sampled rows,
-    and decode steps that need more than that take a mixed shape, whose programs choose. Where every step needs more
-    (``always_full``), decode shapes have a program for that alone.
-    """
-    decode = ("any",) if platform == "cpu" else ("full",) if always_full else ("greedy", "sampled")
-    shapes = buckets.shapes()
-    return [(shape, variant) for shape in shapes for variant in (decode if shape.decode_only else ("any",))]
-
-
-class CompiledSteps:
-    """The compiled programs of a model: its steps, and the two small ones that run before steps that need them."""
-
-    def __init__(self, program: ModelProgram, buckets: Buckets):
-        self.program = program
-        self.buckets = buckets
-        arguments = len(program.arguments)
-        self._shapes = {shape: dataclasses.replace(shape, num_arguments=arguments) for shape in buckets.shapes()}
-        platform = program.mesh.devices.flat[0].platform
-        keys = program_keys(buckets, platform, program.is_always_full)
-        self.keys = [(self._shapes[shape], variant) for shape, variant in keys]
-        self._decode_variants = {variant for shape, variant in self.keys if shape.decode_only}
-        self._compiled: dict[ProgramKey, jax.stages.Compiled] = {}
-        self._set_up: jax.stages.Compiled | None = None
-        self._copy_pages: jax.stages.Compiled | None = None
-
-    def compile(self) -> None:
-        """Compiles every program: traced one after the other, compiled on all cores."""
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            futures = {}
-            for shape, variant in self.keys:
-                lowered = trace_step(self.program, shape, variant).lower()
-                futures[shape, variant] = pool.submit(_compile, lowered)
-            small = [pool.submit(_compile, trace(self.program).lower()) for trace in (trace_set_up, trace_copy_pages)]
-            self._compiled = {key: future.result() for key, future in futures.items()}
-            self._set_up, self._copy_pages = (future.result() for future in small)
-
-    def prepare(self, state: StepState, setups: Sequence[SlotSetup], copies: Sequence[PageCopy]) -> StepState:
-        """The state with slots set up and pages copied; given up as a step gives it up."""
-        assert self._set_up is not None and self._copy_pages is not None
-        for setup in setups:
-            state = state._replace(tables=self._set_up(state.tables, slot_row(setup, self.program.config.vocab_size)))
-        for sources, targets in copy_arrays(copies, self.program.num_pages):
-            state = state._replace(pools=tuple(self._copy_pages(pools, sources, targets) for pools in state.pools))
-        return state
-
-    def choose(self, plan: StepPlan, variant: str) -> tuple[BatchShape, jax.stages.Compiled]:
-        """The program of a step and its shape."""
-        if any(row.targets is not None for row in plan.prefill):
-            shape = self.buckets.scoring_shape
-        else:
-            decode_only = not plan.prefill and ("any" in self._decode_variants or variant in self._decode_variants)
-            shape = self.buckets.shape_for(plan.num_tokens, decode_only)
-        shape = self._shapes[shape]
-        compiled = self._compiled.get((shape, variant)) or self._compiled[shape, "any"]
-        return shape, compiled
-
-    def items(self) -> Iterable[tuple[ProgramKey, jax.stages.Compiled]]:
-        """Every program of a step."""
-        return self._compiled.items()
-
-    @property
-    def temporary_bytes(self) -> int:
-        """Most memory on a device that any program takes while it runs."""
-        analyses = [compiled.memory_analysis() for compiled in self._compiled.values()]
-        return max((analysis.temp_size_in_bytes for analysis in analyses if analysis is not None), default=0)
-
-
-def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles a program and gives back the memory that took, so that what many leave does not add up."""
-    compiled = lowered.compile()
-    return_freed_memory()
-    return compiled
 
 
 class StepRunner:
@@ -176,10 +88,10 @@ class StepRunner:
         masked = masks.rows(plan)
         is_full = bool(masked) or self._steps.program.is_always_full
         variant = builder.variant(plan, is_full)
-        shape, compiled = self._steps.choose(plan, variant)
+        shape, step = self._steps.choose(plan, variant)
         mask = masks.array(masked, shape.num_rows) if masked else self._open_masks[shape.num_rows]
         buffer = builder.build(plan, shape, VARIANTS.index(variant))
-        self._state, output = compiled(self._params, self._state, buffer, mask)
+        self._state, output = step(self._params, self._state, buffer, mask)
         if variant != "full":
             output = output._replace(logprobs=None)
         if not any(row.is_pooled for row in plan.prefill):
@@ -187,7 +99,7 @@ class StepRunner:
         return PendingStep(output, plan.num_rows)
 
     def warm_up(self) -> None:
-        """Runs every program once, each with a row of one token, and waits for them; before the first request.
+        """Runs every program at least once, with a row of one token, and waits for them; before the first request.
 
         XLA puts part of its work off until then: on CPUs its library of dots makes its kernels, 0.3 to 0.6 s in each
         program of a model of 30 layers.
@@ -197,11 +109,11 @@ class StepRunner:
         decode = _EMPTY_STEP._replace(decode_slots=[slot], decode_positions=[0], decode_tokens=[token])
         prefill = _EMPTY_STEP._replace(prefill=[PrefillRow(slot, 0, [token], samples=True, targets=[token])])
         self._state = self._steps.prepare(self._state, [SlotSetup(slot, Sampling(), 1)], [PageCopy(page, page)])
-        for (shape, variant), compiled in self._steps.items():
+        for (shape, variant), step in self._steps.items():
             number = VARIANTS.index("greedy" if variant == "any" else variant)
             buffer = self._builder.build(decode if shape.decode_only else prefill, shape, number)
-            self._state, _ = compiled(self._params, self._state, buffer, self._open_masks[shape.num_rows])
-        jax.block_until_ready(self._state)
+            ran = step(self._params, self._state, buffer, self._open_masks[shape.num_rows])
+            self._state, _ = jax.block_until_ready(ran)
         return_freed_memory()
 
     def _needs_row(self, setup: SlotSetup) -> bool:

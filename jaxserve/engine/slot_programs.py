@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxserve.engine.plan import PageCopy, SlotSetup
-from jaxserve.engine.program import ModelProgram
+from jaxserve.engine.program import ModelProgram, shardings
 from jaxserve.sampling.penalties import IN_PROMPT, MAX_TRACKED, SlotTables
 
 COPY_CAPACITY = 8
@@ -29,8 +29,7 @@ def trace_set_up(program: ModelProgram) -> jax.stages.Traced:
         return jax.tree.map(lambda table, part: lax.dynamic_update_slice(table, part, (row[0], 0)), tables, parts)
 
     row = program.whole((_row_parts(vocab_size)[-1][1],), jnp.int32)
-    shardings = jax.tree.map(lambda struct: struct.sharding, tables)
-    return jax.jit(set_up, donate_argnums=0, out_shardings=shardings).trace(tables, row)
+    return jax.jit(set_up, donate_argnums=0, out_shardings=shardings(tables)).trace(tables, row)
 
 
 def slot_row(setup: SlotSetup, vocab_size: int) -> np.ndarray:
@@ -54,14 +53,11 @@ def trace_copy_pages(program: ModelProgram) -> jax.stages.Traced:
     """Traces the copying of pages of one layer: takes (pools, sources, targets); all layers share the program."""
     pools = program.abstract_state().pools[0]
     pages = program.whole((COPY_CAPACITY,), jnp.int32)
-    arguments = (pools, pages, pages)
-    in_specs = jax.tree.map(lambda struct: struct.sharding.spec, arguments)
 
     def copy(pools: Pools, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> Pools:
         return program.kernel.copy_pages(pools, sources, targets)
 
-    sharded = jax.shard_map(copy, mesh=program.mesh, in_specs=in_specs, out_specs=in_specs[0], check_vma=False)
-    return jax.jit(sharded, donate_argnums=0).trace(*arguments)
+    return program.trace(copy, (pools, pages, pages), gives=shardings(pools), donated=[0])
 
 
 def copy_arrays(copies: Sequence[PageCopy], num_pages: int) -> list[tuple[np.ndarray, np.ndarray]]:

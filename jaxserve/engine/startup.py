@@ -10,6 +10,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.build import EnginePlan, load_params, plan_engine
 from jaxserve.engine.compilation_cache import use_compilation_cache
+from jaxserve.engine.compiled_steps import CompiledSteps, num_programs
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.grammars import GrammarCompiler
 from jaxserve.engine.memory import MemoryLedger, device_memory_bytes, resident_bytes, usable_share
@@ -24,7 +25,7 @@ from jaxserve.engine.model_defaults import (
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.replica import Replica
-from jaxserve.engine.runner import CompiledSteps, StepRunner, program_keys
+from jaxserve.engine.runner import StepRunner
 from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import RequestError
@@ -174,7 +175,7 @@ def _log_choices(plan: EnginePlan) -> None:
         program.layout.name,
         program.kernel.name,
         program.page_size,
-        len(program_keys(plan.buckets, device.platform, program.is_always_full)),
+        num_programs(plan.buckets, device.platform, program.is_always_full),
     )
 
 

@@ -1,17 +1,19 @@
 """The arrays of a step, and the one buffer that carries them to the device.
 
 A step takes all its numbers in one int32 buffer (floats by their bits), so that one transfer carries them; ``unpack``
-cuts it up again on the device.
+cuts it up again on the device. What the sampler reads comes last and lies the same in all shapes with the same number
+of rows, so that a sampler of its own (``jaxserve.engine.steps.trace_sampler``) serves all of them.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxserve.sampling.penalties import SamplerInputs
 from pallas_kernels import AttentionBatch
@@ -19,6 +21,8 @@ from pallas_kernels import AttentionBatch
 FLOAT_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 SLOT_NUMBERS = ("top_k", "seeds", *FLOAT_NUMBERS)
 """Numbers of a row's request that stay while it has its slot, one behind the other in the buffer; then arguments."""
+
+_FIRST_OF_SAMPLER = "context_lens"
 
 
 class Field(NamedTuple):
@@ -57,19 +61,17 @@ class BatchShape:
         shapes = {
             **dict.fromkeys(("tokens", "positions", "lengths", "token_pages", "token_offsets", "targets"), tokens),
             "page_table": (self.num_rows, self.table_pages),
-            **dict.fromkeys(("context_lens", "query_starts", "query_lens", "slots"), rows),
-            **dict.fromkeys(("sampled_slots", "sampled_tokens", "counted_slots"), rows),
+            **dict.fromkeys(("query_starts", "query_lens", "sampled_tokens", "counted_slots"), rows),
             **dict.fromkeys(("pooled_from", "carried_slots"), (0,) if self.decode_only else rows),
-            **dict.fromkeys(SLOT_NUMBERS, rows),
-            "arguments": (self.num_arguments, self.num_rows),
-            **dict.fromkeys(("num_decode", "num_rows", "num_shared_pages", "num_target_tokens", "variant"), scalar),
+            **dict.fromkeys(("num_decode", "num_shared_pages", "num_target_tokens"), scalar),
+            **_sampler_shapes(self.num_rows, self.num_arguments),
         }
-        fields, start = {}, 0
-        for name, shape in shapes.items():
-            stop = start + math.prod(shape)
-            fields[name] = Field(start, stop, shape, name in (*FLOAT_NUMBERS, "arguments"))
-            start = stop
-        return fields
+        return _laid_out(shapes)
+
+    @property
+    def sampler_start(self) -> int:
+        """Where the part of the buffer that the sampler reads starts; it ends with the buffer."""
+        return self.fields[_FIRST_OF_SAMPLER].start
 
     @functools.cached_property
     def slot_numbers(self) -> Field:
@@ -83,6 +85,46 @@ class BatchShape:
         return max(field.stop for field in self.fields.values())
 
 
+def sampler_size(num_rows: int, num_arguments: int) -> int:
+    """Elements of the part of the buffer that the sampler reads."""
+    return max(field.stop for field in _laid_out(_sampler_shapes(num_rows, num_arguments)).values())
+
+
+def _sampler_shapes(num_rows: int, num_arguments: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of what the sampler reads, in order; they depend on nothing else."""
+    return {
+        **dict.fromkeys((_FIRST_OF_SAMPLER, "slots", "sampled_slots", *SLOT_NUMBERS), (num_rows,)),
+        "arguments": (num_arguments, num_rows),
+        **dict.fromkeys(("num_rows", "variant"), ()),
+    }
+
+
+def _laid_out(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Field]:
+    """Arrays one behind the other."""
+    fields, start = {}, 0
+    for name, shape in shapes.items():
+        stop = start + math.prod(shape)
+        fields[name] = Field(start, stop, shape, name in (*FLOAT_NUMBERS, "arguments"))
+        start = stop
+    return fields
+
+
+class SamplerBatch(NamedTuple):
+    """What the sampler reads of a step.
+
+    Attributes:
+        inputs: Numbers of each row.
+        sampled_slots: Slot of each row that samples; out of range for the others.
+        num_rows: Rows in use.
+        variant: Index of the sampler the rows need, in ``sampler.VARIANTS``.
+    """
+
+    inputs: SamplerInputs
+    sampled_slots: Int[Array, " R"]
+    num_rows: Int[Array, ""]
+    variant: Int[Array, ""]
+
+
 class StepBatch(NamedTuple):
     """A step's arrays on the device; see ``AttentionBatch`` for what attention reads.
 
@@ -93,23 +135,13 @@ class StepBatch(NamedTuple):
         targets: Prompt token behind each token, where its logprob is asked for; else -1.
         attention: What attention reads.
         slots: Slot of each row; out of range for an empty row.
-        sampled_slots: The same where the row samples; out of range where it does not.
         sampled_tokens: Query token behind which the row samples.
         counted_slots: Slot of each row whose token is to be counted for its penalties; out of range for the others.
         pooled_from: Query token from which on the row's hidden states are summed up; behind the row for none. Decode
             steps have none of these.
         carried_slots: Slot whose sum goes on in the row; out of range where it begins.
-        top_k: Candidates kept, 0 for all.
-        seeds: Seed of each row's random numbers.
-        temperature: 0 for the likeliest token.
-        top_p: Probability mass kept.
-        min_p: Probability kept, relative to the likeliest token's.
-        presence_penalty: See ``jaxserve.engine.plan.Sampling``.
-        frequency_penalty: See there.
-        repetition_penalty: See there.
-        arguments: Numbers for the engine's logits processors.
         num_target_tokens: Tokens up to the last with a target; 0 for none.
-        variant: Index of the sampler the rows need, in ``sampler.VARIANTS``.
+        sampler: What the sampler reads.
     """
 
     tokens: Int[Array, " T"]
@@ -118,37 +150,39 @@ class StepBatch(NamedTuple):
     targets: Int[Array, " T"]
     attention: AttentionBatch
     slots: Int[Array, " R"]
-    sampled_slots: Int[Array, " R"]
     sampled_tokens: Int[Array, " R"]
     counted_slots: Int[Array, " R"]
     pooled_from: Int[Array, " pooled"]
     carried_slots: Int[Array, " pooled"]
-    top_k: Int[Array, " R"]
-    seeds: Int[Array, " R"]
-    temperature: Float[Array, " R"]
-    top_p: Float[Array, " R"]
-    min_p: Float[Array, " R"]
-    presence_penalty: Float[Array, " R"]
-    frequency_penalty: Float[Array, " R"]
-    repetition_penalty: Float[Array, " R"]
-    arguments: Float[Array, "arguments R"]
     num_target_tokens: Int[Array, ""]
-    variant: Int[Array, ""]
+    sampler: SamplerBatch
 
 
 def unpack(buffer: Int[Array, " size"], shape: BatchShape) -> StepBatch:
     """The arrays of a step, on the device."""
+    arrays = _arrays(buffer, shape.fields)
+    attention = AttentionBatch(**{name: arrays[name] for name in AttentionBatch._fields})
+    others = {name: arrays[name] for name in StepBatch._fields if name in arrays}
+    return StepBatch(attention=attention, sampler=_sampler_batch(arrays), **others)
+
+
+def unpack_sampler(part: Int[Array, " size"], num_rows: int, num_arguments: int) -> SamplerBatch:
+    """What the sampler reads, on the device, from its part of the buffer."""
+    return _sampler_batch(_arrays(part, _laid_out(_sampler_shapes(num_rows, num_arguments))))
+
+
+def _sampler_batch(arrays: Mapping[str, Array]) -> SamplerBatch:
+    numbers = {name: arrays[name] for name in SLOT_NUMBERS}
+    inputs = SamplerInputs(
+        positions=arrays["context_lens"], slots=arrays["slots"], arguments=arrays["arguments"].T, **numbers
+    )
+    return SamplerBatch(inputs, arrays["sampled_slots"], arrays["num_rows"], arrays["variant"])
+
+
+def _arrays(buffer: Int[Array, " size"], fields: Mapping[str, Field]) -> dict[str, Array]:
+    """The arrays in a buffer."""
     arrays = {}
-    for name, field in shape.fields.items():
+    for name, field in fields.items():
         part = lax.slice(buffer, (field.start,), (field.stop,)).reshape(field.shape)
         arrays[name] = lax.bitcast_convert_type(part, jnp.float32) if field.is_float else part
-    attention = AttentionBatch(**{name: arrays.pop(name) for name in AttentionBatch._fields})
-    return StepBatch(attention=attention, **arrays)
-
-
-def sampler_inputs(batch: StepBatch) -> SamplerInputs:
-    """What the sampler reads of a step."""
-    numbers = {name: getattr(batch, name) for name in SLOT_NUMBERS}
-    return SamplerInputs(
-        positions=batch.attention.context_lens, slots=batch.slots, arguments=batch.arguments.T, **numbers
-    )
+    return arrays

@@ -1,20 +1,23 @@
-"""The compiled step: tokens in, tokens out, in one program; the only place that puts the model into shard_map."""
+"""A step: tokens in, tokens out. ``trace_step`` makes it one program, as accelerators run it.
 
+``jaxserve.engine.split_steps`` makes several programs of the same parts, as CPUs run them.
+"""
+
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxserve.engine.program import ModelProgram, StepState
-from jaxserve.engine.step_batch import BatchShape, StepBatch, sampler_inputs, unpack
+from jaxserve.engine.program import ModelProgram, StepState, shardings
+from jaxserve.engine.step_batch import BatchShape, SamplerBatch, StepBatch, unpack
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.row_sums import add_tokens
 from jaxserve.layers.rows import map_rows
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.sampling.logprobs import TokenLogprobs, token_logprobs
-from jaxserve.sampling.penalties import SamplerInputs, counted
+from jaxserve.sampling.penalties import SamplerInputs, SlotTables, counted
 from jaxserve.sampling.sampler import SamplerSettings, sample
 
 __all__ = ["ModelProgram", "StepOutput", "StepSettings", "StepState", "run_step", "trace_step"]
@@ -28,7 +31,7 @@ class StepOutput(NamedTuple):
     Attributes:
         tokens: The sampled token of each row; ``sampler.NO_TOKEN`` where its logits have NaN.
         logprobs: Its logprobs, where the sampler computes any.
-        prompt_logprobs: Those of the prompt tokens behind each query token; None unless the shape scores prompts.
+        prompt_logprobs: Those of the prompt tokens behind each query token; None unless the step scores prompts.
         sums: Hidden states summed up over each row's prompt, where it pools them; None in decode shapes.
     """
 
@@ -38,33 +41,44 @@ class StepOutput(NamedTuple):
     sums: Float[Array, "R D"] | None
 
 
+class PromptTokens(NamedTuple):
+    """What the logprobs of prompts are computed from.
+
+    Attributes:
+        hidden: Hidden state of each query token, before the head's norm.
+        targets: Prompt token behind each, where its logprob is asked for; else -1.
+        num_target_tokens: Tokens up to the last with a target; 0 for none.
+    """
+
+    hidden: Float[Array, "T D"]
+    targets: Int[Array, " T"]
+    num_target_tokens: Int[Array, ""]
+
+
 def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.stages.Traced:
-    """Traces the step of a batch shape and sampler variant (one of ``sampler.VARIANTS``, or ``any``).
+    """Traces the step of a batch shape and sampler variant (one of ``sampler.VARIANTS``, or ``any``) as one program.
 
     The traced function takes (packed parameters, ``StepState``, buffer, vocabulary mask) and gives (``StepState``,
     ``StepOutput``); the state is donated.
     """
-    tile = program.row_tile
-    assert tile is None or (shape.num_rows % tile == 0 and shape.num_tokens % tile == 0), (shape, tile)
-    graphdef, treedef, params, _ = program.abstract_model
-    attention = AttentionSettings(program.kernel, program.page_size, shape.decode_only, row_tile=tile)
-    settings = StepSettings(attention, program.sampler, variant, shape.scores_prompt)
+    settings = StepSettings(attention_settings(program, shape), program.sampler, variant, shape.scores_prompt)
 
-    def body(
+    def step(
         arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], mask: Int[Array, "R words"]
     ) -> tuple[StepState, StepOutput]:
-        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, program.packing.unpack(arrays)))
-        return run_step(model, state, unpack(buffer, shape), mask, settings)
+        return run_step(program.model(arrays), state, unpack(buffer, shape), mask, settings)
 
-    buffer = program.whole((shape.buffer_size,), jnp.int32)
+    state, buffer = program.abstract_state(), program.whole((shape.buffer_size,), jnp.int32)
     mask = program.whole(program.mask_shape(shape.num_rows), jnp.int32)
-    packed = program.packing.structs(tuple(params.values()))
-    arguments = (packed, program.abstract_state(), buffer, mask)
-    in_specs = jax.tree.map(lambda struct: struct.sharding.spec, arguments)
-    sharded = jax.shard_map(
-        body, mesh=program.mesh, in_specs=in_specs, out_specs=(in_specs[1], program.replicated.spec), check_vma=False
-    )
-    return jax.jit(sharded, donate_argnums=1).trace(*arguments)
+    gives = (shardings(state), program.replicated)
+    return program.trace(step, (program.abstract_params, state, buffer, mask), gives, donated=[1])
+
+
+def attention_settings(program: ModelProgram, shape: BatchShape) -> AttentionSettings:
+    """What is fixed about attention in steps of a shape."""
+    tile = program.row_tile
+    assert tile is None or (shape.num_rows % tile == 0 and shape.num_tokens % tile == 0), (shape, tile)
+    return AttentionSettings(program.kernel, program.page_size, shape.decode_only, row_tile=tile)
 
 
 class StepSettings(NamedTuple):
@@ -80,30 +94,69 @@ def run_step(
     model: CausalLM, state: StepState, batch: StepBatch, mask: Int[Array, "R words"], settings: StepSettings
 ) -> tuple[StepState, StepOutput]:
     """One step on one device of the mesh: embed, layers, head, sampler, and what the slots keep."""
-    size = batch.slots.shape[0]
-    known = batch.tokens[:size]
-    known = jnp.where(known < 0, state.latest.at[batch.slots].get(mode="clip"), known)
-    tokens = jnp.concatenate([known, batch.tokens[size:]])
-    tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, known))
-    attention = batch.attention
-    hidden, pools = model.hidden(
-        tokens, batch.positions, batch.lengths, list(state.pools), attention, settings.attention
+    state, hidden, sums = run_layers(model, state, batch, settings.attention)
+    variant = batch.sampler.variant if settings.variant == "any" else settings.variant
+    rows, tile = hidden[batch.sampled_tokens], settings.attention.row_tile
+    tokens, logprobs = sample_rows(
+        model.logits, rows, mask, state.tables, batch.sampler, variant, settings.sampler, tile
     )
-    variant = batch.variant if settings.variant == "any" else settings.variant
+    prompt = None
+    if settings.scores_prompt:
+        wanted = PromptTokens(hidden, batch.targets, batch.num_target_tokens)
+        prompt = score_prompt(model, wanted, settings.sampler, tile)
+    state = state._replace(latest=latest_tokens(state.latest, batch.sampler, tokens))
+    return state, StepOutput(tokens, logprobs, prompt, sums)
 
-    num_rows = attention.num_rows if settings.attention.row_tile is None else None
 
-    def sampled_rows(hidden: Float[Array, "R D"], mask: Int[Array, "R words"], *numbers: Array) -> Any:
-        return sample(model.logits(hidden, num_rows), SamplerInputs(*numbers), mask, tables, variant, settings.sampler)
+class LayersOutput(NamedTuple):
+    """What the layers give.
 
-    rows = (hidden[batch.sampled_tokens], mask, *sampler_inputs(batch))
-    sampled, logprobs = map_rows(sampled_rows, rows, attention.num_rows, settings.attention.row_tile)
-    latest = state.latest.at[batch.sampled_slots].set(jnp.maximum(sampled, 0), mode="drop")
-    prompt = _prompt_logprobs(model, hidden, batch, settings) if settings.scores_prompt else None
+    Attributes:
+        state: What the slots keep, all but the tokens that the step has yet to sample.
+        hidden: Hidden state of each query token, before the head's norm.
+        sums: See ``StepOutput``.
+    """
+
+    state: StepState
+    hidden: Float[Array, "T D"]
+    sums: Float[Array, "R D"] | None
+
+
+def run_layers(model: CausalLM, state: StepState, batch: StepBatch, settings: AttentionSettings) -> LayersOutput:
+    """The part of a step up to its hidden states, on one device of the mesh: embed and layers."""
+    num_rows = batch.slots.shape[0]
+    known = batch.tokens[:num_rows]
+    known = jnp.where(known < 0, state.latest.at[batch.slots].get(mode="clip"), known)
+    tokens = jnp.concatenate([known, batch.tokens[num_rows:]])
+    tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, known))
+    hidden, pools = model.hidden(tokens, batch.positions, batch.lengths, list(state.pools), batch.attention, settings)
     kept, sums = state.sums, None
-    if not settings.attention.decode_only:
-        kept, sums = _pooled(model, hidden, kept, batch, settings.attention.row_tile)
-    return StepState(tuple(pools), latest, tables, kept), StepOutput(sampled, logprobs, prompt, sums)
+    if not settings.decode_only:
+        kept, sums = _pooled(model, hidden, kept, batch, settings.row_tile)
+    return LayersOutput(StepState(tuple(pools), state.latest, tables, kept), hidden, sums)
+
+
+def sample_rows(
+    score: Callable[[Float[Array, "R n"]], Float[Array, "R V"]],
+    rows: Float[Array, "R n"],
+    mask: Int[Array, "R words"],
+    tables: SlotTables,
+    batch: SamplerBatch,
+    variant: str | Int[Array, ""],
+    settings: SamplerSettings,
+    tile: int | None,
+) -> tuple[Int[Array, " R"], TokenLogprobs]:
+    """Tokens and logprobs of rows, a tile at a time; ``score`` makes a tile's logits."""
+
+    def sampled_rows(rows: Float[Array, "R n"], mask: Int[Array, "R words"], *numbers: Array) -> Any:
+        return sample(score(rows), SamplerInputs(*numbers), mask, tables, variant, settings)
+
+    return map_rows(sampled_rows, (rows, mask, *batch.inputs), batch.num_rows, tile)
+
+
+def latest_tokens(latest: Int[Array, " slots"], batch: SamplerBatch, tokens: Int[Array, " R"]) -> Int[Array, " slots"]:
+    """The latest token of each slot behind a step that sampled ``tokens``."""
+    return latest.at[batch.sampled_slots].set(jnp.maximum(tokens, 0), mode="drop")
 
 
 def _pooled(
@@ -117,20 +170,19 @@ def _pooled(
     return kept.at[targets].set(sums, mode="drop"), sums
 
 
-def _prompt_logprobs(
-    model: CausalLM, hidden: Float[Array, "T D"], batch: StepBatch, settings: StepSettings
+def score_prompt(
+    model: CausalLM, prompt: PromptTokens, settings: SamplerSettings, row_tile: int | None
 ) -> TokenLogprobs:
     """Logprobs of the prompt tokens behind each query token, a tile of logits at a time."""
-    num_tokens = hidden.shape[0]
-    tile = settings.attention.row_tile or min(_LOGPROB_TILE, num_tokens)
+    num_tokens = prompt.hidden.shape[0]
+    tile = row_tile or min(_LOGPROB_TILE, num_tokens)
     padding = -num_tokens % tile
-    hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
-    targets = jnp.pad(jnp.maximum(batch.targets, 0), (0, padding))
+    hidden = jnp.pad(prompt.hidden, ((0, padding), (0, 0)))
+    targets = jnp.pad(jnp.maximum(prompt.targets, 0), (0, padding))
 
     def scored_rows(hidden: Float[Array, "T D"], targets: Int[Array, " T"]) -> TokenLogprobs:
         untracked = jnp.zeros((targets.shape[0], 0), jnp.int32)
-        logits, sampler = model.logits(hidden), settings.sampler
-        return token_logprobs(logits, targets, untracked, sampler.max_logprobs, sampler.is_normalized)
+        return token_logprobs(model.logits(hidden), targets, untracked, settings.max_logprobs, settings.is_normalized)
 
-    filled = map_rows(scored_rows, (hidden, targets), batch.num_target_tokens, tile)
+    filled = map_rows(scored_rows, (hidden, targets), prompt.num_target_tokens, tile)
     return jax.tree.map(lambda array: array[:num_tokens], filled)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,7 @@ import pytest
 
 from jaxserve.engine.batch import BatchBuilder
 from jaxserve.engine.plan import ChunkPooling, PageGrant, PrefillRow, Sampling, SlotSetup, StepPlan
-from jaxserve.engine.step_batch import BatchShape, StepBatch, sampler_inputs, unpack
-from jaxserve.sampling.penalties import SamplerInputs
-from pallas_kernels import AttentionBatch
+from jaxserve.engine.step_batch import BatchShape, StepBatch, sampler_size, unpack, unpack_sampler
 
 NUM_SLOTS, PAGE_SIZE, NUM_PAGES, TABLE_PAGES = 6, 8, 40, 5
 DECODE = BatchShape(num_tokens=4, num_rows=4, table_pages=TABLE_PAGES, decode_only=True)
@@ -126,19 +123,23 @@ def check_batch(batch: StepBatch, plan: StepPlan, slots: dict[int, Slot], shape:
         assert attention.page_table[r].tolist() == facts.pages + [NUM_PAGES] * (TABLE_PAGES - num_pages)
         assert batch.slots[r] == row.slot
         if row.samples:
-            assert batch.sampled_slots[r] == row.slot
+            assert batch.sampler.sampled_slots[r] == row.slot
         else:
-            assert batch.sampled_slots[r] >= NUM_SLOTS, "a row that does not sample would set a slot's latest token"
+            assert batch.sampler.sampled_slots[r] >= NUM_SLOTS, (
+                "a row that does not sample would set a slot's latest token"
+            )
         assert batch.sampled_tokens[r] == token + count - 1
         check_pooling(batch, r, row, token + count)
         sampling = facts.setup.sampling
-        numbers = (batch.temperature[r], batch.top_k[r], batch.top_p[r], batch.min_p[r])
+        inputs = batch.sampler.inputs
+        numbers = (inputs.temperature[r], inputs.top_k[r], inputs.top_p[r], inputs.min_p[r])
         assert numbers == (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        assert int(batch.seeds[r]) % 2**32 == sampling.seed
-        penalties = (batch.presence_penalty[r], batch.frequency_penalty[r], batch.repetition_penalty[r])
+        assert int(inputs.seeds[r]) % 2**32 == sampling.seed
+        penalties = (inputs.presence_penalty[r], inputs.frequency_penalty[r], inputs.repetition_penalty[r])
         assert penalties == (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
-        if batch.arguments.size:
-            assert tuple(batch.arguments[:, r].tolist()) == (sampling.arguments or NEUTRAL)
+        assert (inputs.positions[r], inputs.slots[r]) == (attention.context_lens[r], row.slot)
+        if inputs.arguments.size:
+            assert tuple(inputs.arguments[r].tolist()) == (sampling.arguments or NEUTRAL)
         is_new = r < attention.num_decode and row.start >= len(facts.setup.token_ids)
         assert (batch.counted_slots[r] == row.slot) == (sampling.has_penalties and is_new)
         assert batch.counted_slots[r] in (row.slot, NUM_SLOTS)
@@ -152,6 +153,7 @@ def check_batch(batch: StepBatch, plan: StepPlan, slots: dict[int, Slot], shape:
             token += 1
             num_target_tokens = token if row.targets is not None else num_target_tokens
     assert (attention.num_decode, attention.num_rows) == (len(plan.decode_slots), plan.num_rows)
+    assert batch.sampler.num_rows == plan.num_rows
     assert batch.num_target_tokens == num_target_tokens
     decoding = [slots[slot] for slot in plan.decode_slots]
     num_full = min((facts.computed // PAGE_SIZE for facts in decoding), default=0)
@@ -174,22 +176,23 @@ def check_pooling(batch: StepBatch, r: int, row: PrefillRow, end: int) -> None:
 
 def check_padding(batch: StepBatch, num_tokens: int, num_rows: int, shape: BatchShape) -> None:
     """Padding reads no page, writes no page, and belongs to no slot."""
-    attention = batch.attention
+    attention, sampler = batch.attention, batch.sampler
+    inputs = sampler.inputs
     assert (attention.token_pages[num_tokens:] > NUM_PAGES).all(), "the null page must stay clean"
     assert (attention.page_table[num_rows:] == NUM_PAGES).all()
     assert (attention.context_lens[num_rows:] == 0).all() and (attention.query_lens[num_rows:] == 0).all()
     assert (attention.query_starts[num_rows:] == shape.num_tokens).all()
     assert (batch.counted_slots[num_rows:] >= NUM_SLOTS).all()
-    assert (batch.slots[num_rows:] >= NUM_SLOTS).all() and (batch.sampled_slots[num_rows:] >= NUM_SLOTS).all()
+    assert (batch.slots[num_rows:] >= NUM_SLOTS).all() and (sampler.sampled_slots[num_rows:] >= NUM_SLOTS).all()
     assert (batch.targets[num_tokens:] == -1).all()
     assert (batch.pooled_from[num_rows:] == shape.num_tokens).all()
     assert (batch.carried_slots[num_rows:] >= NUM_SLOTS).all()
     assert (batch.tokens[num_tokens:] >= 0).all(), "-1 would look up a slot"
     for name in ("temperature", "min_p", "top_k", "presence_penalty", "frequency_penalty"):
-        assert (getattr(batch, name)[num_rows:] == 0).all(), f"padding asks for {name}"
-    assert (batch.top_p[num_rows:] == 1).all() and (batch.repetition_penalty[num_rows:] == 1).all()
-    neutral = np.tile(NEUTRAL[: len(batch.arguments)], (shape.num_rows - num_rows, 1))
-    assert np.array_equal(batch.arguments[:, num_rows:].T, neutral)
+        assert (getattr(inputs, name)[num_rows:] == 0).all(), f"padding asks for {name}"
+    assert (inputs.top_p[num_rows:] == 1).all() and (inputs.repetition_penalty[num_rows:] == 1).all()
+    neutral = np.tile(NEUTRAL[: inputs.arguments.shape[1]], (shape.num_rows - num_rows, 1))
+    assert np.array_equal(inputs.arguments[num_rows:], neutral)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -204,7 +207,7 @@ def test_buffers_hold_what_plans_say(seed: int) -> None:
         assert buffer.dtype == np.int32 and buffer.shape == (shape.buffer_size,)
         batch = jax.tree.map(np.asarray, call_unpack(shape)(buffer))
         check_batch(batch, plan, maker.slots, shape)
-        assert batch.variant == step % 3
+        assert batch.sampler.variant == step % 3
 
 
 def test_buffers_do_not_share_memory() -> None:
@@ -230,23 +233,30 @@ def test_a_new_request_does_not_inherit_its_slot() -> None:
         batch = jax.tree.map(np.asarray, call_unpack(shape)(builder.build(plan, shape, 0)))
         assert batch.attention.page_table[0].tolist() == expected
         assert batch.counted_slots[0] == counted_slot
-        assert tuple(batch.arguments[:, 0].tolist()) == (sampling.arguments or NEUTRAL)
+        assert tuple(batch.sampler.inputs.arguments[0].tolist()) == (sampling.arguments or NEUTRAL)
         assert builder.variant(plan) == variant
 
 
-def test_the_sampler_takes_its_numbers_from_the_batch() -> None:
-    """Each under its own name."""
-    fields: dict[str, Any] = dict.fromkeys(StepBatch._fields)
-    names = [name for name in SamplerInputs._fields if name not in ("positions", "slots", "arguments")]
-    numbers: dict[str, Any] = {name: jnp.full(4, i) for i, name in enumerate(names)}
-    places: dict[str, Any] = dict.fromkeys(AttentionBatch._fields, jnp.zeros(4))
-    attention = AttentionBatch(**(places | {"context_lens": jnp.full(4, 77)}))
-    others: dict[str, Any] = {"attention": attention, "slots": jnp.arange(4), "arguments": jnp.ones((2, 4))}
-    batch = StepBatch(**(fields | dict(numbers) | others))
-    inputs = sampler_inputs(batch)
-    for name, number in numbers.items():
-        assert getattr(inputs, name) is number
-    assert inputs.positions[0] == 77 and inputs.slots.tolist() == [0, 1, 2, 3] and inputs.arguments.shape == (4, 2)
+def test_the_sampler_finds_its_part_of_the_buffer() -> None:
+    """It lies the same in decode and mixed steps with the same number of rows."""
+    sampling = Sampling(temperature=0.5, top_k=7, seed=5, arguments=(1.0, 2.0))
+    builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES, NEUTRAL)
+    setups, grants = [SlotSetup(2, sampling, 9)], [PageGrant(2, 0, [3])]
+    decode = StepPlan(0, setups, grants, [2], [6], [5], [])
+    mixed = StepPlan(1, [], [], [], [], [], [PrefillRow(2, 4, [8, 9, 5], True)])
+    shapes = [DECODE, dataclasses.replace(MIXED, num_rows=DECODE.num_rows)]
+    parts = []
+    for shape, plan in zip(shapes, (decode, mixed), strict=True):
+        shape = dataclasses.replace(shape, num_arguments=len(NEUTRAL))
+        builder.apply(plan)
+        buffer = builder.build(plan, shape, variant=1)
+        parts.append(buffer[shape.sampler_start :])
+        found = unpack_sampler(jnp.asarray(parts[-1]), shape.num_rows, len(NEUTRAL))
+        expected = unpack(jnp.asarray(buffer), shape).sampler
+        for array, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(array, other)
+    np.testing.assert_array_equal(*parts)
+    assert parts[0].shape == (sampler_size(DECODE.num_rows, len(NEUTRAL)),)
 
 
 def test_the_simplest_sampler_is_chosen() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve.engine.buckets import Buckets
-from jaxserve.engine.runner import program_keys
+from jaxserve.engine.compiled_steps import num_programs, step_keys
 from jaxserve.errors import ConfigError
 
 MAX_PROGRAMS = 40
@@ -51,17 +51,26 @@ def test_at_most_a_third_of_a_prefill_step_is_padding(max_num_seqs: int, max_num
 
 @pytest.mark.parametrize(("limits", "platform"), [(LIMITS[0], "cpu"), (LIMITS[1], "gpu"), (LIMITS[2], "gpu")])
 def test_few_programs(limits: tuple[int, int], platform: str) -> None:
-    keys = program_keys(Buckets.make(*limits, 9, multiple=1 if platform == "cpu" else 2), platform)
-    assert len(set(keys)) == len(keys)
-    assert len(keys) <= MAX_PROGRAMS
+    buckets = Buckets.make(*limits, 9, multiple=1 if platform == "cpu" else 2)
+    keys = step_keys(buckets, platform)
+    assert len(set(keys)) == len(keys) <= num_programs(buckets, platform) <= MAX_PROGRAMS
+
+
+def test_programs_of_a_cpu() -> None:
+    """A step for each shape, a sampler for each number of rows, and a scorer."""
+    buckets = Buckets.make(64, 1024, 9)
+    assert step_keys(buckets, "cpu") == [(shape, "any") for shape in buckets.shapes()]
+    rows = {*buckets.decode_rows, 64}
+    assert num_programs(buckets, "cpu") == len(buckets.decode_rows) + len(buckets.mixed_tokens) + len(rows) + 1
 
 
 def test_prompts_are_scored_by_one_program() -> None:
-    """It holds the largest step; no other shape computes prompt logprobs."""
+    """On accelerators; it holds the largest step, and no other shape computes prompt logprobs."""
     buckets = Buckets.make(7, 100, 9)
-    scoring = [shape for shape in buckets.shapes() if shape.scores_prompt]
-    assert scoring == [buckets.scoring_shape]
-    assert (scoring[0].num_tokens, scoring[0].num_rows, scoring[0].decode_only) == (100, 7, False)
+    scoring = [key for key in step_keys(buckets, "gpu") if key[0].scores_prompt]
+    assert scoring == [(buckets.scoring_shape, "any")]
+    shape = buckets.scoring_shape
+    assert (shape.num_tokens, shape.num_rows, shape.decode_only) == (100, 7, False)
 
 
 @pytest.mark.parametrize("multiple", [2, 8])
@@ -87,13 +96,8 @@ def test_given_sizes_are_the_shapes() -> None:
     assert (mixed.decode_rows, mixed.mixed_tokens) == (default.decode_rows, (1, 1024))
     assert mixed.scoring_shape == default.scoring_shape
     both = Buckets.make(64, 1024, 9, compile_sizes={"decode": [64], "mixed": [1024]})
-    assert [(shape.num_tokens, shape.num_rows, shape.scores_prompt) for shape in both.shapes()] == [
-        (64, 64, False),
-        (1024, 64, False),
-        (1024, 64, True),
-    ]
-    assert len(program_keys(both, "cpu")) == 3
-    assert len(program_keys(both, "gpu")) == 4
+    assert [(shape.num_tokens, shape.num_rows) for shape in both.shapes()] == [(64, 64), (1024, 64)]
+    assert (num_programs(both, "cpu"), num_programs(both, "gpu")) == (4, 4)
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 8])

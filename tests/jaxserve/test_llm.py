@@ -27,8 +27,9 @@ from jaxserve import (
     UnsupportedModelError,
 )
 from jaxserve.config import EngineConfig
-from jaxserve.engine import build, runner
-from jaxserve.engine.runner import CompiledSteps, StepRunner
+from jaxserve.engine import build, compiled_steps, runner
+from jaxserve.engine.compiled_steps import CompiledSteps
+from jaxserve.engine.runner import StepRunner
 from jaxserve.layers import attention
 from jaxserve.layers.parallel import DtypePolicy
 from pallas_kernels import UnsupportedKernelError, paged_attention_mosaic
@@ -455,25 +456,25 @@ def test_settings_that_do_not_go_with_model_or_machine(
 
 
 @pytest.mark.parametrize(
-    ("settings", "num_shapes"),
+    ("settings", "num_expected"),
     [
-        ({}, 3),
-        ({"deterministic": True, "max_num_seqs": 16, "num_gpu_blocks_override": 200}, 3),
-        ({"tensor_parallel_size": 2, "data_parallel_size": 2, "max_num_seqs": 4, "warm_up": True}, 6),
+        ({}, 5),
+        ({"deterministic": True, "max_num_seqs": 16, "num_gpu_blocks_override": 200}, 5),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2, "max_num_seqs": 4, "warm_up": True}, 10),
     ],
 )
 def test_compile_sizes_compile_fewer_programs_for_the_same_answers(
     settings: dict[str, Any],
-    num_shapes: int,
+    num_expected: int,
     tiny_model: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Also where more rows decode at once than the largest decode size has."""
+    """Two steps, two samplers and a scorer; also where more rows decode at once than the largest decode size has."""
     settings = {**SETTINGS, "max_num_seqs": 8, "max_num_batched_tokens": 32, **settings}
     params = [GREEDY.clone(max_tokens=12, logprobs=2), GREEDY.clone(temperature=0.9, seed=5, max_tokens=15)] * 8
     prompts = [{"prompt_token_ids": [5, 7, 9, i, 6][i % 3 :]} for i in range(16)]
-    compiled, compile_one, decoded = [], runner._compile, []
+    compiled, compile_one, decoded = [], compiled_steps._compile, []
     build_batch = runner.BatchBuilder.build
 
     def noted(self: Any, plan: Any, shape: Any, variant: int) -> Any:
@@ -490,14 +491,14 @@ def test_compile_sizes_compile_fewer_programs_for_the_same_answers(
         assert scored.prompt_logprobs is not None
         return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs], scored.outputs[0].token_ids
 
-    monkeypatch.setattr(runner, "_compile", lambda lowered: compiled.append(1) or compile_one(lowered))
+    monkeypatch.setattr(compiled_steps, "_compile", lambda lowered: compiled.append(1) or compile_one(lowered))
     caplog.set_level(logging.INFO)
     (expected, scored), num_default = answers(), len(compiled)
     monkeypatch.setattr(runner.BatchBuilder, "build", noted)
     (found, found_scored), num_given = answers(compile_sizes={"mixed": [32], "decode": [2]}), len(compiled)
     num_slices = settings.get("data_parallel_size", 1)
-    assert num_given == num_shapes + 2 * num_slices < num_default, "two small programs for each slice"
-    assert f"; {num_shapes // num_slices} programs" in caplog.text
+    assert num_given == num_expected + 2 * num_slices < num_default, "two small programs for each slice"
+    assert f"; {num_expected // num_slices} programs" in caplog.text
     largest = 8 if "deterministic" in settings else 2
     assert {is_decode for is_decode, rows in decoded if rows > largest} == {False}
     assert True in {is_decode for is_decode, rows in decoded if 0 < rows <= largest}

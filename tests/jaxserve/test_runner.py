@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.compiled_steps import CompiledSteps, step_keys
 from jaxserve.engine.plan import PageCopy, PageGrant, PrefillRow, Sampling, SlotMask, SlotSetup, StepPlan
 from jaxserve.engine.program import ModelProgram
-from jaxserve.engine.runner import CompiledSteps, StepResult, StepRunner, program_keys
+from jaxserve.engine.runner import StepResult, StepRunner
 from jaxserve.engine.slot_programs import COPY_CAPACITY, copy_arrays
 from jaxserve.sampling.sampler import NO_TOKEN
 from tests.sampler_rows import mask_of
@@ -243,7 +244,7 @@ def test_decode_steps_larger_than_every_decode_shape_run_as_mixed_steps(
         3: Sampling(temperature=0.8, seed=4, tracked_ids=(4, 52), logit_bias=((7, 2.0),)),
     }
     few = Buckets.make(4, 64, TABLE_PAGES, row_tile or 1, {"decode": [2], "mixed": [4, 64]})
-    assert len(few.shapes()) == 4
+    assert len(few.shapes()) == 3
     decode_slots, reports = ([0, 1, 2, 3], [3, 1, 0], [2, 0], [1, 0, 2, 3]), []
     for buckets in (BUCKETS, few):
         steps = compiled_steps(tensor, (), row_tile, buckets)
@@ -310,24 +311,22 @@ def test_a_processor_without_arguments_applies_to_every_row() -> None:
 def test_programs_of_an_accelerator() -> None:
     """Decode shapes for greedy and for sampled rows; where every row needs more, for that alone."""
     for always_full, decode in ((False, ["greedy", "sampled"]), (True, ["full"])):
-        keys = program_keys(BUCKETS, "gpu", always_full)
+        keys = step_keys(BUCKETS, "gpu", always_full)
         assert [variant for shape, variant in keys if shape.decode_only] == decode
         assert [variant for shape, variant in keys if not shape.decode_only] == ["any", "any"]
 
 
-def test_programs_of_given_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_of_given_sizes() -> None:
     """On an accelerator, decode steps with too many rows run in a mixed program, whatever their sampler variant."""
     buckets = Buckets.make(4, 64, TABLE_PAGES, 2, {"decode": [2], "mixed": [64]})
-    keys = program_keys(buckets, "gpu")
-    assert [(shape.num_tokens, variant) for shape, variant in keys] == [
+    steps = CompiledSteps(make_program(tiny_config(), num_pages=NUM_PAGES), buckets, "gpu")
+    assert [(shape.num_tokens, variant) for shape, variant in steps.keys] == [
         (2, "greedy"),
         (2, "sampled"),
         (64, "any"),
         (64, "any"),
     ]
-    monkeypatch.setattr("jaxserve.engine.runner.program_keys", lambda buckets, platform, always_full: keys)
-    steps = CompiledSteps(make_program(tiny_config(), num_pages=NUM_PAGES), buckets)
-    steps._compiled = {key: object.__new__(jax.stages.Compiled) for key in steps.keys}
+    steps._steps = {key: object.__new__(jax.stages.Compiled) for key in steps.keys}
     for rows, variant, size, expected in (
         (2, "greedy", 2, "greedy"),
         (2, "sampled", 2, "sampled"),
@@ -338,7 +337,7 @@ def test_programs_of_given_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         plan = StepPlan(0, [], [], [*range(rows)], [0] * rows, [5] * rows, [])
         shape, compiled = steps.choose(plan, variant)
         assert (shape.num_tokens, shape.decode_only, shape.scores_prompt) == (size, size == 2, False)
-        assert compiled is steps._compiled[shape, expected]
+        assert compiled is steps._steps[shape, expected]
 
 
 def poisoned_params(program: ModelProgram, token: int) -> tuple[jax.Array, ...]:

@@ -1,0 +1,172 @@
+"""A step as CPUs run it: the model, the sampler and the scoring of prompts are programs of their own.
+
+An accelerator would wait between them, so that ``jaxserve.engine.steps`` makes one program of each step there. On CPUs
+that gap is nothing, and a sampler in every program took much of a start: here there is a program of the model for each
+batch shape, one of the sampler for each number of rows, and one that scores the prompts of all steps.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxserve.engine.program import ModelProgram, StepState, shardings
+from jaxserve.engine.step_batch import BatchShape, sampler_size, unpack, unpack_sampler
+from jaxserve.engine.steps import (
+    PromptTokens,
+    StepOutput,
+    attention_settings,
+    latest_tokens,
+    run_layers,
+    sample_rows,
+    score_prompt,
+)
+from jaxserve.layers.rows import ROW_TILE
+from jaxserve.sampling.logprobs import TokenLogprobs
+from jaxserve.sampling.penalties import SlotTables
+
+
+class ModelOutput(NamedTuple):
+    """What the model's program gives beside the state.
+
+    Attributes:
+        logits: Scores behind each row's sampled token, float32.
+        sampler_part: The part of the step's buffer that the sampler reads.
+        prompt: What the scorer reads, of the size of the largest step; None in decode shapes.
+        sums: See ``StepOutput``.
+    """
+
+    logits: Float[Array, "R V"]
+    sampler_part: Int[Array, " size"]
+    prompt: PromptTokens | None
+    sums: Float[Array, "R D"] | None
+
+
+class SamplerOutput(NamedTuple):
+    """What the sampler gives: the latest token of each slot, and tokens and logprobs as in ``StepOutput``."""
+
+    latest: Int[Array, " slots"]
+    tokens: Int[Array, " R"]
+    logprobs: TokenLogprobs
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitStep:
+    """The compiled programs of a batch shape; a call takes and gives what that of ``steps.trace_step`` does.
+
+    Attributes:
+        model: Compiled ``trace_model``.
+        sampler: Compiled ``trace_sampler`` for the shape's rows.
+        scorer: Compiled ``trace_scorer``; None for a step that scores no prompt.
+    """
+
+    model: jax.stages.Compiled
+    sampler: jax.stages.Compiled
+    scorer: jax.stages.Compiled | None
+
+    def __call__(
+        self,
+        params: tuple[jax.Array, ...],
+        state: StepState,
+        buffer: np.ndarray,
+        mask: Int[Array | np.ndarray, "R words"],
+    ) -> tuple[StepState, StepOutput]:
+        """Launches the programs one after the other, without waiting for them."""
+        state, found = self.model(params, state, buffer)
+        sampled = self.sampler(found.logits, state.latest, state.tables, found.sampler_part, mask)
+        prompt = None if self.scorer is None else self.scorer(params, found.prompt)
+        state = state._replace(latest=sampled.latest)
+        return state, StepOutput(sampled.tokens, sampled.logprobs, prompt, found.sums)
+
+
+def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> jax.stages.Traced:
+    """Traces the steps of a batch shape up to their logits.
+
+    The traced function takes (packed parameters, ``StepState``, buffer) and gives (``StepState``, ``ModelOutput``); the
+    state is donated. The sampler has yet to replace its latest tokens.
+
+    Args:
+        program: The model.
+        shape: Sizes of the step.
+        max_tokens: Query tokens of the largest step, for which the scorer is compiled.
+    """
+    attention = attention_settings(program, shape)
+
+    def model(
+        arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"]
+    ) -> tuple[StepState, ModelOutput]:
+        module, batch = program.model(arrays), unpack(buffer, shape)
+        state, hidden, sums = run_layers(module, state, batch, attention)
+        logits = module.logits(hidden[batch.sampled_tokens], batch.sampler.num_rows, program.row_tile)
+        prompt = None
+        if not shape.decode_only:
+            padding = (0, max_tokens - shape.num_tokens)
+            targets = jnp.pad(batch.targets, padding, constant_values=-1)
+            prompt = PromptTokens(jnp.pad(hidden, (padding, (0, 0))), targets, batch.num_target_tokens)
+        return state, ModelOutput(logits, buffer[shape.sampler_start :], prompt, sums)
+
+    state, buffer = program.abstract_state(), program.whole((shape.buffer_size,), jnp.int32)
+    gives = (shardings(state), program.replicated)
+    return program.trace(model, (program.abstract_params, state, buffer), gives, donated=[1])
+
+
+def trace_sampler(program: ModelProgram, num_rows: int) -> jax.stages.Traced:
+    """Traces the sampler of all steps with ``num_rows`` rows, which chooses its variant when it runs.
+
+    The traced function takes (logits, latest tokens, ``SlotTables``, the sampler's part of the buffer, vocabulary mask)
+    and gives ``SamplerOutput``; the latest tokens are donated. Every device of the mesh computes the same.
+    """
+    settings, num_arguments = program.sampler, len(program.arguments)
+    tile = sampler_tile(num_rows, program.row_tile)
+
+    def sampler(
+        logits: Float[Array, "R V"],
+        latest: Int[Array, " slots"],
+        tables: SlotTables,
+        part: Int[Array, " size"],
+        mask: Int[Array, "R words"],
+    ) -> SamplerOutput:
+        batch = unpack_sampler(part, num_rows, num_arguments)
+        tokens, logprobs = sample_rows(_unchanged, logits, mask, tables, batch, batch.variant, settings, tile)
+        return SamplerOutput(latest_tokens(latest, batch, tokens), tokens, logprobs)
+
+    state = program.abstract_state()
+    logits = program.whole((num_rows, program.config.vocab_size), jnp.float32)
+    part = program.whole((sampler_size(num_rows, num_arguments),), jnp.int32)
+    mask = program.whole(program.mask_shape(num_rows), jnp.int32)
+    return program.trace(sampler, (logits, state.latest, state.tables, part, mask), donated=[1])
+
+
+def sampler_tile(num_rows: int, row_tile: int | None) -> int | None:
+    """Rows that the sampler takes together; None takes all.
+
+    Tiles of 8 rows are 2 to 3 times quicker than 64 rows at once, since what is computed of them stays in the caches;
+    and a step with few of its rows in use skips the others.
+
+    Args:
+        num_rows: Rows of the step; where 8 does not divide them, tiles have 4 or 2 rows.
+        row_tile: Rows of a tile in the deterministic mode, which the sampler then takes too.
+    """
+    if row_tile is not None or num_rows <= ROW_TILE:
+        return row_tile
+    tile = math.gcd(num_rows, ROW_TILE)
+    return tile if tile > 1 else None
+
+
+def _unchanged(logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
+    return logits
+
+
+def trace_scorer(program: ModelProgram, max_tokens: int) -> jax.stages.Traced:
+    """Traces the scoring of prompts: takes (packed parameters, ``PromptTokens``) and gives their ``TokenLogprobs``."""
+
+    def scorer(arrays: tuple[Array, ...], prompt: PromptTokens) -> TokenLogprobs:
+        return score_prompt(program.model(arrays), prompt, program.sampler, program.row_tile)
+
+    hidden = program.whole((max_tokens, program.config.hidden_size), program.policy.activations_dtype)
+    prompt = PromptTokens(hidden, program.whole((max_tokens,), jnp.int32), program.whole((), jnp.int32))
+    return program.trace(scorer, (program.abstract_params, prompt))
