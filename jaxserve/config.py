@@ -50,7 +50,8 @@ class EngineConfig:
         long_prefill_token_threshold: Most tokens of one prompt in a step, so that others get on; 0: any number.
         scheduling_policy: ``fcfs`` runs requests in the order they come, ``priority`` the lowest ``priority`` first.
         enable_prefix_caching: Keep the pages of texts that have ended, for later requests that begin the same.
-        deterministic: A greedy or seeded request gives the same bits alone or in any batch, at a cost in speed.
+        deterministic: A greedy or seeded request gives the same bits alone or in any batch. None: where native kernels
+            run all of a model, since it costs nothing there; elsewhere True makes steps up to three times as long.
         async_scheduling: Launch a step before the tokens of the step before are known.
         max_logprobs: Most alternatives a request may ask logprobs of at each position; -1 for the whole vocabulary.
         logprobs_mode: What logprobs report: ``raw_logprobs`` before masks, penalties and temperature,
@@ -99,7 +100,7 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     scheduling_policy: str = "fcfs"
     enable_prefix_caching: bool = True
-    deterministic: bool = False
+    deterministic: bool | None = None
     async_scheduling: bool | None = None
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"

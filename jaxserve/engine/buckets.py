@@ -9,6 +9,7 @@ from jaxserve.errors import ConfigError
 
 _SMALLEST_MIXED = 64
 _FEW_ROWS = 64
+_FEWEST_ROWS, _FEWEST_TOKENS = 8, 128  # of a shape where padding costs next to nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,22 +38,26 @@ class Buckets:
         table_pages: int,
         multiple: int = 1,
         compile_sizes: Mapping[str, Sequence[int]] | None = None,
+        skips_padding: bool = False,
     ) -> "Buckets":
         """Take the sizes in ``compile_sizes``, and the default ladder for a kind of step that it leaves out.
 
         The ladder is powers of two; from 64 tokens on also the sizes halfway, so that at most a third of a mixed step
         is padding. Decode rows have sizes halfway (from 16 on) only where few rows are asked for: programs are to be at
-        most 40.
+        most 40. Where kernels skip padding (``skips_padding``) it is the largest size and eighths of it.
 
         Raises:
             ConfigError: A given size is larger than any step, or the largest mixed size does not hold every step.
         """
         given = compile_sizes or {}
         _check_given(given, max_num_seqs, max_num_batched_tokens, multiple)
-        few_from = 16 if max_num_seqs <= _FEW_ROWS else max_num_seqs
-        decode = given.get("decode") or _ladder(1, max_num_seqs, half_steps_from=few_from)
-        smallest = min(_SMALLEST_MIXED, max_num_batched_tokens)
-        mixed = given.get("mixed") or _ladder(smallest, max_num_batched_tokens, half_steps_from=64)
+        if skips_padding:
+            defaults = _eighths(_FEWEST_ROWS, max_num_seqs), _eighths(_FEWEST_TOKENS, max_num_batched_tokens)
+        else:
+            few_from = 16 if max_num_seqs <= _FEW_ROWS else max_num_seqs
+            smallest = min(_SMALLEST_MIXED, max_num_batched_tokens)
+            defaults = _ladder(1, max_num_seqs, few_from), _ladder(smallest, max_num_batched_tokens, 64)
+        decode, mixed = (given.get(kind) or sizes for kind, sizes in zip(("decode", "mixed"), defaults, strict=True))
         decode, mixed = (tuple(sorted({_up(size, multiple) for size in sizes})) for sizes in (decode, mixed))
         return cls(decode, mixed, max_num_seqs, table_pages, multiple)
 
@@ -115,6 +120,14 @@ def _ladder(first: int, last: int, half_steps_from: int) -> tuple[int, ...]:
             sizes.append(size * 3 // 2)
         size *= 2
     return (*sizes, last)
+
+
+def _eighths(fewest: int, last: int) -> tuple[int, ...]:
+    """``last``, an eighth of it, and so on, as long as that is not below ``fewest``."""
+    sizes = [last]
+    while sizes[-1] // 8 >= fewest:
+        sizes.append(sizes[-1] // 8)
+    return tuple(sizes)
 
 
 def _up(size: int, multiple: int) -> int:

@@ -27,7 +27,7 @@ from jaxserve.engine.memory import (
     usable_share,
 )
 from jaxserve.engine.processors import load_processors
-from jaxserve.engine.program import ModelProgram
+from jaxserve.engine.program import ModelProgram, computes_rows_natively
 from jaxserve.errors import ConfigError
 from jaxserve.layers.cpu import has_bfloat16_products
 from jaxserve.layers.model_config import ModelConfig
@@ -101,6 +101,9 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     backend = config.attention_backend or config.kernels
     policy = with_narrow_pages(policy, device, backend, **sizes)
     kernel = choose_kernel(device, policy, backend, **sizes)
+    is_invariant = computes_rows_natively(model, policy, kernel)
+    is_deterministic = is_invariant if config.deterministic is None else config.deterministic
+    _log_determinism(config, is_deterministic, is_invariant)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     program = ModelProgram(
         config=model,
@@ -111,7 +114,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         page_size=page_size,
         num_pages=1,
         num_slots=max_num_seqs,
-        row_tile=ROW_TILE if config.deterministic else None,
+        row_tile=ROW_TILE if is_deterministic else None,
         max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         logprobs_mode=config.logprobs_mode,
         processors=load_processors(config.logits_processors or []),
@@ -123,7 +126,8 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     needs, num_pages = _fit(config, needs, device, mesh.devices.size)
     programs = [dataclasses.replace(program, mesh=slice_, num_pages=num_pages) for slice_ in (first, *others)]
     multiple = program.row_tile or _fewest_rows(device, policy)
-    buckets = Buckets.make(max_num_seqs, max_num_batched_tokens, needs.request_pages, multiple, config.compile_sizes)
+    limits, skips = (max_num_seqs, max_num_batched_tokens), policy.linear == kernel.name == "native"
+    buckets = Buckets.make(*limits, needs.request_pages, multiple, config.compile_sizes, skips_padding=skips)
     return EnginePlan(
         directory=directory,
         config=model,
@@ -144,6 +148,15 @@ def _fewest_rows(device: Device, policy: DtypePolicy) -> int:
     """
     is_fast = policy.weights == "float32" or policy.linear == "native"
     return 1 if device.platform == "cpu" and is_fast else 2
+
+
+def _log_determinism(config: EngineConfig, is_deterministic: bool, is_invariant: bool) -> None:
+    if not is_deterministic:
+        why = "asked for" if config.deterministic is not None else "XLA's sums depend on a step's shape"
+        logger.info("Results may differ in their last bits with a request's batch (%s)", why)
+        return
+    how = "native kernels compute each row by itself" if is_invariant else f"rows are computed {ROW_TILE} at a time"
+    logger.info("Results do not depend on a request's batch: %s", how)
 
 
 def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...]:

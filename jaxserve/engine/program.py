@@ -99,6 +99,11 @@ class ModelProgram:
         """The layout from a module's point of view."""
         return Parallel.on_mesh(self.layout, self.mesh)
 
+    @property
+    def layer_tile(self) -> int | None:
+        """``row_tile`` for the layers and the head, which need none where native kernels compute all their sums."""
+        return None if computes_rows_natively(self.config, self.policy, self.kernel) else self.row_tile
+
     @functools.cached_property
     def abstract_model(self) -> AbstractModel:
         """The module without values, made once: every step is traced from it."""
@@ -190,6 +195,12 @@ class ModelProgram:
     def whole(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Shape of an array that each device has a whole copy of."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+
+
+def computes_rows_natively(model: ModelConfig, policy: DtypePolicy, kernel: PagedAttention) -> bool:
+    """Whether native kernels compute all sums of a row, each by itself: some norms are left to XLA."""
+    is_native = policy.linear == kernel.name == "native"
+    return is_native and not model.norm_after and model.qk_norm != "width"
 
 
 def shardings(structs: Any) -> Any:

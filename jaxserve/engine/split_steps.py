@@ -100,8 +100,8 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
         arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"]
     ) -> tuple[StepState, ModelOutput]:
         module, batch = program.model(arrays), unpack(buffer, shape)
-        state, hidden, sums = run_layers(module, state, batch, attention)
-        logits = module.logits(hidden[batch.sampled_tokens], batch.sampler.num_rows, program.row_tile)
+        state, hidden, sums = run_layers(module, state, batch, attention, program.row_tile)
+        logits = module.logits(hidden[batch.sampled_tokens], batch.sampler.num_rows, program.layer_tile)
         prompt = None
         if not shape.decode_only:
             padding = (0, max_tokens - shape.num_tokens)

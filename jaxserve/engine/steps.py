@@ -61,7 +61,8 @@ def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.st
     The traced function takes (packed parameters, ``StepState``, buffer, vocabulary mask) and gives (``StepState``,
     ``StepOutput``); the state is donated.
     """
-    settings = StepSettings(attention_settings(program, shape), program.sampler, variant, shape.scores_prompt)
+    attention = attention_settings(program, shape)
+    settings = StepSettings(attention, program.sampler, variant, shape.scores_prompt, program.row_tile)
 
     def step(
         arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], mask: Int[Array, "R words"]
@@ -78,25 +79,34 @@ def attention_settings(program: ModelProgram, shape: BatchShape) -> AttentionSet
     """What is fixed about attention in steps of a shape."""
     tile = program.row_tile
     assert tile is None or (shape.num_rows % tile == 0 and shape.num_tokens % tile == 0), (shape, tile)
-    return AttentionSettings(program.kernel, program.page_size, shape.decode_only, row_tile=tile)
+    return AttentionSettings(program.kernel, program.page_size, shape.decode_only, row_tile=program.layer_tile)
 
 
 class StepSettings(NamedTuple):
-    """What is fixed when a step is compiled: attention, sampler, its variant, and whether prompts are scored."""
+    """What is fixed when a step is compiled.
+
+    Attributes:
+        attention: What attention needs.
+        sampler: What the sampler needs.
+        variant: The sampler's; ``any`` is chosen when the step runs.
+        scores_prompt: Whether prompts are scored.
+        row_tile: See ``ModelProgram.row_tile``.
+    """
 
     attention: AttentionSettings
     sampler: SamplerSettings
     variant: str
     scores_prompt: bool
+    row_tile: int | None
 
 
 def run_step(
     model: CausalLM, state: StepState, batch: StepBatch, mask: Int[Array, "R words"], settings: StepSettings
 ) -> tuple[StepState, StepOutput]:
     """One step on one device of the mesh: embed, layers, head, sampler, and what the slots keep."""
-    state, hidden, sums = run_layers(model, state, batch, settings.attention)
+    state, hidden, sums = run_layers(model, state, batch, settings.attention, settings.row_tile)
     variant = batch.sampler.variant if settings.variant == "any" else settings.variant
-    rows, tile = hidden[batch.sampled_tokens], settings.attention.row_tile
+    rows, tile = hidden[batch.sampled_tokens], settings.row_tile
     tokens, logprobs = sample_rows(
         model.logits, rows, mask, state.tables, batch.sampler, variant, settings.sampler, tile
     )
@@ -122,8 +132,13 @@ class LayersOutput(NamedTuple):
     sums: Float[Array, "R D"] | None
 
 
-def run_layers(model: CausalLM, state: StepState, batch: StepBatch, settings: AttentionSettings) -> LayersOutput:
-    """The part of a step up to its hidden states, on one device of the mesh: embed and layers."""
+def run_layers(
+    model: CausalLM, state: StepState, batch: StepBatch, settings: AttentionSettings, row_tile: int | None
+) -> LayersOutput:
+    """The part of a step up to its hidden states, on one device of the mesh: embed and layers.
+
+    Hidden states are summed up ``row_tile`` tokens at a time.
+    """
     num_rows = batch.slots.shape[0]
     known = batch.tokens[:num_rows]
     known = jnp.where(known < 0, state.latest.at[batch.slots].get(mode="clip"), known)
@@ -132,7 +147,7 @@ def run_layers(model: CausalLM, state: StepState, batch: StepBatch, settings: At
     hidden, pools = model.hidden(tokens, batch.positions, batch.lengths, list(state.pools), batch.attention, settings)
     kept, sums = state.sums, None
     if not settings.decode_only:
-        kept, sums = _pooled(model, hidden, kept, batch, settings.row_tile)
+        kept, sums = _pooled(model, hidden, kept, batch, row_tile)
     return LayersOutput(StepState(tuple(pools), state.latest, tables, kept), hidden, sums)
 
 
