@@ -144,8 +144,8 @@ def trace_sampler(program: ModelProgram, num_rows: int) -> jax.stages.Traced:
 def sampler_tile(num_rows: int, row_tile: int | None) -> int | None:
     """Rows that the sampler takes together; None takes all.
 
-    Tiles of 8 rows are 2 to 3 times quicker than 64 rows at once, since what is computed of them stays in the caches;
-    and a step with few of its rows in use skips the others.
+    A step with few of its rows in use skips the tiles of the others. With 49,152 tokens in the vocabulary, 64 rows take
+    half the time in tiles of 8, since what is computed of a tile stays in the caches.
 
     Args:
         num_rows: Rows of the step; where 8 does not divide them, tiles have 4 or 2 rows.

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 ROW_TILE = 8
-"""Rows of a tile in the deterministic mode."""
+"""Rows of a tile in the deterministic mode, and of the sampler's on CPUs."""
 
 Rows = TypeVar("Rows", bound=PyTree)
 
