@@ -13,9 +13,10 @@ enum { ROWS = 12 };
 enum { ROWS = 6 };
 #endif
 enum {
-  VECTORS = 2,      // of outputs in registers
+  VECTORS = 2,      // of a panel's outputs in registers
+  FEW_ROWS = ROWS / PANELS_AT_ONCE,  // that leave room for several panels
   PART = 768,       // features whose part of a panel stays in the cache while all rows pass it
-  PREFETCH = 2048,  // bytes ahead
+  PREFETCH = 4096,  // bytes ahead
 };
 
 static int64_t block_start(const Linear *l, int64_t block) { return l->num_rows * block / l->num_blocks; }
@@ -37,43 +38,49 @@ static void prepare(const Linear *l, int64_t block, float *scratch) {
 }
 
 typedef struct {
-  int64_t row, out;  // of the first product
+  const char *weight;  // of the first panel, from the first of its outputs
+  int64_t panel_bytes;
+  const float *rows;   // a prepared block
+  int64_t row, out;    // of the first product
   int64_t begin, end;  // features
-  float *partial;      // [rows, PANEL]
+  float *partial;      // [panels][rows, PANEL]
+  int64_t partial_panel;  // floats from a panel's to the next one's
 } Span;
 
-// Products of a block's rows with VECTORS vectors of outputs, over some features.
-INLINE void multiply_tile(const int rows, int is_bf16, const Linear *l, const float *x, const char *weight, Span span) {
-  Vec sum[ROWS][VECTORS];
+// Products of a block's rows with VECTORS vectors of outputs of each panel, over some features.
+INLINE void multiply_tile(const int rows, const int panels, int is_bf16, const Linear *l, Span span) {
+  const int vectors = panels * VECTORS;
+  Vec sum[ROWS][PANELS_AT_ONCE * VECTORS];
 #pragma GCC unroll 12
   for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-    for (int j = 0; j < VECTORS; j++)
-      sum[r][j] = span.begin == 0 ? vec_zero() : vec_load(span.partial + r * PANEL + j * LANES);
-  x += span.begin * rows;
-  weight += span.begin * (is_bf16 ? STEP_BYTES / 2 : STEP_BYTES);
+#pragma GCC unroll 6
+    for (int j = 0; j < vectors; j++)
+      sum[r][j] = span.begin == 0 ? vec_zero()
+                                  : vec_load(span.partial + j / VECTORS * span.partial_panel + r * PANEL + j % VECTORS * LANES);
+  const float *x = span.rows + span.begin * rows;
+  const char *weight = span.weight + span.begin * (is_bf16 ? STEP_BYTES / 2 : STEP_BYTES);
   for (int64_t k = span.begin; k < span.end; k += is_bf16 ? 2 : 1, weight += STEP_BYTES) {
-    __builtin_prefetch(weight + PREFETCH);
-    if (VECTORS * LANES == PANEL) __builtin_prefetch(weight + PREFETCH + 64);
-    Vec first[VECTORS], second[VECTORS];
-#pragma GCC unroll 2
-    for (int j = 0; j < VECTORS; j++) {
-      first[j] = vec_load((const float *)weight + j * LANES);
+    Vec first[PANELS_AT_ONCE * VECTORS], second[PANELS_AT_ONCE * VECTORS];
+#pragma GCC unroll 6
+    for (int j = 0; j < vectors; j++) {
+      const char *at = weight + j / VECTORS * span.panel_bytes + j % VECTORS * LANES * 4;
+      if (LANES == 16 || j % VECTORS == 0) __builtin_prefetch(at + PREFETCH);
+      first[j] = vec_load((const float *)at);
       if (is_bf16) vec_split_bf16(&first[j], &second[j]);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
       const Vec factor = vec_set(x[r]);
-#pragma GCC unroll 2
-      for (int j = 0; j < VECTORS; j++) sum[r][j] = vec_fma(factor, first[j], sum[r][j]);
+#pragma GCC unroll 6
+      for (int j = 0; j < vectors; j++) sum[r][j] = vec_fma(factor, first[j], sum[r][j]);
     }
     x += rows;
     if (is_bf16) {
 #pragma GCC unroll 12
       for (int r = 0; r < rows; r++) {
         const Vec factor = vec_set(x[r]);
-#pragma GCC unroll 2
-        for (int j = 0; j < VECTORS; j++) sum[r][j] = vec_fma(factor, second[j], sum[r][j]);
+#pragma GCC unroll 6
+        for (int j = 0; j < vectors; j++) sum[r][j] = vec_fma(factor, second[j], sum[r][j]);
       }
       x += rows;
     }
@@ -81,48 +88,74 @@ INLINE void multiply_tile(const int rows, int is_bf16, const Linear *l, const fl
   if (span.end < l->padded_in) {
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-      for (int j = 0; j < VECTORS; j++) vec_store(span.partial + r * PANEL + j * LANES, sum[r][j]);
+#pragma GCC unroll 6
+      for (int j = 0; j < vectors; j++)
+        vec_store(span.partial + j / VECTORS * span.partial_panel + r * PANEL + j % VECTORS * LANES, sum[r][j]);
     return;
   }
 #pragma GCC unroll 12
   for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-    for (int j = 0; j < VECTORS; j++) finish_sums(l, span.row + r, span.out + j * LANES, sum[r][j]);
+#pragma GCC unroll 6
+    for (int j = 0; j < vectors; j++)
+      finish_sums(l, span.row + r, span.out + j / VECTORS * PANEL + j % VECTORS * LANES, sum[r][j]);
 }
 
+#define FEW_CASE(n)                                                                                     \
+  case n:                                                                                               \
+    if (panels == PANELS_AT_ONCE) multiply_tile(n, PANELS_AT_ONCE, is_bf16, l, span);                   \
+    else multiply_tile(n, 1, is_bf16, l, span);                                                         \
+    break;
 #define ROW_CASE(n) \
-  case n: multiply_tile(n, is_bf16, l, x, weight, span); break;
-INLINE void multiply_rows(int rows, int is_bf16, const Linear *l, const float *x, const char *weight, Span span) {
+  case n: multiply_tile(n, 1, is_bf16, l, span); break;
+INLINE void multiply_rows(int rows, int panels, int is_bf16, const Linear *l, Span span) {
   switch (rows) {
-    ROW_CASE(1) ROW_CASE(2) ROW_CASE(3) ROW_CASE(4) ROW_CASE(5) ROW_CASE(6)
+    FEW_CASE(1) FEW_CASE(2)
 #ifdef __AVX512F__
-    ROW_CASE(7) ROW_CASE(8) ROW_CASE(9) ROW_CASE(10) ROW_CASE(11) ROW_CASE(12)
+    FEW_CASE(3) FEW_CASE(4) ROW_CASE(5) ROW_CASE(6) ROW_CASE(7) ROW_CASE(8) ROW_CASE(9) ROW_CASE(10) ROW_CASE(11)
+    ROW_CASE(12)
+#else
+    ROW_CASE(3) ROW_CASE(4) ROW_CASE(5) ROW_CASE(6)
 #endif
   }
 }
-static void multiply_f32(int rows, const Linear *l, const float *x, const char *weight, Span span) {
-  multiply_rows(rows, 0, l, x, weight, span);
-}
-static void multiply_bf16(int rows, const Linear *l, const float *x, const char *weight, Span span) {
-  multiply_rows(rows, 1, l, x, weight, span);
-}
+static void multiply_f32(int rows, int panels, const Linear *l, Span span) { multiply_rows(rows, panels, 0, l, span); }
+static void multiply_bf16(int rows, int panels, const Linear *l, Span span) { multiply_rows(rows, panels, 1, l, span); }
 
-static void multiply(const Linear *l, int64_t panel, int64_t first_block, int64_t last_block, float *scratch) {
-  const char *weight = l->weight + panel * l->padded_in * (l->is_bf16 ? STEP_BYTES / 2 : STEP_BYTES);
-  const int64_t first_row = block_start(l, first_block), out = panel * PANEL;
+// Few rows wait for the weight, of which panels that are read side by side come faster than one after the other.
+static void multiply_panels(const Linear *l, int64_t panel, int panels, int64_t first_block, int64_t last_block,
+                            float *scratch) {
+  const int64_t panel_bytes = l->padded_in * (l->is_bf16 ? STEP_BYTES / 2 : STEP_BYTES), out = panel * PANEL;
+  const int64_t first_row = block_start(l, first_block), num_rows = block_start(l, last_block) - first_row;
   for (int64_t begin = 0; begin < l->padded_in; begin += PART) {
     const int64_t end = begin + PART < l->padded_in ? begin + PART : l->padded_in;
     for (int64_t block = first_block; block < last_block; block++) {
       const int64_t row = block_start(l, block);
       const int rows = (int)(block_start(l, block + 1) - row);
-      const float *x = (const float *)(l->rows + block * block_bytes(l));
       for (int o = 0; o < PANEL && out + o < l->num_out; o += VECTORS * LANES) {
-        const Span span = {row, out + o, begin, end, scratch + (row - first_row) * PANEL + o};
-        (l->is_bf16 ? multiply_bf16 : multiply_f32)(rows, l, x, weight + o * 4, span);
+        const Span span = {
+            .weight = l->weight + panel * panel_bytes + o * 4,
+            .panel_bytes = panel_bytes,
+            .rows = (const float *)(l->rows + block * block_bytes(l)),
+            .row = row,
+            .out = out + o,
+            .begin = begin,
+            .end = end,
+            .partial = scratch + (row - first_row) * PANEL + o,
+            .partial_panel = num_rows * PANEL,
+        };
+        (l->is_bf16 ? multiply_bf16 : multiply_f32)(rows, panels, l, span);
       }
     }
   }
+}
+
+static void multiply(const Linear *l, int64_t panel, int64_t last_panel, int64_t first_block, int64_t last_block,
+                     float *scratch) {
+  const int64_t rows = block_start(l, last_block) - block_start(l, first_block);
+  if (last_block - first_block == 1 && rows <= FEW_ROWS)
+    for (; panel + PANELS_AT_ONCE <= last_panel; panel += PANELS_AT_ONCE)
+      multiply_panels(l, panel, PANELS_AT_ONCE, first_block, last_block, scratch);
+  for (; panel < last_panel; panel++) multiply_panels(l, panel, 1, first_block, last_block, scratch);
 }
 
 #ifdef __AVX512F__

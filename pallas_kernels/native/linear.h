@@ -6,7 +6,7 @@
 #pragma once
 #include <stdint.h>
 
-enum { PANEL = 32, STEP_BYTES = 128 };
+enum { PANEL = 32, STEP_BYTES = 128, PANELS_AT_ONCE = 3 };
 enum { NO_ACTIVATION = 0, SILU, GELU, GELU_TANH, RELU };
 
 typedef struct {
@@ -29,8 +29,10 @@ typedef struct {
   int most_rows;  // of a block
   int64_t (*block_bytes)(const Linear *);                  // of prepared activations, at most
   void (*prepare)(const Linear *, int64_t block, float *scratch);  // scratch: [padded_in]
-  // A panel's outputs for some blocks. Partial sums lie in scratch [rows of these blocks, PANEL] where K comes in parts.
-  void (*multiply)(const Linear *, int64_t panel, int64_t first_block, int64_t last_block, float *scratch);
+  // Outputs of panels for some blocks. Partial sums lie in scratch, [PANELS_AT_ONCE, rows of these blocks, PANEL], where K
+  // comes in parts.
+  void (*multiply)(const Linear *, int64_t first_panel, int64_t last_panel, int64_t first_block, int64_t last_block,
+                   float *scratch);
 } LinearKernels;
 
 extern const LinearKernels avx512_linear, avx2_linear, amx_linear;

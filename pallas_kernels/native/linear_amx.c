@@ -6,7 +6,7 @@
 
 #include "linear_rows.h"
 
-enum { ROWS = 16, DEPTH = 32, TILE_BYTES = 1024, PREFETCH = 8192 };
+enum { ROWS = 16, DEPTH = 32, TILE_BYTES = 1024, PREFETCH = 4096 };
 
 static int64_t block_rows(const Linear *l, int64_t block) {
   const int64_t left = l->num_rows - block * ROWS;
@@ -27,7 +27,8 @@ static void prepare(const Linear *l, int64_t block, float *scratch) {
   }
 }
 
-// Tiles 0 and 1: sums of the first rows, 2 and 3: of the second; 4 and 5: rows; 6 and 7: outputs of the panel.
+// Tile 6 holds rows, of which there may be fewer than 16, tile 7 a weight; 0 to 5 are sums, and for two blocks of rows
+// tiles 4 and 5 belong to the second, as 2 and 3 do.
 static void configure(int first_rows, int second_rows) {
   struct {
     uint8_t palette, start_row, reserved[14];
@@ -36,10 +37,9 @@ static void configure(int first_rows, int second_rows) {
   } tiles = {.palette = 1};
   for (int i = 0; i < 8; i++) {
     tiles.bytes[i] = 64;
-    tiles.rows[i] = 16;
+    tiles.rows[i] = (uint8_t)(i < 2 || i == 6 ? first_rows : second_rows);
   }
-  tiles.rows[0] = tiles.rows[1] = tiles.rows[4] = (uint8_t)first_rows;
-  tiles.rows[2] = tiles.rows[3] = tiles.rows[5] = (uint8_t)second_rows;
+  tiles.rows[7] = DEPTH / 2;
   _tile_loadconfig(&tiles);
 }
 
@@ -47,25 +47,51 @@ static void finish_tile(const Linear *l, const float *sums, int64_t row, int64_t
   for (int64_t r = 0; r < rows; r++) finish_sums(l, row + r, out, vec_load(sums + r * LANES));
 }
 
-INLINE void multiply_one(const Linear *l, const char *weight, int64_t block, int64_t out) {
-  const char *rows = l->rows + block * block_bytes(l);
-  const int64_t steps = l->padded_in / DEPTH;
-  _tile_zero(0);
-  _tile_zero(1);
-  for (int64_t i = 0; i < steps; i++, weight += 2 * TILE_BYTES) {
-    for (int line = 0; line < 2 * TILE_BYTES; line += 64) __builtin_prefetch(weight + PREFETCH + line);
-    _tile_loadd(4, rows + i * TILE_BYTES, 64);
-    _tile_loadd(6, weight, STEP_BYTES);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, weight + 64, STEP_BYTES);
-    _tile_dpbf16ps(1, 4, 7);
-  }
-  float sums[2][TILE_BYTES / 4] __attribute__((aligned(64)));
-  _tile_stored(0, sums[0], 64);
-  _tile_stored(1, sums[1], 64);
-  for (int j = 0; j < 2; j++) finish_tile(l, sums[j], block * ROWS, block_rows(l, block), out + j * LANES);
+INLINE void prefetch(const char *weight) {
+  for (int line = 0; line < 2 * TILE_BYTES; line += 64) __builtin_prefetch(weight + PREFETCH + line);
 }
 
+// The indices of tiles are parts of instructions.
+#define ADD_PANEL(panel, left, right)                     \
+  if (panels > panel) {                                   \
+    const char *at = weight + panel * panel_bytes;        \
+    prefetch(at);                                         \
+    _tile_loadd(7, at, STEP_BYTES);                       \
+    _tile_dpbf16ps(left, 6, 7);                           \
+    _tile_loadd(7, at + 64, STEP_BYTES);                  \
+    _tile_dpbf16ps(right, 6, 7);                          \
+  }
+#define STORE_PANEL(panel, left, right)                   \
+  if (panels > panel) {                                   \
+    _tile_stored(left, sums[left], 64);                   \
+    _tile_stored(right, sums[right], 64);                 \
+  }
+
+// One block of rows. It waits for the weight, of which panels that are read side by side come faster than one after the
+// other.
+INLINE void multiply_one(const int panels, const Linear *l, const char *weight, int64_t block, int64_t out) {
+  const char *rows = l->rows + block * block_bytes(l);
+  const int64_t steps = l->padded_in / DEPTH, panel_bytes = l->padded_in * (STEP_BYTES / 2);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
+  for (int64_t i = 0; i < steps; i++, weight += 2 * TILE_BYTES) {
+    _tile_loadd(6, rows + i * TILE_BYTES, 64);
+    ADD_PANEL(0, 0, 1)
+    ADD_PANEL(1, 2, 3)
+    ADD_PANEL(2, 4, 5)
+  }
+  float sums[2 * PANELS_AT_ONCE][TILE_BYTES / 4] __attribute__((aligned(64)));
+  STORE_PANEL(0, 0, 1)
+  STORE_PANEL(1, 2, 3)
+  STORE_PANEL(2, 4, 5)
+  for (int j = 0; j < 2 * panels; j++) finish_tile(l, sums[j], block * ROWS, block_rows(l, block), out + j * LANES);
+}
+
+// Two blocks of rows.
 INLINE void multiply_two(const Linear *l, const char *weight, int64_t block, int64_t out) {
   const char *first = l->rows + block * block_bytes(l), *second = first + block_bytes(l);
   const int64_t steps = l->padded_in / DEPTH;
@@ -74,14 +100,14 @@ INLINE void multiply_two(const Linear *l, const char *weight, int64_t block, int
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t i = 0; i < steps; i++, weight += 2 * TILE_BYTES) {
-    _tile_loadd(6, weight, STEP_BYTES);
-    _tile_loadd(4, first + i * TILE_BYTES, 64);
-    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(6, first + i * TILE_BYTES, 64);
+    _tile_loadd(4, second + i * TILE_BYTES, 64);
+    _tile_loadd(7, weight, STEP_BYTES);
+    _tile_dpbf16ps(0, 6, 7);
+    _tile_dpbf16ps(2, 4, 7);
     _tile_loadd(7, weight + 64, STEP_BYTES);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, second + i * TILE_BYTES, 64);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    _tile_dpbf16ps(1, 6, 7);
+    _tile_dpbf16ps(3, 4, 7);
   }
   float sums[4][TILE_BYTES / 4] __attribute__((aligned(64)));
   _tile_stored(0, sums[0], 64);
@@ -92,16 +118,30 @@ INLINE void multiply_two(const Linear *l, const char *weight, int64_t block, int
     finish_tile(l, sums[j], (block + j / 2) * ROWS, block_rows(l, block + j / 2), out + j % 2 * LANES);
 }
 
-static void multiply(const Linear *l, int64_t panel, int64_t first_block, int64_t last_block, float *scratch) {
+static void multiply_few(const Linear *l, int64_t panel, int64_t last_panel, int64_t block) {
+  const int64_t panel_bytes = l->padded_in * (STEP_BYTES / 2);
+  const int rows = (int)block_rows(l, block);
+  configure(rows, rows);
+  for (; panel + PANELS_AT_ONCE <= last_panel; panel += PANELS_AT_ONCE)
+    multiply_one(PANELS_AT_ONCE, l, l->weight + panel * panel_bytes, block, panel * PANEL);
+  for (; panel < last_panel; panel++) multiply_one(1, l, l->weight + panel * panel_bytes, block, panel * PANEL);
+}
+
+static void multiply(const Linear *l, int64_t panel, int64_t last_panel, int64_t first_block, int64_t last_block,
+                     float *scratch) {
   (void)scratch;
-  const char *weight = l->weight + panel * l->padded_in * (STEP_BYTES / 2);
-  for (int64_t block = first_block; block < last_block; block += 2) {
-    const int is_pair = block + 1 < last_block;
-    if (block == first_block || block + 2 >= last_block)
-      configure((int)block_rows(l, block), is_pair ? (int)block_rows(l, block + 1) : ROWS);
-    if (is_pair) multiply_two(l, weight, block, panel * PANEL);
-    else multiply_one(l, weight, block, panel * PANEL);
+  const int64_t last_pair = first_block + (last_block - first_block) / 2 * 2;
+  if (last_pair > first_block) {
+    configure(ROWS, ROWS);
+    for (int64_t i = panel; i < last_panel; i++)
+      for (int64_t block = first_block; block < last_pair; block += 2) {
+        const int last_rows = (int)block_rows(l, block + 1);
+        if (last_rows < ROWS) configure(ROWS, last_rows);
+        multiply_two(l, l->weight + i * l->padded_in * (STEP_BYTES / 2), block, i * PANEL);
+        if (last_rows < ROWS) configure(ROWS, ROWS);
+      }
   }
+  if (last_pair < last_block) multiply_few(l, panel, last_panel, last_pair);
   _tile_release();
 }
 

@@ -59,16 +59,23 @@ EXPORT void jaxserve_pack(const void *from, void *to, int64_t num_out, int64_t n
 
 // ---------------------------------------------------------------- products
 
+enum { L2_BYTES = 768 << 10, FEW_ROWS = 4, PIECES_EACH = 8, MOST_PANELS = 16, MOST_RANGES = 32 };
+
 typedef struct {
   Linear linear;
   const LinearKernels *kernels;
   int64_t blocks_at_once;  // whose prepared activations stay in the L2 cache
   int64_t panels_at_once;  // of a piece of work
+  int64_t num_pieces;
   int failed;
-  _Alignas(64) atomic_llong next;
+  _Alignas(64) atomic_llong next;  // block of rows to prepare
+  // Each thread begins with a range of pieces of its own, since weights stream faster in one run, then helps the others.
+  int num_ranges;
+  _Alignas(64) atomic_int next_range;
+  struct {
+    _Alignas(64) atomic_llong next;
+  } ranges[MOST_RANGES];
 } LinearJob;
-
-enum { L2_BYTES = 768 << 10, FEW_ROWS = 4, PIECES_EACH = 8, MOST_PANELS = 16 };
 
 static void prepare_job(void *context) {
   LinearJob *job = context;
@@ -80,20 +87,30 @@ static void prepare_job(void *context) {
   }
 }
 
-static void linear_job(void *context) {
-  LinearJob *job = context;
+static void multiply_piece(LinearJob *job, int64_t piece, float *scratch) {
   const Linear *l = &job->linear;
   const int64_t panels = (l->num_out + PANEL - 1) / PANEL, parts = (panels + job->panels_at_once - 1) / job->panels_at_once;
-  const int64_t groups = (l->num_blocks + job->blocks_at_once - 1) / job->blocks_at_once;
-  float *scratch = reserve(OF_JOB, sizeof(float) * PANEL * job->blocks_at_once * job->kernels->most_rows);
-  for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < parts * groups;) {
-    const int64_t begin = i % parts * job->panels_at_once, first = i / parts * job->blocks_at_once;
-    const int64_t end = begin + job->panels_at_once < panels ? begin + job->panels_at_once : panels;
-    const int64_t last = first + job->blocks_at_once < l->num_blocks ? first + job->blocks_at_once : l->num_blocks;
-    for (int64_t panel = begin; panel < end; panel++) {
-      if (scratch) job->kernels->multiply(l, panel, first, last, scratch);
-      else job->failed = 1;
-    }
+  const int64_t begin = piece % parts * job->panels_at_once, first = piece / parts * job->blocks_at_once;
+  const int64_t end = begin + job->panels_at_once < panels ? begin + job->panels_at_once : panels;
+  const int64_t last = first + job->blocks_at_once < l->num_blocks ? first + job->blocks_at_once : l->num_blocks;
+  job->kernels->multiply(l, begin, end, first, last, scratch);
+}
+
+static int64_t range_start(const LinearJob *job, int range) { return job->num_pieces * range / job->num_ranges; }
+
+static void linear_job(void *context) {
+  LinearJob *job = context;
+  float *scratch = reserve(OF_JOB, sizeof(float) * PANELS_AT_ONCE * PANEL * job->blocks_at_once * job->kernels->most_rows);
+  if (!scratch) {
+    job->failed = 1;
+    return;
+  }
+  const int own = atomic_fetch_add(&job->next_range, 1);
+  for (int i = 0; i < job->num_ranges; i++) {
+    const int range = (own + i) % job->num_ranges;
+    const int64_t stop = range_start(job, range + 1);
+    for (int64_t piece; (piece = atomic_fetch_add(&job->ranges[range].next, 1)) < stop;)
+      multiply_piece(job, piece, scratch);
   }
 }
 
@@ -160,13 +177,16 @@ EXPORT FfiError *jaxserve_linear(FfiFrame *frame) {
   if (!l->rows) return ffi_error(frame, "jaxserve_linear: out of memory");
   if (l->num_rows <= FEW_ROWS) prepare_job(&job);
   else run_job(prepare_job, &job);
-  atomic_store(&job.next, 0);
   job.blocks_at_once = L2_BYTES / block_bytes < 4 ? 4 : L2_BYTES / block_bytes;
   if (job.blocks_at_once > l->num_blocks) job.blocks_at_once = l->num_blocks;
-  const int64_t pieces = panels * ((l->num_blocks + job.blocks_at_once - 1) / job.blocks_at_once);
-  job.panels_at_once = pieces / (num_threads() * PIECES_EACH);
-  if (job.panels_at_once < 1) job.panels_at_once = 1;
+  const int64_t groups = (l->num_blocks + job.blocks_at_once - 1) / job.blocks_at_once;
+  job.panels_at_once = panels * groups / (num_threads() * PIECES_EACH);
   if (job.panels_at_once > MOST_PANELS) job.panels_at_once = MOST_PANELS;
+  job.panels_at_once = (job.panels_at_once + PANELS_AT_ONCE - 1) / PANELS_AT_ONCE * PANELS_AT_ONCE;
+  if (job.panels_at_once < 1) job.panels_at_once = PANELS_AT_ONCE;
+  job.num_pieces = groups * ((panels + job.panels_at_once - 1) / job.panels_at_once);
+  job.num_ranges = num_threads() < MOST_RANGES ? num_threads() : MOST_RANGES;
+  for (int i = 0; i < job.num_ranges; i++) atomic_init(&job.ranges[i].next, range_start(&job, i));
   run_job(linear_job, &job);
   return job.failed ? ffi_error(frame, "jaxserve_linear: out of memory") : 0;
 }
