@@ -22,6 +22,10 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "native": "pallas_kernels.linear_native",
         "xla": "pallas_kernels.linear_xla",
     },
+    "argmax": {
+        "native": "pallas_kernels.argmax_native",
+        "xla": "pallas_kernels.argmax_xla",
+    },
     "truncation": {
         "triton": "pallas_kernels.truncation_triton:TRITON",
         "xla": "pallas_kernels.truncation_xla",

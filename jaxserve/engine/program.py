@@ -21,6 +21,7 @@ from jaxserve.sampling.logprobs import MAX_LOGPROBS
 from jaxserve.sampling.penalties import MAX_TRACKED, SlotTables
 from jaxserve.sampling.sampler import SamplerSettings, select_truncation
 from pallas_kernels import PagedAttention
+from pallas_kernels.registry import load
 from pallas_kernels.truncation import Truncation
 from sharding import ShardingLayout
 from sharding.plan import bytes_per_device
@@ -82,7 +83,8 @@ class ModelProgram:
         """What is fixed about sampling."""
         assert self.logprobs_mode in LOGPROBS_MODES, self.logprobs_mode
         truncation = self.truncation or select_truncation(self.mesh.devices.flat[0])
-        return SamplerSettings(self.max_logprobs, self.logprobs_mode, self.processors, truncation)
+        argmax = load("argmax", self.policy.linear)
+        return SamplerSettings(self.max_logprobs, self.logprobs_mode, self.processors, truncation, argmax)
 
     @functools.cached_property
     def arguments(self) -> dict[str, float]:

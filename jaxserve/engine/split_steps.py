@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.engine.program import ModelProgram, StepState, shardings
@@ -26,8 +27,9 @@ from jaxserve.engine.steps import (
     score_prompt,
 )
 from jaxserve.layers.rows import ROW_TILE
-from jaxserve.sampling.logprobs import TokenLogprobs
+from jaxserve.sampling.logprobs import TokenLogprobs, no_logprobs
 from jaxserve.sampling.penalties import SlotTables
+from jaxserve.sampling.sampler import VARIANTS
 
 
 class ModelOutput(NamedTuple):
@@ -131,7 +133,15 @@ def trace_sampler(program: ModelProgram, num_rows: int) -> jax.stages.Traced:
         mask: Int[Array, "R words"],
     ) -> SamplerOutput:
         batch = unpack_sampler(part, num_rows, num_arguments)
-        tokens, logprobs = sample_rows(_unchanged, logits, mask, tables, batch, batch.variant, settings, tile)
+
+        def greedy() -> tuple[Int[Array, " R"], TokenLogprobs]:
+            nothing = no_logprobs(num_rows, settings.max_logprobs, tables.tracked_ids.shape[1])
+            return settings.argmax.argmax(logits, batch.num_rows), nothing
+
+        def chosen() -> tuple[Int[Array, " R"], TokenLogprobs]:
+            return sample_rows(_unchanged, logits, mask, tables, batch, batch.variant, settings, tile)
+
+        tokens, logprobs = lax.cond(batch.variant == VARIANTS.index("greedy"), greedy, chosen)
         return SamplerOutput(latest_tokens(latest, batch, tokens), tokens, logprobs)
 
     state = program.abstract_state()

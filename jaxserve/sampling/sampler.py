@@ -13,17 +13,18 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxserve.config_checks import LOGPROBS_MODES
-from jaxserve.sampling.draw import broken_rows, draw, likeliest
+from jaxserve.sampling.draw import draw
 from jaxserve.sampling.logits_processors import LogitsProcessor
 from jaxserve.sampling.logprobs import MAX_LOGPROBS, TokenLogprobs, no_logprobs, token_logprobs
 from jaxserve.sampling.penalties import SamplerInputs, SlotTables, adjust
-from pallas_kernels import Choice, choose, truncation_xla
+from pallas_kernels import Choice, argmax_xla, choose, truncation_xla
+from pallas_kernels.argmax import ArgmaxKernel
 from pallas_kernels.truncation import Truncation
 from sharding.mesh import Device
 
 VARIANTS = ("greedy", "sampled", "full")
 NO_TOKEN = -1
-"""Sampled where a row's logits have NaN, or nothing to choose from."""
+"""Sampled, as ``argmax`` gives it, where a row's logits have NaN, or nothing to choose from."""
 
 Chosen = TypeVar("Chosen", bound=PyTree)
 
@@ -38,12 +39,14 @@ class SamplerSettings:
             behind masks, bias, processors, penalties, temperature and truncation (processed).
         processors: The engine's own changes to logits.
         truncation: Implementation of min-p, top-k and top-p.
+        argmax: Implementation of the choice of the likeliest token.
     """
 
     max_logprobs: int = MAX_LOGPROBS
     logprobs_mode: str = LOGPROBS_MODES[0]
     processors: tuple[LogitsProcessor, ...] = ()
     truncation: Truncation = truncation_xla
+    argmax: ArgmaxKernel = argmax_xla
 
     @property
     def is_normalized(self) -> bool:
@@ -92,8 +95,7 @@ def sample(
     """
     is_greedy, is_full = _takes(variant, "greedy"), _takes(variant, "full")
     adjusted = _choose(is_full, lambda: adjust(logits, inputs, mask, tables, settings.processors), lambda: logits)
-    best = likeliest(adjusted)
-    best = jnp.where(broken_rows(adjusted, best), NO_TOKEN, best)
+    best = settings.argmax.argmax(adjusted)
     no_floor = jnp.full(len(logits), -jnp.inf)
 
     def sampled() -> tuple[Int[Array, " R"], Float[Array, " R"]]:

@@ -21,13 +21,13 @@ AMX = (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
 OBJECTS = (
     {
         f"{name}_{isa}": (f"{name}.c", flags)
-        for name in ("attention", "linear", "qkv_write")
+        for name in ("argmax", "attention", "linear", "qkv_write")
         for isa, flags in (("avx512", AVX512), ("avx2", AVX2))
     }
     | {"linear_amx": ("linear_amx.c", AMX)}
     | {
         name: (f"{name}.c", ())
-        for name in ("handlers", "threads", "attention_handler", "linear_handler", "write_handler")
+        for name in ("handlers", "threads", *(f"{name}_handler" for name in ("argmax", "attention", "linear", "write")))
     }
 )
 # Sums are written as they are to be computed: a compiler of its own mind would change bits.

@@ -27,6 +27,9 @@ static inline Mask vec_lanes(int first, int last) {
   last = last < first ? first : last > LANES ? LANES : last;
   return (Mask)(((1u << last) - 1) & ~((1u << first) - 1));
 }
+static inline Mask vec_is_nan(Vec v) { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q); }
+static inline Mask mask_or(Mask a, Mask b) { return a | b; }
+static inline int mask_any(Mask m) { return m != 0; }
 static inline Mask vec_below(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 static inline Vec vec_pick(Mask m, Vec yes, Vec no) { return _mm512_mask_blend_ps(m, no, yes); }
 static inline Vec vec_load_some(Mask m, const float *p) { return _mm512_maskz_loadu_ps(m, p); }
@@ -111,6 +114,9 @@ static inline Mask vec_lanes(int first, int last) {
   return _mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(first), lane),
                              _mm256_cmpgt_epi32(_mm256_set1_epi32(last), lane));
 }
+static inline Mask vec_is_nan(Vec v) { return (Mask)_mm256_cmp_ps(v, v, _CMP_UNORD_Q); }
+static inline Mask mask_or(Mask a, Mask b) { return _mm256_or_si256(a, b); }
+static inline int mask_any(Mask m) { return _mm256_movemask_ps((Vec)m) != 0; }
 static inline Mask vec_below(Vec a, Vec b) { return (Mask)_mm256_cmp_ps(a, b, _CMP_LT_OQ); }
 static inline Vec vec_pick(Mask m, Vec yes, Vec no) { return _mm256_blendv_ps(no, yes, (Vec)m); }
 static inline Vec vec_load_some(Mask m, const float *p) { return _mm256_maskload_ps(p, m); }
