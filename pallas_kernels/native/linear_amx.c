@@ -91,8 +91,8 @@ INLINE void multiply_one(const int panels, const Linear *l, const char *weight, 
   for (int j = 0; j < 2 * panels; j++) finish_tile(l, sums[j], block * ROWS, block_rows(l, block), out + j * LANES);
 }
 
-// Two blocks of rows.
-INLINE void multiply_two(const Linear *l, const char *weight, int64_t block, int64_t out) {
+// Two blocks of rows; the first two that a panel meets wait for it.
+INLINE void multiply_two(const Linear *l, const char *weight, int64_t block, int64_t out, int is_first) {
   const char *first = l->rows + block * block_bytes(l), *second = first + block_bytes(l);
   const int64_t steps = l->padded_in / DEPTH;
   _tile_zero(0);
@@ -100,6 +100,7 @@ INLINE void multiply_two(const Linear *l, const char *weight, int64_t block, int
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t i = 0; i < steps; i++, weight += 2 * TILE_BYTES) {
+    if (is_first) prefetch(weight);
     _tile_loadd(6, first + i * TILE_BYTES, 64);
     _tile_loadd(4, second + i * TILE_BYTES, 64);
     _tile_loadd(7, weight, STEP_BYTES);
@@ -137,7 +138,7 @@ static void multiply(const Linear *l, int64_t panel, int64_t last_panel, int64_t
       for (int64_t block = first_block; block < last_pair; block += 2) {
         const int last_rows = (int)block_rows(l, block + 1);
         if (last_rows < ROWS) configure(ROWS, last_rows);
-        multiply_two(l, l->weight + i * l->padded_in * (STEP_BYTES / 2), block, i * PANEL);
+        multiply_two(l, l->weight + i * l->padded_in * (STEP_BYTES / 2), block, i * PANEL, block == first_block);
         if (last_rows < ROWS) configure(ROWS, ROWS);
       }
   }
