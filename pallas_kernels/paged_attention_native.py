@@ -1,7 +1,8 @@
 """Paged attention in native kernels for x86 CPUs (``pallas_kernels/native``), called through ``jax.ffi``.
 
 Keys are stored transposed inside a page, [P, K, H, p], values as [P, K, p, H]. A token's result has the same bits in
-every batch, in a decode step and in a chunk of any length, with any number of threads. Cost follows each row's context.
+every batch, in a decode step and in a chunk of any length, with any number of threads. Cost follows each row's context;
+what all decode rows begin with is read once.
 """
 
 from typing import Any
@@ -89,6 +90,8 @@ def attend(
         batch.context_lens,
         batch.query_starts,
         batch.query_lens,
+        batch.num_decode,
+        batch.num_shared_pages,
         num_kv_heads=np.int32(num_kv_heads),
         page_size=np.int32(page_size),
         window=np.int32(window or 0),

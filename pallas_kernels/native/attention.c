@@ -16,7 +16,7 @@ enum { ROWS = 12, VALUE_ROWS = 6, VALUE_VECTORS = 4, TILE_BLOCKS = 4 };
 #else
 enum { ROWS = 4, VALUE_ROWS = 4, VALUE_VECTORS = 2, TILE_BLOCKS = 4 };
 #endif
-enum { BLOCK = 128, GROUPS = BLOCK / LANES };
+enum { GROUPS = BLOCK / LANES };
 static const float MASKED = -1e30f;
 
 INLINE Vec load_pool(const char *pool, int64_t i, int is_bf16) {
@@ -182,19 +182,22 @@ static void prefetch_values(const char *const *values, int groups, int64_t bytes
 static int tile_tokens(int group) { return group >= ROWS ? 1 : TILE_BLOCKS * (ROWS / group); }
 static int padded_width(int width) { return (width + LANES - 1) / LANES * LANES; }
 
-static void attend(const Attention *a, Tile tile, int chunk, Partial out) {
+static void attend(const Attention *a, Tile tile, int chunk, int done, Partial out) {
   const int group = a->num_heads / a->num_kv_heads, width = a->width, page_size = a->page_size;
   const int padded = padded_width(width), rows = tile.count * group, item = a->is_bf16 ? 2 : 4;
   const int64_t page_bytes = (int64_t)a->num_kv_heads * width * page_size * item;
   const int prefix = a->context_lens[tile.row] - a->query_lens[tile.row] + tile.first;
-  const int end = prefix + tile.count < (chunk + 1) * CHUNK ? prefix + tile.count : (chunk + 1) * CHUNK;
-  int begin = chunk * CHUNK;
+  const int stop = tile.shared ? tile.shared : prefix + tile.count;
+  const int end = stop < (chunk + 1) * CHUNK ? stop : (chunk + 1) * CHUNK;
+  int begin = chunk * CHUNK + done;
   if (a->window && prefix + 1 - a->window > begin) begin = (prefix + 1 - a->window) / BLOCK * BLOCK;
-  for (int r = 0; r < rows; r++) {
-    out.maximum[r] = MASKED;
-    out.total[r] = 0;
+  if (!done) {
+    for (int r = 0; r < rows; r++) {
+      out.maximum[r] = MASKED;
+      out.total[r] = 0;
+    }
+    memset(out.values, 0, sizeof(float) * rows * padded);
   }
-  memset(out.values, 0, sizeof(float) * rows * padded);
   float query[TILE_BLOCKS * ROWS * MOST_WIDTH > MOST_WIDTH * 64 ? TILE_BLOCKS * ROWS * MOST_WIDTH : MOST_WIDTH * 64];
   float scores[ROWS * BLOCK];
   const int32_t *pages = a->table + (int64_t)tile.row * a->table_width;
@@ -202,7 +205,8 @@ static void attend(const Attention *a, Tile tile, int chunk, Partial out) {
   for (int r0 = 0; r0 < rows; r0 += ROWS) {
     const int some = rows - r0 < ROWS ? rows - r0 : ROWS;
     for (int r = 0; r < some; r++) {
-      const int token = a->query_starts[tile.row] + tile.first + (r0 + r) / group;
+      const int index = (r0 + r) / group;
+      const int token = tile.shared ? a->query_starts[tile.row + index] : a->query_starts[tile.row] + tile.first + index;
       const float *from = a->query + ((int64_t)token * a->num_heads + tile.head * group + (r0 + r) % group) * width;
       for (int h = 0; h < width; h++) query[r0 * width + h * some + r] = from[h] * a->scale;
     }
@@ -219,12 +223,13 @@ static void attend(const Attention *a, Tile tile, int chunk, Partial out) {
     prefetch_values(values, groups, (int64_t)LANES * width * item);
     for (int r0 = 0; r0 < rows; r0 += ROWS) {
       const int some = rows - r0 < ROWS ? rows - r0 : ROWS;
-      const int latest = prefix + (r0 + some - 1) / group + 1;  // tokens that the last of these rows sees
+      // Tokens that the last of these rows sees.
+      const int latest = tile.shared ? tile.shared : prefix + (r0 + some - 1) / group + 1;
       const int earliest = a->window ? prefix + r0 / group + 1 - a->window : 0;
       if (latest <= at || earliest >= at + count) continue;
       (a->is_bf16 ? multiply_keys_bf16 : multiply_keys_f32)(some, query + r0 * width, keys, groups, width, page_size, scores);
       for (int r = 0; r < some; r++) {
-        const int visible = prefix + (r0 + r) / group + 1;
+        const int visible = tile.shared ? tile.shared : prefix + (r0 + r) / group + 1;
         const int first = a->window ? visible - a->window - at : 0;
         const int last = visible - at < count ? visible - at : count;
         weigh(scores + r * BLOCK, groups * LANES, first, last, a->soft_cap, out.maximum + r0 + r, out.total + r0 + r,

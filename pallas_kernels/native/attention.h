@@ -3,6 +3,7 @@
 #include <stdint.h>
 
 enum {
+  BLOCK = 128,      // context tokens whose scores are computed together
   CHUNK = 1024,     // context tokens whose softmax is computed from nothing; chunks are merged in order
   MOST_WIDTH = 256, // of a head
   MOST_GROUP = 64   // query heads that share a key/value head
@@ -20,9 +21,10 @@ typedef struct {
   int window;             // 0: none
 } Attention;
 
-// Query tokens first to first + count - 1 of a row, with the query heads of one key/value head.
+// Query tokens first to first + count - 1 of a row, with the query heads of one key/value head; or, where `shared` is not
+// 0, the only tokens of rows row to row + count - 1 over that many context tokens, which all of these rows begin with.
 typedef struct {
-  int row, head, first, count;
+  int row, head, first, count, shared;
 } Tile;
 
 // The softmax of a tile over one chunk: for each query row (token, then head of the group) its maximum, sum and values.
@@ -36,7 +38,8 @@ typedef struct {
   int lanes;
   int (*tile_tokens)(int group);                       // query tokens of a tile
   int (*padded_width)(int width);                      // of a row of a partial
-  void (*attend)(const Attention *, Tile, int chunk, Partial);
+  // The softmax of a tile over a chunk of the context. It goes on from `done` tokens of the chunk that the partial holds.
+  void (*attend)(const Attention *, Tile, int chunk, int done, Partial);
   void (*merge)(Partial into, Partial from, int rows, int padded);
   void (*finish)(const Attention *, Tile, Partial);
 } Kernels;

@@ -9,7 +9,7 @@ static size_t partial_bytes(int rows, int padded) {
   return whole_lines(sizeof(float) * (((2 * rows + 15) & ~15) + (size_t)rows * padded + 16));
 }
 
-enum { SPLIT_BYTES = 64 << 20 };  // of partials, which are kept for the next call
+enum { SPLIT_BYTES = 64 << 20 };  // of partials of either kind, which are kept for the next call
 
 typedef struct {
   Attention attention;
@@ -21,6 +21,11 @@ typedef struct {
   char *slots;
   size_t slot_bytes;  // of a partial
   atomic_int *left;  // [tile] chunks that are not computed yet
+  // Context tokens, whole blocks, that the first rows begin with: their softmax for all of these rows is computed first,
+  // so that their keys and values are read once. Partials are [head][chunk], each of all rows.
+  int shared, num_sharing, shared_chunks;
+  char *shared_slots;
+  size_t shared_bytes;  // of a partial
   atomic_int failed;
   _Alignas(64) atomic_int next;
 } AttendJob;
@@ -36,7 +41,7 @@ static Tile find_tile(const AttendJob *job, int index) {
   const int i = index - job->first_piece[low];
   const int first = (tiles - 1 - i % tiles) * job->tile_tokens;  // the longest first
   const int left = job->attention.query_lens[low] - first;
-  return (Tile){low, i / tiles, first, left < job->tile_tokens ? left : job->tile_tokens};
+  return (Tile){low, i / tiles, first, left < job->tile_tokens ? left : job->tile_tokens, 0};
 }
 
 // The chunks of a tile: from the one that its first token sees first to the one after its last.
@@ -44,6 +49,40 @@ static void chunks_of(const Attention *a, Tile tile, int *first, int *stop) {
   const int visible = a->context_lens[tile.row] - a->query_lens[tile.row] + tile.first + 1;
   *first = a->window && visible > a->window ? (visible - a->window) / CHUNK : 0;
   *stop = visible + tile.count - 1 > 0 ? (visible + tile.count - 1 + CHUNK - 1) / CHUNK : 0;
+}
+
+// The partial of some of the sharing rows, from `row` on.
+static Partial shared_partial(const AttendJob *job, int head, int chunk, int row) {
+  const int group = job->attention.num_heads / job->attention.num_kv_heads;
+  Partial all = partial_at(job->shared_slots + ((size_t)head * job->shared_chunks + chunk) * job->shared_bytes,
+                           job->num_sharing * group);
+  return (Partial){all.maximum + row * group, all.total + row * group, all.values + (size_t)row * group * job->padded};
+}
+
+static void shared_job(void *context) {
+  AttendJob *job = context;
+  const Attention *a = &job->attention;
+  const int tiles = (job->num_sharing + job->tile_tokens - 1) / job->tile_tokens;
+  for (int i; (i = atomic_fetch_add(&job->next, 1)) < tiles * job->shared_chunks * a->num_kv_heads;) {
+    const int first = i % tiles * job->tile_tokens, chunk = i / tiles % job->shared_chunks, head = i / tiles / job->shared_chunks;
+    const int left = job->num_sharing - first;
+    const Tile tile = {first, head, 0, left < job->tile_tokens ? left : job->tile_tokens, job->shared};
+    job->kernels->attend(a, tile, chunk, 0, shared_partial(job, head, chunk, first));
+  }
+}
+
+// The softmax of a tile over a chunk, from what it shares with others where it does.
+static void attend_over(AttendJob *job, Tile tile, int chunk, Partial out) {
+  const int left = tile.row < job->num_sharing ? job->shared - chunk * CHUNK : 0;
+  const int done = left < 0 ? 0 : left < CHUNK ? left : CHUNK;
+  if (done > 0) {
+    const int rows = tile.count * (job->attention.num_heads / job->attention.num_kv_heads);
+    const Partial from = shared_partial(job, tile.head, chunk, tile.row);
+    memcpy(out.maximum, from.maximum, sizeof(float) * rows);
+    memcpy(out.total, from.total, sizeof(float) * rows);
+    memcpy(out.values, from.values, sizeof(float) * rows * job->padded);
+  }
+  if (done < CHUNK) job->kernels->attend(&job->attention, tile, chunk, done, out);
 }
 
 static void attend_tile(AttendJob *job, Tile tile) {
@@ -58,7 +97,7 @@ static void attend_tile(AttendJob *job, Tile tile) {
   chunks_of(&job->attention, tile, &first, &stop);
   if (first >= stop) memset(memory, 0, job->slot_bytes);  // they see nothing
   for (int chunk = first; chunk < stop; chunk++) {
-    job->kernels->attend(&job->attention, tile, chunk, chunk == first ? all : more);
+    attend_over(job, tile, chunk, chunk == first ? all : more);
     if (chunk > first) job->kernels->merge(all, more, rows, job->padded);
   }
   job->kernels->finish(&job->attention, tile, all);
@@ -72,7 +111,7 @@ static void attend_chunk(AttendJob *job, int index) {
   if (chunk < first || chunk >= stop) return;
   const int rows = tile.count * (job->attention.num_heads / job->attention.num_kv_heads);
   char *slots = job->slots + (size_t)tile_index * job->most_chunks * job->slot_bytes;
-  job->kernels->attend(&job->attention, tile, chunk, partial_at(slots + chunk * job->slot_bytes, rows));
+  attend_over(job, tile, chunk, partial_at(slots + chunk * job->slot_bytes, rows));
   if (atomic_fetch_sub(&job->left[tile_index], 1) != 1) return;
   Partial all = partial_at(slots + first * job->slot_bytes, rows);
   for (int i = first + 1; i < stop; i++)
@@ -103,18 +142,39 @@ static void clear_unowned(const Attention *a, int num_rows, int64_t num_tokens) 
 
 static int are_attend_operands(FfiFrame *frame) {
   const FfiBuffer *query = ffi_argument(frame, 0), *out = ffi_result(frame, 0), *table = ffi_argument(frame, 3);
-  if (frame->arguments.size != 7 || query->dtype != FFI_F32 || query->rank != 3) return 0;
+  if (frame->arguments.size != 9 || query->dtype != FFI_F32 || query->rank != 3) return 0;
   if (out->dtype != FFI_F32 || elements(out) != elements(query)) return 0;
   const int64_t heads = ffi_int(frame, "num_kv_heads"), width = query->dims[2];
   if (heads <= 0 || query->dims[1] % heads || query->dims[1] / heads > MOST_GROUP || width > MOST_WIDTH) return 0;
   if (!are_pools(ffi_argument(frame, 1), ffi_argument(frame, 2), heads, width, ffi_int(frame, "page_size"))) return 0;
   for (int i = 4; i < 7; i++)
     if (!is_s32(ffi_argument(frame, i), 1, table->dims[0])) return 0;
-  return is_s32(table, 2, table->dims[0]);
+  return is_s32(table, 2, table->dims[0]) && is_s32(ffi_argument(frame, 7), 0, 0) && is_s32(ffi_argument(frame, 8), 0, 0);
+}
+
+// Decides what rows share, and computes it; 0 where there is no memory.
+static int attend_shared(AttendJob *job, int num_decode, int num_pages) {
+  const Attention *a = &job->attention;
+  const int group = a->num_heads / a->num_kv_heads, rows = num_decode < job->num_rows ? num_decode : job->num_rows;
+  const int64_t tokens = (int64_t)num_pages * a->page_size / BLOCK * BLOCK;
+  if (rows < 2 || tokens < BLOCK || a->window) return 1;
+  const int chunks = (int)((tokens + CHUNK - 1) / CHUNK);
+  const size_t bytes = partial_bytes(rows * group, job->padded);
+  if (bytes * chunks * a->num_kv_heads > SPLIT_BYTES) return 1;
+  job->shared_slots = reserve(OF_SHARED, bytes * chunks * a->num_kv_heads);
+  if (!job->shared_slots) return 0;
+  job->shared = (int)tokens;
+  job->num_sharing = rows;
+  job->shared_chunks = chunks;
+  job->shared_bytes = bytes;
+  run_job(shared_job, job);
+  atomic_store(&job->next, 0);
+  return 1;
 }
 
 // Arguments: query f32 [T, N, H], keys [P, K, H, p], values [P, K, p, H] (flat rows [P, K * H * p] too), page_table s32
-// [R, M], context_lens, query_starts, query_lens s32 [R]. Attributes: num_kv_heads, page_size, window, scale, soft_cap.
+// [R, M], context_lens, query_starts, query_lens s32 [R], num_decode, num_shared_pages s32: the first rows have one token
+// each, and the pages that all of them begin with. Attributes: num_kv_heads, page_size, window, scale, soft_cap.
 EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
   if (!are_attend_operands(frame)) return ffi_error(frame, "jaxserve_attend: shapes or dtypes do not go together");
@@ -146,6 +206,8 @@ EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
   job.padded = job.kernels->padded_width(a->width);
   job.most_rows = job.tile_tokens * group;
   clear_unowned(a, job.num_rows, query->dims[0]);
+  if (!attend_shared(&job, *(const int32_t *)ffi_argument(frame, 7)->data, *(const int32_t *)ffi_argument(frame, 8)->data))
+    return ffi_error(frame, "jaxserve_attend: out of memory");
 
   int longest = 0, most_tokens = 0;
   int *first = reserve(OF_CALL, sizeof(int) * (job.num_rows + 1));

@@ -15,8 +15,9 @@ int instructions_in_use(void);
 // A vector of tokens must lie in one page. The choice follows the CPU, the limit and the page size, never a timing.
 const Kernels *choose_kernels(int page_size);
 
-// Buffers of a thread, kept for its next call: of a caller, of one that splits its tiles, of whoever computes a piece.
-typedef enum { OF_CALL, OF_SPLIT, OF_JOB, NUM_BUFFERS } OwnBuffer;
+// Buffers of a thread, kept for its next call: of a caller, of one that splits tiles, of one whose rows share their
+// beginning, of whoever computes a piece.
+typedef enum { OF_CALL, OF_SPLIT, OF_SHARED, OF_JOB, NUM_BUFFERS } OwnBuffer;
 
 // A thread's buffer with at least this size, on a cache line; null where there is no memory.
 void *reserve(OwnBuffer which, size_t size);

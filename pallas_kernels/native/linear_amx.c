@@ -6,7 +6,7 @@
 
 #include "linear_rows.h"
 
-enum { ROWS = 16, DEPTH = 32, TILE_BYTES = 1024, PREFETCH = 4096 };
+enum { ROWS = 16, DEPTH = 32, TILE_BYTES = 1024, PREFETCH = 4096, FEW_BLOCKS = 4 };
 
 static int64_t block_rows(const Linear *l, int64_t block) {
   const int64_t left = l->num_rows - block * ROWS;
@@ -55,7 +55,7 @@ INLINE void prefetch(const char *weight) {
 #define ADD_PANEL(panel, left, right)                     \
   if (panels > panel) {                                   \
     const char *at = weight + panel * panel_bytes;        \
-    prefetch(at);                                         \
+    if (is_first) prefetch(at);                           \
     _tile_loadd(7, at, STEP_BYTES);                       \
     _tile_dpbf16ps(left, 6, 7);                           \
     _tile_loadd(7, at + 64, STEP_BYTES);                  \
@@ -67,9 +67,9 @@ INLINE void prefetch(const char *weight) {
     _tile_stored(right, sums[right], 64);                 \
   }
 
-// One block of rows. It waits for the weight, of which panels that are read side by side come faster than one after the
+// One block of rows. The first that panels meet waits for them: read side by side they come faster than one after the
 // other.
-INLINE void multiply_one(const int panels, const Linear *l, const char *weight, int64_t block, int64_t out) {
+INLINE void multiply_one(const int panels, const Linear *l, const char *weight, int64_t block, int64_t out, int is_first) {
   const char *rows = l->rows + block * block_bytes(l);
   const int64_t steps = l->padded_in / DEPTH, panel_bytes = l->padded_in * (STEP_BYTES / 2);
   _tile_zero(0);
@@ -119,30 +119,37 @@ INLINE void multiply_two(const Linear *l, const char *weight, int64_t block, int
     finish_tile(l, sums[j], (block + j / 2) * ROWS, block_rows(l, block + j / 2), out + j % 2 * LANES);
 }
 
-static void multiply_few(const Linear *l, int64_t panel, int64_t last_panel, int64_t block) {
+static void multiply_few(const Linear *l, int64_t panel, int64_t last_panel, int64_t first_block, int64_t last_block) {
   const int64_t panel_bytes = l->padded_in * (STEP_BYTES / 2);
-  const int rows = (int)block_rows(l, block);
-  configure(rows, rows);
-  for (; panel + PANELS_AT_ONCE <= last_panel; panel += PANELS_AT_ONCE)
-    multiply_one(PANELS_AT_ONCE, l, l->weight + panel * panel_bytes, block, panel * PANEL);
-  for (; panel < last_panel; panel++) multiply_one(1, l, l->weight + panel * panel_bytes, block, panel * PANEL);
+  const int last_rows = (int)block_rows(l, last_block - 1), is_even = last_rows == ROWS || last_block - first_block == 1;
+  configure(is_even ? last_rows : ROWS, is_even ? last_rows : ROWS);
+  while (panel < last_panel) {
+    const int panels = panel + PANELS_AT_ONCE <= last_panel ? PANELS_AT_ONCE : 1;
+    const char *weight = l->weight + panel * panel_bytes;
+    for (int64_t block = first_block; block < last_block; block++) {
+      const int is_short = !is_even && block == last_block - 1;
+      if (is_short) configure(last_rows, last_rows);
+      if (panels == PANELS_AT_ONCE) multiply_one(PANELS_AT_ONCE, l, weight, block, panel * PANEL, block == first_block);
+      else multiply_one(1, l, weight, block, panel * PANEL, block == first_block);
+      if (is_short) configure(ROWS, ROWS);
+    }
+    panel += panels;
+  }
 }
 
 static void multiply(const Linear *l, int64_t panel, int64_t last_panel, int64_t first_block, int64_t last_block,
                      float *scratch) {
   (void)scratch;
-  const int64_t last_pair = first_block + (last_block - first_block) / 2 * 2;
-  if (last_pair > first_block) {
-    configure(ROWS, ROWS);
-    for (int64_t i = panel; i < last_panel; i++)
-      for (int64_t block = first_block; block < last_pair; block += 2) {
-        const int last_rows = (int)block_rows(l, block + 1);
-        if (last_rows < ROWS) configure(ROWS, last_rows);
-        multiply_two(l, l->weight + i * l->padded_in * (STEP_BYTES / 2), block, i * PANEL, block == first_block);
-        if (last_rows < ROWS) configure(ROWS, ROWS);
-      }
-  }
-  if (last_pair < last_block) multiply_few(l, panel, last_panel, last_pair);
+  const int64_t blocks = last_block - first_block, last_pair = blocks <= FEW_BLOCKS ? first_block : first_block + blocks / 2 * 2;
+  if (last_pair > first_block) configure(ROWS, ROWS);
+  for (int64_t i = panel; i < last_panel && last_pair > first_block; i++)
+    for (int64_t block = first_block; block < last_pair; block += 2) {
+      const int last_rows = (int)block_rows(l, block + 1);
+      if (last_rows < ROWS) configure(ROWS, last_rows);
+      multiply_two(l, l->weight + i * l->padded_in * (STEP_BYTES / 2), block, i * PANEL, block == first_block);
+      if (last_rows < ROWS) configure(ROWS, ROWS);
+    }
+  if (last_pair < last_block) multiply_few(l, panel, last_panel, last_pair, last_block);
   _tile_release();
 }
 

@@ -102,6 +102,29 @@ def test_a_token_has_the_same_bits_in_a_chunk_and_alone(dtype, settings):
 
 @needs_native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_rows", [2, 3, 40])
+def test_shared_pages_read_once_give_the_same_bits(threads, dtype, num_rows):
+    """Sharing nothing, less than a block, whole blocks, whole chunks and a part of one; in a mixed step too."""
+    lengths = (*((2200 + 3 * i, 1) for i in range(num_rows)), (300, 70))
+    case = Case(lengths, 6, 2, 64, 64, dtype=dtype, spare_rows=0, spare_tokens=0)
+    _, (query, pools, batch) = problem(case)
+    table = batch.page_table.at[:num_rows, :34].set(batch.page_table[0, :34])
+    batch = batch._replace(page_table=table, num_decode=jnp.int32(num_rows))
+    attended = jax.jit(functools.partial(paged_attention.run, paged_attention_native, case))
+
+    def attend_sharing(count):
+        step = batch._replace(num_shared_pages=jnp.int32(count))
+        return np.asarray(attended(paged_attention.Prepared(query, pools, step)))
+
+    apart = attend_sharing(0)
+    for count in (1, 2, 15, 16, 17, 33, 34):
+        np.testing.assert_array_equal(attend_sharing(count), apart)
+    threads(1)
+    np.testing.assert_array_equal(attend_sharing(34), apart)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_writes_what_xla_writes(dtype):
     case = CASES["mixed"]._replace(head_dim=24, page_size=32, dtype=dtype)
     inputs, prepared = problem(case)
