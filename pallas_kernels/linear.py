@@ -37,15 +37,16 @@ class Fused(NamedTuple):
 
     Attributes:
         norm: Norm of the rows, before it.
-        activation: One of ``ACTIVATIONS``; rows then hold gates, and behind them what the activated gates multiply.
         bias: Added to the product.
+        activation: One of ``ACTIVATIONS``, for a gated weight: the first half of product and bias are gates, and the
+            result is ``activation(gates)`` times the other half. Nothing else follows then.
         scale: Multiplies product and bias.
         residual: Added at the end.
     """
 
     norm: Norm | None = None
-    activation: str | None = None
     bias: Float[Array, " outer"] | None = None
+    activation: str | None = None
     scale: float = 1.0
     residual: Float[Array, "T outer"] | None = None
 
@@ -58,15 +59,20 @@ class LinearKernel(Protocol):
         """Return why it cannot run on such a device, or None; the dtype is that of the weight."""
         ...
 
-    def packed_shape(self, outer: int, inner: int, dtype: str) -> tuple[int, ...]:
-        """Return the shape of a packed weight; its first axis holds outputs, its second features."""
+    def packed_shape(self, outer: int, inner: int, dtype: str, is_gated: bool = False) -> tuple[int, ...]:
+        """Return the shape of a packed weight; its first axis holds outputs, its second features.
+
+        A gated one is multiplied with an activation.
+        """
         ...
 
-    def pack(self, weight: Float[np.ndarray, "outer inner"]) -> Float[np.ndarray, "..."]:
+    def pack(self, weight: Float[np.ndarray, "outer inner"], is_gated: bool = False) -> Float[np.ndarray, "..."]:
         """Return a weight as it is stored, in its own dtype; it may be the same array."""
         ...
 
-    def unpack(self, packed: Float[np.ndarray, "..."], outer: int, inner: int) -> Float[np.ndarray, "outer inner"]:
+    def unpack(
+        self, packed: Float[np.ndarray, "..."], outer: int, inner: int, is_gated: bool = False
+    ) -> Float[np.ndarray, "outer inner"]:
         """Return the weight that was packed, bit for bit."""
         ...
 
@@ -76,19 +82,19 @@ class LinearKernel(Protocol):
 
     def matmul(
         self,
-        x: Float[Array, "T width"],
+        x: Float[Array, "T inner"],
         packed: Float[Array, "..."],
         outer: int,
         *,
         fused: Fused,
         num_rows: Int[Array, ""] | None = None,
-    ) -> Float[Array, "T outer"]:
+    ) -> Float[Array, "T results"]:
         """Compute ``x @ weight.T`` and what is fused with it.
 
         Args:
-            x: Activations, [T, 2 inner] with an activation.
+            x: Activations.
             packed: The weight.
-            outer: Its outputs.
+            outer: Its outputs; with an activation half as many are results.
             fused: What is computed with it.
             num_rows: Rows in use, the first of the T; nothing is said of the others' results. None: all.
 
@@ -131,8 +137,10 @@ _SHAPES: Mapping[str, Case] = {
     "bias": Case(5, has_bias=True, num_out=70),
     "residual": Case(7, has_residual=True, scale=0.22, has_bias=True),
     "scale": Case(3, scale=2.5),
-    **{name: Case(6, num_in=45, activation=name) for name in ACTIVATIONS},
-    "gated_residual": Case(40, num_in=160, activation="silu", has_residual=True),
+    **{name: Case(6, num_in=45, num_out=2 * 70, activation=name) for name in ACTIVATIONS},
+    "gated": Case(40, num_in=160, num_out=2 * 64, activation="silu", has_norm=True),
+    "gated_one": Case(1, num_in=1000, num_out=2 * 136, activation="silu", has_bias=True),
+    "gated_odd": Case(70, num_in=33, num_out=2 * 37, activation="silu", has_bias=True),
 }
 CASES: Mapping[str, Case] = _SHAPES | {
     f"{name}_bf16": case._replace(dtype="bfloat16") for name, case in _SHAPES.items()
@@ -150,7 +158,7 @@ BENCHES: Mapping[str, Case] = {
 class Inputs(NamedTuple):
     """Arguments of a call; ``weight`` is packed once they are prepared."""
 
-    x: Float[Array, "T width"]
+    x: Float[Array, "T inner"]
     weight: Float[Array, "..."]
     norm_weight: Float[Array, " inner"] | None
     bias: Float[Array, " outer"] | None
@@ -159,17 +167,16 @@ class Inputs(NamedTuple):
     def fused(self, case: Case) -> Fused:
         """What the case fuses."""
         norm = None if self.norm_weight is None else Norm(self.norm_weight, _EPS)
-        return Fused(norm, case.activation, self.bias, case.scale, self.residual)
+        return Fused(norm, self.bias, case.activation, case.scale, self.residual)
 
 
 def make_inputs(case: Case, key: jax.Array) -> Inputs:
     """Make random activations in float32 and random parameters."""
     keys = jax.random.split(key, 5)
     weight = jax.random.normal(keys[0], (case.num_out, case.num_in)) * case.num_in**-0.5
-    width = case.num_in if case.activation is None else 2 * case.num_in
     gain = jax.random.uniform(keys[2], (case.num_in,), minval=0.5, maxval=1.5)
     return Inputs(
-        2 * jax.random.normal(keys[1], (case.num_rows, width)),
+        2 * jax.random.normal(keys[1], (case.num_rows, case.num_in)),
         weight.astype(case.dtype),
         gain.astype(case.dtype) if case.has_norm else None,
         jax.random.normal(keys[3], (case.num_out,)).astype(case.dtype) if case.has_bias else None,
@@ -179,12 +186,14 @@ def make_inputs(case: Case, key: jax.Array) -> Inputs:
 
 def prepare(implementation: LinearKernel, case: Case, inputs: Inputs) -> Inputs:
     """Pack the weight; of shapes alone, give the packed one's."""
-    shape = jax.ShapeDtypeStruct(implementation.packed_shape(case.num_out, case.num_in, case.dtype), case.dtype)
-    packed = jax.pure_callback(lambda weight: implementation.pack(np.asarray(weight)), shape, inputs.weight)
+    is_gated = case.activation is not None
+    shape = implementation.packed_shape(case.num_out, case.num_in, case.dtype, is_gated)
+    struct = jax.ShapeDtypeStruct(shape, case.dtype)
+    packed = jax.pure_callback(lambda weight: implementation.pack(np.asarray(weight), is_gated), struct, inputs.weight)
     return inputs._replace(weight=packed)
 
 
-def run(implementation: LinearKernel, case: Case, prepared: Inputs) -> Float[Array, "T outer"]:
+def run(implementation: LinearKernel, case: Case, prepared: Inputs) -> Float[Array, "T results"]:
     """Multiply."""
     num_rows = jnp.int32(case.num_rows - case.num_padding) if case.num_padding else None
     found = implementation.matmul(
@@ -193,23 +202,23 @@ def run(implementation: LinearKernel, case: Case, prepared: Inputs) -> Float[Arr
     return jnp.where(_is_real(case), found, 0)
 
 
-def expected(case: Case, inputs: Inputs) -> Float[Array, "T outer"]:
+def expected(case: Case, inputs: Inputs) -> Float[Array, "T results"]:
     """Compute all of it in float32."""
     x = inputs.x
     if inputs.norm_weight is not None:
         mean = jnp.mean(jnp.square(x), -1, keepdims=True)
         x = x * lax.rsqrt(mean + _EPS) * inputs.norm_weight.astype(jnp.float32)
-    if case.activation is not None:
-        x = ACTIVATIONS[case.activation](x[:, : case.num_in]) * x[:, case.num_in :]
     y = jnp.dot(x, inputs.weight.astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
     y = y if inputs.bias is None else y + inputs.bias.astype(jnp.float32)
+    if case.activation is not None:
+        y = ACTIVATIONS[case.activation](y[:, : case.num_out // 2]) * y[:, case.num_out // 2 :]
     y = y * case.scale
     y = y if inputs.residual is None else y + inputs.residual
     return jnp.where(_is_real(case), y, 0)
 
 
 def compare(
-    case: Case, inputs: Inputs, found: Float[Array, "T outer"], expected: Float[Array, "T outer"]
+    case: Case, inputs: Inputs, found: Float[Array, "T results"], expected: Float[Array, "T results"]
 ) -> Comparison:
     """Compare each row of the result in pieces of 128 columns; rows that are not in use are padding."""
     del inputs

@@ -18,6 +18,7 @@ from pallas_kernels.native_library import library, target, unavailable
 
 _PANEL_BITS = 5
 _PANEL = 1 << _PANEL_BITS
+_GATES = 16  # of a gated weight's panel; then come the outputs that they multiply
 _PAIRS_MULTIPLE = 32  # of features in bfloat16, so that tiles are whole
 _ALIGNMENT_BYTES = 64
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_new": 3, "gelu_pytorch_tanh": 3, "relu": 4}
@@ -34,28 +35,30 @@ def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> st
     return unavailable()
 
 
-def packed_shape(outer: int, inner: int, dtype: str) -> tuple[int, ...]:
+def packed_shape(outer: int, inner: int, dtype: str, is_gated: bool = False) -> tuple[int, ...]:
     """Return the shape of a packed weight; see ``linear.LinearKernel``."""
-    panels = -(-outer // _PANEL)
+    panels = -(-outer // 2 // _GATES) if is_gated else -(-outer // _PANEL)
     if jnp.dtype(dtype) == jnp.float32:
         return panels, inner, _PANEL, 1
     return panels, -(-inner // _PAIRS_MULTIPLE) * _PAIRS_MULTIPLE // 2, _PANEL, 2
 
 
-def pack(weight: Float[np.ndarray, "outer inner"]) -> Float[np.ndarray, "panels steps 32 kp"]:
+def pack(weight: Float[np.ndarray, "outer inner"], is_gated: bool = False) -> Float[np.ndarray, "panels steps 32 kp"]:
     """Return a weight in panels, aligned so that XLA takes it over without a copy."""
     weight = np.ascontiguousarray(weight)
     outer, inner = weight.shape
-    packed = _aligned(packed_shape(outer, inner, str(weight.dtype)), weight.dtype)
-    _convert(weight, packed, weight.shape, packed.shape, is_inverse=False)
+    packed = _aligned(packed_shape(outer, inner, str(weight.dtype), is_gated), weight.dtype)
+    _convert(weight, packed, weight.shape, packed.shape, is_gated, is_inverse=False)
     return packed
 
 
-def unpack(packed: Float[np.ndarray, "panels steps 32 kp"], outer: int, inner: int) -> Float[np.ndarray, "outer inner"]:
+def unpack(
+    packed: Float[np.ndarray, "panels steps 32 kp"], outer: int, inner: int, is_gated: bool = False
+) -> Float[np.ndarray, "outer inner"]:
     """Return the weight that was packed, bit for bit."""
     packed = np.ascontiguousarray(packed)
     weight = _aligned((outer, inner), packed.dtype)
-    _convert(packed, weight, weight.shape, packed.shape, is_inverse=True)
+    _convert(packed, weight, weight.shape, packed.shape, is_gated, is_inverse=True)
     return weight
 
 
@@ -66,25 +69,25 @@ def rows(packed: Float[Array, "panels steps 32 kp"], indices: Int[Array, " T"], 
 
 
 def matmul(
-    x: Float[Array, "T width"],
+    x: Float[Array, "T inner"],
     packed: Float[Array, "panels steps 32 kp"],
     outer: int,
     *,
     fused: Fused,
     num_rows: Int[Array, ""] | None = None,
-) -> Float[Array, "T outer"]:
+) -> Float[Array, "T results"]:
     """Compute ``x @ weight.T`` and what is fused with it; see ``linear.LinearKernel``."""
     nothing = jnp.zeros(0, jnp.float32)
     residual = nothing if fused.residual is None else fused.residual.astype(jnp.float32)
-    inner = x.shape[1] if fused.activation is None else x.shape[1] // 2
-    found = jax.ffi.ffi_call(target("linear"), jax.ShapeDtypeStruct((x.shape[0], outer), jnp.float32))(
+    result = jax.ShapeDtypeStruct((x.shape[0], outer if fused.activation is None else outer // 2), jnp.float32)
+    found = jax.ffi.ffi_call(target("linear"), result)(
         x.astype(jnp.float32),
         packed,
         nothing if fused.norm is None else fused.norm.weight,
         nothing if fused.bias is None else fused.bias,
         residual,
         jnp.int32(x.shape[0]) if num_rows is None else num_rows,
-        num_in=np.int32(inner),
+        num_in=np.int32(x.shape[1]),
         activation=np.int32(_ACTIVATIONS[fused.activation]),
         eps=np.float32(0.0 if fused.norm is None else fused.norm.eps),
         scale=np.float32(fused.scale),
@@ -93,13 +96,19 @@ def matmul(
 
 
 def _convert(
-    source: np.ndarray, result: np.ndarray, plain: tuple[int, ...], packed: tuple[int, ...], is_inverse: bool
+    source: np.ndarray,
+    result: np.ndarray,
+    plain: tuple[int, ...],
+    packed: tuple[int, ...],
+    is_gated: bool,
+    is_inverse: bool,
 ) -> None:
     library().jaxserve_pack(
         ctypes.c_void_p(source.ctypes.data),
         ctypes.c_void_p(result.ctypes.data),
         *(ctypes.c_int64(size) for size in (*plain, packed[1] * packed[3])),
         ctypes.c_int(source.dtype.itemsize),
+        ctypes.c_int(is_gated),
         ctypes.c_int(is_inverse),
     )
 

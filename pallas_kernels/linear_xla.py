@@ -18,19 +18,23 @@ def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> st
     return None
 
 
-def packed_shape(outer: int, inner: int, dtype: str) -> tuple[int, ...]:
+def packed_shape(outer: int, inner: int, dtype: str, is_gated: bool = False) -> tuple[int, ...]:
     """Return the weight's own shape."""
-    del dtype
+    del dtype, is_gated
     return outer, inner
 
 
-def pack(weight: Float[np.ndarray, "outer inner"]) -> Float[np.ndarray, "outer inner"]:
+def pack(weight: Float[np.ndarray, "outer inner"], is_gated: bool = False) -> Float[np.ndarray, "outer inner"]:
     """Return the weight itself."""
+    del is_gated
     return weight
 
 
-def unpack(packed: Float[np.ndarray, "outer inner"], outer: int, inner: int) -> Float[np.ndarray, "outer inner"]:
+def unpack(
+    packed: Float[np.ndarray, "outer inner"], outer: int, inner: int, is_gated: bool = False
+) -> Float[np.ndarray, "outer inner"]:
     """Return the weight itself."""
+    del is_gated
     assert packed.shape == (outer, inner), packed.shape
     return packed
 
@@ -42,20 +46,17 @@ def rows(packed: Float[Array, "outer inner"], indices: Int[Array, " T"], inner: 
 
 
 def matmul(
-    x: Float[Array, "T width"],
+    x: Float[Array, "T inner"],
     packed: Float[Array, "outer inner"],
     outer: int,
     *,
     fused: Fused,
     num_rows: Int[Array, ""] | None = None,
-) -> Float[Array, "T outer"]:
+) -> Float[Array, "T results"]:
     """Compute ``x @ weight.T`` and what is fused with it; see ``linear.LinearKernel``."""
     del outer, num_rows
     if fused.norm is not None:
         x = normed(x, *fused.norm)
-    if fused.activation is not None:
-        width = x.shape[1] // 2
-        x = ACTIVATIONS[fused.activation](x[:, :width]) * x[:, width:]
     y = lax.dot_general(
         x.astype(packed.dtype),
         packed,
@@ -65,6 +66,9 @@ def matmul(
     )
     if fused.bias is not None:
         y += fused.bias.astype(jnp.float32)
+    if fused.activation is not None:
+        gates, others = jnp.split(y.astype(x.dtype), 2, axis=1)
+        return ACTIVATIONS[fused.activation](gates) * others
     if fused.residual is not None:
         y = y.astype(fused.residual.dtype)
     y = y if fused.scale == 1.0 else y * fused.scale

@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxserve.engine.steps import ModelProgram
 from jaxserve.layers.attention import select_attention
-from jaxserve.layers.linear import linear_kernel
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.models.causal_lm import UnpackedWeight
@@ -87,6 +86,6 @@ def random_params(program: ModelProgram, seed: int = 0) -> tuple[jax.Array, ...]
 
 def _packed(array: np.ndarray, weight: UnpackedWeight, struct: jax.ShapeDtypeStruct) -> jax.Array:
     """A weight as the model keeps it, each device's part packed on its own."""
-    plain, pack = jax.device_put(array, weight.struct.sharding), linear_kernel(weight.kernel).pack
-    shards = [jax.device_put(pack(np.asarray(shard.data)), shard.device) for shard in plain.addressable_shards]
+    plain = jax.device_put(array, weight.struct.sharding)
+    shards = [jax.device_put(weight.pack(np.asarray(shard.data)), shard.device) for shard in plain.addressable_shards]
     return jax.make_array_from_single_device_arrays(struct.shape, struct.sharding, shards)

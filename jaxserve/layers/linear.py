@@ -19,6 +19,7 @@ class PlainWeight(NamedTuple):
     shape: tuple[int, int]
     axes: tuple[str, str]
     kernel: str
+    is_gated: bool
 
 
 def linear_kernel(name: str) -> LinearKernel:
@@ -27,7 +28,11 @@ def linear_kernel(name: str) -> LinearKernel:
 
 
 def packed_param(
-    shape: tuple[int, int], axes: tuple[str, str], parts: tuple[int, int], policy: DtypePolicy
+    shape: tuple[int, int],
+    axes: tuple[str, str],
+    parts: tuple[int, int],
+    policy: DtypePolicy,
+    is_gated: bool = False,
 ) -> nnx.Param[Any]:
     """A weight [out, in] as the policy's implementation stores it, each device's part packed on its own.
 
@@ -36,13 +41,14 @@ def packed_param(
         axes: Logical axes of outputs and features.
         parts: Devices that each of them is split over.
         policy: Names the implementation and the dtype.
+        is_gated: Whether it is multiplied with an activation.
     """
     outer, inner = (size // count for size, count in zip(shape, parts, strict=True))
-    first, second, *rest = linear_kernel(policy.linear).packed_shape(outer, inner, policy.weights)
+    first, second, *rest = linear_kernel(policy.linear).packed_shape(outer, inner, policy.weights, is_gated)
     return nnx.Param(
         jnp.zeros((first * parts[0], second * parts[1], *rest), policy.weights),
         axes=(*axes, *[None] * len(rest)),
-        plain=PlainWeight(shape, axes, policy.linear),
+        plain=PlainWeight(shape, axes, policy.linear, is_gated),
     )
 
 
@@ -55,20 +61,33 @@ class ColumnParallelLinear(nnx.Module):
         outer_axis: Logical axis of the outputs.
         parts: Devices that they are split over.
         bias: Whether there is one.
+        activation: Of gates, the first half of each device's outputs, which multiply the other half; None for no gates.
         policy: Element types.
     """
 
-    def __init__(self, inner: int, outer: int, *, outer_axis: str, parts: int = 1, bias: bool, policy: DtypePolicy):
-        self.weight = packed_param((outer, inner), (outer_axis, "embed"), (parts, 1), policy)
+    def __init__(
+        self,
+        inner: int,
+        outer: int,
+        *,
+        outer_axis: str,
+        parts: int = 1,
+        bias: bool,
+        activation: str | None = None,
+        policy: DtypePolicy,
+    ):
+        is_gated = activation is not None
+        self.weight = packed_param((outer, inner), (outer_axis, "embed"), (parts, 1), policy, is_gated)
         self.bias = nnx.Param(jnp.zeros((outer,), policy.weights), axes=(outer_axis,)) if bias else None
-        self.outer = outer // parts
+        self.outer, self.activation = outer // parts, activation
         self.dtype, self.kernel = policy.activations_dtype, policy.linear
 
     def __call__(
         self, x: Float[Array, "T inner"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
-    ) -> Float[Array, "T outer"]:
+    ) -> Float[Array, "T results"]:
         """Compute a device's outputs from the normed rows; of ``num_rows`` rows alone where that is given."""
-        fused = Fused(norm=fused_norm(norm), bias=None if self.bias is None else self.bias[...])
+        bias = None if self.bias is None else self.bias[...]
+        fused = Fused(norm=fused_norm(norm), bias=bias, activation=self.activation)
         kernel = linear_kernel(self.kernel)
         return kernel.matmul(x, self.weight[...], self.outer, fused=fused, num_rows=num_rows).astype(self.dtype)
 
@@ -104,23 +123,19 @@ class RowParallelLinear(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "T width"],
+        x: Float[Array, "T inner"],
         *,
-        activation: str | None = None,
         residual: Float[Array, "T outer"] | None = None,
         scale: float = 1.0,
         num_rows: Int[Array, ""] | None = None,
     ) -> Float[Array, "T outer"]:
-        """Compute ``residual + scale * (x @ W.T + b)``, of ``num_rows`` rows alone where that is given.
-
-        With an activation, rows hold gates, and behind them what the activated gates multiply.
-        """
+        """Compute ``residual + scale * (x @ W.T + b)``, of ``num_rows`` rows alone where that is given."""
         bias = None if self.bias is None else self.bias[...]
         kernel, weight = linear_kernel(self.kernel), self.weight[...]
         if self.mesh_axis is None:
-            fused = Fused(activation=activation, bias=bias, scale=scale, residual=residual)
+            fused = Fused(bias=bias, scale=scale, residual=residual)
             return kernel.matmul(x, weight, self.outer, fused=fused, num_rows=num_rows).astype(self.dtype)
-        partial = kernel.matmul(x, weight, self.outer, fused=Fused(activation=activation), num_rows=num_rows)
+        partial = kernel.matmul(x, weight, self.outer, fused=Fused(), num_rows=num_rows)
         y = all_reduce(partial, self.mesh_axis)
         y = (y if bias is None else y + bias.astype(jnp.float32)).astype(self.dtype)
         y = y if scale == 1.0 else y * scale

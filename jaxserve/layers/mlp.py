@@ -15,7 +15,13 @@ class GatedMLP(nnx.Module):
     def __init__(self, config: ModelConfig, *, parallel: Parallel, policy: DtypePolicy):
         bias, parts = config.mlp_bias, parallel.parts(parallel.ffn)
         self.gate_up = ColumnParallelLinear(
-            config.hidden_size, 2 * config.ffn_size, outer_axis="ffn", parts=parts, bias=bias, policy=policy
+            config.hidden_size,
+            2 * config.ffn_size,
+            outer_axis="ffn",
+            parts=parts,
+            bias=bias,
+            activation=config.activation,
+            policy=policy,
         )
         self.down = RowParallelLinear(
             config.ffn_size,
@@ -26,7 +32,6 @@ class GatedMLP(nnx.Module):
             bias=bias,
             policy=policy,
         )
-        self.activation = config.activation
 
     def __call__(
         self,
@@ -38,5 +43,5 @@ class GatedMLP(nnx.Module):
         num_rows: Int[Array, ""] | None = None,
     ) -> Float[Array, "T D"]:
         """Compute ``residual + scale * mlp(norm(x))``, of ``num_rows`` rows alone where that is given."""
-        gate_up = self.gate_up(x, norm=norm, num_rows=num_rows)
-        return self.down(gate_up, activation=self.activation, residual=residual, scale=scale, num_rows=num_rows)
+        gated = self.gate_up(x, norm=norm, num_rows=num_rows)
+        return self.down(gated, residual=residual, scale=scale, num_rows=num_rows)

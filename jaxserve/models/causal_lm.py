@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools, select_attention
 from jaxserve.layers.decoder import DecoderLayer
 from jaxserve.layers.embedding import VocabEmbedding
+from jaxserve.layers.linear import linear_kernel
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import DtypePolicy, Parallel
@@ -129,7 +130,7 @@ class UnpackedWeight(NamedTuple):
     """A weight as checkpoints have it, before it is packed: shape, type and sharding; and what packs it."""
 
     struct: jax.ShapeDtypeStruct
-    kernel: str
+    pack: Callable[[np.ndarray], np.ndarray]
 
 
 class AbstractModel(NamedTuple):
@@ -161,9 +162,9 @@ def abstract_model(
         name, value, metadata = ".".join(map(str, path)), variable.get_value(), variable.get_metadata()
         params[name] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding(metadata["axes"]))
         if "plain" in metadata:
-            shape, axes, kernel = metadata["plain"]
+            shape, axes, kernel, is_gated = metadata["plain"]
             struct = jax.ShapeDtypeStruct(shape, value.dtype, sharding=sharding(axes))
-            weights[name] = UnpackedWeight(struct, kernel)
+            weights[name] = UnpackedWeight(struct, functools.partial(linear_kernel(kernel).pack, is_gated=is_gated))
     return AbstractModel(graphdef, jax.tree.structure(state), params, weights)
 
 

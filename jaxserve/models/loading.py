@@ -14,7 +14,6 @@ from checkpoints import Stored, check_recipes, load_arrays, open_checkpoint, pro
 from jaxserve.config_checks import DTYPES
 from jaxserve.errors import ConfigError
 from jaxserve.layers.cpu import has_bfloat16_products
-from jaxserve.layers.linear import linear_kernel
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel
 from jaxserve.models.causal_lm import AbstractModel, CausalLM, abstract_model
@@ -104,7 +103,7 @@ def load_weights(directory: Path, config: ModelConfig, model: AbstractModel, ten
                 {name: struct.sharding for name, struct in read.items()},
                 cast(Callable[[int, int], None], progress),
                 {
-                    name: Stored(linear_kernel(weight.kernel).pack, params[name].shape, params[name].sharding)
+                    name: Stored(weight.pack, params[name].shape, params[name].sharding)
                     for name, weight in model.weights.items()
                 },
             )

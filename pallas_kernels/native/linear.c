@@ -13,7 +13,7 @@ enum { ROWS = 12 };
 enum { ROWS = 6 };
 #endif
 enum {
-  VECTORS = 2,      // of a panel's outputs in registers
+  VECTORS = 2,      // of a panel's outputs in registers; of a gated one gates, and what they multiply
   FEW_ROWS = ROWS / PANELS_AT_ONCE,  // that leave room for several panels
   PART = 768,       // features whose part of a panel stays in the cache while all rows pass it
   PREFETCH = 4096,  // bytes ahead
@@ -39,6 +39,7 @@ static void prepare(const Linear *l, int64_t block, float *scratch) {
 
 typedef struct {
   const char *weight;  // of the first panel, from the first of its outputs
+  int step;            // outputs of a panel from one vector to the next: gates and others do not lie side by side
   int64_t panel_bytes;
   const float *rows;   // a prepared block
   int64_t row, out;    // of the first product
@@ -49,21 +50,21 @@ typedef struct {
 
 // Products of a block's rows with VECTORS vectors of outputs of each panel, over some features.
 INLINE void multiply_tile(const int rows, const int panels, int is_bf16, const Linear *l, Span span) {
-  const int vectors = panels * VECTORS;
+  const int vectors = panels * VECTORS, step = VECTORS * LANES == PANEL ? LANES : span.step;
   Vec sum[ROWS][PANELS_AT_ONCE * VECTORS];
 #pragma GCC unroll 12
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 6
     for (int j = 0; j < vectors; j++)
       sum[r][j] = span.begin == 0 ? vec_zero()
-                                  : vec_load(span.partial + j / VECTORS * span.partial_panel + r * PANEL + j % VECTORS * LANES);
+                                  : vec_load(span.partial + j / VECTORS * span.partial_panel + r * PANEL + j % VECTORS * step);
   const float *x = span.rows + span.begin * rows;
   const char *weight = span.weight + span.begin * (is_bf16 ? STEP_BYTES / 2 : STEP_BYTES);
   for (int64_t k = span.begin; k < span.end; k += is_bf16 ? 2 : 1, weight += STEP_BYTES) {
     Vec first[PANELS_AT_ONCE * VECTORS], second[PANELS_AT_ONCE * VECTORS];
 #pragma GCC unroll 6
     for (int j = 0; j < vectors; j++) {
-      const char *at = weight + j / VECTORS * span.panel_bytes + j % VECTORS * LANES * 4;
+      const char *at = weight + j / VECTORS * span.panel_bytes + j % VECTORS * step * 4;
       if (LANES == 16 || j % VECTORS == 0) __builtin_prefetch(at + PREFETCH);
       first[j] = vec_load((const float *)at);
       if (is_bf16) vec_split_bf16(&first[j], &second[j]);
@@ -90,14 +91,21 @@ INLINE void multiply_tile(const int rows, const int panels, int is_bf16, const L
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 6
       for (int j = 0; j < vectors; j++)
-        vec_store(span.partial + j / VECTORS * span.partial_panel + r * PANEL + j % VECTORS * LANES, sum[r][j]);
+        vec_store(span.partial + j / VECTORS * span.partial_panel + r * PANEL + j % VECTORS * step, sum[r][j]);
     return;
   }
 #pragma GCC unroll 12
   for (int r = 0; r < rows; r++)
-#pragma GCC unroll 6
-    for (int j = 0; j < vectors; j++)
-      finish_sums(l, span.row + r, span.out + j / VECTORS * PANEL + j % VECTORS * LANES, sum[r][j]);
+#pragma GCC unroll 3
+    for (int p = 0; p < panels; p++) {
+      const int64_t out = span.out + p * l->panel_outs;
+      if (l->activation) {
+        finish_gated(l, span.row + r, out, sum[r][p * VECTORS], sum[r][p * VECTORS + 1]);
+      } else {
+        finish_sums(l, span.row + r, out, sum[r][p * VECTORS]);
+        finish_sums(l, span.row + r, out + LANES, sum[r][p * VECTORS + 1]);
+      }
+    }
 }
 
 #define FEW_CASE(n)                                                                                     \
@@ -124,20 +132,21 @@ static void multiply_bf16(int rows, int panels, const Linear *l, Span span) { mu
 // Few rows wait for the weight, of which panels that are read side by side come faster than one after the other.
 static void multiply_panels(const Linear *l, int64_t panel, int panels, int64_t first_block, int64_t last_block,
                             float *scratch) {
-  const int64_t panel_bytes = l->padded_in * (l->is_bf16 ? STEP_BYTES / 2 : STEP_BYTES), out = panel * PANEL;
+  const int64_t panel_bytes = l->padded_in * (l->is_bf16 ? STEP_BYTES / 2 : STEP_BYTES);
   const int64_t first_row = block_start(l, first_block), num_rows = block_start(l, last_block) - first_row;
   for (int64_t begin = 0; begin < l->padded_in; begin += PART) {
     const int64_t end = begin + PART < l->padded_in ? begin + PART : l->padded_in;
     for (int64_t block = first_block; block < last_block; block++) {
       const int64_t row = block_start(l, block);
       const int rows = (int)(block_start(l, block + 1) - row);
-      for (int o = 0; o < PANEL && out + o < l->num_out; o += VECTORS * LANES) {
+      for (int o = 0; o < l->panel_outs; o += l->activation ? LANES : VECTORS * LANES) {
         const Span span = {
             .weight = l->weight + panel * panel_bytes + o * 4,
+            .step = l->activation ? GATES : LANES,
             .panel_bytes = panel_bytes,
             .rows = (const float *)(l->rows + block * block_bytes(l)),
             .row = row,
-            .out = out + o,
+            .out = panel * l->panel_outs + o,
             .begin = begin,
             .end = end,
             .partial = scratch + (row - first_row) * PANEL + o,

@@ -2,23 +2,24 @@
 //
 // Packed weights are panels of 32 outputs, [N / 32][K / kp][32][kp]: kp = 1 for float32 and 2 for bfloat16, whose K is
 // filled up with zeros to a multiple of 32, as N is to one of 32. So 128 bytes are one step of every kernel, and 16 steps
-// of bfloat16 are two tiles of AMX.
+// of bfloat16 are two tiles of AMX. A gated weight has 16 gates in a panel, and behind them the 16 outputs they multiply.
 #pragma once
 #include <stdint.h>
 
-enum { PANEL = 32, STEP_BYTES = 128, PANELS_AT_ONCE = 3 };
+enum { PANEL = 32, GATES = 16, STEP_BYTES = 128, PANELS_AT_ONCE = 3 };
 enum { NO_ACTIVATION = 0, SILU, GELU, GELU_TANH, RELU };
 
 typedef struct {
-  const float *x;           // [M, K]; [M, 2 K] with an activation: gates, then what they multiply
+  const float *x;           // [M, K]
   const char *weight;       // packed
   const void *gain;         // [K] of a norm of each row, or null
-  const void *bias;         // [N], or null
+  const void *bias;         // [N], or null; [2 N] of a gated weight, gates first
   const float *residual;    // [M, N], or null
-  float *y;                 // [M, N]: (rows @ weight + bias) * scale + residual
+  float *y;                 // [M, N]: (rows @ weight + bias) * scale + residual; gated: activation(gates) * the others
   int64_t num_rows, num_in, num_out;
   int64_t padded_in;        // K as it is packed
-  int is_bf16, is_gain_bf16, is_bias_bf16, activation;
+  int64_t panel_outs;       // results of a panel
+  int is_bf16, is_gain_bf16, is_bias_bf16, activation;  // with an activation the weight is gated
   float eps, scale;
   char *rows;               // prepared activations, block by block
   int64_t num_blocks;       // of rows

@@ -43,8 +43,18 @@ static void configure(int first_rows, int second_rows) {
   _tile_loadconfig(&tiles);
 }
 
-static void finish_tile(const Linear *l, const float *sums, int64_t row, int64_t rows, int64_t out) {
-  for (int64_t r = 0; r < rows; r++) finish_sums(l, row + r, out, vec_load(sums + r * LANES));
+// The sums of a panel: a tile of its first 16 outputs and one of the others.
+static void finish_panel(const Linear *l, const float *left, const float *right, int64_t block, int64_t panel) {
+  const int64_t rows = block_rows(l, block), out = panel * l->panel_outs;
+  for (int64_t r = 0; r < rows; r++) {
+    const Vec first = vec_load(left + r * LANES), second = vec_load(right + r * LANES);
+    if (l->activation) {
+      finish_gated(l, block * ROWS + r, out, first, second);
+    } else {
+      finish_sums(l, block * ROWS + r, out, first);
+      finish_sums(l, block * ROWS + r, out + LANES, second);
+    }
+  }
 }
 
 INLINE void prefetch(const char *weight) {
@@ -69,7 +79,7 @@ INLINE void prefetch(const char *weight) {
 
 // One block of rows. The first that panels meet waits for them: read side by side they come faster than one after the
 // other.
-INLINE void multiply_one(const int panels, const Linear *l, const char *weight, int64_t block, int64_t out, int is_first) {
+INLINE void multiply_one(const int panels, const Linear *l, const char *weight, int64_t block, int64_t panel, int is_first) {
   const char *rows = l->rows + block * block_bytes(l);
   const int64_t steps = l->padded_in / DEPTH, panel_bytes = l->padded_in * (STEP_BYTES / 2);
   _tile_zero(0);
@@ -88,11 +98,11 @@ INLINE void multiply_one(const int panels, const Linear *l, const char *weight, 
   STORE_PANEL(0, 0, 1)
   STORE_PANEL(1, 2, 3)
   STORE_PANEL(2, 4, 5)
-  for (int j = 0; j < 2 * panels; j++) finish_tile(l, sums[j], block * ROWS, block_rows(l, block), out + j * LANES);
+  for (int j = 0; j < panels; j++) finish_panel(l, sums[2 * j], sums[2 * j + 1], block, panel + j);
 }
 
 // Two blocks of rows; the first two that a panel meets wait for it.
-INLINE void multiply_two(const Linear *l, const char *weight, int64_t block, int64_t out, int is_first) {
+INLINE void multiply_two(const Linear *l, const char *weight, int64_t block, int64_t panel, int is_first) {
   const char *first = l->rows + block * block_bytes(l), *second = first + block_bytes(l);
   const int64_t steps = l->padded_in / DEPTH;
   _tile_zero(0);
@@ -115,8 +125,7 @@ INLINE void multiply_two(const Linear *l, const char *weight, int64_t block, int
   _tile_stored(1, sums[1], 64);
   _tile_stored(2, sums[2], 64);
   _tile_stored(3, sums[3], 64);
-  for (int j = 0; j < 4; j++)
-    finish_tile(l, sums[j], (block + j / 2) * ROWS, block_rows(l, block + j / 2), out + j % 2 * LANES);
+  for (int j = 0; j < 2; j++) finish_panel(l, sums[2 * j], sums[2 * j + 1], block + j, panel);
 }
 
 static void multiply_few(const Linear *l, int64_t panel, int64_t last_panel, int64_t first_block, int64_t last_block) {
@@ -129,8 +138,8 @@ static void multiply_few(const Linear *l, int64_t panel, int64_t last_panel, int
     for (int64_t block = first_block; block < last_block; block++) {
       const int is_short = !is_even && block == last_block - 1;
       if (is_short) configure(last_rows, last_rows);
-      if (panels == PANELS_AT_ONCE) multiply_one(PANELS_AT_ONCE, l, weight, block, panel * PANEL, block == first_block);
-      else multiply_one(1, l, weight, block, panel * PANEL, block == first_block);
+      if (panels == PANELS_AT_ONCE) multiply_one(PANELS_AT_ONCE, l, weight, block, panel, block == first_block);
+      else multiply_one(1, l, weight, block, panel, block == first_block);
       if (is_short) configure(ROWS, ROWS);
     }
     panel += panels;
@@ -146,7 +155,7 @@ static void multiply(const Linear *l, int64_t panel, int64_t last_panel, int64_t
     for (int64_t block = first_block; block < last_pair; block += 2) {
       const int last_rows = (int)block_rows(l, block + 1);
       if (last_rows < ROWS) configure(ROWS, last_rows);
-      multiply_two(l, l->weight + i * l->padded_in * (STEP_BYTES / 2), block, i * PANEL, block == first_block);
+      multiply_two(l, l->weight + i * l->padded_in * (STEP_BYTES / 2), block, i, block == first_block);
       if (last_rows < ROWS) configure(ROWS, ROWS);
     }
   if (last_pair < last_block) multiply_few(l, panel, last_panel, last_pair, last_block);

@@ -9,51 +9,67 @@ typedef struct {
   const char *from;
   char *to;
   int64_t num_in, num_out, num_units;  // units of 4 bytes: a float, or a pair in bfloat16
-  int item, is_inverse;
+  int item, is_gated, is_inverse;
   _Alignas(64) atomic_llong next;
 } PackJob;
 
 enum { UNITS_AT_ONCE = 16 };
 
-// A whole panel of rows without a rest: 16 units of each row at a time, a cache line.
-static void pack_whole(const uint32_t *plain, uint32_t *packed, int64_t num_units) {
+// The row of the weight that is output r of a panel, or -1.
+static int64_t row_of(const PackJob *job, int64_t panel, int r) {
+  if (!job->is_gated) return panel * PANEL + r < job->num_out ? panel * PANEL + r : -1;
+  const int64_t half = job->num_out / 2, i = panel * GATES + r % GATES;
+  return i >= half ? -1 : r < GATES ? i : half + i;
+}
+
+static int64_t num_panels(int64_t num_out, int is_gated) {
+  return is_gated ? (num_out / 2 + GATES - 1) / GATES : (num_out + PANEL - 1) / PANEL;
+}
+
+// A panel of whole rows: 16 units of each at a time, a cache line.
+static void pack_whole(const uint32_t *const *rows, uint32_t *packed, int64_t num_units) {
   for (int64_t start = 0; start < num_units; start += UNITS_AT_ONCE) {
     const int64_t end = start + UNITS_AT_ONCE < num_units ? start + UNITS_AT_ONCE : num_units;
     for (int64_t unit = start; unit < end; unit++)
-      for (int r = 0; r < PANEL; r++) packed[unit * PANEL + r] = plain[r * num_units + unit];
+      for (int r = 0; r < PANEL; r++) packed[unit * PANEL + r] = rows[r][unit];
   }
 }
 
 static void pack_panel(const PackJob *job, int64_t panel) {
   const int64_t row_bytes = job->num_in * job->item, packed_row = job->num_units * 4;
   char *packed = (job->is_inverse ? (char *)job->from : job->to) + panel * packed_row * PANEL;
-  char *plain = (job->is_inverse ? job->to : (char *)job->from) + panel * PANEL * row_bytes;
-  const int64_t left = job->num_out - panel * PANEL, rows = left < PANEL ? left : PANEL;
-  if (!job->is_inverse && rows == PANEL && packed_row == row_bytes) {
-    pack_whole((const uint32_t *)plain, (uint32_t *)packed, job->num_units);
+  char *plain = job->is_inverse ? job->to : (char *)job->from, *rows[PANEL];
+  int is_whole = packed_row == row_bytes;
+  for (int r = 0; r < PANEL; r++) {
+    const int64_t row = row_of(job, panel, r);
+    rows[r] = row < 0 ? 0 : plain + row * row_bytes;
+    is_whole &= row >= 0;
+  }
+  if (!job->is_inverse && is_whole) {
+    pack_whole((const uint32_t *const *)rows, (uint32_t *)packed, job->num_units);
     return;
   }
   if (!job->is_inverse) memset(packed, 0, (size_t)packed_row * PANEL);
-  for (int64_t start = 0; start < job->num_units; start += UNITS_AT_ONCE)
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t unit = start; unit < start + UNITS_AT_ONCE && unit * 4 < row_bytes; unit++) {
-        const size_t size = row_bytes - unit * 4 < 4 ? 2 : 4;
-        char *of_row = plain + r * row_bytes + unit * 4, *of_panel = packed + (unit * PANEL + r) * 4;
-        if (job->is_inverse) memcpy(of_row, of_panel, size);
-        else memcpy(of_panel, of_row, size);
-      }
+  for (int r = 0; r < PANEL; r++)
+    for (int64_t unit = 0; rows[r] && unit * 4 < row_bytes; unit++) {
+      const size_t size = row_bytes - unit * 4 < 4 ? 2 : 4;
+      char *of_row = rows[r] + unit * 4, *of_panel = packed + (unit * PANEL + r) * 4;
+      if (job->is_inverse) memcpy(of_row, of_panel, size);
+      else memcpy(of_panel, of_row, size);
+    }
 }
 
 static void pack_job(void *context) {
   PackJob *job = context;
-  const int64_t panels = (job->num_out + PANEL - 1) / PANEL;
+  const int64_t panels = num_panels(job->num_out, job->is_gated);
   for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < panels;) pack_panel(job, i);
 }
 
-// Packs a weight [num_out, num_in] of 2 or 4 bytes an item into panels of padded_in features, or gives it back.
+// Packs a weight [num_out, num_in] of 2 or 4 bytes an item into panels of padded_in features, or gives it back. The first
+// half of a gated one's outputs are gates.
 EXPORT void jaxserve_pack(const void *from, void *to, int64_t num_out, int64_t num_in, int64_t padded_in, int item,
-                          int is_inverse) {
-  PackJob job = {from, to, num_in, num_out, padded_in * item / 4, item, is_inverse, 0};
+                          int is_gated, int is_inverse) {
+  PackJob job = {from, to, num_in, num_out, padded_in * item / 4, item, is_gated, is_inverse, 0};
   run_job(pack_job, &job);
 }
 
@@ -89,7 +105,7 @@ static void prepare_job(void *context) {
 
 static void multiply_piece(LinearJob *job, int64_t piece, float *scratch) {
   const Linear *l = &job->linear;
-  const int64_t panels = (l->num_out + PANEL - 1) / PANEL, parts = (panels + job->panels_at_once - 1) / job->panels_at_once;
+  const int64_t panels = (l->num_out + l->panel_outs - 1) / l->panel_outs, parts = (panels + job->panels_at_once - 1) / job->panels_at_once;
   const int64_t begin = piece % parts * job->panels_at_once, first = piece / parts * job->blocks_at_once;
   const int64_t end = begin + job->panels_at_once < panels ? begin + job->panels_at_once : panels;
   const int64_t last = first + job->blocks_at_once < l->num_blocks ? first + job->blocks_at_once : l->num_blocks;
@@ -125,23 +141,25 @@ static int are_linear_operands(FfiFrame *frame) {
   const FfiBuffer *y = ffi_result(frame, 0);
   const int64_t num_in = ffi_int(frame, "num_in"), activation = ffi_int(frame, "activation");
   if (x->dtype != FFI_F32 || x->rank != 2 || num_in <= 0 || activation < NO_ACTIVATION || activation > RELU) return 0;
-  if (x->dims[1] != (activation ? 2 * num_in : num_in)) return 0;
+  if (x->dims[1] != num_in) return 0;
   const int is_bf16 = weight->dtype == FFI_BF16;
   if ((weight->dtype != FFI_F32 && !is_bf16) || weight->rank != 4 || weight->dims[2] != PANEL) return 0;
   if (weight->dims[3] != (is_bf16 ? 2 : 1)) return 0;
   if (weight->dims[1] * weight->dims[3] != (is_bf16 ? (num_in + 31) / 32 * 32 : num_in)) return 0;
   if (y->dtype != FFI_F32 || y->rank != 2 || y->dims[0] != x->dims[0]) return 0;
-  if (weight->dims[0] != (y->dims[1] + PANEL - 1) / PANEL) return 0;
+  const int64_t num_out = activation ? 2 * y->dims[1] : y->dims[1];
+  if (weight->dims[0] != num_panels(num_out, activation != NO_ACTIVATION)) return 0;
+  if (activation && elements(residual)) return 0;
   if (residual->dtype != FFI_F32 || (elements(residual) != 0 && elements(residual) != elements(y))) return 0;
-  return is_vector(ffi_argument(frame, 2), num_in) && is_vector(ffi_argument(frame, 3), y->dims[1]) &&
+  return is_vector(ffi_argument(frame, 2), num_in) && is_vector(ffi_argument(frame, 3), num_out) &&
          is_s32(ffi_argument(frame, 5), 0, 0);
 }
 
 static const void *given(const FfiBuffer *buffer) { return elements(buffer) ? buffer->data : 0; }
 
-// Arguments: x f32 [M, K] ([M, 2 K] with an activation), weight f32 or bf16 as `jaxserve_pack` packs it, gain [K] or [0],
-// bias [N] or [0], both f32 or bf16, residual f32 [M, N] or [0], num_rows s32: rows in use, others are left as they are.
-// Attributes: num_in, activation, eps, scale. Result: y f32 [M, N].
+// Arguments: x f32 [M, K], weight f32 or bf16 as `jaxserve_pack` packs it, gain [K] or [0], bias [N] ([2 N] of a gated
+// weight) or [0], both f32 or bf16, residual f32 [M, N] or [0] (none with an activation), num_rows s32: rows in use, others
+// are left as they are. Attributes: num_in, activation (gated where there is one), eps, scale. Result: y f32 [M, N].
 EXPORT FfiError *jaxserve_linear(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
   if (!are_linear_operands(frame)) return ffi_error(frame, "jaxserve_linear: shapes or dtypes do not go together");
@@ -158,6 +176,7 @@ EXPORT FfiError *jaxserve_linear(FfiFrame *frame) {
       .num_rows = *(const int32_t *)ffi_argument(frame, 5)->data,
       .num_in = ffi_int(frame, "num_in"),
       .num_out = y->dims[1],
+      .panel_outs = ffi_int(frame, "activation") ? GATES : PANEL,
       .padded_in = weight->dims[1] * weight->dims[3],
       .is_bf16 = weight->dtype == FFI_BF16,
       .is_gain_bf16 = ffi_argument(frame, 2)->dtype == FFI_BF16,
@@ -170,7 +189,7 @@ EXPORT FfiError *jaxserve_linear(FfiFrame *frame) {
   if (l->num_rows <= 0 || l->num_out == 0) return 0;
   const int isa = instructions_in_use();
   job.kernels = l->is_bf16 && isa >= 3 ? &amx_linear : isa >= 2 ? &avx512_linear : &avx2_linear;
-  const int64_t panels = (l->num_out + PANEL - 1) / PANEL, most_rows = job.kernels->most_rows;
+  const int64_t panels = weight->dims[0], most_rows = job.kernels->most_rows;
   l->num_blocks = (l->num_rows + most_rows - 1) / most_rows;
   const int64_t block_bytes = job.kernels->block_bytes(l);
   l->rows = reserve(OF_CALL, (size_t)(block_bytes * l->num_blocks));

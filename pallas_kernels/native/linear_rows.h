@@ -40,7 +40,7 @@ INLINE Vec activate(Vec x, int activation) {
 // Writes a row as it is multiplied, filled up with zeros.
 static void prepare_row(const Linear *l, int64_t row, float *to) {
   const int64_t num_in = l->num_in;
-  const float *x = l->x + row * (l->activation ? 2 * num_in : num_in);
+  const float *x = l->x + row * num_in;
   Vec factor = vec_set(1.0f);
   if (l->gain) {
     Vec sum = vec_zero();
@@ -54,7 +54,6 @@ static void prepare_row(const Linear *l, int64_t row, float *to) {
   for (; k < num_in; k += LANES) {
     const Mask mask = vec_lanes(0, (int)(num_in - k < LANES ? num_in - k : LANES));
     Vec value = vec_load_some(mask, x + k);
-    if (l->activation) value = vec_mul(activate(value, l->activation), vec_load_some(mask, x + num_in + k));
     if (l->gain) value = vec_mul(vec_mul(value, factor), load_param(mask, l->gain, k, l->is_gain_bf16));
     vec_store_some(mask, to + k, value);
   }
@@ -71,4 +70,16 @@ INLINE void finish_sums(const Linear *l, int64_t row, int64_t out, Vec sum) {
   const int64_t at = row * l->num_out + out;
   if (l->residual) sum = vec_add(sum, vec_load_some(mask, l->residual + at));
   vec_store_some(mask, l->y + at, sum);
+}
+
+// The same for a gated weight: gates, and what they multiply.
+INLINE void finish_gated(const Linear *l, int64_t row, int64_t out, Vec gate, Vec other) {
+  const int64_t left = l->num_out - out;
+  if (left <= 0) return;
+  const Mask mask = vec_lanes(0, left < LANES ? (int)left : LANES);
+  if (l->bias) {
+    gate = vec_add(gate, load_param(mask, l->bias, out, l->is_bias_bf16));
+    other = vec_add(other, load_param(mask, l->bias, l->num_out + out, l->is_bias_bf16));
+  }
+  vec_store_some(mask, l->y + row * l->num_out + out, vec_mul(activate(gate, l->activation), other));
 }

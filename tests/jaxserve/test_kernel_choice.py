@@ -6,7 +6,7 @@ from jaxserve import EngineConfig
 from jaxserve.engine.build import plan_engine
 from jaxserve.engine.program import ModelProgram
 from jaxserve.errors import ConfigError
-from pallas_kernels import UnsupportedKernelError, native_library, paged_attention_native
+from pallas_kernels import UnsupportedKernelError, linear_native, native_library, qkv_write_native
 
 needs_native = pytest.mark.skipif(
     native_library.unavailable() is not None, reason=f"needs native kernels: {native_library.unavailable()}"
@@ -38,7 +38,7 @@ def test_kernels_of_a_cpu(request, settings, attention, linear, pages):
 
 @needs_native
 def test_kernels_that_cannot_run_are_refused_by_name(monkeypatch):
-    monkeypatch.setattr(paged_attention_native, "unavailable", lambda: "no such instructions")
+    monkeypatch.setattr(qkv_write_native, "unavailable", lambda: "no such instructions")
     with pytest.raises(UnsupportedKernelError, match="native: no such instructions"):
         planned(kernels="native")
     assert planned(dtype="float32", attention_backend=None, kernels="xla").kernel.name == "xla"
@@ -46,7 +46,8 @@ def test_kernels_that_cannot_run_are_refused_by_name(monkeypatch):
 
 @needs_native
 def test_without_native_kernels_xla_runs_everything(monkeypatch, caplog):
-    monkeypatch.setattr(paged_attention_native, "unavailable", lambda: "the native library was not built")
+    for module in (qkv_write_native, linear_native):
+        monkeypatch.setattr(module, "unavailable", lambda: "the native library was not built")
     with caplog.at_level("INFO"):
         planned(kernels=None, attention_backend=None)
     assert "xla (the first that can run; not triton: needs an NVIDIA GPU" in caplog.text
