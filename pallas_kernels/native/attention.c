@@ -6,19 +6,12 @@
 // which thread computed which chunk.
 #include "attention.h"
 
-#include <string.h>
-
-#include "vectors.h"
-
-#define INLINE static inline __attribute__((always_inline))
+#include "attention_rows.h"
 #ifdef __AVX512F__
 enum { ROWS = 12, VALUE_ROWS = 6, VALUE_VECTORS = 4, TILE_BLOCKS = 4 };
 #else
 enum { ROWS = 4, VALUE_ROWS = 4, VALUE_VECTORS = 2, TILE_BLOCKS = 4 };
 #endif
-enum { GROUPS = BLOCK / LANES };
-static const float MASKED = -1e30f;
-
 INLINE Vec load_pool(const char *pool, int64_t i, int is_bf16) {
   return is_bf16 ? vec_load_bf16((const uint16_t *)pool + i) : vec_load((const float *)pool + i);
 }
@@ -140,128 +133,33 @@ static void add_values_bf16(int rows, const float *weights, const char *const *v
   add_all_values(rows, 1, weights, values, count, width, sums, padded);
 }
 
-static void scale_row(float *values, int padded, float factor) {
-  for (int h = 0; h < padded; h += LANES) vec_store(values + h, vec_mul(vec_load(values + h), vec_set(factor)));
-}
-
-// Turns the scores of a query row into weights and updates its softmax; it sees tokens first to last - 1 of the block.
-static void weigh(float *scores, int num_lanes, int first, int last, float soft_cap, float *maximum, float *total,
-                  float *values, int padded) {
-  if (soft_cap > 0)
-    for (int i = 0; i < num_lanes; i += LANES) {
-      const Vec x = vec_mul(vec_load(scores + i), vec_set(1 / soft_cap));
-      vec_store(scores + i, vec_mul(vec_tanh(x), vec_set(soft_cap)));
-    }
-  Vec highest = vec_set(MASKED);
-  for (int i = 0; i < num_lanes; i += LANES)
-    highest = vec_max(highest, vec_pick(vec_lanes(first - i, last - i), vec_load(scores + i), vec_set(MASKED)));
-  float now = vec_highest(highest);
-  if (now < *maximum) now = *maximum;
-  Vec sum = vec_zero();
-  for (int i = 0; i < num_lanes; i += LANES) {
-    Vec weight = vec_exp(vec_sub(vec_load(scores + i), vec_set(now)));
-    weight = vec_pick(vec_lanes(first - i, last - i), weight, vec_zero());
-    sum = vec_add(sum, weight);
-    vec_store(scores + i, weight);
-  }
-  if (now != *maximum) {
-    float kept = exp_of(*maximum - now);
-    *total *= kept;
-    scale_row(values, padded, kept);
-    *maximum = now;
-  }
-  *total += vec_total(sum);
-}
-
-// Asks for a block's values while its keys are multiplied: pages lie anywhere, so that no processor sees them coming.
-static void prefetch_values(const char *const *values, int groups, int64_t bytes) {
-  for (int g = 0; g < groups; g++)
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(values[g] + line, 0, 2);
-}
-
 static int tile_tokens(int group) { return group >= ROWS ? 1 : TILE_BLOCKS * (ROWS / group); }
-static int padded_width(int width) { return (width + LANES - 1) / LANES * LANES; }
-
 static void attend(const Attention *a, Tile tile, int chunk, int done, Partial out) {
   const int group = a->num_heads / a->num_kv_heads, width = a->width, page_size = a->page_size;
-  const int padded = padded_width(width), rows = tile.count * group, item = a->is_bf16 ? 2 : 4;
-  const int64_t page_bytes = (int64_t)a->num_kv_heads * width * page_size * item;
-  const int prefix = a->context_lens[tile.row] - a->query_lens[tile.row] + tile.first;
-  const int stop = tile.shared ? tile.shared : prefix + tile.count;
-  const int end = stop < (chunk + 1) * CHUNK ? stop : (chunk + 1) * CHUNK;
-  int begin = chunk * CHUNK + done;
-  if (a->window && prefix + 1 - a->window > begin) begin = (prefix + 1 - a->window) / BLOCK * BLOCK;
-  if (!done) {
-    for (int r = 0; r < rows; r++) {
-      out.maximum[r] = MASKED;
-      out.total[r] = 0;
-    }
-    memset(out.values, 0, sizeof(float) * rows * padded);
-  }
+  const int padded = padded_width(width), rows = tile.count * group;
+  const int prefix = context_before(a, tile), end = context_end(a, tile, chunk);
+  if (!done) clear_partial(out, rows, padded);
   float query[TILE_BLOCKS * ROWS * MOST_WIDTH > MOST_WIDTH * 64 ? TILE_BLOCKS * ROWS * MOST_WIDTH : MOST_WIDTH * 64];
   float scores[ROWS * BLOCK];
-  const int32_t *pages = a->table + (int64_t)tile.row * a->table_width;
   // Query rows are packed [width][rows of a register tile], scaled.
   for (int r0 = 0; r0 < rows; r0 += ROWS) {
     const int some = rows - r0 < ROWS ? rows - r0 : ROWS;
     for (int r = 0; r < some; r++) {
-      const int index = (r0 + r) / group;
-      const int token = tile.shared ? a->query_starts[tile.row + index] : a->query_starts[tile.row] + tile.first + index;
-      const float *from = a->query + ((int64_t)token * a->num_heads + tile.head * group + (r0 + r) % group) * width;
+      const float *from = query_row(a, tile, r0 + r);
       for (int h = 0; h < width; h++) query[r0 * width + h * some + r] = from[h] * a->scale;
     }
   }
-  for (int at = begin; at < end; at += BLOCK) {
-    const int count = end - at < BLOCK ? end - at : BLOCK, groups = (count + LANES - 1) / LANES;
+  for (int at = context_begin(a, tile, chunk, done); at < end; at += BLOCK) {
     const char *keys[GROUPS], *values[GROUPS];
-    for (int g = 0; g < groups; g++) {
-      const int token = at + g * LANES, offset = token % page_size;
-      const int64_t page = pages[token / page_size] * page_bytes;
-      keys[g] = (const char *)a->keys + page + ((int64_t)tile.head * width * page_size + offset) * item;
-      values[g] = (const char *)a->values + page + ((int64_t)tile.head * page_size + offset) * width * item;
-    }
-    prefetch_values(values, groups, (int64_t)LANES * width * item);
+    const int count = end - at < BLOCK ? end - at : BLOCK, groups = locate(a, tile, at, count, keys, values);
     for (int r0 = 0; r0 < rows; r0 += ROWS) {
       const int some = rows - r0 < ROWS ? rows - r0 : ROWS;
-      // Tokens that the last of these rows sees.
-      const int latest = tile.shared ? tile.shared : prefix + (r0 + some - 1) / group + 1;
-      const int earliest = a->window ? prefix + r0 / group + 1 - a->window : 0;
-      if (latest <= at || earliest >= at + count) continue;
+      if (sees_nothing(a, tile, prefix, r0, some, at, count)) continue;
       (a->is_bf16 ? multiply_keys_bf16 : multiply_keys_f32)(some, query + r0 * width, keys, groups, width, page_size, scores);
-      for (int r = 0; r < some; r++) {
-        const int visible = tile.shared ? tile.shared : prefix + (r0 + r) / group + 1;
-        const int first = a->window ? visible - a->window - at : 0;
-        const int last = visible - at < count ? visible - at : count;
-        weigh(scores + r * BLOCK, groups * LANES, first, last, a->soft_cap, out.maximum + r0 + r, out.total + r0 + r,
-              out.values + (int64_t)(r0 + r) * padded, padded);
-      }
+      weigh_rows(a, tile, prefix, r0, some, at, count, groups * LANES, scores, out);
       (a->is_bf16 ? add_values_bf16 : add_values_f32)(some, scores, values, count, width, out.values + (int64_t)r0 * padded,
                                                       padded);
     }
-  }
-}
-
-static void merge(Partial into, Partial from, int rows, int padded) {
-  for (int r = 0; r < rows; r++) {
-    const float highest = into.maximum[r] > from.maximum[r] ? into.maximum[r] : from.maximum[r];
-    const float kept = exp_of(into.maximum[r] - highest), added = exp_of(from.maximum[r] - highest);
-    into.total[r] = into.total[r] * kept + from.total[r] * added;
-    into.maximum[r] = highest;
-    float *values = into.values + (int64_t)r * padded;
-    const float *more = from.values + (int64_t)r * padded;
-    for (int h = 0; h < padded; h += LANES)
-      vec_store(values + h, vec_fma(vec_load(more + h), vec_set(added), vec_mul(vec_load(values + h), vec_set(kept))));
-  }
-}
-
-static void finish(const Attention *a, Tile tile, Partial from) {
-  const int group = a->num_heads / a->num_kv_heads, width = a->width, padded = padded_width(width);
-  for (int r = 0; r < tile.count * group; r++) {
-    const int token = a->query_starts[tile.row] + tile.first + r / group;
-    float *to = a->out + ((int64_t)token * a->num_heads + tile.head * group + r % group) * width;
-    const float factor = from.total[r] == 0 ? 0 : 1 / from.total[r];  // it sees nothing
-    const float *values = from.values + (int64_t)r * padded;
-    for (int h = 0; h < width; h++) to[h] = values[h] * factor;
   }
 }
 

@@ -44,4 +44,4 @@ typedef struct {
   void (*finish)(const Attention *, Tile, Partial);
 } Kernels;
 
-extern const Kernels avx512_kernels, avx2_kernels;
+extern const Kernels amx_kernels, avx512_kernels, avx2_kernels;

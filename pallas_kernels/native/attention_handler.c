@@ -201,7 +201,7 @@ EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
       .window = ffi_int(frame, "window"),
   };
   const int group = a->num_heads / a->num_kv_heads;
-  job.kernels = choose_kernels(a->page_size);
+  job.kernels = choose_kernels(a->page_size, a->width, a->is_bf16);
   job.tile_tokens = job.kernels->tile_tokens(group);
   job.padded = job.kernels->padded_width(a->width);
   job.most_rows = job.tile_tokens * group;

@@ -24,7 +24,7 @@ OBJECTS = (
         for name in ("argmax", "attention", "linear", "qkv_write")
         for isa, flags in (("avx512", AVX512), ("avx2", AVX2))
     }
-    | {"linear_amx": ("linear_amx.c", AMX)}
+    | {f"{name}_amx": (f"{name}_amx.c", AMX) for name in ("attention", "linear")}
     | {
         name: (f"{name}.c", ())
         for name in ("handlers", "threads", *(f"{name}_handler" for name in ("argmax", "attention", "linear", "write")))

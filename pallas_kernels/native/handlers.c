@@ -42,8 +42,9 @@ int instructions_in_use(void) {
   return found < most ? found : most;
 }
 
-const Kernels *choose_kernels(int page_size) {
-  return instructions_in_use() >= 2 && page_size % avx512_kernels.lanes == 0 ? &avx512_kernels : &avx2_kernels;
+const Kernels *choose_kernels(int page_size, int width, int is_bf16) {
+  if (instructions_in_use() < 2 || page_size % avx512_kernels.lanes != 0) return &avx2_kernels;
+  return instructions_in_use() >= 3 && is_bf16 && width % 32 == 0 ? &amx_kernels : &avx512_kernels;
 }
 
 typedef struct {

@@ -12,8 +12,9 @@
 // Those of `jaxserve_instructions` that are not above the limit.
 int instructions_in_use(void);
 
-// A vector of tokens must lie in one page. The choice follows the CPU, the limit and the page size, never a timing.
-const Kernels *choose_kernels(int page_size);
+// What can attend over pools of such pages: a vector of tokens must lie in one. The choice follows the CPU, the limit and
+// sizes, never a timing.
+const Kernels *choose_kernels(int page_size, int width, int is_bf16);
 
 // Buffers of a thread, kept for its next call: of a caller, of one that splits tiles, of one whose rows share their
 // beginning, of whoever computes a piece.

@@ -1,0 +1,138 @@
+// What attention does for each query row, whatever multiplies it with keys and values; compiled for each instruction set.
+#pragma once
+#include <string.h>
+
+#include "attention.h"
+#include "vectors.h"
+
+#define INLINE static inline __attribute__((always_inline))
+enum { GROUPS = BLOCK / LANES };
+static const float MASKED = -1e30f;
+
+
+static int padded_width(int width) { return (width + LANES - 1) / LANES * LANES; }
+
+static void clear_partial(Partial out, int rows, int padded) {
+  for (int r = 0; r < rows; r++) {
+    out.maximum[r] = MASKED;
+    out.total[r] = 0;
+  }
+  memset(out.values, 0, sizeof(float) * rows * padded);
+}
+
+// Context tokens before a tile's first query token.
+static int context_before(const Attention *a, Tile tile) {
+  return a->context_lens[tile.row] - a->query_lens[tile.row] + tile.first;
+}
+
+// The first context token of a chunk that a tile sees, of those after the `done` first, by blocks; and the end of those.
+static int context_begin(const Attention *a, Tile tile, int chunk, int done) {
+  const int begin = chunk * CHUNK + done, seen = context_before(a, tile) + 1 - a->window;
+  return a->window && seen > begin ? seen / BLOCK * BLOCK : begin;
+}
+static int context_end(const Attention *a, Tile tile, int chunk) {
+  const int end = tile.shared ? tile.shared : context_before(a, tile) + tile.count;
+  return end < (chunk + 1) * CHUNK ? end : (chunk + 1) * CHUNK;
+}
+
+// A query row of a tile: token by token, with the heads of the group.
+static const float *query_row(const Attention *a, Tile tile, int row) {
+  const int group = a->num_heads / a->num_kv_heads, index = row / group;
+  const int token = tile.shared ? a->query_starts[tile.row + index] : a->query_starts[tile.row] + tile.first + index;
+  return a->query + ((int64_t)token * a->num_heads + tile.head * group + row % group) * a->width;
+}
+
+// Where a block's keys and values lie, a pointer for each LANES tokens; returns how many there are. Pages lie anywhere, so
+// that no processor sees them coming: values are asked for while keys are multiplied.
+static int locate(const Attention *a, Tile tile, int at, int count, const char **keys, const char **values) {
+  const int width = a->width, page_size = a->page_size, item = a->is_bf16 ? 2 : 4, groups = (count + LANES - 1) / LANES;
+  const int64_t page_bytes = (int64_t)a->num_kv_heads * width * page_size * item;
+  const int32_t *pages = a->table + (int64_t)tile.row * a->table_width;
+  for (int g = 0; g < groups; g++) {
+    const int token = at + g * LANES, offset = token % page_size;
+    const int64_t page = pages[token / page_size] * page_bytes;
+    keys[g] = (const char *)a->keys + page + ((int64_t)tile.head * width * page_size + offset) * item;
+    values[g] = (const char *)a->values + page + ((int64_t)tile.head * page_size + offset) * width * item;
+    for (int64_t line = 0; line < (int64_t)LANES * width * item; line += 64) __builtin_prefetch(values[g] + line, 0, 2);
+  }
+  return groups;
+}
+
+// Context tokens that a query row sees.
+static int visible_to(const Attention *a, Tile tile, int prefix, int row) {
+  return tile.shared ? tile.shared : prefix + row / (a->num_heads / a->num_kv_heads) + 1;
+}
+
+// Whether none of some query rows sees anything of a block.
+static int sees_nothing(const Attention *a, Tile tile, int prefix, int row, int rows, int at, int count) {
+  const int earliest = a->window ? visible_to(a, tile, prefix, row) - a->window : 0;
+  return visible_to(a, tile, prefix, row + rows - 1) <= at || earliest >= at + count;
+}
+
+static void scale_row(float *values, int padded, float factor) {
+  for (int h = 0; h < padded; h += LANES) vec_store(values + h, vec_mul(vec_load(values + h), vec_set(factor)));
+}
+
+// Turns the scores of a query row into weights and updates its softmax; it sees tokens first to last - 1 of the block.
+static void weigh(float *scores, int num_lanes, int first, int last, float soft_cap, float *maximum, float *total,
+                  float *values, int padded) {
+  if (soft_cap > 0)
+    for (int i = 0; i < num_lanes; i += LANES) {
+      const Vec x = vec_mul(vec_load(scores + i), vec_set(1 / soft_cap));
+      vec_store(scores + i, vec_mul(vec_tanh(x), vec_set(soft_cap)));
+    }
+  Vec highest = vec_set(MASKED);
+  for (int i = 0; i < num_lanes; i += LANES)
+    highest = vec_max(highest, vec_pick(vec_lanes(first - i, last - i), vec_load(scores + i), vec_set(MASKED)));
+  float now = vec_highest(highest);
+  if (now < *maximum) now = *maximum;
+  Vec sum = vec_zero();
+  for (int i = 0; i < num_lanes; i += LANES) {
+    Vec weight = vec_exp(vec_sub(vec_load(scores + i), vec_set(now)));
+    weight = vec_pick(vec_lanes(first - i, last - i), weight, vec_zero());
+    sum = vec_add(sum, weight);
+    vec_store(scores + i, weight);
+  }
+  if (now != *maximum) {
+    float kept = exp_of(*maximum - now);
+    *total *= kept;
+    scale_row(values, padded, kept);
+    *maximum = now;
+  }
+  *total += vec_total(sum);
+}
+
+// The same for some rows of a tile, from `row` on.
+static void weigh_rows(const Attention *a, Tile tile, int prefix, int row, int rows, int at, int count, int num_lanes,
+                       float *scores, Partial out) {
+  const int padded = padded_width(a->width);
+  for (int r = 0; r < rows; r++) {
+    const int visible = visible_to(a, tile, prefix, row + r), first = a->window ? visible - a->window - at : 0;
+    weigh(scores + r * BLOCK, num_lanes, first, visible - at < count ? visible - at : count, a->soft_cap,
+          out.maximum + row + r, out.total + row + r, out.values + (int64_t)(row + r) * padded, padded);
+  }
+}
+
+static void merge(Partial into, Partial from, int rows, int padded) {
+  for (int r = 0; r < rows; r++) {
+    const float highest = into.maximum[r] > from.maximum[r] ? into.maximum[r] : from.maximum[r];
+    const float kept = exp_of(into.maximum[r] - highest), added = exp_of(from.maximum[r] - highest);
+    into.total[r] = into.total[r] * kept + from.total[r] * added;
+    into.maximum[r] = highest;
+    float *values = into.values + (int64_t)r * padded;
+    const float *more = from.values + (int64_t)r * padded;
+    for (int h = 0; h < padded; h += LANES)
+      vec_store(values + h, vec_fma(vec_load(more + h), vec_set(added), vec_mul(vec_load(values + h), vec_set(kept))));
+  }
+}
+
+static void finish(const Attention *a, Tile tile, Partial from) {
+  const int group = a->num_heads / a->num_kv_heads, width = a->width, padded = padded_width(width);
+  for (int r = 0; r < tile.count * group; r++) {
+    const int token = a->query_starts[tile.row] + tile.first + r / group;
+    float *to = a->out + ((int64_t)token * a->num_heads + tile.head * group + r % group) * width;
+    const float factor = from.total[r] == 0 ? 0 : 1 / from.total[r];  // it sees nothing
+    const float *values = from.values + (int64_t)r * padded;
+    for (int h = 0; h < width; h++) to[h] = values[h] * factor;
+  }
+}
