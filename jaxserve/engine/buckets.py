@@ -93,18 +93,18 @@ class Buckets:
 def _check_given(
     given: Mapping[str, Sequence[int]], max_num_seqs: int, max_num_batched_tokens: int, multiple: int
 ) -> None:
-    """Check sizes from ``compile_sizes`` against the largest steps, all rounded up to ``multiple``."""
+    """Check sizes from ``compile_sizes`` against the largest steps, before both are rounded up to ``multiple``."""
     limits = {"decode": ("max_num_seqs", max_num_seqs), "mixed": ("max_num_batched_tokens", max_num_batched_tokens)}
     for kind, sizes in given.items():
         setting, limit = limits[kind]
-        largest, needed = _up(max(sizes), multiple), _up(limit, multiple)
+        largest = max(sizes)
         stated = f"{setting}={limit} (the default depends on the device)"
-        if largest > needed:
+        if largest > limit:
             raise ConfigError(
-                f"compile_sizes.{kind}: expected sizes up to {stated}, got {max(sizes)}, which no step would use; "
+                f"compile_sizes.{kind}: expected sizes up to {stated}, got {largest}, which no step would use; "
                 f"remove it from the list or raise {setting}"
             )
-        if kind == "mixed" and largest < needed:
+        if kind == "mixed" and _up(largest, multiple) < _up(limit, multiple):
             raise ConfigError(
                 f"compile_sizes.mixed: the largest size must hold a step of {stated}, got {sorted(sizes)}; "
                 f"add {limit} to the list or lower {setting} to {largest}"

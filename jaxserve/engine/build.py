@@ -11,13 +11,7 @@ from checkpoints import resolve_model
 from jaxserve.config import EngineConfig
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.engine.buckets import Buckets
-from jaxserve.engine.kernel_choice import (
-    choose_kernel,
-    choose_policy,
-    choose_step_truncation,
-    heads_per_device,
-    with_narrow_pages,
-)
+from jaxserve.engine.kernel_choice import choose_kernels, choose_step_truncation
 from jaxserve.engine.memory import (
     MemoryNeeds,
     ask_for_gpu_memory,
@@ -29,13 +23,12 @@ from jaxserve.engine.memory import (
 from jaxserve.engine.processors import load_processors
 from jaxserve.engine.program import ModelProgram, computes_rows_natively
 from jaxserve.errors import ConfigError
-from jaxserve.layers.cpu import has_bfloat16_products
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.layers.rows import ROW_TILE
-from jaxserve.models.loading import load_weights, read_model_config, resolve_dtype
+from jaxserve.models.loading import load_weights, read_model_config
 from jaxserve.models.weights import check_tensor_size
-from pallas_kernels.native_library import set_threads, unavailable
+from pallas_kernels.native_library import set_threads
 from sharding import MeshShape, data_slices, ensure_cpu_devices, get_layout, make_mesh
 from sharding.mesh import Device
 from sharding.plan import bytes_per_device
@@ -91,16 +84,10 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     mesh = make_mesh(MeshShape(data=config.data_parallel_size, tensor=config.tensor_parallel_size))
     device = mesh.devices.flat[0]
     check_tensor_size(model, config.tensor_parallel_size)
-    widens = config.kernels != "xla" and unavailable() is None
-    dtype = resolve_dtype(config.dtype, model, device.platform, has_bfloat16_products() or widens)
-    policy = choose_policy(DtypePolicy.for_platform(dtype, device.platform), device, config.kernels)
     first, *others = data_slices(mesh)
     layout = get_layout(config.layout).on(first)
     page_size = config.block_size or 64
-    sizes = {"page_size": page_size, "head_dim": model.head_dim, **heads_per_device(model, layout, first)}
-    backend = config.attention_backend or config.kernels
-    policy = with_narrow_pages(policy, device, backend, **sizes)
-    kernel = choose_kernel(device, policy, backend, **sizes)
+    policy, kernel = choose_kernels(config, model, layout, first, page_size)
     is_invariant = computes_rows_natively(model, policy, kernel)
     is_deterministic = is_invariant if config.deterministic is None else config.deterministic
     _log_determinism(config, is_deterministic, is_invariant)

@@ -196,7 +196,8 @@ def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["/no/such/dir", "./model", "a/b/c", "", "a b", "../x", "https://x.y/z", "a//b"])
-def test_what_is_neither_directory_nor_id(name: str) -> None:
+def test_what_is_neither_directory_nor_id(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="neither an existing directory nor a hub id such as 'Qwen/Qwen3-0.6B'"):
         resolve_model(name)
 

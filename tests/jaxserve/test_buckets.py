@@ -118,9 +118,14 @@ def test_every_step_has_a_shape_of_the_given_sizes(sizes: dict[str, list[int]], 
             assert shape.num_tokens == min(size for size in of_kind if size >= num_tokens)
 
 
-def test_given_sizes_are_rounded_up_before_they_are_compared() -> None:
-    buckets = Buckets.make(7, 100, 9, 8, {"decode": [1, 7, 8], "mixed": [97, 20]})
+def test_given_sizes_are_rounded_up() -> None:
+    """The limits too, so that 97 tokens hold a step of 100; a size larger than its limit is refused as given."""
+    buckets = Buckets.make(7, 100, 9, 8, {"decode": [1, 5, 7], "mixed": [97, 20]})
     assert (buckets.decode_rows, buckets.mixed_tokens) == ((8,), (24, 104))
+    with pytest.raises(ConfigError, match=r"compile_sizes\.decode: expected sizes up to max_num_seqs=7 .*, got 8"):
+        Buckets.make(7, 100, 9, 8, {"decode": [8]})
+    with pytest.raises(ConfigError, match=r"compile_sizes\.mixed: expected .* max_num_batched_tokens=100 .*, got 104"):
+        Buckets.make(7, 100, 9, 8, {"mixed": [104]})
 
 
 @pytest.mark.parametrize(

@@ -458,9 +458,19 @@ def test_settings_that_do_not_go_with_model_or_machine(
 @pytest.mark.parametrize(
     ("settings", "num_expected"),
     [
-        ({}, 5),
-        ({"deterministic": True, "max_num_seqs": 16, "num_gpu_blocks_override": 200}, 5),
-        ({"tensor_parallel_size": 2, "data_parallel_size": 2, "max_num_seqs": 4, "warm_up": True}, 10),
+        ({"kernels": "xla"}, 5),
+        ({"kernels": "xla", "deterministic": True, "max_num_seqs": 16, "num_gpu_blocks_override": 200}, 5),
+        ({"deterministic": True, "max_num_seqs": 64, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 200}, 5),
+        (
+            {
+                "kernels": "xla",
+                "tensor_parallel_size": 2,
+                "data_parallel_size": 2,
+                "max_num_seqs": 4,
+                "warm_up": True,
+            },
+            10,
+        ),
     ],
 )
 def test_compile_sizes_compile_fewer_programs_for_the_same_answers(
@@ -470,7 +480,10 @@ def test_compile_sizes_compile_fewer_programs_for_the_same_answers(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Two steps, two samplers and a scorer; also where more rows decode at once than the largest decode size has."""
+    """Two steps, two samplers and a scorer; also where more rows decode at once than the largest decode size has.
+
+    Native kernels compile few shapes by default, which are more than two from 64 rows on.
+    """
     settings = {**SETTINGS, "max_num_seqs": 8, "max_num_batched_tokens": 32, **settings}
     params = [GREEDY.clone(max_tokens=12, logprobs=2), GREEDY.clone(temperature=0.9, seed=5, max_tokens=15)] * 8
     prompts = [{"prompt_token_ids": [5, 7, 9, i, 6][i % 3 :]} for i in range(16)]
@@ -495,7 +508,8 @@ def test_compile_sizes_compile_fewer_programs_for_the_same_answers(
     caplog.set_level(logging.INFO)
     (expected, scored), num_default = answers(), len(compiled)
     monkeypatch.setattr(runner.BatchBuilder, "build", noted)
-    (found, found_scored), num_given = answers(compile_sizes={"mixed": [32], "decode": [2]}), len(compiled)
+    sizes = {"mixed": [settings["max_num_batched_tokens"]], "decode": [2]}
+    (found, found_scored), num_given = answers(compile_sizes=sizes), len(compiled)
     num_slices = settings.get("data_parallel_size", 1)
     assert num_given == num_expected + 2 * num_slices < num_default, "two small programs for each slice"
     assert f"; {num_expected // num_slices} programs" in caplog.text
@@ -530,11 +544,12 @@ def test_a_backend_that_cannot_share_kv_heads_so_often_is_refused(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By name with the reason; without a name the next backend is taken. The device is said to be a Hopper."""
-    monkeypatch.setattr(build.DtypePolicy, "for_platform", lambda dtype, platform: DtypePolicy(kv="bfloat16"))
+    policy = DtypePolicy.for_platform("bfloat16", "gpu")
+    monkeypatch.setattr(DtypePolicy, "for_platform", lambda dtype, platform: policy)
     monkeypatch.setattr(paged_attention_mosaic, "not_hopper", lambda platform, device_kind: None)
     monkeypatch.setattr(paged_attention_mosaic, "missing_jax", lambda: None)
     caplog.set_level(logging.INFO)
-    settings = {"block_size": 64, "attention_backend": None, "hf_overrides": HEADS}
+    settings = {"block_size": 64, "kernels": None, "attention_backend": None, "hf_overrides": HEADS}
     fits = {**settings, "hf_overrides": {**HEADS, "num_key_value_heads": 2}}
     with pytest.raises(
         UnsupportedKernelError, match="num_heads=128, num_kv_heads=1 .*mosaic: 128 query heads share a key"

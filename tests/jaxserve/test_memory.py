@@ -168,12 +168,12 @@ def test_the_longest_context_that_fits(without_weights: Path) -> None:
 
 
 def test_needs_follow_the_layout(without_weights: Path) -> None:
-    one, two = (plan_stories(without_weights, tensor_parallel_size=n).needs for n in (1, 2))
+    one, two = (plan_stories(without_weights, kernels="xla", tensor_parallel_size=n).needs for n in (1, 2))
     assert two.page == one.page // 2
     assert one.weights // 2 < two.weights < one.weights * 0.6
     parameters = 260_032
     assert one.weights == parameters * 4
-    half = plan_stories(without_weights, dtype="bfloat16").needs
+    half = plan_stories(without_weights, kernels="xla", dtype="bfloat16").needs
     assert half.weights == parameters * 2
 
 

@@ -36,8 +36,8 @@ DISK_FULL = "disk-full"
 """A file: processes that start while it is there can make no file longer than ``LONGEST_FILE``."""
 SEND_BYTES = 32 << 10
 """What the system takes in of an answer that is not read."""
-LONGEST_FILE = 64 << 10
-"""Longer than a log, shorter than a program of a model."""
+LONGEST_FILE = 24 << 10
+"""Longer than a log, shorter than most programs of a model."""
 
 
 class InjectedError(RuntimeError):
