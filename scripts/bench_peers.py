@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--no-async-scheduling", dest="async_scheduling", action="store_false")
     parser.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
-    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, help="as the engine's option")
     parser.add_argument("--kernels", choices=("native", "xla"), help="as the engine's option")
     parser.add_argument("--attention", action="store_true", help="time decode steps at contexts 128 to 4096")
     options = parser.parse_args()
@@ -61,7 +61,7 @@ def main() -> None:
             return
         workloads = load_workloads(Path(options.workloads_dir))
         options.threads = 0
-        name = "jaxserve" + " deterministic" * options.deterministic
+        name = "jaxserve" + {None: "", True: " deterministic", False: " not deterministic"}[options.deterministic]
         name += f" {options.kernels}" if options.kernels else ""
         name += "" if options.enable_prefix_caching else " without prefix caching"
         workloads.measure(name, importlib.metadata.version("jaxserve"), options.dtype, options, Driver(llm))
