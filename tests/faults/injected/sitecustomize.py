@@ -103,10 +103,13 @@ def _pass_gate(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         time.sleep(float((folder / PAUSE).read_text()))
     while gate.exists():
-        for ticket in gate.glob("*"):
-            waiting.unlink(missing_ok=True)  # before the ticket: who gave it sees it go, and waits for the next step
-            ticket.unlink(missing_ok=True)
-            return
+        with contextlib.suppress(FileNotFoundError):  # it is opened at this moment
+            for ticket in gate.glob("*"):
+                waiting.unlink(
+                    missing_ok=True
+                )  # before the ticket: who gave it sees it go, and waits for the next step
+                ticket.unlink(missing_ok=True)
+                return
         waiting.touch()
         time.sleep(0.002)
     waiting.unlink(missing_ok=True)
