@@ -343,19 +343,24 @@ def test_frames_that_make_no_sense_are_dropped(run: Run, client: EngineClient) -
 def test_leaving_frees_everything_in_every_phase(run: Run, client: EngineClient, phase: str) -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "chat_template": LOOP}
 
+    async def read(request: EngineRequest, decoding: asyncio.Event) -> None:
+        async for _ in client.generate(request, "left"):
+            decoding.set()
+
     async def leave() -> None:
         others = [asyncio.ensure_future(outputs_of(client, asked(params=LONG), f"other-{i}")) for i in range(4)]
         if phase in ("queue", "decode"):
             await until(lambda: is_at(client, "num_requests_running", 4))
         if phase != "queue":
             others.pop().cancel()
-        request = asked(None, chat=chat) if phase == "preparing" else asked("7" * 200, params=LONG)
-        reading = asyncio.ensure_future(outputs_of(client, request, "left"))
+        prompt = "7" if phase == "decode" else "7" * 200
+        request = asked(None, chat=chat) if phase == "preparing" else asked(prompt, params=LONG)
+        decoding = asyncio.Event()
+        reading = asyncio.ensure_future(read(request, decoding))
         if phase == "queue":
             await until(lambda: is_at(client, "num_requests_waiting", 1))
         elif phase == "decode":
-            await until(lambda: is_at(client, "num_requests_running", 4))
-            await asyncio.sleep(0.1)
+            await decoding.wait()
         elif phase != "at once":
             await asyncio.sleep(0.02)
         reading.cancel()
