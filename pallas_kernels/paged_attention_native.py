@@ -1,8 +1,8 @@
 """Paged attention in native kernels for x86 CPUs (``pallas_kernels/native``), called through ``jax.ffi``.
 
-Keys are stored transposed inside a page, [P, K, H, p], values as [P, K, p, H]. A token's result has the same bits in
-every batch, in a decode step and in a chunk of any length, with any number of threads. Cost follows each row's context;
-what all decode rows begin with is read once.
+Pools have the layout of ``qkv_write_native``. A token's result has the same bits in every batch, in a decode step and
+in a chunk of any length, with any number of threads. Cost follows each row's context; what all decode rows begin with
+is read once.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import page_writes, qkv_write_native
 from pallas_kernels.native_library import target
 from pallas_kernels.paged_attention import AttentionBatch, PoolSpec
-from pallas_kernels.qkv_write_native import Pools
+from pallas_kernels.qkv_write import Pools
 
 _MOST_GROUP = 64
 

@@ -1,8 +1,7 @@
 """Norms, rotation and the write of keys and values to their pages, from the fused projection: interface and cases.
 
-An implementation has ``unsupported`` and ``write``, whose pools are those of the paged attention that it goes with:
-values [P, K, p, H], and keys alike or transposed inside a page, [P, K, H, p]. It gives the pools back changed in place
-where the caller gives them up.
+An implementation has ``unsupported`` and ``write``, whose pools are those of the paged attention that it goes with, in
+a layout of their own. It gives the pools back changed in place where the caller gives them up.
 """
 
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -16,7 +15,7 @@ from jaxtyping import Array, Float, PyTree
 from pallas_kernels.operation import BFLOAT16_HEADS, Comparison, Cost, Tolerance, add_twins, compare_rows
 from pallas_kernels.paged_attention import AttentionBatch
 
-Pools = tuple[Float[Array, "P K _ _"], Float[Array, "P K p H"]]  # keys [P, K, p, H] or [P, K, H, p]
+Pools = tuple[Float[Array, "P K _ _"], Float[Array, "P K _ _"]]
 Rotation = tuple[Float[Array, "T half"], Float[Array, "T half"]]
 
 
@@ -38,15 +37,14 @@ class Heads(NamedTuple):
 
 @runtime_checkable
 class QkvWriter(Protocol):
-    """What an implementation offers.
+    """What an implementation offers."""
 
-    Attributes:
-        are_keys_transposed: Whether keys lie transposed inside a page, [P, K, H, p].
-    """
+    def to_layout(self, pools: Pools) -> Pools:
+        """Return pools whose keys and values both lie as [P, K, p, H] in the layout of the implementation."""
+        ...
 
-    @property
-    def are_keys_transposed(self) -> bool:
-        """See above."""
+    def from_layout(self, pools: Pools) -> Pools:
+        """Return pools of the implementation's layout as [P, K, p, H]: the inverse of ``to_layout``."""
         ...
 
     def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
@@ -228,7 +226,7 @@ def _poisoned(qkv: Float[Array, "T width"], case: Case) -> Float[Array, "T width
 def prepare(implementation: QkvWriter, case: Case, inputs: Inputs) -> Inputs:
     """Return the inputs with pools in the implementation's layout."""
     del case
-    return inputs._replace(pools=_exchanged(implementation, inputs.pools))
+    return inputs._replace(pools=implementation.to_layout(inputs.pools))
 
 
 def write(implementation: QkvWriter, case: Case, prepared: Inputs) -> tuple[Float[Array, "T N H"], Pools]:
@@ -248,13 +246,7 @@ def write(implementation: QkvWriter, case: Case, prepared: Inputs) -> tuple[Floa
 def run(implementation: QkvWriter, case: Case, prepared: Inputs) -> PyTree[Array]:
     """Queries and both pools, all [P, K, p, H]."""
     query, pools = write(implementation, case, prepared)
-    return _visible(case, (query, *_exchanged(implementation, pools)))
-
-
-def _exchanged(implementation: QkvWriter, pools: Pools) -> Pools:
-    """Turn pools from [P, K, p, H] to the implementation's layout, or back."""
-    keys, values = pools
-    return (keys.swapaxes(2, 3) if implementation.are_keys_transposed else keys), values
+    return _visible(case, (query, *implementation.from_layout(pools)))
 
 
 def expected(case: Case, inputs: Inputs) -> PyTree[Array]:

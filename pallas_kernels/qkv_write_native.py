@@ -1,8 +1,12 @@
 """Norms, RoPE and the write of keys and values to pages in a native kernel for x86 CPUs, called through ``jax.ffi``.
 
-Pools are those of ``paged_attention_native``: keys are transposed inside a page. A token's results have the same bits
-in every batch, with any number of threads. Everything computes in float32, and each result is rounded once, to the
-dtype of ``qkv`` or of the pools. Padding tokens are not written anywhere, and their queries are zeros.
+Pools are those of ``paged_attention_native``. Inside a page keys lie transposed, in groups of 16 tokens (8 where the
+page size is no multiple of 16): [p / 16, H, 16], in bfloat16 in pairs of features, [p / 16, H / 2, 16, 2]. Values lie
+as [p, H], in bfloat16 in pairs of tokens, [p / 2, H, 2].
+
+A token's results have the same bits in every batch, with any number of threads. Everything computes in float32, and
+each result is rounded once, to the dtype of ``qkv`` or of the pools. Padding tokens are not written anywhere, and their
+queries are zeros.
 """
 
 import jax
@@ -12,15 +16,40 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.native_library import target, unavailable
 from pallas_kernels.paged_attention import AttentionBatch
-from pallas_kernels.qkv_write import QkNorms, Rotation
+from pallas_kernels.qkv_write import Pools, QkNorms, Rotation
 
 _DTYPES = ("float32", "bfloat16")
 _MOST_HEAD_DIM = 256
 _PAGE_MULTIPLE = 8
 
-Pools = tuple[Float[Array, "P K H p"], Float[Array, "P K p H"]]
 
-are_keys_transposed = True
+def to_layout(pools: Pools) -> Pools:
+    """Return pools whose keys and values both lie as [P, K, p, H] in the layout of the kernels."""
+    keys, values = pools
+    num_pages, num_kv_heads, page_size, head_dim = keys.shape
+    pair, group = _layout_of(keys, page_size)
+    keys = keys.reshape(num_pages, num_kv_heads, page_size // group, group, head_dim // pair, pair)
+    values = values.reshape(num_pages, num_kv_heads, page_size // pair, pair, head_dim)
+    by_feature, by_pair = keys.swapaxes(3, 4), values.swapaxes(3, 4)
+    return (
+        by_feature.reshape(num_pages, num_kv_heads, head_dim, page_size),
+        by_pair.reshape(num_pages, num_kv_heads, page_size, head_dim),
+    )
+
+
+def from_layout(pools: Pools) -> Pools:
+    """Return pools of the kernels' layout as [P, K, p, H]: the inverse of ``to_layout``."""
+    keys, values = pools
+    num_pages, num_kv_heads, page_size, head_dim = values.shape
+    pair, group = _layout_of(keys, page_size)
+    keys = keys.reshape(num_pages, num_kv_heads, page_size // group, head_dim // pair, group, pair)
+    values = values.reshape(num_pages, num_kv_heads, page_size // pair, head_dim, pair)
+    return keys.swapaxes(3, 4).reshape(pools[1].shape), values.swapaxes(3, 4).reshape(pools[1].shape)
+
+
+def _layout_of(keys: Float[Array, "P K _ _"], page_size: int) -> tuple[int, int]:
+    """Numbers that lie in a pair (1: there are none), and tokens of a group of keys."""
+    return 2 if keys.dtype == jnp.bfloat16 else 1, 8 if page_size % 16 else 16
 
 
 def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
@@ -32,6 +61,8 @@ def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> st
         return f"keys and values must be {' or '.join(_DTYPES)}, not {dtype}"
     if sizes.get("head_dim", 1) > _MOST_HEAD_DIM:
         return f"head_dim must be at most {_MOST_HEAD_DIM}, not {sizes['head_dim']}"
+    if dtype == "bfloat16" and sizes.get("head_dim", 2) % 2:
+        return f"head_dim must be even in bfloat16, not {sizes['head_dim']}"
     if sizes.get("page_size", _PAGE_MULTIPLE) % _PAGE_MULTIPLE:
         return f"page_size must be a multiple of {_PAGE_MULTIPLE}, not {sizes['page_size']}"
     return unavailable()

@@ -7,7 +7,7 @@ tokens there are, so that neither do a token's results.
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,14 @@ class TritonQkvWriter:
     """The kernel, compiled for NVIDIA GPUs or interpreted anywhere."""
 
     is_interpreted: bool = False
-    are_keys_transposed: ClassVar[bool] = False
+
+    def to_layout(self, pools: Pools) -> Pools:
+        """Return the pools: [P, K, p, H] is the layout."""
+        return pools
+
+    def from_layout(self, pools: Pools) -> Pools:
+        """Return the pools."""
+        return pools
 
     def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
         """Why it cannot run on such a device, or None."""

@@ -6,7 +6,15 @@ from pallas_kernels.page_writes import write_pages
 from pallas_kernels.paged_attention import AttentionBatch
 from pallas_kernels.qkv_write import Pools, QkNorms, Rotation, split_heads
 
-are_keys_transposed = False
+
+def to_layout(pools: Pools) -> Pools:
+    """Return the pools: [P, K, p, H] is the layout."""
+    return pools
+
+
+def from_layout(pools: Pools) -> Pools:
+    """Return the pools."""
+    return pools
 
 
 def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:

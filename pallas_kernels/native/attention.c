@@ -1,6 +1,6 @@
 // Paged attention of a tile of query tokens; compiled once for AVX-512 and once for AVX2.
 //
-// Scores have context tokens as lanes (keys are stored transposed inside a page), values have the head's width. A softmax
+// Scores have context tokens as lanes (keys are stored transposed, see pages.h), values have the head's width. A softmax
 // is an online one (arXiv:1805.02867) over blocks of 128 tokens that begin at multiples of 128, and over chunks of 1024
 // that are merged in order: a query's result depends on its own context only, neither on what else is in its tile nor on
 // which thread computed which chunk.
@@ -12,31 +12,33 @@ enum { ROWS = 12, VALUE_ROWS = 6, VALUE_VECTORS = 4, TILE_BLOCKS = 4 };
 #else
 enum { ROWS = 4, VALUE_ROWS = 4, VALUE_VECTORS = 2, TILE_BLOCKS = 4 };
 #endif
-INLINE Vec load_pool(const char *pool, int64_t i, int is_bf16) {
-  return is_bf16 ? vec_load_bf16((const uint16_t *)pool + i) : vec_load((const float *)pool + i);
-}
-INLINE Vec load_pool_some(Mask mask, const char *pool, int64_t i, int is_bf16) {
-  return is_bf16 ? vec_load_some_bf16(mask, (const uint16_t *)pool + i) : vec_load_some(mask, (const float *)pool + i);
-}
 
-// Products of query rows, [width][rows], with some groups of LANES context tokens: scores [row][BLOCK].
+// Products of query rows, [width][rows], with some groups of LANES context tokens: scores [row][BLOCK]. The keys of a
+// feature, or of a pair of features in bfloat16, are `stride` bytes after those of the one before.
 INLINE void multiply_keys(const int rows, const int groups, int is_bf16, const float *query, const char *const *keys,
-                          int width, int page_size, float *scores) {
+                          int width, int stride, float *scores, Ahead *ahead) {
+  const int features = is_bf16 ? 2 : 1;
   Vec sums[ROWS][4];
 #pragma GCC unroll 12
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
     for (int g = 0; g < groups; g++) sums[r][g] = vec_zero();
-  for (int h = 0; h < width; h++) {
-    Vec key[4];
+  for (int64_t h = 0; h < width; h += features) {
+    Vec key[2][4];
+    ask(ahead, ASKED_BYTES);
 #pragma GCC unroll 4
-    for (int g = 0; g < groups; g++) key[g] = load_pool(keys[g], (int64_t)h * page_size, is_bf16);
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) {
-      Vec factor = vec_set(query[h * rows + r]);
-#pragma GCC unroll 4
-      for (int g = 0; g < groups; g++) sums[r][g] = vec_fma(factor, key[g], sums[r][g]);
+    for (int g = 0; g < groups; g++) {
+      key[0][g] = vec_load((const float *)(keys[g] + h / features * stride));
+      if (is_bf16) vec_split_bf16(&key[0][g], &key[1][g]);
     }
+#pragma GCC unroll 2
+    for (int j = 0; j < features; j++)
+#pragma GCC unroll 12
+      for (int r = 0; r < rows; r++) {
+        Vec factor = vec_set(query[(h + j) * rows + r]);
+#pragma GCC unroll 4
+        for (int g = 0; g < groups; g++) sums[r][g] = vec_fma(factor, key[j][g], sums[r][g]);
+      }
   }
 #pragma GCC unroll 12
   for (int r = 0; r < rows; r++)
@@ -44,28 +46,34 @@ INLINE void multiply_keys(const int rows, const int groups, int is_bf16, const f
     for (int g = 0; g < groups; g++) vec_store(scores + r * BLOCK + g * LANES, sums[r][g]);
 }
 
-// Adds the weighted values of count tokens to rows of sums, for the vectors of the head's width from `start` on.
+// Adds the weighted values of count tokens to rows of sums, for the vectors of the head's width from `start` on. With an
+// odd count in bfloat16 the last token's partner has weight 0.
 INLINE void add_values(const int rows, const int vectors, Mask last, int is_partial, int is_bf16, const float *weights,
-                       const char *const *values, int count, int width, int start, float *sums, int padded) {
+                       const char *const *values, int count, int width, int start, float *sums, int padded,
+                       Ahead *ahead) {
+  const int tokens = is_bf16 ? 2 : 1;
   Vec sum[VALUE_ROWS][VALUE_VECTORS];
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
     for (int j = 0; j < vectors; j++) sum[r][j] = vec_load(sums + (int64_t)r * padded + start + j * LANES);
-  for (int t = 0; t < count; t++) {
-    const char *from = values[t / LANES];
-    int64_t at = (int64_t)(t % LANES) * width + start;
-    Vec value[VALUE_VECTORS];
+  for (int t = 0; t < count; t += tokens) {
+    const float *from = (const float *)values[t / LANES] + (int64_t)(t % LANES / tokens) * width + start;
+    Vec value[2][VALUE_VECTORS];
+    ask(ahead, ASKED_BYTES);
 #pragma GCC unroll 4
-    for (int j = 0; j < vectors; j++)
-      value[j] = is_partial && j == vectors - 1 ? load_pool_some(last, from, at + j * LANES, is_bf16)
-                                                : load_pool(from, at + j * LANES, is_bf16);
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++) {
-      Vec weight = vec_set(weights[r * BLOCK + t]);
-#pragma GCC unroll 4
-      for (int j = 0; j < vectors; j++) sum[r][j] = vec_fma(weight, value[j], sum[r][j]);
+    for (int j = 0; j < vectors; j++) {
+      value[0][j] = is_partial && j == vectors - 1 ? vec_load_some(last, from + j * LANES) : vec_load(from + j * LANES);
+      if (is_bf16) vec_split_bf16(&value[0][j], &value[1][j]);
     }
+#pragma GCC unroll 2
+    for (int i = 0; i < tokens; i++)
+#pragma GCC unroll 6
+      for (int r = 0; r < rows; r++) {
+        Vec weight = vec_set(weights[r * BLOCK + t + i]);
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++) sum[r][j] = vec_fma(weight, value[i][j], sum[r][j]);
+      }
   }
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++)
@@ -74,14 +82,15 @@ INLINE void add_values(const int rows, const int vectors, Mask last, int is_part
 }
 
 // Register tiles are compiled for each number of rows, by dtype.
-#define KEY_ROWS(n, at_once)                                                                       \
-  case n:                                                                                          \
-    for (; g + at_once <= groups; g += at_once)                                                    \
-      multiply_keys(n, at_once, is_bf16, query, keys + g, width, page_size, scores + g * LANES);   \
-    for (; g < groups; g++) multiply_keys(n, 1, is_bf16, query, keys + g, width, page_size, scores + g * LANES); \
+#define SOME_KEYS(n, at_once) \
+  multiply_keys(n, at_once, is_bf16, query, block->keys + g, width, stride, scores + g * LANES, ahead)
+#define KEY_ROWS(n, at_once)                                            \
+  case n:                                                               \
+    for (; g + at_once <= block->groups; g += at_once) SOME_KEYS(n, at_once); \
+    for (; g < block->groups; g++) SOME_KEYS(n, 1);                     \
     break;
-INLINE void multiply_all_keys(int rows, int is_bf16, const float *query, const char *const *keys, int groups, int width,
-                              int page_size, float *scores) {
+INLINE void multiply_all_keys(int rows, int is_bf16, const float *query, const Block *block, int width, int stride,
+                              float *scores, Ahead *ahead) {
   int g = 0;
   switch (rows) {
 #ifdef __AVX512F__
@@ -92,53 +101,55 @@ INLINE void multiply_all_keys(int rows, int is_bf16, const float *query, const c
 #endif
   }
 }
-static void multiply_keys_f32(int rows, const float *query, const char *const *keys, int groups, int width,
-                              int page_size, float *scores) {
-  multiply_all_keys(rows, 0, query, keys, groups, width, page_size, scores);
+static void multiply_keys_f32(int rows, const float *query, const Block *block, int width, int stride, float *scores,
+                              Ahead *ahead) {
+  multiply_all_keys(rows, 0, query, block, width, stride, scores, ahead);
 }
-static void multiply_keys_bf16(int rows, const float *query, const char *const *keys, int groups, int width,
-                               int page_size, float *scores) {
-  multiply_all_keys(rows, 1, query, keys, groups, width, page_size, scores);
+static void multiply_keys_bf16(int rows, const float *query, const Block *block, int width, int stride, float *scores,
+                               Ahead *ahead) {
+  multiply_all_keys(rows, 1, query, block, width, stride, scores, ahead);
 }
 
-INLINE void add_values_of_rows(const int rows, int is_bf16, const float *weights, const char *const *values, int count,
-                               int width, float *sums, int padded) {
-  const Mask none = vec_lanes(0, LANES);
+INLINE void add_values_of_rows(const int rows, int is_bf16, const float *weights, const Block *block, int width,
+                               float *sums, int padded, Ahead *ahead) {
+  const Mask all = vec_lanes(0, LANES), last = vec_lanes(0, width % LANES);
+  const int count = block->count;
   int start = 0;
   for (; start + VALUE_VECTORS * LANES <= width; start += VALUE_VECTORS * LANES)
-    add_values(rows, VALUE_VECTORS, none, 0, is_bf16, weights, values, count, width, start, sums, padded);
+    add_values(rows, VALUE_VECTORS, all, 0, is_bf16, weights, block->values, count, width, start, sums, padded, ahead);
   for (; start + LANES <= width; start += LANES)
-    add_values(rows, 1, none, 0, is_bf16, weights, values, count, width, start, sums, padded);
+    add_values(rows, 1, all, 0, is_bf16, weights, block->values, count, width, start, sums, padded, ahead);
   if (start < width)
-    add_values(rows, 1, vec_lanes(0, width - start), 1, is_bf16, weights, values, count, width, start, sums, padded);
+    add_values(rows, 1, last, 1, is_bf16, weights, block->values, count, width, start, sums, padded, ahead);
 }
-#define VALUE_CASE(n) \
-  case n: add_values_of_rows(n, is_bf16, weights, values, count, width, sums, padded); break;
-INLINE void add_all_values(int rows, int is_bf16, const float *weights, const char *const *values, int count, int width,
-                           float *sums, int padded) {
+#define VALUE_ROWS_CASE(n) \
+  case n: add_values_of_rows(n, is_bf16, weights, block, width, sums, padded, ahead); break;
+INLINE void add_all_values(int rows, int is_bf16, const float *weights, const Block *block, int width, float *sums,
+                           int padded, Ahead *ahead) {
   for (; rows > 0; rows -= VALUE_ROWS, weights += VALUE_ROWS * BLOCK, sums += VALUE_ROWS * padded)
     switch (rows < VALUE_ROWS ? rows : VALUE_ROWS) {
-      VALUE_CASE(1) VALUE_CASE(2) VALUE_CASE(3) VALUE_CASE(4)
+      VALUE_ROWS_CASE(1) VALUE_ROWS_CASE(2) VALUE_ROWS_CASE(3) VALUE_ROWS_CASE(4)
 #ifdef __AVX512F__
-      VALUE_CASE(5) VALUE_CASE(6)
+      VALUE_ROWS_CASE(5) VALUE_ROWS_CASE(6)
 #endif
     }
 }
-static void add_values_f32(int rows, const float *weights, const char *const *values, int count, int width, float *sums,
-                           int padded) {
-  add_all_values(rows, 0, weights, values, count, width, sums, padded);
+static void add_values_f32(int rows, const float *weights, const Block *block, int width, float *sums, int padded,
+                           Ahead *ahead) {
+  add_all_values(rows, 0, weights, block, width, sums, padded, ahead);
 }
-static void add_values_bf16(int rows, const float *weights, const char *const *values, int count, int width, float *sums,
-                            int padded) {
-  add_all_values(rows, 1, weights, values, count, width, sums, padded);
+static void add_values_bf16(int rows, const float *weights, const Block *block, int width, float *sums, int padded,
+                            Ahead *ahead) {
+  add_all_values(rows, 1, weights, block, width, sums, padded, ahead);
 }
 
 static int tile_tokens(int group) { return group >= ROWS ? 1 : TILE_BLOCKS * (ROWS / group); }
-static void attend(const Attention *a, Tile tile, int chunk, int done, Partial out) {
-  const int group = a->num_heads / a->num_kv_heads, width = a->width, page_size = a->page_size;
+static void attend(const Attention *a, Piece piece, Piece after, Partial out) {
+  const Tile tile = piece.tile;
+  const int group = a->num_heads / a->num_kv_heads, width = a->width, stride = group_tokens(a->page_size) * 4;
   const int padded = padded_width(width), rows = tile.count * group;
-  const int prefix = context_before(a, tile), end = context_end(a, tile, chunk);
-  if (!done) clear_partial(out, rows, padded);
+  const int prefix = context_before(a, tile), end = context_end(a, piece);
+  if (!piece.done) clear_partial(out, rows, padded);
   float query[TILE_BLOCKS * ROWS * MOST_WIDTH > MOST_WIDTH * 64 ? TILE_BLOCKS * ROWS * MOST_WIDTH : MOST_WIDTH * 64];
   float scores[ROWS * BLOCK];
   // Query rows are packed [width][rows of a register tile], scaled.
@@ -149,16 +160,19 @@ static void attend(const Attention *a, Tile tile, int chunk, int done, Partial o
       for (int h = 0; h < width; h++) query[r0 * width + h * some + r] = from[h] * a->scale;
     }
   }
-  for (int at = context_begin(a, tile, chunk, done); at < end; at += BLOCK) {
-    const char *keys[GROUPS], *values[GROUPS];
-    const int count = end - at < BLOCK ? end - at : BLOCK, groups = locate(a, tile, at, count, keys, values);
+  int at = context_begin(a, piece);
+  for (Block block = locate(a, tile, at, end), next; at < end; at += BLOCK, block = next) {
+    const int count = block.count;
+    Ahead ahead;
+    next = locate_next(a, piece, after, at, block.groups, &ahead);
     for (int r0 = 0; r0 < rows; r0 += ROWS) {
       const int some = rows - r0 < ROWS ? rows - r0 : ROWS;
       if (sees_nothing(a, tile, prefix, r0, some, at, count)) continue;
-      (a->is_bf16 ? multiply_keys_bf16 : multiply_keys_f32)(some, query + r0 * width, keys, groups, width, page_size, scores);
-      weigh_rows(a, tile, prefix, r0, some, at, count, groups * LANES, scores, out);
-      (a->is_bf16 ? add_values_bf16 : add_values_f32)(some, scores, values, count, width, out.values + (int64_t)r0 * padded,
-                                                      padded);
+      (a->is_bf16 ? multiply_keys_bf16 : multiply_keys_f32)(some, query + r0 * width, &block, width, stride, scores,
+                                                                &ahead);
+      weigh_rows(a, tile, prefix, r0, some, at, count, block.groups * LANES, scores, out);
+      (a->is_bf16 ? add_values_bf16 : add_values_f32)(some, scores, &block, width, out.values + (int64_t)r0 * padded, padded,
+                                                      &ahead);
     }
   }
 }

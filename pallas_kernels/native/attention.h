@@ -11,7 +11,7 @@ enum {
 
 typedef struct {
   const float *query;     // [T, N, H]
-  const void *keys;       // [P, K, H, p]
+  const void *keys;       // [P, K, H, p], each page as pages.h says
   const void *values;     // [P, K, p, H]
   const int32_t *table;   // [R, M]
   const int32_t *context_lens, *query_starts, *query_lens;  // [R]
@@ -27,7 +27,13 @@ typedef struct {
   int row, head, first, count, shared;
 } Tile;
 
-// The softmax of a tile over one chunk: for each query row (token, then head of the group) its maximum, sum and values.
+// A tile over one chunk of the context: what comes after the first `done` tokens of the chunk.
+typedef struct {
+  Tile tile;
+  int chunk, done;
+} Piece;
+
+// The softmax of a piece: for each query row (token, then head of the group) its maximum, sum and values.
 typedef struct {
   float *maximum, *total, *values;  // [rows], [rows], [rows, padded width]
 } Partial;
@@ -38,8 +44,9 @@ typedef struct {
   int lanes;
   int (*tile_tokens)(int group);                       // query tokens of a tile
   int (*padded_width)(int width);                      // of a row of a partial
-  // The softmax of a tile over a chunk of the context. It goes on from `done` tokens of the chunk that the partial holds.
-  void (*attend)(const Attention *, Tile, int chunk, int done, Partial);
+  // Computes a piece's softmax, which goes on from what the partial holds where `done` is not 0, and asks memory for the
+  // keys and values that the piece after it begins with; of no tokens: there is none.
+  void (*attend)(const Attention *, Piece, Piece after, Partial);
   void (*merge)(Partial into, Partial from, int rows, int padded);
   void (*finish)(const Attention *, Tile, Partial);
 } Kernels;

@@ -59,33 +59,50 @@ static Partial shared_partial(const AttendJob *job, int head, int chunk, int row
   return (Partial){all.maximum + row * group, all.total + row * group, all.values + (size_t)row * group * job->padded};
 }
 
+// A tile of sharing rows, over a chunk.
+static Piece shared_piece(const AttendJob *job, int index) {
+  const int tiles = (job->num_sharing + job->tile_tokens - 1) / job->tile_tokens, first = index % tiles * job->tile_tokens;
+  const int left = job->num_sharing - first, count = left < job->tile_tokens ? left : job->tile_tokens;
+  const Tile tile = {first, index / tiles / job->shared_chunks, 0, count, job->shared};
+  return (Piece){tile, index / tiles % job->shared_chunks, 0};
+}
+static int num_shared_pieces(const AttendJob *job) {
+  const int tiles = (job->num_sharing + job->tile_tokens - 1) / job->tile_tokens;
+  return tiles * job->shared_chunks * job->attention.num_kv_heads;
+}
+
 static void shared_job(void *context) {
   AttendJob *job = context;
-  const Attention *a = &job->attention;
-  const int tiles = (job->num_sharing + job->tile_tokens - 1) / job->tile_tokens;
-  for (int i; (i = atomic_fetch_add(&job->next, 1)) < tiles * job->shared_chunks * a->num_kv_heads;) {
-    const int first = i % tiles * job->tile_tokens, chunk = i / tiles % job->shared_chunks, head = i / tiles / job->shared_chunks;
-    const int left = job->num_sharing - first;
-    const Tile tile = {first, head, 0, left < job->tile_tokens ? left : job->tile_tokens, job->shared};
-    job->kernels->attend(a, tile, chunk, 0, shared_partial(job, head, chunk, first));
+  const int pieces = num_shared_pieces(job);
+  for (int i = atomic_fetch_add(&job->next, 1), next; i < pieces; i = next) {
+    next = atomic_fetch_add(&job->next, 1);
+    const Piece piece = shared_piece(job, i), after = next < pieces ? shared_piece(job, next) : (Piece){0};
+    const Partial out = shared_partial(job, piece.tile.head, piece.chunk, piece.tile.row);
+    job->kernels->attend(&job->attention, piece, after, out);
   }
 }
 
-// The softmax of a tile over a chunk, from what it shares with others where it does.
-static void attend_over(AttendJob *job, Tile tile, int chunk, Partial out) {
+// A tile over a chunk, without what it shares with others.
+static Piece piece_of(const AttendJob *job, Tile tile, int chunk) {
   const int left = tile.row < job->num_sharing ? job->shared - chunk * CHUNK : 0;
-  const int done = left < 0 ? 0 : left < CHUNK ? left : CHUNK;
-  if (done > 0) {
+  return (Piece){tile, chunk, left < 0 ? 0 : left < CHUNK ? left : CHUNK};
+}
+
+// The softmax of a piece, from what its tile shares with others where it does.
+static void attend_over(AttendJob *job, Piece piece, Piece after, Partial out) {
+  const Tile tile = piece.tile;
+  if (piece.done > 0) {
     const int rows = tile.count * (job->attention.num_heads / job->attention.num_kv_heads);
-    const Partial from = shared_partial(job, tile.head, chunk, tile.row);
+    const Partial from = shared_partial(job, tile.head, piece.chunk, tile.row);
     memcpy(out.maximum, from.maximum, sizeof(float) * rows);
     memcpy(out.total, from.total, sizeof(float) * rows);
     memcpy(out.values, from.values, sizeof(float) * rows * job->padded);
   }
-  if (done < CHUNK) job->kernels->attend(&job->attention, tile, chunk, done, out);
+  if (piece.done < CHUNK) job->kernels->attend(&job->attention, piece, after, out);
 }
 
-static void attend_tile(AttendJob *job, Tile tile) {
+// All chunks of a tile.
+static void attend_tile(AttendJob *job, Tile tile, Tile after) {
   const int rows = tile.count * (job->attention.num_heads / job->attention.num_kv_heads);
   char *memory = reserve(OF_JOB, 2 * job->slot_bytes);
   if (!memory) {
@@ -93,38 +110,54 @@ static void attend_tile(AttendJob *job, Tile tile) {
     return;
   }
   Partial all = partial_at(memory, rows), more = partial_at(memory + job->slot_bytes, rows);
-  int first, stop;
+  int first, stop, after_first = 0, unused;
   chunks_of(&job->attention, tile, &first, &stop);
+  if (after.count) chunks_of(&job->attention, after, &after_first, &unused);
   if (first >= stop) memset(memory, 0, job->slot_bytes);  // they see nothing
   for (int chunk = first; chunk < stop; chunk++) {
-    attend_over(job, tile, chunk, chunk == first ? all : more);
+    const Piece next = chunk + 1 < stop ? piece_of(job, tile, chunk + 1) : piece_of(job, after, after_first);
+    attend_over(job, piece_of(job, tile, chunk), next, chunk == first ? all : more);
     if (chunk > first) job->kernels->merge(all, more, rows, job->padded);
   }
   job->kernels->finish(&job->attention, tile, all);
 }
 
-static void attend_chunk(AttendJob *job, int index) {
-  const int tile_index = index / job->most_chunks, chunk = index % job->most_chunks;
-  const Tile tile = find_tile(job, tile_index);
-  int first, stop;
-  chunks_of(&job->attention, tile, &first, &stop);
-  if (chunk < first || chunk >= stop) return;
-  const int rows = tile.count * (job->attention.num_heads / job->attention.num_kv_heads);
-  char *slots = job->slots + (size_t)tile_index * job->most_chunks * job->slot_bytes;
-  attend_over(job, tile, chunk, partial_at(slots + chunk * job->slot_bytes, rows));
-  if (atomic_fetch_sub(&job->left[tile_index], 1) != 1) return;
-  Partial all = partial_at(slots + first * job->slot_bytes, rows);
-  for (int i = first + 1; i < stop; i++)
-    job->kernels->merge(all, partial_at(slots + i * job->slot_bytes, rows), rows, job->padded);
-  job->kernels->finish(&job->attention, tile, all);
+static void tiles_job(void *context) {
+  AttendJob *job = context;
+  for (int i = atomic_fetch_add(&job->next, 1), next; i < job->num_tiles; i = next) {
+    next = atomic_fetch_add(&job->next, 1);
+    attend_tile(job, find_tile(job, i), next < job->num_tiles ? find_tile(job, next) : (Tile){0});
+  }
 }
 
-static void attend_job(void *context) {
+// The next chunk of a tile that sees something of it; of a tile of no tokens: there is none.
+static Piece take_piece(AttendJob *job, int *index) {
+  while ((*index = atomic_fetch_add(&job->next, 1)) < job->num_tiles * job->most_chunks) {
+    const Tile tile = find_tile(job, *index / job->most_chunks);
+    int first, stop;
+    chunks_of(&job->attention, tile, &first, &stop);
+    const int chunk = *index % job->most_chunks;
+    if (chunk >= first && chunk < stop) return piece_of(job, tile, chunk);
+  }
+  return (Piece){0};
+}
+
+static void chunks_job(void *context) {
   AttendJob *job = context;
-  const int pieces = job->is_split ? job->num_tiles * job->most_chunks : job->num_tiles;
-  for (int i; (i = atomic_fetch_add(&job->next, 1)) < pieces;) {
-    if (job->is_split) attend_chunk(job, i);
-    else attend_tile(job, find_tile(job, i));
+  int index, next_index;
+  for (Piece piece = take_piece(job, &index), next; piece.tile.count; piece = next, index = next_index) {
+    next = take_piece(job, &next_index);
+    const int tile_index = index / job->most_chunks;
+    const int rows = piece.tile.count * (job->attention.num_heads / job->attention.num_kv_heads);
+    char *slots = job->slots + (size_t)tile_index * job->most_chunks * job->slot_bytes;
+    attend_over(job, piece, next, partial_at(slots + piece.chunk * job->slot_bytes, rows));
+    if (atomic_fetch_sub(&job->left[tile_index], 1) != 1) continue;
+    int first, stop;
+    chunks_of(&job->attention, piece.tile, &first, &stop);
+    Partial all = partial_at(slots + first * job->slot_bytes, rows);
+    for (int i = first + 1; i < stop; i++)
+      job->kernels->merge(all, partial_at(slots + i * job->slot_bytes, rows), rows, job->padded);
+    job->kernels->finish(&job->attention, piece.tile, all);
   }
 }
 
@@ -238,9 +271,9 @@ EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
       const Tile tile = find_tile(&job, i);
       chunks_of(a, tile, &begin, &stop);
       atomic_init(&job.left[i], stop - begin);
-      if (begin >= stop) attend_tile(&job, tile);  // it sees nothing
+      if (begin >= stop) attend_tile(&job, tile, (Tile){0});  // it sees nothing
     }
   }
-  run_job(attend_job, &job);
+  run_job(job.is_split ? chunks_job : tiles_job, &job);
   return atomic_load(&job.failed) ? ffi_error(frame, "jaxserve_attend: out of memory") : 0;
 }

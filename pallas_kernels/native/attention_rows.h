@@ -3,12 +3,11 @@
 #include <string.h>
 
 #include "attention.h"
+#include "pages.h"
 #include "vectors.h"
 
-#define INLINE static inline __attribute__((always_inline))
 enum { GROUPS = BLOCK / LANES };
 static const float MASKED = -1e30f;
-
 
 static int padded_width(int width) { return (width + LANES - 1) / LANES * LANES; }
 
@@ -25,14 +24,14 @@ static int context_before(const Attention *a, Tile tile) {
   return a->context_lens[tile.row] - a->query_lens[tile.row] + tile.first;
 }
 
-// The first context token of a chunk that a tile sees, of those after the `done` first, by blocks; and the end of those.
-static int context_begin(const Attention *a, Tile tile, int chunk, int done) {
-  const int begin = chunk * CHUNK + done, seen = context_before(a, tile) + 1 - a->window;
+// The first context token that a piece sees, by blocks, and the one after its last.
+static int context_begin(const Attention *a, Piece piece) {
+  const int begin = piece.chunk * CHUNK + piece.done, seen = context_before(a, piece.tile) + 1 - a->window;
   return a->window && seen > begin ? seen / BLOCK * BLOCK : begin;
 }
-static int context_end(const Attention *a, Tile tile, int chunk) {
-  const int end = tile.shared ? tile.shared : context_before(a, tile) + tile.count;
-  return end < (chunk + 1) * CHUNK ? end : (chunk + 1) * CHUNK;
+static int context_end(const Attention *a, Piece piece) {
+  const int end = piece.tile.shared ? piece.tile.shared : context_before(a, piece.tile) + piece.tile.count;
+  return end < (piece.chunk + 1) * CHUNK ? end : (piece.chunk + 1) * CHUNK;
 }
 
 // A query row of a tile: token by token, with the heads of the group.
@@ -42,20 +41,61 @@ static const float *query_row(const Attention *a, Tile tile, int row) {
   return a->query + ((int64_t)token * a->num_heads + tile.head * group + row % group) * a->width;
 }
 
-// Where a block's keys and values lie, a pointer for each LANES tokens; returns how many there are. Pages lie anywhere, so
-// that no processor sees them coming: values are asked for while keys are multiplied.
-static int locate(const Attention *a, Tile tile, int at, int count, const char **keys, const char **values) {
-  const int width = a->width, page_size = a->page_size, item = a->is_bf16 ? 2 : 4, groups = (count + LANES - 1) / LANES;
-  const int64_t page_bytes = (int64_t)a->num_kv_heads * width * page_size * item;
+// Where the keys and values of some context tokens lie, a pointer for each LANES tokens.
+typedef struct {
+  int count, groups;
+  const char *keys[GROUPS], *values[GROUPS];
+} Block;
+
+// The block from context token `at` on, of those before `end`; of no tokens if there are none.
+static Block locate(const Attention *a, Tile tile, int at, int end) {
+  const int count = end - at < BLOCK ? end - at : BLOCK, width = a->width, page_size = a->page_size;
+  Block block = {.count = count, .groups = count > 0 ? (count + LANES - 1) / LANES : 0};
+  const int64_t head_bytes = (int64_t)width * page_size * (a->is_bf16 ? 2 : 4);
   const int32_t *pages = a->table + (int64_t)tile.row * a->table_width;
-  for (int g = 0; g < groups; g++) {
+  for (int g = 0; g < block.groups; g++) {
     const int token = at + g * LANES, offset = token % page_size;
-    const int64_t page = pages[token / page_size] * page_bytes;
-    keys[g] = (const char *)a->keys + page + ((int64_t)tile.head * width * page_size + offset) * item;
-    values[g] = (const char *)a->values + page + ((int64_t)tile.head * page_size + offset) * width * item;
-    for (int64_t line = 0; line < (int64_t)LANES * width * item; line += 64) __builtin_prefetch(values[g] + line, 0, 2);
+    const int64_t head = ((int64_t)pages[token / page_size] * a->num_kv_heads + tile.head) * head_bytes;
+    block.keys[g] = (const char *)a->keys + head + key_offset(offset, page_size, width, a->is_bf16);
+    block.values[g] = (const char *)a->values + head + value_offset(offset, width, a->is_bf16);
   }
-  return groups;
+  return block;
+}
+
+// The keys and values of the block that comes next, which memory is asked for bit by bit while a block is computed: pages
+// lie anywhere, so that no processor sees them coming, and asking for many lines at once would wait for them. It sees a
+// sequence after some of its lines, and goes on to the end of 4096 bytes.
+typedef struct {
+  const char *groups[2 * GROUPS];
+  int num_groups, group_bytes, group, at;
+  int pace;  // how much to ask for with as much that is read
+} Ahead;
+enum { ASKED_BYTES = 256, SEQUENCE_BYTES = 4096, SEEN_AFTER = 1024 };
+
+// The next block is one of the piece or the first of the piece after it.
+static Block locate_next(const Attention *a, Piece piece, Piece after, int at, int groups, Ahead *ahead) {
+  const int end = context_end(a, piece);
+  Block next = {0};
+  if (at + BLOCK < end) next = locate(a, piece.tile, at + BLOCK, end);
+  else if (after.tile.count) next = locate(a, after.tile, context_begin(a, after), context_end(a, after));
+  memcpy(ahead->groups, next.keys, next.groups * sizeof(char *));
+  memcpy(ahead->groups + next.groups, next.values, next.groups * sizeof(char *));
+  ahead->num_groups = 2 * next.groups;
+  ahead->group_bytes = LANES * a->width * (a->is_bf16 ? 2 : 4);
+  ahead->group = ahead->at = 0;
+  ahead->pace = (next.groups + groups - 1) / groups;
+  return next;
+}
+INLINE void ask(Ahead *ahead, int bytes_read) {
+  for (int i = bytes_read / ASKED_BYTES * ahead->pace; i > 0 && ahead->group < ahead->num_groups; i--) {
+    const char *from = ahead->groups[ahead->group] + ahead->at;
+    if ((uintptr_t)from % SEQUENCE_BYTES < SEEN_AFTER)
+      for (int line = 0; line < ASKED_BYTES; line += 64) __builtin_prefetch(from + line, 0, 2);
+    ahead->at += ASKED_BYTES;
+    if (ahead->at < ahead->group_bytes) continue;
+    ahead->at = 0;
+    ahead->group++;
+  }
 }
 
 // Context tokens that a query row sees.

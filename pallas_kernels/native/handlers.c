@@ -8,7 +8,7 @@
 
 // Python refuses a library of another version, and puts the number into the names of its targets: programs that were
 // compiled for older handlers must not find these. Raise it when arguments, attributes or layouts change.
-enum { VERSION = 4 };
+enum { VERSION = 5 };
 EXPORT int jaxserve_version(void) { return VERSION; }
 
 // Whether the CPU multiplies bfloat16 on tiles, and the system lets this process.
@@ -90,6 +90,7 @@ int64_t elements(const FfiBuffer *buffer) {
 int are_pools(const FfiBuffer *keys, const FfiBuffer *values, int64_t heads, int64_t width, int64_t page_size) {
   return (keys->dtype == FFI_F32 || keys->dtype == FFI_BF16) && values->dtype == keys->dtype && keys->rank >= 1 &&
          values->rank >= 1 && keys->dims[0] == values->dims[0] && page_size > 0 && page_size % avx2_kernels.lanes == 0 &&
+         (keys->dtype == FFI_F32 || width % 2 == 0) &&
          elements(keys) == keys->dims[0] * heads * width * page_size && elements(values) == elements(keys);
 }
 

@@ -2,11 +2,11 @@
 //
 // Rows are rounded to bfloat16. The processor adds up the two products of a pair of features and then the pairs in order,
 // for every row by itself, so that a row's result does not depend on how many rows a tile has.
+#include "amx.h"
 #include "linear.h"
-
 #include "linear_rows.h"
 
-enum { ROWS = 16, DEPTH = 32, TILE_BYTES = 1024, PREFETCH = 4096, FEW_BLOCKS = 4 };
+enum { ROWS = TILE_ROWS, DEPTH = TILE_DEPTH, PREFETCH = 4096, FEW_BLOCKS = 4 };
 
 static int64_t block_rows(const Linear *l, int64_t block) {
   const int64_t left = l->num_rows - block * ROWS;
@@ -30,17 +30,8 @@ static void prepare(const Linear *l, int64_t block, float *scratch) {
 // Tile 6 holds rows, of which there may be fewer than 16, tile 7 a weight; 0 to 5 are sums, and for two blocks of rows
 // tiles 4 and 5 belong to the second, as 2 and 3 do.
 static void configure(int first_rows, int second_rows) {
-  struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-  } tiles = {.palette = 1};
-  for (int i = 0; i < 8; i++) {
-    tiles.bytes[i] = 64;
-    tiles.rows[i] = (uint8_t)(i < 2 || i == 6 ? first_rows : second_rows);
-  }
-  tiles.rows[7] = DEPTH / 2;
-  _tile_loadconfig(&tiles);
+  const uint8_t first = (uint8_t)first_rows, second = (uint8_t)second_rows;
+  configure_tiles((uint8_t[8]){first, first, second, second, second, second, first, DEPTH / 2});
 }
 
 // The sums of a panel: a tile of its first 16 outputs and one of the others.

@@ -6,8 +6,6 @@
 #include "linear.h"
 #include "vectors.h"
 
-#define INLINE static inline __attribute__((always_inline))
-
 INLINE Vec load_param(Mask mask, const void *from, int64_t i, int is_bf16) {
   return is_bf16 ? vec_load_some_bf16(mask, (const uint16_t *)from + i) : vec_load_some(mask, (const float *)from + i);
 }

@@ -1,13 +1,13 @@
 // Norm and rotation of the heads of tokens, and the write of keys and values; compiled once for AVX-512 and once for AVX2.
 //
 // Features are the lanes, and a token's numbers are computed in the same order wherever it stands. Keys lie transposed
-// inside a page: those of consecutive tokens of one page are turned over in registers and stored together.
+// (see pages.h): those of consecutive tokens of one group are turned over in registers and stored together.
 #include "qkv_write.h"
 
 #include "attention.h"
+#include "pages.h"
 #include "vectors.h"
 
-#define INLINE static inline __attribute__((always_inline))
 enum { FEW = 3 };  // tokens whose keys are stored number by number
 
 INLINE Vec load_up_to(int count, const float *p) {
@@ -17,13 +17,6 @@ INLINE void store_up_to(int count, float *p, Vec v) {
   if (count >= LANES) vec_store(p, v);
   else vec_store_some(vec_lanes(0, count), p, v);
 }
-// In bfloat16 the numbers are rounded already.
-INLINE void store_pool_up_to(int count, void *pool, int64_t i, int is_bf16, Vec v) {
-  if (!is_bf16) store_up_to(count, (float *)pool + i, v);
-  else if (count >= LANES) vec_store_bf16((uint16_t *)pool + i, v);
-  else vec_store_some_bf16(vec_lanes(0, count), (uint16_t *)pool + i, v);
-}
-
 // The factor of a norm by the root mean square.
 static float norm_factor(const float *from, int width, float eps) {
   Vec sum = vec_zero();
@@ -55,12 +48,17 @@ static void prepare_head(const QkvWrite *w, int64_t token, const float *from, co
     store_up_to(width - h, to + h, load_normed(width - h, from + h, weight ? weight + h : 0, factor));
 }
 
+// Bytes from the beginning of a pool to the page of a token and a head.
+static int64_t page_offset(const QkvWrite *w, int64_t token, int head) {
+  return ((int64_t)w->pages[token] * w->num_kv_heads + head) * w->width * w->page_size * (w->is_bf16 ? 2 : 4);
+}
+
 // A value that is not finite moves to its key as NaN and leaves zero: the next owner of its place is safe, since masked
 // keys do not count, and the sequence itself still gets NaN. What the pools' type cannot hold is not finite there.
 static void write_value(const QkvWrite *w, int64_t token, int head, float *key) {
   const int width = w->width, is_bf16 = w->is_bf16;
   const float *from = w->value + token * w->stride + (int64_t)head * width;
-  const int64_t to = (((int64_t)w->pages[token] * w->num_kv_heads + head) * w->page_size + w->offsets[token]) * width;
+  char *to = (char *)w->values + page_offset(w, token, head) + value_offset(w->offsets[token], width, is_bf16);
   for (int h = 0; h < width; h += LANES) {
     const int count = width - h;
     Vec value = load_up_to(count, from + h), stored_key = load_up_to(count, key + h);
@@ -70,22 +68,22 @@ static void write_value(const QkvWrite *w, int64_t token, int head, float *key) 
     }
     const Mask is_finite = vec_finite(value);
     store_up_to(count, key + h, vec_pick(is_finite, stored_key, vec_set(__builtin_nanf(""))));
-    store_pool_up_to(count, w->values, to + h, is_bf16, vec_pick(is_finite, value, vec_zero()));
+    value = vec_pick(is_finite, value, vec_zero());
+    if (is_bf16) vec_store_apart_bf16(count, (uint16_t *)to + 2 * h, value);
+    else store_up_to(count, (float *)to + h, value);
   }
 }
 
-// Keys of count consecutive tokens of a page, [count][width], to [width][page_size] at the first token's offset.
-INLINE void write_keys(int is_bf16, const float *from, int count, int width, int page_size, void *pool, int64_t to) {
+// Keys of count consecutive tokens of a group, [count][width], to their places from the first token's on: those of a
+// feature, or of a pair of features in bfloat16, are `stride` bytes after those of the one before.
+INLINE void write_keys(int is_bf16, const float *from, int count, int width, int stride, char *to) {
+  const int features = is_bf16 ? 2 : 1;
   if (count < FEW) {
     for (int i = 0; i < count; i++)
       for (int h = 0; h < width; h++) {
-        if (is_bf16) {
-          uint32_t bits;
-          __builtin_memcpy(&bits, from + i * width + h, 4);
-          ((uint16_t *)pool)[to + (int64_t)h * page_size + i] = (uint16_t)(bits >> 16);
-        } else {
-          ((float *)pool)[to + (int64_t)h * page_size + i] = from[i * width + h];
-        }
+        char *word = to + (int64_t)(h / features) * stride + i * 4;
+        if (is_bf16) __builtin_memcpy(word + h % 2 * 2, (const char *)(from + i * width + h) + 2, 2);
+        else __builtin_memcpy(word, from + i * width + h, 4);
       }
     return;
   }
@@ -95,28 +93,31 @@ INLINE void write_keys(int is_bf16, const float *from, int count, int width, int
     for (int i = 0; i < LANES; i++) rows[i] = load_up_to(width - h, from + (i < count ? i : 0) * width + h);
     vec_transpose(rows);
 #pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
-      if (h + i < width) store_pool_up_to(count, pool, to + (int64_t)(h + i) * page_size, is_bf16, rows[i]);
+    for (int i = 0; i < LANES; i += features)
+      if (h + i < width)
+        store_up_to(count, (float *)(to + (int64_t)((h + i) / features) * stride),
+                    is_bf16 ? vec_pair_bf16(rows[i], rows[i + 1]) : rows[i]);
   }
 }
-static void write_keys_f32(const float *from, int count, int width, int page_size, void *pool, int64_t to) {
-  write_keys(0, from, count, width, page_size, pool, to);
+static void write_keys_f32(const float *from, int count, int width, int stride, char *to) {
+  write_keys(0, from, count, width, stride, to);
 }
-static void write_keys_bf16(const float *from, int count, int width, int page_size, void *pool, int64_t to) {
-  write_keys(1, from, count, width, page_size, pool, to);
+static void write_keys_bf16(const float *from, int count, int width, int stride, char *to) {
+  write_keys(1, from, count, width, stride, to);
 }
 
-// How many of the tokens from `first` on have consecutive places in one page, at most LANES.
+// How many of the tokens from `first` on have consecutive places in one group of a page, at most LANES.
 static int count_together(const QkvWrite *w, int64_t first, int64_t last) {
+  const int left = group_tokens(w->page_size) - w->offsets[first] % group_tokens(w->page_size);
   int count = 1;
-  while (count < LANES && first + count < last && w->pages[first + count] == w->pages[first] &&
+  while (count < LANES && count < left && first + count < last && w->pages[first + count] == w->pages[first] &&
          w->offsets[first + count] == w->offsets[first] + count)
     count++;
   return count;
 }
 
 static void write_tokens(const QkvWrite *w, int64_t first, int64_t last) {
-  const int width = w->width, page_size = w->page_size;
+  const int width = w->width, stride = group_tokens(w->page_size) * 4;
   float keys[LANES * MOST_WIDTH];  // [token][width]
   for (int count; first < last; first += count) {
     count = count_together(w, first, last);
@@ -129,8 +130,8 @@ static void write_tokens(const QkvWrite *w, int64_t first, int64_t last) {
         prepare_head(w, first + i, w->key + (first + i) * w->stride + (int64_t)k * width, w->key_weight, keys + i * width);
         write_value(w, first + i, k, keys + i * width);
       }
-      const int64_t to = ((int64_t)w->pages[first] * w->num_kv_heads + k) * width * page_size + w->offsets[first];
-      (w->is_bf16 ? write_keys_bf16 : write_keys_f32)(keys, count, width, page_size, w->keys, to);
+      char *to = (char *)w->keys + page_offset(w, first, k) + key_offset(w->offsets[first], w->page_size, width, w->is_bf16);
+      (w->is_bf16 ? write_keys_bf16 : write_keys_f32)(keys, count, width, stride, to);
     }
   }
 }

@@ -3,6 +3,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#define INLINE static inline __attribute__((always_inline))
+
 #ifdef __AVX512F__
 enum { LANES = 16 };
 typedef __m512 Vec;
@@ -52,9 +54,14 @@ static inline Vec vec_round_bf16(Vec v) {
   return _mm512_castsi512_ps(_mm512_mask_blend_epi32(is_nan, rounded, _mm512_set1_epi32(0x7fc00000)));
 }
 // Stores numbers that are rounded already.
-static inline __m256i vec_to_bf16(Vec v) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(v), 16)); }
-static inline void vec_store_bf16(uint16_t *p, Vec v) { _mm256_storeu_si256((__m256i *)p, vec_to_bf16(v)); }
-static inline void vec_store_some_bf16(Mask m, uint16_t *p, Vec v) { _mm256_mask_storeu_epi16(p, m, vec_to_bf16(v)); }
+static inline Vec vec_pair_bf16(Vec first, Vec second) {
+  return (Vec)_mm512_or_si512((__m512i)second, _mm512_srli_epi32((__m512i)first, 16));
+}
+// Stores the first `count` of them with a gap of one number after each, and leaves the gaps as they are.
+static inline void vec_store_apart_bf16(int count, uint16_t *p, Vec v) {
+  const __mmask32 mask = 0x55555555u & (count < LANES ? (1u << 2 * count) - 1 : ~0u);
+  _mm512_mask_storeu_epi16(p, mask, _mm512_srli_epi32((__m512i)v, 16));
+}
 // Exchanges the rows and columns of LANES vectors.
 static inline void vec_transpose(Vec *v) {
   Vec pairs[16], fours[16];
@@ -142,17 +149,13 @@ static inline Vec vec_round_bf16(Vec v) {
   const Vec is_nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
   return _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), is_nan);
 }
-static inline void vec_store_bf16(uint16_t *p, Vec v) {
-  const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(v), 16);
-  const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
-  _mm_storeu_si128((__m128i *)p, packed);
+static inline Vec vec_pair_bf16(Vec first, Vec second) {
+  return (Vec)_mm256_or_si256((__m256i)second, _mm256_srli_epi32((__m256i)first, 16));
 }
-static inline void vec_store_some_bf16(Mask m, uint16_t *p, Vec v) {
-  uint16_t all[8];
-  vec_store_bf16(all, v);
-  const int bits = _mm256_movemask_ps((Vec)m);
-  for (int i = 0; i < 8; i++)
-    if (bits >> i & 1) p[i] = all[i];
+static inline void vec_store_apart_bf16(int count, uint16_t *p, Vec v) {
+  uint16_t halves[2 * LANES];
+  _mm256_storeu_si256((__m256i *)halves, (__m256i)v);
+  for (int i = 0; i < (count < LANES ? count : LANES); i++) p[2 * i] = halves[2 * i + 1];
 }
 static inline void vec_transpose(Vec *v) {
   Vec pairs[8], fours[8];

@@ -140,6 +140,9 @@ def test_writes_what_xla_writes(dtype):
     for module, pair in zip((paged_attention_xla, paged_attention_native), specs, strict=True):
         pools = tuple(jnp.ones(spec.shape, dtype) for spec in pair)
         written = jax.jit(module.write_kv, static_argnums=4)(pools, key, value, inputs.batch, 32)
+        if module is paged_attention_native:
+            keys, values = qkv_write_native.from_layout(written)
+            written = keys.swapaxes(2, 3), values
         found.append([np.asarray(pool, np.float32).reshape(22, -1)[:-1] for pool in written])  # not the padding's page
     for wanted, got in zip(*found, strict=True):
         np.testing.assert_array_equal(got, wanted)
@@ -202,13 +205,15 @@ def test_values_of_a_chunk_that_are_not_finite_move_to_their_keys(dtype):
     first_value, tokens = 6 * 24, np.array([0, 7, 20, 33])
     bad = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 3.4e38])
     qkv = chunk.qkv.astype(jnp.float32).at[tokens, first_value + 17].set(bad)
-    _, keys, values = written(case, chunk._replace(qkv=qkv))
-    assert np.isfinite(values.astype(np.float32)).all()
+    _, *pools = written(case, chunk._replace(qkv=qkv))
+    laid_out = qkv_write_native.from_layout((jnp.asarray(pools[0]), jnp.asarray(pools[1])))
+    keys, values = (np.asarray(pool, np.float32) for pool in laid_out)
+    assert np.isfinite(values).all()
     moved = np.zeros(keys.shape, bool)
     is_moved = [True, True, True, dtype == "bfloat16"]
-    moved[chunk.batch.token_pages[tokens], 0, 17, chunk.batch.token_offsets[tokens]] = is_moved
+    moved[chunk.batch.token_pages[tokens], 0, chunk.batch.token_offsets[tokens], 17] = is_moved
     np.testing.assert_array_equal(np.isnan(keys), moved)
-    assert not values.swapaxes(2, 3)[moved].any()
+    assert not values[moved].any()
 
 
 @needs_native
@@ -506,6 +511,7 @@ def test_unknown_instruction_sets_are_refused(fresh, monkeypatch):
     [
         ("float16", {}, "keys and values must be float32 or bfloat16, not float16"),
         ("float32", {"head_dim": 264}, "head_dim must be at most 256, not 264"),
+        ("bfloat16", {"head_dim": 63}, "head_dim must be even in bfloat16, not 63"),
         ("float32", {"page_size": 12}, "page_size must be a multiple of 8, not 12"),
         ("float32", {"num_heads": 130, "num_kv_heads": 2}, "at most 64 query heads can share a key/value head, not 65"),
     ],
