@@ -23,6 +23,15 @@ static int64_t block_start(const Linear *l, int64_t block) { return l->num_rows 
 
 static int64_t block_bytes(const Linear *l) { return (int64_t)sizeof(float) * ROWS * l->padded_in; }
 
+static void prepare_row(const Linear *l, int64_t row, float *to) {
+  const float *x = l->x + row * l->num_in;
+  const Vec factor = norm_factor(l, x);
+  for (int64_t k = 0; k < l->padded_in; k += LANES) {
+    const int64_t left = l->padded_in - k;
+    vec_store_some(vec_lanes(0, left < LANES ? (int)left : LANES), to + k, load_prepared(l, x, k, factor));
+  }
+}
+
 // Prepared blocks are [padded_in][rows of the block].
 static void prepare(const Linear *l, int64_t block, float *scratch) {
   const int64_t start = block_start(l, block), rows = block_start(l, block + 1) - start;

@@ -6,7 +6,7 @@
 #include "linear.h"
 #include "linear_rows.h"
 
-enum { ROWS = TILE_ROWS, DEPTH = TILE_DEPTH, PREFETCH = 4096, FEW_BLOCKS = 4 };
+enum { ROWS = TILE_ROWS, DEPTH = TILE_DEPTH, PREFETCH = 2048 };
 
 static int64_t block_rows(const Linear *l, int64_t block) {
   const int64_t left = l->num_rows - block * ROWS;
@@ -17,11 +17,13 @@ static int64_t block_bytes(const Linear *l) { return (int64_t)sizeof(uint16_t) *
 
 // Prepared blocks are tiles, [padded_in / 32][16 rows][32].
 static void prepare(const Linear *l, int64_t block, float *scratch) {
+  (void)scratch;
   char *to = l->rows + block * block_bytes(l);
   for (int64_t r = 0; r < block_rows(l, block); r++) {
-    prepare_row(l, block * ROWS + r, scratch);
+    const float *x = l->x + (block * ROWS + r) * l->num_in;
+    const Vec factor = norm_factor(l, x);
     for (int64_t k = 0; k < l->padded_in; k += DEPTH) {
-      const __m512bh pairs = _mm512_cvtne2ps_pbh(vec_load(scratch + k + LANES), vec_load(scratch + k));
+      const __m512bh pairs = _mm512_cvtne2ps_pbh(load_prepared(l, x, k + LANES, factor), load_prepared(l, x, k, factor));
       _mm512_storeu_si512(to + k / DEPTH * TILE_BYTES + r * 64, (__m512i)pairs);
     }
   }
@@ -34,29 +36,35 @@ static void configure(int first_rows, int second_rows) {
   configure_tiles((uint8_t[8]){first, first, second, second, second, second, first, DEPTH / 2});
 }
 
-// The sums of a panel: a tile of its first 16 outputs and one of the others.
-static void finish_panel(const Linear *l, const float *left, const float *right, int64_t block, int64_t panel) {
-  const int64_t rows = block_rows(l, block), out = panel * l->panel_outs;
-  for (int64_t r = 0; r < rows; r++) {
-    const Vec first = vec_load(left + r * LANES), second = vec_load(right + r * LANES);
+// Products of one or two blocks of rows with a panel: for each block a tile of the panel's first 16 outputs and one of the
+// others.
+typedef struct {
+  const float (*tiles)[TILE_BYTES / 4];
+  int64_t row, rows, out;
+} Sums;
+
+// Finishes some rows of them.
+INLINE void finish_rows(const Linear *l, Sums sums, int64_t first, int64_t last) {
+  for (int64_t r = first; r < last; r++) {
+    const float *left = sums.tiles[r / ROWS * 2] + r % ROWS * LANES, *right = left + TILE_BYTES / 4;
     if (l->activation) {
-      finish_gated(l, block * ROWS + r, out, first, second);
+      finish_gated(l, sums.row + r, sums.out, vec_load(left), vec_load(right));
     } else {
-      finish_sums(l, block * ROWS + r, out, first);
-      finish_sums(l, block * ROWS + r, out + LANES, second);
+      finish_sums(l, sums.row + r, sums.out, vec_load(left));
+      finish_sums(l, sums.row + r, sums.out + LANES, vec_load(right));
     }
   }
 }
 
 INLINE void prefetch(const char *weight) {
-  for (int line = 0; line < 2 * TILE_BYTES; line += 64) __builtin_prefetch(weight + PREFETCH + line);
+  for (int line = 0; line < 2 * TILE_BYTES; line += 64) __builtin_prefetch(weight + PREFETCH + line, 0, 2);
 }
 
 // The indices of tiles are parts of instructions.
 #define ADD_PANEL(panel, left, right)                     \
   if (panels > panel) {                                   \
     const char *at = weight + panel * panel_bytes;        \
-    if (is_first) prefetch(at);                           \
+    if (waits) prefetch(at);                              \
     _tile_loadd(7, at, STEP_BYTES);                       \
     _tile_dpbf16ps(left, 6, 7);                           \
     _tile_loadd(7, at + 64, STEP_BYTES);                  \
@@ -68,9 +76,8 @@ INLINE void prefetch(const char *weight) {
     _tile_stored(right, sums[right], 64);                 \
   }
 
-// One block of rows. The first that panels meet waits for them: read side by side they come faster than one after the
-// other.
-INLINE void multiply_one(const int panels, const Linear *l, const char *weight, int64_t block, int64_t panel, int is_first) {
+// One block of rows. Where it waits for the panels, they come faster if they are read side by side.
+INLINE void multiply_one(const int panels, const Linear *l, const char *weight, int64_t block, int64_t panel, int waits) {
   const char *rows = l->rows + block * block_bytes(l);
   const int64_t steps = l->padded_in / DEPTH, panel_bytes = l->padded_in * (STEP_BYTES / 2);
   _tile_zero(0);
@@ -89,19 +96,21 @@ INLINE void multiply_one(const int panels, const Linear *l, const char *weight, 
   STORE_PANEL(0, 0, 1)
   STORE_PANEL(1, 2, 3)
   STORE_PANEL(2, 4, 5)
-  for (int j = 0; j < panels; j++) finish_panel(l, sums[2 * j], sums[2 * j + 1], block, panel + j);
+  for (int64_t j = 0, rows_used = block_rows(l, block); j < panels; j++)
+    finish_rows(l, (Sums){sums + 2 * j, block * ROWS, rows_used, (panel + j) * l->panel_outs}, 0, rows_used);
 }
 
-// Two blocks of rows; the first two that a panel meets wait for it.
-INLINE void multiply_two(const Linear *l, const char *weight, int64_t block, int64_t panel, int is_first) {
+// Two blocks of rows. While tiles are multiplied the rows of the sums before are finished.
+INLINE void multiply_two(const Linear *l, const char *weight, int64_t block, int waits, Sums before,
+                         float sums[4][TILE_BYTES / 4]) {
   const char *first = l->rows + block * block_bytes(l), *second = first + block_bytes(l);
   const int64_t steps = l->padded_in / DEPTH;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t i = 0; i < steps; i++, weight += 2 * TILE_BYTES) {
-    if (is_first) prefetch(weight);
+  for (int64_t i = 0, done = 0; i < steps; i++, weight += 2 * TILE_BYTES) {
+    if (waits) prefetch(weight);
     _tile_loadd(6, first + i * TILE_BYTES, 64);
     _tile_loadd(4, second + i * TILE_BYTES, 64);
     _tile_loadd(7, weight, STEP_BYTES);
@@ -110,46 +119,49 @@ INLINE void multiply_two(const Linear *l, const char *weight, int64_t block, int
     _tile_loadd(7, weight + 64, STEP_BYTES);
     _tile_dpbf16ps(1, 6, 7);
     _tile_dpbf16ps(3, 4, 7);
+    const int64_t until = before.rows * (i + 1) / steps;
+    finish_rows(l, before, done, until);
+    done = until;
   }
-  float sums[4][TILE_BYTES / 4] __attribute__((aligned(64)));
   _tile_stored(0, sums[0], 64);
   _tile_stored(1, sums[1], 64);
   _tile_stored(2, sums[2], 64);
   _tile_stored(3, sums[3], 64);
-  for (int j = 0; j < 2; j++) finish_panel(l, sums[2 * j], sums[2 * j + 1], block + j, panel);
 }
 
-static void multiply_few(const Linear *l, int64_t panel, int64_t last_panel, int64_t first_block, int64_t last_block) {
-  const int64_t panel_bytes = l->padded_in * (STEP_BYTES / 2);
-  const int last_rows = (int)block_rows(l, last_block - 1), is_even = last_rows == ROWS || last_block - first_block == 1;
-  configure(is_even ? last_rows : ROWS, is_even ? last_rows : ROWS);
-  while (panel < last_panel) {
-    const int panels = panel + PANELS_AT_ONCE <= last_panel ? PANELS_AT_ONCE : 1;
-    const char *weight = l->weight + panel * panel_bytes;
-    for (int64_t block = first_block; block < last_block; block++) {
-      const int is_short = !is_even && block == last_block - 1;
-      if (is_short) configure(last_rows, last_rows);
-      if (panels == PANELS_AT_ONCE) multiply_one(PANELS_AT_ONCE, l, weight, block, panel, block == first_block);
-      else multiply_one(1, l, weight, block, panel, block == first_block);
-      if (is_short) configure(ROWS, ROWS);
+// Blocks two by two, of which all but the last one have 16 rows.
+static void multiply_pairs(const Linear *l, int64_t panel, int64_t last_panel, int64_t first_block, int64_t last_block) {
+  float sums[2][4][TILE_BYTES / 4] __attribute__((aligned(64)));
+  Sums before = {0};
+  int which = 0;
+  configure(ROWS, ROWS);
+  for (; panel < last_panel; panel++)
+    for (int64_t block = first_block; block < last_block; block += 2, which ^= 1) {
+      const int64_t last_rows = block_rows(l, block + 1);
+      if (last_rows < ROWS) configure(ROWS, (int)last_rows);
+      multiply_two(l, l->weight + panel * l->padded_in * (STEP_BYTES / 2), block, block == first_block, before, sums[which]);
+      if (last_rows < ROWS) configure(ROWS, ROWS);
+      before = (Sums){sums[which], block * ROWS, ROWS + last_rows, panel * l->panel_outs};
     }
-    panel += panels;
-  }
+  finish_rows(l, before, 0, before.rows);
 }
 
+// The first blocks that meet a panel wait for it.
 static void multiply(const Linear *l, int64_t panel, int64_t last_panel, int64_t first_block, int64_t last_block,
                      float *scratch) {
   (void)scratch;
-  const int64_t blocks = last_block - first_block, last_pair = blocks <= FEW_BLOCKS ? first_block : first_block + blocks / 2 * 2;
-  if (last_pair > first_block) configure(ROWS, ROWS);
-  for (int64_t i = panel; i < last_panel && last_pair > first_block; i++)
-    for (int64_t block = first_block; block < last_pair; block += 2) {
-      const int last_rows = (int)block_rows(l, block + 1);
-      if (last_rows < ROWS) configure(ROWS, last_rows);
-      multiply_two(l, l->weight + i * l->padded_in * (STEP_BYTES / 2), block, i, block == first_block);
-      if (last_rows < ROWS) configure(ROWS, ROWS);
+  const int64_t blocks = last_block - first_block, last_pair = first_block + blocks / 2 * 2;
+  if (last_pair > first_block) multiply_pairs(l, panel, last_panel, first_block, last_pair);
+  if (last_pair < last_block) {
+    const int rows = (int)block_rows(l, last_pair);
+    configure(rows, rows);
+    for (int panels; panel < last_panel; panel += panels) {
+      const char *weight = l->weight + panel * l->padded_in * (STEP_BYTES / 2);
+      panels = panel + PANELS_AT_ONCE <= last_panel ? PANELS_AT_ONCE : 1;
+      if (panels == PANELS_AT_ONCE) multiply_one(PANELS_AT_ONCE, l, weight, last_pair, panel, blocks == 1);
+      else multiply_one(1, l, weight, last_pair, panel, blocks == 1);
     }
-  if (last_pair < last_block) multiply_few(l, panel, last_panel, last_pair, last_block);
+  }
   _tile_release();
 }
 

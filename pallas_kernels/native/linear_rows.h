@@ -35,27 +35,24 @@ INLINE Vec activate(Vec x, int activation) {
   }
 }
 
-// Writes a row as it is multiplied, filled up with zeros.
-static void prepare_row(const Linear *l, int64_t row, float *to) {
-  const int64_t num_in = l->num_in;
-  const float *x = l->x + row * num_in;
-  Vec factor = vec_set(1.0f);
-  if (l->gain) {
-    Vec sum = vec_zero();
-    for (int64_t k = 0; k < num_in; k += LANES) {
-      const Vec value = vec_load_some(vec_lanes(0, (int)(num_in - k)), x + k);
-      sum = vec_fma(value, value, sum);
-    }
-    factor = vec_set(1.0f / sqrtf(vec_total(sum) / (float)num_in + l->eps));
+// The factor of the norm of a row, if there is one.
+INLINE Vec norm_factor(const Linear *l, const float *x) {
+  if (!l->gain) return vec_set(1.0f);
+  return vec_set(1.0f / sqrtf(sum_of_squares(x, l->num_in) / (float)l->num_in + l->eps));
+}
+
+// A vector of a row as it is multiplied, from feature k on; zeros after the row's end.
+INLINE Vec load_prepared(const Linear *l, const float *x, int64_t k, Vec factor) {
+  const int64_t left = l->num_in - k;
+  if (left >= LANES) {
+    const Vec value = vec_load(x + k);
+    if (!l->gain) return value;
+    const Vec gain = l->is_gain_bf16 ? vec_load_bf16((const uint16_t *)l->gain + k) : vec_load((const float *)l->gain + k);
+    return vec_mul(vec_mul(value, factor), gain);
   }
-  int64_t k = 0;
-  for (; k < num_in; k += LANES) {
-    const Mask mask = vec_lanes(0, (int)(num_in - k < LANES ? num_in - k : LANES));
-    Vec value = vec_load_some(mask, x + k);
-    if (l->gain) value = vec_mul(vec_mul(value, factor), load_param(mask, l->gain, k, l->is_gain_bf16));
-    vec_store_some(mask, to + k, value);
-  }
-  for (k = num_in; k < l->padded_in; k++) to[k] = 0;
+  const Mask mask = vec_lanes(0, left < 0 ? 0 : (int)left);
+  const Vec value = vec_load_some(mask, x + k);
+  return l->gain ? vec_mul(vec_mul(value, factor), load_param(mask, l->gain, k, l->is_gain_bf16)) : value;
 }
 
 // Writes a vector of products of a row, for the outputs from `out` on.

@@ -17,16 +17,6 @@ INLINE void store_up_to(int count, float *p, Vec v) {
   if (count >= LANES) vec_store(p, v);
   else vec_store_some(vec_lanes(0, count), p, v);
 }
-// The factor of a norm by the root mean square.
-static float norm_factor(const float *from, int width, float eps) {
-  Vec sum = vec_zero();
-  for (int h = 0; h < width; h += LANES) {
-    const Vec x = load_up_to(width - h, from + h);
-    sum = vec_fma(x, x, sum);
-  }
-  return 1 / __builtin_sqrtf(vec_total(sum) / width + eps);
-}
-
 INLINE Vec load_normed(int count, const float *from, const float *weight, float factor) {
   const Vec x = load_up_to(count, from);
   return weight ? vec_mul(vec_mul(x, vec_set(factor)), load_up_to(count, weight)) : x;
@@ -35,7 +25,7 @@ INLINE Vec load_normed(int count, const float *from, const float *weight, float 
 // A head, normed where there is a weight, its leading features rotated in pairs (h, h + half).
 static void prepare_head(const QkvWrite *w, int64_t token, const float *from, const float *weight, float *to) {
   const int width = w->width, half = w->half;
-  const float factor = weight ? norm_factor(from, width, w->eps) : 1;
+  const float factor = weight ? 1 / __builtin_sqrtf(sum_of_squares(from, width) / width + w->eps) : 1;
   for (int h = 0; h < half; h += LANES) {
     const int count = half - h;
     const Vec first = load_normed(count, from + h, weight ? weight + h : 0, factor);

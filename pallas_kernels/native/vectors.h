@@ -219,3 +219,19 @@ static inline float exp_of(float x) {
   vec_store(lanes, vec_exp(vec_set(x)));
   return lanes[0];
 }
+
+// Every instruction set adds up in an order of its own, which follows the count alone.
+static inline float sum_of_squares(const float *x, int64_t count) {
+  Vec sums[4] = {vec_zero(), vec_zero(), vec_zero(), vec_zero()};
+  int64_t i = 0;
+  for (; i + 4 * LANES <= count; i += 4 * LANES)
+    for (int j = 0; j < 4; j++) {
+      const Vec value = vec_load(x + i + j * LANES);
+      sums[j] = vec_fma(value, value, sums[j]);
+    }
+  for (; i < count; i += LANES) {
+    const Vec value = vec_load_some(vec_lanes(0, count - i < LANES ? (int)(count - i) : LANES), x + i);
+    sums[0] = vec_fma(value, value, sums[0]);
+  }
+  return vec_total(vec_add(vec_add(sums[0], sums[1]), vec_add(sums[2], sums[3])));
+}
