@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels import page_writes, qkv_write_native
+from pallas_kernels import qkv_write_native
 from pallas_kernels.native_library import target
 from pallas_kernels.paged_attention import AttentionBatch, PoolSpec
 from pallas_kernels.qkv_write import Pools
@@ -21,7 +21,6 @@ _MOST_GROUP = 64
 
 name = "native"
 writer = qkv_write_native
-copy_pages = page_writes.copy_pages
 
 
 def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
@@ -60,6 +59,17 @@ def write_kv(
         batch.token_offsets,
         page_size=np.int32(page_size),
     )
+    return keys, values
+
+
+def copy_pages(pools: Pools, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> Pools:
+    """Copy pages inside the pools, in place where the caller gives them up; see ``PagedAttention.copy_pages``."""
+    call = jax.ffi.ffi_call(
+        target("copy_pages"),
+        tuple(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
+        input_output_aliases={0: 0, 1: 1},
+    )
+    keys, values = call(*pools, sources.astype(jnp.int32), targets.astype(jnp.int32))
     return keys, values
 
 

@@ -1,4 +1,4 @@
-// The writes of keys and values to their pages, called by XLA: hand tokens to the threads.
+// The writes of keys and values to their pages and copies of pages, called by XLA.
 #include "handlers.h"
 #include "qkv_write.h"
 
@@ -125,5 +125,44 @@ EXPORT FfiError *jaxserve_qkv_write(FfiFrame *frame) {
   if (job.num_tokens < 0) job.num_tokens = 0;
   memset(job.write.out + job.num_tokens * heads * width, 0, sizeof(float) * (num_tokens - job.num_tokens) * heads * width);
   run_write(&job);
+  return 0;
+}
+
+static size_t page_bytes(const FfiBuffer *pool) {
+  return (size_t)(elements(pool) / pool->dims[0]) * (pool->dtype == FFI_BF16 ? 2 : 4);
+}
+
+// Reads all sources before a target is written, since one page may be both.
+static void copy_pages_of(const FfiBuffer *pool, const FfiBuffer *sources, const FfiBuffer *targets, char *scratch) {
+  const int32_t *from = sources->data, *to = targets->data;
+  const int64_t num_pages = pool->dims[0], size = (int64_t)page_bytes(pool);
+  char *pages = pool->data;
+  for (int64_t i = 0; i < targets->dims[0]; i++) {
+    if (to[i] < 0 || to[i] >= num_pages) continue;
+    const int64_t source = from[i] < 0 ? 0 : from[i] < num_pages ? from[i] : num_pages - 1;
+    memcpy(scratch + i * size, pages + source * size, size);
+  }
+  for (int64_t i = 0; i < targets->dims[0]; i++)
+    if (to[i] >= 0 && to[i] < num_pages) memcpy(pages + to[i] * size, scratch + i * size, size);
+}
+
+// Arguments: both pools (results 0 and 1 are the same memory), sources, targets s32 [C]; nothing is written to a target that
+// is no page.
+EXPORT FfiError *jaxserve_copy_pages(FfiFrame *frame) {
+  if (ffi_answered_metadata(frame)) return 0;
+  FfiBuffer *pools[] = {ffi_argument(frame, 0), ffi_argument(frame, 1)};
+  FfiBuffer *sources = ffi_argument(frame, 2), *targets = ffi_argument(frame, 3);
+  for (int i = 0; i < 2; i++) {
+    if (pools[i]->data != ffi_result(frame, i)->data)
+      return ffi_error(frame, "jaxserve_copy_pages: the pools are not updated in place");
+    if ((pools[i]->dtype != FFI_F32 && pools[i]->dtype != FFI_BF16) || pools[i]->rank < 1 || pools[i]->dims[0] == 0)
+      return ffi_error(frame, "jaxserve_copy_pages: shapes or dtypes do not go together");
+  }
+  if (frame->arguments.size != 4 || !is_s32(sources, 1, sources->dims[0]) || !is_s32(targets, 1, sources->dims[0]))
+    return ffi_error(frame, "jaxserve_copy_pages: shapes or dtypes do not go together");
+  const size_t sizes[] = {page_bytes(pools[0]), page_bytes(pools[1])};
+  char *scratch = reserve(OF_CALL, (size_t)targets->dims[0] * (sizes[0] > sizes[1] ? sizes[0] : sizes[1]));
+  if (!scratch) return ffi_error(frame, "jaxserve_copy_pages: out of memory");
+  for (int i = 0; i < 2; i++) copy_pages_of(pools[i], sources, targets, scratch);
   return 0;
 }
