@@ -41,8 +41,8 @@ class AsyncLLM:
 
     Args:
         model: Directory, hub id, or ``demo`` for the model that comes with the package.
-        **arguments: Those of ``LLM``; unless given, ``warm_up`` is True and, as in vLLM, ``disable_log_stats`` False:
-            outputs carry ``metrics``, and a line in the log says every ten seconds how the engine does.
+        **arguments: Those of ``LLM``; unless given, ``disable_log_stats`` is False, as in vLLM: outputs carry
+            ``metrics``, and a line in the log says every ten seconds how the engine does.
 
     Raises:
         ConfigError: An unknown or unsupported setting, or a model that cannot run or does not fit.

@@ -287,7 +287,7 @@ def main() -> None:
         work_offline(json.loads(sys.argv[2]))
         return
     options = parser().parse_args()
-    engine = {"enable_prefix_caching": False, "warm_up": True, **json.loads(options.engine)}
+    engine = {"enable_prefix_caching": False, **json.loads(options.engine)}
     queued = 2 * max(options.num_streams, options.num_prompts, options.num_disconnects)
     flags = [*as_flags(engine), "--max-num-queued-reqs", str(queued), "--disable-access-log"]
     with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Runs all requests and prints vLLM's line."""
     params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True, detokenize=False)
-    with LLM(**{"warm_up": True, **engine_arguments(options)}) as llm:
+    with LLM(**engine_arguments(options)) as llm:
         prompts = random_prompts(options.num_prompts, options.input_len, llm.vocab_size, seed=llm.config.seed)
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=not options.json)

@@ -467,7 +467,6 @@ def test_settings_that_do_not_go_with_model_or_machine(
                 "tensor_parallel_size": 2,
                 "data_parallel_size": 2,
                 "max_num_seqs": 4,
-                "warm_up": True,
             },
             10,
         ),
@@ -564,13 +563,13 @@ def test_a_backend_that_cannot_share_kv_heads_so_often_is_refused(
 @pytest.mark.parametrize(
     ("kind", "settings", "num_runs"),
     [
-        (LLM, {}, 0),
-        (LLM, {"warm_up": True, "data_parallel_size": 2}, 2),
+        (LLM, {"data_parallel_size": 2}, 2),
+        (LLM, {"warm_up": False}, 0),
         (AsyncLLM, {}, 1),
         (AsyncLLM, {"warm_up": False}, 0),
     ],
 )
-def test_engines_that_serve_warm_up(
+def test_engines_warm_up(
     kind: Any, settings: dict[str, Any], num_runs: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warmed: list[StepRunner] = []
