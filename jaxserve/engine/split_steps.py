@@ -36,7 +36,7 @@ class ModelOutput(NamedTuple):
     """What the model's program gives beside the state.
 
     Attributes:
-        logits: Scores behind each row's sampled token, float32.
+        logits: Logits after the token each row samples from, float32.
         sampler_part: The part of the step's buffer that the sampler reads.
         prompt: What the scorer reads, of the size of the largest step; None in decode shapes.
         sums: See ``StepOutput``.

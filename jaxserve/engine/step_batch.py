@@ -2,7 +2,7 @@
 
 A step takes all its numbers in one int32 buffer (floats by their bits), so that one transfer carries them; ``unpack``
 cuts it up again on the device. What the sampler reads comes last and lies the same in all shapes with the same number
-of rows, so that a sampler of its own (``jaxserve.engine.steps.trace_sampler``) serves all of them.
+of rows, so that a sampler of its own (``jaxserve.engine.split_steps.trace_sampler``) serves all of them.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from pallas_kernels import AttentionBatch
 
 FLOAT_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 SLOT_NUMBERS = ("top_k", "seeds", *FLOAT_NUMBERS)
-"""Numbers of a row's request that stay while it has its slot, one behind the other in the buffer; then arguments."""
+"""Numbers of a row's request that stay while it has its slot, one after the other in the buffer; then arguments."""
 
 _FIRST_OF_SAMPLER = "context_lens"
 
@@ -100,7 +100,7 @@ def _sampler_shapes(num_rows: int, num_arguments: int) -> dict[str, tuple[int, .
 
 
 def _laid_out(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Field]:
-    """Arrays one behind the other."""
+    """Arrays one after the other."""
     fields, start = {}, 0
     for name, shape in shapes.items():
         stop = start + math.prod(shape)
@@ -132,13 +132,13 @@ class StepBatch(NamedTuple):
         tokens: Token ids; -1 stands for the latest token of the row's slot (rows and tokens agree there).
         positions: Place of each token in its context.
         lengths: Most tokens its request can have.
-        targets: Prompt token behind each token, where its logprob is asked for; else -1.
+        targets: Prompt token after each token, where its logprob is asked for; else -1.
         attention: What attention reads.
         slots: Slot of each row; out of range for an empty row.
-        sampled_tokens: Query token behind which the row samples.
+        sampled_tokens: Query token after which the row samples.
         counted_slots: Slot of each row whose token is to be counted for its penalties; out of range for the others.
-        pooled_from: Query token from which on the row's hidden states are summed up; behind the row for none. Decode
-            steps have none of these.
+        pooled_from: Query token from which on the row's hidden states are summed up; after the row's end for none.
+            Decode steps have none of these.
         carried_slots: Slot whose sum goes on in the row; out of range where it begins.
         num_target_tokens: Tokens up to the last with a target; 0 for none.
         sampler: What the sampler reads.

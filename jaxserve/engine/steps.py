@@ -31,7 +31,7 @@ class StepOutput(NamedTuple):
     Attributes:
         tokens: The sampled token of each row; ``sampler.NO_TOKEN`` where its logits have NaN.
         logprobs: Its logprobs, where the sampler computes any.
-        prompt_logprobs: Those of the prompt tokens behind each query token; None unless the step scores prompts.
+        prompt_logprobs: Those of the prompt tokens after each query token; None unless the step scores prompts.
         sums: Hidden states summed up over each row's prompt, where it pools them; None in decode shapes.
     """
 
@@ -46,7 +46,7 @@ class PromptTokens(NamedTuple):
 
     Attributes:
         hidden: Hidden state of each query token, before the head's norm.
-        targets: Prompt token behind each, where its logprob is asked for; else -1.
+        targets: Prompt token after each, where its logprob is asked for; else -1.
         num_target_tokens: Tokens up to the last with a target; 0 for none.
     """
 
@@ -170,7 +170,7 @@ def sample_rows(
 
 
 def latest_tokens(latest: Int[Array, " slots"], batch: SamplerBatch, tokens: Int[Array, " R"]) -> Int[Array, " slots"]:
-    """The latest token of each slot behind a step that sampled ``tokens``."""
+    """The latest token of each slot after a step that sampled ``tokens``."""
     return latest.at[batch.sampled_slots].set(jnp.maximum(tokens, 0), mode="drop")
 
 
@@ -188,7 +188,7 @@ def _pooled(
 def score_prompt(
     model: CausalLM, prompt: PromptTokens, settings: SamplerSettings, row_tile: int | None
 ) -> TokenLogprobs:
-    """Logprobs of the prompt tokens behind each query token, a tile of logits at a time."""
+    """Logprobs of the prompt tokens after each query token, a tile of logits at a time."""
     num_tokens = prompt.hidden.shape[0]
     tile = row_tile or min(_LOGPROB_TILE, num_tokens)
     padding = -num_tokens % tile
