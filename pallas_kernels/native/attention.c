@@ -84,10 +84,10 @@ INLINE void add_values(const int rows, const int vectors, Mask last, int is_part
 // Register tiles are compiled for each number of rows, by dtype.
 #define SOME_KEYS(n, at_once) \
   multiply_keys(n, at_once, is_bf16, query, block->keys + g, width, stride, scores + g * LANES, ahead)
-#define KEY_ROWS(n, at_once)                                            \
-  case n:                                                               \
+#define KEY_ROWS(n, at_once)                                                  \
+  case n:                                                                     \
     for (; g + at_once <= block->groups; g += at_once) SOME_KEYS(n, at_once); \
-    for (; g < block->groups; g++) SOME_KEYS(n, 1);                     \
+    for (; g < block->groups; g++) SOME_KEYS(n, 1);                           \
     break;
 INLINE void multiply_all_keys(int rows, int is_bf16, const float *query, const Block *block, int width, int stride,
                               float *scores, Ahead *ahead) {

@@ -6,7 +6,7 @@
 #include "amx.h"
 #include "attention_rows.h"
 
-enum { ROWS = TILE_ROWS, ROW_BLOCKS = 4, DEPTH = TILE_DEPTH, STEPS = BLOCK / DEPTH, SOME_TILES = 4 };
+enum { ROWS = TILE_ROWS, ROW_BLOCKS = 4, DEPTH = TILE_DEPTH, STEPS = BLOCK / DEPTH, TILES_AT_ONCE = 4 };
 
 static int tile_tokens(int group) { return group >= ROW_BLOCKS * ROWS ? 1 : ROW_BLOCKS * ROWS / group; }
 
@@ -45,8 +45,8 @@ static void round_row(const float *from, int count, float scale, char *tiles, in
 INLINE void multiply_keys(const char *rows, int width, const char *const *keys, int groups, float *scores,
                           Ahead *ahead) {
   const int64_t stride = BLOCK;
-  for (int g = 0; g < groups; g += SOME_TILES) {
-    const int some = groups - g < SOME_TILES ? groups - g : SOME_TILES;
+  for (int g = 0; g < groups; g += TILES_AT_ONCE) {
+    const int some = groups - g < TILES_AT_ONCE ? groups - g : TILES_AT_ONCE;
     float *to = scores + g * LANES;
     EACH_TILE(ZERO_TILE)
     for (int k = 0; k < width / DEPTH; k++) {
@@ -61,8 +61,8 @@ INLINE void multiply_keys(const char *rows, int width, const char *const *keys, 
 INLINE void add_values(const char *weights, int steps, const char *const *pairs, int width, float *sums,
                        Ahead *ahead) {
   const int64_t stride = width;
-  for (int column = 0; column < width; column += SOME_TILES * LANES) {
-    const int some = width - column < SOME_TILES * LANES ? (width - column) / LANES : SOME_TILES;
+  for (int column = 0; column < width; column += TILES_AT_ONCE * LANES) {
+    const int some = width - column < TILES_AT_ONCE * LANES ? (width - column) / LANES : TILES_AT_ONCE;
     float *to = sums + column;
     EACH_TILE(LOAD_TILE)
     for (int k = 0; k < steps; k++) {
