@@ -28,6 +28,7 @@ OPERATIONS: dict[str, dict[str, str]] = {
     },
     "truncation": {
         "triton": "pallas_kernels.truncation_triton:TRITON",
+        "native": "pallas_kernels.truncation_native",
         "xla": "pallas_kernels.truncation_xla",
         "pallas-interpret": "pallas_kernels.truncation_triton:INTERPRETED",
     },

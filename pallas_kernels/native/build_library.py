@@ -21,13 +21,17 @@ AMX = (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
 OBJECTS = (
     {
         f"{name}_{isa}": (f"{name}.c", flags)
-        for name in ("argmax", "attention", "linear", "qkv_write")
+        for name in ("argmax", "attention", "linear", "qkv_write", "truncation")
         for isa, flags in (("avx512", AVX512), ("avx2", AVX2))
     }
     | {f"{name}_amx": (f"{name}_amx.c", AMX) for name in ("attention", "linear")}
     | {
         name: (f"{name}.c", ())
-        for name in ("handlers", "threads", *(f"{name}_handler" for name in ("argmax", "attention", "linear", "write")))
+        for name in (
+            "handlers",
+            "threads",
+            *(f"{operation}_handler" for operation in ("argmax", "attention", "linear", "truncation", "write")),
+        )
     }
 )
 # Sums are written as they are to be computed: a compiler of its own mind would change bits.

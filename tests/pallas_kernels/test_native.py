@@ -406,8 +406,8 @@ CHILD = textwrap.dedent("""
     import functools, json, sys
     from pathlib import Path
     import jax
-    from pallas_kernels import linear, linear_native, native_library, paged_attention as op, qkv_write
-    from pallas_kernels import paged_attention_native as native, qkv_write_native
+    from pallas_kernels import linear, linear_native, native_library, paged_attention as op, qkv_write, truncation
+    from pallas_kernels import paged_attention_native as native, qkv_write_native, truncation_native
     wanted, *path = sys.argv[1:]
     if path:
         native_library.PATH = Path(path[0])
@@ -422,7 +422,8 @@ CHILD = textwrap.dedent("""
         prepared = op.prepare(native, case, inputs)
         found = jax.jit(functools.partial(op.run, native, case))(prepared)
         worst[name] = op.compare(case, inputs, found, op.expected(case, inputs)).worst
-    for name, other, module in (("linear", linear, linear_native), ("qkv_write", qkv_write, qkv_write_native)):
+    others = {"linear": (linear, linear_native), "qkv_write": (qkv_write, qkv_write_native)}
+    for name, (other, module) in (others | {"truncation": (truncation, truncation_native)}).items():
         for case_name, case in other.CASES.items():
             inputs = other.make_inputs(case, jax.random.key(1))
             found = other.run(module, case, other.prepare(module, case, inputs))

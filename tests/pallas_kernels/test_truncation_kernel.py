@@ -10,11 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import truncation, truncation_triton, truncation_xla
+from pallas_kernels import native_library, truncation, truncation_native, truncation_triton, truncation_xla
 from pallas_kernels.registry import UnsupportedKernelError, load, select
 from pallas_kernels.truncation import LOWEST, SETTINGS, Inputs
 
-FLOORS = {row: jax.jit(load("truncation", row).floor) for row in ("xla", "pallas-interpret")}
+FLOORS = {
+    row: jax.jit(load("truncation", row).floor)
+    for row in ("xla", "native", "pallas-interpret")
+    if load("truncation", row).unsupported("cpu", "cpu", "float32") is None
+}
 
 
 def inputs_of(scores: Any, settings: list[tuple[int, float, float]]) -> Inputs:
@@ -44,16 +48,17 @@ def mixed_rows(vocab_size: int, spread: float = 2.0) -> Inputs:
     return inputs_of(scores, list(SETTINGS))
 
 
-def test_a_row_knows_nothing_of_its_neighbours() -> None:
+@pytest.mark.parametrize("row", [row for row in FLOORS if row != "xla"])
+def test_a_row_knows_nothing_of_its_neighbours(row: str) -> None:
     """Neither who they are nor how many; bit for bit."""
     inputs = mixed_rows(9001)
-    floor = FLOORS["pallas-interpret"]
+    floor = FLOORS[row]
     whole = np.asarray(floor(*inputs))
     order = np.random.default_rng(0).permutation(len(SETTINGS))
     np.testing.assert_array_equal(np.asarray(floor(*(array[order] for array in inputs))), whole[order])
-    for row in range(len(SETTINGS)):
-        alone = floor(*(array[row : row + 1] for array in inputs))
-        np.testing.assert_array_equal(np.asarray(alone), whole[row : row + 1])
+    for i in range(len(SETTINGS)):
+        alone = floor(*(array[i : i + 1] for array in inputs))
+        np.testing.assert_array_equal(np.asarray(alone), whole[i : i + 1])
 
 
 @pytest.mark.parametrize("row", FLOORS)
@@ -141,9 +146,10 @@ def test_the_kernel_keeps_what_xla_keeps(vocab_size: int) -> None:
 
 
 def test_selection() -> None:
-    """XLA where there is no kernel; the kernel on cards; interpreted only by name."""
+    """A kernel where one can run, else XLA; interpreted only by name."""
     chosen = functools.partial(select, "truncation", dtype="float32")
-    assert chosen(platform="cpu", device_kind="cpu") is truncation_xla
+    on_cpu = truncation_xla if native_library.unavailable() else truncation_native
+    assert chosen(platform="cpu", device_kind="cpu") is on_cpu
     assert chosen(platform="gpu", device_kind="NVIDIA H200") is load("truncation", "triton")
     assert chosen(platform="cpu", device_kind="cpu", name="pallas-interpret").is_interpreted
     with pytest.raises(UnsupportedKernelError, match="triton: needs an NVIDIA GPU"):
