@@ -66,13 +66,13 @@ static float raised(const Row *row, double wanted, int is_share, double *masses,
   while (bin < BINS - 1 && mass + masses[bin] < wanted) mass += masses[bin++];
   int64_t num_candidates = 0;
   for (int64_t i = 0; i < row->count; i += LANES) {
-    const Vec found = bins_at(row, i, &score), lowest = vec_set((float)bin), end = vec_set((float)bin + 1);
-    if (!mask_any(vec_below(vec_max(lowest, found), end)) || !mask_any(vec_below(vec_sub(lowest, vec_set(1)), found))) continue;
+    const Vec found = bins_at(row, i, &score), begin = vec_set((float)bin), end = vec_set((float)bin + 1);
+    if (!mask_any(mask_but(vec_below(found, end), vec_below(found, begin)))) continue;
     vec_store(bins, found);
     vec_store(scores, score);
     vec_store(weights, weights_of(row, score));
     for (int j = 0; j < LANES; j++)
-      if ((int)bins[j] == bin && bins[j] >= 0) candidates[num_candidates++] = (Candidate){scores[j], weights[j]};
+      if ((int)bins[j] == bin) candidates[num_candidates++] = (Candidate){scores[j], weights[j]};
   }
   qsort(candidates, (size_t)num_candidates, sizeof(Candidate), is_higher);
   float found = row->floor;

@@ -31,6 +31,7 @@ static inline Mask vec_lanes(int first, int last) {
 }
 static inline Mask vec_is_nan(Vec v) { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q); }
 static inline Mask mask_or(Mask a, Mask b) { return a | b; }
+static inline Mask mask_but(Mask yes, Mask no) { return yes & (Mask)~no; }
 static inline int mask_any(Mask m) { return m != 0; }
 static inline Mask vec_below(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 static inline Vec vec_pick(Mask m, Vec yes, Vec no) { return _mm512_mask_blend_ps(m, no, yes); }
@@ -123,6 +124,7 @@ static inline Mask vec_lanes(int first, int last) {
 }
 static inline Mask vec_is_nan(Vec v) { return (Mask)_mm256_cmp_ps(v, v, _CMP_UNORD_Q); }
 static inline Mask mask_or(Mask a, Mask b) { return _mm256_or_si256(a, b); }
+static inline Mask mask_but(Mask yes, Mask no) { return _mm256_andnot_si256(no, yes); }
 static inline int mask_any(Mask m) { return _mm256_movemask_ps((Vec)m) != 0; }
 static inline Mask vec_below(Vec a, Vec b) { return (Mask)_mm256_cmp_ps(a, b, _CMP_LT_OQ); }
 static inline Vec vec_pick(Mask m, Vec yes, Vec no) { return _mm256_blendv_ps(no, yes, (Vec)m); }
