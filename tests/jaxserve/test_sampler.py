@@ -16,7 +16,7 @@ from jaxserve.sampling import draw
 from jaxserve.sampling.logprobs import MAX_LOGPROBS, token_logprobs
 from jaxserve.sampling.penalties import SamplerInputs
 from jaxserve.sampling.sampler import NO_TOKEN, VARIANTS, SamplerSettings, sample, select_truncation
-from pallas_kernels import truncation_xla
+from pallas_kernels import native_library, truncation_native, truncation_xla
 from tests.sampler_rows import call_sample, empty_tables, inputs_for, mask_of, take
 from tests.tiny_programs import make_program, tiny_config
 
@@ -272,7 +272,8 @@ def test_a_program_takes_truncation_by_its_devices_or_as_it_is_told() -> None:
     """Tokens are the same, as far as sums agree on where top-p cuts."""
     kernel = select_truncation(jax.devices()[0], "pallas-interpret")
     program = make_program(tiny_config(), truncation=None)
-    assert program.sampler == SamplerSettings(truncation=truncation_xla)
+    on_cpu = truncation_xla if native_library.unavailable() else truncation_native
+    assert program.sampler == SamplerSettings(truncation=on_cpu)
     settings = dataclasses.replace(program, truncation=kernel).sampler
     assert settings.truncation is kernel
     logits, inputs, mask = mixed_rows(5000)
