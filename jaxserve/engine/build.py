@@ -105,7 +105,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         logprobs_mode=config.logprobs_mode,
         processors=load_processors(config.logits_processors or []),
-        truncation=choose_step_truncation(device, config.attention_backend or config.kernels),
+        truncation=choose_step_truncation(device, config.kernels or config.attention_backend),
     )
     if config.tensor_parallel_size > 1 and program.parallel.size == 1:
         raise ConfigError(f"layout {config.layout!r} does not split over {config.tensor_parallel_size} devices")

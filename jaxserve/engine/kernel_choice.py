@@ -45,7 +45,7 @@ def choose_kernels(
 
 
 def choose_step_truncation(device: Device, backend: str | None) -> Truncation:
-    """Choose the implementation of top-k and top-p that goes with an attention backend."""
+    """Choose the implementation of top-k and top-p: the one that ``backend`` names, where they have such a one."""
     name = "pallas-interpret" if backend == "mosaic-interpret" else backend
     choice = choose_truncation(device, name if name in OPERATIONS["truncation"] else None)
     logger.info("Top-k and top-p: %s (%s)", choice.name, choice.why)
