@@ -146,7 +146,7 @@ static void add_values_bf16(int rows, const float *weights, const Block *block, 
 static int tile_tokens(int group) { return group >= ROWS ? 1 : TILE_BLOCKS * (ROWS / group); }
 static void attend(const Attention *a, Piece piece, Piece after, Partial out) {
   const Tile tile = piece.tile;
-  const int group = a->num_heads / a->num_kv_heads, width = a->width, stride = group_tokens(a->page_size) * 4;
+  const int group = a->num_heads / a->num_kv_heads, width = a->width, stride = key_stride(a->page_size);
   const int padded = padded_width(width), rows = tile.count * group;
   const int prefix = context_before(a, tile), end = context_end(a, piece);
   if (!piece.done) clear_partial(out, rows, padded);

@@ -51,20 +51,19 @@ typedef struct {
 static Block locate(const Attention *a, Tile tile, int at, int end) {
   const int count = end - at < BLOCK ? end - at : BLOCK, width = a->width, page_size = a->page_size;
   Block block = {.count = count, .groups = count > 0 ? (count + LANES - 1) / LANES : 0};
-  const int64_t head_bytes = (int64_t)width * page_size * (a->is_bf16 ? 2 : 4);
   const int32_t *pages = a->table + (int64_t)tile.row * a->table_width;
   for (int g = 0; g < block.groups; g++) {
     const int token = at + g * LANES, offset = token % page_size;
-    const int64_t head = ((int64_t)pages[token / page_size] * a->num_kv_heads + tile.head) * head_bytes;
-    block.keys[g] = (const char *)a->keys + head + key_offset(offset, page_size, width, a->is_bf16);
-    block.values[g] = (const char *)a->values + head + value_offset(offset, width, a->is_bf16);
+    const int64_t page = page_offset(pages[token / page_size], tile.head, a->num_kv_heads, page_size, width, a->is_bf16);
+    block.keys[g] = (const char *)a->keys + page + key_offset(offset, page_size, width, a->is_bf16);
+    block.values[g] = (const char *)a->values + page + value_offset(offset, width, a->is_bf16);
   }
   return block;
 }
 
 // The keys and values of the block that comes next, which memory is asked for bit by bit while a block is computed: pages
-// lie anywhere, so that no processor sees them coming, and asking for many lines at once would wait for them. It sees a
-// sequence after some of its lines, and goes on to the end of 4096 bytes.
+// lie anywhere, so that no processor sees them coming, and asking for many lines at once would wait for them. After the
+// first lines of a sequence the processor fetches the rest by itself, to the end of 4096 bytes.
 typedef struct {
   const char *groups[2 * GROUPS];
   int num_groups, group_bytes, group, at;

@@ -17,6 +17,7 @@ INLINE void store_up_to(int count, float *p, Vec v) {
   if (count >= LANES) vec_store(p, v);
   else vec_store_some(vec_lanes(0, count), p, v);
 }
+
 INLINE Vec load_normed(int count, const float *from, const float *weight, float factor) {
   const Vec x = load_up_to(count, from);
   return weight ? vec_mul(vec_mul(x, vec_set(factor)), load_up_to(count, weight)) : x;
@@ -38,9 +39,9 @@ static void prepare_head(const QkvWrite *w, int64_t token, const float *from, co
     store_up_to(width - h, to + h, load_normed(width - h, from + h, weight ? weight + h : 0, factor));
 }
 
-// Bytes from the beginning of a pool to the page of a token and a head.
-static int64_t page_offset(const QkvWrite *w, int64_t token, int head) {
-  return ((int64_t)w->pages[token] * w->num_kv_heads + head) * w->width * w->page_size * (w->is_bf16 ? 2 : 4);
+// Bytes from the beginning of a pool to what the page of a token has of a head.
+static int64_t page_of(const QkvWrite *w, int64_t token, int head) {
+  return page_offset(w->pages[token], head, w->num_kv_heads, w->page_size, w->width, w->is_bf16);
 }
 
 // A value that is not finite moves to its key as NaN and leaves zero: the next owner of its place is safe, since masked
@@ -48,7 +49,7 @@ static int64_t page_offset(const QkvWrite *w, int64_t token, int head) {
 static void write_value(const QkvWrite *w, int64_t token, int head, float *key) {
   const int width = w->width, is_bf16 = w->is_bf16;
   const float *from = w->value + token * w->stride + (int64_t)head * width;
-  char *to = (char *)w->values + page_offset(w, token, head) + value_offset(w->offsets[token], width, is_bf16);
+  char *to = (char *)w->values + page_of(w, token, head) + value_offset(w->offsets[token], width, is_bf16);
   for (int h = 0; h < width; h += LANES) {
     const int count = width - h;
     Vec value = load_up_to(count, from + h), stored_key = load_up_to(count, key + h);
@@ -107,7 +108,7 @@ static int count_together(const QkvWrite *w, int64_t first, int64_t last) {
 }
 
 static void write_tokens(const QkvWrite *w, int64_t first, int64_t last) {
-  const int width = w->width, stride = group_tokens(w->page_size) * 4;
+  const int width = w->width, stride = key_stride(w->page_size);
   float keys[LANES * MOST_WIDTH];  // [token][width]
   for (int count; first < last; first += count) {
     count = count_together(w, first, last);
@@ -120,7 +121,7 @@ static void write_tokens(const QkvWrite *w, int64_t first, int64_t last) {
         prepare_head(w, first + i, w->key + (first + i) * w->stride + (int64_t)k * width, w->key_weight, keys + i * width);
         write_value(w, first + i, k, keys + i * width);
       }
-      char *to = (char *)w->keys + page_offset(w, first, k) + key_offset(w->offsets[first], w->page_size, width, w->is_bf16);
+      char *to = (char *)w->keys + page_of(w, first, k) + key_offset(w->offsets[first], w->page_size, width, w->is_bf16);
       (w->is_bf16 ? write_keys_bf16 : write_keys_f32)(keys, count, width, stride, to);
     }
   }

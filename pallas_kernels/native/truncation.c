@@ -9,18 +9,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "argmax.h"
 #include "vectors.h"
 
 static const float BINS_PER_UNIT = 64;
-
-static float largest_of(const float *scores, int64_t count) {
-  Vec largest = vec_set(-__builtin_inff());
-  for (int64_t i = 0; i < count; i += LANES) {
-    const Mask some = vec_lanes(0, count - i < LANES ? (int)(count - i) : LANES);
-    largest = vec_max(vec_pick(some, vec_load_some(some, scores + i), vec_set(-__builtin_inff())), largest);
-  }
-  return vec_highest(largest);
-}
 
 typedef struct {
   const float *scores;
@@ -47,8 +39,9 @@ static int is_higher(const void *a, const void *b) {
   return (first < second) - (first > second);
 }
 
-// The score at which the mass from the largest down reaches `wanted`, or that share of it; at least the floor.
-static float raised(const Row *row, double wanted, int is_share, double *masses, Candidate *candidates) {
+// The score at which tokens, or weights, from the largest down reach `wanted`: a number of tokens, or a share of all weight.
+// It is at least the floor.
+static float raised(const Row *row, double wanted, double *masses, Candidate *candidates) {
   float bins[LANES], weights[LANES], scores[LANES];
   Vec score;
   memset(masses, 0, BINS * sizeof(double));
@@ -60,7 +53,7 @@ static float raised(const Row *row, double wanted, int is_share, double *masses,
   }
   double total = 0, mass = 0;
   for (int b = 0; b < BINS; b++) total += masses[b];
-  if (is_share) wanted *= total;
+  if (row->is_weighted) wanted *= total;
   if (!(wanted < total)) return row->floor;
   int bin = 0;
   while (bin < BINS - 1 && mass + masses[bin] < wanted) mass += masses[bin++];
@@ -84,21 +77,24 @@ static float raised(const Row *row, double wanted, int is_share, double *masses,
   return found > row->floor ? found : row->floor;
 }
 
-static float find_floor(const float *scores, int64_t count, Cuts cuts, double *masses, Candidate *candidates) {
+static float find_floor(const float *scores, int64_t count, Cuts cuts, double *masses, Candidate *candidates,
+                        FindLargest find_largest) {
   Row row = {.scores = scores, .count = count, .floor = -FLT_MAX};
   if (cuts.top_k <= 0 && !(cuts.top_p < 1) && !(cuts.min_p > 0)) return row.floor;
-  row.best = largest_of(scores, count);
+  row.best = find_largest(scores, count).largest;
   if (cuts.min_p > 0) row.floor = row.best + logf(cuts.min_p > 1e-30f ? cuts.min_p : 1e-30f);
-  if (cuts.top_k > 0) row.floor = raised(&row, cuts.top_k, 0, masses, candidates);
+  if (cuts.top_k > 0) row.floor = raised(&row, cuts.top_k, masses, candidates);
   row.is_weighted = 1;
-  if (cuts.top_p < 1) row.floor = raised(&row, cuts.top_p, 1, masses, candidates);
+  if (cuts.top_p < 1) row.floor = raised(&row, cuts.top_p, masses, candidates);
   return row.floor;
 }
 
 #ifdef __AVX512F__
 float avx512_floor(const float *scores, int64_t count, Cuts cuts, double *masses, Candidate *candidates) {
+  return find_floor(scores, count, cuts, masses, candidates, avx512_largest);
+}
 #else
 float avx2_floor(const float *scores, int64_t count, Cuts cuts, double *masses, Candidate *candidates) {
-#endif
-  return find_floor(scores, count, cuts, masses, candidates);
+  return find_floor(scores, count, cuts, masses, candidates, avx2_largest);
 }
+#endif

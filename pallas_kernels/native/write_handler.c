@@ -25,6 +25,12 @@ static void run_write(WriteJob *job) {
   else run_job(write_job, job);
 }
 
+// Whether results from `result` on are the memory of arguments from `argument` on: both pools.
+static int are_in_place(FfiFrame *frame, int argument, int result) {
+  return ffi_argument(frame, argument)->data == ffi_result(frame, result)->data &&
+         ffi_argument(frame, argument + 1)->data == ffi_result(frame, result + 1)->data;
+}
+
 // Whether both pools and the places of tokens are as they must be.
 static int are_places(const FfiBuffer *keys, const FfiBuffer *values, const FfiBuffer *pages, const FfiBuffer *offsets,
                       int64_t num_tokens, int64_t heads, int64_t width, int64_t page_size) {
@@ -37,7 +43,7 @@ static int are_places(const FfiBuffer *keys, const FfiBuffer *values, const FfiB
 EXPORT FfiError *jaxserve_write_kv(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
   FfiBuffer *key = ffi_argument(frame, 0), *keys = ffi_argument(frame, 2), *values = ffi_argument(frame, 3);
-  if (keys->data != ffi_result(frame, 0)->data || values->data != ffi_result(frame, 1)->data)
+  if (!are_in_place(frame, 2, 0))
     return ffi_error(frame, "jaxserve_write_kv: the pools are not updated in place");
   FfiBuffer *value = ffi_argument(frame, 1), *pages = ffi_argument(frame, 4), *offsets = ffi_argument(frame, 5);
   if (frame->arguments.size != 6 || key->dtype != FFI_F32 || value->dtype != FFI_F32 || key->rank != 3 ||
@@ -89,7 +95,7 @@ static int are_qkv_operands(FfiFrame *frame) {
 EXPORT FfiError *jaxserve_qkv_write(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
   FfiBuffer *keys = ffi_argument(frame, 1), *values = ffi_argument(frame, 2), *out = ffi_result(frame, 0);
-  if (keys->data != ffi_result(frame, 1)->data || values->data != ffi_result(frame, 2)->data)
+  if (!are_in_place(frame, 1, 1))
     return ffi_error(frame, "jaxserve_qkv_write: the pools are not updated in place");
   if (!are_qkv_operands(frame)) return ffi_error(frame, "jaxserve_qkv_write: shapes or dtypes do not go together");
   const float *qkv = ffi_argument(frame, 0)->data;
@@ -152,9 +158,8 @@ EXPORT FfiError *jaxserve_copy_pages(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
   FfiBuffer *pools[] = {ffi_argument(frame, 0), ffi_argument(frame, 1)};
   FfiBuffer *sources = ffi_argument(frame, 2), *targets = ffi_argument(frame, 3);
+  if (!are_in_place(frame, 0, 0)) return ffi_error(frame, "jaxserve_copy_pages: the pools are not updated in place");
   for (int i = 0; i < 2; i++) {
-    if (pools[i]->data != ffi_result(frame, i)->data)
-      return ffi_error(frame, "jaxserve_copy_pages: the pools are not updated in place");
     if ((pools[i]->dtype != FFI_F32 && pools[i]->dtype != FFI_BF16) || pools[i]->rank < 1 || pools[i]->dims[0] == 0)
       return ffi_error(frame, "jaxserve_copy_pages: shapes or dtypes do not go together");
   }

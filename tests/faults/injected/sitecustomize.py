@@ -105,9 +105,8 @@ def _pass_gate(folder: Path) -> None:
     while gate.exists():
         with contextlib.suppress(FileNotFoundError):  # it is opened at this moment
             for ticket in gate.glob("*"):
-                waiting.unlink(
-                    missing_ok=True
-                )  # before the ticket: who gave it sees it go, and waits for the next step
+                # Before the ticket: who gave it sees it go, and waits for the next step.
+                waiting.unlink(missing_ok=True)
                 ticket.unlink(missing_ok=True)
                 return
         waiting.touch()
