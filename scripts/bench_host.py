@@ -24,10 +24,10 @@ from jaxserve.engine.masks import TokenMasks
 from jaxserve.engine.metrics import CompileCounter
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.plan import StepPlan
+from jaxserve.engine.plan import SchedulerLimits, StepPlan
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.runner import PendingStep, StepResult, StepRunner
-from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.tokenizer import load_tokenizer
 from jaxserve.request import parse_prompts
 from jaxserve.sampling.sampler import VARIANTS

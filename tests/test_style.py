@@ -116,6 +116,36 @@ def test_no_global_statements() -> None:
     assert_none([place(p, n.lineno) for p, n in nodes(*PACKAGES, "scripts", "tests") if isinstance(n, ast.Global)])
 
 
+def test_only_the_scheduler_changes_sequences() -> None:
+    """The scheduler and the part of it that moves pages; ``Sequence`` has the one method that they share."""
+    owners = {"scheduler.py", "context_pages.py", "sequence.py"}
+    fields = {
+        node.target.id
+        for node in ast.walk(syntax_tree(REPOSITORY / "jaxserve/engine/sequence.py"))
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    assert {"token_ids", "finish_reason"} <= fields
+    assert_none(
+        [
+            place(path, target.lineno)
+            for path, node in nodes("jaxserve")
+            if path.name not in owners
+            for target in changed_attributes(node)
+            if target.attr in fields and re.search(r"(^|[._])(sequence|follower)$", ast.unparse(target.value))
+        ]
+    )
+
+
+def changed_attributes(node: ast.AST) -> list[ast.Attribute]:
+    """Attributes that a statement assigns."""
+    found: list[ast.expr] = []
+    if isinstance(node, ast.Assign):
+        found = [one for target in node.targets for one in getattr(target, "elts", [target])]
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        found = [node.target]
+    return [target for target in found if isinstance(target, ast.Attribute)]
+
+
 def test_no_hasattr() -> None:
     calls = ((path, node) for path, node in nodes(*PACKAGES, "scripts", "tests") if isinstance(node, ast.Call))
     assert_none([place(path, node.lineno) for path, node in calls if called_name(node.func) == "hasattr"])

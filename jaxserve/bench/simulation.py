@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from jaxserve.bench.traces import MAX_PIECE_ID, Trace, symbolic_prompt
 from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.plan import StepPlan
+from jaxserve.engine.plan import SchedulerLimits, StepPlan
 from jaxserve.engine.plan_draft import Completion
-from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 
 

@@ -1,15 +1,18 @@
 """The one place where a request is checked against the model, and made into sequences."""
 
+import concurrent.futures
 import time
+from typing import NamedTuple
 
 from jaxserve.engine.constraint import Constraint
 from jaxserve.engine.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids
 from jaxserve.engine.detokenizer import Detokenizer
+from jaxserve.engine.grammar_constraint import CompiledLater, Grammar
 from jaxserve.engine.grammars import GrammarCompiler
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.pooling import pooling_state
 from jaxserve.engine.prompt_fit import fitted, truncated
-from jaxserve.engine.reasoning import find_reasoning
+from jaxserve.engine.reasoning import AfterReasoning, Reasoning, find_reasoning
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.engine.sampling_numbers import make_sampling, stream_seed
 from jaxserve.engine.sequence import Sequence
@@ -77,38 +80,29 @@ class Admission:
                 reasoning = find_reasoning(limits.reasoning, self.tokenizer, token_ids, prompt.is_chat)
         root = limits.cache_root(prompt.cache_salt, request_id, len(token_ids) + (params.max_tokens or 0))
         seed = default_seed if params.seed is None else params.seed
-        samples = self._samples(request_id, token_ids, params, seed, root)
-        for sample in samples:
-            sample.sequence.priority = priority
+        facts = _SampleFacts(request_id, token_ids, params, seed, priority, root, grammar, reasoning)
         return RequestState(
             request_id=request_id,
             prompt=prompt.prompt,
             prompt_token_ids=token_ids,
             params=params,
-            samples=samples,
+            samples=self._samples(facts),
             replica=0,
             arrival_s=arrival_s,
             queued_s=time.monotonic(),
             prompt_logprobs=_no_prompt_logprobs(params, len(token_ids)),
             grammar=grammar,
-            reasoning=reasoning,
         )
 
-    def _samples(
-        self, request_id: str, token_ids: list[int], params: SamplingParams, seed: int, root: bytes
-    ) -> list[Sample]:
-        """The samples of a request; the first leads the others, which share its prompt's pages."""
+    def _samples(self, facts: "_SampleFacts") -> list[Sample]:
+        """Make the samples of a request; the first leads the others, which share the pages of its prompt."""
+        prompt, params = facts.prompt, facts.params
         bad_words = bad_word_ids(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else []
-        samples: list[Sample] = []
-        for index in range(params.n):
-            sequence = self._sequence(f"{request_id}-{index}", token_ids, params, stream_seed(seed, index), bad_words)
-            sequence.cache_root = root
-            follows_own_prompt = index > 0 and params.skip_reading_prefix_cache is None
-            sequence.reads_cache = params.reads_prefix_cache or follows_own_prompt
-            sequence.wants_prompt_logprobs = params.prompt_logprobs is not None and index == 0
-            samples.append(Sample(index, sequence, self._detokenizer(token_ids, params), _no_logprobs(params)))
-        samples[0].sequence.followers = [sample.sequence for sample in samples[1:]]
-        return samples
+        followers = [self._sequence(facts, index, bad_words, []) for index in range(1, params.n)]
+        return [
+            Sample(index, sequence, self._detokenizer(prompt, params), _no_logprobs(params))
+            for index, sequence in enumerate([self._sequence(facts, 0, bad_words, followers), *followers])
+        ]
 
     def _token_ids(self, prompt: PromptInput) -> list[int]:
         if prompt.prompt_token_ids is not None:
@@ -146,13 +140,14 @@ class Admission:
                 raise RequestError(f"extra_args[{name!r}] must be a number, got {value!r}", parameter="extra_args")
 
     def _sequence(
-        self, name: str, prompt: list[int], params: SamplingParams, seed: int, bad_words: list[tuple[int, ...]]
+        self, facts: "_SampleFacts", index: int, bad_words: list[tuple[int, ...]], followers: list[Sequence]
     ) -> Sequence:
+        prompt, params = facts.prompt, facts.params
         stop_ids: dict[int, int | None] = {} if params.ignore_eos else dict.fromkeys(self.limits.eos_token_ids)
         stop_ids |= {token: token for token in params.stop_token_ids or ()}
         sampling = make_sampling(
             params,
-            seed=seed,
+            seed=stream_seed(facts.seed, index),
             vocab_size=self.limits.vocab_size,
             arguments=self.limits.arguments,
             banned_ids=[token for token in stop_ids if token < self.limits.vocab_size],
@@ -160,21 +155,36 @@ class Admission:
             bad_ids=[word[0] for word in bad_words if len(word) == 1],
         )
         return Sequence(
-            sequence_id=name,
+            sequence_id=f"{facts.request_id}-{index}",
             token_ids=list(prompt),
             num_prompt_tokens=len(prompt),
             max_length=len(prompt) + (params.max_tokens or 0),
             sampling=sampling,
             stop_ids=stop_ids,
             min_length=len(prompt) + params.min_tokens,
-            constraint=self._constraint(prompt, params, bad_words),
+            wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
+            priority=facts.priority,
+            cache_root=facts.cache_root,
+            reads_cache=params.reads_prefix_cache or (index > 0 and params.skip_reading_prefix_cache is None),
+            constraint=self._constraint(facts, bad_words),
             repetition=params.repetition_detection,
+            followers=followers,
         )
 
-    def _constraint(
+    def _constraint(self, facts: "_SampleFacts", bad_words: list[tuple[int, ...]]) -> Constraint | None:
+        """Make the constraint of one sample; where no token satisfies all of its parts, the grammar comes first."""
+        own = self._own_constraint(facts.prompt, facts.params, bad_words)
+        if facts.grammar is None:
+            return own
+        rule: Constraint = CompiledLater(facts.grammar)
+        if facts.reasoning is not None:
+            rule = AfterReasoning(rule, facts.reasoning)
+        return rule if own is None else AllOf([rule, own])
+
+    def _own_constraint(
         self, prompt: list[int], params: SamplingParams, bad_words: list[tuple[int, ...]]
     ) -> Constraint | None:
-        """What the tokens before decide of the next, but for the grammar, which comes when it is compiled."""
+        """Make the constraint of the thinking budget and of bad words of several tokens."""
         found: list[Constraint] = []
         marks, budget = self.limits.reasoning, params.thinking_token_budget
         if marks is not None and budget is not None:
@@ -195,6 +205,19 @@ class Admission:
             min_tokens=params.min_tokens,
             prompt_token_ids=prompt,
         )
+
+
+class _SampleFacts(NamedTuple):
+    """What the samples of a request have in common; ``seed`` is the request's own."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    priority: int
+    cache_root: bytes
+    grammar: concurrent.futures.Future[Grammar] | None
+    reasoning: Reasoning | None
 
 
 def _no_logprobs(params: SamplingParams) -> SampleLogprobs | None:

@@ -14,7 +14,7 @@ from jaxserve.engine.sequence import Sequence
 
 
 class ContextPages:
-    """Moves pages between an allocator, its cache and sequences.
+    """The scheduler's part that moves pages between an allocator, its cache and sequences, and notes them there.
 
     Attributes:
         num_queried_tokens: Prompt tokens looked for in the cache, once a sequence.

@@ -8,14 +8,21 @@ from jaxserve.structured_params import RepetitionDetectionParams
 
 
 class Ending(NamedTuple):
-    """Why a sequence ends, and the stop token or other cause that is told to the user."""
+    """Why a sequence finishes.
+
+    Attributes:
+        reason: The finish reason.
+        stop_reason: The stop token or other cause that is reported to the user.
+        error: For the reason "error", the message of the constraint that failed.
+    """
 
     reason: FinishReason
     stop_reason: int | str | None = None
+    error: str | None = None
 
 
 def find_ending(sequence: Sequence, token: int) -> Ending | None:
-    """How a sequence ends with its newest token, or None; its constraint takes the token if no stop token ends it.
+    """Return how a sequence finishes with its newest token, or None; its constraint accepts the token unless it stops.
 
     Args:
         sequence: Its ``token_ids`` end in ``token``.
@@ -23,16 +30,15 @@ def find_ending(sequence: Sequence, token: int) -> Ending | None:
     """
     length = len(sequence.token_ids)
     if sequence.error is not None:
-        return Ending("error")
+        return Ending("error", error=sequence.error)
     if token in sequence.stop_ids and length >= sequence.min_length:
         return Ending("stop", sequence.stop_ids[token])
     if sequence.constraint is not None:
         try:
             if sequence.constraint.accept(token):
                 return Ending("stop")
-        except Exception as error:  # whatever a rule does wrong, it is one sequence's own
-            sequence.error = str(error)
-            return Ending("error")
+        except Exception as error:  # a constraint that fails ends its own sequence only
+            return Ending("error", error=str(error))
     if length >= sequence.max_length:
         return Ending("length")
     repetition = sequence.repetition

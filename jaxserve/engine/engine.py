@@ -8,14 +8,10 @@ import time
 import numpy as np
 
 from jaxserve.engine.admission import Admission
-from jaxserve.engine.constraint import Constraint
-from jaxserve.engine.constraints import AllOf
 from jaxserve.engine.delivery import deliver
-from jaxserve.engine.grammar_constraint import Grammar
 from jaxserve.engine.metrics import CompileCounter, EngineMetrics
 from jaxserve.engine.plan_draft import Completion
 from jaxserve.engine.pooling import pooled_vector
-from jaxserve.engine.reasoning import AfterReasoning
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.engine.runner import StepResult
@@ -96,7 +92,7 @@ class Engine:
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", parameter="request_id")
         if request.grammar is not None:
-            _constrain(request, request.grammar.result())
+            request.grammar.result()
         schedulers = [replica.scheduler for replica in self.replicas]
         request.replica = min(range(len(schedulers)), key=lambda i: schedulers[i].num_unfinished)
         self._requests[request.request_id] = request
@@ -169,9 +165,7 @@ class Engine:
         delivery = deliver(completion.sampled, self._owners, result.logprobs, self.tokenizer, now)
         self._metrics.delivered(delivery, now, pooled)
         for request, sample, stop_string in delivery.stopped:
-            sequence = sample.sequence
-            self.replicas[request.replica].scheduler.finish(sequence, "stop", stop_string)
-            sequence.finish_reason, sequence.stop_reason = "stop", stop_string
+            self.replicas[request.replica].scheduler.finish(sample.sequence, "stop", stop_string, replaces=True)
         for request, error in delivery.failures:
             logger.error("request %s failed", request.request_id, exc_info=error)
             self._fail(request, unforeseen(error))
@@ -219,8 +213,7 @@ class Engine:
         """Ends a request that cannot go on, with the reason; nothing of it stays in the prefix cache."""
         request.error = error
         for sample in request.samples:
-            self.replicas[request.replica].scheduler.finish(sample.sequence, "error")
-            sample.sequence.finish_reason = "error"
+            self.replicas[request.replica].scheduler.finish(sample.sequence, "error", replaces=True)
         self._close(request)
 
     def _close(self, request: RequestState) -> None:
@@ -230,14 +223,3 @@ class Engine:
         for sample in request.samples:
             del self._owners[sample.sequence.sequence_id]
         self._metrics.finished(request)
-
-
-def _constrain(request: RequestState, grammar: Grammar) -> None:
-    """Lets a request's samples keep to a grammar; where no token keeps to everything asked for, it comes first."""
-    reasoning = request.reasoning
-    for sample in request.samples:
-        own = sample.sequence.constraint
-        rule: Constraint = grammar.constraint()
-        if reasoning is not None:
-            rule = AfterReasoning(rule, reasoning)
-        sample.sequence.constraint = rule if own is None else AllOf([rule, own])

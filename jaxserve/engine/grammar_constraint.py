@@ -1,4 +1,6 @@
-"""One text's place in a compiled grammar, followed token by token."""
+"""The position of one completion in a compiled grammar, advanced token by token."""
+
+import concurrent.futures
 
 import numpy as np
 from llguidance import LLMatcher
@@ -78,6 +80,34 @@ class Grammar:
         """A new text's constraint, at its start."""
         private_id = None if self._end_ids else self._vocab_size
         return GrammarConstraint(self._matcher.deep_copy(), self._end_ids, (self._vocab_size + 31) // 32, private_id)
+
+
+class CompiledLater:
+    """A `Constraint`: the start of a grammar that is still being compiled. Used only once the grammar is there.
+
+    Args:
+        grammar: What ``GrammarCompiler.submit`` returned.
+    """
+
+    __slots__ = ("_constraint", "_grammar")
+
+    def __init__(self, grammar: concurrent.futures.Future[Grammar]) -> None:
+        self._grammar = grammar
+        self._constraint: GrammarConstraint | None = None
+
+    def mask(self) -> bytes:
+        """Return the mask of the compiled grammar; see ``GrammarConstraint.mask``."""
+        return self._compiled().mask()
+
+    def accept(self, token: int) -> bool:
+        """Accept the next token; see ``GrammarConstraint.accept``."""
+        return self._compiled().accept(token)
+
+    def _compiled(self) -> GrammarConstraint:
+        if self._constraint is None:
+            assert self._grammar.done(), "Engine.enqueue waits for the grammar"
+            self._constraint = self._grammar.result().constraint()
+        return self._constraint
 
 
 def _error(matcher: LLMatcher) -> str:

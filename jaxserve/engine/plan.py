@@ -53,6 +53,20 @@ class Sampling(NamedTuple):
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
+class SchedulerLimits(NamedTuple):
+    """The largest step that the scheduler may plan.
+
+    Attributes:
+        max_num_seqs: Most rows.
+        max_num_batched_tokens: Most query tokens, at least one for each row.
+        long_prefill_token_threshold: Most query tokens of one prompt, so that other prompts run beside it; 0: no limit.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    long_prefill_token_threshold: int = 0
+
+
 class SlotSetup(NamedTuple):
     """A request moves into a slot.
 

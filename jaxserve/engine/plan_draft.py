@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from jaxserve.engine.constraint import Constraint
 from jaxserve.engine.plan import ChunkPooling, PageCopy, PageGrant, PrefillRow, SlotMask, SlotSetup, StepPlan
 from jaxserve.engine.sequence import Sequence
 
@@ -83,17 +84,15 @@ class PlanDraft:
         """A sequence has new pages from index ``first`` on."""
         self._grants.append(PageGrant(sequence.slot, first, sequence.pages[first:]))
 
-    def add_mask(self, sequence: Sequence) -> None:
-        """What a sequence that samples is constrained to, if it is; where its rule fails, it ends with the step."""
-        if sequence.constraint is None:
-            return
+    def add_mask(self, slot: int, constraint: Constraint) -> str | None:
+        """Add the tokens that a constraint allows the slot to sample; return the message of a constraint that fails."""
         try:
-            words = sequence.constraint.mask()
-        except Exception as error:  # whatever a rule does wrong, it is one sequence's own
-            sequence.error = str(error)
-            return
+            words = constraint.mask()
+        except Exception as error:  # a constraint that fails ends its own sequence only
+            return str(error)
         if words is not None:
-            self._masks.append(SlotMask(sequence.slot, words))
+            self._masks.append(SlotMask(slot, words))
+        return None
 
     def add_chunk(self, sequence: Sequence, end: int) -> bool:
         """A sequence's known tokens up to position ``end``; returns whether it samples behind them."""
@@ -107,7 +106,6 @@ class PlanDraft:
         self._prefill.append(PrefillRow(sequence.slot, start, sequence.token_ids[start:end], samples, targets, pooling))
         self._prefilled.append(sequence)
         if samples:
-            self.add_mask(sequence)
             self.sampled.append(sequence)
         return samples
 

@@ -7,7 +7,6 @@ from typing import Any
 from jaxserve.engine.detokenizer import Detokenizer
 from jaxserve.engine.logprob_entries import logprob_entry, sample_entry
 from jaxserve.engine.plan import PrefillRow
-from jaxserve.engine.reasoning import Reasoning
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.logprobs import FlatLogprobs, Logprob, PromptLogprobs, SampleLogprobs
@@ -110,9 +109,9 @@ class Sample:
 class RequestState:
     """A request from submission to its last token. Times are in seconds of ``time.monotonic()``.
 
-    ``grammar`` is what its structured output compiles to, ``reasoning`` what may come before it; ``error`` says why it
-    failed (its samples' finish reason is then ``error``). A request with ``pooling`` has no text: it ends with its
-    ``embedding``, and its ``params`` say nothing.
+    ``grammar`` is the compiled structured output. ``error`` says why the request failed; its samples then have the
+    finish reason "error". A request with ``pooling`` generates no text: it ends with its ``embedding``, and its
+    ``params`` mean nothing.
     """
 
     request_id: str
@@ -128,7 +127,6 @@ class RequestState:
     first_token_s: float | None = None
     finished_s: float | None = None
     grammar: concurrent.futures.Future[Any] | None = None
-    reasoning: Reasoning | None = None
     error: str | None = None
     pooling: PoolingParams | None = None
     embedding: list[float] | None = None

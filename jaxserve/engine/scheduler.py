@@ -11,32 +11,16 @@ pending; its next input is then the slot's latest token, which is on the device 
 """
 
 import bisect
-import dataclasses
 from collections import deque
 from collections.abc import Iterable
 
 from jaxserve.engine.context_pages import ContextPages
 from jaxserve.engine.endings import find_ending
 from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.plan import StepPlan
+from jaxserve.engine.plan import SchedulerLimits, StepPlan
 from jaxserve.engine.plan_draft import Completion, Flight, PlanDraft
 from jaxserve.engine.sequence import Sequence
 from jaxserve.outputs import FinishReason
-
-
-@dataclasses.dataclass(frozen=True)
-class SchedulerLimits:
-    """What a step may hold.
-
-    Attributes:
-        max_num_seqs: Most sequences.
-        max_num_batched_tokens: Most query tokens, at least one for each sequence.
-        long_prefill_token_threshold: Most query tokens of one prompt, so that others get through beside it; 0: all.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    long_prefill_token_threshold: int = 0
 
 
 class Scheduler:
@@ -120,17 +104,22 @@ class Scheduler:
                     self._check(sequence, token)
         return completion
 
-    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a sequence, wherever it is, and frees what it holds; ending it twice is without effect.
+    def finish(
+        self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None, *, replaces: bool = False
+    ) -> None:
+        """Finish a sequence, waiting or running, and free what it holds.
 
-        What it computed stays in the prefix cache, but for the reason "error" (then also if it ended before).
+        A sequence that has finished keeps its first reason unless this one ``replaces`` it: its last token may have
+        reached ``max_length`` and completed a stop string. What it computed stays in the prefix cache, except for the
+        reason "error" (then also if it finished before).
         """
         if reason == "error":
             self.pages.forget(sequence)
-        if sequence.finish_reason is not None:
+        is_first = sequence.finish_reason is None
+        if is_first or replaces:
+            sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        if not is_first:
             return
-        sequence.finish_reason = reason
-        sequence.stop_reason = stop_reason
         if sequence.slot >= 0:
             self.running.remove(sequence)
             self._release(sequence)
@@ -150,7 +139,8 @@ class Scheduler:
         """Looks at a new token of consequence: the first, one that may end the sequence, one behind a full page."""
         ending = find_ending(sequence, token)
         if ending is not None:
-            self.finish(sequence, *ending)
+            sequence.error = ending.error
+            self.finish(sequence, ending.reason, ending.stop_reason)
             return
         self._enqueue(sequence.release_followers())
         if sequence.slot >= 0:
@@ -184,12 +174,13 @@ class Scheduler:
             if not sequence.num_pending:  # else its vector is in flight
                 draft.half_prompts.append(sequence)
             return False
-        is_constrained = sequence.constraint is not None
-        if sequence.num_computed + 1 >= sequence.max_length or (is_constrained and sequence.num_pending):
+        constraint = sequence.constraint
+        if sequence.num_computed + 1 >= sequence.max_length or (constraint is not None and sequence.num_pending):
             return False
         if sequence.num_computed >= sequence.decodes_until and not self._grow(sequence, draft):
             return False
-        draft.add_mask(sequence)
+        if constraint is not None:
+            sequence.error = draft.add_mask(sequence.slot, constraint)
         return True
 
     def _grow(self, sequence: Sequence, draft: PlanDraft) -> bool:
@@ -210,6 +201,8 @@ class Scheduler:
         self.pages.register(sequence, end, with_last=samples)
         if samples:
             self.pages.note_room(sequence)
+            if sequence.constraint is not None:
+                sequence.error = draft.add_mask(sequence.slot, sequence.constraint)
         if end == len(sequence.token_ids):
             sequence.num_pending += 1
         return end - start

@@ -1,4 +1,8 @@
-"""One running text: a prompt, what came of it so far, and where it stands. Owned and changed by the scheduler alone."""
+"""One sequence: a prompt, its output so far, and its state in the scheduler.
+
+Admission makes it complete; from then on the scheduler alone changes it, the part that concerns pages through
+``ContextPages``. ``tests/test_style.py`` looks for other modules that do.
+"""
 
 import dataclasses
 

@@ -27,9 +27,10 @@ from jaxserve.engine.model_defaults import (
 )
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.page_allocator import PageAllocator
+from jaxserve.engine.plan import SchedulerLimits
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.runner import StepRunner
-from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import RequestError
 from jaxserve.models.loading import check_weights

@@ -6,7 +6,8 @@ import pytest
 
 from jaxserve.engine.endings import Ending, ends_in_repetition, find_ending
 from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
+from jaxserve.engine.plan import SchedulerLimits
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 from jaxserve.structured_params import RepetitionDetectionParams
 

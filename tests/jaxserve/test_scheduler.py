@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.plan import PageCopy, Sampling, StepPlan
-from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
+from jaxserve.engine.plan import PageCopy, Sampling, SchedulerLimits, StepPlan
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 from jaxserve.outputs import FinishReason
 from jaxserve.structured_params import RepetitionDetectionParams
