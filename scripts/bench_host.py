@@ -59,7 +59,7 @@ class Clock:
 class Answer:
     """A step's results, there at once."""
 
-    def __init__(self, tokens: list[int]):
+    def __init__(self, tokens: list[list[int]]):
         self._tokens = tokens
 
     def wait(self) -> StepResult:
@@ -86,7 +86,7 @@ class HostRunner:
         variant = builder.variant(plan, bool(masked))
         shape = self._buckets.shape_for(plan.num_tokens, not plan.prefill)
         builder.build(plan, shape, VARIANTS.index(variant))
-        return cast(PendingStep, cast(object, Answer(self._tokens[: plan.num_rows])))
+        return cast(PendingStep, cast(object, Answer([[token] for token in self._tokens[: plan.num_rows]])))
 
     def release(self) -> None:
         """Nothing to give back."""

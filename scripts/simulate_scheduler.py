@@ -158,7 +158,7 @@ def host_cost(num_rows: int, settings: Settings, repetitions: int = 150) -> dict
     for index in range(num_rows):
         prompt = [index] * (2 * settings.page_size + index % settings.page_size)
         scheduler.add(Sequence(str(index), prompt, len(prompt), total, cache_root=index.to_bytes(8, "little")))
-    tokens = list(range(num_rows))
+    tokens = [[index] for index in range(num_rows)]
     flights: collections.deque[StepPlan] = collections.deque()
     times: list[float] = []
     while len(times) < repetitions * num_steps:

@@ -117,8 +117,8 @@ def test_no_global_statements() -> None:
 
 
 def test_only_the_scheduler_changes_sequences() -> None:
-    """The scheduler and the part of it that moves pages; ``Sequence`` has the one method that they share."""
-    owners = {"scheduler.py", "context_pages.py", "sequence.py"}
+    """``Sequence`` itself, the scheduler, and the parts of it that append tokens and move pages."""
+    owners = {"scheduler.py", "context_growth.py", "context_pages.py", "sequence.py"}
     fields = {
         node.target.id
         for node in ast.walk(syntax_tree(REPOSITORY / "jaxserve/engine/sequence.py"))
@@ -137,12 +137,15 @@ def test_only_the_scheduler_changes_sequences() -> None:
 
 
 def changed_attributes(node: ast.AST) -> list[ast.Attribute]:
-    """Attributes that a statement assigns."""
+    """Attributes that a statement assigns, or whose list a call changes: ``x.y`` of ``x.y = 1``, ``x.y.pop()``."""
     found: list[ast.expr] = []
     if isinstance(node, ast.Assign):
         found = [one for target in node.targets for one in getattr(target, "elts", [target])]
     elif isinstance(node, ast.AugAssign | ast.AnnAssign):
         found = [node.target]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr in {"append", "extend", "insert", "pop", "remove", "clear"}:
+            found = [node.func.value]
     return [target for target in found if isinstance(target, ast.Attribute)]
 
 

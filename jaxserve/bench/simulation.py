@@ -69,10 +69,10 @@ class Settings:
 
 
 class _Flight(NamedTuple):
-    """A launched step, the tokens it will turn out to have sampled, and when it ends."""
+    """A launched step, the tokens of each row that it will return, and when it ends."""
 
     plan: StepPlan
-    tokens: list[int]
+    tokens: list[list[int]]
     end_s: float
 
 
@@ -162,8 +162,8 @@ class Simulation:
             if math.isnan(self.scheduled_s[index]):
                 self.scheduled_s[index] = self._now_s
         first_token = 2 * MAX_PIECE_ID  # each request's own, so that outputs are shared with nobody
-        tokens = [first_token + slots[slot] for slot in plan.decode_slots]
-        tokens += [first_token + slots[row.slot] for row in plan.prefill]
+        tokens = [[first_token + slots[slot]] for slot in plan.decode_slots]
+        tokens += [[first_token + slots[row.slot]] if row.samples else [] for row in plan.prefill]
         cost = self.settings.cost
         self._device_free_s = max(self._now_s + cost.host_s, self._device_free_s) + cost.seconds(plan)
         self._flights.append(_Flight(plan, tokens, self._device_free_s))

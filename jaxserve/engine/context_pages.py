@@ -84,6 +84,10 @@ class ContextPages:
             content = self._content(sequence, num_full, num_tokens)
             self._cache.add(sequence.pages[num_full], keys[num_full], content)
 
+    def page_end(self, sequence: Sequence) -> int:
+        """Return the length at which the next page of a sequence is full."""
+        return (sequence.num_registered_pages + 1) * self._page_size
+
     def release(self, sequence: Sequence) -> None:
         """Takes a running sequence's pages; what it computed stays in the cache while its pages are not needed."""
         if sequence.finish_reason != "error" and self._allocator.keeps_free_pages:

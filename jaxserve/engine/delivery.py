@@ -45,7 +45,7 @@ class Delivery(NamedTuple):
 
 
 def deliver(
-    sampled: Iterable[tuple[Sequence, int, int]],
+    sampled: Iterable[tuple[Sequence, int, list[int]]],
     owners: Mapping[str, tuple[RequestState, Sample]],
     scores: TokenLogprobs | None,
     tokenizer: Tokenizer | None,
@@ -54,7 +54,7 @@ def deliver(
     """Gives a step's tokens to the samples they belong to.
 
     Args:
-        sampled: Each sequence that got a token, its row in the step, and the token; see ``Completion``.
+        sampled: Each sequence that got tokens, its row in the step, and the tokens; see ``Completion``.
         owners: Sequence id -> request and sample; tokens of others are dropped.
         scores: Logprobs of the step's rows, where any row asked for them.
         tokenizer: For the texts of single tokens in logprobs.
@@ -63,7 +63,7 @@ def deliver(
     changed: dict[RequestState, None] = {}
     delivery = Delivery([], [], [], [], [], [])
     started, previous_s = delivery.started, delivery.previous_s
-    for sequence, row, token in sampled:
+    for sequence, row, tokens in sampled:
         owner = owners.get(sequence.sequence_id)
         if owner is None:
             continue
@@ -76,10 +76,12 @@ def deliver(
             request.first_token_s = now
             started.append(request)
         try:
-            if sample.logprobs is not None:
-                assert scores is not None
-                sample.score(token, row, scores, request.params, tokenizer)
-            stop_string = sample.extend(token, request.params.include_stop_str_in_output)
+            stop_string = None
+            for token in tokens:
+                if sample.logprobs is not None:
+                    assert scores is not None
+                    sample.score(token, row, scores, request.params, tokenizer)
+                stop_string = sample.extend(token, request.params.include_stop_str_in_output)
         except Exception as error:
             delivery.failures.append(Failure(request, error))
             continue

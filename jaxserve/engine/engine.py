@@ -15,6 +15,7 @@ from jaxserve.engine.pooling import pooled_vector
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.engine.runner import StepResult
+from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import EngineDeadError, RequestError, unforeseen
 from jaxserve.metric_types import Metric
@@ -161,7 +162,7 @@ class Engine:
             assert result.prompt_logprobs is not None
             request.add_prompt_logprobs(chunk, first, result.prompt_logprobs, self.tokenizer)
         pooled = self._deliver_vectors(completion, result, now) if completion.pooled else []
-        unscored = self._fail_unscored(completion) if min(result.tokens, default=0) < 0 else []
+        unscored = self._fail_unscored(completion.failed) if completion.failed else []
         delivery = deliver(completion.sampled, self._owners, result.logprobs, self.tokenizer, now)
         self._metrics.delivered(delivery, now, pooled)
         for request, sample, stop_string in delivery.stopped:
@@ -196,17 +197,15 @@ class Engine:
             changed.append(request)
         return changed
 
-    def _fail_unscored(self, completion: Completion) -> list[RequestState]:
-        """Fails requests whose scores are not numbers, or leave no token to choose; returns them."""
+    def _fail_unscored(self, sequences: list[Sequence]) -> list[RequestState]:
+        """Fail the requests of sequences whose logits left no token to sample; return them."""
         failed = []
-        for sequence, _, token in completion.sampled:
+        for sequence in sequences:
             owner = self._owners.get(sequence.sequence_id)
-            if token < 0 and owner is not None:
+            if owner is not None:
                 self._metrics.corrupted()
                 self._fail(owner[0], "the model's scores are not numbers (NaN), or leave no token to choose")
                 failed.append(owner[0])
-            if token < 0:
-                sequence.token_ids.pop()
         return failed
 
     def _fail(self, request: RequestState, error: str) -> None:

@@ -8,15 +8,17 @@ from jaxserve.engine.sequence import Sequence
 
 
 class Completion(NamedTuple):
-    """What a step turned out to be.
+    """The outcome of a step for the sequences that had not finished before.
 
     Attributes:
-        sampled: Each sequence that got a token and had not ended before, its row, and the token.
+        sampled: Each sequence that got tokens, its row, and the tokens.
+        failed: Sequences that got no token, although they sampled; they have finished with the reason "error".
         scored: Each sequence a chunk of whose prompt was scored, the chunk, and the step's first query token of it.
         pooled: Each sequence that ended since its hidden states are summed up, and its row.
     """
 
-    sampled: list[tuple[Sequence, int, int]]
+    sampled: list[tuple[Sequence, int, list[int]]]
+    failed: list[Sequence]
     scored: list[tuple[Sequence, PrefillRow, int]]
     pooled: list[tuple[Sequence, int]]
 

@@ -12,7 +12,7 @@ from jaxserve.engine.memory import return_freed_memory
 from jaxserve.engine.plan import PageCopy, PageGrant, PrefillRow, Sampling, SlotSetup, StepPlan
 from jaxserve.engine.steps import StepOutput
 from jaxserve.sampling.logprobs import TokenLogprobs
-from jaxserve.sampling.sampler import VARIANTS
+from jaxserve.sampling.sampler import NO_TOKEN, VARIANTS
 
 _EMPTY_STEP = StepPlan(0, [], [], [], [], [], [])
 
@@ -21,13 +21,13 @@ class StepResult(NamedTuple):
     """What the host learns of a step.
 
     Attributes:
-        tokens: Each row's token; ``sampler.NO_TOKEN`` (-1) for a row whose logits have NaN, or nothing to choose from.
+        tokens: The tokens of each row; none for a row that does not sample, or whose logits are NaN or all masked.
         logprobs: Those of the tokens, where a row asked for any.
         prompt_logprobs: Those of the prompt tokens behind each query token, where a chunk asked for any.
         sums: [R, D] float32, hidden states summed up over each row's prompt, where a chunk completes any.
     """
 
-    tokens: list[int]
+    tokens: list[list[int]]
     logprobs: TokenLogprobs | None
     prompt_logprobs: TokenLogprobs | None
     sums: np.ndarray | None = None
@@ -36,18 +36,26 @@ class StepResult(NamedTuple):
 class PendingStep:
     """A launched step whose outputs are on their way to the host."""
 
-    def __init__(self, output: StepOutput, num_rows: int):
+    def __init__(self, output: StepOutput, plan: StepPlan):
         self._output = output
-        self._num_rows = num_rows
+        self._plan = plan
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
 
     def wait(self) -> StepResult:
         """Waits for the step."""
         output = jax.tree.map(np.asarray, self._output)
-        return StepResult(
-            output.tokens[: self._num_rows].tolist(), output.logprobs, output.prompt_logprobs, output.sums
-        )
+        return StepResult(self._token_lists(output.tokens), output.logprobs, output.prompt_logprobs, output.sums)
+
+    def _token_lists(self, tokens: np.ndarray) -> list[list[int]]:
+        plan = self._plan
+        tokens = tokens[: plan.num_rows]
+        lists = tokens[:, None].tolist()
+        empty = (tokens == NO_TOKEN).nonzero()[0].tolist()
+        empty += [row for row, chunk in enumerate(plan.prefill, len(plan.decode_slots)) if not chunk.samples]
+        for row in empty:
+            lists[row] = []
+        return lists
 
 
 class StepRunner:
@@ -96,7 +104,7 @@ class StepRunner:
             output = output._replace(logprobs=None)
         if not any(row.is_pooled for row in plan.prefill):
             output = output._replace(sums=None)
-        return PendingStep(output, plan.num_rows)
+        return PendingStep(output, plan)
 
     def warm_up(self) -> None:
         """Runs every program at least once, with a row of one token, and waits for them; before the first request.

@@ -14,8 +14,8 @@ import bisect
 from collections import deque
 from collections.abc import Iterable
 
+from jaxserve.engine.context_growth import append_tokens
 from jaxserve.engine.context_pages import ContextPages
-from jaxserve.engine.endings import find_ending
 from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.plan import SchedulerLimits, StepPlan
 from jaxserve.engine.plan_draft import Completion, Flight, PlanDraft
@@ -80,28 +80,33 @@ class Scheduler:
         self._in_flight.append(flight)
         return plan
 
-    def complete(self, plan: StepPlan, tokens: list[int]) -> Completion:
-        """Learns the tokens a step sampled, in the order of the steps; sequences that a token ends give up their pages.
+    def complete(self, plan: StepPlan, tokens: list[list[int]]) -> Completion:
+        """Append the tokens that a step sampled; steps complete in their order. Finished sequences free their pages.
 
         Args:
             plan: The step.
-            tokens: Its sampled token for each row; those of rows that do not sample are not looked at.
+            tokens: The tokens of each row; none for a row that does not sample, or whose logits leave no token.
         """
         flight = self._in_flight.popleft()
         assert flight.number == plan.number, f"step {plan.number} completed, step {flight.number} expected"
         num_decode = len(plan.decode_slots)
         rows = [*range(num_decode), *(num_decode + i for i, chunk in enumerate(plan.prefill) if chunk.samples)]
-        sampled: list[tuple[Sequence, int, int]] = []
-        completion = Completion(sampled, flight.scored(plan), self._end_pooled(flight.pooled(plan)))
+        sampled: list[tuple[Sequence, int, list[int]]] = []
+        completion = Completion(sampled, [], flight.scored(plan), self._end_pooled(flight.pooled(plan)))
         for sequence, row in zip(flight.sampled, rows, strict=True):
             sequence.num_pending -= 1
-            if sequence.finish_reason is None:
-                token = tokens[row]
-                token_ids = sequence.token_ids
-                token_ids.append(token)
-                sampled.append((sequence, row, token))
-                if len(token_ids) >= sequence.next_check or token in sequence.stop_ids:
-                    self._check(sequence, token)
+            if sequence.finish_reason is not None:
+                continue
+            new, token_ids = tokens[row], sequence.token_ids
+            if len(new) == 1 and len(token_ids) + 1 < sequence.next_check and new[0] not in sequence.stop_ids:
+                token_ids.append(new[0])  # nearly always
+                sampled.append((sequence, row, new))
+            elif new:
+                sampled.append((sequence, row, self._append(sequence, new)))
+            else:
+                completion.failed.append(sequence)
+        for sequence in completion.failed:
+            self.finish(sequence, "error")
         return completion
 
     def finish(
@@ -135,19 +140,14 @@ class Scheduler:
             self.finish(sequence, "stop")
         return found
 
-    def _check(self, sequence: Sequence, token: int) -> None:
-        """Looks at a new token of consequence: the first, one that may end the sequence, one behind a full page."""
-        ending = find_ending(sequence, token)
-        if ending is not None:
-            sequence.error = ending.error
+    def _append(self, sequence: Sequence, tokens: list[int]) -> list[int]:
+        """Append tokens that may have consequences; return those up to the one that finishes the sequence."""
+        kept, ending = append_tokens(sequence, tokens, self.pages)
+        if ending is None:
+            self._enqueue(sequence.release_followers())
+        else:
             self.finish(sequence, ending.reason, ending.stop_reason)
-            return
-        self._enqueue(sequence.release_followers())
-        if sequence.slot >= 0:
-            self.pages.register(sequence, len(sequence.token_ids) - 1)
-        if sequence.constraint is None and sequence.repetition is None:
-            page_end = (sequence.num_registered_pages + 1) * self.allocator.page_size
-            sequence.next_check = min(sequence.max_length, page_end + 1)
+        return kept
 
     def _enqueue(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:

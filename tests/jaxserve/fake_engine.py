@@ -59,7 +59,7 @@ class FakeEngine:
                 sequence.token_ids.append(1000 * int(request.request_id) + sequence.num_output_tokens + 1)
                 if len(sequence.token_ids) >= sequence.max_length:
                     sequence.finish_reason = "length"
-                sampled.append((sequence, row, sequence.token_ids[-1]))
+                sampled.append((sequence, row, sequence.token_ids[-1:]))
         changed = deliver(sampled, self.owners, None, None, 1.0).changed
         for request in changed:
             if request.is_finished():

@@ -124,7 +124,7 @@ def test_a_constraint_that_fails_ends_its_own_sequence(fails_at_once: bool, mess
     while scheduler.num_unfinished:
         plan = scheduler.schedule()
         assert plan is not None
-        scheduler.complete(plan, [7] * plan.num_rows)
+        scheduler.complete(plan, [[7]] * plan.num_rows)
     assert (broken.finish_reason, broken.error) == ("error", message)
     assert (healthy.finish_reason, healthy.error) == ("length", None)
     assert scheduler.allocator.num_free == 8

@@ -43,7 +43,7 @@ def step(metrics: EngineMetrics, now: float, *rows: tuple[RequestState, int]) ->
     for row, (request, index) in enumerate(rows):
         sample = request.samples[index]
         sample.sequence.token_ids.append(5)
-        sampled.append((sample.sequence, row, 5))
+        sampled.append((sample.sequence, row, [5]))
         owners[sample.sequence.sequence_id] = (request, sample)
     delivery = deliver(sampled, owners, None, None, now)
     metrics.delivered(delivery, now)

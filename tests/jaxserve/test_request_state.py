@@ -65,7 +65,7 @@ def give(
         sequence.token_ids.append(token)
         if token in sequence.stop_ids:
             sequence.finish_reason, sequence.stop_reason = "stop", sequence.stop_ids[token]
-        sampled.append((sequence, row, token))
+        sampled.append((sequence, row, [token]))
     owners = {sample.sequence.sequence_id: (request, sample) for sample in request.samples}
     delivery = deliver(sampled, owners, scores, None, now)
     for _, sample, stop_string in delivery.stopped:

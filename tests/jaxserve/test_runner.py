@@ -15,7 +15,6 @@ from jaxserve.engine.plan import PageCopy, PageGrant, PrefillRow, Sampling, Slot
 from jaxserve.engine.program import ModelProgram
 from jaxserve.engine.runner import StepResult, StepRunner
 from jaxserve.engine.slot_programs import COPY_CAPACITY, copy_arrays
-from jaxserve.sampling.sampler import NO_TOKEN
 from tests.sampler_rows import mask_of
 from tests.tiny_programs import make_program, random_params, tiny_config
 
@@ -76,8 +75,8 @@ class Driver:
     def _run(self, plan: StepPlan, slots: list[int]) -> StepResult:
         self.number += 1
         result = self.runner.launch(plan).wait()
-        for slot, token in zip(slots, result.tokens, strict=True):
-            self.texts[slot].append(token)
+        for slot, tokens in zip(slots, result.tokens, strict=True):
+            self.texts[slot] += tokens
         return result
 
 
@@ -145,8 +144,8 @@ def test_a_decode_row_of_a_known_token_is_not_counted_twice() -> None:
     grant = PageGrant(0, 0, [0, 1, 2, 3])
     parts.runner.launch(StepPlan(0, [setup], [grant], [], [], [], [PrefillRow(0, 0, text[:-1], False)])).wait()
     last = parts.runner.launch(StepPlan(1, [], [], [0], [len(text) - 1], [6], [])).wait()
-    assert last.tokens == [whole.texts[0][-1]]
-    parts.texts[0] = [*text, *last.tokens]
+    assert last.tokens == [whole.texts[0][-1:]]
+    parts.texts[0] = [*text, *last.tokens[0]]
     for _ in range(4):
         whole.decode([0])
         parts.decode([0])
@@ -304,7 +303,7 @@ def test_a_processor_without_arguments_applies_to_every_row() -> None:
     steps = compiled_steps(1, (Always(),))
     runner = StepRunner(steps, random_params(steps.program))
     plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], [0], [0], [5], [])
-    assert runner.launch(plan).wait().tokens == [13]
+    assert runner.launch(plan).wait().tokens == [[13]]
     runner.release()
 
 
@@ -352,7 +351,7 @@ def poisoned_params(program: ModelProgram, token: int) -> tuple[jax.Array, ...]:
 
 
 def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:
-    """It is told by its token; other rows get what they would have got, bit for bit, also in later steps."""
+    """It has no token; other rows get what they would have got, bit for bit, also in later steps."""
     program = compiled_steps(1).program
     good = Sampling(temperature=1.0, seed=1, num_logprobs=3)
     results: list[list[StepResult]] = []
@@ -363,7 +362,7 @@ def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:
         driver.runner.release()
     for step, (clean, broken) in enumerate(zip(*results, strict=True)):
         rows, bad = ([0, 2], 1) if step == 0 else ([0, 1], 2)
-        assert broken.tokens[bad] == NO_TOKEN != clean.tokens[bad]
+        assert broken.tokens[bad] == [] != clean.tokens[bad]
         for found, expected in zip(jax.tree.leaves(broken.logprobs), jax.tree.leaves(clean.logprobs), strict=True):
             np.testing.assert_array_equal(found[rows], expected[rows])
         assert [broken.tokens[row] for row in rows] == [clean.tokens[row] for row in rows]

@@ -64,7 +64,7 @@ class Device:
         self.num_copies = 0
         self.masks: list[tuple[Sequence, bytes]] = []
 
-    def run(self, plan: StepPlan) -> list[int]:
+    def run(self, plan: StepPlan) -> list[list[int]]:
         limits = self.scheduler.limits
         assert plan.num_rows <= limits.max_num_seqs
         assert plan.num_tokens <= limits.max_num_batched_tokens
@@ -129,8 +129,8 @@ class Device:
         page[offset] = hash((before, token, self.version))
         self.versions[self.owner[slot]][position] = self.version
 
-    def _finish_row(self, slot: int, end: int, samples: bool, masks: dict[int, bytes]) -> int:
-        """Checks all that a row reads, once every row has written; draws its token."""
+    def _finish_row(self, slot: int, end: int, samples: bool, masks: dict[int, bytes]) -> list[int]:
+        """Checks all that a row reads, once every row has written; draws its token if it samples."""
         sequence = self.owner[slot]
         context = self.context[sequence]
         expected, versions = self.expected[sequence], self.versions[sequence]
@@ -142,12 +142,12 @@ class Device:
         assert samples == (end == len(context))
         if not samples:
             assert slot not in masks
-            return -1
+            return []
         if sequence.constraint is not None and sequence.finish_reason is None:
             assert slot in masks
             self.masks.append((sequence, masks[slot]))
         context.append(self.draw(context))
-        return context[-1]
+        return [context[-1]]
 
 
 def drain(scheduler: Scheduler, depth: int = 2, device: Device | None = None, limit: int = 10_000) -> list[StepPlan]:
@@ -215,8 +215,8 @@ def test_a_pending_token_is_taken_from_the_device():
     second = scheduler.schedule()
     assert first is not None and second is not None
     assert second.decode_tokens == [-1]
-    scheduler.complete(first, [7])
-    scheduler.complete(second, [8])
+    scheduler.complete(first, [[7]])
+    scheduler.complete(second, [[8]])
     third = scheduler.schedule()
     assert third is not None
     assert third.decode_tokens == [8]
@@ -274,9 +274,9 @@ def test_stop_token_ends_and_the_step_in_flight_is_ignored():
     scheduler.add(sequence)
     first, second = scheduler.schedule(), scheduler.schedule()
     assert first is not None and second is not None
-    assert scheduler.complete(first, [8]).sampled == [(sequence, 0, 8)]
+    assert scheduler.complete(first, [[8]]).sampled == [(sequence, 0, [8])]
     assert (sequence.finish_reason, sequence.stop_reason) == ("stop", 8)
-    assert scheduler.complete(second, [5]).sampled == []
+    assert scheduler.complete(second, [[5]]).sampled == []
     assert sequence.token_ids[3:] == [8]
 
 
@@ -287,7 +287,7 @@ def test_min_length_outlives_stop_tokens():
     for expected in (None, "stop"):
         plan = scheduler.schedule()
         assert plan is not None
-        scheduler.complete(plan, [9])
+        scheduler.complete(plan, [[9]])
         assert sequence.finish_reason == expected
 
 
@@ -339,9 +339,9 @@ def test_a_preempted_sequence_waits_for_its_pending_token():
     assert young.slot == -1 and young.num_pending == 2
     scheduler.finish(old, "abort")
     assert scheduler.schedule() is None
-    scheduler.complete(first, [1, 2])
+    scheduler.complete(first, [[1], [2]])
     assert scheduler.schedule() is None
-    scheduler.complete(second, [3, 4])
+    scheduler.complete(second, [[3], [4]])
     again = scheduler.schedule()
     assert again is not None
     (row,) = again.prefill
@@ -811,7 +811,7 @@ def run_random_load(seed: int, depth: int, events: int) -> RandomLoad:
     """A random load with ``depth`` steps in flight."""
     load = RandomLoad(seed)
     scheduler, device, rng = load.scheduler, load.device, load.rng
-    flight: list[tuple[StepPlan, list[int]]] = []
+    flight: list[tuple[StepPlan, list[list[int]]]] = []
     for _ in range(events):
         kind = rng.random()
         if kind < 0.2 and scheduler.num_unfinished < 30:

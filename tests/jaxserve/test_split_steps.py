@@ -74,7 +74,7 @@ def test_nothing_compiles_behind_the_start(steps: CompiledSteps) -> None:
             wide = run(runner, StepPlan(number, [], [], [0, 1, 2], [8, 7, 7], [-1] * 3, []))
             masked = run(runner, StepPlan(number, [], [], [0], [9], [-1], [], masks=masks))
             assert first.prompt_logprobs is not None and first.prompt_logprobs.chosen[: len(PROMPT) - 1].all()
-            assert both.prompt_logprobs is None and masked.tokens[0] % 2 == 0
+            assert both.prompt_logprobs is None and masked.tokens[0][0] % 2 == 0
             assert all((result.logprobs is None) == (variant != "full") for result in (first, both, wide))
     counter.close()
     assert counter.count == 0

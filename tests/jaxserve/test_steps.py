@@ -229,9 +229,9 @@ def run_requests(
         results.append(result)
         slots = plan.decode_slots + [row.slot for row in plan.prefill]
         samples = [True] * len(plan.decode_slots) + [row.samples for row in plan.prefill]
-        for slot, token, does_sample in zip(slots, result.tokens, samples, strict=True):
-            if does_sample:
-                tokens[slot].append(token)
+        for slot, new, does_sample in zip(slots, result.tokens, samples, strict=True):
+            assert len(new) == does_sample
+            tokens[slot] += new
 
     def launch(plan: StepPlan) -> None:
         pending.append((plan, runner.launch(plan)))
