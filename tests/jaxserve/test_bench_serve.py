@@ -249,7 +249,7 @@ def test_extra_bodies_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_trace_is_replayed(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     names = ("timestamp", "input_length", "output_length", "hash_ids")
-    rows = [(0, 3, 1, [1]), (40, 4, 2, [2]), (80, 5, 3, [3])]
+    rows = [(0, 3, 1, [1]), (200, 4, 2, [2]), (400, 5, 3, [3])]
     path.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
     with fake_server() as server:
         flags = ("--dataset-name", "trace", "--dataset-path", path, "--disable-tqdm", "--save-detailed")
@@ -258,8 +258,8 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
     said = {name: found[name] for name in ("num_prompts", "request_rate", "burstiness", "trace_speed")}
     assert said == {"num_prompts": 3, "request_rate": None, "burstiness": None, "trace_speed": 1.0}
     starts = found["start_times"]
-    assert starts[1] - starts[0] >= 0.035  # never sooner than recorded; later is the machine's
-    assert starts[2] - starts[0] >= 0.075
+    assert starts[1] - starts[0] >= 0.1  # as recorded; a busy machine may send the first one late
+    assert starts[2] - starts[0] >= 0.3
     assert all(body["ignore_eos"] for body in server.bodies("/v1/completions"))
     with fake_server() as server:
         found = bench(tmp_path, "--base-url", server.url, *flags, "--request-rate", 100, "--burstiness", 2)
