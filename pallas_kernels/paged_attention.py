@@ -1,8 +1,8 @@
 """Paged attention: the operation's interface, its inputs, and a plain reference that gathers everything.
 
 Keys and values live in pages of p tokens. A row is one sequence of a step; it owns consecutive query tokens, and its
-page table lists the pages of its whole context in order. In a mixed step the first ``num_decode`` rows own one token
-each, so that token r belongs to row r there; rows behind them are prefill chunks.
+page table lists the pages of its whole context in order. The first ``num_single`` rows of a step own one token each, so
+that token r belongs to row r there; kernels compute those rows together, and each of the rows after them by itself.
 
 Sizes that implementations may refuse are ``num_heads``, ``num_kv_heads``, ``head_dim`` and ``page_size``, and those
 that one is not told it takes for granted.
@@ -51,22 +51,26 @@ class AttentionBatch(NamedTuple):
         context_lens: Tokens of each row's context, this step's included; 0 for an empty row.
         query_starts: First query token of each row.
         query_lens: Query tokens of each row. Their sum is the number of tokens in use, which stand at the front.
-        num_decode: Leading rows that own one token each.
         num_rows: Rows in use.
         token_pages: Page that takes each token's key and value; for a padding token the one behind the null page.
         token_offsets: Its place in the page.
-        num_shared_pages: Leading pages that the contexts of all decode rows have in common, each full in all of them.
+        num_shared_pages: Leading pages that the contexts of the first ``num_single`` rows have in common, each full in
+            all of them.
     """
 
     page_table: Int[Array, "R M"]
     context_lens: Int[Array, " R"]
     query_starts: Int[Array, " R"]
     query_lens: Int[Array, " R"]
-    num_decode: Int[Array, ""]
     num_rows: Int[Array, ""]
     token_pages: Int[Array, " T"]
     token_offsets: Int[Array, " T"]
     num_shared_pages: Int[Array, ""]
+
+    @property
+    def num_single(self) -> Int[Array, ""]:
+        """Number of leading rows that own one token each; every layer computes it, and XLA keeps one of them."""
+        return jnp.argmin(jnp.append(self.query_lens == 1, False)).astype(jnp.int32)
 
 
 def row_tokens(batch: AttentionBatch, num_tokens: int) -> Bool[Array, "T R"]:
@@ -265,7 +269,7 @@ def make_batch(case: Case) -> AttentionBatch:
         position = np.arange(context - length, context)
         tokens = starts[row] + np.arange(length)
         pages[tokens], offsets[tokens] = table[row, position // case.page_size], position % case.page_size
-    fields = (table, contexts, starts, queries, case.num_decode, len(case.rows), pages, offsets, 0)
+    fields = (table, contexts, starts, queries, len(case.rows), pages, offsets, 0)
     return AttentionBatch(*(jnp.asarray(field, jnp.int32) for field in fields))
 
 

@@ -37,14 +37,14 @@ class Case(NamedTuple):
     table_pages: int | None = None
 
     @property
-    def num_decode(self) -> int:
+    def num_single(self) -> int:
         """Leading rows of one token."""
         return next((i for i, (_, query) in enumerate(self.rows) if query != 1), len(self.rows))
 
     @property
     def is_decode_only(self) -> bool:
         """Whether the step has decode rows alone."""
-        return self.num_decode == len(self.rows)
+        return self.num_single == len(self.rows)
 
     @property
     def num_rows(self) -> int:

@@ -100,7 +100,7 @@ def attend(
         batch.context_lens,
         batch.query_starts,
         batch.query_lens,
-        batch.num_decode,
+        batch.num_single,
         batch.num_shared_pages,
         num_kv_heads=np.int32(num_kv_heads),
         page_size=np.int32(page_size),

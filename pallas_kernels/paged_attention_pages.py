@@ -125,7 +125,7 @@ class PagedKernels:
             return self._one_by_one(query, pools, batch, settings)
         num_rows = min(query.shape[0], batch.context_lens.shape[0])
         row, lens = jnp.arange(num_rows, dtype=jnp.int32), batch.context_lens[:num_rows]
-        is_decode = jnp.full(num_rows, True) if decode_only else row < batch.num_decode
+        is_decode = jnp.full(num_rows, True) if decode_only else row < batch.num_single
         lens = jnp.where(is_decode, lens, 0)
         num_splits = decode_splits(num_rows, num_kv_heads, batch.page_table.shape[1] * page_size)
         decoded = self.decode(

@@ -110,7 +110,7 @@ def attend(
     elif decode_only:
         out = _decode(grouped, pools, batch.page_table, batch.context_lens, page_size, scoring, batch.num_shared_pages)
     else:
-        decode_lens = jnp.where(jnp.arange(num_rows) < batch.num_decode, batch.context_lens, 0)
+        decode_lens = jnp.where(jnp.arange(num_rows) < batch.num_single, batch.context_lens, 0)
         out = _decode(grouped[:num_rows], pools, batch.page_table, decode_lens, page_size, scoring)
         out = _prefill(grouped, out, pools, batch, page_size, scoring)
     return out.reshape(num_tokens, num_heads, head_dim).astype(query.dtype)
@@ -284,7 +284,7 @@ def _prefill(
 
         return lax.fori_loop(0, -(-length // tile), tile_round, out)
 
-    return lax.fori_loop(batch.num_decode, batch.num_rows, row_round, out)[:num_tokens]
+    return lax.fori_loop(batch.num_single, batch.num_rows, row_round, out)[:num_tokens]
 
 
 def _prefill_tile(

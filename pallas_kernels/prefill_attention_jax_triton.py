@@ -25,7 +25,7 @@ def prefill_attention(
     window: int | None,
     soft_cap: float | None,
 ) -> Float[Array, "T N H"]:
-    """Attention of the tokens of rows ``num_decode`` to ``num_rows``; zeros for all others.
+    """Attention of the tokens of rows ``num_single`` to ``num_rows``; zeros for all others.
 
     Args:
         query: Each row's queries are consecutive, and the last of its context.
@@ -52,7 +52,7 @@ def prefill_attention(
         batch.context_lens,
         batch.query_starts,
         batch.query_lens,
-        jnp.stack([batch.num_decode, batch.num_rows]),
+        jnp.stack([batch.num_single, batch.num_rows]),
         batch.page_table.shape[1],
         out_type=jax.ShapeDtypeStruct(query.shape, query.dtype),
         grid=(tiles, num_kv_heads),
@@ -63,5 +63,5 @@ def prefill_attention(
         TILES=(pl.next_power_of_2(num_rows), query_rows, context_tile(query.dtype)),
     )
     row = jnp.arange(num_rows)
-    is_written = row_tokens(batch, num_tokens) & (row >= batch.num_decode) & (row < batch.num_rows)
+    is_written = row_tokens(batch, num_tokens) & (row >= batch.num_single) & (row < batch.num_rows)
     return jnp.where(is_written.any(1)[:, None, None], out, 0)

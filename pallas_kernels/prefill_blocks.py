@@ -33,11 +33,11 @@ def block_map(batch: AttentionBatch, num_tokens: int, block_tokens: int) -> Bloc
     """
     num_rows = batch.query_lens.shape[0]
     row = jnp.arange(num_rows)
-    is_prefill = (row >= batch.num_decode) & (row < batch.num_rows)
+    is_prefill = (row >= batch.num_single) & (row < batch.num_rows)
     lens = jnp.where(is_prefill, batch.query_lens, 0)
-    used = batch.num_decode + lens.sum()
+    used = batch.num_single + lens.sum()
     padding = num_tokens - used
-    lens = jnp.concatenate([lens, jnp.stack([batch.num_decode, padding])])
+    lens = jnp.concatenate([lens, jnp.stack([batch.num_single, padding])])
     starts = jnp.concatenate([batch.query_starts, jnp.stack([jnp.zeros_like(used), used])])
     contexts = jnp.concatenate([batch.context_lens, jnp.zeros(2, jnp.int32)])
     counts = -(-lens // block_tokens)

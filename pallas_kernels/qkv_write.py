@@ -201,7 +201,7 @@ def make_inputs(case: Case, key: jax.Array) -> Inputs:
     slots = jax.random.permutation(keys[5], usable * case.page_size)[: case.num_tokens].astype(jnp.int32)
     is_padding = jnp.arange(case.num_tokens) >= case.num_tokens - case.num_padding
     pages = jnp.where(is_padding, usable + 1, slots // case.page_size)
-    unused = [jnp.zeros(shape, jnp.int32) for shape in ((1, 1), (1,), (1,), (1,), (), ())]
+    unused = [jnp.zeros(shape, jnp.int32) for shape in ((1, 1), (1,), (1,), (1,), ())]
     offsets = jnp.where(is_padding, 0, slots % case.page_size)
     batch = AttentionBatch(*unused, token_pages=pages, token_offsets=offsets, num_shared_pages=jnp.zeros((), jnp.int32))
     batch = batch._replace(query_lens=jnp.full(1, case.num_tokens - case.num_padding, jnp.int32))

@@ -75,18 +75,18 @@ class HostRunner:
         self._builder = BatchBuilder(num_rows, table_pages, PAGE_SIZE, num_pages)
         self._masks = TokenMasks(vocab_size)
         self._buckets = Buckets.make(num_rows, 8192, table_pages)
-        self._tokens = random.Random(0).choices(range(270, vocab_size), k=num_rows)
+        self._tokens = [[token] for token in random.Random(0).choices(range(270, vocab_size), k=num_rows)]
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Builds the step's buffers."""
         builder = self._builder
         builder.apply(plan)
         self._masks.apply(plan.setups)
-        masked = self._masks.rows(plan)
+        masked = self._masks.rows(plan, builder.starts)
         variant = builder.variant(plan, bool(masked))
-        shape = self._buckets.shape_for(plan.num_tokens, not plan.prefill)
+        shape = self._buckets.shape_for(plan.num_tokens, plan.is_decode_only)
         builder.build(plan, shape, VARIANTS.index(variant))
-        return cast(PendingStep, cast(object, Answer([[token] for token in self._tokens[: plan.num_rows]])))
+        return cast(PendingStep, cast(object, Answer(self._tokens[: plan.num_rows])))
 
     def release(self) -> None:
         """Nothing to give back."""

@@ -168,7 +168,7 @@ def host_cost(num_rows: int, settings: Settings, repetitions: int = 150) -> dict
         flights.append(plan)
         if len(flights) == settings.depth:
             scheduler.complete(flights.popleft(), tokens)
-        if len(plan.decode_slots) == num_rows:
+        if plan.num_rows == plan.num_tokens == num_rows:
             times.append((time.perf_counter() - start) * MICROSECONDS)
     means = np.array(times).reshape(repetitions, num_steps).mean(axis=1)
     best = float(means.min())

@@ -14,6 +14,7 @@ from jaxserve.bench.traces import MAX_PIECE_ID, Trace, symbolic_prompt
 from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.plan import SchedulerLimits, StepPlan
 from jaxserve.engine.plan_draft import Completion
+from jaxserve.engine.row_starts import RowStarts
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 
@@ -24,8 +25,8 @@ class CostModel:
 
     Attributes:
         step_s: Each step: reading the weights, launching, sampling.
-        prefill_token_s: Each prompt token: its share of the matrix products.
-        decode_row_s: Each decoding sequence.
+        prefill_token_s: Each token of a row of several: its share of the matrix multiplications.
+        decode_row_s: Each row of one token.
         context_token_s: Each token of context that a row reads.
         pair_s: Each pair of a prompt token and a token it attends to.
         host_s: The host's part of a step, from what it learns of earlier ones to the launch; at depth 2 the step
@@ -39,16 +40,16 @@ class CostModel:
     pair_s: float
     host_s: float
 
-    def seconds(self, plan: StepPlan) -> float:
-        """Time of a step on the device."""
-        num_decode = len(plan.decode_positions)
-        context = sum(plan.decode_positions) + num_decode
-        num_prefill = num_pairs = 0
-        for row in plan.prefill:
-            length = len(row.token_ids)
-            num_prefill += length
-            context += row.start + length
-            num_pairs += length * row.start + length * (length + 1) // 2
+    def seconds(self, plan: StepPlan, starts: list[int]) -> float:
+        """Return the time of a step on the device; ``starts`` has the position of each row's first token."""
+        context = sum(starts) + plan.num_tokens
+        lengths = plan.columns.lengths.tolist()
+        num_decode = lengths.count(1)
+        num_prefill = plan.num_tokens - num_decode
+        num_pairs = 0
+        for start, length in zip(starts, lengths, strict=True):
+            if length > 1:
+                num_pairs += length * start + length * (length + 1) // 2
         time_s = self.step_s + self.decode_row_s * num_decode + self.context_token_s * context
         return time_s + self.prefill_token_s * num_prefill + self.pair_s * num_pairs
 
@@ -107,6 +108,7 @@ class Simulation:
         self.num_rows: list[int] = []
         self._now_s = self._device_free_s = 0.0
         self._num_added = 0
+        self._starts = RowStarts(settings.max_num_seqs)
         self._flights: collections.deque[_Flight] = collections.deque()
         self._indices: dict[Sequence, int] = {}
         self._slot_indices = [0] * settings.max_num_seqs
@@ -162,10 +164,10 @@ class Simulation:
             if math.isnan(self.scheduled_s[index]):
                 self.scheduled_s[index] = self._now_s
         first_token = 2 * MAX_PIECE_ID  # each request's own, so that outputs are shared with nobody
-        tokens = [[first_token + slots[slot]] for slot in plan.decode_slots]
-        tokens += [[first_token + slots[row.slot]] if row.samples else [] for row in plan.prefill]
+        tokens = [[first_token + slots[row.slot]] if row.num_samples else [] for row in plan.rows]
         cost = self.settings.cost
-        self._device_free_s = max(self._now_s + cost.host_s, self._device_free_s) + cost.seconds(plan)
+        starts = self._starts.advance(plan).tolist()
+        self._device_free_s = max(self._now_s + cost.host_s, self._device_free_s) + cost.seconds(plan, starts)
         self._flights.append(_Flight(plan, tokens, self._device_free_s))
         return True
 
@@ -175,18 +177,16 @@ class Simulation:
         start = time.perf_counter()
         completion = self.scheduler.complete(flight.plan, flight.tokens)
         self.host_s[flight.plan.number] += time.perf_counter() - start
-        self._note_tokens(completion, len(flight.plan.decode_slots))
+        self._note_tokens(completion)
         scheduler = self.scheduler
         self.moments.append(
             Moment(self._now_s, len(scheduler.running), len(scheduler.waiting), scheduler.allocator.usage)
         )
 
-    def _note_tokens(self, completion: Completion, num_decode: int) -> None:
-        for sequence, row, _ in completion.sampled:
-            if row >= num_decode:
-                index = self._indices[sequence]
-                if math.isnan(self.first_s[index]):
-                    self.first_s[index] = self._now_s
+    def _note_tokens(self, completion: Completion) -> None:
+        for sequence, _, tokens in completion.sampled:
+            if sequence.num_output_tokens == len(tokens):
+                self.first_s[self._indices[sequence]] = self._now_s
             if sequence.finish_reason is not None:
                 self.last_s[self._indices.pop(sequence)] = self._now_s
 

@@ -3,11 +3,13 @@
 Facts of a slot are kept here between steps, since plans name them only when they change.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.engine.plan import Sampling, StepPlan
+from jaxserve.engine.plan import RowColumns, Sampling, StepPlan
+from jaxserve.engine.row_starts import RowStarts
 from jaxserve.engine.step_batch import SLOT_NUMBERS, BatchShape
 
 _NEVER = np.iinfo(np.int32).max
@@ -36,6 +38,7 @@ class BatchBuilder:
         self.num_pages = num_pages
         self.num_slots = num_slots
         self.neutral_arguments = tuple(neutral_arguments)
+        self.starts = RowStarts(num_slots)
         self.page_table = np.full((num_slots, table_pages), num_pages, np.int32)
         self.lengths = np.zeros(num_slots, np.int32)
         self.numbers = np.zeros((len(SLOT_NUMBERS) + len(self.neutral_arguments), num_slots), np.int32)
@@ -70,23 +73,36 @@ class BatchBuilder:
         """The step's buffer, int32, padded to ``shape``."""
         buffer = self._padding(shape).copy()
         views = _views(buffer, shape)
-        num_decode, num_rows = len(plan.decode_slots), plan.num_rows
-        slots = np.array(plan.decode_slots + [row.slot for row in plan.prefill], np.int32)
-        if num_decode:
-            self._fill_decode(views, plan, slots[:num_decode])
-        self._fill_prefill(views, plan, num_decode)
-        views["slots"][:num_rows] = slots
+        columns, num_rows, num_tokens = plan.columns, plan.num_rows, plan.num_tokens
+        slots, lengths = columns.slots, columns.lengths
+        starts = self.starts.advance(plan)
+        ends = lengths.cumsum()
+        views["tokens"][:num_tokens] = list(itertools.chain.from_iterable(columns.token_ids))
+        views["token_rows"][:num_tokens] = np.arange(num_rows).repeat(lengths)
         views["page_table"][:num_rows] = self.page_table[slots]
+        views["starts"][:num_rows] = columns.starts
+        views["row_limits"][:num_rows] = self.lengths[slots]
+        views["query_starts"][:num_rows] = ends - lengths
+        views["query_lens"][:num_rows] = lengths
+        views["sampled_tokens"][:num_rows] = ends - 1
+        views["slots"][:num_rows] = slots
+        views["sampled_slots"][:num_rows] = np.where(columns.num_samples, slots, self.num_slots)
+        views["counted_slots"][:num_rows] = np.where(starts >= self.counted_from[slots], slots, self.num_slots)
+        num_single = num_rows if num_tokens == num_rows else int((lengths != 1).argmax())
+        views["num_shared_pages"][...] = self._num_shared_pages(slots[:num_single], starts[:num_single])
+        if any(columns.targets):
+            self._fill_targets(views, columns, ends.tolist())
+        if any(columns.pooling):
+            self._fill_pooling(views, columns, ends.tolist())
         start, stop, size, _ = shape.slot_numbers
         buffer[start:stop].reshape(size)[:, :num_rows] = self.numbers[:, slots]
-        views["num_decode"][...] = num_decode
         views["num_rows"][...] = num_rows
         views["variant"][...] = variant
         return buffer
 
     def variant(self, plan: StepPlan, is_masked: bool = False) -> str:
         """The simplest sampler that does what every row asks for; ``is_masked``: a row may not sample every token."""
-        slots = plan.decode_slots + [row.slot for row in plan.prefill if row.samples]
+        slots = plan.columns.slots[plan.columns.num_samples > 0]
         if is_masked or self.needs_full[slots].any():
             return "full"
         return "sampled" if self.is_random[slots].any() else "greedy"
@@ -112,7 +128,7 @@ class BatchBuilder:
         if shape not in self._paddings:
             buffer = np.zeros(shape.buffer_size, np.int32)
             views = _views(buffer, shape)
-            views["token_pages"][...] = self.num_pages + 1
+            views["token_rows"][...] = shape.num_rows
             views["targets"][...] = -1
             views["page_table"][...] = self.num_pages
             views["slots"][...] = self.num_slots
@@ -126,55 +142,27 @@ class BatchBuilder:
             self._paddings[shape] = buffer
         return self._paddings[shape]
 
-    def _fill_decode(self, views: dict[str, np.ndarray], plan: StepPlan, slots: np.ndarray) -> None:
-        num_decode = len(slots)
-        positions = np.array(plan.decode_positions, np.int32)
-        views["tokens"][:num_decode] = plan.decode_tokens
-        views["positions"][:num_decode] = positions
-        views["lengths"][:num_decode] = self.lengths[slots]
-        views["token_pages"][:num_decode] = self.page_table[slots, positions // self.page_size]
-        views["token_offsets"][:num_decode] = positions % self.page_size
-        views["context_lens"][:num_decode] = positions + 1
-        views["query_starts"][:num_decode] = views["sampled_tokens"][:num_decode] = np.arange(num_decode)
-        views["query_lens"][:num_decode] = 1
-        views["sampled_slots"][:num_decode] = slots
-        views["num_shared_pages"][...] = self._num_shared_pages(slots, positions)
-        views["counted_slots"][:num_decode] = np.where(positions >= self.counted_from[slots], slots, self.num_slots)
-
     def _num_shared_pages(self, slots: np.ndarray, positions: np.ndarray) -> int:
-        """Leading pages that all rows have in common, full in each."""
-        num_full = int(positions.min() + 1) // self.page_size
+        """Return the number of leading pages that all rows of one token have in common, full in each."""
+        num_full = int(positions.min() + 1) // self.page_size if len(slots) else 0
         if not num_full or (self.page_table[slots, 0] != self.page_table[slots[0], 0]).any():
             return 0  # nearly always
         table = self.page_table[slots, :num_full]
         differs = (table != table[0]).any(0)
         return int(differs.argmax()) if differs.any() else num_full
 
-    def _fill_prefill(self, views: dict[str, np.ndarray], plan: StepPlan, first_row: int) -> None:
-        start = first_row
-        for i, row in enumerate(plan.prefill, first_row):
-            count = len(row.token_ids)
-            span = slice(start, start + count)
-            positions = np.arange(row.start, row.start + count, dtype=np.int32)
-            views["tokens"][span] = row.token_ids
-            views["positions"][span] = positions
-            views["lengths"][span] = self.lengths[row.slot]
-            views["token_pages"][span] = self.page_table[row.slot, positions // self.page_size]
-            views["token_offsets"][span] = positions % self.page_size
-            views["context_lens"][i] = row.start + count
-            views["query_starts"][i] = start
-            views["query_lens"][i] = count
-            views["sampled_tokens"][i] = start + count - 1
-            if row.samples:
-                views["sampled_slots"][i] = row.slot
-            if row.pooling is not None:
-                views["pooled_from"][i] = start + count - row.pooling.num_tokens
-                if not row.pooling.is_first:
-                    views["carried_slots"][i] = row.slot
-            if row.targets is not None:
-                views["targets"][span] = row.targets
-                views["num_target_tokens"][...] = start + count
-            start += count
+    def _fill_targets(self, views: dict[str, np.ndarray], columns: RowColumns, ends: list[int]) -> None:
+        for targets, end in zip(columns.targets, ends, strict=True):
+            if targets is not None:
+                views["targets"][end - len(targets) : end] = targets
+                views["num_target_tokens"][...] = end
+
+    def _fill_pooling(self, views: dict[str, np.ndarray], columns: RowColumns, ends: list[int]) -> None:
+        for row, (pooling, end) in enumerate(zip(columns.pooling, ends, strict=True)):
+            if pooling is not None:
+                views["pooled_from"][row] = end - pooling.num_tokens
+                if not pooling.is_first:
+                    views["carried_slots"][row] = columns.slots[row]
 
 
 def _views(buffer: np.ndarray, shape: BatchShape) -> dict[str, np.ndarray]:

@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 from jaxserve.engine.step_batch import BatchShape
@@ -63,22 +64,29 @@ class Buckets:
 
     def shapes(self) -> list[BatchShape]:
         """Every shape, decode steps first, without the ``scoring_shape``."""
-        decode = [self._shape(rows, decode_only=True) for rows in self.decode_rows]
-        return [*decode, *(self._shape(tokens) for tokens in self.mixed_tokens)]
+        return [*self._decode_shapes, *self._mixed_shapes]
 
     def shape_for(self, num_tokens: int, decode_only: bool) -> BatchShape:
         """Return the smallest shape that holds a step of ``num_tokens`` query tokens.
 
         A decode step with more rows than the largest decode shape takes a mixed shape.
         """
-        decode_only = decode_only and num_tokens <= self.decode_rows[-1]
-        sizes = self.decode_rows if decode_only else self.mixed_tokens
-        return self._shape(sizes[bisect.bisect_left(sizes, num_tokens)], decode_only=decode_only)
+        if decode_only and num_tokens <= self.decode_rows[-1]:
+            return self._decode_shapes[bisect.bisect_left(self.decode_rows, num_tokens)]
+        return self._mixed_shapes[bisect.bisect_left(self.mixed_tokens, num_tokens)]
 
     @property
     def scoring_shape(self) -> BatchShape:
         """The shape of steps that score prompts on accelerators: one for all of them, since they are rare."""
         return self._shape(self.mixed_tokens[-1], scores_prompt=True)
+
+    @functools.cached_property
+    def _decode_shapes(self) -> list[BatchShape]:
+        return [self._shape(rows, decode_only=True) for rows in self.decode_rows]
+
+    @functools.cached_property
+    def _mixed_shapes(self) -> list[BatchShape]:
+        return [self._shape(tokens) for tokens in self.mixed_tokens]
 
     def _shape(self, num_tokens: int, decode_only: bool = False, scores_prompt: bool = False) -> BatchShape:
         return BatchShape(

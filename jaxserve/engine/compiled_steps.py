@@ -105,11 +105,11 @@ class CompiledSteps:
 
     def choose(self, plan: StepPlan, variant: str) -> tuple[BatchShape, CompiledStep]:
         """The shape of a step and what runs it."""
-        scores_prompt = any(row.targets is not None for row in plan.prefill)
+        scores_prompt = any(plan.columns.targets)
         if scores_prompt and self.platform != "cpu":
             shape = self.buckets.scoring_shape
         else:
-            decode_only = not plan.prefill and ("any" in self._decode_variants or variant in self._decode_variants)
+            decode_only = plan.is_decode_only and ("any" in self._decode_variants or variant in self._decode_variants)
             shape = self.buckets.shape_for(plan.num_tokens, decode_only)
         shape = self._shapes[shape]
         step = self._steps.get((shape, variant)) or self._steps[shape, "any"]

@@ -75,19 +75,23 @@ def deliver(
         if not last_s and request.first_token_s is None:
             request.first_token_s = now
             started.append(request)
+        is_finished = sequence.finish_reason is not None
         try:
-            stop_string = None
-            for token in tokens:
-                if sample.logprobs is not None:
-                    assert scores is not None
+            verdict = None
+            if sample.detokenizer is not None:
+                params = request.params
+                shown = sample.shown_tokens(tokens, params.include_stop_str_in_output) if is_finished else tokens
+                verdict = sample.detokenizer.push_tokens(shown)
+            if sample.logprobs is not None:
+                assert scores is not None
+                for token in tokens:
                     sample.score(token, row, scores, request.params, tokenizer)
-                stop_string = sample.extend(token, request.params.include_stop_str_in_output)
         except Exception as error:
             delivery.failures.append(Failure(request, error))
             continue
-        if stop_string is not None:
-            delivery.stopped.append(Stop(request, sample, stop_string))
-        if stop_string is not None or sequence.finish_reason is not None:
+        if verdict is not None:
+            delivery.stopped.append(Stop(request, sample, verdict.stop_string))
+        if verdict is not None or is_finished:
             delivery.ended.append(request)
     delivery.changed.extend(changed)
     return delivery

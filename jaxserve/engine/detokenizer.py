@@ -94,27 +94,28 @@ class Detokenizer:
         self._num_taken = len(parts)
         return delta
 
-    def push_token(self, token_id: int) -> StopVerdict | None:
-        """`push` of one id, for the loop over a step's tokens: its text waits for `text` or `take`."""
+    def push_tokens(self, token_ids: Sequence[int]) -> StopVerdict | None:
+        """Push ids whose text waits for `text` or `take`; return the verdict if they complete a stop string."""
         joiner = self._joiner
-        text = self._pieces[token_id]
-        if text is None or joiner.is_busy:
-            text = joiner.feed(token_id)
-        self._num_tokens += 1
-        if self._stops:
-            if self._held or self._tentative or joiner.is_busy or not self._first_characters.isdisjoint(text):
-                text = self._search(text)
-        if text:
-            self._parts.append(text)
-        return self._verdict
+        for token_id in token_ids:
+            text = self._pieces[token_id]
+            if text is None or joiner.is_busy:
+                text = joiner.feed(token_id)
+            self._num_tokens += 1
+            if self._stops:
+                if self._held or self._tentative or joiner.is_busy or not self._first_characters.isdisjoint(text):
+                    text = self._search(text)
+            if text:
+                self._parts.append(text)
+            if self._verdict is not None:
+                return self._verdict
+        return None
 
     def push(self, token_ids: Sequence[int]) -> DetokenizedDelta:
         """Takes the next ids of the sequence. After a stop verdict nothing more may be pushed."""
         assert self._verdict is None, "push after a stop string"
         num_parts = len(self._parts)
-        for token_id in token_ids:
-            if self.push_token(token_id) is not None:
-                break
+        self.push_tokens(token_ids)
         return DetokenizedDelta("".join(self._parts[num_parts:]), self._verdict)
 
     def flush(self) -> str:

@@ -157,10 +157,10 @@ class Engine:
 
     def _deliver(self, completion: Completion, result: StepResult, now: float) -> list[RequestState]:
         """Text and logprobs of a step's tokens, to the requests they belong to; returns these."""
-        for sequence, chunk, first in completion.scored:
+        for sequence, row, first in completion.scored:
             request, _ = self._owners[sequence.sequence_id]
             assert result.prompt_logprobs is not None
-            request.add_prompt_logprobs(chunk, first, result.prompt_logprobs, self.tokenizer)
+            request.add_prompt_logprobs(row, first, result.prompt_logprobs, self.tokenizer)
         pooled = self._deliver_vectors(completion, result, now) if completion.pooled else []
         unscored = self._fail_unscored(completion.failed) if completion.failed else []
         delivery = deliver(completion.sampled, self._owners, result.logprobs, self.tokenizer, now)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.engine.plan import Sampling, SlotSetup, StepPlan
+from jaxserve.engine.row_starts import RowStarts
 
 
 class _SlotMask(NamedTuple):
@@ -45,20 +46,17 @@ class TokenMasks:
             else:
                 self._slots.pop(setup.slot, None)
 
-    def rows(self, plan: StepPlan) -> list[MaskedRow]:
-        """The sampling rows of a plan that may not sample every token."""
+    def rows(self, plan: StepPlan, starts: RowStarts) -> list[MaskedRow]:
+        """Return the sampling rows of a plan that may not sample every token."""
         if not self._slots and not plan.masks:
             return []
         constrained = {mask.slot: mask.words for mask in plan.masks}
         masked = self._slots.keys() | constrained.keys()
         found = []
-        for row, slot in enumerate(plan.decode_slots):
-            if slot in masked:
-                found.append(MaskedRow(row, self._row_words(slot, plan.decode_positions[row], constrained)))
-        for row, chunk in enumerate(plan.prefill, len(plan.decode_slots)):
-            if chunk.samples and chunk.slot in masked:
-                position = chunk.start + len(chunk.token_ids) - 1
-                found.append(MaskedRow(row, self._row_words(chunk.slot, position, constrained)))
+        for index, (row, start) in enumerate(zip(plan.rows, starts.of(plan).tolist(), strict=True)):
+            if row.num_samples and row.slot in masked:
+                position = start + len(row.token_ids) - 1
+                found.append(MaskedRow(index, self._row_words(row.slot, position, constrained)))
         return [row for row in found if row.words is not self._all]
 
     def array(self, rows: Sequence[MaskedRow], num_rows: int) -> np.ndarray:

@@ -1,11 +1,16 @@
 """What the scheduler tells the runner: plain integers, serialisable, the runner's only input from the host.
 
-A slot is a place on the device that a request holds while it runs: its pages, its sampling numbers and its latest token
-live there. A plan names slots; it carries the facts of a slot once, when they change.
+A request holds a slot on the device while it runs: its pages, its sampling numbers and its latest token live there. A
+plan names slots; it carries the facts of a slot once, when they change.
 """
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
 
 
 class Sampling(NamedTuple):
@@ -121,42 +126,51 @@ class ChunkPooling(NamedTuple):
     is_last: bool
 
 
-class PrefillRow(NamedTuple):
-    """A chunk of known tokens.
+ON_DEVICE = -1
+"""Left to the device: as a row's first token, the latest token of its slot; as its start, that token's position."""
+
+
+class Row(NamedTuple):
+    """Consecutive tokens of one slot: a chunk of its prompt or, to decode, its latest token.
 
     Attributes:
         slot: The request's slot.
-        start: Position of the chunk's first token.
-        token_ids: The chunk.
-        samples: Whether the chunk's end is the context's end, so that a token is sampled behind it.
-        targets: Where logprobs of the prompt are asked for, the token behind each token of the chunk (-1: none).
-        pooling: Where its hidden states are summed up, what the chunk adds.
+        start: Position of the first token, or ``ON_DEVICE``.
+        token_ids: The tokens; the first may be ``ON_DEVICE``.
+        num_samples: 1 where a token is sampled after the last; 0 within a prompt.
+        targets: Where logprobs of the prompt are asked for, the token after each token of the row (-1: none).
+        pooling: Where hidden states are pooled, what the row adds to their sum.
     """
 
     slot: int
     start: int
     token_ids: list[int]
-    samples: bool
+    num_samples: int
     targets: list[int] | None = None
     pooling: ChunkPooling | None = None
 
-    @property
-    def is_pooled(self) -> bool:
-        """Whether the sum of its slot's hidden states ends with it."""
-        return self.pooling is not None and self.pooling.is_last
+
+class RowColumns(NamedTuple):
+    """The rows of a plan, transposed: see ``Row``. ``lengths`` has the number of tokens of each row."""
+
+    slots: Int[np.ndarray, " R"]
+    starts: Int[np.ndarray, " R"]
+    lengths: Int[np.ndarray, " R"]
+    num_samples: Int[np.ndarray, " R"]
+    token_ids: tuple[list[int], ...]
+    targets: tuple[list[int] | None, ...]
+    pooling: tuple[ChunkPooling | None, ...]
 
 
-class StepPlan(NamedTuple):
-    """One step. Rows are the decode rows, in order, and then the prefill rows.
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """One step.
 
     Attributes:
         number: Counts the steps from 0.
         setups: Slots that change hands before the step.
-        grants: Pages slots get before the step.
-        decode_slots: Slots that run one token each.
-        decode_positions: Position of each such token.
-        decode_tokens: Each such token's id, or -1: the slot's latest token, which only the device knows yet.
-        prefill: Chunks of known tokens.
+        grants: Pages that slots get before the step.
+        rows: What each slot computes, at most one row for a slot. Rows of one token are cheapest at the front.
         copies: Pages copied before the step.
         masks: Tokens allowed to slots whose requests constrain them.
     """
@@ -164,19 +178,37 @@ class StepPlan(NamedTuple):
     number: int
     setups: list[SlotSetup]
     grants: list[PageGrant]
-    decode_slots: list[int]
-    decode_positions: list[int]
-    decode_tokens: list[int]
-    prefill: list[PrefillRow]
+    rows: list[Row]
     copies: Sequence[PageCopy] = ()
     masks: Sequence[SlotMask] = ()
 
-    @property
-    def num_rows(self) -> int:
-        """Sequences in the step."""
-        return len(self.decode_slots) + len(self.prefill)
+    @functools.cached_property
+    def columns(self) -> RowColumns:
+        """The rows, transposed."""
+        columns = zip(*self.rows, strict=True) if self.rows else [()] * len(Row._fields)
+        slots, starts, token_ids, num_samples, targets, pooling = columns
+        lengths = list(map(len, token_ids))
+        slots, starts, lengths, num_samples = (
+            np.array(column, np.int32) for column in (slots, starts, lengths, num_samples)
+        )
+        return RowColumns(slots, starts, lengths, num_samples, token_ids, targets, pooling)
+
+    def share_columns(self, other: "StepPlan") -> None:
+        """Take over the columns of a plan with the same rows: plans have the same while all sequences decode."""
+        self.__dict__["columns"] = other.columns
 
     @property
+    def num_rows(self) -> int:
+        """The number of rows."""
+        return len(self.rows)
+
+    @functools.cached_property
     def num_tokens(self) -> int:
-        """Query tokens in the step."""
-        return len(self.decode_slots) + sum(len(row.token_ids) for row in self.prefill)
+        """The number of query tokens."""
+        return int(self.columns.lengths.sum())
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether every row has one token, and nothing but a sampled token comes of it."""
+        columns = self.columns
+        return self.num_tokens == self.num_rows and not any(columns.targets) and not any(columns.pooling)

@@ -1,9 +1,10 @@
-"""A step's plan in the making, what the scheduler remembers of it until the step is done, and what it then was."""
+"""A plan while the scheduler makes it, what the scheduler keeps until the step completes, and the outcome."""
 
+import itertools
 from typing import NamedTuple
 
 from jaxserve.engine.constraint import Constraint
-from jaxserve.engine.plan import ChunkPooling, PageCopy, PageGrant, PrefillRow, SlotMask, SlotSetup, StepPlan
+from jaxserve.engine.plan import ChunkPooling, PageCopy, PageGrant, Row, SlotMask, SlotSetup, StepPlan
 from jaxserve.engine.sequence import Sequence
 
 
@@ -13,65 +14,60 @@ class Completion(NamedTuple):
     Attributes:
         sampled: Each sequence that got tokens, its row, and the tokens.
         failed: Sequences that got no token, although they sampled; they have finished with the reason "error".
-        scored: Each sequence a chunk of whose prompt was scored, the chunk, and the step's first query token of it.
-        pooled: Each sequence that ended since its hidden states are summed up, and its row.
+        scored: Each sequence with a row that has targets, that row, and its first query token in the step.
+        pooled: Each sequence that finished because its hidden states are pooled, and its row.
     """
 
     sampled: list[tuple[Sequence, int, list[int]]]
     failed: list[Sequence]
-    scored: list[tuple[Sequence, PrefillRow, int]]
+    scored: list[tuple[Sequence, Row, int]]
     pooled: list[tuple[Sequence, int]]
 
 
 class Flight(NamedTuple):
-    """A launched step: its number, the sequences of its sampling rows, and those of its prefill rows, in order."""
+    """A launched step: its number, and the sequence of each row."""
 
     number: int
-    sampled: list[Sequence]
-    prefilled: list[Sequence]
+    sequences: list[Sequence]
 
-    def scored(self, plan: StepPlan) -> list[tuple[Sequence, PrefillRow, int]]:
-        """Sequences not ended whose chunk has targets, the chunk, and the step's first query token of it."""
-        found: list[tuple[Sequence, PrefillRow, int]] = []
-        first_token = len(plan.decode_slots)
-        for sequence, chunk in zip(self.prefilled, plan.prefill, strict=True):
-            if chunk.targets is not None and sequence.finish_reason is None:
-                found.append((sequence, chunk, first_token))
-            first_token += len(chunk.token_ids)
-        return found
+    def scored(self, plan: StepPlan) -> list[tuple[Sequence, Row, int]]:
+        """Return unfinished sequences whose rows have targets, the rows, and their first query tokens in the step."""
+        if not any(plan.columns.targets):
+            return []
+        starts = itertools.accumulate(plan.columns.lengths.tolist(), initial=0)
+        return [
+            (sequence, row, start)
+            for sequence, row, start in zip(self.sequences, plan.rows, starts, strict=False)
+            if row.targets is not None and sequence.finish_reason is None
+        ]
 
     def pooled(self, plan: StepPlan) -> list[tuple[Sequence, int]]:
-        """Sequences whose sum of hidden states the step completes, and their rows."""
-        rows = enumerate(zip(self.prefilled, plan.prefill, strict=True), len(plan.decode_slots))
-        return [(sequence, row) for row, (sequence, chunk) in rows if chunk.is_pooled]
+        """Return the sequences whose pooling the step completes, and their rows."""
+        pooling = plan.columns.pooling
+        if not any(pooling):
+            return []
+        return [(self.sequences[row], row) for row, added in enumerate(pooling) if added is not None and added.is_last]
 
 
 class PlanDraft:
-    """Collects rows and what goes with them; for the public lists see ``StepPlan`` and ``Flight``.
+    """Collects rows and what goes with them.
 
     Attributes:
+        rows: See ``StepPlan``.
+        sequences: The sequence of each row.
         half_prompts: Running sequences whose prompts are computed in part.
         preempts: Whether a sequence lost its pages to another.
     """
 
     def __init__(self) -> None:
-        self.slots: list[int] = []
-        self.positions: list[int] = []
-        self.tokens: list[int] = []
-        self.sampled: list[Sequence] = []
+        self.rows: list[Row] = []
+        self.sequences: list[Sequence] = []
         self.half_prompts: list[Sequence] = []
         self.preempts = False
         self._setups: list[SlotSetup] = []
         self._grants: list[PageGrant] = []
         self._copies: list[PageCopy] = []
         self._masks: list[SlotMask] = []
-        self._prefill: list[PrefillRow] = []
-        self._prefilled: list[Sequence] = []
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no row was added."""
-        return not self.slots and not self._prefill
 
     def add_setup(self, sequence: Sequence, copies: list[PageCopy]) -> None:
         """A sequence moves into its slot with its pages."""
@@ -97,7 +93,7 @@ class PlanDraft:
         return None
 
     def add_chunk(self, sequence: Sequence, end: int) -> bool:
-        """A sequence's known tokens up to position ``end``; returns whether it samples behind them."""
+        """Add a row of a sequence's known tokens up to position ``end``; return whether it samples after them."""
         start = sequence.num_computed
         samples = end == len(sequence.token_ids) and sequence.pooling is None
         targets = None
@@ -105,17 +101,17 @@ class PlanDraft:
             behind = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
             targets = behind + [-1] * (end - start - len(behind))
         pooling = None if sequence.pooling is None else _chunk_pooling(sequence, end)
-        self._prefill.append(PrefillRow(sequence.slot, start, sequence.token_ids[start:end], samples, targets, pooling))
-        self._prefilled.append(sequence)
-        if samples:
-            self.sampled.append(sequence)
+        token_ids = sequence.token_ids[start:end]
+        self.rows.append(Row(sequence.slot, start, token_ids, int(samples), targets, pooling))
+        self.sequences.append(sequence)
         return samples
 
-    def build(self, number: int) -> tuple[StepPlan, Flight]:
-        """The plan, as step ``number``, and its record."""
-        rows = self.slots, self.positions, self.tokens, self._prefill
-        plan = StepPlan(number, self._setups, self._grants, *rows, self._copies, self._masks)
-        return plan, Flight(number, self.sampled, self._prefilled)
+    def build(self, number: int, previous: StepPlan | None) -> StepPlan:
+        """Return the plan, as step ``number``, that follows the ``previous`` one."""
+        plan = StepPlan(number, self._setups, self._grants, self.rows, self._copies, self._masks)
+        if previous is not None and previous.rows == self.rows:
+            plan.share_columns(previous)
+        return plan
 
 
 def _chunk_pooling(sequence: Sequence, end: int) -> ChunkPooling | None:

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxserve.config_checks import LOGPROBS_MODES
 from jaxserve.engine.packing import Packing
+from jaxserve.engine.step_batch import LatestTokens
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel
 from jaxserve.models.causal_lm import AbstractModel, CausalLM, abstract_model
@@ -32,13 +33,13 @@ class StepState(NamedTuple):
 
     Attributes:
         pools: Key and value pages of each layer.
-        latest: Latest token of each slot.
+        latest: Latest token of each slot, and its position.
         tables: What the sampler needs of requests that ask for more than a few numbers.
         sums: Hidden states summed up over each slot's prompt so far, where its request is for a vector.
     """
 
     pools: tuple[tuple[Array, Array], ...]
-    latest: Int[Array, " slots"]
+    latest: LatestTokens
     tables: SlotTables
     sums: Float[Array, "slots D"]
 
@@ -156,7 +157,7 @@ class ModelProgram:
             axes = ["kv_heads" if i == spec.heads_dimension else None for i in range(len(spec.shape))]
             sharding = self.layout.sharding(self.mesh, *axes)
             pools.append(jax.ShapeDtypeStruct(spec.shape, jnp.dtype(self.policy.kv), sharding=sharding))
-        latest = self.whole((self.num_slots,), jnp.int32)
+        latest = LatestTokens(*[self.whole((self.num_slots,), jnp.int32)] * 2)
         vocabulary = (self.num_slots, self.config.vocab_size)
         tables = SlotTables(
             token_counts=self.whole(vocabulary, jnp.int32),

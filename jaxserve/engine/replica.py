@@ -18,7 +18,11 @@ class Replica:
         self._depth = depth
         self._in_flight: collections.deque[tuple[StepPlan, PendingStep]] = collections.deque()
         self.num_steps = 0
-        self.num_decode_rows = 0
+
+    @property
+    def num_decode_rows(self) -> int:
+        """Rows of all steps that continued a completion."""
+        return self.scheduler.num_decode_rows
 
     @property
     def is_idle(self) -> bool:
@@ -35,7 +39,6 @@ class Replica:
             return None
         self._in_flight.append((plan, self._runner.launch(plan)))
         self.num_steps += 1
-        self.num_decode_rows += len(plan.decode_slots)
         return self.scheduler.admitted
 
     def collect(self, is_last: bool) -> tuple[Completion, StepResult] | None:

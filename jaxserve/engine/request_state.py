@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxserve.engine.detokenizer import Detokenizer
 from jaxserve.engine.logprob_entries import logprob_entry, sample_entry
-from jaxserve.engine.plan import PrefillRow
+from jaxserve.engine.plan import Row
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.logprobs import FlatLogprobs, Logprob, PromptLogprobs, SampleLogprobs
@@ -41,16 +41,11 @@ class Sample:
     num_given: int = 0
     has_given_end: bool = False
 
-    def extend(self, token: int, keeps_stop_token: bool) -> str | None:
-        """Takes the text of a token that the sequence has just got; returns the stop string it completes, if any."""
-        detokenizer = self.detokenizer
-        if detokenizer is None:
-            return None
+    def shown_tokens(self, tokens: list[int], keeps_stop_token: bool) -> list[int]:
+        """Return the part of its last tokens that becomes text: without a stop token, unless that is kept."""
         sequence = self.sequence
-        if sequence.finish_reason == "stop" and token in sequence.stop_ids and not keeps_stop_token:
-            return None
-        verdict = detokenizer.push_token(token)
-        return None if verdict is None else verdict.stop_string
+        ends_in_stop_token = sequence.finish_reason == "stop" and tokens[-1] in sequence.stop_ids
+        return tokens[:-1] if ends_in_stop_token and not keeps_stop_token else tokens
 
     def score(
         self, token: int, row: int, scores: TokenLogprobs, params: SamplingParams, tokenizer: Tokenizer | None
@@ -185,16 +180,14 @@ class RequestState:
         if self.scheduled_s is None:
             self.scheduled_s = now
 
-    def add_prompt_logprobs(
-        self, chunk: PrefillRow, first: int, scores: TokenLogprobs, tokenizer: Tokenizer | None
-    ) -> None:
-        """Takes the logprobs of the prompt tokens behind a chunk, which starts at query token ``first`` of the step."""
-        assert self.prompt_logprobs is not None and chunk.targets is not None
+    def add_prompt_logprobs(self, row: Row, first: int, scores: TokenLogprobs, tokenizer: Tokenizer | None) -> None:
+        """Add the logprobs of the prompt tokens after each token of a row, which starts at query token ``first``."""
+        assert self.prompt_logprobs is not None and row.targets is not None
         count = self.params.prompt_logprobs or 0
-        for i, target in enumerate(chunk.targets):
+        for i, target in enumerate(row.targets):
             if target >= 0:
                 entry = logprob_entry(target, first + i, scores, count, tokenizer)
-                self.prompt_logprobs[chunk.start + i + 1] = entry
+                self.prompt_logprobs[row.start + i + 1] = entry
 
     def _prompt_logprobs(self) -> PromptLogprobs | None:
         entries = self.prompt_logprobs

@@ -9,12 +9,10 @@ from jaxserve.engine.batch import BatchBuilder
 from jaxserve.engine.compiled_steps import CompiledSteps
 from jaxserve.engine.masks import TokenMasks
 from jaxserve.engine.memory import return_freed_memory
-from jaxserve.engine.plan import PageCopy, PageGrant, PrefillRow, Sampling, SlotSetup, StepPlan
+from jaxserve.engine.plan import PageCopy, PageGrant, Row, Sampling, SlotSetup, StepPlan
 from jaxserve.engine.steps import StepOutput
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.sampling.sampler import NO_TOKEN, VARIANTS
-
-_EMPTY_STEP = StepPlan(0, [], [], [], [], [], [])
 
 
 class StepResult(NamedTuple):
@@ -48,12 +46,10 @@ class PendingStep:
         return StepResult(self._token_lists(output.tokens), output.logprobs, output.prompt_logprobs, output.sums)
 
     def _token_lists(self, tokens: np.ndarray) -> list[list[int]]:
-        plan = self._plan
-        tokens = tokens[: plan.num_rows]
+        tokens = tokens[: self._plan.num_rows]
         lists = tokens[:, None].tolist()
-        empty = (tokens == NO_TOKEN).nonzero()[0].tolist()
-        empty += [row for row, chunk in enumerate(plan.prefill, len(plan.decode_slots)) if not chunk.samples]
-        for row in empty:
+        is_empty = (tokens == NO_TOKEN) | (self._plan.columns.num_samples == 0)
+        for row in is_empty.nonzero()[0].tolist():
             lists[row] = []
         return lists
 
@@ -93,7 +89,7 @@ class StepRunner:
         setups = [setup for setup in plan.setups if self._needs_row(setup)]
         if setups or plan.copies:
             self._state = self._steps.prepare(self._state, setups, plan.copies)
-        masked = masks.rows(plan)
+        masked = masks.rows(plan, builder.starts)
         is_full = bool(masked) or self._steps.program.is_always_full
         variant = builder.variant(plan, is_full)
         shape, step = self._steps.choose(plan, variant)
@@ -102,24 +98,26 @@ class StepRunner:
         self._state, output = step(self._params, self._state, buffer, mask)
         if variant != "full":
             output = output._replace(logprobs=None)
-        if not any(row.is_pooled for row in plan.prefill):
+        if not any(pooling is not None and pooling.is_last for pooling in plan.columns.pooling):
             output = output._replace(sums=None)
         return PendingStep(output, plan)
 
     def warm_up(self) -> None:
-        """Runs every program at least once, with a row of one token, and waits for them; before the first request.
+        """Run every program at least once, before the first request, and wait for them.
 
-        XLA puts part of its work off until then: on CPUs its library of dots makes its kernels, 0.3 to 0.6 s in each
-        program of a model of 30 layers.
+        XLA defers part of its work until then: on CPUs its matrix multiplications generate their kernels, which takes
+        0.3 to 0.6 s in each program of a model of 30 layers. Mixed steps have a row of two tokens, which kernels do not
+        compute as they compute rows of one.
         """
         slot, page, token = 0, 0, 0
-        self._builder.apply(_EMPTY_STEP._replace(grants=[PageGrant(slot, 0, [page])]))
-        decode = _EMPTY_STEP._replace(decode_slots=[slot], decode_positions=[0], decode_tokens=[token])
-        prefill = _EMPTY_STEP._replace(prefill=[PrefillRow(slot, 0, [token], samples=True, targets=[token])])
+        decode = StepPlan(0, [], [PageGrant(slot, 0, [page])], [Row(slot, 0, [token], 1)])
+        self._builder.apply(decode)
         self._state = self._steps.prepare(self._state, [SlotSetup(slot, Sampling(), 1)], [PageCopy(page, page)])
         for (shape, variant), step in self._steps.items():
             number = VARIANTS.index("greedy" if variant == "any" else variant)
-            buffer = self._builder.build(decode if shape.decode_only else prefill, shape, number)
+            chunk = [token] * min(2, shape.num_tokens, self._builder.page_size)
+            mixed = StepPlan(0, [], [], [Row(slot, 0, chunk, 1, targets=chunk)])
+            buffer = self._builder.build(decode if shape.decode_only else mixed, shape, number)
             ran = step(self._params, self._state, buffer, self._open_masks[shape.num_rows])
             self._state, _ = jax.block_until_ready(ran)
         return_freed_memory()

@@ -6,8 +6,8 @@ admitted when pages for its whole context are there, so that only decoding ever 
 running sequence gives its pages up and is computed again later (preemption by recompute). The first running sequence is
 never the victim of another, and a pool always holds the longest sequence it accepts: so one can always go on.
 
-Steps overlap: a plan is made before the tokens of the plan before are known. A sequence counts such tokens as
-pending; its next input is then the slot's latest token, which is on the device already.
+Steps overlap: a plan is made before the tokens of the plan before are known. A sequence counts such tokens as pending;
+its next row is then the slot's latest token, wherever that stands: the device knows both.
 """
 
 import bisect
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from jaxserve.engine.context_growth import append_tokens
 from jaxserve.engine.context_pages import ContextPages
 from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.plan import SchedulerLimits, StepPlan
+from jaxserve.engine.plan import ON_DEVICE, Row, SchedulerLimits, StepPlan
 from jaxserve.engine.plan_draft import Completion, Flight, PlanDraft
 from jaxserve.engine.sequence import Sequence
 from jaxserve.outputs import FinishReason
@@ -32,6 +32,7 @@ class Scheduler:
         admitted: The sequences that the latest plan set up, in the order of its setups.
         pages: Moves pages between the allocator and sequences; counts hits of the prefix cache.
         num_preemptions: How often a sequence lost its pages.
+        num_decode_rows: Rows planned that continue a completion.
     """
 
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator):
@@ -42,9 +43,12 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.admitted: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_decode_rows = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._decode_rows = [Row(slot, ON_DEVICE, [ON_DEVICE], 1) for slot in range(limits.max_num_seqs)]
         self._in_flight: deque[Flight] = deque()
         self._next_step = 0
+        self._latest_plan: StepPlan | None = None
         self._num_arrivals = 0
 
     @property
@@ -66,18 +70,19 @@ class Scheduler:
         self.allocator.cache.settle()
         draft = PlanDraft()
         self._schedule_decodes(draft)
-        budget = self.limits.max_num_batched_tokens - len(draft.slots)
+        self.num_decode_rows += len(draft.rows)
+        budget = self.limits.max_num_batched_tokens - len(draft.rows)
         for sequence in draft.half_prompts:
             if budget > 0:
                 budget -= self._schedule_chunk(sequence, budget, draft)
         self.admitted = []
         if not draft.preempts:
             self._admit(budget, draft)
-        if draft.is_empty:
+        if not draft.rows:
             return None
-        plan, flight = draft.build(self._next_step)
+        self._latest_plan = plan = draft.build(self._next_step, self._latest_plan)
         self._next_step += 1
-        self._in_flight.append(flight)
+        self._in_flight.append(Flight(plan.number, draft.sequences))
         return plan
 
     def complete(self, plan: StepPlan, tokens: list[list[int]]) -> Completion:
@@ -89,19 +94,22 @@ class Scheduler:
         """
         flight = self._in_flight.popleft()
         assert flight.number == plan.number, f"step {plan.number} completed, step {flight.number} expected"
-        num_decode = len(plan.decode_slots)
-        rows = [*range(num_decode), *(num_decode + i for i, chunk in enumerate(plan.prefill) if chunk.samples)]
         sampled: list[tuple[Sequence, int, list[int]]] = []
         completion = Completion(sampled, [], flight.scored(plan), self._end_pooled(flight.pooled(plan)))
-        for sequence, row in zip(flight.sampled, rows, strict=True):
+        for row, sequence, new in zip(range(plan.num_rows), flight.sequences, tokens, strict=True):
+            if len(new) == 1 and sequence.finish_reason is None:
+                token, token_ids = new[0], sequence.token_ids
+                if len(token_ids) + 1 < sequence.next_check and token not in sequence.stop_ids:  # nearly always
+                    sequence.num_pending -= 1
+                    token_ids.append(token)
+                    sampled.append((sequence, row, new))
+                    continue
+            if not plan.rows[row].num_samples:
+                continue
             sequence.num_pending -= 1
             if sequence.finish_reason is not None:
                 continue
-            new, token_ids = tokens[row], sequence.token_ids
-            if len(new) == 1 and len(token_ids) + 1 < sequence.next_check and new[0] not in sequence.stop_ids:
-                token_ids.append(new[0])  # nearly always
-                sampled.append((sequence, row, new))
-            elif new:
+            if new:
                 sampled.append((sequence, row, self._append(sequence, new)))
             else:
                 completion.failed.append(sequence)
@@ -154,17 +162,17 @@ class Scheduler:
             bisect.insort(self.waiting, sequence, key=_rank)
 
     def _schedule_decodes(self, draft: PlanDraft) -> None:
-        """A row for each sequence that decodes, in order."""
-        slots, positions, tokens, sampled = draft.slots, draft.positions, draft.tokens, draft.sampled
+        """Add a row for each sequence that decodes, in order."""
+        rows, sequences, decode_rows = draft.rows, draft.sequences, self._decode_rows
         for sequence in self.running:  # loses sequences at its end only
             position = sequence.num_computed
             is_plain = position < sequence.decodes_until and sequence.constraint is None
             if not is_plain and not self._prepare_decode(sequence, draft):
                 continue
-            slots.append(sequence.slot)
-            positions.append(position)
-            tokens.append(-1 if sequence.num_pending else sequence.token_ids[position])
-            sampled.append(sequence)
+            slot = sequence.slot
+            is_known = not sequence.num_pending
+            rows.append(Row(slot, position, [sequence.token_ids[position]], 1) if is_known else decode_rows[slot])
+            sequences.append(sequence)
             sequence.num_computed = position + 1
             sequence.num_pending += 1
 

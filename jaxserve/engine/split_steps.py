@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.engine.program import ModelProgram, StepState, shardings
-from jaxserve.engine.step_batch import BatchShape, sampler_size, unpack, unpack_sampler
+from jaxserve.engine.step_batch import BatchShape, LatestTokens, sampler_part, sampler_size, unpack, unpack_sampler
 from jaxserve.engine.steps import (
     PromptTokens,
     StepOutput,
@@ -51,7 +51,7 @@ class ModelOutput(NamedTuple):
 class SamplerOutput(NamedTuple):
     """What the sampler gives: the latest token of each slot, and tokens and logprobs as in ``StepOutput``."""
 
-    latest: Int[Array, " slots"]
+    latest: LatestTokens
     tokens: Int[Array, " R"]
     logprobs: TokenLogprobs
 
@@ -101,7 +101,8 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
     def model(
         arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"]
     ) -> tuple[StepState, ModelOutput]:
-        module, batch = program.model(arrays), unpack(buffer, shape)
+        module = program.model(arrays)
+        batch = unpack(buffer, shape, state.latest, program.page_size, program.num_pages)
         state, hidden, sums = run_layers(module, state, batch, attention, program.row_tile)
         logits = module.logits(hidden[batch.sampled_tokens], batch.sampler.num_rows, program.layer_tile)
         prompt = None
@@ -109,7 +110,7 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
             padding = (0, max_tokens - shape.num_tokens)
             targets = jnp.pad(batch.targets, padding, constant_values=-1)
             prompt = PromptTokens(jnp.pad(hidden, (padding, (0, 0))), targets, batch.num_target_tokens)
-        return state, ModelOutput(logits, buffer[shape.sampler_start :], prompt, sums)
+        return state, ModelOutput(logits, sampler_part(buffer, shape, batch), prompt, sums)
 
     state, buffer = program.abstract_state(), program.whole((shape.buffer_size,), jnp.int32)
     gives = (shardings(state), program.replicated)
@@ -127,7 +128,7 @@ def trace_sampler(program: ModelProgram, num_rows: int) -> jax.stages.Traced:
 
     def sampler(
         logits: Float[Array, "R V"],
-        latest: Int[Array, " slots"],
+        latest: LatestTokens,
         tables: SlotTables,
         part: Int[Array, " size"],
         mask: Int[Array, "R words"],

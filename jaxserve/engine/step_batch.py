@@ -22,7 +22,7 @@ FLOAT_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency
 SLOT_NUMBERS = ("top_k", "seeds", *FLOAT_NUMBERS)
 """Numbers of a row's request that stay while it has its slot, one after the other in the buffer; then arguments."""
 
-_FIRST_OF_SAMPLER = "context_lens"
+_FIRST_OF_SAMPLER = "next_positions"
 
 
 class Field(NamedTuple):
@@ -59,11 +59,12 @@ class BatchShape:
         """Place of each array in the buffer, in order."""
         tokens, rows, scalar = (self.num_tokens,), (self.num_rows,), ()
         shapes = {
-            **dict.fromkeys(("tokens", "positions", "lengths", "token_pages", "token_offsets", "targets"), tokens),
+            **dict.fromkeys(("tokens", "token_rows", "targets"), tokens),
             "page_table": (self.num_rows, self.table_pages),
-            **dict.fromkeys(("query_starts", "query_lens", "sampled_tokens", "counted_slots"), rows),
+            **dict.fromkeys(("starts", "row_limits", "query_starts", "query_lens"), rows),
+            **dict.fromkeys(("sampled_tokens", "counted_slots"), rows),
             **dict.fromkeys(("pooled_from", "carried_slots"), (0,) if self.decode_only else rows),
-            **dict.fromkeys(("num_decode", "num_shared_pages", "num_target_tokens"), scalar),
+            **dict.fromkeys(("num_shared_pages", "num_target_tokens"), scalar),
             **_sampler_shapes(self.num_rows, self.num_arguments),
         }
         return _laid_out(shapes)
@@ -129,8 +130,8 @@ class StepBatch(NamedTuple):
     """A step's arrays on the device; see ``AttentionBatch`` for what attention reads.
 
     Attributes:
-        tokens: Token ids; -1 stands for the latest token of the row's slot (rows and tokens agree there).
-        positions: Place of each token in its context.
+        tokens: Token ids.
+        positions: Position of each token in its context.
         lengths: Most tokens its request can have.
         targets: Prompt token after each token, where its logprob is asked for; else -1.
         attention: What attention reads.
@@ -158,12 +159,55 @@ class StepBatch(NamedTuple):
     sampler: SamplerBatch
 
 
-def unpack(buffer: Int[Array, " size"], shape: BatchShape) -> StepBatch:
-    """The arrays of a step, on the device."""
+class LatestTokens(NamedTuple):
+    """The latest token of each slot, and its position: where the next row of the slot starts."""
+
+    token_ids: Int[Array, " slots"]
+    positions: Int[Array, " slots"]
+
+
+def unpack(
+    buffer: Int[Array, " size"], shape: BatchShape, latest: LatestTokens, page_size: int, num_pages: int
+) -> StepBatch:
+    """Return the arrays of a step, on the device.
+
+    Args:
+        buffer: As ``BatchBuilder`` makes it.
+        shape: Sizes of the step.
+        latest: What the host left to the device.
+        page_size: Tokens a page.
+        num_pages: Usable pages; the null page comes after them, and then the page that padding tokens write to.
+    """
     arrays = _arrays(buffer, shape.fields)
+    lens, rows, tokens = arrays["query_lens"], arrays["token_rows"], arrays["tokens"]
+    latest = LatestTokens(*(values.at[arrays["slots"]].get(mode="clip") for values in latest))
+    starts = jnp.where(arrays["starts"] < 0, latest.positions, arrays["starts"])
+    token = jnp.where(rows < shape.num_rows, jnp.arange(shape.num_tokens, dtype=jnp.int32), 0)
+    positions = _of_rows(starts - arrays["query_starts"], rows) + token
+    pages = arrays["page_table"].at[rows, positions // page_size].get(mode="fill", fill_value=num_pages + 1)
+    arrays |= {
+        "tokens": jnp.where(tokens < 0, _of_rows(latest.token_ids, rows), tokens),
+        "positions": positions,
+        "lengths": _of_rows(arrays["row_limits"], rows),
+        "token_pages": pages,
+        "token_offsets": positions % page_size,
+        "context_lens": starts + lens,
+        "next_positions": starts + lens,
+    }
     attention = AttentionBatch(**{name: arrays[name] for name in AttentionBatch._fields})
     others = {name: arrays[name] for name in StepBatch._fields if name in arrays}
     return StepBatch(attention=attention, sampler=_sampler_batch(arrays), **others)
+
+
+def sampler_part(buffer: Int[Array, " size"], shape: BatchShape, batch: StepBatch) -> Int[Array, " part"]:
+    """Return what ``unpack_sampler`` takes: a part of the buffer, and the positions that ``unpack`` found."""
+    after = buffer[shape.sampler_start + shape.num_rows :]
+    return jnp.concatenate([batch.sampler.inputs.positions, after])
+
+
+def _of_rows(values: Int[Array, " R"], rows: Int[Array, " T"]) -> Int[Array, " T"]:
+    """Values of each token's row; 0 for padding tokens."""
+    return values.at[rows].get(mode="fill", fill_value=0)
 
 
 def unpack_sampler(part: Int[Array, " size"], num_rows: int, num_arguments: int) -> SamplerBatch:
@@ -174,7 +218,7 @@ def unpack_sampler(part: Int[Array, " size"], num_rows: int, num_arguments: int)
 def _sampler_batch(arrays: Mapping[str, Array]) -> SamplerBatch:
     numbers = {name: arrays[name] for name in SLOT_NUMBERS}
     inputs = SamplerInputs(
-        positions=arrays["context_lens"], slots=arrays["slots"], arguments=arrays["arguments"].T, **numbers
+        positions=arrays["next_positions"], slots=arrays["slots"], arguments=arrays["arguments"].T, **numbers
     )
     return SamplerBatch(inputs, arrays["sampled_slots"], arrays["num_rows"], arrays["variant"])
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxserve.engine.program import ModelProgram, StepState, shardings
-from jaxserve.engine.step_batch import BatchShape, SamplerBatch, StepBatch, unpack
+from jaxserve.engine.step_batch import BatchShape, LatestTokens, SamplerBatch, StepBatch, unpack
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.row_sums import add_tokens
 from jaxserve.layers.rows import map_rows
@@ -67,7 +67,8 @@ def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.st
     def step(
         arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], mask: Int[Array, "R words"]
     ) -> tuple[StepState, StepOutput]:
-        return run_step(program.model(arrays), state, unpack(buffer, shape), mask, settings)
+        batch = unpack(buffer, shape, state.latest, program.page_size, program.num_pages)
+        return run_step(program.model(arrays), state, batch, mask, settings)
 
     state, buffer = program.abstract_state(), program.whole((shape.buffer_size,), jnp.int32)
     mask = program.whole(program.mask_shape(shape.num_rows), jnp.int32)
@@ -139,12 +140,10 @@ def run_layers(
 
     Hidden states are summed up ``row_tile`` tokens at a time.
     """
-    num_rows = batch.slots.shape[0]
-    known = batch.tokens[:num_rows]
-    known = jnp.where(known < 0, state.latest.at[batch.slots].get(mode="clip"), known)
-    tokens = jnp.concatenate([known, batch.tokens[num_rows:]])
-    tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, known))
-    hidden, pools = model.hidden(tokens, batch.positions, batch.lengths, list(state.pools), batch.attention, settings)
+    first = batch.tokens.at[batch.attention.query_starts].get(mode="clip")
+    tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, first))
+    pools = list(state.pools)
+    hidden, pools = model.hidden(batch.tokens, batch.positions, batch.lengths, pools, batch.attention, settings)
     kept, sums = state.sums, None
     if not settings.decode_only:
         kept, sums = _pooled(model, hidden, kept, batch, row_tile)
@@ -169,9 +168,10 @@ def sample_rows(
     return map_rows(sampled_rows, (rows, mask, *batch.inputs), batch.num_rows, tile)
 
 
-def latest_tokens(latest: Int[Array, " slots"], batch: SamplerBatch, tokens: Int[Array, " R"]) -> Int[Array, " slots"]:
-    """The latest token of each slot after a step that sampled ``tokens``."""
-    return latest.at[batch.sampled_slots].set(jnp.maximum(tokens, 0), mode="drop")
+def latest_tokens(latest: LatestTokens, batch: SamplerBatch, tokens: Int[Array, " R"]) -> LatestTokens:
+    """Return the latest token of each slot after a step that sampled ``tokens``."""
+    new = LatestTokens(jnp.maximum(tokens, 0), batch.inputs.positions)
+    return jax.tree.map(lambda old, set_to: old.at[batch.sampled_slots].set(set_to, mode="drop"), latest, new)
 
 
 def _pooled(

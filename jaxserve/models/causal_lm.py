@@ -191,7 +191,6 @@ def _private_batch(num_rows: int, length: int, page_size: int) -> tuple[Attentio
         "context_lens": np.full(num_rows, length),
         "query_starts": np.arange(num_rows) * length,
         "query_lens": np.full(num_rows, length),
-        "num_decode": 0,
         "num_rows": num_rows,
         "token_pages": table[np.repeat(np.arange(num_rows), length), position // page_size],
         "token_offsets": position % page_size,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +10,30 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.batch import BatchBuilder
-from jaxserve.engine.plan import ChunkPooling, PageGrant, PrefillRow, Sampling, SlotSetup, StepPlan
-from jaxserve.engine.step_batch import BatchShape, StepBatch, sampler_size, unpack, unpack_sampler
+from jaxserve.engine.plan import ON_DEVICE, ChunkPooling, PageGrant, Row, Sampling, SlotSetup, StepPlan
+from jaxserve.engine.step_batch import (
+    BatchShape,
+    LatestTokens,
+    StepBatch,
+    sampler_part,
+    sampler_size,
+    unpack,
+    unpack_sampler,
+)
+from tests.plan_rows import decode_rows
 
 NUM_SLOTS, PAGE_SIZE, NUM_PAGES, TABLE_PAGES = 6, 8, 40, 5
 DECODE = BatchShape(num_tokens=4, num_rows=4, table_pages=TABLE_PAGES, decode_only=True)
 MIXED = BatchShape(num_tokens=32, num_rows=5, table_pages=TABLE_PAGES, decode_only=False)
 NEUTRAL = (0.5, -3.0)  # what two processors read of requests that give them nothing
 
-call_unpack = functools.cache(lambda shape: jax.jit(functools.partial(unpack, shape=shape)))
+LATEST = LatestTokens(*np.random.default_rng(7).integers(0, 300, (2, NUM_SLOTS), np.int32))  # where nothing else is
+
+
+@functools.cache
+def call_unpack(shape: BatchShape) -> Callable[..., StepBatch]:
+    call = jax.jit(lambda buffer, latest: unpack(buffer, shape, latest, PAGE_SIZE, NUM_PAGES))
+    return lambda buffer, latest=LATEST: call(buffer, latest)
 
 
 @dataclasses.dataclass
@@ -37,6 +53,7 @@ class PlanMaker:
         self.slots: dict[int, Slot] = {}
         self.free = [int(page) for page in self.random.permutation(NUM_PAGES)]
         self.index = 0
+        self.latest = LatestTokens(*self.random.integers(0, 900, (2, NUM_SLOTS), np.int32))
 
     def next(self, decode_only: bool, shape: BatchShape) -> StepPlan:
         """A plan that fits the shape; slots change hands now and then."""
@@ -47,7 +64,9 @@ class PlanMaker:
         decode = [slot for slot in self.random.permutation(ready).astype(int).tolist() if self.random.random() < 0.7]
         decode = decode[: shape.num_rows]
         positions = [self.slots[slot].computed for slot in decode]
+        starts = [ON_DEVICE if self.random.random() < 0.5 else position for position in positions]
         tokens = [int(token) for token in self.random.integers(-1, 900, len(decode))]
+        self.latest.positions[decode] = positions
         for slot in decode:
             grants += self._extend(slot, 1)
         prefill = []
@@ -60,7 +79,7 @@ class PlanMaker:
                     grants += self._extend(slot, len(prefill[-1].token_ids))
                     room -= len(prefill[-1].token_ids)
         self.index += 1
-        return StepPlan(self.index, setups, grants, decode, positions, tokens, prefill)
+        return StepPlan(self.index, setups, grants, decode_rows(decode, starts, tokens) + prefill)
 
     def _replace(self, slot: int) -> SlotSetup:
         if slot in self.slots:
@@ -93,7 +112,7 @@ class PlanMaker:
         facts.pages += pages
         return [PageGrant(slot, first, pages)] if pages else []
 
-    def _chunk(self, slot: int, count: int) -> PrefillRow:
+    def _chunk(self, slot: int, count: int) -> Row:
         token_ids = [int(token) for token in self.random.integers(0, 900, count)]
         targets = None
         if self.random.random() < 0.5:
@@ -102,27 +121,31 @@ class PlanMaker:
         if self.random.random() < 0.5:
             num_pooled = 1 if self.random.random() < 0.5 else count
             pooling = ChunkPooling(num_pooled, bool(self.random.random() < 0.5), False)
-        samples = bool(self.random.random() < 0.5)
-        return PrefillRow(slot, self.slots[slot].computed, token_ids, samples, targets, pooling)
+        num_samples = int(self.random.random() < 0.5)
+        return Row(slot, self.slots[slot].computed, token_ids, num_samples, targets, pooling)
+
+    def rows(self, plan: StepPlan) -> list[Row]:
+        """The plan's rows with the starts and tokens that are on the device."""
+        rows = []
+        for row in plan.rows:
+            start = self.latest.positions[row.slot] if row.start == ON_DEVICE else row.start
+            latest = int(self.latest.token_ids[row.slot])
+            token_ids = [latest if token == ON_DEVICE else token for token in row.token_ids]
+            rows.append(row._replace(start=int(start), token_ids=token_ids))
+        return rows
 
 
-def plan_rows(plan: StepPlan) -> list[PrefillRow]:
-    """Decode rows as chunks of one token, then the prefill rows."""
-    decode = zip(plan.decode_slots, plan.decode_positions, plan.decode_tokens, strict=True)
-    return [PrefillRow(slot, position, [token], True) for slot, position, token in decode] + plan.prefill
-
-
-def check_batch(batch: StepBatch, plan: StepPlan, slots: dict[int, Slot], shape: BatchShape) -> None:
-    """Compares every element of a batch with what the plan and the slots say."""
+def check_batch(batch: StepBatch, rows: list[Row], slots: dict[int, Slot], shape: BatchShape) -> None:
+    """Compare every element of a batch with what the rows and the slots say."""
     attention, token, num_target_tokens = batch.attention, 0, 0
-    for r, row in enumerate(plan_rows(plan)):
+    for r, row in enumerate(rows):
         facts, count = slots[row.slot], len(row.token_ids)
         assert (attention.query_starts[r], attention.query_lens[r]) == (token, count)
         assert attention.context_lens[r] == row.start + count == facts.computed
         num_pages = len(facts.pages)
         assert attention.page_table[r].tolist() == facts.pages + [NUM_PAGES] * (TABLE_PAGES - num_pages)
         assert batch.slots[r] == row.slot
-        if row.samples:
+        if row.num_samples:
             assert batch.sampler.sampled_slots[r] == row.slot
         else:
             assert batch.sampler.sampled_slots[r] >= NUM_SLOTS, (
@@ -140,7 +163,7 @@ def check_batch(batch: StepBatch, plan: StepPlan, slots: dict[int, Slot], shape:
         assert (inputs.positions[r], inputs.slots[r]) == (attention.context_lens[r], row.slot)
         if inputs.arguments.size:
             assert tuple(inputs.arguments[r].tolist()) == (sampling.arguments or NEUTRAL)
-        is_new = r < attention.num_decode and row.start >= len(facts.setup.token_ids)
+        is_new = row.start >= len(facts.setup.token_ids)
         assert (batch.counted_slots[r] == row.slot) == (sampling.has_penalties and is_new)
         assert batch.counted_slots[r] in (row.slot, NUM_SLOTS)
         for i, token_id in enumerate(row.token_ids):
@@ -152,17 +175,19 @@ def check_batch(batch: StepBatch, plan: StepPlan, slots: dict[int, Slot], shape:
             assert batch.targets[token] == (-1 if row.targets is None else row.targets[i])
             token += 1
             num_target_tokens = token if row.targets is not None else num_target_tokens
-    assert (attention.num_decode, attention.num_rows) == (len(plan.decode_slots), plan.num_rows)
-    assert batch.sampler.num_rows == plan.num_rows
+    lengths = [len(row.token_ids) for row in rows]
+    num_single = next((r for r, length in enumerate(lengths) if length > 1), len(rows))
+    assert (attention.num_single, attention.num_rows) == (num_single, len(rows))
+    assert batch.sampler.num_rows == len(rows)
     assert batch.num_target_tokens == num_target_tokens
-    decoding = [slots[slot] for slot in plan.decode_slots]
-    num_full = min((facts.computed // PAGE_SIZE for facts in decoding), default=0)
-    same = [len({facts.pages[i] for facts in decoding}) == 1 for i in range(num_full)]
+    single = [slots[row.slot] for row in rows[:num_single]]
+    num_full = min((facts.computed // PAGE_SIZE for facts in single), default=0)
+    same = [len({facts.pages[i] for facts in single}) == 1 for i in range(num_full)]
     assert attention.num_shared_pages == (same.index(False) if False in same else num_full)
-    check_padding(batch, token, plan.num_rows, shape)
+    check_padding(batch, token, len(rows), shape)
 
 
-def check_pooling(batch: StepBatch, r: int, row: PrefillRow, end: int) -> None:
+def check_pooling(batch: StepBatch, r: int, row: Row, end: int) -> None:
     """Which tokens of a row, whose last is before ``end``, enter its slot's sum; decode steps have no such numbers."""
     if not len(batch.pooled_from):
         assert not len(batch.carried_slots) and row.pooling is None
@@ -205,15 +230,15 @@ def test_buffers_hold_what_plans_say(seed: int) -> None:
         builder.apply(plan)
         buffer = builder.build(plan, shape, variant=step % 3)
         assert buffer.dtype == np.int32 and buffer.shape == (shape.buffer_size,)
-        batch = jax.tree.map(np.asarray, call_unpack(shape)(buffer))
-        check_batch(batch, plan, maker.slots, shape)
+        batch = jax.tree.map(np.asarray, call_unpack(shape)(buffer, maker.latest))
+        check_batch(batch, maker.rows(plan), maker.slots, shape)
         assert batch.sampler.variant == step % 3
 
 
 def test_buffers_do_not_share_memory() -> None:
     """The step before may still read its buffer when the next is built."""
     builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES)
-    plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], [], [], [], [PrefillRow(0, 0, [5], True)])
+    plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], [Row(0, 0, [5], 1)])
     builder.apply(plan)
     first, second = builder.build(plan, MIXED, 0), builder.build(plan, MIXED, 0)
     second[...] = 7
@@ -227,7 +252,7 @@ def test_a_new_request_does_not_inherit_its_slot() -> None:
     shape = dataclasses.replace(DECODE, num_arguments=2)
     busy = Sampling(temperature=1.0, presence_penalty=1.0, arguments=(1.0, 2.0), num_logprobs=2)
     for sampling, pages, counted_slot, variant in [(busy, [3, 4], 2, "full"), (Sampling(), [9], NUM_SLOTS, "greedy")]:
-        plan = StepPlan(0, [SlotSetup(2, sampling, 9)], [PageGrant(2, 0, pages)], [2], [0], [5], [])
+        plan = StepPlan(0, [SlotSetup(2, sampling, 9)], [PageGrant(2, 0, pages)], decode_rows([2], [0], [5]))
         builder.apply(plan)
         expected = pages + [NUM_PAGES] * (TABLE_PAGES - len(pages))
         batch = jax.tree.map(np.asarray, call_unpack(shape)(builder.build(plan, shape, 0)))
@@ -242,18 +267,18 @@ def test_the_sampler_finds_its_part_of_the_buffer() -> None:
     sampling = Sampling(temperature=0.5, top_k=7, seed=5, arguments=(1.0, 2.0))
     builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES, NEUTRAL)
     setups, grants = [SlotSetup(2, sampling, 9)], [PageGrant(2, 0, [3])]
-    decode = StepPlan(0, setups, grants, [2], [6], [5], [])
-    mixed = StepPlan(1, [], [], [], [], [], [PrefillRow(2, 4, [8, 9, 5], True)])
+    decode = StepPlan(0, setups, grants, decode_rows([2], [6], [5]))
+    mixed = StepPlan(1, [], [], [Row(2, 4, [8, 9, 5], 1)])
     shapes = [DECODE, dataclasses.replace(MIXED, num_rows=DECODE.num_rows)]
     parts = []
     for shape, plan in zip(shapes, (decode, mixed), strict=True):
         shape = dataclasses.replace(shape, num_arguments=len(NEUTRAL))
         builder.apply(plan)
         buffer = builder.build(plan, shape, variant=1)
-        parts.append(buffer[shape.sampler_start :])
+        batch = call_unpack(shape)(buffer)
+        parts.append(np.asarray(sampler_part(jnp.asarray(buffer), shape, batch)))
         found = unpack_sampler(jnp.asarray(parts[-1]), shape.num_rows, len(NEUTRAL))
-        expected = unpack(jnp.asarray(buffer), shape).sampler
-        for array, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        for array, other in zip(jax.tree.leaves(found), jax.tree.leaves(batch.sampler), strict=True):
             np.testing.assert_array_equal(array, other)
     np.testing.assert_array_equal(*parts)
     assert parts[0].shape == (sampler_size(DECODE.num_rows, len(NEUTRAL)),)
@@ -272,17 +297,16 @@ def test_the_simplest_sampler_is_chosen() -> None:
     ]
     samplings = dict(enumerate([Sampling(), Sampling(temperature=0.5), Sampling(arguments=NEUTRAL), *needy]))
     builder = BatchBuilder(len(samplings), TABLE_PAGES, PAGE_SIZE, NUM_PAGES, NEUTRAL)
-    builder.apply(StepPlan(0, [SlotSetup(slot, samplings[slot], 99) for slot in samplings], [], [], [], [], []))
+    builder.apply(StepPlan(0, [SlotSetup(slot, samplings[slot], 99) for slot in samplings], [], []))
 
-    def variant(decode: list[int], *prefill: PrefillRow, is_masked: bool = False) -> str:
-        count = len(decode)
-        return builder.variant(StepPlan(0, [], [], decode, [5] * count, [-1] * count, [*prefill]), is_masked)
+    def variant(decode: list[int], *prefill: Row, is_masked: bool = False) -> str:
+        return builder.variant(StepPlan(0, [], [], [*decode_rows(decode, [5] * len(decode)), *prefill]), is_masked)
 
     assert variant([0]) == variant([0, 2]) == "greedy"
     assert variant([0, 1]) == "sampled"
     for slot in range(3, len(samplings)):
         assert variant([0, slot]) == variant([1, slot]) == "full", samplings[slot]
     assert variant([0], is_masked=True) == "full"
-    assert variant([0], PrefillRow(1, 0, [4, 4], True)) == "sampled"
-    assert variant([0], PrefillRow(1, 0, [4, 4], False), PrefillRow(3, 0, [4], False)) == "greedy"
-    assert variant([], PrefillRow(4, 0, [4], True)) == "full"
+    assert variant([0], Row(1, 0, [4, 4], 1)) == "sampled"
+    assert variant([0], Row(1, 0, [4, 4], 0), Row(3, 0, [4], 0)) == "greedy"
+    assert variant([], Row(4, 0, [4], 1)) == "full"

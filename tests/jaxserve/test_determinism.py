@@ -138,7 +138,7 @@ def batch_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     rows, tokens = (shape.num_rows,), (shape.num_tokens,)
     shapes = {
         "page_table": (*rows, shape.table_pages),
-        **dict.fromkeys(("num_decode", "num_rows", "num_shared_pages"), ()),
+        **dict.fromkeys(("num_rows", "num_shared_pages"), ()),
     }
     shapes |= dict.fromkeys(("context_lens", "query_starts", "query_lens"), rows)
     return shapes | dict.fromkeys(("token_pages", "token_offsets"), tokens)
@@ -172,8 +172,6 @@ def run(model: Model, steps: list[Step], seed: int) -> dict[tuple[int, int], tup
             arrays["query_lens"][i] = count
             start += count
         arrays["num_rows"][...] = len(rows)
-        alone = [count == 1 for _, _, count in rows]
-        arrays["num_decode"][...] = alone.index(False) if False in alone else len(rows)
         order = np.concatenate([generator.permutation(start), np.arange(start, shape.num_tokens)]).astype(np.int32)
         batch = AttentionBatch(**arrays)
         pools, hidden, logits = model.compiled(shape)(model.params, pools, tokens, positions, order, batch)

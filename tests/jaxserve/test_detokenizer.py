@@ -199,7 +199,7 @@ def test_what_is_taken_adds_up_and_never_has_to_be_taken_back(
     detokenizer, expected = Detokenizer(tokenizer.pieces(), stop=stops), Detokenizer(tokenizer.pieces(), stop=stops)
     taken = ""
     for token_id in token_ids:
-        stop = detokenizer.push_token(token_id)
+        stop = detokenizer.push_tokens([token_id])
         assert stop == expected.push([token_id]).stop
         if data.draw(st.booleans()):
             taken += detokenizer.take()

@@ -248,7 +248,6 @@ def one_row(length: int) -> AttentionBatch:
         "context_lens": [length],
         "query_starts": [0],
         "query_lens": [length],
-        "num_decode": 0,
         "num_rows": 1,
         "token_pages": pages[positions // 8],
         "token_offsets": positions % 8,

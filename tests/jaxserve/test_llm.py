@@ -490,7 +490,7 @@ def test_compile_sizes_compile_fewer_programs_for_the_same_answers(
     build_batch = runner.BatchBuilder.build
 
     def noted(self: Any, plan: Any, shape: Any, variant: int) -> Any:
-        decoded.append((shape.decode_only, 0 if plan.prefill else plan.num_rows))
+        decoded.append((shape.decode_only, plan.num_rows if plan.is_decode_only else 0))
         return build_batch(self, plan, shape, variant)
 
     def answers(**more: Any) -> Any:

@@ -3,19 +3,25 @@
 import numpy as np
 import pytest
 
-from jaxserve.engine.masks import TokenMasks
-from jaxserve.engine.plan import PrefillRow, Sampling, SlotMask, SlotSetup, StepPlan
+from jaxserve.engine.masks import MaskedRow, TokenMasks
+from jaxserve.engine.plan import Row, Sampling, SlotMask, SlotSetup, StepPlan
+from jaxserve.engine.row_starts import RowStarts
+from tests.plan_rows import decode_rows
 from tests.sampler_rows import mask_of
 
 
-def decode_plan(slots: dict[int, int], *masks: SlotMask, prefill: tuple[PrefillRow, ...] = ()) -> StepPlan:
+def decode_plan(slots: dict[int, int], *masks: SlotMask, prefill: tuple[Row, ...] = ()) -> StepPlan:
     """Slots and the positions of their input tokens."""
-    return StepPlan(0, [], [], [*slots], [*slots.values()], [-1] * len(slots), [*prefill], masks=masks)
+    return StepPlan(0, [], [], [*decode_rows(slots, slots.values()), *prefill], masks=masks)
+
+
+def masked_rows(masks: TokenMasks, plan: StepPlan) -> list[MaskedRow]:
+    return masks.rows(plan, RowStarts(8))
 
 
 def bits(masks: TokenMasks, plan: StepPlan, num_rows: int, vocab_size: int) -> np.ndarray:
     """Allowed tokens of each row as booleans."""
-    mask = masks.array(masks.rows(plan), num_rows)
+    mask = masks.array(masked_rows(masks, plan), num_rows)
     assert mask.dtype == np.int32 and mask.shape == (num_rows, -(-vocab_size // 32))
     return np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size].astype(bool)
 
@@ -27,7 +33,7 @@ def test_bits(vocab_size: int) -> None:
     banned = {slot: tuple(token for token in ids if token < vocab_size) for slot, ids in banned.items()}
     masks = TokenMasks(vocab_size)
     masks.apply(SlotSetup(slot, Sampling(banned_ids=ids, banned_until=20), 99) for slot, ids in banned.items())
-    prefill = (PrefillRow(3, 10, [1] * 9, True), PrefillRow(4, 0, [1], True))
+    prefill = (Row(3, 10, [1] * 9, 1), Row(4, 0, [1], 1))
     found = bits(masks, decode_plan({2: 18, 0: 18, 1: 19}, prefill=prefill), 7, vocab_size)
     allowed = np.ones((7, vocab_size), bool)
     for row, slot in [(0, 2), (1, 0), (3, 3)]:  # slot 1 samples the token at position 20, which may be any
@@ -38,14 +44,14 @@ def test_bits(vocab_size: int) -> None:
 def test_no_row_is_masked_where_every_token_is_allowed() -> None:
     """Bans that are over, chunks that do not sample, slots that changed hands, constraints that allow all."""
     masks = TokenMasks(64)
-    assert masks.rows(decode_plan({0: 1})) == []
+    assert masked_rows(masks, decode_plan({0: 1})) == []
     masks.apply([SlotSetup(slot, Sampling(banned_ids=(3,), banned_until=20), 99) for slot in (0, 1, 2)])
-    assert [row.row for row in masks.rows(decode_plan({0: 18}))] == [0]
-    assert masks.rows(decode_plan({0: 19})) == []
-    assert masks.rows(decode_plan({}, prefill=(PrefillRow(1, 0, [4, 4], False),))) == []
-    assert [row.row for row in masks.rows(decode_plan({5: 3}, prefill=(PrefillRow(1, 0, [4], True),)))] == [1]
+    assert [row.row for row in masked_rows(masks, decode_plan({0: 18}))] == [0]
+    assert masked_rows(masks, decode_plan({0: 19})) == []
+    assert masked_rows(masks, decode_plan({}, prefill=(Row(1, 0, [4, 4], 0),))) == []
+    assert [row.row for row in masked_rows(masks, decode_plan({5: 3}, prefill=(Row(1, 0, [4], 1),)))] == [1]
     masks.apply([SlotSetup(2, Sampling(), 99)])
-    assert masks.rows(decode_plan({2: 1})) == []
+    assert masked_rows(masks, decode_plan({2: 1})) == []
 
 
 def test_rules_give_way_where_nothing_is_left() -> None:

@@ -10,8 +10,10 @@ import pytest
 
 from jaxserve.engine.masks import TokenMasks
 from jaxserve.engine.plan import Sampling, SlotMask, SlotSetup, StepPlan
+from jaxserve.engine.row_starts import RowStarts
 from jaxserve.engine.slot_programs import slot_row
 from jaxserve.sampling.penalties import IN_PROMPT, MAX_TRACKED, SlotTables, adjust, counted
+from tests.plan_rows import decode_rows
 from tests.sampler_rows import call_sample, inputs_for, mask_of, open_mask, take
 
 
@@ -108,8 +110,8 @@ def masks_of(texts: list[Text], vocab_size: int) -> np.ndarray:
     constrained = [(slot, text.constraint) for slot, text in enumerate(texts) if text.constraint is not None]
     given = [SlotMask(slot, mask_of(allowed[None]).tobytes()) for slot, allowed in constrained]
     positions = [len(text.prompt) + len(text.output) - 1 for text in texts]
-    plan = StepPlan(0, setups, [], [*range(len(texts))], positions, [-1] * len(texts), [], masks=given)
-    return masks.array(masks.rows(plan), len(texts))
+    plan = StepPlan(0, setups, [], decode_rows(range(len(texts)), positions), masks=given)
+    return masks.array(masks.rows(plan, RowStarts(len(texts))), len(texts))
 
 
 def inputs_of(texts: list[Text]) -> Any:

@@ -12,7 +12,7 @@ from jaxserve import CompletionOutput, FlatLogprobs, RequestOutput, RequestOutpu
 from jaxserve.engine.delivery import deliver
 from jaxserve.engine.detokenizer import Detokenizer
 from jaxserve.engine.logprob_entries import logprob_entry, sample_entry
-from jaxserve.engine.plan import PrefillRow
+from jaxserve.engine.plan import Row
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.tokenizer import Tokenizer
@@ -329,7 +329,7 @@ def test_entries_have_the_tokens_texts(byte_level: Tokenizer) -> None:
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_prompt_logprobs_come_once_in_deltas(is_flat: bool) -> None:
     request = make_request(None, SamplingParams(prompt_logprobs=1, output_kind=DELTA, flat_logprobs=is_flat))
-    chunk = PrefillRow(0, 0, PROMPT[:2], False, PROMPT[1:])
+    chunk = Row(0, 0, PROMPT[:2], 0, PROMPT[1:])
     request.add_prompt_logprobs(chunk, 4, make_scores(8), None)
     give(request, (0, 3))
     first = request.next_output()

@@ -11,10 +11,11 @@ import pytest
 
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.compiled_steps import CompiledSteps, step_keys
-from jaxserve.engine.plan import PageCopy, PageGrant, PrefillRow, Sampling, SlotMask, SlotSetup, StepPlan
+from jaxserve.engine.plan import ON_DEVICE, PageCopy, PageGrant, Row, Sampling, SlotMask, SlotSetup, StepPlan
 from jaxserve.engine.program import ModelProgram
 from jaxserve.engine.runner import StepResult, StepRunner
 from jaxserve.engine.slot_programs import COPY_CAPACITY, copy_arrays
+from tests.plan_rows import decode_rows
 from tests.sampler_rows import mask_of
 from tests.tiny_programs import make_program, random_params, tiny_config
 
@@ -62,14 +63,13 @@ class Driver:
             known = tokens if sampling.has_penalties else []
             setups.append(SlotSetup(slot, sampling, 30, known, num_prompt_tokens or len(tokens)))
             grants.append(PageGrant(slot, 0, [slot * TABLE_PAGES + i for i in range(TABLE_PAGES)]))
-            prefill.append(PrefillRow(slot, 0, tokens, True))
+            prefill.append(Row(slot, 0, tokens, 1))
             self.texts[slot] = [*tokens]
-        return self._run(StepPlan(self.number, setups, grants, [], [], [], prefill), [*texts])
+        return self._run(StepPlan(self.number, setups, grants, prefill), [*texts])
 
     def decode(self, slots: list[int], masks: tuple[SlotMask, ...] = ()) -> StepResult:
-        """One token more for each slot; the host leaves naming it to the device."""
-        positions = [len(self.texts[slot]) - 1 for slot in slots]
-        plan = StepPlan(self.number, [], [], slots, positions, [-1] * len(slots), [], masks=masks)
+        """One token more for each slot; the host leaves naming and placing it to the device."""
+        plan = StepPlan(self.number, [], [], decode_rows(slots, [ON_DEVICE] * len(slots)), masks=masks)
         return self._run(plan, slots)
 
     def _run(self, plan: StepPlan, slots: list[int]) -> StepResult:
@@ -142,8 +142,8 @@ def test_a_decode_row_of_a_known_token_is_not_counted_twice() -> None:
     whole.start({0: (sampling, text)}, len(PROMPT))
     setup = SlotSetup(0, sampling, 30, text, len(PROMPT))
     grant = PageGrant(0, 0, [0, 1, 2, 3])
-    parts.runner.launch(StepPlan(0, [setup], [grant], [], [], [], [PrefillRow(0, 0, text[:-1], False)])).wait()
-    last = parts.runner.launch(StepPlan(1, [], [], [0], [len(text) - 1], [6], [])).wait()
+    parts.runner.launch(StepPlan(0, [setup], [grant], [Row(0, 0, text[:-1], 0)])).wait()
+    last = parts.runner.launch(StepPlan(1, [], [], decode_rows([0], [len(text) - 1], [6]))).wait()
     assert last.tokens == [whole.texts[0][-1:]]
     parts.texts[0] = [*text, *last.tokens[0]]
     for _ in range(4):
@@ -302,7 +302,7 @@ class Always:
 def test_a_processor_without_arguments_applies_to_every_row() -> None:
     steps = compiled_steps(1, (Always(),))
     runner = StepRunner(steps, random_params(steps.program))
-    plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], [0], [0], [5], [])
+    plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], decode_rows([0], [0], [5]))
     assert runner.launch(plan).wait().tokens == [[13]]
     runner.release()
 
@@ -333,7 +333,7 @@ def test_programs_of_given_sizes() -> None:
         (3, "greedy", 64, "any"),
         (4, "full", 64, "any"),
     ):
-        plan = StepPlan(0, [], [], [*range(rows)], [0] * rows, [5] * rows, [])
+        plan = StepPlan(0, [], [], decode_rows(range(rows), [0] * rows, [5] * rows))
         shape, compiled = steps.choose(plan, variant)
         assert (shape.num_tokens, shape.decode_only, shape.scores_prompt) == (size, size == 2, False)
         assert compiled is steps._steps[shape, expected]
@@ -411,7 +411,7 @@ def test_page_copies_move_the_pages_asked(tensor: int, num_copies: int) -> None:
     pages = np.random.default_rng(num_copies).permutation(NUM_PAGES)[: 2 * num_copies].tolist()
     copies = [PageCopy(*pair) for pair in zip(pages[:num_copies], pages[num_copies:], strict=True)]
     written = copies[0].source  # the step's own token goes to the page just copied from
-    plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [written])], [0], [0], [5], [], copies)
+    plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [written])], decode_rows([0], [0], [5]), copies)
     runner.launch(plan).wait()
     untouched = [page for page in range(NUM_PAGES + 1) if page not in (written, *(copy.target for copy in copies))]
     for old, new in zip(before, pool_pages(runner), strict=True):

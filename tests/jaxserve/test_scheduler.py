@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.plan import PageCopy, Sampling, SchedulerLimits, StepPlan
+from jaxserve.engine.plan import ON_DEVICE, PageCopy, Row, Sampling, SchedulerLimits, StepPlan
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 from jaxserve.outputs import FinishReason
@@ -57,6 +57,8 @@ class Device:
         self.owner: dict[int, Sequence] = {}
         self.pages: dict[int, list[int]] = {}
         self.context: dict[Sequence, list[int]] = {}
+        self.starts: list[list[int]] = []
+        self.length: dict[int, int] = {}
         self.version = 0
         self.versions: dict[Sequence, list[int]] = {}
         self.expected: dict[Sequence, list[int]] = {}
@@ -71,21 +73,23 @@ class Device:
         self.num_query_tokens += plan.num_tokens
         self._apply(plan)
         self._copy(plan)
-        rows = [
-            (slot, position, [self._latest(slot) if token < 0 else token], True)
-            for slot, position, token in zip(plan.decode_slots, plan.decode_positions, plan.decode_tokens, strict=True)
-        ]
-        rows += [(row.slot, row.start, row.token_ids, row.samples) for row in plan.prefill]
-        assert len({slot for slot, *_ in rows}) == len(rows)
-        assert all(len(token_ids) <= (limits.long_prefill_token_threshold or 1 << 30) for _, _, token_ids, _ in rows)
-        for slot, start, token_ids, _ in rows:
-            assert token_ids
-            for position, token in enumerate(token_ids, start):
-                self._write(slot, position, token)
+        rows = [self._known(row) for row in plan.rows]
+        self.starts.append([row.start for row in rows])
+        assert len({row.slot for row in rows}) == len(rows)
+        assert all(len(row.token_ids) <= (limits.long_prefill_token_threshold or 1 << 30) for row in rows)
+        for row in rows:
+            assert row.token_ids
+            for position, token in enumerate(row.token_ids, row.start):
+                self._write(row.slot, position, token)
         masks = {mask.slot: mask.words for mask in plan.masks}
-        return [
-            self._finish_row(slot, start + len(token_ids), samples, masks) for slot, start, token_ids, samples in rows
-        ]
+        return [self._finish_row(row, masks) for row in rows]
+
+    def _known(self, row: Row) -> Row:
+        """The row with the token and the start that are on the device."""
+        start = self.length[row.slot] if row.start == ON_DEVICE else row.start
+        first, *others = row.token_ids
+        token_ids = [self._latest(row.slot) if first == ON_DEVICE else first, *others]
+        return row._replace(start=start, token_ids=token_ids)
 
     def _apply(self, plan: StepPlan) -> None:
         running = {sequence.slot: sequence for sequence in self.scheduler.running}
@@ -94,6 +98,7 @@ class Device:
             sequence = running[setup.slot]
             self.owner[setup.slot] = sequence
             self.pages[setup.slot] = []
+            self.length.pop(setup.slot, None)
             self.context.setdefault(sequence, list(sequence.token_ids))
             assert self.context[sequence] == sequence.token_ids
             self.versions[sequence] = [self.version] * sequence.max_length
@@ -129,8 +134,9 @@ class Device:
         page[offset] = hash((before, token, self.version))
         self.versions[self.owner[slot]][position] = self.version
 
-    def _finish_row(self, slot: int, end: int, samples: bool, masks: dict[int, bytes]) -> list[int]:
-        """Checks all that a row reads, once every row has written; draws its token if it samples."""
+    def _finish_row(self, row: Row, masks: dict[int, bytes]) -> list[int]:
+        """Check all that a row reads, once every row has written; draw its token if it samples."""
+        slot, end, samples = row.slot, row.start + len(row.token_ids), row.num_samples > 0
         sequence = self.owner[slot]
         context = self.context[sequence]
         expected, versions = self.expected[sequence], self.versions[sequence]
@@ -146,6 +152,7 @@ class Device:
         if sequence.constraint is not None and sequence.finish_reason is None:
             assert slot in masks
             self.masks.append((sequence, masks[slot]))
+        self.length[slot] = end
         context.append(self.draw(context))
         return [context[-1]]
 
@@ -199,10 +206,11 @@ def test_prefill_then_decode():
     scheduler = make_scheduler()
     sequence = make_sequence("a", [100, 101, 102, 103, 104], new=3)
     scheduler.add(sequence)
-    plans = drain(scheduler)
-    assert [row.token_ids for row in plans[0].prefill] == [[100, 101, 102, 103, 104]]
-    assert plans[0].prefill[0].samples
-    assert [plan.decode_positions for plan in plans[1:]] == [[5], [6]]
+    device = Device(scheduler)
+    plans = drain(scheduler, 2, device)
+    assert [row.token_ids for row in plans[0].rows] == [[100, 101, 102, 103, 104]]
+    assert plans[0].rows[0].num_samples
+    assert device.starts == [[0], [5], [6]]
     assert sequence.finish_reason == "length"
     assert sequence.token_ids[5:] == [1005, 1006, 1007]
     assert scheduler.allocator.num_free == 16
@@ -214,12 +222,12 @@ def test_a_pending_token_is_taken_from_the_device():
     first = scheduler.schedule()
     second = scheduler.schedule()
     assert first is not None and second is not None
-    assert second.decode_tokens == [-1]
+    assert [(row.start, row.token_ids) for row in second.rows] == [(ON_DEVICE, [ON_DEVICE])]
     scheduler.complete(first, [[7]])
     scheduler.complete(second, [[8]])
     third = scheduler.schedule()
     assert third is not None
-    assert third.decode_tokens == [8]
+    assert [(row.start, row.token_ids) for row in third.rows] == [(4, [8])]
 
 
 def test_long_prompts_are_chunked_and_mixed_with_decodes():
@@ -230,15 +238,16 @@ def test_long_prompts_are_chunked_and_mixed_with_decodes():
     scheduler.add(make_sequence("long", prompt=30, new=2))
     plan = scheduler.schedule()
     assert plan is not None
-    assert plan.decode_slots == [first.prefill[0].slot]
-    assert len(plan.prefill[0].token_ids) == 7 and not plan.prefill[0].samples
+    decoded, chunk = plan.rows
+    assert (decoded.slot, decoded.token_ids) == (first.rows[0].slot, [ON_DEVICE])
+    assert len(chunk.token_ids) == 7 and not chunk.num_samples
 
 
 def test_prompt_logprob_targets_follow_the_chunks():
     scheduler = make_scheduler(max_num_batched_tokens=4)
     scheduler.add(make_sequence("a", [100, 101, 102, 103, 104, 105], new=1, wants_prompt_logprobs=True))
     plans = drain(scheduler)
-    assert [row.targets for plan in plans for row in plan.prefill] == [[101, 102, 103, 104], [105, -1]]
+    assert [row.targets for plan in plans for row in plan.rows] == [[101, 102, 103, 104], [105, -1]]
 
 
 def test_prompt_logprobs_of_a_preempted_prompt_have_no_targets_among_its_output():
@@ -249,7 +258,7 @@ def test_prompt_logprobs_of_a_preempted_prompt_have_no_targets_among_its_output(
     scheduler.add(old)
     scheduler.add(young)
     plans = drain(scheduler, 1, device)
-    rows = [row for plan in plans for row in plan.prefill if row.targets is not None]
+    rows = [row for plan in plans for row in plan.rows if row.targets is not None]
     assert rows[0].targets == [101, 102, -1]
     assert len(rows) == 2 and rows[1].token_ids[:3] == [100, 101, 102]
     assert rows[1].targets == [101, 102] + [-1] * (len(rows[1].token_ids) - 2)
@@ -344,7 +353,7 @@ def test_a_preempted_sequence_waits_for_its_pending_token():
     scheduler.complete(second, [[3], [4]])
     again = scheduler.schedule()
     assert again is not None
-    (row,) = again.prefill
+    (row,) = again.rows
     assert ([100, 101, 102, 2, 4][row.start :], row.start) == (row.token_ids, young.num_computed - len(row.token_ids))
 
 
@@ -404,7 +413,7 @@ def test_a_long_prompt_leaves_room_for_short_ones():
             scheduler.add(make_sequence(f"short {i}", 3, 1))
         device = Device(scheduler)
         plan = step(scheduler, device)
-        rows = [(device.owner[row.slot].sequence_id, len(row.token_ids)) for row in plan.prefill]
+        rows = [(device.owner[row.slot].sequence_id, len(row.token_ids)) for row in plan.rows]
         assert rows == expected
 
 
@@ -467,7 +476,7 @@ def test_full_pages_are_shared_and_the_last_one_is_copied():
     plan = step(scheduler, device)
     assert second.pages[:2] == first.pages[:2]
     assert plan.copies == [PageCopy(first.pages[2], second.pages[2])]
-    assert [(row.start, row.token_ids) for row in plan.prefill] == [(9, [109])]
+    assert [(row.start, row.token_ids) for row in plan.rows[1:]] == [(9, [109])]
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 9)
     assert (scheduler.pages.num_queried_tokens, scheduler.pages.num_hit_tokens) == (20, 9)
     drain(scheduler, 2, device)
@@ -489,7 +498,7 @@ def test_sequences_of_one_plan_share_full_pages_but_copy_nothing_that_the_plan_w
         scheduler.add(make_sequence(name, list(range(11)), 3))
     device = Device(scheduler)
     plan = step(scheduler, device)
-    assert [(row.start, len(row.token_ids)) for row in plan.prefill] == [(0, 11), (8, 3)]
+    assert [(row.start, len(row.token_ids)) for row in plan.rows] == [(0, 11), (8, 3)]
     assert not plan.copies
     drain(scheduler, 2, device)
 
@@ -512,7 +521,7 @@ def test_a_prompt_that_leaves_a_full_page_in_the_middle_copies_its_beginning():
     for name, prompt in (("first", list(range(16))), ("second", [*range(13), 90, 91, 92])):
         scheduler.add(make_sequence(name, prompt, 1))
         plans = drain(scheduler, 2, device)
-    assert [(row.start, len(row.token_ids)) for row in plans[0].prefill] == [(13, 3)]
+    assert [(row.start, len(row.token_ids)) for row in plans[0].rows] == [(13, 3)]
 
 
 def test_different_roots_share_nothing():
@@ -615,7 +624,7 @@ def test_followers_start_from_the_leaders_pages():
     step(scheduler, device)
     assert list(scheduler.waiting) == samples[1:]
     plan = step(scheduler, device)
-    assert [row.start for row in plan.prefill] == [9, 9]
+    assert [row.start for row in plan.rows] == [10, 4, 9, 9]
     drain(scheduler, 2, device)
     assert [sample.num_cached_tokens for sample in samples] == [0, 9, 9, 9]
     assert [sample.num_output_tokens for sample in samples] == [6] * 4
@@ -703,7 +712,7 @@ def test_a_constrained_sequence_sits_out_while_a_token_is_pending():
     assert scheduler.schedule() is None
     scheduler.complete(first, tokens)
     second = scheduler.schedule()
-    assert second is not None and second.decode_tokens == [1005]
+    assert second is not None and [row.token_ids for row in second.rows] == [[1005]]
 
 
 # ------------------------------------------------------------------------------------------------ random load

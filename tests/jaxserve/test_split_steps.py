@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,11 +12,12 @@ from jaxserve.engine.batch import BatchBuilder
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.compiled_steps import CompiledSteps, num_programs
 from jaxserve.engine.metrics import CompileCounter
-from jaxserve.engine.plan import PageGrant, PrefillRow, Sampling, SlotMask, SlotSetup, StepPlan
+from jaxserve.engine.plan import PageGrant, Row, Sampling, SlotMask, SlotSetup, StepPlan
 from jaxserve.engine.runner import StepResult, StepRunner
 from jaxserve.engine.split_steps import SplitStep, sampler_tile, trace_sampler
-from jaxserve.engine.step_batch import BatchShape
+from jaxserve.engine.step_batch import BatchShape, LatestTokens
 from jaxserve.sampling.sampler import VARIANTS
+from tests.plan_rows import decode_rows
 from tests.sampler_rows import mask_of
 from tests.tiny_programs import make_program, random_params, tiny_config
 
@@ -67,18 +69,18 @@ def test_nothing_compiles_behind_the_start(steps: CompiledSteps) -> None:
             known = PROMPT if sampling.has_penalties else []
             setups = [SlotSetup(slot, sampling, 30, known, len(PROMPT)) for slot in range(3)]
             targets = [*PROMPT[1:], -1]
-            prefill = [PrefillRow(0, 0, PROMPT, True, targets)]
-            first = run(runner, StepPlan(number, setups, grants, [], [], [], prefill))
-            prefill = [PrefillRow(slot, 0, PROMPT, True) for slot in (1, 2)]
-            both = run(runner, StepPlan(number, [], [], [0], [len(PROMPT)], [-1], prefill))
-            wide = run(runner, StepPlan(number, [], [], [0, 1, 2], [8, 7, 7], [-1] * 3, []))
-            masked = run(runner, StepPlan(number, [], [], [0], [9], [-1], [], masks=masks))
+            prefill = [Row(0, 0, PROMPT, 1, targets)]
+            first = run(runner, StepPlan(number, setups, grants, prefill))
+            prefill = [Row(slot, 0, PROMPT, 1) for slot in (1, 2)]
+            both = run(runner, StepPlan(number, [], [], decode_rows([0], [len(PROMPT)]) + prefill))
+            wide = run(runner, StepPlan(number, [], [], decode_rows([0, 1, 2], [8, 7, 7])))
+            masked = run(runner, StepPlan(number, [], [], decode_rows([0], [9]), masks=masks))
             assert first.prompt_logprobs is not None and first.prompt_logprobs.chosen[: len(PROMPT) - 1].all()
             assert both.prompt_logprobs is None and masked.tokens[0][0] % 2 == 0
             assert all((result.logprobs is None) == (variant != "full") for result in (first, both, wide))
     counter.close()
     assert counter.count == 0
-    plan = StepPlan(0, [], [], [], [], [], [PrefillRow(0, 0, PROMPT, True, PROMPT)])
+    plan = StepPlan(0, [], [], [Row(0, 0, PROMPT, 1, PROMPT)])
     shape, step = steps.choose(plan, "greedy")
     assert shape.num_tokens == 16 and isinstance(step, SplitStep) and step.scorer is not None
     runner.release()
@@ -119,8 +121,9 @@ def test_a_row_is_sampled_alone_as_among_others(num_rows: int) -> None:
         rows[: len(slots)] = logits[slots]
         part = sampler_part(num_rows, slots, samplings, variant)
         mask = np.full(program.mask_shape(num_rows), -1, np.int32)
-        found = sampler(rows, np.zeros(num_rows, np.int32), tables, part, mask)
-        latest, tokens = np.asarray(found.latest), np.asarray(found.tokens)
+        found = sampler(rows, LatestTokens(*jnp.zeros((2, num_rows), jnp.int32)), tables, part, mask)
+        latest, tokens = np.asarray(found.latest.token_ids), np.asarray(found.tokens)
+        assert np.asarray(found.latest.positions)[slots].tolist() == [6 + slot for slot in slots]
         np.testing.assert_array_equal(latest[slots], tokens[: len(slots)])
         assert not np.delete(latest, slots).any(), "only rows in use set the latest token of a slot"
         return [np.asarray(array)[: len(slots)] for array in (tokens, *found.logprobs)]
@@ -138,9 +141,12 @@ def sampler_part(num_rows: int, slots: list[int], samplings: list[Sampling], var
     shape = BatchShape(num_tokens=num_rows, num_rows=num_rows, table_pages=TABLE_PAGES, decode_only=True)
     builder = BatchBuilder(num_rows, TABLE_PAGES, 8, NUM_PAGES)
     setups = [SlotSetup(slot, samplings[slot], 30, [], 1) for slot in slots]
-    plan = StepPlan(0, setups, [], slots, [5 + slot for slot in slots], [-1] * len(slots), [])
+    positions = [5 + slot for slot in slots]
+    plan = StepPlan(0, setups, [], decode_rows(slots, positions))
     builder.apply(plan)
-    return builder.build(plan, shape, VARIANTS.index(variant))[shape.sampler_start :]
+    part = builder.build(plan, shape, VARIANTS.index(variant))[shape.sampler_start :]
+    part[: len(slots)] = [position + 1 for position in positions]  # as the model's program does
+    return part
 
 
 @pytest.mark.parametrize("num_rows", [4, 16])

@@ -11,7 +11,7 @@ import pytest
 from jaxserve.engine.batch import BatchBuilder
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.compiled_steps import CompiledSteps
-from jaxserve.engine.plan import PageGrant, PrefillRow, Sampling, SlotSetup, StepPlan
+from jaxserve.engine.plan import ON_DEVICE, PageGrant, Row, Sampling, SlotSetup, StepPlan
 from jaxserve.engine.runner import StepResult, StepRunner
 from jaxserve.engine.split_steps import trace_model, trace_scorer
 from jaxserve.engine.step_batch import BatchShape
@@ -21,6 +21,7 @@ from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.models.causal_lm import CausalLM
 from scripts.compile_text import compiled_collectives
 from sharding.plan import bytes_per_device, count_collectives
+from tests.plan_rows import decode_rows
 from tests.tiny_programs import BACKEND, NUM_LAYERS, make_program, random_params, tiny_config
 
 PAGE_SIZE, NUM_SLOTS, TABLE_PAGES = 8, 4, 4
@@ -121,7 +122,7 @@ def test_slot_tables_are_updated_in_place(variant: str, is_split: bool) -> None:
     compiled = trace(program, DECODE, is_split, variant).lower().compile()
     state = program.abstract_state()
     sizes = [math.prod(leaf.shape) * 4 for leaf in (*state.tables, state.sums)]
-    assert sum(sizes) + 4000 == program.slot_state_bytes
+    assert sum(sizes) + 2 * 4000 == program.slot_state_bytes
     assert temporary_bytes(compiled) < min(sizes) // 4
 
 
@@ -157,7 +158,7 @@ def addresses(state: StepState) -> list[int]:
 def test_pools_keep_their_addresses(tensor: int) -> None:
     _, compiled, program = compiled_decode(tensor, False, False)
     params, state = random_params(program), program.empty_state()
-    plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], [0], [0], [5], [])
+    plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], decode_rows([0], [0], [5]))
     builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, program.num_pages)
     builder.apply(plan)
     mask = np.full(program.mask_shape(DECODE.num_rows), -1, np.int32)
@@ -169,7 +170,8 @@ def test_pools_keep_their_addresses(tensor: int) -> None:
         assert addresses(state) == before
         assert all(array.is_deleted() for array in jax.tree.leaves(old))
         assert not any(array.is_deleted() for array in params)
-    assert output is not None and int(state.latest[0]) == int(output.tokens[0])
+    assert output is not None and int(state.latest.token_ids[0]) == int(output.tokens[0])
+    assert int(state.latest.positions[0]) == 1
     keys = np.asarray(state.pools[0][0])
     written = np.flatnonzero(np.abs(keys.reshape(len(keys), -1)).sum(1)).tolist()
     assert set(written) | {program.num_pages + 1} == {3, program.num_pages + 1}, "padding has a page of its own"
@@ -195,17 +197,14 @@ def prefill_plans() -> list[StepPlan]:
     grants = [PageGrant(slot, 0, pages_of(slot)) for slot in PROMPTS]
     first, second = PROMPTS[0], PROMPTS[2]
     return [
-        StepPlan(0, setups, grants, [], [], [], [PrefillRow(0, 0, first[:6], False, first[1:7])]),
+        StepPlan(0, setups, grants, [Row(0, 0, first[:6], 0, first[1:7])]),
         StepPlan(
             1,
             [],
             [],
-            [],
-            [],
-            [],
-            [PrefillRow(0, 6, first[6:], True, [*first[7:], -1]), PrefillRow(1, 0, PROMPTS[1], True)],
+            [Row(0, 6, first[6:], 1, [*first[7:], -1]), Row(1, 0, PROMPTS[1], 1)],
         ),
-        StepPlan(2, [], [], [1, 0], [2, 11], [-1, -1], [PrefillRow(2, 0, second, True)]),
+        StepPlan(2, [], [], [*decode_rows([1, 0], [2, 11]), Row(2, 0, second, 1)]),
     ]
 
 
@@ -214,7 +213,7 @@ def run_requests(
 ) -> tuple[dict[int, list[int]], list[StepResult]]:
     """Tokens of each request, and results of all steps.
 
-    Fewer than ``in_flight`` steps run unread; at 1 the host names each token, else the device finds it by slot.
+    Fewer than ``in_flight`` steps run unread; at 1 the host names and places each token, else the device does.
     """
     program = make_program(config, tensor=tensor, layout=layout, num_pages=20)
     steps = CompiledSteps(program, BUCKETS, platform)
@@ -227,11 +226,9 @@ def run_requests(
         plan, step = pending.pop(0)
         result = step.wait()
         results.append(result)
-        slots = plan.decode_slots + [row.slot for row in plan.prefill]
-        samples = [True] * len(plan.decode_slots) + [row.samples for row in plan.prefill]
-        for slot, new, does_sample in zip(slots, result.tokens, samples, strict=True):
-            assert len(new) == does_sample
-            tokens[slot] += new
+        for row, new in zip(plan.rows, result.tokens, strict=True):
+            assert len(new) == row.num_samples
+            tokens[row.slot] += new
 
     def launch(plan: StepPlan) -> None:
         pending.append((plan, runner.launch(plan)))
@@ -243,8 +240,11 @@ def run_requests(
     lengths = {slot: len(prompt) + (1 if slot < 2 else 0) for slot, prompt in PROMPTS.items()}
     for i in range(NUM_DECODE):
         slots = [[2, 0, 1], [1, 2], [0, 1, 2]][i % 3]
-        known = [tokens[slot][-1] if in_flight == 1 else -1 for slot in slots]
-        launch(StepPlan(3 + i, [], [], slots, [lengths[slot] for slot in slots], known, []))
+        if in_flight == 1:
+            rows = decode_rows(slots, [lengths[slot] for slot in slots], [tokens[slot][-1] for slot in slots])
+        else:
+            rows = decode_rows(slots, [ON_DEVICE] * len(slots))
+        launch(StepPlan(3 + i, [], [], rows))
         for slot in slots:
             lengths[slot] += 1
     while pending:

@@ -182,7 +182,7 @@ def test_prefill_matches_reference(name, races):
         interpret=interpreter(detect_races=True),
     )
     used = sum(length for _, length in case.rows)
-    assert_right(case, found[case.num_decode : used], expected[case.num_decode : used])
+    assert_right(case, found[case.num_single : used], expected[case.num_single : used])
     assert not races()
 
 

@@ -92,7 +92,6 @@ def test_a_token_has_the_same_bits_in_a_chunk_and_alone(dtype, settings):
             context_lens=lens,
             query_starts=jnp.arange(rows, dtype=jnp.int32),
             query_lens=jnp.ones(rows, jnp.int32),
-            num_decode=jnp.int32(rows),
             num_rows=jnp.int32(rows),
         )
         queries = jnp.stack([query[3], query[place], query[9]])
@@ -109,7 +108,7 @@ def test_shared_pages_read_once_give_the_same_bits(threads, dtype, num_rows):
     case = Case(lengths, 6, 2, 64, 64, dtype=dtype, spare_rows=0, spare_tokens=0)
     _, (query, pools, batch) = problem(case)
     table = batch.page_table.at[:num_rows, :34].set(batch.page_table[0, :34])
-    batch = batch._replace(page_table=table, num_decode=jnp.int32(num_rows))
+    batch = batch._replace(page_table=table)
     attended = jax.jit(functools.partial(paged_attention.run, paged_attention_native, case))
 
     def attend_sharing(count):

@@ -162,7 +162,6 @@ def test_one_by_one_has_the_same_bits_in_every_step(module):
             context_lens=lens,
             query_starts=row,
             query_lens=ones,
-            num_decode=num_rows,
             num_rows=num_rows,
         )
         step = jax.tree.map(lambda a: jnp.asarray(a, jnp.int32), step)
@@ -208,7 +207,7 @@ def test_blocks_have_every_token_once(case_name, block_tokens):
     for row, first, count, position, visible in zip(*blocks, strict=True):
         if visible:
             context, length = case.rows[row]
-            assert row >= case.num_decode and starts[row] <= first < starts[row] + length
+            assert row >= case.num_single and starts[row] <= first < starts[row] + length
             assert position == context - length + first - starts[row] and visible == position + count <= context
 
 

@@ -5,14 +5,15 @@ import functools
 import importlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.engine.batch import BatchBuilder
-from jaxserve.engine.plan import PageGrant, PrefillRow, Sampling, SlotSetup, StepPlan
-from jaxserve.engine.step_batch import BatchShape, unpack
+from jaxserve.engine.plan import PageGrant, Row, Sampling, SlotSetup, StepPlan
+from jaxserve.engine.step_batch import BatchShape, LatestTokens, unpack
 from jaxserve.engine.steps import ModelProgram
 from jaxserve.layers.attention import AttentionSettings
 from sharding import LAYOUTS, LayoutError, MeshShape, ShardingLayout, get_layout, make_mesh
@@ -32,7 +33,8 @@ def forward(program: ModelProgram) -> jax.stages.Wrapped:
 
     def body(arrays: tuple[jax.Array, ...], pools: list, buffer: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays))
-        batch = unpack(buffer, SHAPE)
+        nothing = LatestTokens(*jnp.zeros((2, program.num_slots), jnp.int32))
+        batch = unpack(buffer, SHAPE, nothing, program.page_size, program.num_pages)
         hidden, _ = model.hidden(batch.tokens, batch.positions, batch.lengths, pools, batch.attention, settings)
         return model.logits(hidden)
 
@@ -49,8 +51,8 @@ def prompt_buffer(program: ModelProgram) -> np.ndarray:
     """The prompts as prefill rows, a page each."""
     setups = [SlotSetup(slot, Sampling(), 20) for slot in range(len(PROMPTS))]
     grants = [PageGrant(slot, 0, [5 * slot]) for slot in range(len(PROMPTS))]
-    prefill = [PrefillRow(slot, 0, prompt, True) for slot, prompt in enumerate(PROMPTS)]
-    plan = StepPlan(0, setups, grants, [], [], [], prefill)
+    prefill = [Row(slot, 0, prompt, 1) for slot, prompt in enumerate(PROMPTS)]
+    plan = StepPlan(0, setups, grants, prefill)
     builder = BatchBuilder(program.num_slots, SHAPE.table_pages, program.page_size, program.num_pages)
     builder.apply(plan)
     return builder.build(plan, SHAPE, 0)

@@ -1,0 +1,28 @@
+"""The positions of rows as far as the host knows them."""
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxserve.engine.plan import ON_DEVICE, StepPlan
+
+
+class RowStarts:
+    """Follows the positions of slots from plan to plan, since a row may leave its start to the device.
+
+    Args:
+        num_slots: Sequences that can run at once.
+    """
+
+    def __init__(self, num_slots: int):
+        self._next = np.zeros(num_slots, np.int32)
+
+    def of(self, plan: StepPlan) -> Int[np.ndarray, " R"]:
+        """Return the position of the first token of each row."""
+        columns = plan.columns
+        return np.where(columns.starts == ON_DEVICE, self._next[columns.slots], columns.starts)
+
+    def advance(self, plan: StepPlan) -> Int[np.ndarray, " R"]:
+        """Return the same, and note where the rows end; called once for each plan, in order."""
+        starts = self.of(plan)
+        self._next[plan.columns.slots] = starts + plan.columns.lengths
+        return starts
