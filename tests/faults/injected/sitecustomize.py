@@ -65,14 +65,15 @@ def _patch_admission(module: Any) -> None:
 
     module.make_sampling = faulty
 
+    make_detokenizer = module.Admission._detokenizer
 
-def _patch_request_state(module: Any) -> None:
-    extend = module.Sample.extend
+    def with_faulty_detokenizer(self: Any, prompt: Any, params: Any) -> Any:
+        detokenizer = make_detokenizer(self, prompt, params)
+        if DETOKENIZER_STOP_ID in (params.stop_token_ids or ()):
+            detokenizer.push_tokens = _raise  # its first token already fails
+        return detokenizer
 
-    def faulty(self: Any, *arguments: Any) -> Any:
-        return _raise() if DETOKENIZER_STOP_ID in self.sequence.stop_ids else extend(self, *arguments)
-
-    module.Sample.extend = faulty
+    module.Admission._detokenizer = with_faulty_detokenizer
 
 
 def _patch_grammars(module: Any) -> None:
@@ -130,7 +131,6 @@ def _patch_startup(module: Any) -> None:
 PATCHES: dict[str, Callable[[Any], None]] = {
     "jaxserve.engine.tokenizer": _patch_tokenizer,
     "jaxserve.engine.admission": _patch_admission,
-    "jaxserve.engine.request_state": _patch_request_state,
     "jaxserve.engine.grammars": _patch_grammars,
     "jaxserve.engine.runner": _patch_runner,
     "jaxserve.engine.startup": _patch_startup,
