@@ -43,7 +43,7 @@ class CostModel:
     def seconds(self, plan: StepPlan, starts: list[int]) -> float:
         """Return the time of a step on the device; ``starts`` has the position of each row's first token."""
         context = sum(starts) + plan.num_tokens
-        lengths = plan.columns.lengths.tolist()
+        lengths = plan.columns.lengths
         num_decode = lengths.count(1)
         num_prefill = plan.num_tokens - num_decode
         num_pairs = 0

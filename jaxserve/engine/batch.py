@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxserve.engine.plan import RowColumns, Sampling, StepPlan
+from jaxserve.engine.row_arrays import row_arrays
 from jaxserve.engine.row_starts import RowStarts
 from jaxserve.engine.step_batch import SLOT_NUMBERS, BatchShape
 
@@ -74,19 +75,19 @@ class BatchBuilder:
         buffer = self._padding(shape).copy()
         views = _views(buffer, shape)
         columns, num_rows, num_tokens = plan.columns, plan.num_rows, plan.num_tokens
-        slots, lengths = columns.slots, columns.lengths
+        slots, first, lengths, num_samples = row_arrays(columns)
         starts = self.starts.advance(plan)
         ends = lengths.cumsum()
         views["tokens"][:num_tokens] = list(itertools.chain.from_iterable(columns.token_ids))
         views["token_rows"][:num_tokens] = np.arange(num_rows).repeat(lengths)
         views["page_table"][:num_rows] = self.page_table[slots]
-        views["starts"][:num_rows] = columns.starts
+        views["starts"][:num_rows] = first
         views["row_limits"][:num_rows] = self.lengths[slots]
         views["query_starts"][:num_rows] = ends - lengths
         views["query_lens"][:num_rows] = lengths
         views["sampled_tokens"][:num_rows] = ends - 1
         views["slots"][:num_rows] = slots
-        views["sampled_slots"][:num_rows] = np.where(columns.num_samples, slots, self.num_slots)
+        views["sampled_slots"][:num_rows] = np.where(num_samples, slots, self.num_slots)
         views["counted_slots"][:num_rows] = np.where(starts >= self.counted_from[slots], slots, self.num_slots)
         num_single = num_rows if num_tokens == num_rows else int((lengths != 1).argmax())
         views["num_shared_pages"][...] = self._num_shared_pages(slots[:num_single], starts[:num_single])
@@ -102,7 +103,8 @@ class BatchBuilder:
 
     def variant(self, plan: StepPlan, is_masked: bool = False) -> str:
         """The simplest sampler that does what every row asks for; ``is_masked``: a row may not sample every token."""
-        slots = plan.columns.slots[plan.columns.num_samples > 0]
+        rows = row_arrays(plan.columns)
+        slots = rows.slots[rows.num_samples > 0]
         if is_masked or self.needs_full[slots].any():
             return "full"
         return "sampled" if self.is_random[slots].any() else "greedy"

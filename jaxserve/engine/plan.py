@@ -9,9 +9,6 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-from jaxtyping import Int
-
 
 class Sampling(NamedTuple):
     """The numbers the sampler needs of a request.
@@ -150,13 +147,14 @@ class Row(NamedTuple):
     pooling: ChunkPooling | None = None
 
 
-class RowColumns(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowColumns:
     """The rows of a plan, transposed: see ``Row``. ``lengths`` has the number of tokens of each row."""
 
-    slots: Int[np.ndarray, " R"]
-    starts: Int[np.ndarray, " R"]
-    lengths: Int[np.ndarray, " R"]
-    num_samples: Int[np.ndarray, " R"]
+    slots: tuple[int, ...]
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    num_samples: tuple[int, ...]
     token_ids: tuple[list[int], ...]
     targets: tuple[list[int] | None, ...]
     pooling: tuple[ChunkPooling | None, ...]
@@ -187,11 +185,7 @@ class StepPlan:
         """The rows, transposed."""
         columns = zip(*self.rows, strict=True) if self.rows else [()] * len(Row._fields)
         slots, starts, token_ids, num_samples, targets, pooling = columns
-        lengths = list(map(len, token_ids))
-        slots, starts, lengths, num_samples = (
-            np.array(column, np.int32) for column in (slots, starts, lengths, num_samples)
-        )
-        return RowColumns(slots, starts, lengths, num_samples, token_ids, targets, pooling)
+        return RowColumns(slots, starts, tuple(map(len, token_ids)), num_samples, token_ids, targets, pooling)
 
     def share_columns(self, other: "StepPlan") -> None:
         """Take over the columns of a plan with the same rows: plans have the same while all sequences decode."""
@@ -205,7 +199,7 @@ class StepPlan:
     @functools.cached_property
     def num_tokens(self) -> int:
         """The number of query tokens."""
-        return int(self.columns.lengths.sum())
+        return sum(self.columns.lengths)
 
     @property
     def is_decode_only(self) -> bool:

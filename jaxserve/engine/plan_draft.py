@@ -34,7 +34,7 @@ class Flight(NamedTuple):
         """Return unfinished sequences whose rows have targets, the rows, and their first query tokens in the step."""
         if not any(plan.columns.targets):
             return []
-        starts = itertools.accumulate(plan.columns.lengths.tolist(), initial=0)
+        starts = itertools.accumulate(plan.columns.lengths, initial=0)
         return [
             (sequence, row, start)
             for sequence, row, start in zip(self.sequences, plan.rows, starts, strict=False)

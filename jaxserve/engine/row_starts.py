@@ -4,6 +4,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxserve.engine.plan import ON_DEVICE, StepPlan
+from jaxserve.engine.row_arrays import row_arrays
 
 
 class RowStarts:
@@ -18,11 +19,12 @@ class RowStarts:
 
     def of(self, plan: StepPlan) -> Int[np.ndarray, " R"]:
         """Return the position of the first token of each row."""
-        columns = plan.columns
-        return np.where(columns.starts == ON_DEVICE, self._next[columns.slots], columns.starts)
+        rows = row_arrays(plan.columns)
+        return np.where(rows.starts == ON_DEVICE, self._next[rows.slots], rows.starts)
 
     def advance(self, plan: StepPlan) -> Int[np.ndarray, " R"]:
         """Return the same, and note where the rows end; called once for each plan, in order."""
         starts = self.of(plan)
-        self._next[plan.columns.slots] = starts + plan.columns.lengths
+        rows = row_arrays(plan.columns)
+        self._next[rows.slots] = starts + rows.lengths
         return starts

@@ -10,6 +10,7 @@ from jaxserve.engine.compiled_steps import CompiledSteps
 from jaxserve.engine.masks import TokenMasks
 from jaxserve.engine.memory import return_freed_memory
 from jaxserve.engine.plan import PageCopy, PageGrant, Row, Sampling, SlotSetup, StepPlan
+from jaxserve.engine.row_arrays import row_arrays
 from jaxserve.engine.steps import StepOutput
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.sampling.sampler import NO_TOKEN, VARIANTS
@@ -48,7 +49,7 @@ class PendingStep:
     def _token_lists(self, tokens: np.ndarray) -> list[list[int]]:
         tokens = tokens[: self._plan.num_rows]
         lists = tokens[:, None].tolist()
-        is_empty = (tokens == NO_TOKEN) | (self._plan.columns.num_samples == 0)
+        is_empty = (tokens == NO_TOKEN) | (row_arrays(self._plan.columns).num_samples == 0)
         for row in is_empty.nonzero()[0].tolist():
             lists[row] = []
         return lists
