@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 MAX_N = 16384
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1
 MAX_TEMPERATURE = 2.0
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_ARGUMENT_NESTING = 64
@@ -176,7 +177,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
         "repetition_penalty": functools.partial(number, low=1 / MAX_FACTOR, high=MAX_FACTOR),
         "temperature": _temperature,
         "top_p": functools.partial(number, low=0.0, high=1.0, above_low=True),
-        "top_k": functools.partial(integer, low=-1),
+        "top_k": functools.partial(integer, low=-1, high=MAX_TOP_K),
         "min_p": functools.partial(number, low=0.0, high=1.0),
         "seed": functools.partial(_optional_integer, high=MAX_SEED),
         "stop": functools.partial(_optional_texts, most=MAX_STOP_STRINGS, may_be_one=True),

@@ -144,6 +144,7 @@ def test_tiny_temperature_is_raised_with_a_warning(temperature: float, caplog: p
         ({"top_p": 1.01}, r"top_p must be in \(0, 1\]"),
         ({"top_p": math.nan}, r"top_p must be in \(0, 1\]"),
         ({"top_k": -2}, "top_k must be at least -1, got -2"),
+        ({"top_k": 2**31}, "top_k must be at most 2147483647, got 2147483648"),
         ({"top_k": 5.0}, "top_k must be an int, got float"),
         ({"min_p": -0.1}, r"min_p must be in \[0, 1\]"),
         ({"min_p": 1.1}, r"min_p must be in \[0, 1\]"),
