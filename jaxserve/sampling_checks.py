@@ -5,7 +5,6 @@ Messages follow vLLM's (`vllm/sampling_params.py`).
 
 import enum
 import functools
-import logging
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -24,23 +23,16 @@ from jaxserve.field_checks import (
     texts,
     token_ids,
 )
+from jaxserve.sampling_options import MAX_FACTOR, SAMPLING_OPTIONS, Effect, check_temperature, neutral_values
 from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
-
-logger = logging.getLogger(__name__)
 
 MAX_N = 16384
 MAX_SEED = 2**63 - 1
-MAX_TOP_K = 2**31 - 1
-MAX_TEMPERATURE = 2.0
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_ARGUMENT_NESTING = 64
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 1024
 MAX_TEXT_LENGTH = 256
-# A positive temperature below this divides logits into the range where float32 loses them; vLLM has the same floor.
-MIN_TEMPERATURE = 0.01
-# Bias, repetition penalty and temperature together still leave a logit finite in float32.
-MAX_FACTOR = 1e15
 # A length to this power is still a finite float.
 MAX_LENGTH_PENALTY = 32.0
 
@@ -54,16 +46,6 @@ class RequestOutputKind(enum.Enum):
     """What is new since the last output."""
     FINAL_ONLY = 2
     """One output, at the end."""
-
-
-def _temperature(name: str, value: object) -> float:
-    temperature = number(name, value, 0.0, MAX_TEMPERATURE)
-    if 0.0 < temperature < MIN_TEMPERATURE:
-        logger.warning(
-            "temperature %g is too small for stable sampling and is raised to %g", temperature, MIN_TEMPERATURE
-        )
-        return MIN_TEMPERATURE
-    return temperature
 
 
 def _optional_integer(name: str, value: object, high: int | None = None, low: int = 0) -> int | None:
@@ -172,13 +154,7 @@ _FLAGS = (
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
     {
         "n": functools.partial(integer, low=1, high=MAX_N),
-        "presence_penalty": functools.partial(number, low=-2.0, high=2.0),
-        "frequency_penalty": functools.partial(number, low=-2.0, high=2.0),
-        "repetition_penalty": functools.partial(number, low=1 / MAX_FACTOR, high=MAX_FACTOR),
-        "temperature": _temperature,
-        "top_p": functools.partial(number, low=0.0, high=1.0, above_low=True),
-        "top_k": functools.partial(integer, low=-1, high=MAX_TOP_K),
-        "min_p": functools.partial(number, low=0.0, high=1.0),
+        **{name: option.check for name, option in SAMPLING_OPTIONS.items()},
         "seed": functools.partial(_optional_integer, high=MAX_SEED),
         "stop": functools.partial(_optional_texts, most=MAX_STOP_STRINGS, may_be_one=True),
         "stop_token_ids": _stop_token_ids,
@@ -210,13 +186,11 @@ def checked_sampling(values: Values) -> Values:
     if checked["stop"] and not checked["detokenize"]:
         raise RequestError("stop strings need detokenize=True", parameter="stop", value=list(checked["stop"]))
     _check_logprobs(checked)
-    if checked["top_k"] == -1:
-        checked["top_k"] = 0
     if checked["temperature"] == 0.0:
         if checked["n"] > 1:
             message = "n must be 1 when using greedy sampling: all sequences would be the same"
             raise RequestError(message, parameter="n", value=checked["n"])
-        checked.update(top_p=1.0, top_k=0, min_p=0.0)
+        checked.update(neutral_values(Effect.DRAW))
     return checked
 
 
@@ -235,7 +209,7 @@ _BEAM_CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
         "beam_width": functools.partial(integer, low=1, high=MAX_N),
         "max_tokens": functools.partial(integer, low=1),
         "ignore_eos": flag,
-        "temperature": _temperature,
+        "temperature": check_temperature,
         "length_penalty": functools.partial(number, low=-MAX_LENGTH_PENALTY, high=MAX_LENGTH_PENALTY),
         "include_stop_str_in_output": flag,
         "skip_special_tokens": flag,

@@ -11,15 +11,12 @@ from typing import Any
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import changed_fields, checks_fields
 from jaxserve.sampling_checks import RequestOutputKind, checked_beam_search, checked_sampling
+from jaxserve.sampling_options import SAMPLING_OPTIONS
 from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 
 GENERATION_CONFIG_KEYS = MappingProxyType(
     {
-        "temperature": "temperature",
-        "top_k": "top_k",
-        "top_p": "top_p",
-        "min_p": "min_p",
-        "repetition_penalty": "repetition_penalty",
+        **{name: name for name, option in SAMPLING_OPTIONS.items() if option.in_generation_config},
         "max_new_tokens": "max_tokens",
     }
 )

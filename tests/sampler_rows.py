@@ -9,38 +9,33 @@ import numpy as np
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.sampling.penalties import SamplerInputs, SlotTables
 from jaxserve.sampling.sampler import VARIANTS, SamplerSettings, sample
+from jaxserve.sampling_options import SAMPLING_OPTIONS, OptionValues
 
-_FLOATS = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
-_WHOLE = {"top_k": 0, "seeds": 0, "positions": 0, "slots": 0}
+_OPTIONS = {**{name: option.neutral for name, option in SAMPLING_OPTIONS.items()}, "temperature": 1.0}
+_OTHERS = {"seeds": 0, "positions": 0, "slots": 0}
 
 _call = jax.jit(sample, static_argnames=("variant", "settings"))
 _call_any = jax.jit(sample, static_argnames="settings")
 
 
 def inputs_for(num_rows: int, *, arguments: Any = None, **numbers: Any) -> SamplerInputs:
-    """Sampler numbers, scalars repeated for every row, neutral where not given; ``slots`` are 0."""
-    unknown = numbers.keys() - _FLOATS.keys() - _WHOLE.keys()
+    """Sampler numbers, scalars repeated for every row, neutral where not given; temperature is 1, ``slots`` are 0."""
+    unknown = numbers.keys() - _OPTIONS.keys() - _OTHERS.keys()
     assert not unknown, unknown
-    floats = {name: np.broadcast_to(np.float32(numbers.get(name, value)), num_rows) for name, value in _FLOATS.items()}
-    whole = {
-        name: np.broadcast_to(np.asarray(numbers.get(name, value), np.int32), num_rows)
-        for name, value in _WHOLE.items()
-    }
+
+    def column(name: str, value: float) -> jax.Array:
+        dtype = np.float32 if isinstance(value, float) else np.int32
+        return jnp.asarray(np.broadcast_to(np.asarray(numbers.get(name, value), dtype), num_rows))
+
     arguments = np.zeros((num_rows, 0), np.float32) if arguments is None else np.float32(arguments)
-    columns = {name: jnp.asarray(value) for name, value in (floats | whole).items()}
-    return SamplerInputs(arguments=jnp.asarray(arguments), **columns)
+    options = OptionValues(**{name: column(name, value) for name, value in _OPTIONS.items()})
+    others = {name: column(name, value) for name, value in _OTHERS.items()}
+    return SamplerInputs(options, **others, arguments=jnp.asarray(arguments))
 
 
 def take(inputs: SamplerInputs, rows: np.ndarray) -> SamplerInputs:
     """Chosen rows."""
-    return SamplerInputs(*(array[rows] for array in inputs))
+    return jax.tree.map(lambda array: array[rows], inputs)
 
 
 def open_mask(num_rows: int, vocab_size: int) -> np.ndarray:

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from jaxserve.bench.serve_answer import BenchServeError
 from jaxserve.bench.serve_effects import check_effects
 from jaxserve.bench.serve_metrics import GOODPUT_METRICS, HEADERS
+from jaxserve.sampling_options import SAMPLING_OPTIONS
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions", "vllm": "/v1/completions"}
 BACKENDS = (*ENDPOINTS, "grpc")
 DATASETS = ("random", "sharegpt", "custom", "trace")
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 class _DataFlag(NamedTuple):
@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_data(parser.add_argument_group("requests"))
     _add_traffic(parser.add_argument_group("traffic"))
     sampling = parser.add_argument_group("sampling (what is not given is the server's default)")
-    for name in SAMPLING:
-        kind = int if name == "top_k" else float
+    for name, option in SAMPLING_OPTIONS.items():
+        kind = type(option.neutral)
         sampling.add_argument(_flag(name), type=kind, metavar=kind.__name__.upper(), help=f"{name} of each request")
     sampling.add_argument("--logprobs", type=int, metavar="INT", help="log probabilities of so many tokens a position")
     help_ = "go on after the end-of-sequence token (default: with random prompts and traces)"

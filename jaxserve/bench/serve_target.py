@@ -9,7 +9,7 @@ import urllib.parse
 from typing import Any, NamedTuple
 
 from jaxserve.bench.serve_answer import Backend, BenchServeError
-from jaxserve.bench.serve_arguments import SAMPLING, read_pairs
+from jaxserve.bench.serve_arguments import read_pairs
 from jaxserve.bench.serve_effects import is_secure
 from jaxserve.bench.serve_grpc import (
     MAX_CONNECTIONS,
@@ -23,6 +23,7 @@ from jaxserve.bench.serve_http import HttpClient
 from jaxserve.bench.serve_openai import OpenAIBackend
 from jaxserve.bench.serve_ready import ReadyCheck, ask_http
 from jaxserve.bench.serve_tokens import PromptTokens, TokenSource, server_tokens
+from jaxserve.sampling_options import SAMPLING_OPTIONS
 
 
 class Target(NamedTuple):
@@ -48,7 +49,7 @@ def request_headers(options: argparse.Namespace) -> dict[str, str]:
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters that were given."""
-    names = (*SAMPLING, "logprobs")
+    names = (*SAMPLING_OPTIONS, "logprobs")
     sampling = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return sampling | ({"ignore_eos": True} if options.ignore_eos else {})
 

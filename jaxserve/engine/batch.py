@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.engine.plan import RowColumns, Sampling, StepPlan
 from jaxserve.engine.row_arrays import row_arrays
 from jaxserve.engine.row_starts import RowStarts
-from jaxserve.engine.step_batch import SLOT_NUMBERS, BatchShape
+from jaxserve.engine.step_batch import FLOATS, SLOT_NUMBERS, BatchShape
 
 _NEVER = np.iinfo(np.int32).max
 
@@ -43,7 +43,9 @@ class BatchBuilder:
         self.page_table = np.full((num_slots, table_pages), num_pages, np.int32)
         self.lengths = np.zeros(num_slots, np.int32)
         self.numbers = np.zeros((len(SLOT_NUMBERS) + len(self.neutral_arguments), num_slots), np.int32)
-        self._floats = self.numbers.view(np.float32)
+        floats = self.numbers.view(np.float32)
+        self._lines = {name: (floats if name in FLOATS else self.numbers)[i] for i, name in enumerate(SLOT_NUMBERS)}
+        self._arguments = floats[len(SLOT_NUMBERS) :]
         self._set_numbers(0, Sampling())
         self._neutral = self.numbers[:, :1].copy()
         self.numbers[...] = self._neutral
@@ -59,12 +61,12 @@ class BatchBuilder:
             self.lengths[slot] = final_length
             self._set_numbers(slot, sampling)
             has_penalties = sampling.has_penalties
-            self.is_random[slot] = sampling.temperature > 0
+            self.is_random[slot] = sampling.options.temperature > 0
             self.counted_from[slot] = len(token_ids) if has_penalties else _NEVER
             self.needs_full[slot] = (
                 sampling.num_logprobs >= 0
-                or has_penalties
-                or len(sampling.logit_bias) + len(sampling.tracked_ids) > 0
+                or sampling.changes_logits
+                or len(sampling.tracked_ids) > 0
                 or sampling.arguments not in ((), self.neutral_arguments)
             )
         for slot, first, pages in plan.grants:
@@ -110,20 +112,14 @@ class BatchBuilder:
         return "sampled" if self.is_random[slots].any() else "greedy"
 
     def _set_numbers(self, slot: int, sampling: Sampling) -> None:
-        """A slot's part of the buffer, in the order of ``SLOT_NUMBERS``."""
+        """A slot's part of the buffer."""
         arguments = sampling.arguments or self.neutral_arguments
         assert len(arguments) == len(self.neutral_arguments), "as many arguments as the logits processors read"
         seed = sampling.seed if sampling.seed < 1 << 31 else sampling.seed - (1 << 32)
-        self.numbers[:2, slot] = (sampling.top_k, seed)
-        self._floats[2:, slot] = (
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-            sampling.repetition_penalty,
-            *arguments,
-        )
+        self._lines["seeds"][slot] = seed
+        for name, value in sampling.options._asdict().items():
+            self._lines[name][slot] = value
+        self._arguments[:, slot] = arguments
 
     def _padding(self, shape: BatchShape) -> np.ndarray:
         """A buffer of empty rows and padding tokens."""

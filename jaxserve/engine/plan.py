@@ -9,42 +9,32 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxserve.sampling_options import Effect, OptionValues, has_effect
+
 
 class Sampling(NamedTuple):
     """The numbers the sampler needs of a request.
 
     Attributes:
-        temperature: 0 takes the likeliest token.
-        top_k: Candidates kept; 0 keeps all.
-        top_p: Probability mass kept, in (0, 1].
-        min_p: Probability kept at least, relative to the likeliest token's.
+        options: Its ``SAMPLING_OPTIONS``.
         seed: 32-bit seed; with a token's position it decides the token's random numbers.
         num_logprobs: Alternatives reported with each token; -1 reports nothing.
         banned_ids: Tokens not allowed before ``banned_until``.
         banned_until: Position of the first token that may be one of ``banned_ids``.
         bad_ids: Tokens never allowed.
         allowed_ids: The only tokens allowed; None allows all.
-        presence_penalty: Taken from the scores of tokens that the output has.
-        frequency_penalty: The same, once for each time the output has them.
-        repetition_penalty: Divides the positive scores of tokens that prompt or output have, multiplies the negative.
         logit_bias: Tokens and what is added to their scores.
         tracked_ids: Tokens whose logprobs are reported at every position.
         arguments: Numbers for the engine's logits processors, in their order.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    options: OptionValues = OptionValues()
     seed: int = 0
     num_logprobs: int = -1
     banned_ids: tuple[int, ...] = ()
     banned_until: int = 0
     bad_ids: tuple[int, ...] = ()
     allowed_ids: tuple[int, ...] | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     tracked_ids: tuple[int, ...] = ()
     arguments: tuple[float, ...] = ()
@@ -52,7 +42,12 @@ class Sampling(NamedTuple):
     @property
     def has_penalties(self) -> bool:
         """Whether the tokens so far change the scores of the next."""
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+        return has_effect(self.options, Effect.PENALTY)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the next token is chosen from other scores than the model's own, masks and processors aside."""
+        return bool(self.logit_bias) or has_effect(self.options, Effect.LOGITS, Effect.PENALTY)
 
 
 class SchedulerLimits(NamedTuple):

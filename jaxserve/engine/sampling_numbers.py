@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from jaxserve.engine.plan import Sampling
+from jaxserve.sampling_options import SAMPLING_OPTIONS, OptionValues
 from jaxserve.sampling_params import SamplingParams
 
 
@@ -35,19 +36,13 @@ def make_sampling(
         bad_ids: Tokens never allowed.
     """
     return Sampling(
-        temperature=params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
+        options=OptionValues(**{name: getattr(params, name) for name in SAMPLING_OPTIONS}),
         seed=seed,
         num_logprobs=_num_logprobs(params, vocab_size),
         banned_ids=tuple(banned_ids) if params.min_tokens else (),
         banned_until=banned_until,
         bad_ids=tuple(bad_ids),
         allowed_ids=None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
         logit_bias=tuple((params.logit_bias or {}).items()),
         tracked_ids=tuple(params.logprob_token_ids or ()),
         arguments=_arguments(params, arguments),

@@ -16,11 +16,15 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxserve.sampling.penalties import SamplerInputs
+from jaxserve.sampling_options import SAMPLING_OPTIONS, OptionValues
 from pallas_kernels import AttentionBatch
 
-FLOAT_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-SLOT_NUMBERS = ("top_k", "seeds", *FLOAT_NUMBERS)
+SLOT_NUMBERS = ("seeds", *SAMPLING_OPTIONS)
 """Numbers of a row's request that stay while it has its slot, one after the other in the buffer; then arguments."""
+FLOATS = frozenset(
+    ("arguments", *(name for name, option in SAMPLING_OPTIONS.items() if isinstance(option.neutral, float)))
+)
+"""Arrays of the buffer that hold float32."""
 
 _FIRST_OF_SAMPLER = "next_positions"
 
@@ -105,7 +109,7 @@ def _laid_out(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Field]:
     fields, start = {}, 0
     for name, shape in shapes.items():
         stop = start + math.prod(shape)
-        fields[name] = Field(start, stop, shape, name in (*FLOAT_NUMBERS, "arguments"))
+        fields[name] = Field(start, stop, shape, name in FLOATS)
         start = stop
     return fields
 
@@ -216,9 +220,12 @@ def unpack_sampler(part: Int[Array, " size"], num_rows: int, num_arguments: int)
 
 
 def _sampler_batch(arrays: Mapping[str, Array]) -> SamplerBatch:
-    numbers = {name: arrays[name] for name in SLOT_NUMBERS}
     inputs = SamplerInputs(
-        positions=arrays["next_positions"], slots=arrays["slots"], arguments=arrays["arguments"].T, **numbers
+        options=OptionValues(**{name: arrays[name] for name in SAMPLING_OPTIONS}),
+        seeds=arrays["seeds"],
+        positions=arrays["next_positions"],
+        slots=arrays["slots"],
+        arguments=arrays["arguments"].T,
     )
     return SamplerBatch(inputs, arrays["sampled_slots"], arrays["num_rows"], arrays["variant"])
 

@@ -17,7 +17,7 @@ from jaxserve.layers.row_sums import add_tokens
 from jaxserve.layers.rows import map_rows
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.sampling.logprobs import TokenLogprobs, token_logprobs
-from jaxserve.sampling.penalties import SamplerInputs, SlotTables, counted
+from jaxserve.sampling.penalties import SlotTables, counted
 from jaxserve.sampling.sampler import SamplerSettings, sample
 
 __all__ = ["ModelProgram", "StepOutput", "StepSettings", "StepState", "run_step", "trace_step"]
@@ -162,10 +162,13 @@ def sample_rows(
 ) -> tuple[Int[Array, " R"], TokenLogprobs]:
     """Tokens and logprobs of rows, a tile at a time; ``score`` makes a tile's logits."""
 
-    def sampled_rows(rows: Float[Array, "R n"], mask: Int[Array, "R words"], *numbers: Array) -> Any:
-        return sample(score(rows), SamplerInputs(*numbers), mask, tables, variant, settings)
+    numbers, structure = jax.tree.flatten(batch.inputs)
 
-    return map_rows(sampled_rows, (rows, mask, *batch.inputs), batch.num_rows, tile)
+    def sampled_rows(rows: Float[Array, "R n"], mask: Int[Array, "R words"], *numbers: Array) -> Any:
+        inputs = jax.tree.unflatten(structure, numbers)
+        return sample(score(rows), inputs, mask, tables, variant, settings)
+
+    return map_rows(sampled_rows, (rows, mask, *numbers), batch.num_rows, tile)
 
 
 def latest_tokens(latest: LatestTokens, batch: SamplerBatch, tokens: Int[Array, " R"]) -> LatestTokens:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxserve.sampling.logits_processors import LogitsProcessor, apply_processors
+from jaxserve.sampling_options import OptionValues
 
 IN_PROMPT = 1 << 30
 """Added to a token's count where the prompt has it."""
@@ -35,17 +36,19 @@ class SlotTables(NamedTuple):
 
 
 class SamplerInputs(NamedTuple):
-    """Numbers of each row; see ``jaxserve.engine.plan.Sampling``. ``positions`` are those of the tokens to come."""
+    """Numbers of each row; see ``jaxserve.engine.plan.Sampling``.
 
-    temperature: Float[Array, " R"]
-    top_k: Int[Array, " R"]
-    top_p: Float[Array, " R"]
-    min_p: Float[Array, " R"]
+    Attributes:
+        options: An array [R] of each of ``SAMPLING_OPTIONS``, float32 or int32.
+        seeds: 32-bit seeds.
+        positions: Those of the tokens to come.
+        slots: The rows' slots; out of range for an empty row.
+        arguments: Numbers for the engine's logits processors.
+    """
+
+    options: OptionValues
     seeds: Int[Array, " R"]
     positions: Int[Array, " R"]
-    presence_penalty: Float[Array, " R"]
-    frequency_penalty: Float[Array, " R"]
-    repetition_penalty: Float[Array, " R"]
     slots: Int[Array, " R"]
     arguments: Float[Array, "R arguments"]
 
@@ -67,12 +70,12 @@ def adjust(
 
 
 def _penalized(logits: Float[Array, "R V"], inputs: SamplerInputs, counts: Int[Array, "R V"]) -> Float[Array, "R V"]:
-    repetition = inputs.repetition_penalty[:, None]
+    repetition = inputs.options.repetition_penalty[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(counts > 0, repeated, logits)
     in_output = counts & (IN_PROMPT - 1)
-    logits = logits - inputs.frequency_penalty[:, None] * in_output
-    return logits - jnp.where(in_output > 0, inputs.presence_penalty[:, None], 0.0)
+    logits = logits - inputs.options.frequency_penalty[:, None] * in_output
+    return logits - jnp.where(in_output > 0, inputs.options.presence_penalty[:, None], 0.0)
 
 
 def counted(counts: Int[Array, "slots V"], slots: Int[Array, " R"], tokens: Int[Array, " R"]) -> Int[Array, "slots V"]:

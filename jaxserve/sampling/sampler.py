@@ -129,15 +129,17 @@ def _sampled(
     """A random token for rows with a temperature, the likeliest for the others; and the lowest score each row kept."""
     scores = _scaled(logits, inputs)
     weights = jnp.exp(scores - scores.max(1, keepdims=True))
-    floor = truncation.floor(scores, inputs.top_k, inputs.top_p, inputs.min_p)
+    options = inputs.options
+    floor = truncation.floor(scores, options.top_k, options.top_p, options.min_p)
     drawn, weight = draw(jnp.where(scores >= floor[:, None], weights, 0.0), inputs.seeds, inputs.positions)
     drawn = jnp.where((best >= 0) & (weight > 0), drawn, NO_TOKEN)
-    is_random = inputs.temperature > 0
+    is_random = options.temperature > 0
     return jnp.where(is_random, drawn, best), jnp.where(is_random, floor, -jnp.inf)
 
 
 def _scaled(logits: Float[Array, "R V"], inputs: SamplerInputs) -> Float[Array, "R V"]:
-    return logits / jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)[:, None]
+    temperature = inputs.options.temperature
+    return logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
 
 
 def _processed(logits: Float[Array, "R V"], inputs: SamplerInputs, floor: Float[Array, " R"]) -> Float[Array, "R V"]:

@@ -20,6 +20,7 @@ from jaxserve.engine.step_batch import (
     unpack,
     unpack_sampler,
 )
+from jaxserve.sampling_options import OptionValues
 from tests.plan_rows import decode_rows
 
 NUM_SLOTS, PAGE_SIZE, NUM_PAGES, TABLE_PAGES = 6, 8, 40, 5
@@ -86,19 +87,22 @@ class PlanMaker:
             self.free += self.slots.pop(slot).pages
         draw = self.random
         sampling = Sampling(
-            temperature=float(np.float32(draw.random())),
-            top_k=int(draw.integers(0, 100)),
-            top_p=float(np.float32(1 - draw.random())),
-            min_p=float(np.float32(draw.random())),
+            OptionValues(
+                temperature=float(np.float32(draw.random())),
+                top_k=int(draw.integers(0, 100)),
+                top_p=float(np.float32(1 - draw.random())),
+                min_p=float(np.float32(draw.random())),
+                presence_penalty=float(np.float32(draw.normal())) * (draw.random() < 0.5),
+                frequency_penalty=float(np.float32(draw.normal())),
+                repetition_penalty=float(np.float32(draw.random())),
+            ),
             seed=int(draw.integers(0, 2**32)),
             num_logprobs=int(draw.integers(-1, 5)),
-            presence_penalty=float(np.float32(draw.normal())) * (draw.random() < 0.5),
-            frequency_penalty=float(np.float32(draw.normal())),
-            repetition_penalty=float(np.float32(draw.random())),
             arguments=tuple(draw.normal(size=2).astype(np.float32).tolist()) if draw.random() < 0.5 else (),
         )
         if draw.random() < 0.5:
-            sampling = sampling._replace(presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
+            without = sampling.options._replace(presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
+            sampling = sampling._replace(options=without)
         known = [7] * int(draw.integers(1, 30)) if sampling.has_penalties else []
         setup = SlotSetup(slot, sampling, int(draw.integers(1, 1000)), known)
         self.slots[slot] = Slot(setup, [])
@@ -155,11 +159,8 @@ def check_batch(batch: StepBatch, rows: list[Row], slots: dict[int, Slot], shape
         check_pooling(batch, r, row, token + count)
         sampling = facts.setup.sampling
         inputs = batch.sampler.inputs
-        numbers = (inputs.temperature[r], inputs.top_k[r], inputs.top_p[r], inputs.min_p[r])
-        assert numbers == (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        assert tuple(array[r] for array in inputs.options) == sampling.options
         assert int(inputs.seeds[r]) % 2**32 == sampling.seed
-        penalties = (inputs.presence_penalty[r], inputs.frequency_penalty[r], inputs.repetition_penalty[r])
-        assert penalties == (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
         assert (inputs.positions[r], inputs.slots[r]) == (attention.context_lens[r], row.slot)
         if inputs.arguments.size:
             assert tuple(inputs.arguments[r].tolist()) == (sampling.arguments or NEUTRAL)
@@ -214,8 +215,8 @@ def check_padding(batch: StepBatch, num_tokens: int, num_rows: int, shape: Batch
     assert (batch.carried_slots[num_rows:] >= NUM_SLOTS).all()
     assert (batch.tokens[num_tokens:] >= 0).all(), "-1 would look up a slot"
     for name in ("temperature", "min_p", "top_k", "presence_penalty", "frequency_penalty"):
-        assert (getattr(inputs, name)[num_rows:] == 0).all(), f"padding asks for {name}"
-    assert (inputs.top_p[num_rows:] == 1).all() and (inputs.repetition_penalty[num_rows:] == 1).all()
+        assert (getattr(inputs.options, name)[num_rows:] == 0).all(), f"padding asks for {name}"
+    assert (inputs.options.top_p[num_rows:] == 1).all() and (inputs.options.repetition_penalty[num_rows:] == 1).all()
     neutral = np.tile(NEUTRAL[: inputs.arguments.shape[1]], (shape.num_rows - num_rows, 1))
     assert np.array_equal(inputs.arguments[num_rows:], neutral)
 
@@ -250,7 +251,7 @@ def test_a_new_request_does_not_inherit_its_slot() -> None:
     """Pages, penalties and arguments of the request before are gone."""
     builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES, NEUTRAL)
     shape = dataclasses.replace(DECODE, num_arguments=2)
-    busy = Sampling(temperature=1.0, presence_penalty=1.0, arguments=(1.0, 2.0), num_logprobs=2)
+    busy = Sampling(OptionValues(temperature=1.0, presence_penalty=1.0), arguments=(1.0, 2.0), num_logprobs=2)
     for sampling, pages, counted_slot, variant in [(busy, [3, 4], 2, "full"), (Sampling(), [9], NUM_SLOTS, "greedy")]:
         plan = StepPlan(0, [SlotSetup(2, sampling, 9)], [PageGrant(2, 0, pages)], decode_rows([2], [0], [5]))
         builder.apply(plan)
@@ -264,7 +265,7 @@ def test_a_new_request_does_not_inherit_its_slot() -> None:
 
 def test_the_sampler_finds_its_part_of_the_buffer() -> None:
     """It lies the same in decode and mixed steps with the same number of rows."""
-    sampling = Sampling(temperature=0.5, top_k=7, seed=5, arguments=(1.0, 2.0))
+    sampling = Sampling(OptionValues(temperature=0.5, top_k=7), seed=5, arguments=(1.0, 2.0))
     builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES, NEUTRAL)
     setups, grants = [SlotSetup(2, sampling, 9)], [PageGrant(2, 0, [3])]
     decode = StepPlan(0, setups, grants, decode_rows([2], [6], [5]))
@@ -288,14 +289,15 @@ def test_the_simplest_sampler_is_chosen() -> None:
     """By the rows that sample: the numbers of a prompt's inner chunk do not count."""
     needy = [
         Sampling(num_logprobs=0),
-        Sampling(presence_penalty=0.1),
-        Sampling(frequency_penalty=-0.1),
-        Sampling(repetition_penalty=1.1),
+        Sampling(OptionValues(presence_penalty=0.1)),
+        Sampling(OptionValues(frequency_penalty=-0.1)),
+        Sampling(OptionValues(repetition_penalty=1.1)),
         Sampling(logit_bias=((3, 1.0),)),
         Sampling(tracked_ids=(3,)),
         Sampling(arguments=(0.5, 1.0)),
     ]
-    samplings = dict(enumerate([Sampling(), Sampling(temperature=0.5), Sampling(arguments=NEUTRAL), *needy]))
+    easy = [Sampling(), Sampling(OptionValues(temperature=0.5)), Sampling(arguments=NEUTRAL)]
+    samplings = dict(enumerate([*easy, *needy]))
     builder = BatchBuilder(len(samplings), TABLE_PAGES, PAGE_SIZE, NUM_PAGES, NEUTRAL)
     builder.apply(StepPlan(0, [SlotSetup(slot, samplings[slot], 99) for slot in samplings], [], []))
 

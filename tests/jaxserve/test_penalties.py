@@ -13,6 +13,7 @@ from jaxserve.engine.plan import Sampling, SlotMask, SlotSetup, StepPlan
 from jaxserve.engine.row_starts import RowStarts
 from jaxserve.engine.slot_programs import slot_row
 from jaxserve.sampling.penalties import IN_PROMPT, MAX_TRACKED, SlotTables, adjust, counted
+from jaxserve.sampling_options import OptionValues
 from tests.plan_rows import decode_rows
 from tests.sampler_rows import call_sample, inputs_for, mask_of, open_mask, take
 
@@ -41,11 +42,13 @@ def random_text(generator: np.random.Generator, vocab_size: int) -> Text:
     if wants():
         allowed = tuple({*tokens(60), int(generator.integers(0, vocab_size))})
     sampling = Sampling(
-        temperature=float(np.float32(generator.choice([0.0, 0.8]))),
+        OptionValues(
+            temperature=float(np.float32(generator.choice([0.0, 0.8]))),
+            presence_penalty=float(np.float32(generator.uniform(-2, 2))) if wants() else 0.0,
+            frequency_penalty=float(np.float32(generator.uniform(-2, 2))) if wants() else 0.0,
+            repetition_penalty=float(np.float32(generator.uniform(0.5, 2))) if wants() else 1.0,
+        ),
         seed=int(generator.integers(0, 2**32)),
-        presence_penalty=float(np.float32(generator.uniform(-2, 2))) if wants() else 0.0,
-        frequency_penalty=float(np.float32(generator.uniform(-2, 2))) if wants() else 0.0,
-        repetition_penalty=float(np.float32(generator.uniform(0.5, 2))) if wants() else 1.0,
         logit_bias=tuple((token, float(token % 7 - 3)) for token in {*tokens(8)}) if wants() else (),
         allowed_ids=allowed,
         bad_ids=tuple(tokens(20)) if wants() else (),
@@ -81,10 +84,10 @@ def expected_scores(logits: np.ndarray, text: Text) -> np.ndarray:
     for token in range(len(scores)):
         score = scores[token] + bias.get(token, 0.0)
         if token in text.prompt or token in text.output:
-            factor = sampling.repetition_penalty
+            factor = sampling.options.repetition_penalty
             score = score / factor if score > 0 else score * factor
-        score -= sampling.frequency_penalty * text.output.count(token)
-        score -= sampling.presence_penalty * (token in text.output)
+        score -= sampling.options.frequency_penalty * text.output.count(token)
+        score -= sampling.options.presence_penalty * (token in text.output)
         scores[token] = score if allowed[token] else -np.inf
     return scores
 
@@ -117,7 +120,7 @@ def masks_of(texts: list[Text], vocab_size: int) -> np.ndarray:
 def inputs_of(texts: list[Text]) -> Any:
     """Numbers of each text's row; row r has slot r."""
     columns = {
-        name: [getattr(text.sampling, name) for text in texts]
+        name: [getattr(text.sampling.options, name) for text in texts]
         for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty")
     }
     seeds = np.array([text.sampling.seed for text in texts], np.uint32).view(np.int32)
@@ -157,7 +160,7 @@ def test_rows_together_are_the_rows_alone(texts: tuple[list[Text], np.ndarray]) 
             np.testing.assert_allclose(found[0], whole[row], atol=1e-6)
         assert alone[0][0] == tokens[row]
     scores = np.array([expected_scores(row, text) for row, text in zip(logits, made, strict=True)])
-    greedy = np.array([text.sampling.temperature == 0 for text in made])
+    greedy = np.array([text.sampling.options.temperature == 0 for text in made])
     np.testing.assert_array_equal(tokens[greedy], scores.argmax(1)[greedy])
     assert np.isfinite(scores[np.arange(24), tokens]).all()
 

@@ -15,6 +15,7 @@ from jaxserve.engine.plan import ON_DEVICE, PageCopy, PageGrant, Row, Sampling, 
 from jaxserve.engine.program import ModelProgram
 from jaxserve.engine.runner import StepResult, StepRunner
 from jaxserve.engine.slot_programs import COPY_CAPACITY, copy_arrays
+from jaxserve.sampling_options import OptionValues
 from tests.plan_rows import decode_rows
 from tests.sampler_rows import mask_of
 from tests.tiny_programs import make_program, random_params, tiny_config
@@ -95,7 +96,7 @@ def penalized(scores: np.ndarray, text: list[int], num_prompt_tokens: int, sampl
         scores[token] += added
     for token in set(text[num_prompt_tokens:]):
         count = text[num_prompt_tokens:].count(token)
-        scores[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
+        scores[token] -= sampling.options.frequency_penalty * count + sampling.options.presence_penalty
     return scores
 
 
@@ -109,8 +110,8 @@ def check_greedy(driver: Driver, result: StepResult, slots: list[int], samplings
 
 def test_penalties_follow_the_text() -> None:
     """From prefill to decode, together with others, in a slot set up again midway, and in one that changes hands."""
-    strict = Sampling(num_logprobs=5, frequency_penalty=3.0, presence_penalty=2.0)
-    biased = Sampling(num_logprobs=5, logit_bias=((11, 40.0), (12, 39.0)), frequency_penalty=0.75)
+    strict = Sampling(OptionValues(frequency_penalty=3.0, presence_penalty=2.0), num_logprobs=5)
+    biased = Sampling(OptionValues(frequency_penalty=0.75), num_logprobs=5, logit_bias=((11, 40.0), (12, 39.0)))
     samplings = {0: strict, 1: biased, 2: Sampling(num_logprobs=5)}
     driver = Driver()
     result = driver.start({slot: (sampling, PROMPT) for slot, sampling in samplings.items()})
@@ -136,7 +137,7 @@ def test_penalties_follow_the_text() -> None:
 
 def test_a_decode_row_of_a_known_token_is_not_counted_twice() -> None:
     """The last chunk of a text that is computed again may be one token, as a decode row."""
-    sampling = Sampling(num_logprobs=5, frequency_penalty=3.0)
+    sampling = Sampling(OptionValues(frequency_penalty=3.0), num_logprobs=5)
     text = [*PROMPT, 5, 5, 6]
     whole, parts = Driver(), Driver()
     whole.start({0: (sampling, text)}, len(PROMPT))
@@ -159,11 +160,17 @@ def test_mixed_rows_are_each_row_alone() -> None:
     allowed = np.arange(VOCAB_SIZE) % 2 == 0
     samplings = [
         Sampling(),
-        Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=3, num_logprobs=2),
-        Sampling(temperature=0.7, seed=4, repetition_penalty=1.3, presence_penalty=0.5, tracked_ids=(4, 52)),
-        Sampling(temperature=0.9, min_p=0.02, seed=5, bad_ids=(0, 9), logit_bias=((7, 2.0),), arguments=(1.5,)),
-        Sampling(temperature=1.2, seed=6, allowed_ids=tuple(range(20)), banned_ids=(2, 3), banned_until=14),
-        Sampling(temperature=1.0, seed=7, num_logprobs=0),
+        Sampling(OptionValues(temperature=1.0, top_k=20, top_p=0.9), seed=3, num_logprobs=2),
+        Sampling(
+            OptionValues(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.5), seed=4, tracked_ids=(4, 52)
+        ),
+        Sampling(
+            OptionValues(temperature=0.9, min_p=0.02), seed=5, bad_ids=(0, 9), logit_bias=((7, 2.0),), arguments=(1.5,)
+        ),
+        Sampling(
+            OptionValues(temperature=1.2), seed=6, allowed_ids=tuple(range(20)), banned_ids=(2, 3), banned_until=14
+        ),
+        Sampling(OptionValues(temperature=1.0), seed=7, num_logprobs=0),
     ]
 
     def masks(slots: list[int], names: list[int]) -> tuple[SlotMask, ...]:
@@ -199,7 +206,10 @@ def test_row_tiles_make_rows_the_same_bits_in_every_program() -> None:
     """Logprobs of a text, and of its prompt, alone or among others, in decode shapes of one tile and of two."""
     samplings = [
         Sampling(
-            temperature=0.8, top_p=0.9, seed=seed, num_logprobs=VOCAB_SIZE, frequency_penalty=0.3, tracked_ids=(4,)
+            OptionValues(temperature=0.8, top_p=0.9, frequency_penalty=0.3),
+            seed=seed,
+            num_logprobs=VOCAB_SIZE,
+            tracked_ids=(4,),
         )
         for seed in range(4)
     ]
@@ -238,9 +248,9 @@ def test_decode_steps_larger_than_every_decode_shape_run_as_mixed_steps(
     """With the tokens and scores of the usual shapes; with row tiles these have the same bits."""
     samplings = {
         0: Sampling(num_logprobs=VOCAB_SIZE),
-        1: Sampling(temperature=0.9, top_p=0.9, seed=3, num_logprobs=5),
-        2: Sampling(frequency_penalty=2.0, presence_penalty=1.0, num_logprobs=5),
-        3: Sampling(temperature=0.8, seed=4, tracked_ids=(4, 52), logit_bias=((7, 2.0),)),
+        1: Sampling(OptionValues(temperature=0.9, top_p=0.9), seed=3, num_logprobs=5),
+        2: Sampling(OptionValues(frequency_penalty=2.0, presence_penalty=1.0), num_logprobs=5),
+        3: Sampling(OptionValues(temperature=0.8), seed=4, tracked_ids=(4, 52), logit_bias=((7, 2.0),)),
     }
     few = Buckets.make(4, 64, TABLE_PAGES, row_tile or 1, {"decode": [2], "mixed": [4, 64]})
     assert len(few.shapes()) == 3
@@ -353,7 +363,7 @@ def poisoned_params(program: ModelProgram, token: int) -> tuple[jax.Array, ...]:
 def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:
     """It has no token; other rows get what they would have got, bit for bit, also in later steps."""
     program = compiled_steps(1).program
-    good = Sampling(temperature=1.0, seed=1, num_logprobs=3)
+    good = Sampling(OptionValues(temperature=1.0), seed=1, num_logprobs=3)
     results: list[list[StepResult]] = []
     for bad_prompt in ([1, 2, 3], [1, 40, 3]):
         driver = Driver(params=poisoned_params(program, 40))
@@ -381,8 +391,11 @@ def test_a_warm_up_runs_every_program_and_changes_no_answer(tensor: int, monkeyp
         patch.setattr(steps, "items", lambda: [(key, noted(key, compiled)) for key, compiled in programs])
         warm.runner.warm_up()
     assert runs == steps.keys
-    penalized = Sampling(repetition_penalty=1.5, frequency_penalty=0.5, num_logprobs=VOCAB_SIZE)
-    texts = {0: (penalized, PROMPT), 2: (Sampling(temperature=1.0, seed=3, num_logprobs=VOCAB_SIZE), PROMPT[:5])}
+    penalized = Sampling(OptionValues(repetition_penalty=1.5, frequency_penalty=0.5), num_logprobs=VOCAB_SIZE)
+    texts = {
+        0: (penalized, PROMPT),
+        2: (Sampling(OptionValues(temperature=1.0), seed=3, num_logprobs=VOCAB_SIZE), PROMPT[:5]),
+    }
     results = []
     for driver in (fresh, warm):
         first = driver.start(texts, num_prompt_tokens=4)

@@ -313,7 +313,7 @@ def test_a_single_allowed_token_is_drawn(token: int) -> None:
 def test_choosing_the_variant_at_run_time_changes_nothing(variant: str) -> None:
     logits, inputs, mask = mixed_rows(700)
     if variant == "greedy":
-        inputs = inputs._replace(temperature=jnp.zeros(len(logits)))
+        inputs = inputs._replace(options=inputs.options._replace(temperature=jnp.zeros(len(logits))))
     fixed = call_sample(logits, inputs, mask, variant=variant)
     chosen = call_sample(logits, inputs, mask, variant=variant, at_run_time=True)
     for expected, found in zip(jax.tree.leaves(fixed), jax.tree.leaves(chosen), strict=True):
@@ -393,12 +393,13 @@ def test_what_is_reported(mode: str, at_run_time: bool) -> None:
     tokens, found = call_sample(logits, inputs, mask, tables=tables, settings=settings, at_run_time=at_run_time)
     scores = logits
     if mode.startswith("processed"):
-        temperature = np.asarray(inputs.temperature)
+        options = inputs.options
+        temperature = np.asarray(options.temperature)
         allowed = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size].astype(bool)
         scores = np.where(allowed, logits + bias, -np.inf) / np.where(temperature > 0, temperature, 1)[:, None]
         floors = [
             threshold(row, int(k), float(p), float(m)) if t > 0 else -np.inf
-            for row, k, p, m, t in zip(scores, inputs.top_k, inputs.top_p, inputs.min_p, temperature, strict=True)
+            for row, k, p, m, t in zip(scores, options.top_k, options.top_p, options.min_p, temperature, strict=True)
         ]
         scores = np.where(scores >= np.array(floors)[:, None] - 1e-6, scores, -np.inf)
     expected = log_softmax(scores) if mode.endswith("logprobs") else scores
@@ -416,7 +417,7 @@ def test_rows_with_nan_are_told_and_leave_others_alone(where: str, sign: int, va
     """NaN with either sign (x86 makes it with a minus sign), in one logit or in all, or behind a mask."""
     logits, inputs, mask = mixed_rows(5000)
     if variant == "greedy":
-        inputs = inputs._replace(temperature=jnp.zeros(len(logits)))
+        inputs = inputs._replace(options=inputs.options._replace(temperature=jnp.zeros(len(logits))))
     if where == "forbidden" and variant != "full":
         pytest.skip("masks belong to the full sampler")
     clean = call_sample(logits, inputs, mask, variant=variant)

@@ -414,19 +414,22 @@ def test_bad_beam_search_params(values: dict[str, Any], message: str) -> None:
         BeamSearchParams(**values)
 
 
-def attributes_read(tree: ast.AST) -> set[str]:
+def attributes_read(tree: ast.AST, of: str = "params") -> set[str]:
     """Names X of every `params.X`, `self.params.X`, `one_params.X` and so on that is read."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = ast.unparse(node.value).rpartition(".")[2]
-            if owner.endswith("params") or owner == "self":
-                found.add(node.attr if owner.endswith("params") else f"self.{node.attr}")
+            if owner.endswith(of) or owner == "self":
+                found.add(node.attr if owner.endswith(of) else f"self.{node.attr}")
     return found
 
 
 def test_every_field_is_read_by_the_engine(repository: Path) -> None:
-    """A field that nothing reads is an option accepted and ignored. A property's fields count where it is read."""
+    """A field that nothing reads is an option accepted and ignored. A property's fields count where it is read.
+
+    A numeric option is read by the sampler, as `inputs.options.X`.
+    """
     own = repository / "jaxserve" / "sampling_params.py"
     outside = [
         path for path in (repository / "jaxserve").rglob("*.py") if path.name not in (own.name, "sampling_checks.py")
@@ -435,6 +438,8 @@ def test_every_field_is_read_by_the_engine(repository: Path) -> None:
     for node in ast.walk(ast.parse(own.read_text())):
         if isinstance(node, ast.FunctionDef) and (node.name in read or node.name == "check_against"):
             read |= {name.removeprefix("self.") for name in attributes_read(node) if name.startswith("self.")}
+    sampler = [ast.parse(path.read_text()) for path in (repository / "jaxserve" / "sampling").rglob("*.py")]
+    read |= {name for tree in sampler for name in attributes_read(tree, "options")}
     unread = {field.name for field in dataclasses.fields(SamplingParams)} - read
     assert unread == WITHOUT_EFFECT
 

@@ -12,6 +12,7 @@ from jaxserve.engine.plan import ON_DEVICE, PageCopy, Row, Sampling, SchedulerLi
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 from jaxserve.outputs import FinishReason
+from jaxserve.sampling_options import OptionValues
 from jaxserve.structured_params import RepetitionDetectionParams
 
 STOP = 9
@@ -266,7 +267,10 @@ def test_prompt_logprobs_of_a_preempted_prompt_have_no_targets_among_its_output(
 
 def test_slots_of_requests_with_penalties_get_all_known_tokens():
     scheduler = make_scheduler(num_pages=4, page_size=2, max_num_seqs=2)
-    old, young = make_sequence("old", 3, 5), make_sequence("young", 3, 4, sampling=Sampling(presence_penalty=1.0))
+    old, young = (
+        make_sequence("old", 3, 5),
+        make_sequence("young", 3, 4, sampling=Sampling(OptionValues(presence_penalty=1.0))),
+    )
     scheduler.add(old)
     scheduler.add(young)
     plans = drain(scheduler)
@@ -769,7 +773,7 @@ class RandomLoad:
             "cache_root": rng.choice([b"", b"", b"", b"salt"]),
             "reads_cache": rng.random() < 0.9,
             "wants_prompt_logprobs": rng.random() < 0.1,
-            "sampling": Sampling(presence_penalty=rng.choice([0.0, 1.0])),
+            "sampling": Sampling(OptionValues(presence_penalty=rng.choice([0.0, 1.0]))),
             "repetition": RepetitionDetectionParams(max_pattern_size=2, min_count=4) if rng.random() < 0.1 else None,
         }
         samples = []

@@ -17,6 +17,7 @@ from jaxserve.engine.runner import StepResult, StepRunner
 from jaxserve.engine.split_steps import SplitStep, sampler_tile, trace_sampler
 from jaxserve.engine.step_batch import BatchShape, LatestTokens
 from jaxserve.sampling.sampler import VARIANTS
+from jaxserve.sampling_options import OptionValues
 from tests.plan_rows import decode_rows
 from tests.sampler_rows import mask_of
 from tests.tiny_programs import make_program, random_params, tiny_config
@@ -27,8 +28,8 @@ VOCAB_SIZE = tiny_config().vocab_size
 PROMPT = [3, 50, 7, 21, 0, 9, 9]
 VARIANT_SAMPLINGS = {
     "greedy": Sampling(),
-    "sampled": Sampling(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=3),
-    "full": Sampling(temperature=0.7, seed=4, num_logprobs=3, presence_penalty=0.5, tracked_ids=(4, 52)),
+    "sampled": Sampling(OptionValues(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01), seed=3),
+    "full": Sampling(OptionValues(temperature=0.7, presence_penalty=0.5), seed=4, num_logprobs=3, tracked_ids=(4, 52)),
 }
 
 

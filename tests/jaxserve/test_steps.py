@@ -19,6 +19,7 @@ from jaxserve.engine.steps import ModelProgram, StepState, trace_step
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.models.causal_lm import CausalLM
+from jaxserve.sampling_options import OptionValues
 from scripts.compile_text import compiled_collectives
 from sharding.plan import bytes_per_device, count_collectives
 from tests.plan_rows import decode_rows
@@ -180,8 +181,8 @@ def test_pools_keep_their_addresses(tensor: int) -> None:
 PROMPTS = {0: [3, 50, 7, 21, 0, 9, 9, 30, 2, 17, 44], 1: [52, 9], 2: [1, 2, 3, 4, 5, 6, 7, 8, 11]}
 SAMPLINGS = {
     0: Sampling(num_logprobs=3),
-    1: Sampling(temperature=1.0, top_k=20, seed=3),
-    2: Sampling(temperature=0.8, top_p=0.9, min_p=0.01, seed=2**31 + 5),
+    1: Sampling(OptionValues(temperature=1.0, top_k=20), seed=3),
+    2: Sampling(OptionValues(temperature=0.8, top_p=0.9, min_p=0.01), seed=2**31 + 5),
 }
 NUM_DECODE = 8
 

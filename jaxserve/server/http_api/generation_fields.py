@@ -9,6 +9,7 @@ from typing import Any
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import flag, integer, text
 from jaxserve.request import MAX_PRIORITY
+from jaxserve.sampling_options import SAMPLING_OPTIONS
 from jaxserve.sampling_params import SamplingParams, check_against
 from jaxserve.server.errors import NotImplementedRequestError
 from jaxserve.server.frontend import Frontend
@@ -25,11 +26,10 @@ from jaxserve.server.http_api.fields import (
     whole,
 )
 
-SAMPLING_FIELDS = frozenset(
-    "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop stop_token_ids"
-    " ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens include_stop_str_in_output"
-    " allowed_token_ids bad_words logit_bias prompt_logprobs logprob_token_ids thinking_token_budget"
-    " repetition_detection skip_reading_prefix_cache detokenize".split()
+SAMPLING_FIELDS = frozenset(SAMPLING_OPTIONS) | frozenset(
+    "n seed stop stop_token_ids ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens"
+    " include_stop_str_in_output allowed_token_ids bad_words logit_bias prompt_logprobs logprob_token_ids"
+    " thinking_token_budget repetition_detection skip_reading_prefix_cache detokenize".split()
 )
 """Passed on as they are, to be checked by the one validator of all surfaces."""
 
