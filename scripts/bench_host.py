@@ -12,8 +12,10 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
 
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.engine.admission import Admission
@@ -26,7 +28,7 @@ from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.plan import SchedulerLimits, StepPlan
 from jaxserve.engine.replica import Replica
-from jaxserve.engine.runner import PendingStep, StepResult, StepRunner
+from jaxserve.engine.runner_interface import StepResult
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.tokenizer import load_tokenizer
 from jaxserve.request import parse_prompts
@@ -56,19 +58,8 @@ class Clock:
         return call
 
 
-class Answer:
-    """A step's results, there at once."""
-
-    def __init__(self, tokens: list[list[int]]):
-        self._tokens = tokens
-
-    def wait(self) -> StepResult:
-        """The tokens."""
-        return StepResult(self._tokens, None, None)
-
-
 class HostRunner:
-    """The host's part of ``StepRunner``: the buffers of each step, and tokens that a seed chooses."""
+    """A ``Runner`` with the host's part of ``StepRunner``, the buffers of each step; a seed chooses its tokens."""
 
     def __init__(self, num_rows: int, num_pages: int, vocab_size: int):
         table_pages = MAX_MODEL_LEN // PAGE_SIZE
@@ -77,8 +68,8 @@ class HostRunner:
         self._buckets = Buckets.make(num_rows, 8192, table_pages)
         self._tokens = [[token] for token in random.Random(0).choices(range(270, vocab_size), k=num_rows)]
 
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """Builds the step's buffers."""
+    def launch(self, plan: StepPlan) -> int:
+        """Builds the step's buffers; the handle is the number of rows."""
         builder = self._builder
         builder.apply(plan)
         self._masks.apply(plan.setups)
@@ -86,9 +77,21 @@ class HostRunner:
         variant = builder.variant(plan, bool(masked))
         shape = self._buckets.shape_for(plan.num_tokens, plan.is_decode_only)
         builder.build(plan, shape, VARIANTS.index(variant))
-        return cast(PendingStep, cast(object, Answer(self._tokens[: plan.num_rows])))
+        return plan.num_rows
 
-    def release(self) -> None:
+    def collect(self, handle: int) -> StepResult:
+        """The tokens."""
+        return StepResult(self._tokens[:handle], None, None)
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """It has none."""
+        return {}
+
+    def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        """It takes none."""
+        assert not weights, "a runner without weights"
+
+    def close(self) -> None:
         """Nothing to give back."""
 
 
@@ -109,7 +112,7 @@ def main() -> None:
     scheduler.schedule = clock.timed("schedule", scheduler.schedule)
     scheduler.complete = clock.timed("complete", scheduler.complete)
     runner.launch = clock.timed("batch", runner.launch)
-    replica = Replica(scheduler, cast(StepRunner, cast(object, runner)), depth=2)
+    replica = Replica(scheduler, runner, depth=2)
     engine = Engine([replica], Admission(limits, tokenizer, None), seed=0, counter=CompileCounter())
     print(json.dumps(measure(engine, options.rows, options.steps, clock)))
 

@@ -14,7 +14,7 @@ from jaxserve.engine.plan_draft import Completion
 from jaxserve.engine.pooling import pooled_vector
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState, Sample
-from jaxserve.engine.runner import StepResult
+from jaxserve.engine.runner_interface import StepResult
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import EngineDeadError, RequestError, unforeseen

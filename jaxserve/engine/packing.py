@@ -8,12 +8,15 @@ there. On CPUs it would copy each part, so every parameter is an argument of its
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sharding import stacked
 
+AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
 Struct = jax.ShapeDtypeStruct
 
 
@@ -60,9 +63,23 @@ class Packing:
             packed.append(stack)
         return tuple(packed)
 
-    def unpack(self, packed: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """The parameters in the module's order, inside a program."""
-        found: dict[int, jax.Array] = {}
+    def replace(self, packed: Sequence[jax.Array], arrays: Mapping[int, np.ndarray]) -> tuple[jax.Array, ...]:
+        """The arguments with some parameters replaced, given by their places in the module's order."""
+        found = []
+        for group, old in zip(self.groups, packed, strict=True):
+            given = {at: arrays[i] for at, i in enumerate(group) if i in arrays}
+            if not given:
+                found.append(old)
+                continue
+            stack = np.array(old) if len(group) > 1 else given[0]
+            for at, array in given.items() if len(group) > 1 else ():
+                stack[at] = array
+            found.append(jax.device_put(stack, old.sharding))
+        return tuple(found)
+
+    def unpack(self, packed: Sequence[AnyArray]) -> tuple[AnyArray, ...]:
+        """The parameters in the module's order, inside a program or on the host."""
+        found: dict[int, Any] = {}
         for group, stack in zip(self.groups, packed, strict=True):
             for at, i in enumerate(group):
                 found[i] = stack if len(group) == 1 else stack[at]

@@ -4,7 +4,7 @@ import collections
 
 from jaxserve.engine.plan import StepPlan
 from jaxserve.engine.plan_draft import Completion
-from jaxserve.engine.runner import PendingStep, StepResult, StepRunner
+from jaxserve.engine.runner_interface import Runner, StepResult
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 
@@ -12,11 +12,11 @@ from jaxserve.engine.sequence import Sequence
 class Replica:
     """One data slice: a scheduler and its runner, with up to ``depth`` steps in flight."""
 
-    def __init__(self, scheduler: Scheduler, runner: StepRunner, depth: int):
+    def __init__(self, scheduler: Scheduler, runner: Runner, depth: int):
         self.scheduler = scheduler
         self._runner = runner
         self._depth = depth
-        self._in_flight: collections.deque[tuple[StepPlan, PendingStep]] = collections.deque()
+        self._in_flight: collections.deque[tuple[StepPlan, int]] = collections.deque()
         self.num_steps = 0
 
     @property
@@ -45,12 +45,11 @@ class Replica:
         """The oldest step's results, once ``depth`` steps are in flight or none can be added (``is_last``)."""
         if not self._in_flight or (not is_last and len(self._in_flight) < self._depth):
             return None
-        plan, pending = self._in_flight.popleft()
-        result = pending.wait()
+        plan, handle = self._in_flight.popleft()
+        result = self._runner.collect(handle)
         return self.scheduler.complete(plan, result.tokens), result
 
     def close(self) -> None:
         """Waits for what is in flight and frees the device's memory."""
-        while self._in_flight:
-            self._in_flight.popleft()[1].wait()
-        self._runner.release()
+        self._in_flight.clear()
+        self._runner.close()

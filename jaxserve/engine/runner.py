@@ -1,6 +1,7 @@
 """Owner of what is on the devices of one data slice: parameters, pages, compiled steps. Takes plans, gives tokens."""
 
-from typing import NamedTuple
+import itertools
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -11,25 +12,9 @@ from jaxserve.engine.masks import TokenMasks
 from jaxserve.engine.memory import return_freed_memory
 from jaxserve.engine.plan import PageCopy, PageGrant, Row, Sampling, SlotSetup, StepPlan
 from jaxserve.engine.row_arrays import row_arrays
+from jaxserve.engine.runner_interface import StepResult
 from jaxserve.engine.steps import StepOutput
-from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.sampling.sampler import NO_TOKEN, VARIANTS
-
-
-class StepResult(NamedTuple):
-    """What the host learns of a step.
-
-    Attributes:
-        tokens: The tokens of each row; none for a row that does not sample, or whose logits are NaN or all masked.
-        logprobs: Those of the tokens, where a row asked for any.
-        prompt_logprobs: Those of the prompt tokens behind each query token, where a chunk asked for any.
-        sums: [R, D] float32, hidden states summed up over each row's prompt, where a chunk completes any.
-    """
-
-    tokens: list[list[int]]
-    logprobs: TokenLogprobs | None
-    prompt_logprobs: TokenLogprobs | None
-    sums: np.ndarray | None = None
 
 
 class PendingStep:
@@ -56,7 +41,7 @@ class PendingStep:
 
 
 class StepRunner:
-    """Runs plans on one data slice.
+    """The ``Runner`` in this process.
 
     Args:
         steps: Compiled programs.
@@ -76,14 +61,16 @@ class StepRunner:
         )
         self._masks = TokenMasks(program.config.vocab_size)
         self._biased_slots: set[int] = set()
+        self._handles = itertools.count()
+        self._launched: dict[int, PendingStep] = {}
         self._state = program.empty_state()
         self._open_masks = {
             rows: jax.device_put(np.full(program.mask_shape(rows), -1, np.int32), program.replicated)
             for rows in {shape.num_rows for shape in steps.buckets.shapes()}
         }
 
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """Starts a step and returns without waiting for it; steps run in the order they are launched."""
+    def launch(self, plan: StepPlan) -> int:
+        """See ``Runner``."""
         builder, masks = self._builder, self._masks
         builder.apply(plan)
         masks.apply(plan.setups)
@@ -101,7 +88,33 @@ class StepRunner:
             output = output._replace(logprobs=None)
         if not any(pooling is not None and pooling.is_last for pooling in plan.columns.pooling):
             output = output._replace(sums=None)
-        return PendingStep(output, plan)
+        handle = next(self._handles)
+        self._launched[handle] = PendingStep(output, plan)
+        return handle
+
+    def collect(self, handle: int) -> StepResult:
+        """See ``Runner``."""
+        return self._launched.pop(handle).wait()
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """See ``Runner``."""
+        program = self._steps.program
+        arrays = program.packing.unpack([np.array(array) for array in self._params])
+        return dict(zip(program.abstract_model.params, arrays, strict=True))
+
+    def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        """See ``Runner``; old and new parameters are in memory together for a moment."""
+        program = self._steps.program
+        structs = program.abstract_model.params
+        for name, array in weights.items():
+            struct = structs.get(name)
+            if struct is None:
+                raise ValueError(f"expected names of the model's parameters, got {name!r}")
+            if (array.shape, array.dtype) != (struct.shape, struct.dtype):
+                expected, found = f"{struct.dtype}{list(struct.shape)}", f"{array.dtype}{list(array.shape)}"
+                raise ValueError(f"expected {expected} for {name}, got {found}")
+        replaced = {i: weights[name] for i, name in enumerate(structs) if name in weights}
+        self._params = program.packing.replace(self._params, replaced)
 
     def warm_up(self) -> None:
         """Run every program at least once, before the first request, and wait for them.
@@ -133,7 +146,9 @@ class StepRunner:
             self._biased_slots.remove(slot)
         return was_biased or bool(sampling.logit_bias or sampling.tracked_ids) or sampling.has_penalties
 
-    def release(self) -> None:
-        """Gives the device's memory back."""
+    def close(self) -> None:
+        """See ``Runner``."""
+        for pending in self._launched.values():
+            pending.wait()
         for array in jax.tree.leaves((self._params, self._state, self._open_masks)):
             array.delete()

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxserve.config import EngineConfig
@@ -30,6 +30,7 @@ from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.plan import SchedulerLimits
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.runner import StepRunner
+from jaxserve.engine.runner_interface import Runner
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import RequestError
@@ -100,6 +101,18 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     resident_before = resident_bytes()
     runners, steps, load_s, compile_s = _make_runners(plan)
     warm_up_s = _warm_up(runners) if config.warm_up else 0.0
+    engine = assemble_engine(config, plan, tokenizer, runners)
+    ledger = _make_ledger(config, plan, steps, resident_before)
+    total_s = time.monotonic() - start
+    logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.needs.weights / (1 << 30), load_s)
+    logger.info("init engine took %.2f s (compilation: %.2f s, warm-up: %.2f s)", total_s, compile_s, warm_up_s)
+    return StartedEngine(engine, plan, default_params, ledger, load_s, compile_s, total_s)
+
+
+def assemble_engine(
+    config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None, runners: Iterable[Runner]
+) -> Engine:
+    """The engine in front of its runners, one for each data slice."""
     program = plan.programs[0]
     scheduling = SchedulerLimits(plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
     depth = 1 if config.async_scheduling is False else 2
@@ -107,12 +120,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     for runner in runners:
         allocator = PageAllocator(program.num_pages, program.page_size, keeps_free_pages=config.enable_prefix_caching)
         replicas.append(Replica(Scheduler(scheduling, allocator), runner, depth))
-    engine = Engine(replicas, make_admission(config, plan, tokenizer), seed=config.seed, counter=CompileCounter())
-    ledger = _make_ledger(config, plan, steps, resident_before)
-    total_s = time.monotonic() - start
-    logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.needs.weights / (1 << 30), load_s)
-    logger.info("init engine took %.2f s (compilation: %.2f s, warm-up: %.2f s)", total_s, compile_s, warm_up_s)
-    return StartedEngine(engine, plan, default_params, ledger, load_s, compile_s, total_s)
+    return Engine(replicas, make_admission(config, plan, tokenizer), seed=config.seed, counter=CompileCounter())
 
 
 def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> Admission:

@@ -13,7 +13,8 @@ from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.compiled_steps import CompiledSteps, step_keys
 from jaxserve.engine.plan import ON_DEVICE, PageCopy, PageGrant, Row, Sampling, SlotMask, SlotSetup, StepPlan
 from jaxserve.engine.program import ModelProgram
-from jaxserve.engine.runner import StepResult, StepRunner
+from jaxserve.engine.runner import StepRunner
+from jaxserve.engine.runner_interface import StepResult
 from jaxserve.engine.slot_programs import COPY_CAPACITY, copy_arrays
 from jaxserve.sampling_options import OptionValues
 from tests.plan_rows import decode_rows
@@ -75,7 +76,7 @@ class Driver:
 
     def _run(self, plan: StepPlan, slots: list[int]) -> StepResult:
         self.number += 1
-        result = self.runner.launch(plan).wait()
+        result = self.runner.collect(self.runner.launch(plan))
         for slot, tokens in zip(slots, result.tokens, strict=True):
             self.texts[slot] += tokens
         return result
@@ -132,7 +133,7 @@ def test_penalties_follow_the_text() -> None:
     for _ in range(3):
         check_greedy(driver, driver.decode([1, 2]), [1, 2], samplings)
     assert driver.texts[1] == driver.texts[2][: len(driver.texts[1])]
-    driver.runner.release()
+    driver.runner.close()
 
 
 def test_a_decode_row_of_a_known_token_is_not_counted_twice() -> None:
@@ -143,16 +144,16 @@ def test_a_decode_row_of_a_known_token_is_not_counted_twice() -> None:
     whole.start({0: (sampling, text)}, len(PROMPT))
     setup = SlotSetup(0, sampling, 30, text, len(PROMPT))
     grant = PageGrant(0, 0, [0, 1, 2, 3])
-    parts.runner.launch(StepPlan(0, [setup], [grant], [Row(0, 0, text[:-1], 0)])).wait()
-    last = parts.runner.launch(StepPlan(1, [], [], decode_rows([0], [len(text) - 1], [6]))).wait()
+    parts.runner.collect(parts.runner.launch(StepPlan(0, [setup], [grant], [Row(0, 0, text[:-1], 0)])))
+    last = parts.runner.collect(parts.runner.launch(StepPlan(1, [], [], decode_rows([0], [len(text) - 1], [6]))))
     assert last.tokens == [whole.texts[0][-1:]]
     parts.texts[0] = [*text, *last.tokens[0]]
     for _ in range(4):
         whole.decode([0])
         parts.decode([0])
     assert parts.texts == whole.texts
-    whole.runner.release()
-    parts.runner.release()
+    whole.runner.close()
+    parts.runner.close()
 
 
 def test_mixed_rows_are_each_row_alone() -> None:
@@ -185,7 +186,7 @@ def test_mixed_rows_are_each_row_alone() -> None:
         for _ in range(8):
             result = driver.decode(slots, masks(slots, names))
             tracked.append(None if result.logprobs is None else result.logprobs.tracked)
-        driver.runner.release()
+        driver.runner.close()
         return {
             name: (driver.texts[slot], [row[slot, :2] for row in tracked if row is not None])
             for slot, name in zip(slots, names, strict=True)
@@ -227,7 +228,7 @@ def test_row_tiles_make_rows_the_same_bits_in_every_program() -> None:
             if group:
                 reports |= {name: [] for name in group}
                 note(reports, driver.start({name: (samplings[name], [*PROMPT, name]) for name in group}), group)
-        driver.runner.release()
+        driver.runner.close()
         return {name: [driver.texts[name][: len(PROMPT) + 5], *found[:4]] for name, found in reports.items()}
 
     def note(reports: dict[int, list[Any]], result: StepResult, slots: list[int]) -> None:
@@ -269,7 +270,7 @@ def test_decode_steps_larger_than_every_decode_shape_run_as_mixed_steps(
         results = [driver.start({slot: (sampling, PROMPT) for slot, sampling in samplings.items()})]
         results += [driver.decode(slots) for slots in decode_slots]
         reports.append((driver.texts, [[array[:2] for array in jax.tree.leaves(one.logprobs)] for one in results]))
-        driver.runner.release()
+        driver.runner.close()
         wide = (4, buckets is BUCKETS)
         assert shapes == [(64, False), wide, wide, (4 if buckets is BUCKETS else 2, True), wide]
     (texts, expected), (found_texts, found) = reports
@@ -286,7 +287,7 @@ def test_tracked_tokens() -> None:
     for result in results:
         assert result.logprobs is not None
         np.testing.assert_array_equal(result.logprobs.tracked[0, :3], raw_logprobs(result, 0)[list(ids)])
-    driver.runner.release()
+    driver.runner.close()
 
 
 def test_the_engines_processors() -> None:
@@ -296,7 +297,7 @@ def test_the_engines_processors() -> None:
     for _ in range(3):
         driver.decode([1, 0])
     assert driver.texts[0][len(PROMPT) :] == [11] * 4 != driver.texts[1][len(PROMPT) :]
-    driver.runner.release()
+    driver.runner.close()
 
 
 class Always:
@@ -313,8 +314,8 @@ def test_a_processor_without_arguments_applies_to_every_row() -> None:
     steps = compiled_steps(1, (Always(),))
     runner = StepRunner(steps, random_params(steps.program))
     plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], decode_rows([0], [0], [5]))
-    assert runner.launch(plan).wait().tokens == [[13]]
-    runner.release()
+    assert runner.collect(runner.launch(plan)).tokens == [[13]]
+    runner.close()
 
 
 def test_programs_of_an_accelerator() -> None:
@@ -369,7 +370,7 @@ def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:
         driver = Driver(params=poisoned_params(program, 40))
         texts = {0: (good, [3, 1]), 1: (Sampling(num_logprobs=1), bad_prompt), 2: (Sampling(num_logprobs=1), [9, 8])}
         results.append([driver.start(texts), *(driver.decode([2, 0, 1]) for _ in range(3))])
-        driver.runner.release()
+        driver.runner.close()
     for step, (clean, broken) in enumerate(zip(*results, strict=True)):
         rows, bad = ([0, 2], 1) if step == 0 else ([0, 1], 2)
         assert broken.tokens[bad] == [] != clean.tokens[bad]
@@ -425,14 +426,14 @@ def test_page_copies_move_the_pages_asked(tensor: int, num_copies: int) -> None:
     copies = [PageCopy(*pair) for pair in zip(pages[:num_copies], pages[num_copies:], strict=True)]
     written = copies[0].source  # the step's own token goes to the page just copied from
     plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [written])], decode_rows([0], [0], [5]), copies)
-    runner.launch(plan).wait()
+    runner.collect(runner.launch(plan))
     untouched = [page for page in range(NUM_PAGES + 1) if page not in (written, *(copy.target for copy in copies))]
     for old, new in zip(before, pool_pages(runner), strict=True):
         for source, target in copies:
             np.testing.assert_array_equal(new[target], old[source])
         np.testing.assert_array_equal(new[untouched], old[untouched])
         assert (new[written] != old[written]).any()
-    runner.release()
+    runner.close()
 
 
 def test_copies_beyond_a_call() -> None:
@@ -442,3 +443,44 @@ def test_copies_beyond_a_call() -> None:
     assert [sources.shape for sources, _ in calls] == [(COPY_CAPACITY,)] * 2
     pairs = [pair for sources, targets in calls for pair in zip(sources.tolist(), targets.tolist(), strict=True)]
     assert [pair for pair in pairs if pair[1] < 202] == copies
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_runner_takes_the_weights_of_another(tensor: int) -> None:
+    """All or some, also while a step is in flight, which runs with those before."""
+    texts = {0: (Sampling(num_logprobs=VOCAB_SIZE), PROMPT)}
+    program = compiled_steps(tensor).program
+    first, second = Driver(tensor), Driver(tensor, random_params(program, seed=1))
+    expected = first.start(texts)
+    other = second.start(texts)
+    names = [*first.runner.weights()]
+    assert names == [*program.abstract_model.params]
+    plan = StepPlan(9, [], [], [Row(0, 0, PROMPT, 1)])
+    handle = second.runner.launch(plan)
+    weights = first.runner.weights()
+    half = len(names) // 2
+    second.runner.set_weights({name: weights[name] for name in names[:half]})
+    np.testing.assert_array_equal(second.runner.weights()[names[0]], weights[names[0]])
+    mixed = second.runner.collect(second.runner.launch(plan))
+    second.runner.set_weights({name: weights[name] for name in names[half:]})
+    jax.tree.map(np.testing.assert_array_equal, second.runner.collect(handle), other)
+    jax.tree.map(np.testing.assert_array_equal, second.runner.collect(second.runner.launch(plan)), expected)
+    assert not np.array_equal(raw_logprobs(mixed, 0), raw_logprobs(other, 0))
+    assert not np.array_equal(raw_logprobs(mixed, 0), raw_logprobs(expected, 0))
+    for driver in (first, second):
+        driver.runner.close()
+
+
+def test_weights_that_do_not_fit_replace_none() -> None:
+    driver = Driver()
+    before = driver.runner.weights()
+    name, array = next(iter(before.items()))
+    for wrong, message in (
+        ({"layers.9.more": array}, "expected names of the model's parameters, got 'layers.9.more'"),
+        ({name: array[1:]}, rf"expected float32\[.*\] for {name}, got float32\[{len(array) - 1}"),
+        ({name: array.astype(np.float64)}, f"expected float32.* for {name}, got float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            driver.runner.set_weights({other: np.zeros_like(values) for other, values in before.items()} | wrong)
+    jax.tree.map(np.testing.assert_array_equal, driver.runner.weights(), before)
+    driver.runner.close()

@@ -13,7 +13,8 @@ from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.compiled_steps import CompiledSteps, num_programs
 from jaxserve.engine.metrics import CompileCounter
 from jaxserve.engine.plan import PageGrant, Row, Sampling, SlotMask, SlotSetup, StepPlan
-from jaxserve.engine.runner import StepResult, StepRunner
+from jaxserve.engine.runner import StepRunner
+from jaxserve.engine.runner_interface import StepResult
 from jaxserve.engine.split_steps import SplitStep, sampler_tile, trace_sampler
 from jaxserve.engine.step_batch import BatchShape, LatestTokens
 from jaxserve.sampling.sampler import VARIANTS
@@ -84,11 +85,11 @@ def test_nothing_compiles_behind_the_start(steps: CompiledSteps) -> None:
     plan = StepPlan(0, [], [], [Row(0, 0, PROMPT, 1, PROMPT)])
     shape, step = steps.choose(plan, "greedy")
     assert shape.num_tokens == 16 and isinstance(step, SplitStep) and step.scorer is not None
-    runner.release()
+    runner.close()
 
 
 def run(runner: StepRunner, plan: StepPlan) -> StepResult:
-    return runner.launch(plan).wait()
+    return runner.collect(runner.launch(plan))
 
 
 def test_memory_of_a_step_includes_what_its_programs_hand_on(steps: CompiledSteps) -> None:

@@ -12,7 +12,8 @@ from jaxserve.engine.batch import BatchBuilder
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.compiled_steps import CompiledSteps
 from jaxserve.engine.plan import ON_DEVICE, PageGrant, Row, Sampling, SlotSetup, StepPlan
-from jaxserve.engine.runner import StepResult, StepRunner
+from jaxserve.engine.runner import StepRunner
+from jaxserve.engine.runner_interface import StepResult
 from jaxserve.engine.split_steps import trace_model, trace_scorer
 from jaxserve.engine.step_batch import BatchShape
 from jaxserve.engine.steps import ModelProgram, StepState, trace_step
@@ -224,8 +225,8 @@ def run_requests(
     results, pending = [], []
 
     def read() -> None:
-        plan, step = pending.pop(0)
-        result = step.wait()
+        plan, handle = pending.pop(0)
+        result = runner.collect(handle)
         results.append(result)
         for row, new in zip(plan.rows, result.tokens, strict=True):
             assert len(new) == row.num_samples
@@ -250,7 +251,7 @@ def run_requests(
             lengths[slot] += 1
     while pending:
         read()
-    runner.release()
+    runner.close()
     return tokens, results
 
 

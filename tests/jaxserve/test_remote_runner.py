@@ -1,0 +1,110 @@
+"""Plans are plain values and all that a runner gets from the host: one in another process makes the same tokens."""
+
+import dataclasses
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.build import plan_engine
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.model_defaults import find_tokenizer
+from jaxserve.engine.offline import OfflineRunner
+from jaxserve.engine.plan import StepPlan
+from jaxserve.engine.startup import assemble_engine, start_engine
+from jaxserve.outputs import RequestOutput
+from jaxserve.pooling_params import PoolingParams
+from jaxserve.request import parse_prompts
+from jaxserve.sampling_params import SamplingParams
+from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, outcome, scores
+from tests.remote_runner import RemoteRunner
+
+NUM_REQUESTS = 40
+
+
+def config(is_async: bool) -> EngineConfig:
+    """So few pages that requests are preempted."""
+    settings = {**SETTINGS, "async_scheduling": is_async, "num_gpu_blocks_override": 16, "seed": 3}
+    return EngineConfig.from_arguments("demo", **settings)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "overlapping"])
+def engines(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine, RemoteRunner]]:
+    """An engine with a runner in this process, one like it with a runner in another, and that runner."""
+    settings = config(request.param)
+    runner = RemoteRunner(settings)
+    local = start_engine(settings).engine
+    plan = plan_engine(settings)
+    remote = assemble_engine(settings, plan, find_tokenizer(settings, plan.directory), [runner])
+    yield local, remote, runner
+    local.close()
+    remote.close()
+
+
+def run(engine: Engine, seed: int) -> list[RequestOutput]:
+    """Requests of all kinds in a random order, vectors among them; some hit cached pages."""
+    order = random.Random(seed)
+    inputs = []
+    for prompt, params in order.choices(REQUESTS, k=NUM_REQUESTS):
+        made = PoolingParams() if order.random() < 0.1 else SamplingParams(**params)
+        inputs.append(dataclasses.replace(parse_prompts(prompt)[0], params=made))
+    return OfflineRunner(engine, SamplingParams(), None).run(inputs, [0] * NUM_REQUESTS, use_tqdm=False)
+
+
+def check_plain(value: Any) -> None:
+    """Numbers, text, bytes and what is made of them: nothing that only this process knows."""
+    if isinstance(value, np.ndarray):
+        assert value.dtype.kind in "iuf"
+    elif dataclasses.is_dataclass(value):
+        check_plain([getattr(value, field.name) for field in dataclasses.fields(value)])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            check_plain(one)
+    else:
+        assert type(value) in (int, float, bool, str, bytes, type(None)), type(value)
+
+
+def check_plan(sent: bytes) -> StepPlan:
+    """A plan survives the way there, with what is derived from its rows."""
+    plan = pickle.loads(sent)
+    assert isinstance(plan, StepPlan) and pickle.loads(pickle.dumps(plan)) == plan
+    check_plain(plan)
+    fresh = dataclasses.replace(plan)
+    assert (plan.num_tokens, plan.is_decode_only) == (fresh.num_tokens, fresh.is_decode_only)
+    return plan
+
+
+def test_a_runner_in_another_process_makes_the_same_tokens(engines: tuple[Engine, Engine, RemoteRunner]) -> None:
+    local, remote, runner = engines
+    for seed in range(2):
+        for found, expected in zip(run(remote, seed), run(local, seed), strict=True):
+            assert outcome(found) == outcome(expected)
+            assert scores(found) == scores(expected)
+            assert found.embedding == expected.embedding
+    values = {metric.name: metric.value for metric in remote.metrics()}
+    assert values["jaxserve:num_preemptions"] > 0 and values["jaxserve:prefix_cache_hits"] > 0
+    plans = [check_plan(sent) for sent in runner.plans]
+    assert any(plan.masks for plan in plans) and any(plan.copies for plan in plans)
+    assert any(row.pooling for plan in plans for row in plan.rows)
+    assert any(row.targets for plan in plans for row in plan.rows)
+
+
+def test_its_weights_come_and_go(engines: tuple[Engine, Engine, RemoteRunner]) -> None:
+    """Requests that run later are computed with the new ones, where no page of the old ones is left."""
+    _, engine, runner = engines
+    weights = runner.weights()
+    answers = []
+    for given in (weights, {name: np.zeros_like(array) for name, array in weights.items()}, weights):
+        runner.set_weights(given)
+        engine.reset_prefix_cache()
+        answers.append([outcome(output) for output in run(engine, 5)])
+    assert answers[0] == answers[2] != answers[1]
+    found = runner.weights()
+    assert found.keys() == weights.keys()
+    for name, array in weights.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], array)

@@ -1,0 +1,77 @@
+"""A runner in another process: nothing but pickled plans goes there, nothing but pickled results comes back."""
+
+import multiprocessing
+import pickle
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.build import load_params, plan_engine
+from jaxserve.engine.compiled_steps import CompiledSteps
+from jaxserve.engine.plan import StepPlan
+from jaxserve.engine.runner import StepRunner
+from jaxserve.engine.runner_interface import StepResult
+
+
+class RemoteRunner:
+    """A ``Runner`` whose devices another process owns.
+
+    Args:
+        config: From which both processes plan the same engine.
+
+    Attributes:
+        plans: Every plan, as it was sent.
+    """
+
+    def __init__(self, config: EngineConfig):
+        context = multiprocessing.get_context("spawn")
+        self._link, other = context.Pipe()
+        self._process = context.Process(target=serve, args=(other, config))
+        self._process.start()
+        other.close()
+        self.plans: list[bytes] = []
+
+    def launch(self, plan: StepPlan) -> int:
+        """See ``Runner``."""
+        self.plans.append(pickle.dumps(plan))
+        return self._ask("launch", self.plans[-1])
+
+    def collect(self, handle: int) -> StepResult:
+        """See ``Runner``."""
+        return self._ask("collect", pickle.dumps(handle))
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """See ``Runner``."""
+        return self._ask("weights")
+
+    def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        """See ``Runner``."""
+        self._ask("set_weights", pickle.dumps(weights))
+
+    def close(self) -> None:
+        """See ``Runner``."""
+        self._ask("close")
+        self._link.close()
+        self._process.join(60)
+        assert self._process.exitcode == 0
+
+    def _ask(self, method: str, *arguments: bytes) -> Any:
+        self._link.send_bytes(pickle.dumps((method, arguments)))
+        return pickle.loads(self._link.recv_bytes())
+
+
+def serve(link: Connection, config: EngineConfig) -> None:
+    """Runs what comes until the runner is closed."""
+    plan = plan_engine(config)
+    (program,) = plan.programs
+    steps = CompiledSteps(program, plan.buckets)
+    steps.compile()
+    runner = StepRunner(steps, load_params(plan, program))
+    method = ""
+    while method != "close":
+        method, arguments = pickle.loads(link.recv_bytes())
+        found = getattr(runner, method)(*map(pickle.loads, arguments))
+        link.send_bytes(pickle.dumps(found))
