@@ -6,7 +6,7 @@ copy) plus the chunks in flight, a few times 2 MiB.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -42,22 +42,17 @@ class Stored(NamedTuple):
     """How an array is kept where that is not as it was stored.
 
     Attributes:
-        convert: Gives a device's part as it is kept, from the part as it was stored; both on the host.
-        shape: Of the whole array as it is kept.
-        sharding: Of that; device by device it has the parts that the stored array's sharding has.
+        convert: Gives a device's part of each array that is kept, from the part as it was stored; all on the host.
+        arrays: Shape and sharding of each array that is kept, by name, in the order of ``convert``; device by device
+            they have the parts that the stored array's sharding has.
     """
 
-    convert: Callable[[np.ndarray], np.ndarray]
-    shape: tuple[int, ...]
-    sharding: Any
+    convert: Callable[[np.ndarray], Sequence[np.ndarray]]
+    arrays: Mapping[str, jax.ShapeDtypeStruct]
 
 
 def load_array(
-    reader: CheckpointReader,
-    recipe: TensorRecipe,
-    dtype: DTypeLike,
-    sharding: jax.sharding.Sharding,
-    stored: Stored | None = None,
+    reader: CheckpointReader, recipe: TensorRecipe, dtype: DTypeLike, sharding: jax.sharding.Sharding
 ) -> jax.Array:
     """Load one array.
 
@@ -69,27 +64,13 @@ def load_array(
         recipe: how the array is put together.
         dtype: float32, float16 or bfloat16; stored tensors may be these or float64.
         sharding: of the array; only the parts of this process's devices are read.
-        stored: how to keep it; None keeps it as it was stored.
 
     Raises:
         CheckpointError: a source tensor is missing or has another shape, a dtype is not one of those, or reading fails.
     """
     target = _checked_target(dtype)
-    _check_sources(reader, recipe)
-    owners: dict[Bounds, list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(recipe.shape).items():
-        bounds = index_bounds(() if index is None else index, recipe.shape)
-        owners.setdefault(bounds, []).append(device)
-    shards: list[jax.Array] = []
-    for bounds, devices in owners.items():
-        part = _assemble(reader, recipe, bounds, target)
-        if stored is not None:
-            part = stored.convert(part)
-        copies = [jax.device_put(part, device) for device in devices]
-        shards += jax.block_until_ready(copies)
-    if stored is not None:
-        return jax.make_array_from_single_device_arrays(stored.shape, stored.sharding, shards)
-    return jax.make_array_from_single_device_arrays(recipe.shape, sharding, shards)
+    as_is = Stored(lambda part: (part,), {"": jax.ShapeDtypeStruct(recipe.shape, target, sharding=sharding)})
+    return _load(reader, recipe, target, sharding, as_is)[""]
 
 
 def load_arrays(
@@ -111,7 +92,7 @@ def load_arrays(
         stored: how to keep some of them.
 
     Returns:
-        The arrays by parameter name, in the order of `recipes`.
+        The arrays by name, in the order of `recipes`; in place of a parameter that `stored` names come its arrays.
 
     Raises:
         CheckpointError: as `load_array`.
@@ -123,11 +104,34 @@ def load_arrays(
     arrays: dict[str, jax.Array] = {}
     for name, recipe in recipes.items():
         sharding = shardings[name] if isinstance(shardings, Mapping) else shardings
-        arrays[name] = load_array(reader, recipe, targets[name], sharding, (stored or {}).get(name))
+        if stored is not None and name in stored:
+            arrays |= _load(reader, recipe, targets[name], sharding, stored[name])
+        else:
+            arrays[name] = load_array(reader, recipe, targets[name], sharding)
         done_bytes += sizes[name]
         if progress is not None:
             progress(done_bytes, total_bytes)
     return arrays
+
+
+def _load(
+    reader: CheckpointReader, recipe: TensorRecipe, target: np.dtype, sharding: jax.sharding.Sharding, stored: Stored
+) -> dict[str, jax.Array]:
+    """Load the arrays that a parameter is kept in."""
+    _check_sources(reader, recipe)
+    owners: dict[Bounds, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(recipe.shape).items():
+        bounds = index_bounds(() if index is None else index, recipe.shape)
+        owners.setdefault(bounds, []).append(device)
+    shards: dict[str, list[jax.Array]] = {name: [] for name in stored.arrays}
+    for bounds, devices in owners.items():
+        parts = stored.convert(_assemble(reader, recipe, bounds, target))
+        for name, part in zip(stored.arrays, parts, strict=True):
+            shards[name] += jax.block_until_ready([jax.device_put(part, device) for device in devices])
+    return {
+        name: jax.make_array_from_single_device_arrays(struct.shape, struct.sharding, shards[name])
+        for name, struct in stored.arrays.items()
+    }
 
 
 def _checked_target(dtype: DTypeLike) -> np.dtype:

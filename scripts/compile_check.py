@@ -139,7 +139,7 @@ def _step_faults(program: ModelProgram, shape: BatchShape, tensor: int, found: C
 def temporary_bound(program: ModelProgram, shape: BatchShape) -> int:
     """Bytes of temporaries a step may take: a few activations a token, a few logits a row."""
     config, tokens, rows = program.config, shape.num_tokens, shape.num_rows
-    width = 2 * config.ffn_size // program.parallel.size + 8 * config.hidden_size
+    width = program.abstract_model.layer_width + 4 * config.hidden_size
     return 4 * tokens * width + 6 * 4 * rows * config.vocab_size + 64 * _MIB
 
 

@@ -96,3 +96,12 @@ def shared_data() -> Path:
 def stories_model(shared_data: Path) -> Path:
     """Directory of the trained 260k-parameter Llama (Hugging Face layout, float32)."""
     return shared_data / "models" / "stories260k"
+
+
+@pytest.fixture
+def switchable_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry's line for the family whose config switches layers; see ``tests.switchable``."""
+    from jaxserve.models import registry
+    from tests import switchable
+
+    monkeypatch.setitem(registry.FAMILIES, switchable.ARCHITECTURE, switchable.__name__)

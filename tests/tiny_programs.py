@@ -11,12 +11,14 @@ from jaxserve.engine.steps import ModelProgram
 from jaxserve.layers.attention import select_attention
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.parallel import DtypePolicy
-from jaxserve.models.causal_lm import UnpackedWeight
-from jaxserve.models.weights import CheckpointNames, weight_recipes
+from jaxserve.models.abstract import AbstractModel, LogicalParam
+from jaxserve.models.decoder import DecoderConfig
 from jaxserve.sampling.sampler import select_truncation
 from pallas_kernels import OPERATIONS
 from pallas_kernels.registry import load
 from sharding import MeshShape, get_layout, make_mesh
+from tests import switchable
+from tests.switchable import SwitchableConfig
 
 NUM_LAYERS = 2
 BACKEND = os.environ.get("TESTS_ATTENTION_BACKEND")  # pytest --attention-backend
@@ -24,10 +26,15 @@ KERNEL = select_attention(jax.devices()[0], "float32", BACKEND)
 TRUNCATION = select_truncation(jax.devices()[0], BACKEND if BACKEND in OPERATIONS["truncation"] else None)
 
 
-def tiny_config(**changes: Any) -> ModelConfig:
-    """Two layers with grouped queries; nothing divides by more devices than it must (the vocabulary by none)."""
-    config = ModelConfig(
-        architecture="LlamaForCausalLM",
+def tiny_config(**changes: Any) -> SwitchableConfig:
+    """Two layers with grouped queries; nothing divides by more devices than it must (the vocabulary by none).
+
+    A Llama, unless a change is one that Llama's config has not; tests with such changes use the fixture
+    ``switchable_family``.
+    """
+    is_llama = all(name in DecoderConfig.__dataclass_fields__ for name in changes)
+    config = SwitchableConfig(
+        architecture="LlamaForCausalLM" if is_llama else switchable.ARCHITECTURE,
         vocab_size=53,
         hidden_size=16,
         num_layers=NUM_LAYERS,
@@ -66,26 +73,30 @@ def make_program(
 
 def random_params(program: ModelProgram, seed: int = 0) -> tuple[jax.Array, ...]:
     """Parameters on the program's devices: the same model for a seed, however many devices there are."""
-    recipes = weight_recipes(program.config, CheckpointNames(), program.parallel.size)
-    shapes = {name: shape for recipe in recipes.values() for name, shape in recipe.sources}
+    model = program.abstract_model
+    shapes = {name: shape for recipe in model.recipes.values() for name, shape in recipe.sources}
     generator = np.random.default_rng(seed)
     tensors = {name: generator.normal(0.0, 0.4, shapes[name]).astype(np.float32) for name in sorted(shapes)}
-    params = []
-    model = program.abstract_model
-    for name, struct in model.params.items():
-        weight = model.weights.get(name)
-        array = np.zeros(struct.shape if weight is None else weight.struct.shape, np.float32)
-        for source, source_start, target_start, shape in recipes[name].pieces:
+    arrays: dict[str, jax.Array] = {}
+    for param in model.logical.values():
+        array = np.zeros(param.struct.shape, np.float32)
+        for source, source_start, target_start, shape in param.recipe.pieces:
             target = tuple(slice(start, start + size) for start, size in zip(target_start, shape, strict=True))
             box = tuple(slice(start, start + size) for start, size in zip(source_start, shape, strict=True))
             array[target] = tensors[source][box]
-        array = array.astype(struct.dtype)
-        params.append(jax.device_put(array, struct.sharding) if weight is None else _packed(array, weight, struct))
-    return tuple(params)
+        arrays |= _stored(array.astype(param.struct.dtype), param, model)
+    return tuple(arrays[path] for path in model.params)
 
 
-def _packed(array: np.ndarray, weight: UnpackedWeight, struct: jax.ShapeDtypeStruct) -> jax.Array:
-    """A weight as the model keeps it, each device's part packed on its own."""
-    plain = jax.device_put(array, weight.struct.sharding)
-    shards = [jax.device_put(weight.pack(np.asarray(shard.data)), shard.device) for shard in plain.addressable_shards]
-    return jax.make_array_from_single_device_arrays(struct.shape, struct.sharding, shards)
+def _stored(array: np.ndarray, param: LogicalParam, model: AbstractModel) -> dict[str, jax.Array]:
+    """The arrays that a parameter is kept in, each device's part filled on its own."""
+    plain = jax.device_put(array, param.struct.sharding)
+    shards: dict[str, list[jax.Array]] = {path: [] for path in param.arrays}
+    for shard in plain.addressable_shards:
+        for path, part in zip(param.arrays, param.fill(np.asarray(shard.data)), strict=True):
+            shards[path].append(jax.device_put(part, shard.device))
+    structs = {path: model.params[path] for path in param.arrays}
+    return {
+        path: jax.make_array_from_single_device_arrays(structs[path].shape, structs[path].sharding, shards[path])
+        for path in param.arrays
+    }

@@ -24,10 +24,10 @@ from jaxserve.engine.processors import load_processors
 from jaxserve.engine.program import ModelProgram, computes_rows_natively
 from jaxserve.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
-from jaxserve.layers.parallel import DtypePolicy
+from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.layers.rows import ROW_TILE
+from jaxserve.models.abstract import check_tensor_size, outline
 from jaxserve.models.loading import load_weights, read_model_config
-from jaxserve.models.weights import check_tensor_size
 from pallas_kernels.native_library import set_threads
 from sharding import MeshShape, data_slices, ensure_cpu_devices, get_layout, make_mesh
 from sharding.mesh import Device
@@ -87,8 +87,9 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     first, *others = data_slices(mesh)
     layout = get_layout(config.layout).on(first)
     page_size = config.block_size or 64
-    policy, kernel = choose_kernels(config, model, layout, first, page_size)
-    is_invariant = computes_rows_natively(model, policy, kernel)
+    scope = Scope(parallel=Parallel.on_mesh(layout, first))
+    policy, kernel = choose_kernels(config, model, scope, first.devices.flat[0], page_size)
+    is_invariant = computes_rows_natively(outline(model, scope).has_fused_norms, policy, kernel)
     is_deterministic = is_invariant if config.deterministic is None else config.deterministic
     _log_determinism(config, is_deterministic, is_invariant)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
@@ -152,7 +153,7 @@ def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...
     Raises:
         CheckpointError: Files or tensors are missing, damaged, of other shapes, or not the model's.
     """
-    params = load_weights(plan.directory, plan.config, program.abstract_model, program.parallel.size)
+    params = load_weights(plan.directory, program.abstract_model)
     return program.packing.pack(params)
 
 
@@ -187,18 +188,16 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _memory_needs(program: ModelProgram, max_model_len: int, max_num_batched_tokens: int) -> MemoryNeeds:
-    model, size = program.config, program.parallel.size
-    params = program.abstract_model.params
-    weights = sum(bytes_per_device(p.shape, p.dtype.itemsize, p.sharding) for p in params.values())
+    model, abstract = program.config, program.abstract_model
+    weights = sum(bytes_per_device(p.shape, p.dtype.itemsize, p.sharding) for p in abstract.params.values())
     page = dataclasses.replace(program, num_pages=program.num_pages + 1).pool_bytes - program.pool_bytes
-    qkv = (model.num_heads + 2 * max(model.num_kv_heads, size)) * model.head_dim // size
-    token = 4 * (6 * model.hidden_size + 3 * qkv + 3 * 2 * model.ffn_size // size)
+    token = 3 * abstract.layer_width
     rows = min(program.num_slots, max_num_batched_tokens)
     itemsize = jnp.dtype(program.policy.activations).itemsize
     return MemoryNeeds(
         weights=weights,
         page=page,
-        temporaries=max_num_batched_tokens * token * itemsize // 4 + rows * model.vocab_size * 4 * 4,
+        temporaries=max_num_batched_tokens * token * itemsize + rows * model.vocab_size * 4 * 4,
         page_size=program.page_size,
         max_model_len=max_model_len,
         max_num_seqs=program.num_slots,

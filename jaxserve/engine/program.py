@@ -7,16 +7,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 from jaxserve.config_checks import LOGPROBS_MODES
 from jaxserve.engine.packing import Packing
 from jaxserve.engine.step_batch import LatestTokens
+from jaxserve.layers.attention import KVSpec
 from jaxserve.layers.model_config import ModelConfig
-from jaxserve.layers.parallel import DtypePolicy, Parallel
-from jaxserve.models.causal_lm import AbstractModel, CausalLM, abstract_model
+from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
+from jaxserve.models.abstract import AbstractModel, abstract_model
+from jaxserve.models.causal_lm import CausalLM
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from jaxserve.sampling.logprobs import MAX_LOGPROBS
 from jaxserve.sampling.penalties import MAX_TRACKED, SlotTables
@@ -105,14 +106,14 @@ class ModelProgram:
     @property
     def layer_tile(self) -> int | None:
         """``row_tile`` for the layers and the head, which need none where native kernels compute all their sums."""
-        return None if computes_rows_natively(self.config, self.policy, self.kernel) else self.row_tile
+        is_native = computes_rows_natively(self.abstract_model.has_fused_norms, self.policy, self.kernel)
+        return None if is_native else self.row_tile
 
     @functools.cached_property
     def abstract_model(self) -> AbstractModel:
         """The module without values, made once: every step is traced from it."""
-        return abstract_model(
-            self.config, self.parallel, self.policy, lambda axes: self.layout.sharding(self.mesh, *axes)
-        )
+        scope = Scope(parallel=self.parallel, policy=self.policy)
+        return abstract_model(self.config, scope, lambda axes: self.layout.sharding(self.mesh, *axes))
 
     @functools.cached_property
     def packing(self) -> Packing:
@@ -126,8 +127,7 @@ class ModelProgram:
 
     def model(self, packed: Sequence[jax.Array]) -> CausalLM:
         """The module with its parameters, inside a program that takes them packed."""
-        graphdef, treedef, *_ = self.abstract_model
-        return nnx.merge(graphdef, jax.tree.unflatten(treedef, self.packing.unpack(packed)))
+        return self.abstract_model.merge(self.packing.unpack(packed))
 
     def trace(
         self, function: Callable[..., Any], arguments: Sequence[Any], gives: Any = None, donated: Sequence[int] = ()
@@ -149,14 +149,7 @@ class ModelProgram:
 
     def abstract_state(self) -> StepState:
         """Shapes and shardings of what the device keeps between steps."""
-        _, num_kv_heads = self.parallel.heads_per_device(self.config.num_heads, self.config.num_kv_heads)
-        all_kv_heads = self.parallel.size * num_kv_heads
-        specs = self.kernel.pool_specs(self.num_pages, self.page_size, all_kv_heads, self.config.head_dim)
-        pools = []
-        for spec in specs:
-            axes = ["kv_heads" if i == spec.heads_dimension else None for i in range(len(spec.shape))]
-            sharding = self.layout.sharding(self.mesh, *axes)
-            pools.append(jax.ShapeDtypeStruct(spec.shape, jnp.dtype(self.policy.kv), sharding=sharding))
+        pools = tuple(self._abstract_pools(spec) for spec in self.abstract_model.kv_specs)
         latest = LatestTokens(*[self.whole((self.num_slots,), jnp.int32)] * 2)
         vocabulary = (self.num_slots, self.config.vocab_size)
         tables = SlotTables(
@@ -165,7 +158,17 @@ class ModelProgram:
             tracked_ids=self.whole((self.num_slots, MAX_TRACKED), jnp.int32),
         )
         sums = self.whole((self.num_slots, self.config.hidden_size), jnp.float32)
-        return StepState(((pools[0], pools[1]),) * self.config.num_layers, latest, tables, sums)
+        return StepState(pools, latest, tables, sums)
+
+    def _abstract_pools(self, spec: KVSpec) -> Any:
+        """Shapes and shardings of a layer's pools of keys and values."""
+        all_kv_heads = self.parallel.size * spec.num_kv_heads
+        structs = []
+        for pool in self.kernel.pool_specs(self.num_pages, self.page_size, all_kv_heads, spec.head_dim):
+            axes = ["kv_heads" if i == pool.heads_dimension else None for i in range(len(pool.shape))]
+            sharding = self.layout.sharding(self.mesh, *axes)
+            structs.append(jax.ShapeDtypeStruct(pool.shape, jnp.dtype(spec.dtype), sharding=sharding))
+        return tuple(structs)
 
     def empty_state(self) -> StepState:
         """Empty pools and slots, made on the devices."""
@@ -200,10 +203,9 @@ class ModelProgram:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
 
-def computes_rows_natively(model: ModelConfig, policy: DtypePolicy, kernel: PagedAttention) -> bool:
-    """Whether native kernels compute all sums of a row, each by itself: some norms are left to XLA."""
-    is_native = policy.linear == kernel.name == "native"
-    return is_native and not model.norm_after and model.qk_norm != "width"
+def computes_rows_natively(has_fused_norms: bool, policy: DtypePolicy, kernel: PagedAttention) -> bool:
+    """Whether native kernels compute all sums of a row, each by itself: norms they do not fuse are left to XLA."""
+    return policy.linear == kernel.name == "native" and has_fused_norms
 
 
 def shardings(structs: Any) -> Any:

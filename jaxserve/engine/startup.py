@@ -95,7 +95,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     default_params = default_sampling_params(config, plan.directory)
     tokenizer = find_tokenizer(config, plan.directory)
     check_parsers(config)
-    check_weights(plan.directory, plan.config, plan.programs[0].parallel.size)
+    check_weights(plan.directory, plan.programs[0].abstract_model)
     use_compilation_cache(config.compilation_cache_dir, plan.programs[0].mesh.devices.flat[0])
     _log_choices(plan)
     resident_before = resident_bytes()

@@ -1,7 +1,8 @@
 """Self-attention over paged keys and values."""
 
 import dataclasses
-from typing import NamedTuple, cast
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +10,33 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
-from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.norm import RMSNorm, split_mean_squares
-from jaxserve.layers.parallel import DtypePolicy, Parallel
+from jaxserve.layers.parallel import Scope
+from jaxserve.layers.params import Split, rows_of
 from pallas_kernels import AttentionBatch, Choice, PagedAttention, choose
 from pallas_kernels.qkv_write import Heads, QkNorms, Rotation, split_heads
 from sharding.mesh import Device
 
 Pools = tuple[jax.Array, jax.Array]
+QkNorm = Literal["none", "head", "width"]
+
+
+class KVSpec(NamedTuple):
+    """What a layer keeps of a token.
+
+    Attributes:
+        num_heads: Query heads on a device that read it.
+        num_kv_heads: Key/value heads on a device.
+        head_dim: H.
+        dtype: Element type.
+        window: Latest tokens that a query sees, itself included; None for all.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    window: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,38 +84,82 @@ class AttentionInputs(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with a fused projection: on each device its query, key and value heads, in this order."""
+    """Grouped-query attention with a fused projection: on each device its query, key and value heads, in this order.
 
-    def __init__(self, config: ModelConfig, index: int, *, parallel: Parallel, policy: DtypePolicy):
-        self.num_heads, self.num_kv_heads = parallel.heads_per_device(config.num_heads, config.num_kv_heads)
-        self.head_dim = head_dim = config.head_dim
-        self.scale = head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        self.soft_cap = config.attention_soft_cap
-        self.window = config.sliding_windows[index]
-        self.is_rotated = config.rope_layers[index]
-        self.qk_norm = config.qk_norm
-        self.mesh_axis = parallel.heads
-        width = parallel.size * (self.num_heads + 2 * self.num_kv_heads) * head_dim
-        parts = parallel.parts(parallel.heads)
+    Args:
+        hidden_size: D.
+        num_heads: N, query heads.
+        num_kv_heads: K, key/value heads; divides N.
+        head_dim: H.
+        scope: Of its module.
+        qkv: Query, key and value projections in checkpoints: three modules, or one whose rows are all of q, k, then v.
+        qkv_bias: Whether these have a bias.
+        out_bias: Whether the output projection has one.
+        qk_norm: RMSNorm of queries and keys: none, over each head (Qwen3), or over all heads at once (OLMo-2).
+        norm_eps: Of that.
+        scale: Multiplies query-key products; None means 1 / sqrt(H).
+        soft_cap: Products become cap * tanh(product / cap); None means no cap.
+        window: Latest tokens that a query sees, itself included; None for all.
+        is_rotated: Whether queries and keys turn with their positions.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        scope: Scope,
+        qkv: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: QkNorm = "none",
+        norm_eps: float = 1e-6,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        window: int | None = None,
+        is_rotated: bool = True,
+    ):
+        parallel = scope.parallel
+        self.splits = (
+            Split(num_heads, f"{num_heads} query heads"),
+            Split(num_kv_heads, f"{num_kv_heads} key/value heads", may_repeat=True),
+        )
+        self.num_heads, self.num_kv_heads = parallel.heads_per_device(num_heads, num_kv_heads)
+        self.kv_spec = KVSpec(self.num_heads, self.num_kv_heads, head_dim, scope.policy.kv, window)
+        self.head_dim, self.window, self.soft_cap = head_dim, window, soft_cap
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.is_rotated, self.qk_norm, self.mesh_axis = is_rotated, qk_norm, parallel.heads
+        q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         self.qkv = ColumnParallelLinear(
-            config.hidden_size, width, outer_axis="q_heads", parts=parts, bias=config.qkv_bias, policy=policy
+            hidden_size,
+            rows_of(qkv, (q_width, kv_width, kv_width), (head_dim,) * 3),
+            outer_axis="q_heads",
+            mesh_axis=parallel.heads,
+            bias=qkv_bias,
+            scope=scope,
         )
         self.out = RowParallelLinear(
-            config.num_heads * head_dim,
-            config.hidden_size,
+            q_width,
+            hidden_size,
             inner_axis="q_heads",
             mesh_axis=parallel.heads,
-            parts=parts,
-            bias=config.out_bias,
-            policy=policy,
+            bias=out_bias,
+            scope=scope.at("o_proj"),
         )
-        if config.qk_norm == "head":
-            self.q_norm = RMSNorm(head_dim, eps=config.norm_eps, policy=policy, axis="head_dim")
-            self.k_norm = RMSNorm(head_dim, eps=config.norm_eps, policy=policy, axis="head_dim")
-        elif config.qk_norm == "width":
-            q_width, k_width = (parallel.size * n * head_dim for n in (self.num_heads, self.num_kv_heads))
-            self.q_norm = RMSNorm(q_width, eps=config.norm_eps, policy=policy, axis="q_heads")
-            self.k_norm = RMSNorm(k_width, eps=config.norm_eps, policy=policy, axis="kv_heads")
+        q_scope, k_scope = scope.at("q_norm"), scope.at("k_norm")
+        if qk_norm == "head":
+            self.q_norm = RMSNorm(head_dim, eps=norm_eps, scope=q_scope, axis="head_dim")
+            self.k_norm = RMSNorm(head_dim, eps=norm_eps, scope=k_scope, axis="head_dim")
+        elif qk_norm == "width":
+            self.q_norm = RMSNorm(q_width, eps=norm_eps, scope=q_scope, axis="q_heads", unit=head_dim)
+            self.k_norm = RMSNorm(kv_width, eps=norm_eps, scope=k_scope, axis="kv_heads", unit=head_dim)
+
+    @property
+    def has_fused_norms(self) -> bool:
+        """Whether kernels can compute its norms together with what stands beside them."""
+        return self.qk_norm != "width"
 
     def project(
         self, x: Float[Array, "T D"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None

@@ -1,36 +1,51 @@
 """The gated MLP (arXiv:2002.05202) with its two input projections fused."""
 
+from collections.abc import Sequence
+
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
-from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.norm import RMSNorm
-from jaxserve.layers.parallel import DtypePolicy, Parallel
+from jaxserve.layers.parallel import Scope
+from jaxserve.layers.params import Split, rows_of
 
 
 class GatedMLP(nnx.Module):
-    """``down(activation(gate(x)) * up(x))``; each device holds matching rows of gate and up."""
+    """``down(activation(gate(x)) * up(x))``; each device holds matching rows of gate and up.
 
-    def __init__(self, config: ModelConfig, *, parallel: Parallel, policy: DtypePolicy):
-        bias, parts = config.mlp_bias, parallel.parts(parallel.ffn)
+    Args:
+        hidden_size: D.
+        ffn_size: F.
+        activation: One of ``pallas_kernels.linear.ACTIVATIONS``.
+        bias: Whether the projections have one.
+        scope: Of its module.
+        gate_up: Gate and up projections in checkpoints: two modules, or one whose rows are all of gate, then up.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        activation: str,
+        bias: bool = False,
+        scope: Scope,
+        gate_up: Sequence[str] = ("gate_proj", "up_proj"),
+    ):
+        mesh_axis = scope.parallel.ffn
+        self.splits = (Split(ffn_size, f"intermediate_size {ffn_size}"),)
         self.gate_up = ColumnParallelLinear(
-            config.hidden_size,
-            2 * config.ffn_size,
+            hidden_size,
+            rows_of(gate_up, (ffn_size, ffn_size), (1, 1)),
             outer_axis="ffn",
-            parts=parts,
+            mesh_axis=mesh_axis,
             bias=bias,
-            activation=config.activation,
-            policy=policy,
+            activation=activation,
+            scope=scope,
         )
         self.down = RowParallelLinear(
-            config.ffn_size,
-            config.hidden_size,
-            inner_axis="ffn",
-            mesh_axis=parallel.ffn,
-            parts=parts,
-            bias=bias,
-            policy=policy,
+            ffn_size, hidden_size, inner_axis="ffn", mesh_axis=mesh_axis, bias=bias, scope=scope.at("down_proj")
         )
 
     def __call__(

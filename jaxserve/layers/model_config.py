@@ -1,10 +1,10 @@
-"""What a decoder looks like, in one vocabulary for every family; ``jaxserve.models`` reads it from ``config.json``."""
+"""What the engine and the rotary embedding know of a model; ``jaxserve.models`` reads it from ``config.json``."""
 
 import dataclasses
+from abc import ABC
 from typing import Literal
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
-QkNorm = Literal["none", "head", "width"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,35 +49,16 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """One dense decoder-only model.
+class ModelConfig(ABC):
+    """What the engine knows of a model beside its module; families add what their layers need.
 
     Attributes:
         architecture: Hugging Face's class name, such as ``LlamaForCausalLM``.
         vocab_size: V, rows of the embedding as stored.
         hidden_size: D.
         num_layers: L.
-        num_heads: N, query heads.
-        num_kv_heads: K, key/value heads; divides N.
-        head_dim: H; need not be D / N.
-        ffn_size: F.
-        norm_eps: Added to the mean square in every RMSNorm.
-        activation: Hugging Face's ``hidden_act``, one name for each function: silu, gelu, gelu_pytorch_tanh or relu.
         max_positions: Longest context in tokens, with what linear, dynamic and yarn scalings add to it.
-        tie_embeddings: The head is the embedding.
-        qkv_bias: Query, key and value projections have a bias.
-        out_bias: The attention's output projection has a bias.
-        mlp_bias: The three MLP projections have a bias.
-        qk_norm: RMSNorm of queries and keys: none, over each head (Qwen3), or over all heads at once (OLMo-2).
-        norm_after: Norms follow attention and MLP, inside the residual branch (OLMo-2), instead of preceding them.
         rope: Rotary embedding.
-        rope_layers: For each layer, whether it rotates (SmolLM3 leaves some out).
-        sliding_windows: For each layer, how many latest tokens a query sees (itself included), or None for all.
-        attention_scale: Multiplies query-key products; None means 1 / sqrt(H).
-        attention_soft_cap: Products become cap * tanh(product / cap); None means no cap.
-        embedding_multiplier: Multiplies embeddings (Granite).
-        residual_multiplier: Multiplies each branch before it is added (Granite).
-        logits_divisor: Divides the logits (Granite).
         bos_token_id: First token of a text, where the model has one.
         eos_token_ids: Tokens that end a generation.
         dtype: Element type the checkpoint says it was made in.
@@ -87,27 +68,8 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
-    norm_eps: float
-    activation: str = "silu"
     max_positions: int
-    tie_embeddings: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: QkNorm = "none"
-    norm_after: bool = False
     rope: RopeConfig
-    rope_layers: tuple[bool, ...]
-    sliding_windows: tuple[int | None, ...]
-    attention_scale: float | None = None
-    attention_soft_cap: float | None = None
-    embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logits_divisor: float = 1.0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"

@@ -5,15 +5,29 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxserve.layers.parallel import DtypePolicy
+from checkpoints import whole
+from jaxserve.layers.parallel import Scope
+from jaxserve.layers.params import Rows, stack_rows, vector
 from sharding.collectives import all_reduce, axis_size
 
 
 class RMSNorm(nnx.Module):
-    """``x / rms(x) * weight`` over the last axis, in float32."""
+    """``x / rms(x) * weight`` over the last axis, in float32.
 
-    def __init__(self, features: int, *, eps: float, policy: DtypePolicy, axis: str = "embed"):
-        self.weight = nnx.Param(jnp.ones((features,), policy.weights), axes=(axis,))
+    Args:
+        features: On all devices, without copies.
+        eps: Added to the mean square.
+        scope: Of its module.
+        axis: Logical axis of the features.
+        unit: Features that stay together where devices share them, such as a head's; None where each has all.
+    """
+
+    def __init__(self, features: int, *, eps: float, scope: Scope, axis: str = "embed", unit: int | None = None):
+        if unit is None:
+            recipe = whole(scope.at("weight").module, (features,))
+        else:
+            recipe = stack_rows(scope, [Rows("", features, unit)], "weight")
+        self.weight = vector(recipe, axis, scope, fill=1.0)
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:

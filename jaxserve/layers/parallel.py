@@ -1,4 +1,4 @@
-"""What a module needs to know of its surroundings: how it is split, and in which types it stores and computes."""
+"""What a layer needs to know of its surroundings: how it is split, how it is stored, and its name in checkpoints."""
 
 import dataclasses
 
@@ -58,12 +58,14 @@ class DtypePolicy:
         activations: The residual stream, norms and what flows between layers.
         kv: The pages of keys and values.
         linear: Implementation of the operation ``linear``, which multiplies by weights.
+        storage: How weights are stored; see :mod:`jaxserve.layers.storage`.
     """
 
     weights: str = "float32"
     activations: str = "float32"
     kv: str = "float32"
     linear: str = "xla"
+    storage: str = "plain"
 
     @classmethod
     def for_platform(cls, dtype: str, platform: str) -> "DtypePolicy":
@@ -83,3 +85,22 @@ class DtypePolicy:
     def activations_dtype(self) -> jnp.dtype:
         """``activations`` as a dtype."""
         return jnp.dtype(self.activations)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scope:
+    """The place that a layer is made for; the default is a whole model on one device.
+
+    Attributes:
+        parallel: How parameters are split.
+        policy: Element types, and how weights are stored.
+        module: What checkpoints call the module here, such as ``model.layers.3.self_attn``; empty for the model itself.
+    """
+
+    parallel: Parallel = Parallel()
+    policy: DtypePolicy = DtypePolicy()
+    module: str = ""
+
+    def at(self, name: str) -> "Scope":
+        """The scope of a module inside this one, by its name there in checkpoints: ``mlp`` or ``model.layers.3``."""
+        return dataclasses.replace(self, module=".".join(part for part in (self.module, name) if part))

@@ -4,21 +4,22 @@ The larger model (ALiBi instead of a rotary embedding) and the second generation
 the same names in their configs, and are refused by what else is there.
 """
 
+from functools import partial
 from typing import Final
 
 from jaxserve.errors import UnsupportedModelError
-from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import Scope
+from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.decoder import DecoderConfig, build_decoder, build_layer
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder
-from jaxserve.models.weights import CheckpointNames
 
-NAMES: Final = CheckpointNames(qkv=("self_attn.W_pack",))
 _DEFAULTS: Final = FamilyDefaults()
 _ROTARY_HIDDEN_SIZE: Final = 4096
 _SECOND_GENERATION_VOCABULARY: Final = 125696
 
 
-def config_from_hf(fields: ConfigFields, architecture: str) -> ModelConfig:
+def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     """Reads a config of BaiChuanForCausalLM (first release) or BaichuanForCausalLM (later ones, of both sizes).
 
     Raises:
@@ -36,3 +37,8 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> ModelConfig:
             f"supported; expected Baichuan-7B of the first generation"
         )
     return read_decoder(fields, architecture, _DEFAULTS)
+
+
+def build(config: DecoderConfig, scope: Scope) -> CausalLM:
+    """The module: query, key and value projections are one tensor in checkpoints."""
+    return build_decoder(config, scope, partial(build_layer, qkv=("W_pack",)))

@@ -1,8 +1,8 @@
-"""The decoder-only language model that every family is a configuration of."""
+"""The decoder-only language model that every family composes its layers in."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools, select_attention
-from jaxserve.layers.decoder import DecoderLayer
+from jaxserve.layers.attention import AttentionInputs, AttentionSettings, KVSpec, Pools, select_attention
 from jaxserve.layers.embedding import VocabEmbedding
-from jaxserve.layers.linear import linear_kernel
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.norm import RMSNorm
-from jaxserve.layers.parallel import DtypePolicy, Parallel
 from jaxserve.layers.rope import rope_cos_sin
 from jaxserve.layers.rows import map_rows
 from pallas_kernels import AttentionBatch
@@ -24,29 +21,70 @@ from pallas_kernels import AttentionBatch
 _NOTEBOOK_PAGE_SIZE = 64
 
 
+@runtime_checkable
+class Layer(Protocol):
+    """What the layers of a model have in common."""
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """What the layer keeps of a token."""
+        ...
+
+    @property
+    def has_fused_norms(self) -> bool:
+        """Whether kernels can compute all its norms together with what stands beside them."""
+        ...
+
+    def __call__(
+        self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
+    ) -> tuple[Float[Array, "T D"], Pools]:
+        """The residual stream behind this layer, and the layer's pools with the step's keys and values written."""
+        ...
+
+
 class CausalLM(nnx.Module):
-    """Embedding, decoder layers, norm and head.
+    """Embedding, decoder layers, norm and head; the file of a family says which.
 
     Parameters are declared with global shapes; inside a ``shard_map`` the same attributes hold a device's shards. On
-    its own, ``CausalLM(config)`` is the whole model on one device, and ``model(tokens)`` gives logits.
+    its own, ``build_model(config)`` is the whole model on one device, and ``model(tokens)`` gives logits.
+
+    Args:
+        config: The model.
+        embed: Embeds tokens.
+        layers: The decoder layers, of any kinds.
+        norm: Norm in front of the head.
+        head: Scores the vocabulary; None for the embedding.
+        ignored: Regular expressions; tensors of a checkpoint whose whole names match one carry no weights.
+        embedding_multiplier: Multiplies embeddings.
+        logits_divisor: Divides the logits.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         *,
-        parallel: Parallel = Parallel(),  # noqa: B008 - frozen
-        policy: DtypePolicy = DtypePolicy(),  # noqa: B008 - frozen
+        embed: VocabEmbedding,
+        layers: Sequence[Layer],
+        norm: RMSNorm,
+        head: VocabEmbedding | None,
+        ignored: tuple[str, ...] = (),
+        embedding_multiplier: float = 1.0,
+        logits_divisor: float = 1.0,
     ):
         self.config = config
-        self.policy = policy
-        sizes = (config.vocab_size, config.hidden_size)
-        self.embed = VocabEmbedding(*sizes, parallel=parallel, policy=policy)
-        self.layers = nnx.List(
-            DecoderLayer(config, i, parallel=parallel, policy=policy) for i in range(config.num_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, policy=policy)
-        self.head = None if config.tie_embeddings else VocabEmbedding(*sizes, parallel=parallel, policy=policy)
+        self.embed, self.layers, self.norm, self.head = embed, nnx.List[Any](layers), norm, head
+        self.ignored = ignored
+        self.embedding_multiplier, self.logits_divisor = embedding_multiplier, logits_divisor
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """What each layer keeps of a token."""
+        return tuple(layer.kv_spec for layer in self.layers)
+
+    @property
+    def has_fused_norms(self) -> bool:
+        """Whether kernels can compute all norms together with what stands beside them."""
+        return all(layer.has_fused_norms for layer in self.layers)
 
     def hidden(
         self,
@@ -67,11 +105,41 @@ class CausalLM(nnx.Module):
             batch: Where each token stands and what it sees.
             settings: What is fixed at compile time.
         """
+        x, inputs = self.embedded(tokens, positions, lengths, batch, settings)
+        return self.through(x, pools, inputs, settings)
+
+    def embedded(
+        self,
+        tokens: Int[Array, " T"],
+        positions: Int[Array, " T"],
+        lengths: Int[Array, " T"],
+        batch: AttentionBatch,
+        settings: AttentionSettings,
+    ) -> tuple[Float[Array, "T D"], AttentionInputs]:
+        """What the first layer starts from, and what all layers share; arguments as :meth:`hidden`."""
         num_tokens = batch.query_lens.sum()
         x, cos, sin = map_rows(self._embed, (tokens, positions, lengths), num_tokens, settings.row_tile)
-        inputs = AttentionInputs(batch, num_tokens, cos, sin)
+        return x, AttentionInputs(batch, num_tokens, cos, sin)
+
+    def through(
+        self,
+        x: Float[Array, "T D"],
+        pools: Sequence[Pools],
+        inputs: AttentionInputs,
+        settings: AttentionSettings,
+        layers: slice = slice(None),
+    ) -> tuple[Float[Array, "T D"], list[Pools]]:
+        """Hidden states behind some of the layers, and their pools with the step's keys and values written.
+
+        Args:
+            x: Hidden states in front of them.
+            pools: Of these layers.
+            inputs: What all layers share.
+            settings: What is fixed at compile time.
+            layers: Which; all, where it is not given.
+        """
         written = []
-        for layer, layer_pools in zip(self.layers, pools, strict=True):
+        for layer, layer_pools in zip(list(self.layers)[layers], pools, strict=True):
             x, layer_pools = _run_layer(*nnx.split(layer), x, layer_pools, inputs, settings)
             written.append(layer_pools)
         return x, written
@@ -99,73 +167,29 @@ class CausalLM(nnx.Module):
     ) -> tuple[Float[Array, "T D"], Float[Array, "T half"], Float[Array, "T half"]]:
         """What the layers start from: embeddings, and the rotation of queries and keys."""
         x = self.embed(tokens)
-        if self.config.embedding_multiplier != 1.0:
-            x = x * self.config.embedding_multiplier
+        if self.embedding_multiplier != 1.0:
+            x = x * self.embedding_multiplier
         return x, *rope_cos_sin(self.config.rope, positions, lengths)
 
     def _scores(self, hidden: Float[Array, "R D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "R V"]:
         head = self.embed if self.head is None else self.head
         scores = head.logits(hidden, norm=self.norm, num_rows=num_rows)
-        return scores if self.config.logits_divisor == 1.0 else scores / self.config.logits_divisor
+        return scores if self.logits_divisor == 1.0 else scores / self.logits_divisor
 
     def __call__(self, tokens: Int[Array, "B T"] | Int[np.ndarray, "B T"]) -> Float[Array, "B T V"]:
         """Logits of every token of B sequences, each over its own past; private pages, freed at the end."""
         num_rows, length = tokens.shape
-        kernel = select_attention(jax.devices()[0], self.policy.kv)
+        kernel = select_attention(jax.devices()[0], self.kv_specs[0].dtype)
         batch, num_pages = _private_batch(num_rows, length, _NOTEBOOK_PAGE_SIZE)
-        layer = cast(DecoderLayer, self.layers[0]).attention
-        specs = kernel.pool_specs(num_pages, _NOTEBOOK_PAGE_SIZE, layer.num_kv_heads, layer.head_dim)
-        pools = [
-            cast(Pools, tuple(jnp.zeros(spec.shape, self.policy.kv) for spec in specs))
-            for _ in range(self.config.num_layers)
-        ]
+        pools = []
+        for spec in self.kv_specs:
+            arrays = kernel.pool_specs(num_pages, _NOTEBOOK_PAGE_SIZE, spec.num_kv_heads, spec.head_dim)
+            pools.append(cast(Pools, tuple(jnp.zeros(array.shape, spec.dtype) for array in arrays)))
         positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), num_rows)
         settings = AttentionSettings(kernel, _NOTEBOOK_PAGE_SIZE, decode_only=False)
         flat = jnp.asarray(tokens, jnp.int32).reshape(-1)
         x, _ = self.hidden(flat, positions, jnp.full_like(positions, length), pools, batch, settings)
         return self.logits(x).reshape(num_rows, length, -1)
-
-
-class UnpackedWeight(NamedTuple):
-    """A weight as checkpoints have it, before it is packed: shape, type and sharding; and what packs it."""
-
-    struct: jax.ShapeDtypeStruct
-    pack: Callable[[np.ndarray], np.ndarray]
-
-
-class AbstractModel(NamedTuple):
-    """A module without values.
-
-    Attributes:
-        graphdef: Its structure.
-        treedef: Its state's structure.
-        params: Shape, type and sharding of each parameter by its path, in flat order.
-        weights: Of each packed parameter by its path: how checkpoints have it.
-    """
-
-    graphdef: nnx.GraphDef
-    treedef: Any
-    params: dict[str, jax.ShapeDtypeStruct]
-    weights: dict[str, UnpackedWeight]
-
-
-def abstract_model(
-    config: ModelConfig,
-    parallel: Parallel,
-    policy: DtypePolicy,
-    sharding: Callable[[tuple[str, ...]], jax.sharding.Sharding],
-) -> AbstractModel:
-    """A model without values; ``sharding`` says where a parameter goes from its logical axes."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: CausalLM(config, parallel=parallel, policy=policy)))
-    params, weights = {}, {}
-    for path, variable in nnx.to_flat_state(state):
-        name, value, metadata = ".".join(map(str, path)), variable.get_value(), variable.get_metadata()
-        params[name] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding(metadata["axes"]))
-        if "plain" in metadata:
-            shape, axes, kernel, is_gated = metadata["plain"]
-            struct = jax.ShapeDtypeStruct(shape, value.dtype, sharding=sharding(axes))
-            weights[name] = UnpackedWeight(struct, functools.partial(linear_kernel(kernel).pack, is_gated=is_gated))
-    return AbstractModel(graphdef, jax.tree.structure(state), params, weights)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5))

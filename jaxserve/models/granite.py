@@ -1,29 +1,62 @@
 """Granite 3 and 4 dense: Llama with constants that scale embeddings, attention, residual branches and logits."""
 
 import dataclasses
+from functools import partial
 from typing import Final
 
-from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import Scope
+from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.decoder import DecoderConfig, build_decoder, build_layer
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_one_window
-from jaxserve.models.weights import CheckpointNames
 
-NAMES: Final = CheckpointNames()
 _DEFAULTS: Final = FamilyDefaults()
 
 
-def config_from_hf(fields: ConfigFields, architecture: str) -> ModelConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraniteConfig(DecoderConfig):
+    """A dense decoder and its constants.
+
+    Attributes:
+        attention_scale: Multiplies query-key products, in place of 1 / sqrt(H).
+        embedding_multiplier: Multiplies embeddings.
+        residual_multiplier: Multiplies each branch before it is added.
+        logits_divisor: Divides the logits.
+    """
+
+    attention_scale: float
+    embedding_multiplier: float
+    residual_multiplier: float
+    logits_divisor: float
+
+
+def config_from_hf(fields: ConfigFields, architecture: str) -> GraniteConfig:
     """Reads a config of GraniteForCausalLM; ``attention_multiplier`` replaces 1 / sqrt(H)."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     has_bias = fields.flag("attention_bias", False)
-    return dataclasses.replace(
+    given = dataclasses.replace(
         base,
         qkv_bias=has_bias,
         out_bias=has_bias,
         mlp_bias=fields.flag("mlp_bias", False),
         sliding_windows=read_one_window(fields, None, base.num_layers),
+    )
+    return GraniteConfig(
+        **vars(given),
         attention_scale=fields.number("attention_multiplier", 1.0),
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         residual_multiplier=fields.number("residual_multiplier", 1.0),
         logits_divisor=fields.number("logits_scaling", 1.0),
+    )
+
+
+def build(config: GraniteConfig, scope: Scope) -> CausalLM:
+    """The module, with the config's constants."""
+    layer = partial(build_layer, scale=config.attention_scale, residual_multiplier=config.residual_multiplier)
+    return build_decoder(
+        config,
+        scope,
+        layer,
+        embedding_multiplier=config.embedding_multiplier,
+        logits_divisor=config.logits_divisor,
     )

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from jaxserve.layers.model_config import ModelConfig
+from jaxserve.models.decoder import DecoderConfig
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_rope import RopeDefaults, longest_context, read_rope
 
@@ -45,7 +45,7 @@ class FamilyDefaults:
     eos_token_ids: tuple[int, ...] = (2,)
 
 
-def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaults) -> ModelConfig:
+def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaults) -> DecoderConfig:
     """A plain pre-norm decoder without biases and windows; the family replaces what it does otherwise.
 
     Problems are noted in ``fields``: the result is usable only after ``fields.raise_problems()``.
@@ -55,7 +55,7 @@ def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaul
     num_heads = fields.integer("num_attention_heads")
     head_dim = _read_head_dim(fields, hidden_size, num_heads, defaults)
     rope = read_rope(fields, head_dim, defaults.rope)
-    return ModelConfig(
+    return DecoderConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,

@@ -3,16 +3,16 @@
 import dataclasses
 from typing import Final
 
-from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import Scope
+from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.decoder import DecoderConfig, build_decoder
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_one_window
-from jaxserve.models.weights import CheckpointNames
 
-NAMES: Final = CheckpointNames()
 _DEFAULTS: Final = FamilyDefaults()
 
 
-def config_from_hf(fields: ConfigFields, architecture: str) -> ModelConfig:
+def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     """Reads a config of LlamaForCausalLM: ``attention_bias`` is for all four projections."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     has_bias = fields.flag("attention_bias", False)
@@ -23,3 +23,8 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> ModelConfig:
         mlp_bias=fields.flag("mlp_bias", False),
         sliding_windows=read_one_window(fields, None, base.num_layers),
     )
+
+
+def build(config: DecoderConfig, scope: Scope) -> CausalLM:
+    """The module."""
+    return build_decoder(config, scope)

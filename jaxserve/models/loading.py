@@ -7,7 +7,6 @@ from typing import cast
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from checkpoints import Stored, check_recipes, load_arrays, open_checkpoint, progress_bar, resolve_model
@@ -15,11 +14,11 @@ from jaxserve.config_checks import DTYPES
 from jaxserve.errors import ConfigError
 from jaxserve.layers.cpu import has_bfloat16_products
 from jaxserve.layers.model_config import ModelConfig
-from jaxserve.layers.parallel import DtypePolicy, Parallel
-from jaxserve.models.causal_lm import AbstractModel, CausalLM, abstract_model
+from jaxserve.layers.parallel import DtypePolicy, Scope
+from jaxserve.models.abstract import AbstractModel, abstract_model
+from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.hf_config import read_config_json
-from jaxserve.models.registry import checkpoint_names, config_from_hf
-from jaxserve.models.weights import ignored_patterns, weight_recipes
+from jaxserve.models.registry import config_from_hf
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +40,8 @@ def load_model(model: str | Path, dtype: str = "auto") -> CausalLM:
     policy = DtypePolicy.for_platform(
         resolve_dtype(dtype, config, device.platform, has_bfloat16_products()), device.platform
     )
-    abstract = abstract_model(config, Parallel(), policy, lambda axes: SingleDeviceSharding(device))
-    return nnx.merge(
-        abstract.graphdef, jax.tree.unflatten(abstract.treedef, load_weights(directory, config, abstract, 1))
-    )
+    abstract = abstract_model(config, Scope(policy=policy), lambda axes: SingleDeviceSharding(device))
+    return abstract.merge(load_weights(directory, abstract))
 
 
 def read_model_config(directory: Path, overrides: Mapping[str, object] | None = None) -> ModelConfig:
@@ -57,57 +54,47 @@ def read_model_config(directory: Path, overrides: Mapping[str, object] | None = 
     return config_from_hf({**read_config_json(path), **(overrides or {})}, str(path))
 
 
-def check_weights(directory: Path, config: ModelConfig, tensor_size: int) -> None:
+def check_weights(directory: Path, model: AbstractModel) -> None:
     """Compares a checkpoint's list of tensors with the model's, before time is spent on anything else.
 
     Raises:
         CheckpointError: Files or tensors are missing, damaged, of other shapes, or not the model's.
     """
-    names = checkpoint_names(config)
     with open_checkpoint(directory) as reader:
-        check_recipes(reader.tensors, weight_recipes(config, names, tensor_size), ignored_patterns(config, names))
+        check_recipes(reader.tensors, model.recipes, model.ignored)
 
 
-def load_weights(directory: Path, config: ModelConfig, model: AbstractModel, tensor_size: int) -> tuple[jax.Array, ...]:
-    """Reads a model's parameters onto devices, each packed as soon as it is read.
+def load_weights(directory: Path, model: AbstractModel) -> tuple[jax.Array, ...]:
+    """Reads a model's parameters onto devices, each stored as soon as it is read.
 
     Args:
         directory: Where the checkpoint is.
-        config: The model.
         model: Its module without values.
-        tensor_size: Devices that layers are split over.
 
     Returns:
-        The parameters in the order of ``model.params``.
+        The arrays in the order of ``model.params``.
 
     Raises:
         CheckpointError: Files or tensors are missing, damaged, of other shapes, or not the model's.
     """
-    names = checkpoint_names(config)
-    recipes = weight_recipes(config, names, tensor_size)
-    params = model.params
-    read = {name: weight.struct for name, weight in model.weights.items()}
-    read = {name: read.get(name, struct) for name, struct in params.items()}
-    mismatched = {name for name in recipes.keys() ^ params.keys()}
-    assert not mismatched, f"recipes and module disagree on {sorted(mismatched)}"
-    for name, struct in read.items():
-        assert struct.shape == recipes[name].shape, f"{name}: module {struct.shape}, recipe {recipes[name].shape}"
+    logical = model.logical
     with open_checkpoint(directory) as reader:
-        check_recipes(reader.tensors, recipes, ignored_patterns(config, names))
-        total = sum(int(np.prod(struct.shape)) * struct.dtype.itemsize for struct in read.values())
+        check_recipes(reader.tensors, model.recipes, model.ignored)
+        total = sum(int(np.prod(param.struct.shape)) * param.struct.dtype.itemsize for param in logical.values())
         with progress_bar(total) as progress:
             arrays = load_arrays(
                 reader,
-                {name: recipes[name] for name in params},
-                {name: struct.dtype for name, struct in read.items()},
-                {name: struct.sharding for name, struct in read.items()},
+                model.recipes,
+                {path: param.struct.dtype for path, param in logical.items()},
+                {path: param.struct.sharding for path, param in logical.items()},
                 cast(Callable[[int, int], None], progress),
                 {
-                    name: Stored(weight.pack, params[name].shape, params[name].sharding)
-                    for name, weight in model.weights.items()
+                    path: Stored(param.fill, {array: model.params[array] for array in param.arrays})
+                    for path, param in logical.items()
+                    if param.stored is not None
                 },
             )
-    return tuple(arrays[name] for name in params)
+    return tuple(arrays[path] for path in model.params)
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, platform: str, has_bfloat16: bool = True) -> str:

@@ -3,17 +3,22 @@
 import dataclasses
 from typing import Final
 
-from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import Scope
+from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.decoder import DecoderConfig, build_decoder
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_one_window
-from jaxserve.models.weights import CheckpointNames
 
-NAMES: Final = CheckpointNames()
 _DEFAULTS: Final = FamilyDefaults(num_kv_heads=8)
 
 
-def config_from_hf(fields: ConfigFields, architecture: str) -> ModelConfig:
+def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     """Reads a config of MistralForCausalLM: a null ``sliding_window`` means none, a missing one 4096."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     window = fields.nullable_integer("sliding_window", 4096)
     return dataclasses.replace(base, sliding_windows=read_one_window(fields, window, base.num_layers))
+
+
+def build(config: DecoderConfig, scope: Scope) -> CausalLM:
+    """The module."""
+    return build_decoder(config, scope)

@@ -3,19 +3,19 @@
 import dataclasses
 from typing import Final
 
-from jaxserve.layers.model_config import ModelConfig
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers.decoder import DecoderLayer
+from jaxserve.layers.parallel import Scope
+from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.decoder import DecoderConfig, build_attention, build_decoder, build_mlp, build_norm
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_one_window
-from jaxserve.models.weights import CheckpointNames
 
-NAMES: Final = CheckpointNames(
-    attention_norm="post_attention_layernorm",
-    mlp_norm="post_feedforward_layernorm",
-)
 _DEFAULTS: Final = FamilyDefaults(norm_eps=1e-5, bos_token_id=None, eos_token_ids=(50279,))
 
 
-def config_from_hf(fields: ConfigFields, architecture: str) -> ModelConfig:
+def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     """Reads a config of Olmo2ForCausalLM: ``attention_bias`` is for all four projections."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     has_bias = fields.flag("attention_bias", False)
@@ -23,7 +23,39 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> ModelConfig:
         base,
         qkv_bias=has_bias,
         out_bias=has_bias,
-        qk_norm="width",
-        norm_after=True,
         sliding_windows=read_one_window(fields, None, base.num_layers),
+    )
+
+
+def build(config: DecoderConfig, scope: Scope) -> CausalLM:
+    """The module, of its own layers."""
+    return build_decoder(config, scope, _build_layer)
+
+
+class Olmo2Layer(DecoderLayer):
+    """Norms stand at the end of each branch."""
+
+    @property
+    def has_fused_norms(self) -> bool:
+        """No kernel computes a norm behind a product."""
+        return False
+
+    def projected(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
+        """Queries, keys and values of the layer's input, which no norm precedes."""
+        return self.attention.project(x, num_rows=num_rows)
+
+    def after_attention(
+        self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
+    ) -> Float[Array, "T D"]:
+        """The layer's output, from its input and what the heads attended to."""
+        x = x + self.attention_norm(self.attention.output(attended, num_rows=num_rows))
+        return x + self.mlp_norm(self.mlp(x, num_rows=num_rows))
+
+
+def _build_layer(config: DecoderConfig, index: int, scope: Scope) -> Olmo2Layer:
+    return Olmo2Layer(
+        build_norm(config, scope.at("post_attention_layernorm")),
+        build_attention(config, index, scope.at("self_attn"), qk_norm="width"),
+        build_norm(config, scope.at("post_feedforward_layernorm")),
+        build_mlp(config, scope.at("mlp")),
     )

@@ -1,15 +1,16 @@
 """Phi-3, Phi-3.5 and Phi-4 dense: fused projections, longrope, a rotary embedding that may leave features out."""
 
 import dataclasses
+from functools import partial
 from typing import Final
 
-from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import Scope
+from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.decoder import DecoderConfig, build_decoder, build_layer
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_one_window
 from jaxserve.models.hf_rope import RopeDefaults
-from jaxserve.models.weights import CheckpointNames
 
-NAMES: Final = CheckpointNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 _DEFAULTS: Final = FamilyDefaults(
     norm_eps=1e-5,
     rope=RopeDefaults(original_positions=4096, names={"yarn": "longrope"}, is_partial=True),
@@ -17,8 +18,13 @@ _DEFAULTS: Final = FamilyDefaults(
 )
 
 
-def config_from_hf(fields: ConfigFields, architecture: str) -> ModelConfig:
+def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     """Reads a config of Phi3ForCausalLM: ``original_max_position_embeddings`` stands beside ``rope_scaling``."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     window = fields.nullable_integer("sliding_window", None)
     return dataclasses.replace(base, sliding_windows=read_one_window(fields, window, base.num_layers))
+
+
+def build(config: DecoderConfig, scope: Scope) -> CausalLM:
+    """The module: query, key and value projections are one tensor in checkpoints, gate and up another."""
+    return build_decoder(config, scope, partial(build_layer, qkv=("qkv_proj",), gate_up=("gate_up_proj",)))

@@ -3,16 +3,21 @@
 import dataclasses
 from typing import Final
 
-from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import Scope
+from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.decoder import DecoderConfig, build_decoder
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_late_windows
-from jaxserve.models.weights import CheckpointNames
 
-NAMES: Final = CheckpointNames()
 _DEFAULTS: Final = FamilyDefaults(num_kv_heads=32, bos_token_id=None, eos_token_ids=())
 
 
-def config_from_hf(fields: ConfigFields, architecture: str) -> ModelConfig:
+def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     """Reads a config of Qwen2ForCausalLM."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     return dataclasses.replace(base, qkv_bias=True, sliding_windows=read_late_windows(fields, base.num_layers))
+
+
+def build(config: DecoderConfig, scope: Scope) -> CausalLM:
+    """The module."""
+    return build_decoder(config, scope)

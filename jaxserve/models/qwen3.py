@@ -1,18 +1,19 @@
 """Qwen3 dense: a head size of its own, and each query and key head normalised before it is rotated."""
 
 import dataclasses
+from functools import partial
 from typing import Final
 
-from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import Scope
+from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.decoder import DecoderConfig, build_decoder, build_layer
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_late_windows
-from jaxserve.models.weights import CheckpointNames
 
-NAMES: Final = CheckpointNames()
 _DEFAULTS: Final = FamilyDefaults(num_kv_heads=32, head_dim=128, bos_token_id=None, eos_token_ids=())
 
 
-def config_from_hf(fields: ConfigFields, architecture: str) -> ModelConfig:
+def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     """Reads a config of Qwen3ForCausalLM: ``attention_bias`` is for all four projections."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     has_bias = fields.flag("attention_bias", False)
@@ -20,6 +21,10 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> ModelConfig:
         base,
         qkv_bias=has_bias,
         out_bias=has_bias,
-        qk_norm="head",
         sliding_windows=read_late_windows(fields, base.num_layers),
     )
+
+
+def build(config: DecoderConfig, scope: Scope) -> CausalLM:
+    """The module, with a norm of each query and key head."""
+    return build_decoder(config, scope, partial(build_layer, qk_norm="head"))

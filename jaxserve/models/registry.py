@@ -6,10 +6,11 @@ from typing import Any, Final, Protocol, cast, runtime_checkable
 
 from jaxserve.errors import ConfigError, UnsupportedModelError
 from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import Scope
+from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.hf_config import ConfigFields, check_not_quantized
-from jaxserve.models.weights import CheckpointNames
 
-_FAMILIES: Final[Mapping[str, str]] = {
+FAMILIES: Final[dict[str, str]] = {
     "BaiChuanForCausalLM": "jaxserve.models.baichuan",
     "BaichuanForCausalLM": "jaxserve.models.baichuan",
     "GraniteForCausalLM": "jaxserve.models.granite",
@@ -25,22 +26,20 @@ _FAMILIES: Final[Mapping[str, str]] = {
 
 @runtime_checkable
 class Family(Protocol):
-    """What the file of a family holds.
-
-    Attributes:
-        NAMES: Where its checkpoints keep each weight.
-    """
-
-    NAMES: CheckpointNames
+    """What the file of a family holds."""
 
     def config_from_hf(self, fields: ConfigFields, architecture: str) -> ModelConfig:
         """The model that ``config.json`` describes; problems are noted in ``fields`` and raised by the caller."""
         ...
 
+    def build(self, config: Any, scope: Scope) -> CausalLM:
+        """The module of a model that ``config_from_hf`` gave."""
+        ...
+
 
 def supported_architectures() -> tuple[str, ...]:
     """Names that ``architectures`` in config.json may hold, in alphabetical order."""
-    return tuple(sorted(_FAMILIES))
+    return tuple(sorted(FAMILIES))
 
 
 def config_from_hf(raw: Mapping[str, Any], path: str) -> ModelConfig:
@@ -62,9 +61,17 @@ def config_from_hf(raw: Mapping[str, Any], path: str) -> ModelConfig:
     return config
 
 
-def checkpoint_names(config: ModelConfig) -> CheckpointNames:
-    """Where the checkpoints of a model's family keep each weight."""
-    return family(config.architecture).NAMES
+def build_model(config: ModelConfig, scope: Scope = Scope()) -> CausalLM:  # noqa: B008 - frozen
+    """The module of a model, with zeros for weights; ``build_model(config)(tokens)`` runs on one device.
+
+    Args:
+        config: The model.
+        scope: How it is split and stored.
+
+    Raises:
+        ConfigError: The devices cannot share its weights.
+    """
+    return family(config.architecture).build(config, scope)
 
 
 def family(architecture: str) -> Family:
@@ -73,9 +80,9 @@ def family(architecture: str) -> Family:
     Raises:
         UnsupportedModelError: There is none; the message lists the architectures there are.
     """
-    if architecture not in _FAMILIES:
+    if architecture not in FAMILIES:
         raise UnsupportedModelError(_unsupported(architecture))
-    return cast(Family, importlib.import_module(_FAMILIES[architecture]))
+    return cast(Family, importlib.import_module(FAMILIES[architecture]))
 
 
 def _architecture(fields: ConfigFields) -> str:
@@ -88,7 +95,7 @@ def _architecture(fields: ConfigFields) -> str:
             f"{'missing' if names is None else 'empty'}; supported: {', '.join(supported_architectures())}"
         )
     for name in names:
-        if name in _FAMILIES:
+        if name in FAMILIES:
             return str(name)
     raise UnsupportedModelError(f"{fields.path}: {_unsupported(', '.join(map(str, names)))}")
 

@@ -3,13 +3,13 @@
 import dataclasses
 from typing import Final
 
-from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import Scope
+from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.decoder import DecoderConfig, build_decoder
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_windows
 from jaxserve.models.hf_rope import RopeDefaults
-from jaxserve.models.weights import CheckpointNames
 
-NAMES: Final = CheckpointNames()
 _DEFAULTS: Final = FamilyDefaults(
     num_kv_heads=4,
     rope=RopeDefaults(theta=2_000_000.0),
@@ -19,7 +19,7 @@ _DEFAULTS: Final = FamilyDefaults(
 )
 
 
-def config_from_hf(fields: ConfigFields, architecture: str) -> ModelConfig:
+def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     """Reads a config of SmolLM3ForCausalLM; in ``no_rope_layers`` a 1 is a layer *with* a rotary embedding."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     has_bias = fields.flag("attention_bias", False)
@@ -46,3 +46,8 @@ def _read_rope_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]
         fields.note("no_rope_layers", f"expected a 0 or 1 for each of {num_layers} layers, got {len(marks)} entries")
         return (True,) * num_layers
     return tuple(bool(mark) for mark in marks[:num_layers])
+
+
+def build(config: DecoderConfig, scope: Scope) -> CausalLM:
+    """The module."""
+    return build_decoder(config, scope)

@@ -11,13 +11,13 @@ import jax
 from jax.sharding import Mesh, use_abstract_mesh
 
 from jaxserve.engine.buckets import Buckets
-from jaxserve.engine.kernel_choice import heads_per_device
+from jaxserve.engine.kernel_choice import attention_sizes
 from jaxserve.engine.program import ModelProgram
 from jaxserve.engine.step_batch import BatchShape
 from jaxserve.engine.steps import trace_step
 from jaxserve.layers.attention import select_attention
 from jaxserve.layers.model_config import ModelConfig
-from jaxserve.layers.parallel import DtypePolicy
+from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.models.registry import config_from_hf
 from scripts.gpu.models import CONFIGS
 from scripts.gpu.parts import Context
@@ -74,7 +74,7 @@ def step_program(
     """
     policy = DtypePolicy.for_platform("bfloat16", "gpu")
     layout = get_layout("tensor_parallel").on(mesh)
-    sizes = {"page_size": _PAGE_SIZE, "head_dim": config.head_dim, **heads_per_device(config, layout, mesh)}
+    sizes, *_ = attention_sizes(config, Scope(parallel=Parallel.on_mesh(layout, mesh)), _PAGE_SIZE)
     kernel = select_attention(_Device(*H200), policy.kv, backend, **sizes)
     program = ModelProgram(config, mesh, layout, policy, kernel, _PAGE_SIZE, num_pages=4096, num_slots=256)
     return program, Buckets.make(256, 8192, 512, multiple=2).shape_for(num_tokens, decode_only)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.engine.steps import ModelProgram
@@ -74,6 +73,7 @@ class Shape:
     decode_only: bool = False
 
 
+pytestmark = pytest.mark.usefixtures("switchable_family")
 DECODE = Shape(ROW_TILE, ROW_TILE, 20, decode_only=True)
 WIDE_DECODE = Shape(3 * ROW_TILE, 3 * ROW_TILE, 25, decode_only=True)
 SMALL = Shape(ROW_TILE, 4, 20)
@@ -115,11 +115,11 @@ class Model:
 
 
 def trace(program: ModelProgram, shape: Shape, row_tile: int | None) -> jax.stages.Traced:
-    graphdef, treedef, params, _ = program.abstract_model
+    abstract = program.abstract_model
     settings = AttentionSettings(program.kernel, PAGE_SIZE, shape.decode_only, row_tile)
 
     def body(arrays, pools, tokens, positions, order, batch):  # noqa: ANN001, ANN202 - as traced below
-        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays))
+        model = abstract.merge(arrays)
         lengths = jnp.full_like(positions, MAX_LENGTH)
         hidden, pools = model.hidden(tokens, positions, lengths, pools, batch, settings)
         logits = model.logits(hidden[order], batch.query_lens.sum(), row_tile)
@@ -127,7 +127,7 @@ def trace(program: ModelProgram, shape: Shape, row_tile: int | None) -> jax.stag
 
     pools = list(program.abstract_state().pools)
     numbers = [jax.ShapeDtypeStruct((shape.num_tokens,), jnp.int32)] * 3
-    arguments = (tuple(params.values()), pools, *numbers, abstract_batch(shape))
+    arguments = (tuple(abstract.params.values()), pools, *numbers, abstract_batch(shape))
     specs = jax.tree.map(lambda struct: P() if struct.sharding is None else struct.sharding.spec, arguments)
     sharded = jax.shard_map(body, mesh=program.mesh, in_specs=specs, out_specs=(specs[1], P(), P()), check_vma=False)
     return jax.jit(sharded, donate_argnums=1).trace(*arguments)

@@ -11,22 +11,25 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings
+from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings, Pools
 from jaxserve.layers.decoder import DecoderLayer
 from jaxserve.layers.embedding import VocabEmbedding
 from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
-from jaxserve.layers.mlp import GatedMLP
-from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.norm import RMSNorm, split_mean_squares
-from jaxserve.layers.parallel import DtypePolicy, Parallel
+from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
+from jaxserve.layers.params import Rows
 from jaxserve.layers.rope import rope_cos_sin
+from jaxserve.models.decoder import build_mlp
+from jaxserve.models.registry import build_model
 from pallas_kernels import AttentionBatch, PagedAttention, linear_xla
 from pallas_kernels.linear import ACTIVATIONS, Fused
 from pallas_kernels.registry import load
 from sharding import MeshShape, get_layout, make_mesh
+from tests.switchable import SwitchableConfig, build_layer
 from tests.tiny_programs import KERNEL, tiny_config
 
 POLICY = DtypePolicy()
+SCOPE = Scope(policy=POLICY)
 LAYOUT = get_layout("tensor_parallel")
 
 
@@ -38,6 +41,11 @@ def random(seed: int, *shape: int, spread: float = 1.0) -> np.ndarray:
 def split_over(size: int) -> Parallel:
     """What a module is told on ``size`` devices."""
     return Parallel.from_layout(LAYOUT, size) if size > 1 else Parallel()
+
+
+def split_scope(size: int) -> Scope:
+    """What a layer is told on ``size`` devices."""
+    return Scope(parallel=split_over(size), policy=POLICY)
 
 
 def randomize(module: nnx.Module, seed: int = 0) -> dict[str, np.ndarray]:
@@ -96,7 +104,7 @@ def test_bfloat16_products_accumulate_in_float32() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 16), (3, 4, 6)])
 def test_norm(shape: tuple[int, ...]) -> None:
-    norm = RMSNorm(shape[-1], eps=1e-3, policy=POLICY)
+    norm = RMSNorm(shape[-1], eps=1e-3, scope=SCOPE)
     weight = randomize(norm)["weight"]
     x = random(9, *shape, spread=0.05)
     exact = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-3) * weight
@@ -105,14 +113,14 @@ def test_norm(shape: tuple[int, ...]) -> None:
 
 def test_norm_keeps_the_type_and_sums_in_float32() -> None:
     """256 squares of 300 overflow float16 and lose bits in bfloat16."""
-    norm = RMSNorm(256, eps=1e-5, policy=DtypePolicy(weights="bfloat16", activations="bfloat16"))
+    norm = RMSNorm(256, eps=1e-5, scope=Scope(policy=DtypePolicy(weights="bfloat16", activations="bfloat16")))
     for dtype in (jnp.bfloat16, jnp.float16):
         found = norm(jnp.full((2, 256), 300.0, dtype))
         assert found.dtype == dtype and (found == 1).all()
 
 
 def test_norm_of_zeros_is_zero() -> None:
-    assert (RMSNorm(8, eps=1e-5, policy=POLICY)(jnp.zeros((2, 8))) == 0).all()
+    assert (RMSNorm(8, eps=1e-5, scope=SCOPE)(jnp.zeros((2, 8))) == 0).all()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -135,7 +143,7 @@ def test_mean_squares_of_a_split_width(size: int) -> None:
 @pytest.mark.parametrize("vocab_size", [24, 21])
 def test_vocabulary_split(vocab_size: int, size: int) -> None:
     """Both uses of the table; padding rows are never scored, even where they hold large values."""
-    table = VocabEmbedding(vocab_size, 6, parallel=split_over(size), policy=POLICY)
+    table = VocabEmbedding(vocab_size, 6, scope=split_scope(size))
     assert table.weight.get_value().shape == (-(-vocab_size // size) * size, 6)
     weight = randomize(table)["weight"]
     table.weight[...] = table.weight[...].at[vocab_size:].set(1e6)
@@ -153,7 +161,7 @@ def test_embeddings_and_scores_have_their_types() -> None:
     for activations in ("float32", "bfloat16"):
         policy = DtypePolicy(weights="bfloat16", activations=activations)
         for size in (1, 2):
-            table = VocabEmbedding(8, 6, parallel=split_over(size), policy=policy)
+            table = VocabEmbedding(8, 6, scope=Scope(parallel=split_over(size), policy=policy))
             assert call_split(table, lambda module: module(jnp.array([3])), size).dtype == jnp.dtype(activations)
             assert call_split(table, lambda module: module.logits(jnp.ones((1, 6))), size).dtype == np.float32
 
@@ -163,7 +171,7 @@ def test_embeddings_and_scores_have_their_types() -> None:
 def test_row_parallel_adds_its_bias_once(bias: bool, size: int) -> None:
     """Device d holds columns d of the weight and features d of the input; every device the whole bias."""
     axis = split_over(size).ffn
-    linear = RowParallelLinear(12, 5, inner_axis="ffn", mesh_axis=axis, bias=bias, policy=POLICY)
+    linear = RowParallelLinear(12, 5, inner_axis="ffn", mesh_axis=axis, bias=bias, scope=split_scope(size))
     values = randomize(linear)
     x = random(7, 3, 12)
 
@@ -178,7 +186,7 @@ def test_row_parallel_adds_its_bias_once(bias: bool, size: int) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_column_parallel(bias: bool) -> None:
-    linear = ColumnParallelLinear(6, 12, outer_axis="ffn", bias=bias, policy=POLICY)
+    linear = ColumnParallelLinear(6, [Rows("up", 12)], outer_axis="ffn", mesh_axis=None, bias=bias, scope=SCOPE)
     values = randomize(linear)
     x = random(7, 3, 6)
     exact = x @ values["weight"].T + values.get("bias", 0.0)
@@ -202,7 +210,7 @@ EXACT_ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_mlp(activation: str) -> None:
     config = tiny_config(activation=activation, mlp_bias=True)
-    mlp = GatedMLP(config, parallel=Parallel(), policy=POLICY)
+    mlp = build_mlp(config, SCOPE)
     values = randomize(mlp)
     x = random(5, 3, config.hidden_size)
     gate, up = np.split(x @ values["gate_up.weight"].T + values["gate_up.bias"], 2, axis=1)
@@ -214,9 +222,9 @@ def test_mlp(activation: str) -> None:
 def test_mlp_split(size: int) -> None:
     """Rows of gate and up ordered by device: each has its share of gate, then of up."""
     config = tiny_config(mlp_bias=True)
-    whole = GatedMLP(config, parallel=Parallel(), policy=POLICY)
+    whole = build_mlp(config, SCOPE)
     randomize(whole)
-    split = GatedMLP(config, parallel=split_over(size), policy=POLICY)
+    split = build_mlp(config, split_scope(size))
     nnx.update(split, nnx.state(whole))
     order = np.arange(2 * config.ffn_size).reshape(2, size, -1).transpose(1, 0, 2).ravel()
     for name in ("weight", "bias"):
@@ -256,7 +264,7 @@ def one_row(length: int) -> AttentionBatch:
     return AttentionBatch(**{name: jnp.asarray(field, jnp.int32) for name, field in fields.items()})
 
 
-def attend(module: Attention, x: np.ndarray, config: ModelConfig) -> jax.Array:
+def attend(module: Attention, x: np.ndarray, config: SwitchableConfig) -> jax.Array:
     """The layer's output for one prompt, over pools of its own."""
     length = len(x)
     positions = jnp.arange(length)
@@ -273,7 +281,7 @@ def exact_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
 
 
-def exact_attention(values: dict[str, np.ndarray], x: np.ndarray, config: ModelConfig) -> np.ndarray:
+def exact_attention(values: dict[str, np.ndarray], x: np.ndarray, config: SwitchableConfig) -> np.ndarray:
     """A loop over heads in float64."""
     heads, kv_heads, dim, length = config.num_heads, config.num_kv_heads, config.head_dim, len(x)
     qkv = x @ values["qkv.weight"].T + values.get("qkv.bias", 0.0)
@@ -300,7 +308,7 @@ def exact_attention(values: dict[str, np.ndarray], x: np.ndarray, config: ModelC
     return out.reshape(length, -1) @ values["out.weight"].T + values.get("out.bias", 0.0)
 
 
-def exact_rotation(x: np.ndarray, config: ModelConfig) -> np.ndarray:
+def exact_rotation(x: np.ndarray, config: SwitchableConfig) -> np.ndarray:
     """Feature i of the first half turns with feature i of the second."""
     dim = config.rope.rotary_dim
     angles = np.arange(len(x))[:, None] * config.rope.theta ** (-np.arange(0, dim, 2) / dim)
@@ -311,7 +319,7 @@ def exact_rotation(x: np.ndarray, config: ModelConfig) -> np.ndarray:
 @pytest.mark.parametrize("case", ATTENTIONS)
 def test_attention(case: str) -> None:
     config = tiny_config(**ATTENTIONS[case])
-    module = Attention(config, 0, parallel=Parallel(), policy=POLICY)
+    module = build_layer(config, 0, SCOPE).attention
     values = randomize(module)
     x = random(8, 19, config.hidden_size)
     np.testing.assert_allclose(attend(module, x, config), exact_attention(values, x, config), rtol=1e-4, atol=5e-5)
@@ -321,9 +329,9 @@ def test_attention(case: str) -> None:
 def test_attention_split(changes: dict[str, Any]) -> None:
     """Four devices; of two key/value heads, each is on two of them."""
     config, size = tiny_config(out_bias=True, qkv_bias=True, **changes), 4
-    whole = Attention(config, 0, parallel=Parallel(), policy=POLICY)
+    whole = build_layer(config, 0, SCOPE).attention
     randomize(whole)
-    split = Attention(config, 0, parallel=split_over(size), policy=POLICY)
+    split = build_layer(config, 0, split_scope(size)).attention
     dim, kv_heads = config.head_dim, config.num_kv_heads
     rows = np.arange((config.num_heads + 2 * kv_heads) * dim).reshape(-1, dim)
     query, key, value = np.split(rows, [config.num_heads, config.num_heads + kv_heads])
@@ -342,7 +350,9 @@ def test_attention_split(changes: dict[str, Any]) -> None:
     np.testing.assert_allclose(found, attend(whole, x, config), rtol=1e-4, atol=5e-5)
 
 
-def decode(layer: DecoderLayer, x: np.ndarray, config: ModelConfig, kernel: PagedAttention, tile: int | None) -> Any:
+def decode(
+    layer: DecoderLayer, x: np.ndarray, config: SwitchableConfig, kernel: PagedAttention, tile: int | None
+) -> Any:
     """A decoder layer's output for one prompt."""
     length = len(x)
     cos, sin = rope_cos_sin(config.rope, jnp.arange(length), jnp.full(length, length))
@@ -358,7 +368,7 @@ def decode(layer: DecoderLayer, x: np.ndarray, config: ModelConfig, kernel: Page
 def test_a_kernel_that_writes_from_the_projection_changes_nothing(case: str, tile: int | None, row: str) -> None:
     """Norm, rotation and write in one kernel, against the layer's own."""
     config = tiny_config(**ATTENTIONS[case])
-    layer = DecoderLayer(config, 0, parallel=Parallel(), policy=POLICY)
+    layer = build_layer(config, 0, SCOPE)
     randomize(layer)
     fused = load("paged_attention", row)
     if (reason := fused.unsupported("cpu", "cpu", "float32")) is not None:
@@ -379,3 +389,26 @@ def test_policies() -> None:
     assert DtypePolicy.for_platform("bfloat16", "gpu") == whole
     assert str(mixed) == "weights bfloat16, activations float32, KV pages float32, accumulation float32"
     assert dataclasses.replace(mixed, weights="float32") == DtypePolicy()
+
+
+def test_a_slice_of_the_layers_is_a_stage() -> None:
+    """Embedding, two parts of the layers one after the other, and head, against all at once."""
+    config = tiny_config(num_layers=3, rope_layers=(True,) * 3, sliding_windows=(None, 3, None))
+    model = build_model(config)
+    randomize(model)
+    length = 11
+    tokens, positions = jnp.arange(length) * 4, jnp.arange(length)
+    step = (tokens, positions, jnp.full(length, length))
+    pools: list[Pools] = []
+    for spec in model.kv_specs:
+        keys, values = KERNEL.pool_specs(3, 8, spec.num_kv_heads, spec.head_dim)
+        pools.append((jnp.zeros(keys.shape), jnp.zeros(values.shape)))
+    settings, batch = AttentionSettings(KERNEL, 8, decode_only=False), one_row(length)
+    whole, written = model.hidden(*step, pools, batch, settings)
+    x, inputs = model.embedded(*step, batch, settings)
+    x, first = model.through(x, pools[:1], inputs, settings, slice(0, 1))
+    x, rest = model.through(x, pools[1:], inputs, settings, slice(1, None))
+    np.testing.assert_array_equal(model.logits(x), model.logits(whole))
+    for found, expected in zip([*first, *rest], written, strict=True):
+        for pool, expected_pool in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(pool, expected_pool)

@@ -2,16 +2,20 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import transformers
 
 from jaxserve.errors import ConfigError, UnsupportedModelError
-from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.decoder import DecoderLayer
+from jaxserve.layers.parallel import Scope
+from jaxserve.models.abstract import outline
+from jaxserve.models.decoder import DecoderConfig
 from jaxserve.models.hf_config import read_config_json
 from jaxserve.models.hf_decoder import ACTIVATIONS
-from jaxserve.models.registry import checkpoint_names, config_from_hf, family, supported_architectures
+from jaxserve.models.olmo2 import Olmo2Layer
+from jaxserve.models.registry import Family, config_from_hf, family, supported_architectures
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -47,8 +51,8 @@ OTHER_ARCHITECTURES = {
 }
 
 
-def read(architecture: str = "LlamaForCausalLM", **raw: Any) -> ModelConfig:
-    return config_from_hf({"architectures": [architecture], **SIZES, **raw}, "some/config.json")
+def read(architecture: str = "LlamaForCausalLM", **raw: Any) -> DecoderConfig:
+    return cast(DecoderConfig, config_from_hf({"architectures": [architecture], **SIZES, **raw}, "some/config.json"))
 
 
 def hf_windows(config: Any) -> tuple[int | None, ...]:
@@ -58,7 +62,11 @@ def hf_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(window if each == "sliding_attention" else None for each in types)
 
 
-def assert_equals_hf(config: ModelConfig, expected: Any) -> None:
+def decoder_layers(config: DecoderConfig) -> list[DecoderLayer]:
+    return cast(list[DecoderLayer], list(outline(config, Scope()).layers))
+
+
+def assert_equals_hf(config: DecoderConfig, expected: Any) -> None:
     """Compares every field that both sides have."""
     eos = expected.eos_token_id
     assert config.vocab_size == expected.vocab_size
@@ -75,10 +83,12 @@ def assert_equals_hf(config: ModelConfig, expected: Any) -> None:
     assert config.out_bias == has_bias
     assert config.qkv_bias == (has_bias or config.architecture == "Qwen2ForCausalLM")
     assert config.mlp_bias == getattr(expected, "mlp_bias", False)
-    assert config.embedding_multiplier == getattr(expected, "embedding_multiplier", 1.0)
-    assert config.residual_multiplier == getattr(expected, "residual_multiplier", 1.0)
-    assert config.logits_divisor == getattr(expected, "logits_scaling", 1.0)
-    assert config.attention_scale == getattr(expected, "attention_multiplier", None)
+    module = outline(config, Scope())
+    assert module.embedding_multiplier == getattr(expected, "embedding_multiplier", 1.0)
+    assert module.logits_divisor == getattr(expected, "logits_scaling", 1.0)
+    for layer in decoder_layers(config):
+        assert layer.residual_multiplier == getattr(expected, "residual_multiplier", 1.0)
+        assert layer.attention.scale == getattr(expected, "attention_multiplier", config.head_dim**-0.5)
     rotating = getattr(expected, "no_rope_layers", None) or [1] * config.num_layers
     assert config.rope_layers == tuple(bool(each) for each in rotating)
 
@@ -97,7 +107,7 @@ def test_a_config_that_transformers_saved_reads_back(architecture: str, tmp_path
         **SIZES, **extra, architectures=[architecture], eos_token_id=[5, 9], bos_token_id=3, dtype="bfloat16"
     )
     expected.save_pretrained(tmp_path)
-    config = config_from_hf(read_config_json(tmp_path / "config.json"), str(tmp_path))
+    config = cast(DecoderConfig, config_from_hf(read_config_json(tmp_path / "config.json"), str(tmp_path)))
     assert_equals_hf(config, expected)
     assert (config.head_dim, config.num_kv_heads, config.norm_eps) == (24, 4, 3e-4)
     assert (config.rope.theta, config.rope.rotary_dim, config.dtype) == (54321.0, 24, "bfloat16")
@@ -155,12 +165,12 @@ def test_fields_of_the_families_as_in_transformers(architecture: str, raw: dict[
 
 
 def test_what_only_some_families_have() -> None:
-    assert read("Qwen3ForCausalLM").qk_norm == "head"
-    assert read("Olmo2ForCausalLM").qk_norm == "width"
-    assert [name for name in CONFIG_CLASSES if read(name).norm_after] == ["Olmo2ForCausalLM"]
-    assert [name for name in CONFIG_CLASSES if read(name).qk_norm == "none"] == [
-        name for name in CONFIG_CLASSES if name not in ("Qwen3ForCausalLM", "Olmo2ForCausalLM")
-    ]
+    layers = {name: decoder_layers(read(name)) for name in CONFIG_CLASSES}
+    norms = {name: {layer.attention.qk_norm for layer in found} for name, found in layers.items()}
+    assert norms.pop("Qwen3ForCausalLM") == {"head"}
+    assert norms.pop("Olmo2ForCausalLM") == {"width"}
+    assert all(norm == {"none"} for norm in norms.values())
+    assert [name for name, found in layers.items() if isinstance(found[0], Olmo2Layer)] == ["Olmo2ForCausalLM"]
 
 
 @pytest.mark.parametrize(
@@ -379,7 +389,8 @@ def test_every_line_of_the_registry_imports() -> None:
     for architecture in supported_architectures():
         config = config_from_hf({"architectures": [architecture], **SIZES, "hidden_size": 4096}, "config.json")
         assert config.architecture == architecture
-        assert checkpoint_names(config) is family(architecture).NAMES
+        assert isinstance(family(architecture), Family)
+        assert len(outline(config, Scope()).layers) == config.num_layers
 
 
 @pytest.mark.parametrize("folder", QUANTIZED)
@@ -420,7 +431,7 @@ def test_real_configs_of_other_architectures_are_refused(folder: str, shared_dat
 
 def test_baichuan_7b_is_a_llama_with_other_names(shared_data: Path) -> None:
     raw = read_config_json(shared_data / "configs" / "baichuan-7b" / "config.json")
-    config = config_from_hf(raw, "config.json")
+    config = cast(DecoderConfig, config_from_hf(raw, "config.json"))
     assert (config.num_kv_heads, config.head_dim, config.norm_eps, config.rope.theta) == (32, 128, 1e-6, 10000.0)
     assert (config.qkv_bias, config.tie_embeddings, config.eos_token_ids) == (False, False, (2,))
 

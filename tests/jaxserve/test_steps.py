@@ -20,6 +20,7 @@ from jaxserve.engine.steps import ModelProgram, StepState, trace_step
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.registry import build_model
 from jaxserve.sampling_options import OptionValues
 from scripts.compile_text import compiled_collectives
 from sharding.plan import bytes_per_device, count_collectives
@@ -179,6 +180,7 @@ def test_pools_keep_their_addresses(tensor: int) -> None:
     assert set(written) | {program.num_pages + 1} == {3, program.num_pages + 1}, "padding has a page of its own"
 
 
+pytestmark = pytest.mark.usefixtures("switchable_family")
 PROMPTS = {0: [3, 50, 7, 21, 0, 9, 9, 30, 2, 17, 44], 1: [52, 9], 2: [1, 2, 3, 4, 5, 6, 7, 8, 11]}
 SAMPLINGS = {
     0: Sampling(num_logprobs=3),
@@ -264,7 +266,7 @@ def test_greedy_tokens_are_those_of_the_model_on_its_own() -> None:
     """Pages, chunks and batches against one dense forward of prompt and answer together."""
     tokens, results = on_one_device()
     program = make_program(tiny_config())
-    model = CausalLM(tiny_config())
+    model = build_model(tiny_config())
     load(model, program)
     text = PROMPTS[0] + tokens[0]
     logits = np.asarray(model(np.array([text], np.int32))[0], np.float64)

@@ -3,23 +3,20 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import jax
 import numpy as np
 import pytest
 
 from checkpoints import CheckpointError, TensorInfo, TensorRecipe, check_recipes
 from jaxserve.errors import ConfigError
-from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import Parallel, Scope
+from jaxserve.models.abstract import AbstractModel, abstract_model, tensor_parallel_sizes
+from jaxserve.models.decoder import DecoderConfig
 from jaxserve.models.hf_config import read_config_json
-from jaxserve.models.registry import checkpoint_names, config_from_hf
-from jaxserve.models.weights import (
-    CheckpointNames,
-    ignored_patterns,
-    param_shapes,
-    tensor_parallel_sizes,
-    weight_recipes,
-)
+from jaxserve.models.registry import config_from_hf
+from sharding import get_layout
 
 REAL_CONFIGS = [
     "llama-2-7b",
@@ -46,16 +43,35 @@ ARCHITECTURES = [
 HEAD_DIM, WIDTH, FFN, VOCABULARY, NUM_HEADS = 6, 10, 12, 13, 8
 
 
-def read_folder(folder: Path) -> ModelConfig:
+def abstract(config: DecoderConfig, size: int) -> AbstractModel:
+    parallel = Parallel.from_layout(get_layout("tensor_parallel"), size) if size > 1 else Parallel()
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return abstract_model(config, Scope(parallel=dataclasses.replace(parallel, size=size)), lambda axes: device)
+
+
+def weight_recipes(config: DecoderConfig, size: int) -> dict[str, TensorRecipe]:
+    return abstract(config, size).recipes
+
+
+def ignored_patterns(config: DecoderConfig) -> tuple[str, ...]:
+    return abstract(config, 1).ignored
+
+
+def param_shapes(config: DecoderConfig, size: int) -> dict[str, tuple[int, ...]]:
+    """Of the module's arrays, stored as they are."""
+    return {path: struct.shape for path, struct in abstract(config, size).params.items()}
+
+
+def read_folder(folder: Path) -> DecoderConfig:
     path = folder / "config.json"
-    return config_from_hf(read_config_json(path), str(path))
+    return cast(DecoderConfig, config_from_hf(read_config_json(path), str(path)))
 
 
 def index_names(path: Path) -> dict[str, TensorInfo | None]:
     return dict.fromkeys(json.loads(path.read_text())["weight_map"])
 
 
-def tiny(architecture: str, num_kv_heads: int = 4, **raw: Any) -> ModelConfig:
+def tiny(architecture: str, num_kv_heads: int = 4, **raw: Any) -> DecoderConfig:
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": WIDTH,
@@ -66,12 +82,12 @@ def tiny(architecture: str, num_kv_heads: int = 4, **raw: Any) -> ModelConfig:
         "head_dim": HEAD_DIM,
         "max_position_embeddings": 64,
     }
-    return config_from_hf({"architectures": [architecture], **sizes, **raw}, "config.json")
+    return cast(DecoderConfig, config_from_hf({"architectures": [architecture], **sizes, **raw}, "config.json"))
 
 
-def checkpoint_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
+def checkpoint_tensors(config: DecoderConfig) -> dict[str, np.ndarray]:
     """Random tensors in the names and shapes that a plan on one device asks for; every element is different."""
-    recipes = weight_recipes(config, checkpoint_names(config), 1)
+    recipes = weight_recipes(config, 1)
     shapes = dict(source for recipe in recipes.values() for source in recipe.sources)
     rng = np.random.default_rng(0)
     return {name: rng.permutation(int(np.prod(shape))).reshape(shape) + 1.0 for name, shape in shapes.items()}
@@ -92,7 +108,7 @@ def assemble(recipe: TensorRecipe, tensors: dict[str, np.ndarray]) -> np.ndarray
     return array
 
 
-def projections(config: ModelConfig, tensors: dict[str, np.ndarray], suffix: str) -> dict[str, np.ndarray]:
+def projections(config: DecoderConfig, tensors: dict[str, np.ndarray], suffix: str) -> dict[str, np.ndarray]:
     """Layer 1's five input projections, cut out of fused tensors where the family fuses."""
     prefix = "model.layers.1."
     query, key_value = NUM_HEADS * HEAD_DIM, config.num_kv_heads * HEAD_DIM
@@ -109,14 +125,14 @@ def projections(config: ModelConfig, tensors: dict[str, np.ndarray], suffix: str
     return {"q": q, "k": k, "v": v, "gate": gate, "up": up}
 
 
-def kv_heads_of(config: ModelConfig, device: int, size: int) -> list[int]:
+def kv_heads_of(config: DecoderConfig, device: int, size: int) -> list[int]:
     """The heads that the device's query heads read, in order."""
     queries = range(device * NUM_HEADS // size, (device + 1) * NUM_HEADS // size)
     group = NUM_HEADS // config.num_kv_heads
     return sorted({query // group for query in queries})
 
 
-def device_qkv(config: ModelConfig, parts: dict[str, np.ndarray], device: int, size: int) -> np.ndarray:
+def device_qkv(config: DecoderConfig, parts: dict[str, np.ndarray], device: int, size: int) -> np.ndarray:
     """Rows of one device, head by head."""
     per_head = {name: parts[name].reshape(-1, HEAD_DIM, *parts[name].shape[1:]) for name in "qkv"}
     local = NUM_HEADS // size
@@ -130,12 +146,11 @@ def device_qkv(config: ModelConfig, parts: dict[str, np.ndarray], device: int, s
 @pytest.mark.parametrize("size", [1, 4])
 def test_real_tensor_lists_are_used_up_exactly(folder: str, size: int, shared_data: Path) -> None:
     config = read_folder(shared_data / "configs" / folder)
-    names = checkpoint_names(config)
     indexes = sorted((shared_data / "configs" / folder).glob("*.index.json"))
     assert indexes
     for index in indexes:
-        recipes = weight_recipes(config, names, size)
-        check_recipes(index_names(index), recipes, ignored_patterns(config, names))
+        recipes = weight_recipes(config, size)
+        check_recipes(index_names(index), recipes, ignored_patterns(config))
 
 
 def test_every_real_config_of_a_supported_family_is_in_the_list(shared_data: Path) -> None:
@@ -152,13 +167,11 @@ def test_every_real_config_of_a_supported_family_is_in_the_list(shared_data: Pat
 def test_devstral_has_the_tensors_of_its_sibling(shared_data: Path) -> None:
     config = read_folder(shared_data / "configs" / "mistral-small-24b-dolphin3")
     available = index_names(shared_data / "configs" / "devstral-small-2507" / "model.safetensors.index.json")
-    names = checkpoint_names(config)
-    check_recipes(available, weight_recipes(config, names, 8), ignored_patterns(config, names))
+    check_recipes(available, weight_recipes(config, 8), ignored_patterns(config))
 
 
 def test_baichuan_7b_plans_the_tensors_of_its_modelling_file(shared_data: Path) -> None:
     config = read_folder(shared_data / "configs" / "baichuan-7b")
-    names = checkpoint_names(config)
     layer_shapes: dict[str, tuple[int, ...]] = {
         "self_attn.W_pack": (12288, 4096),
         "self_attn.o_proj": (4096, 4096),
@@ -178,7 +191,7 @@ def test_baichuan_7b_plans_the_tensors_of_its_modelling_file(shared_data: Path) 
         shapes[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = (64,)
     available = {name: TensorInfo(shape, np.dtype(np.float16)) for name, shape in shapes.items()}
     for size in (1, 2, 8):
-        check_recipes(available, weight_recipes(config, names, size), ignored_patterns(config, names))
+        check_recipes(available, weight_recipes(config, size), ignored_patterns(config))
 
 
 def test_total_parameters_agree_with_the_index(shared_data: Path) -> None:
@@ -190,13 +203,12 @@ def test_total_parameters_agree_with_the_index(shared_data: Path) -> None:
 
 def test_a_missing_and_an_unexpected_tensor_are_reported() -> None:
     config = tiny("LlamaForCausalLM", tie_word_embeddings=True)
-    names = checkpoint_names(config)
     available: dict[str, TensorInfo | None] = dict.fromkeys(checkpoint_tensors(config))
     available["lm_head.weight"] = None
-    check_recipes(available, weight_recipes(config, names, 1), ignored_patterns(config, names))
+    check_recipes(available, weight_recipes(config, 1), ignored_patterns(config))
     available["lm_headXweight"] = available.pop("model.norm.weight")
     with pytest.raises(CheckpointError, match=r"(?s)missing: model.norm.weight .*unexpected: lm_headXweight"):
-        check_recipes(available, weight_recipes(config, names, 1), ignored_patterns(config, names))
+        check_recipes(available, weight_recipes(config, 1), ignored_patterns(config))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -207,7 +219,7 @@ def test_projections_equal_a_construction_by_device(architecture: str, num_kv_he
         num_kv_heads = NUM_HEADS
     config = tiny(architecture, num_kv_heads)
     tensors = checkpoint_tensors(config)
-    recipes = weight_recipes(config, checkpoint_names(config), size)
+    recipes = weight_recipes(config, size)
     parts = projections(config, tensors, "weight")
     qkv = assemble(recipes["layers.1.attention.qkv.weight"], tensors)
     by_device = [device_qkv(config, parts, device, size) for device in range(size)]
@@ -223,7 +235,7 @@ def test_projections_equal_a_construction_by_device(architecture: str, num_kv_he
 def test_biases_follow_the_rows_of_their_weights(num_kv_heads: int, size: int) -> None:
     config = tiny("LlamaForCausalLM", num_kv_heads, attention_bias=True, mlp_bias=True)
     tensors = checkpoint_tensors(config)
-    recipes = weight_recipes(config, checkpoint_names(config), size)
+    recipes = weight_recipes(config, size)
     parts = projections(config, tensors, "bias")
     expected = [device_qkv(config, parts, device, size) for device in range(size)]
     np.testing.assert_array_equal(assemble(recipes["layers.1.attention.qkv.bias"], tensors), np.concatenate(expected))
@@ -240,7 +252,7 @@ def test_biases_follow_the_rows_of_their_weights(num_kv_heads: int, size: int) -
 def test_norms_of_queries_and_keys(num_kv_heads: int, size: int) -> None:
     olmo = tiny("Olmo2ForCausalLM", num_kv_heads)
     tensors = checkpoint_tensors(olmo)
-    recipes = weight_recipes(olmo, checkpoint_names(olmo), size)
+    recipes = weight_recipes(olmo, size)
     prefix = "model.layers.0.self_attn."
     query = assemble(recipes["layers.0.attention.q_norm.weight"], tensors)
     np.testing.assert_array_equal(query, tensors[f"{prefix}q_norm.weight"])
@@ -255,7 +267,7 @@ def test_norms_of_queries_and_keys(num_kv_heads: int, size: int) -> None:
 
 def test_olmo2_norms_come_from_after_the_branches() -> None:
     config = tiny("Olmo2ForCausalLM")
-    recipes = weight_recipes(config, checkpoint_names(config), 1)
+    recipes = weight_recipes(config, 1)
     sources = {path: recipes[f"layers.1.{path}.weight"].sources[0][0] for path in ("attention_norm", "mlp_norm")}
     assert sources == {
         "attention_norm": "model.layers.1.post_attention_layernorm.weight",
@@ -267,7 +279,7 @@ def test_olmo2_norms_come_from_after_the_branches() -> None:
 def test_vocabulary_is_padded_with_zero_rows(size: int) -> None:
     config = tiny("LlamaForCausalLM")
     tensors = checkpoint_tensors(config)
-    recipes = weight_recipes(config, checkpoint_names(config), size)
+    recipes = weight_recipes(config, size)
     for path, name in (("embed.weight", "model.embed_tokens.weight"), ("head.weight", "lm_head.weight")):
         array = assemble(recipes[path], tensors)
         assert array.shape[0] % size == 0 and 0 <= array.shape[0] - VOCABULARY < size
@@ -302,7 +314,7 @@ def test_parameter_paths_and_shapes() -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_shapes_do_not_depend_on_how_a_family_names_its_tensors(architecture: str) -> None:
     config = tiny(architecture, NUM_HEADS)
-    recipes = weight_recipes(config, checkpoint_names(config), 2)
+    recipes = weight_recipes(config, 2)
     assert param_shapes(config, 2) == {path: recipe.shape for path, recipe in recipes.items()}
 
 
@@ -328,7 +340,7 @@ def test_sizes_that_work(num_heads: int, num_kv_heads: int, ffn: int, sizes: lis
             assert len(param_shapes(config, size)) == 9
         else:
             with pytest.raises(ConfigError, match=f"tensor_parallel_size {size} does not fit LlamaForCausalLM"):
-                weight_recipes(config, CheckpointNames(), size)
+                weight_recipes(config, size)
 
 
 @pytest.mark.parametrize("size", [0, -1, 3])
@@ -336,4 +348,4 @@ def test_a_size_that_does_not_fit_says_which_do(size: int) -> None:
     with pytest.raises(
         ConfigError, match="8 query heads, 4 key/value heads and intermediate_size 12: expected one of 1, 2, 4"
     ):
-        weight_recipes(tiny("LlamaForCausalLM"), CheckpointNames(), size)
+        weight_recipes(tiny("LlamaForCausalLM"), size)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.engine.batch import BatchBuilder
@@ -28,17 +27,17 @@ PROMPTS = ([3, 50, 7, 21, 0], [52, 9], [1, 2, 3, 4, 5, 6, 7, 8])
 
 def forward(program: ModelProgram) -> jax.stages.Wrapped:
     """Logits of every token of a mixed step, on the program's mesh."""
-    graphdef, treedef, params, _ = program.abstract_model
+    abstract = program.abstract_model
     settings = AttentionSettings(program.kernel, program.page_size, SHAPE.decode_only)
 
     def body(arrays: tuple[jax.Array, ...], pools: list, buffer: jax.Array) -> jax.Array:
-        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays))
+        model = abstract.merge(arrays)
         nothing = LatestTokens(*jnp.zeros((2, program.num_slots), jnp.int32))
         batch = unpack(buffer, SHAPE, nothing, program.page_size, program.num_pages)
         hidden, _ = model.hidden(batch.tokens, batch.positions, batch.lengths, pools, batch.attention, settings)
         return model.logits(hidden)
 
-    param_specs = tuple(struct.sharding.spec for struct in params.values())
+    param_specs = tuple(struct.sharding.spec for struct in abstract.params.values())
     pools = list(program.abstract_state().pools)
     pool_specs = jax.tree.map(lambda struct: struct.sharding.spec, pools)
     wrapped = jax.shard_map(

@@ -1,0 +1,128 @@
+"""Storage methods: how a weight that layers multiply with is kept in memory.
+
+A method turns one logical weight ``[out, in]`` into one array or several, fills them from the weight as checkpoints
+have it, multiplies with them, and gives the logical weight back. There is a line for each in ``METHODS``.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.linear import Fused
+
+METHODS: dict[str, str] = {
+    "plain": "jaxserve.layers.plain_storage",
+}
+"""The module of each method."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight ``[outer, inner]``, before a method stores it.
+
+    Attributes:
+        outer: Outputs on all devices.
+        inner: Features on all devices.
+        axes: Logical axes of outputs and features.
+        parts: Devices that outputs and features are split over.
+        dtype: Element type of the weight.
+        kernel: Implementation of the operation ``linear``.
+        method: Name of the storage method.
+        is_gated: Whether it is multiplied with an activation.
+    """
+
+    outer: int
+    inner: int
+    axes: tuple[str, str]
+    parts: tuple[int, int]
+    dtype: str
+    kernel: str
+    method: str
+    is_gated: bool = False
+
+    @property
+    def local(self) -> tuple[int, int]:
+        """Outputs and features on one device."""
+        return self.outer // self.parts[0], self.inner // self.parts[1]
+
+
+class StoredArray(NamedTuple):
+    """One array of a stored weight.
+
+    Attributes:
+        shape: On all devices.
+        dtype: Element type.
+        axes: Logical axis of each dimension; None where it is not split.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str | None, ...]
+
+
+Arrays = Mapping[str, Any]
+"""A stored weight's arrays by name; the array of a method that has one is called ``weight``."""
+
+
+@runtime_checkable
+class StorageMethod(Protocol):
+    """What the module of a method offers."""
+
+    def arrays(self, weight: Weight) -> dict[str, StoredArray]:
+        """The arrays that a weight becomes."""
+        ...
+
+    def fill(self, weight: Weight, part: Float[np.ndarray, "outer inner"]) -> dict[str, np.ndarray]:
+        """One device's part of each array, from its part of the weight; on the host. It may be the same memory."""
+        ...
+
+    def restore(self, weight: Weight, arrays: Mapping[str, np.ndarray]) -> Float[np.ndarray, "outer inner"]:
+        """One device's part of the weight, from its part of each array; on the host. What was lost is not restored."""
+        ...
+
+    def matmul(
+        self,
+        weight: Weight,
+        arrays: Arrays,
+        x: Float[Array, "T inner"],
+        *,
+        fused: Fused,
+        num_rows: Int[Array, ""] | None = None,
+    ) -> Float[Array, "T results"]:
+        """One device's product ``x @ weight.T`` with what is fused; see :class:`pallas_kernels.linear.LinearKernel`."""
+        ...
+
+    def rows(self, weight: Weight, arrays: Arrays, indices: Int[Array, " T"]) -> Float[Array, "T inner"]:
+        """Rows of one device's part of the weight, in its dtype; indices are in range."""
+        ...
+
+
+def load_method(name: str) -> StorageMethod:
+    """The module of a storage method."""
+    return cast(StorageMethod, importlib.import_module(METHODS[name]))
+
+
+def arrays_of(value: Any) -> Arrays:
+    """The arrays that a stored weight's parameter holds, by name."""
+    return value if isinstance(value, Mapping) else {"weight": value}
+
+
+def matmul(
+    weight: Weight,
+    value: Any,
+    x: Float[Array, "T inner"],
+    *,
+    fused: Fused,
+    num_rows: Int[Array, ""] | None = None,
+) -> Float[Array, "T results"]:
+    """One device's product with a stored weight, from its parameter's value; see :class:`StorageMethod`."""
+    return load_method(weight.method).matmul(weight, arrays_of(value), x, fused=fused, num_rows=num_rows)
+
+
+def rows(weight: Weight, value: Any, indices: Int[Array, " T"]) -> Float[Array, "T inner"]:
+    """Rows of one device's part of a stored weight, from its parameter's value."""
+    return load_method(weight.method).rows(weight, arrays_of(value), indices)

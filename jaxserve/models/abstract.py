@@ -1,0 +1,174 @@
+"""A model without values: the one truth that loading, shardings, memory and packing are derived from."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, cast
+
+import jax
+import numpy as np
+from flax import nnx
+
+from checkpoints import TensorRecipe
+from jaxserve.errors import ConfigError
+from jaxserve.layers.attention import KVSpec
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import Scope
+from jaxserve.layers.params import Split
+from jaxserve.layers.storage import Weight, load_method
+from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.registry import build_model
+
+ShardingOf = Callable[[tuple[str | None, ...]], jax.sharding.Sharding]
+"""Where an array goes, from its logical axes."""
+
+_MAX_TENSOR_SIZE = 64
+
+
+class LogicalParam(NamedTuple):
+    """A parameter as checkpoints have it.
+
+    Attributes:
+        recipe: Where its elements come from.
+        struct: Shape, type and sharding.
+        arrays: Paths of the arrays that it is kept in.
+        stored: How a storage method keeps it; None: as it is.
+    """
+
+    recipe: TensorRecipe
+    struct: jax.ShapeDtypeStruct
+    arrays: tuple[str, ...]
+    stored: Weight | None
+
+    def fill(self, part: np.ndarray) -> list[np.ndarray]:
+        """One device's part of each array, from its part of the parameter."""
+        if self.stored is None:
+            return [part]
+        filled = load_method(self.stored.method).fill(self.stored, part)
+        return [filled[name] for name in sorted(filled)]
+
+
+class AbstractModel(NamedTuple):
+    """A module without values.
+
+    Attributes:
+        graphdef: Its structure.
+        treedef: Its state's structure.
+        params: Shape, type and sharding of each array by its path, in flat order.
+        logical: Each parameter as checkpoints have it, by its path.
+        ignored: Regular expressions of whole names of tensors that no parameter needs.
+        kv_specs: What each layer keeps of a token.
+        layer_width: Results of all products of the widest layer, in elements a token on one device.
+        has_fused_norms: Whether kernels can compute all norms together with what stands beside them.
+    """
+
+    graphdef: nnx.GraphDef
+    treedef: Any
+    params: dict[str, jax.ShapeDtypeStruct]
+    logical: dict[str, LogicalParam]
+    ignored: tuple[str, ...]
+    kv_specs: tuple[KVSpec, ...]
+    layer_width: int
+    has_fused_norms: bool
+
+    def merge(self, arrays: Any) -> CausalLM:
+        """The module with its arrays, which come in the order of ``params``."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, arrays))
+
+    @property
+    def recipes(self) -> dict[str, TensorRecipe]:
+        """Where each parameter comes from, by its path."""
+        return {path: param.recipe for path, param in self.logical.items()}
+
+
+@functools.lru_cache(maxsize=8)
+def outline(config: ModelConfig, scope: Scope) -> CausalLM:
+    """The module without values; not to be changed."""
+    return nnx.eval_shape(lambda: build_model(config, scope))
+
+
+def abstract_model(config: ModelConfig, scope: Scope, sharding: ShardingOf) -> AbstractModel:
+    """A model without values; ``sharding`` says where an array goes from its logical axes.
+
+    Raises:
+        ConfigError: The model cannot be split that many ways.
+    """
+    check_tensor_size(config, scope.parallel.size)
+    module = nnx.clone(outline(config, scope))
+    params: dict[str, jax.ShapeDtypeStruct] = {}
+    logical: dict[str, LogicalParam] = {}
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        name = ".".join(map(str, path))
+        arrays = _arrays(name, variable, sharding)
+        params |= arrays
+        logical[name] = _logical(variable, tuple(arrays), sharding)
+    for _, variable in nnx.iter_graph(module):
+        if isinstance(variable, nnx.Variable):
+            variable.del_metadata("recipe")  # equal layers are traced once: nothing of theirs may differ
+    graphdef, state = nnx.split(module)
+    return AbstractModel(
+        graphdef,
+        jax.tree.structure(state),
+        params,
+        logical,
+        module.ignored,
+        module.kv_specs,
+        max(_width(layer) for layer in cast(Iterable[nnx.Module], module.layers)),
+        module.has_fused_norms,
+    )
+
+
+def check_tensor_size(config: ModelConfig, size: int) -> None:
+    """Raises ConfigError, saying which sizes work, unless the model can be split over ``size`` devices."""
+    if size == 1:
+        return
+    splits = _splits(config)
+    if not all(split.fits(size) for split in splits):
+        *first, last = dict.fromkeys(split.text for split in splits)
+        sizes = ", ".join(map(str, tensor_parallel_sizes(config)))
+        raise ConfigError(
+            f"tensor_parallel_size {size} does not fit {config.architecture} with {', '.join(first)} and {last}: "
+            f"expected one of {sizes}"
+        )
+
+
+def tensor_parallel_sizes(config: ModelConfig, limit: int = _MAX_TENSOR_SIZE) -> list[int]:
+    """Every number of tensor-parallel devices, up to ``limit``, that the model can be split over."""
+    splits = _splits(config)
+    return [size for size in range(1, limit + 1) if all(split.fits(size) for split in splits)]
+
+
+def _splits(config: ModelConfig) -> list[Split]:
+    """What the devices must share, in the layers' order."""
+    modules = nnx.iter_modules(outline(config, Scope()))
+    return list(dict.fromkeys(split for _, module in modules for split in getattr(module, "splits", ())))
+
+
+def _arrays(name: str, variable: nnx.Variable[Any], sharding: ShardingOf) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a parameter by path, in flat order."""
+    metadata, value = variable.get_metadata(), variable.get_value()
+    if "weight" not in metadata:
+        return {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding(metadata["axes"]))}
+    weight = metadata["weight"]
+    stored = load_method(weight.method).arrays(weight)
+    return {
+        f"{name}.{part}" if isinstance(value, Mapping) else name: jax.ShapeDtypeStruct(
+            array.shape, np.dtype(array.dtype), sharding=sharding(array.axes)
+        )
+        for part, array in sorted(stored.items())
+    }
+
+
+def _logical(variable: nnx.Variable[Any], arrays: tuple[str, ...], sharding: ShardingOf) -> LogicalParam:
+    """A parameter as checkpoints have it."""
+    metadata = variable.get_metadata()
+    weight: Weight | None = metadata.get("weight")
+    recipe: TensorRecipe = metadata["recipe"]
+    dtype = np.dtype(variable.get_value().dtype if weight is None else weight.dtype)
+    struct = jax.ShapeDtypeStruct(recipe.shape, dtype, sharding=sharding(metadata["axes"]))
+    return LogicalParam(recipe, struct, arrays, weight)
+
+
+def _width(layer: nnx.Module) -> int:
+    """Results of all products of a layer, in elements a token on one device."""
+    weights = [variable.get_metadata().get("weight") for _, variable in nnx.to_flat_state(nnx.state(layer))]
+    return sum(weight.local[0] for weight in weights if weight is not None)

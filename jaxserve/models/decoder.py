@@ -1,0 +1,122 @@
+"""A dense decoder as most families compose it; a family's own file names what it does otherwise."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxserve.layers.attention import Attention, QkNorm
+from jaxserve.layers.decoder import PreNormLayer
+from jaxserve.layers.embedding import VocabEmbedding
+from jaxserve.layers.mlp import GatedMLP
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.norm import RMSNorm
+from jaxserve.layers.parallel import Scope
+from jaxserve.models.causal_lm import CausalLM, Layer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """One dense decoder-only model.
+
+    Attributes:
+        num_heads: N, query heads.
+        num_kv_heads: K, key/value heads; divides N.
+        head_dim: H; need not be D / N.
+        ffn_size: F.
+        norm_eps: Added to the mean square in every RMSNorm.
+        activation: Hugging Face's ``hidden_act``, one name for each function: silu, gelu, gelu_pytorch_tanh or relu.
+        tie_embeddings: The head is the embedding.
+        qkv_bias: Query, key and value projections have a bias.
+        out_bias: The attention's output projection has a bias.
+        mlp_bias: The three MLP projections have a bias.
+        rope_layers: For each layer, whether it rotates (SmolLM3 leaves some out).
+        sliding_windows: For each layer, how many latest tokens a query sees (itself included), or None for all.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    norm_eps: float
+    activation: str = "silu"
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    rope_layers: tuple[bool, ...]
+    sliding_windows: tuple[int | None, ...]
+
+
+LayerBuilder = Callable[[Any, int, Scope], Layer]
+"""Makes a layer from the family's config, its index and its scope."""
+
+
+def build_decoder(config: DecoderConfig, scope: Scope, layer: LayerBuilder | None = None, **options: Any) -> CausalLM:
+    """Embedding, layers, norm and head in the names of Llama's checkpoints.
+
+    Args:
+        config: The model.
+        scope: Of the model.
+        layer: Makes each layer; None: ``build_layer``.
+        options: Of ``CausalLM``.
+    """
+    layer, sizes = layer or build_layer, (config.vocab_size, config.hidden_size)
+    inner = scope.at("model")
+    return CausalLM(
+        config,
+        embed=VocabEmbedding(*sizes, scope=inner.at("embed_tokens")),
+        layers=[layer(config, index, inner.at(f"layers.{index}")) for index in range(config.num_layers)],
+        norm=build_norm(config, inner.at("norm")),
+        head=None if config.tie_embeddings else VocabEmbedding(*sizes, scope=scope.at("lm_head")),
+        ignored=(r".*\.rotary_emb\.inv_freq", *((r"lm_head\.weight",) if config.tie_embeddings else ())),
+        **options,
+    )
+
+
+def build_layer(
+    config: DecoderConfig,
+    index: int,
+    scope: Scope,
+    *,
+    qkv: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
+    gate_up: Sequence[str] = ("gate_proj", "up_proj"),
+    qk_norm: QkNorm = "none",
+    scale: float | None = None,
+    residual_multiplier: float = 1.0,
+) -> PreNormLayer:
+    """A layer of Llama; the options are those of ``Attention``, ``GatedMLP`` and ``PreNormLayer``."""
+    return PreNormLayer(
+        build_norm(config, scope.at("input_layernorm")),
+        build_attention(config, index, scope.at("self_attn"), qkv=qkv, qk_norm=qk_norm, scale=scale),
+        build_norm(config, scope.at("post_attention_layernorm")),
+        build_mlp(config, scope.at("mlp"), gate_up),
+        residual_multiplier=residual_multiplier,
+    )
+
+
+def build_attention(config: DecoderConfig, index: int, scope: Scope, **options: Any) -> Attention:
+    """The attention of a layer; ``options`` are further ones of ``Attention``."""
+    return Attention(
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        scope=scope,
+        qkv_bias=config.qkv_bias,
+        out_bias=config.out_bias,
+        norm_eps=config.norm_eps,
+        window=config.sliding_windows[index],
+        is_rotated=config.rope_layers[index],
+        **options,
+    )
+
+
+def build_mlp(config: DecoderConfig, scope: Scope, gate_up: Sequence[str] = ("gate_proj", "up_proj")) -> GatedMLP:
+    """The MLP of a layer."""
+    sizes = (config.hidden_size, config.ffn_size)
+    return GatedMLP(*sizes, activation=config.activation, bias=config.mlp_bias, scope=scope, gate_up=gate_up)
+
+
+def build_norm(config: DecoderConfig, scope: Scope) -> RMSNorm:
+    """A norm over the hidden size."""
+    return RMSNorm(config.hidden_size, eps=config.norm_eps, scope=scope)

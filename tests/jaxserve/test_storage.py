@@ -1,0 +1,178 @@
+"""Storage methods: what is multiplied with, given back and planned; and a family that is a file and a line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.config import EngineConfig
+from jaxserve.engine.build import load_params, plan_engine
+from jaxserve.engine.program import ModelProgram
+from jaxserve.layers import storage
+from jaxserve.layers.parallel import DtypePolicy, Scope
+from jaxserve.layers.storage import Weight, load_method
+from jaxserve.models.abstract import outline
+from jaxserve.models.loading import load_model, load_weights, read_model_config
+from tests import int8_storage, switchable
+from tests.tiny_programs import make_program
+
+METHODS = {"plain": storage.METHODS["plain"], "int8": int8_storage.__name__}
+CONFIG: dict[str, Any] = {
+    "architectures": [switchable.ARCHITECTURE],
+    "vocab_size": 51,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "norm_after": True,
+    "qk_norm": "width",
+    "tie_word_embeddings": True,
+    "eos_token_id": None,
+    "dtype": "float32",
+}
+PROMPTS = [[3, 1, 50, 7, 9, 2, 2, 11, 30], [5]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, detokenize=False)
+
+
+@pytest.fixture(autouse=True)
+def _methods(monkeypatch: pytest.MonkeyPatch, switchable_family: None) -> None:
+    for name, module in METHODS.items():
+        monkeypatch.setitem(storage.METHODS, name, module)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Random tensors of the family that ``tests/switchable.py`` and one line of the registry make."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    module = outline(read_model_config(tmp_path), Scope())
+    program = make_program(module.config)
+    generator = np.random.default_rng(3)
+    sources = {name: shape for recipe in program.abstract_model.recipes.values() for name, shape in recipe.sources}
+    tensors = {name: generator.normal(0.0, 0.5, shape).astype(np.float32) for name, shape in sorted(sources.items())}
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def laid_out(directory: Path, method: str, tensor: int, linear: str = "xla") -> ModelProgram:
+    return make_program(read_model_config(directory), tensor=tensor, policy=DtypePolicy(storage=method, linear=linear))
+
+
+def logical_weights(program: ModelProgram, directory: Path) -> dict[str, np.ndarray]:
+    """Each parameter as the method gives it back, from its devices' parts of the loaded arrays."""
+    model = program.abstract_model
+    arrays = dict(zip(model.params, load_weights(directory, model), strict=True))
+    found = {}
+    for path, param in model.logical.items():
+        if param.stored is None:
+            found[path] = np.asarray(arrays[path])
+            continue
+        whole = np.zeros(param.struct.shape, param.struct.dtype)
+        names = sorted(load_method(param.stored.method).arrays(param.stored))
+        index_of = param.struct.sharding.devices_indices_map(param.struct.shape)
+        for device, index in index_of.items():
+            parts = {
+                name: next(np.asarray(s.data) for s in arrays[array].addressable_shards if s.device == device)
+                for name, array in zip(names, param.arrays, strict=True)
+            }
+            whole[index] = load_method(param.stored.method).restore(param.stored, parts)
+        found[path] = whole
+    return found
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_logical_weights_come_back(checkpoint: Path, method: str, tensor: int) -> None:
+    program = laid_out(checkpoint, method, tensor)
+    exact = logical_weights(laid_out(checkpoint, "plain", tensor), checkpoint)
+    found = logical_weights(program, checkpoint)
+    assert found.keys() == exact.keys()
+    for path, param in program.abstract_model.logical.items():
+        if method == "plain" or param.stored is None:
+            np.testing.assert_array_equal(found[path], exact[path])
+        else:
+            step = np.abs(exact[path]).max(1, keepdims=True) / 127
+            assert (np.abs(found[path] - exact[path]) <= step / 2 + 1e-6).all(), path
+
+
+def test_a_method_may_keep_a_weight_in_several_arrays(checkpoint: Path) -> None:
+    model = laid_out(checkpoint, "int8", 2).abstract_model
+    prefix = "layers.0.attention.out.weight"
+    assert model.logical[prefix].arrays == (f"{prefix}.rows", f"{prefix}.scales")
+    assert model.params[f"{prefix}.rows"].dtype == np.int8
+    assert model.params[f"{prefix}.scales"].shape == (16, 2), "features are split over two devices"
+    assert len(model.params) == len(model.logical) + sum(param.stored is not None for param in model.logical.values())
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_steps_multiply_with_what_is_stored(checkpoint: Path, tensor: int) -> None:
+    """Logits with rounded weights are those of a plain model whose weights are the rounded ones."""
+    program = laid_out(checkpoint, "int8", tensor)
+    rounded = logical_weights(program, checkpoint)
+    plain = laid_out(checkpoint, "plain", tensor)
+    logits = []
+    for each, arrays in (
+        (program, load_weights(checkpoint, program.abstract_model)),
+        (
+            plain,
+            tuple(
+                jax.device_put(rounded[path], struct.sharding) for path, struct in plain.abstract_model.params.items()
+            ),
+        ),
+    ):
+        logits.append(forward(each, arrays))
+    np.testing.assert_allclose(logits[0], logits[1], rtol=1e-5, atol=1e-5)
+
+
+def forward(program: ModelProgram, arrays: tuple[jax.Array, ...]) -> np.ndarray:
+    """Scores of the vocabulary for some hidden states, from each layer's MLP and the tied head."""
+    model = program.abstract_model
+    x = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)
+
+    def body(*values: jax.Array) -> jax.Array:
+        module = model.merge(values)
+        hidden = module.embed(jnp.arange(5))
+        for layer in module.layers:
+            hidden = layer.mlp(hidden + x, residual=hidden)
+        return module.logits(hidden)
+
+    structs = tuple(model.params.values())
+    return np.asarray(program.trace(body, structs).lower().compile()(*arrays))
+
+
+def test_the_plan_counts_what_is_stored(checkpoint: Path) -> None:
+    for method in METHODS:
+        program = laid_out(checkpoint, method, 1)
+        held = sum(array.nbytes for array in load_weights(checkpoint, program.abstract_model))
+        assert held == sum(s.dtype.itemsize * int(np.prod(s.shape)) for s in program.abstract_model.params.values())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_family_of_one_file_and_one_line_is_planned_loaded_and_run(checkpoint: Path, size: int) -> None:
+    """Against the module on its own, which has neither pages nor devices to share with."""
+    settings: dict[str, Any] = {"tensor_parallel_size": size, "max_num_seqs": 2, "block_size": 8}
+    settings |= {"max_num_batched_tokens": 16, "compilation_cache_dir": ""}
+    plan = plan_engine(EngineConfig(model=str(checkpoint), **settings))
+    params = load_params(plan, plan.programs[0])
+    held = sum(shard.data.nbytes for array in params for shard in array.addressable_shards if shard.device.id == 0)
+    assert plan.needs.weights == held
+    with LLM(str(checkpoint), **settings) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY)
+    model = load_model(checkpoint)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        tokens = list(output.outputs[0].token_ids)
+        logits = np.asarray(model(np.array([prompt + tokens], np.int32))[0])
+        assert tokens == logits[len(prompt) - 1 : -1].argmax(1).tolist()
+
+
+def test_local_sizes() -> None:
+    weight = Weight(12, 8, ("ffn", "embed"), (4, 1), "float32", "xla", "plain")
+    assert weight.local == (3, 8)
