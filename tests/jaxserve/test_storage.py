@@ -1,4 +1,4 @@
-"""Storage methods: what is multiplied with, given back and planned; and a family that is a file and a line."""
+"""Storage methods: what is multiplied with, given back and planned."""
 
 import json
 from pathlib import Path
@@ -10,15 +10,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxserve import LLM, SamplingParams
-from jaxserve.config import EngineConfig
-from jaxserve.engine.build import load_params, plan_engine
 from jaxserve.engine.program import ModelProgram
 from jaxserve.layers import storage
 from jaxserve.layers.parallel import DtypePolicy, Scope
 from jaxserve.layers.storage import Weight, load_method
 from jaxserve.models.abstract import outline
-from jaxserve.models.loading import load_model, load_weights, read_model_config
+from jaxserve.models.loading import load_weights, read_model_config
 from tests import int8_storage, switchable
 from tests.tiny_programs import make_program
 
@@ -39,8 +36,6 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": None,
     "dtype": "float32",
 }
-PROMPTS = [[3, 1, 50, 7, 9, 2, 2, 11, 30], [5]]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=6, detokenize=False)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +46,7 @@ def _methods(monkeypatch: pytest.MonkeyPatch, switchable_family: None) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Random tensors of the family that ``tests/switchable.py`` and one line of the registry make."""
+    """Random tensors of a model that uses a norm of each kind."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     module = outline(read_model_config(tmp_path), Scope())
     program = make_program(module.config)
@@ -153,24 +148,6 @@ def test_the_plan_counts_what_is_stored(checkpoint: Path) -> None:
         program = laid_out(checkpoint, method, 1)
         held = sum(array.nbytes for array in load_weights(checkpoint, program.abstract_model))
         assert held == sum(s.dtype.itemsize * int(np.prod(s.shape)) for s in program.abstract_model.params.values())
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_family_of_one_file_and_one_line_is_planned_loaded_and_run(checkpoint: Path, size: int) -> None:
-    """Against the module on its own, which has neither pages nor devices to share with."""
-    settings: dict[str, Any] = {"tensor_parallel_size": size, "max_num_seqs": 2, "block_size": 8}
-    settings |= {"max_num_batched_tokens": 16, "compilation_cache_dir": ""}
-    plan = plan_engine(EngineConfig(model=str(checkpoint), **settings))
-    params = load_params(plan, plan.programs[0])
-    held = sum(shard.data.nbytes for array in params for shard in array.addressable_shards if shard.device.id == 0)
-    assert plan.needs.weights == held
-    with LLM(str(checkpoint), **settings) as llm:
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY)
-    model = load_model(checkpoint)
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        tokens = list(output.outputs[0].token_ids)
-        logits = np.asarray(model(np.array([prompt + tokens], np.int32))[0])
-        assert tokens == logits[len(prompt) - 1 : -1].argmax(1).tolist()
 
 
 def test_local_sizes() -> None:
