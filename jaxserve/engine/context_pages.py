@@ -5,6 +5,9 @@ the step that writes it is planned, and a step that is planned later, or whose r
 may read it: a layer writes all its keys and values before it attends. Copies alone run before a step, so their sources
 are pages of steps planned before (``PrefixCache.settle``). A context only ever grows: steps in flight of a sequence
 that has ended write behind the tokens that the cache knows of.
+
+Only tokens that are final enter the cache: those that the host knows. What steps in flight may have written after them
+(``num_computed`` counts it) does not; and a rollback takes out of the cache what it drops.
 """
 
 from jaxserve.engine.page_allocator import PageAllocator
@@ -99,9 +102,16 @@ class ContextPages:
         sequence.num_computed = 0
         sequence.decodes_until = 0
 
-    def forget(self, sequence: Sequence) -> None:
-        """Takes out of the cache what a sequence computed: everything behind the pages it found at first."""
-        first = max(sequence.num_cached_tokens, 0) // self._page_size
+    def cut(self, sequence: Sequence, length: int) -> None:
+        """Drop a sequence's tokens from position ``length`` on, and take the pages that hold any out of the cache."""
+        self.forget(sequence, length)
+        del sequence.token_ids[length:]
+        del sequence.page_keys[1 + length // self._page_size :]
+        sequence.next_check = 0
+
+    def forget(self, sequence: Sequence, start: int = 0) -> None:
+        """Take out of the cache what a sequence computed from position ``start`` on, after the pages found at first."""
+        first = max(sequence.num_cached_tokens, start) // self._page_size
         for index in range(first, len(sequence.page_keys)):
             self._cache.forget_context(sequence.page_keys[index], self._content(sequence, index))
 

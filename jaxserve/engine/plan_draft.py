@@ -30,6 +30,12 @@ class Flight(NamedTuple):
     number: int
     sequences: list[Sequence]
 
+    def drop(self, sequence: Sequence) -> None:
+        """Leave the outcome of the step for a sequence out."""
+        for row, one in enumerate(self.sequences):
+            if one is sequence:
+                self.sequences[row] = _NOBODY
+
     def scored(self, plan: StepPlan) -> list[tuple[Sequence, Row, int]]:
         """Return unfinished sequences whose rows have targets, the rows, and their first query tokens in the step."""
         if not any(plan.columns.targets):
@@ -112,6 +118,10 @@ class PlanDraft:
         if previous is not None and previous.rows == self.rows:
             plan.share_columns(previous)
         return plan
+
+
+_NOBODY = Sequence("", [], 0, 0, finish_reason="abort")
+"""Stands for a sequence that wants nothing of a step any more."""
 
 
 def _chunk_pooling(sequence: Sequence, end: int) -> ChunkPooling | None:

@@ -10,21 +10,20 @@ Steps overlap: a plan is made before the tokens of the plan before are known. A 
 its next row is then the slot's latest token, wherever that stands: the device knows both.
 """
 
-import bisect
 from collections import deque
-from collections.abc import Iterable
 
 from jaxserve.engine.context_growth import append_tokens
 from jaxserve.engine.context_pages import ContextPages
 from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.plan import ON_DEVICE, Row, SchedulerLimits, StepPlan
 from jaxserve.engine.plan_draft import Completion, Flight, PlanDraft
+from jaxserve.engine.queues import SequenceQueues
 from jaxserve.engine.sequence import Sequence
 from jaxserve.outputs import FinishReason
 
 
 class Scheduler:
-    """Owner of the queues and of every sequence's state.
+    """Owner of every sequence's state, with its parts: queues, pages, growth.
 
     Attributes:
         waiting: Sequences without a slot, in order.
@@ -39,17 +38,15 @@ class Scheduler:
         self.limits = limits
         self.allocator = allocator
         self.pages = ContextPages(allocator)
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self._queues = SequenceQueues(limits.max_num_seqs)
+        self.waiting, self.running = self._queues.waiting, self._queues.running
         self.admitted: list[Sequence] = []
         self.num_preemptions = 0
         self.num_decode_rows = 0
-        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._decode_rows = [Row(slot, ON_DEVICE, [ON_DEVICE], 1) for slot in range(limits.max_num_seqs)]
         self._in_flight: deque[Flight] = deque()
         self._next_step = 0
         self._latest_plan: StepPlan | None = None
-        self._num_arrivals = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -61,9 +58,8 @@ class Scheduler:
         for one in (sequence, *sequence.followers):
             needed = self.allocator.pages_for(one.max_length)
             assert needed <= self.allocator.num_pages, f"{needed} pages needed, the pool has {self.allocator.num_pages}"
-            one.arrival = self._num_arrivals
-            self._num_arrivals += 1
-        self._enqueue([sequence])
+            self._queues.number(one)
+        self._queues.wait(sequence)
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step, or None where nothing can run before pending tokens are known."""
@@ -104,11 +100,9 @@ class Scheduler:
                     token_ids.append(token)
                     sampled.append((sequence, row, new))
                     continue
-            if not plan.rows[row].num_samples:
+            if not plan.rows[row].num_samples or sequence.finish_reason is not None:
                 continue
             sequence.num_pending -= 1
-            if sequence.finish_reason is not None:
-                continue
             if new:
                 sampled.append((sequence, row, self._append(sequence, new)))
             else:
@@ -133,12 +127,22 @@ class Scheduler:
             sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         if not is_first:
             return
+        self._leave(sequence)
+        self._start_followers(sequence)
+
+    def rollback(self, sequence: Sequence, length: int) -> None:
+        """Shrink a context to its first ``length`` tokens; steps in flight add nothing to it.
+
+        An unfinished sequence gives its pages back, waits as a preempted one does, and samples its next token after
+        those ``length``, which are the prompt at least. It has no constraint: that would have to go back too.
+        """
+        assert sequence.num_prompt_tokens <= length <= len(sequence.token_ids) and sequence.constraint is None
+        for flight in self._in_flight:
+            flight.drop(sequence)
+        self.pages.cut(sequence, length)
+        sequence.num_pending = 0
         if sequence.slot >= 0:
-            self.running.remove(sequence)
-            self._release(sequence)
-        elif sequence in self.waiting:  # a follower may not have been added yet
-            self.waiting.remove(sequence)
-        self._enqueue(sequence.release_followers())
+            self._requeue(sequence)
 
     def _end_pooled(self, pooled: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Ends sequences whose hidden states are summed up; returns those that had not ended before, and their rows."""
@@ -152,14 +156,14 @@ class Scheduler:
         """Append tokens that may have consequences; return those up to the one that finishes the sequence."""
         kept, ending = append_tokens(sequence, tokens, self.pages)
         if ending is None:
-            self._enqueue(sequence.release_followers())
+            self._start_followers(sequence)
         else:
             self.finish(sequence, ending.reason, ending.stop_reason)
         return kept
 
-    def _enqueue(self, sequences: Iterable[Sequence]) -> None:
-        for sequence in sequences:
-            bisect.insort(self.waiting, sequence, key=_rank)
+    def _start_followers(self, sequence: Sequence) -> None:
+        for follower in sequence.release_followers():
+            self._queues.wait(follower)
 
     def _schedule_decodes(self, draft: PlanDraft) -> None:
         """Add a row for each sequence that decodes, in order."""
@@ -217,32 +221,30 @@ class Scheduler:
 
     def _admit(self, budget: int, draft: PlanDraft) -> None:
         """Waiting sequences in order, while slots, tokens and pages last."""
-        while self.waiting and budget > 0 and self._free_slots:
+        while self.waiting and budget > 0 and self._queues.has_free_slot:
             sequence = self.waiting[0]
             copies = None if sequence.num_pending else self.pages.take(sequence)
             if copies is None:
                 return
-            self.waiting.popleft()
-            bisect.insort(self.running, sequence, key=_rank)
+            self._queues.run_first()
             self.admitted.append(sequence)
-            sequence.slot = self._free_slots.pop()
             draft.add_setup(sequence, copies)
             budget -= self._schedule_chunk(sequence, budget, draft)
 
     def _preempt_last(self) -> Sequence:
-        """Takes slot and pages of the last running sequence; it waits in its place to be computed again."""
-        victim = self.running.pop()
-        self._release(victim)
+        """Preempt the last running sequence, and return it."""
+        victim = self.running[-1]
+        self._requeue(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        self._enqueue([victim])
         return victim
 
-    def _release(self, sequence: Sequence) -> None:
-        self.pages.release(sequence)
-        self._free_slots.append(sequence.slot)
-        sequence.slot = -1
+    def _requeue(self, sequence: Sequence) -> None:
+        """Take slot and pages of a running sequence; it waits in its place to be computed again."""
+        self._leave(sequence)
+        self._queues.wait(sequence)
 
-
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    return sequence.priority, sequence.arrival
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence.slot >= 0:
+            self.pages.release(sequence)
+        self._queues.leave(sequence)

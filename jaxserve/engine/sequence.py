@@ -1,7 +1,7 @@
 """One sequence: a prompt, its output so far, and its state in the scheduler.
 
-Admission makes it complete; from then on the scheduler alone changes it, with the help of ``ContextPages`` and
-``append_tokens``. ``tests/test_style.py`` looks for other modules that do.
+Admission makes it complete; from then on the scheduler alone changes it, with the help of ``ContextPages``,
+``SequenceQueues`` and ``append_tokens``. ``tests/test_style.py`` looks for other modules that do.
 """
 
 import dataclasses

@@ -377,6 +377,44 @@ def test_a_preempted_sequence_finds_what_is_left_of_it_and_is_not_counted_again(
 # ------------------------------------------------------------------------------------------------ order
 
 
+def test_a_rollback_drops_tokens_and_samples_others_after_those_that_are_left():
+    scheduler = make_scheduler()
+    sequence = make_sequence("a", 6, 8, sampling=Sampling(presence_penalty=1.0))
+    scheduler.add(sequence)
+    device = Device(scheduler)
+    for _ in range(5):
+        step(scheduler, device)
+    assert len(sequence.token_ids) == 11 and len(sequence.pages) == 3
+    kept = sequence.token_ids[:9]
+    scheduler.rollback(sequence, 9)
+    assert sequence.token_ids == kept and list(scheduler.waiting) == [sequence]
+    check_books(scheduler)
+    device.context[sequence] = list(kept)
+    plan = step(scheduler, device)
+    assert plan.setups[0].token_ids == kept, "penalties count the tokens that are left"
+    assert [(row.start, row.token_ids) for row in plan.rows] == [(8, kept[8:])], "the cache has the others"
+    assert sequence.token_ids == [*kept, 1009]
+    drain(scheduler, device=device)
+    assert sequence.finish_reason == "length" and len(sequence.token_ids) == 14
+
+
+def test_steps_in_flight_add_nothing_after_a_rollback():
+    scheduler = make_scheduler()
+    one, other = make_sequence("a", 6, 8), make_sequence("b", 6, 8)
+    scheduler.add(one)
+    scheduler.add(other)
+    device = Device(scheduler)
+    step(scheduler, device)
+    plan = scheduler.schedule()
+    assert plan is not None
+    tokens = device.run(plan)
+    known = list(one.token_ids)
+    scheduler.rollback(one, len(known))
+    completion = scheduler.complete(plan, tokens)
+    assert [sequence for sequence, _, _ in completion.sampled] == [other] and not completion.failed
+    assert one.token_ids == known and one.num_pending == 0 and len(other.token_ids) == 8
+
+
 def test_waiting_and_running_are_in_order_of_priority_then_arrival():
     scheduler = make_scheduler(max_num_seqs=2)
     names = {"a": 0, "b": 5, "c": -1, "d": 5, "e": 0}

@@ -1,0 +1,229 @@
+"""Random events through scheduler, page allocator and prefix cache, against a plain model of what the pages hold."""
+
+import dataclasses
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.page_allocator import PageAllocator
+from jaxserve.engine.plan import ON_DEVICE, Row, SchedulerLimits, StepPlan
+from jaxserve.engine.prefix_cache import TOKEN_BYTES
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.sequence import Sequence
+
+STOP = 4
+Context = tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Slot:
+    """What a device keeps of the sequence in a slot: its pages, its latest token and where that stands."""
+
+    sequence: Sequence
+    pages: list[int] = dataclasses.field(default_factory=list[int])
+    token: int = -1
+    position: int = -1
+
+
+class Pages:
+    """A device whose pages hold, at each offset, the whole context that keys and values there were computed from.
+
+    Rows take what came before them from the pages, never from the scheduler; a token is drawn from its context.
+    """
+
+    def __init__(self, num_pages: int, page_size: int):
+        self.page_size = page_size
+        self.held: list[list[Context]] = [[()] * page_size for _ in range(num_pages)]
+        self.slots: dict[int, Slot] = {}
+        self.draws: dict[Sequence, int] = {}
+
+    def draw(self, sequence: Sequence, context: Context) -> int:
+        """The next token; another one after each rollback of the sequence."""
+        bits = zlib.crc32(repr((context, self.draws.get(sequence, 0))).encode())
+        return STOP if bits % 29 == 0 else 1 + bits % 3
+
+    def run(self, plan: StepPlan, running: list[Sequence]) -> list[list[int]]:
+        """The tokens of each row: all rows write before any reads."""
+        owners = {sequence.slot: sequence for sequence in running}
+        for setup in plan.setups:
+            self.slots[setup.slot] = Slot(owners[setup.slot])
+        for slot, first, pages in plan.grants:
+            self.slots[slot].pages[first:] = pages
+        sources = [list(self.held[copy.source]) for copy in plan.copies]
+        for copy, source in zip(plan.copies, sources, strict=True):
+            self.held[copy.target] = source
+        contexts = [self._write(row, self.slots[row.slot]) for row in plan.rows]
+        return [
+            self._sample(row, self.slots[row.slot], context) for row, context in zip(plan.rows, contexts, strict=True)
+        ]
+
+    def _write(self, row: Row, slot: Slot) -> Context:
+        start = slot.position if row.start == ON_DEVICE else row.start
+        first, *others = row.token_ids
+        tokens = (slot.token if first == ON_DEVICE else first, *others)
+        before = self.at(slot.pages, start - 1) if start else ()
+        assert len(before) == start
+        context = before + tokens
+        for position in range(start, len(context)):
+            page, offset = divmod(position, self.page_size)
+            self.held[slot.pages[page]][offset] = context[: position + 1]
+        return context
+
+    def _sample(self, row: Row, slot: Slot, context: Context) -> list[int]:
+        """Check what the row reads; draw after each of its last tokens while the one before it is what was drawn."""
+        for position in range(len(context)):
+            assert self.at(slot.pages, position) == context[: position + 1], "a row reads another context"
+        drawn: list[int] = []
+        for end in range(len(context) + 1 - row.num_samples, len(context) + 1):
+            if drawn and context[end - 1] != drawn[-1]:
+                break
+            drawn.append(self.draw(slot.sequence, context[:end]))
+            slot.token, slot.position = drawn[-1], end
+        return drawn
+
+    def at(self, pages: list[int], position: int) -> Context:
+        """What the pages of a context hold at a position of it."""
+        page, offset = divmod(position, self.page_size)
+        return self.held[pages[page]][offset]
+
+
+class Events:
+    """One random run. Prompts are of few different tokens and often go on from an earlier text, so that many meet."""
+
+    def __init__(self, seed: int, depth: int):
+        rng = self.rng = np.random.default_rng(seed)
+        max_num_seqs = int(rng.integers(1, 6))
+        num_pages, page_size = int(rng.integers(4, 20)), int(rng.choice([1, 2, 4]))
+        self.allocator = PageAllocator(num_pages, page_size, keeps_free_pages=rng.random() < 0.8)
+        limits = SchedulerLimits(max_num_seqs, max_num_seqs + int(rng.integers(0, 16)))
+        self.scheduler = Scheduler(limits, self.allocator)
+        self.pages = Pages(num_pages, page_size)
+        self.depth = depth
+        self.room = num_pages * page_size
+        self.sequences: list[Sequence] = []
+        self.in_flight: list[tuple[StepPlan, list[list[int]]]] = []
+        self.counts: dict[str, int] = {}
+
+    def run(self, num_events: int) -> None:
+        """Random events, checked after each; then everything runs to its end."""
+        for _ in range(num_events):
+            self._event()
+            self.check()
+        for _ in range(10_000):
+            if not self.scheduler.num_unfinished and not self.in_flight:
+                break
+            self._step()
+            self.check()
+        assert self.allocator.num_free == self.allocator.num_pages
+        assert all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    def _event(self) -> None:
+        kind = self.rng.random()
+        unfinished = [sequence for sequence in self.sequences if sequence.finish_reason is None]
+        if kind < 0.2 and len(unfinished) < 12:
+            self._arrive()
+        elif kind < 0.27 and unfinished:
+            self._rollback(self._pick(unfinished))
+        elif kind < 0.30 and unfinished:
+            self.scheduler.finish(self._pick(unfinished), "error" if self.rng.random() < 0.3 else "abort")
+        else:
+            self._step()
+
+    def _pick(self, sequences: list[Sequence]) -> Sequence:
+        return sequences[int(self.rng.integers(len(sequences)))]
+
+    def _arrive(self) -> None:
+        rng = self.rng
+        prompt: list[int] = []
+        if self.sequences and rng.random() < 0.7:
+            earlier = self._pick(self.sequences).token_ids
+            prompt = earlier[: int(rng.integers(0, len(earlier) + 1))]
+        prompt = prompt + rng.integers(1, 4, int(rng.choice([0, 1, 3, 12]))).tolist() or [1]
+        prompt = prompt[: int(rng.integers(1, self.room))]
+        length = min(self.room, len(prompt) + int(rng.choice([1, 3, 10, 30])))
+        fields: dict[str, Any] = {"stop_ids": {STOP: None}, "cache_root": b"", "reads_cache": rng.random() < 0.9}
+        samples = [
+            Sequence(f"{len(self.sequences)}-{i}", list(prompt), len(prompt), length, **fields)
+            for i in range(int(rng.choice([1, 1, 1, 3])))
+        ]
+        samples[0].followers = samples[1:]
+        self.sequences += samples
+        self.scheduler.add(samples[0])
+
+    def _rollback(self, sequence: Sequence) -> None:
+        length = int(self.rng.integers(sequence.num_prompt_tokens, len(sequence.token_ids) + 1))
+        self.counts["rolled back"] = self.counts.get("rolled back", 0) + len(sequence.token_ids) - length
+        expected = sequence.token_ids[:length]
+        self.pages.draws[sequence] = self.pages.draws.get(sequence, 0) + 1
+        self.scheduler.rollback(sequence, length)
+        assert sequence.token_ids == expected and sequence.finish_reason is None
+
+    def _step(self) -> None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            assert plan.num_tokens <= self.scheduler.limits.max_num_batched_tokens
+            self.in_flight.append((plan, self.pages.run(plan, self.scheduler.running)))
+        if self.in_flight and (plan is None or len(self.in_flight) >= self.depth):
+            self.scheduler.complete(*self.in_flight.pop(0))
+
+    def check(self) -> None:
+        """Pages hold what their owners and the cache say, and have as many holders as owners."""
+        holders = [0] * self.allocator.num_pages
+        for sequence in self.scheduler.running:
+            num_final = min(sequence.num_computed, len(sequence.token_ids))
+            for position in range(num_final):
+                held = self.pages.at(sequence.pages, position)
+                assert list(held) == sequence.token_ids[: position + 1], sequence.sequence_id
+            for page in sequence.pages:
+                holders[page] += 1
+        assert [self.allocator.num_holders(page) for page in range(len(holders))] == holders
+        assert self.allocator.num_free == holders.count(0)
+        self._check_cache()
+        for sequence in self.sequences:
+            end = next((i for i, token in enumerate(sequence.token_ids) if token == STOP), None)
+            has_stop = end is not None and end >= sequence.num_prompt_tokens
+            assert not has_stop or (end == len(sequence.token_ids) - 1 and sequence.finish_reason == "stop")
+
+    def _check_cache(self) -> None:
+        """A page's content and the key before it are those of the context in the page."""
+        cache = self.allocator.cache
+        for page, record in cache._records.items():
+            num_tokens = len(record.content) // TOKEN_BYTES
+            context = self.pages.held[page][num_tokens - 1]
+            start = len(context) - num_tokens
+            tokens = np.array(context, "<i4").tobytes()
+            assert record.content == tokens[start * TOKEN_BYTES :]
+            assert self.pages.held[page][:num_tokens] == [context[: start + i + 1] for i in range(num_tokens)]
+            key, size = cache.root_key(b""), self.allocator.page_size * TOKEN_BYTES
+            for first in range(0, start * TOKEN_BYTES, size):
+                key = cache.key(key, tokens[first : first + size])
+            assert record.parent == key
+            assert record.key == (cache.key(key, record.content) if len(record.content) == size else b"")
+
+
+def run_events(seed: int, num_events: int = 80) -> Events:
+    """A run of its own for each seed, with one, two or three steps in flight."""
+    events = Events(seed, depth=1 + seed % 3)
+    events.run(num_events)
+    return events
+
+
+@pytest.mark.parametrize("group", range(4))
+def test_pages_hold_what_their_owners_and_the_cache_say(group: int) -> None:
+    for seed in range(group * 20, group * 20 + 20):
+        run_events(seed)
+
+
+@pytest.mark.slow
+def test_many_random_events() -> None:
+    for seed in range(1000, 3000):
+        run_events(seed, num_events=300)
+
+
+def test_random_events_meet_what_they_are_meant_to() -> None:
+    runs = [run_events(seed) for seed in range(30)]
+    assert sum(run.scheduler.num_preemptions for run in runs) > 30
+    assert sum(run.scheduler.pages.num_hit_tokens for run in runs) > 300
+    assert sum(run.counts.get("rolled back", 0) for run in runs) > 100
