@@ -11,7 +11,8 @@ import numpy as np
 from jaxserve.engine.plan import RowColumns, Sampling, StepPlan
 from jaxserve.engine.row_arrays import row_arrays
 from jaxserve.engine.row_starts import RowStarts
-from jaxserve.engine.step_batch import FLOATS, SLOT_NUMBERS, BatchShape
+from jaxserve.engine.sampler_batch import FLOATS, SLOT_NUMBERS
+from jaxserve.engine.step_batch import BatchShape
 
 _NEVER = np.iinfo(np.int32).max
 
@@ -77,7 +78,7 @@ class BatchBuilder:
         buffer = self._padding(shape).copy()
         views = _views(buffer, shape)
         columns, num_rows, num_tokens = plan.columns, plan.num_rows, plan.num_tokens
-        slots, first, lengths, num_samples = row_arrays(columns)
+        slots, first, lengths, num_samples, _ = row_arrays(columns)
         starts = self.starts.advance(plan)
         ends = lengths.cumsum()
         views["tokens"][:num_tokens] = list(itertools.chain.from_iterable(columns.token_ids))
@@ -87,7 +88,10 @@ class BatchBuilder:
         views["row_limits"][:num_rows] = self.lengths[slots]
         views["query_starts"][:num_rows] = ends - lengths
         views["query_lens"][:num_rows] = lengths
-        views["sampled_tokens"][:num_rows] = ends - 1
+        if shape.max_samples > 1:
+            _fill_samples(views, np.maximum(num_samples, 1), ends)
+        else:
+            views["sampled_tokens"][:num_rows] = ends - 1
         views["slots"][:num_rows] = slots
         views["sampled_slots"][:num_rows] = np.where(num_samples, slots, self.num_slots)
         views["counted_slots"][:num_rows] = np.where(starts >= self.counted_from[slots], slots, self.num_slots)
@@ -135,6 +139,8 @@ class BatchBuilder:
             views["query_starts"][...] = shape.num_tokens
             views["pooled_from"][...] = shape.num_tokens
             views["carried_slots"][...] = self.num_slots
+            if shape.max_samples > 1:
+                views["sample_rows"][...] = shape.num_rows
             start, stop, size, _ = shape.slot_numbers
             buffer[start:stop].reshape(size)[...] = self._neutral
             self._paddings[shape] = buffer
@@ -161,6 +167,15 @@ class BatchBuilder:
                 views["pooled_from"][row] = end - pooling.num_tokens
                 if not pooling.is_first:
                     views["carried_slots"][row] = columns.slots[row]
+
+
+def _fill_samples(views: dict[str, np.ndarray], counts: np.ndarray, ends: np.ndarray) -> None:
+    """Where samples come from: ``counts`` of each row, after the last of its query tokens, which end at ``ends``."""
+    sample_ends = counts.cumsum()
+    num_samples = int(sample_ends[-1])
+    views["sample_rows"][:num_samples] = np.arange(len(counts)).repeat(counts)
+    views["sampled_tokens"][:num_samples] = (ends - sample_ends).repeat(counts) + np.arange(num_samples)
+    views["num_samples"][...] = num_samples
 
 
 def _views(buffer: np.ndarray, shape: BatchShape) -> dict[str, np.ndarray]:

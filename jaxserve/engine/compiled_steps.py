@@ -41,9 +41,9 @@ def step_keys(buckets: Buckets, platform: str, always_full: bool = False) -> lis
 
 
 def num_programs(buckets: Buckets, platform: str, always_full: bool = False) -> int:
-    """How many programs the steps are: on CPUs a sampler for each number of rows and the scorer come on top."""
+    """How many programs the steps are: on CPUs a sampler for each ``SamplerShape`` and the scorer come on top."""
     keys = step_keys(buckets, platform, always_full)
-    return len(keys) + (len({shape.num_rows for shape, _ in keys}) + 1 if platform == "cpu" else 0)
+    return len(keys) + (len({shape.sampler for shape, _ in keys}) + 1 if platform == "cpu" else 0)
 
 
 class CompiledSteps:
@@ -81,14 +81,14 @@ class CompiledSteps:
 
     def _split_steps(self, pool: concurrent.futures.Executor) -> dict[StepKey, CompiledStep]:
         program, max_tokens = self.program, self.buckets.mixed_tokens[-1]
-        sizes = sorted({shape.num_rows for shape, _ in self.keys})
+        sizes = sorted({shape.sampler for shape, _ in self.keys})
         scorer = _submit(pool, trace_scorer(program, max_tokens))
         samplers = {size: _submit(pool, trace_sampler(program, size)) for size in sizes}
         models = {shape: _submit(pool, trace_model(program, shape, max_tokens)) for shape, _ in self.keys}
         return {
             (shape, variant): SplitStep(
                 models[shape].result(),
-                samplers[shape.num_rows].result(),
+                samplers[shape.sampler].result(),
                 None if shape.decode_only else scorer.result(),
             )
             for shape, variant in self.keys

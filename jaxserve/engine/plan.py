@@ -6,6 +6,7 @@ plan names slots; it carries the facts of a slot once, when they change.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -123,13 +124,16 @@ ON_DEVICE = -1
 
 
 class Row(NamedTuple):
-    """Consecutive tokens of one slot: a chunk of its prompt or, to decode, its latest token.
+    """Consecutive tokens of one slot: a chunk of its prompt or, to decode, its latest token and drafts after it.
+
+    A row with drafts samples after its latest token and after each draft. Of these tokens the slot gets the first, and
+    each further one as long as all drafts before it are what was sampled; the rest of the row has no effect.
 
     Attributes:
         slot: The request's slot.
         start: Position of the first token, or ``ON_DEVICE``.
         token_ids: The tokens; the first may be ``ON_DEVICE``.
-        num_samples: 1 where a token is sampled after the last; 0 within a prompt.
+        num_samples: A token is sampled after each of so many tokens, the last of the row; 0 within a prompt.
         targets: Where logprobs of the prompt are asked for, the token after each token of the row (-1: none).
         pooling: Where hidden states are pooled, what the row adds to their sum.
     """
@@ -153,6 +157,11 @@ class RowColumns:
     token_ids: tuple[list[int], ...]
     targets: tuple[list[int] | None, ...]
     pooling: tuple[ChunkPooling | None, ...]
+
+    @functools.cached_property
+    def has_drafts(self) -> bool:
+        """Whether a row samples several tokens."""
+        return max(self.num_samples, default=0) > 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +199,14 @@ class StepPlan:
     def num_rows(self) -> int:
         """The number of rows."""
         return len(self.rows)
+
+    @functools.cached_property
+    def first_samples(self) -> Sequence[int]:
+        """Index of each row's first sample among those of the step; a row without any takes the place of one."""
+        if not self.columns.has_drafts:
+            return range(self.num_rows)
+        counts = (max(count, 1) for count in self.columns.num_samples)
+        return [*itertools.accumulate(counts, initial=0)][:-1]
 
     @functools.cached_property
     def num_tokens(self) -> int:

@@ -32,9 +32,13 @@ class PendingStep:
         return StepResult(self._token_lists(output.tokens), output.logprobs, output.prompt_logprobs, output.sums)
 
     def _token_lists(self, tokens: np.ndarray) -> list[list[int]]:
+        columns = self._plan.columns
+        if columns.has_drafts:
+            counts = zip(self._plan.first_samples, columns.num_samples, strict=True)
+            return [[t for t in tokens[first : first + count].tolist() if t != NO_TOKEN] for first, count in counts]
         tokens = tokens[: self._plan.num_rows]
         lists = tokens[:, None].tolist()
-        is_empty = (tokens == NO_TOKEN) | (row_arrays(self._plan.columns).num_samples == 0)
+        is_empty = (tokens == NO_TOKEN) | (row_arrays(columns).num_samples == 0)
         for row in is_empty.nonzero()[0].tolist():
             lists[row] = []
         return lists

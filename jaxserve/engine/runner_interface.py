@@ -14,7 +14,7 @@ class StepResult(NamedTuple):
 
     Attributes:
         tokens: The tokens of each row; none for a row that does not sample, or whose logits are NaN or all masked.
-        logprobs: Those of the tokens, where a row asked for any.
+        logprobs: Those of the samples, where a row asked for any; see ``StepPlan.first_samples``.
         prompt_logprobs: Those of the prompt tokens behind each query token, where a chunk asked for any.
         sums: [R, D] float32, hidden states summed up over each row's prompt, where a chunk completes any.
     """

@@ -16,12 +16,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.engine.program import ModelProgram, StepState, shardings
-from jaxserve.engine.step_batch import BatchShape, LatestTokens, sampler_part, sampler_size, unpack, unpack_sampler
+from jaxserve.engine.sampler_batch import SamplerShape, unpack_sampler
+from jaxserve.engine.step_batch import BatchShape, LatestTokens, sampler_part, unpack
 from jaxserve.engine.steps import (
     PromptTokens,
     StepOutput,
     attention_settings,
-    latest_tokens,
+    keep_tokens,
     run_layers,
     sample_rows,
     score_prompt,
@@ -36,23 +37,31 @@ class ModelOutput(NamedTuple):
     """What the model's program gives beside the state.
 
     Attributes:
-        logits: Logits after the token each row samples from, float32.
+        logits: Logits after the token that each sample comes after, float32.
         sampler_part: The part of the step's buffer that the sampler reads.
         prompt: What the scorer reads, of the size of the largest step; None in decode shapes.
         sums: See ``StepOutput``.
     """
 
-    logits: Float[Array, "R V"]
+    logits: Float[Array, "S V"]
     sampler_part: Int[Array, " size"]
     prompt: PromptTokens | None
     sums: Float[Array, "R D"] | None
 
 
 class SamplerOutput(NamedTuple):
-    """What the sampler gives: the latest token of each slot, and tokens and logprobs as in ``StepOutput``."""
+    """What the sampler gives.
+
+    Attributes:
+        latest: The latest token of each slot.
+        tables: The slots' tables, given up to the sampler, where it counts drafts; else None, and it only reads them.
+        tokens: See ``StepOutput``.
+        logprobs: See ``StepOutput``.
+    """
 
     latest: LatestTokens
-    tokens: Int[Array, " R"]
+    tables: SlotTables | None
+    tokens: Int[Array, " S"]
     logprobs: TokenLogprobs
 
 
@@ -62,7 +71,7 @@ class SplitStep:
 
     Attributes:
         model: Compiled ``trace_model``.
-        sampler: Compiled ``trace_sampler`` for the shape's rows.
+        sampler: Compiled ``trace_sampler`` for the shape.
         scorer: Compiled ``trace_scorer``; None for a step that scores no prompt.
     """
 
@@ -81,7 +90,7 @@ class SplitStep:
         state, found = self.model(params, state, buffer)
         sampled = self.sampler(found.logits, state.latest, state.tables, found.sampler_part, mask)
         prompt = None if self.scorer is None else self.scorer(params, found.prompt)
-        state = state._replace(latest=sampled.latest)
+        state = state._replace(latest=sampled.latest, tables=sampled.tables or state.tables)
         return state, StepOutput(sampled.tokens, sampled.logprobs, prompt, found.sums)
 
 
@@ -117,39 +126,43 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
     return program.trace(model, (program.abstract_params, state, buffer), gives, donated=[1])
 
 
-def trace_sampler(program: ModelProgram, num_rows: int) -> jax.stages.Traced:
-    """Traces the sampler of all steps with ``num_rows`` rows, which chooses its variant when it runs.
+def trace_sampler(program: ModelProgram, shape: SamplerShape) -> jax.stages.Traced:
+    """Traces the sampler of all steps of a shape, which chooses its variant when it runs.
 
     The traced function takes (logits, latest tokens, ``SlotTables``, the sampler's part of the buffer, vocabulary mask)
-    and gives ``SamplerOutput``; the latest tokens are donated. Every device of the mesh computes the same.
+    and gives ``SamplerOutput``; the latest tokens are donated, and the tables too where it counts drafts. Every device
+    of the mesh computes the same.
     """
-    settings, num_arguments = program.sampler, len(program.arguments)
-    tile = sampler_tile(num_rows, program.row_tile)
+    settings, num_samples = program.sampler, shape.num_samples
+    tile = sampler_tile(num_samples, program.row_tile)
+    counts_drafts = shape.max_samples > 1
 
     def sampler(
-        logits: Float[Array, "R V"],
+        logits: Float[Array, "S V"],
         latest: LatestTokens,
         tables: SlotTables,
         part: Int[Array, " size"],
         mask: Int[Array, "R words"],
     ) -> SamplerOutput:
-        batch = unpack_sampler(part, num_rows, num_arguments)
+        batch = unpack_sampler(part, shape)
 
-        def greedy() -> tuple[Int[Array, " R"], TokenLogprobs]:
-            nothing = no_logprobs(num_rows, settings.max_logprobs, tables.tracked_ids.shape[1])
+        def greedy() -> tuple[Int[Array, " S"], TokenLogprobs]:
+            nothing = no_logprobs(num_samples, settings.max_logprobs, tables.tracked_ids.shape[1])
             return settings.argmax.argmax(logits, batch.num_rows), nothing
 
-        def chosen() -> tuple[Int[Array, " R"], TokenLogprobs]:
+        def chosen() -> tuple[Int[Array, " S"], TokenLogprobs]:
             return sample_rows(_unchanged, logits, mask, tables, batch, batch.variant, settings, tile)
 
         tokens, logprobs = lax.cond(batch.variant == VARIANTS.index("greedy"), greedy, chosen)
-        return SamplerOutput(latest_tokens(latest, batch, tokens), tokens, logprobs)
+        latest, tables, tokens = keep_tokens(latest, tables, batch, tokens)
+        return SamplerOutput(latest, tables if counts_drafts else None, tokens, logprobs)
 
     state = program.abstract_state()
-    logits = program.whole((num_rows, program.config.vocab_size), jnp.float32)
-    part = program.whole((sampler_size(num_rows, num_arguments),), jnp.int32)
-    mask = program.whole(program.mask_shape(num_rows), jnp.int32)
-    return program.trace(sampler, (logits, state.latest, state.tables, part, mask), donated=[1])
+    logits = program.whole((num_samples, program.config.vocab_size), jnp.float32)
+    part = program.whole((shape.size,), jnp.int32)
+    mask = program.whole(program.mask_shape(shape.num_rows), jnp.int32)
+    donated = [1, 2] if counts_drafts else [1]
+    return program.trace(sampler, (logits, state.latest, state.tables, part, mask), donated=donated)
 
 
 def sampler_tile(num_rows: int, row_tile: int | None) -> int | None:
@@ -159,7 +172,7 @@ def sampler_tile(num_rows: int, row_tile: int | None) -> int | None:
     half the time in tiles of 8, since what is computed of a tile stays in the caches.
 
     Args:
-        num_rows: Rows of the step; where 8 does not divide them, tiles have 4 or 2 rows.
+        num_rows: Samples of the step; where 8 does not divide them, tiles have 4 or 2 rows.
         row_tile: Rows of a tile in the deterministic mode, which the sampler then takes too.
     """
     if row_tile is not None or num_rows <= ROW_TILE:

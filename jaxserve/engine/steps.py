@@ -11,14 +11,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxserve.engine.program import ModelProgram, StepState, shardings
-from jaxserve.engine.step_batch import BatchShape, LatestTokens, SamplerBatch, StepBatch, unpack
+from jaxserve.engine.sampler_batch import SamplerBatch
+from jaxserve.engine.step_batch import BatchShape, LatestTokens, StepBatch, unpack
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.row_sums import add_tokens
 from jaxserve.layers.rows import map_rows
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxserve.sampling.penalties import SlotTables, counted
-from jaxserve.sampling.sampler import SamplerSettings, sample
+from jaxserve.sampling.sampler import NO_TOKEN, SamplerSettings, sample
+from jaxserve.sampling.verification import NOWHERE
 
 __all__ = ["ModelProgram", "StepOutput", "StepSettings", "StepState", "run_step", "trace_step"]
 
@@ -29,13 +31,13 @@ class StepOutput(NamedTuple):
     """What a step gives.
 
     Attributes:
-        tokens: The sampled token of each row; ``sampler.NO_TOKEN`` where its logits have NaN.
-        logprobs: Its logprobs, where the sampler computes any.
+        tokens: The sampled tokens; ``sampler.NO_TOKEN`` where logits have NaN, or the token follows a wrong draft.
+        logprobs: Their logprobs, where the sampler computes any.
         prompt_logprobs: Those of the prompt tokens after each query token; None unless the step scores prompts.
         sums: Hidden states summed up over each row's prompt, where it pools them; None in decode shapes.
     """
 
-    tokens: Int[Array, " R"]
+    tokens: Int[Array, " S"]
     logprobs: TokenLogprobs
     prompt_logprobs: TokenLogprobs | None
     sums: Float[Array, "R D"] | None
@@ -115,8 +117,8 @@ def run_step(
     if settings.scores_prompt:
         wanted = PromptTokens(hidden, batch.targets, batch.num_target_tokens)
         prompt = score_prompt(model, wanted, settings.sampler, tile)
-    state = state._replace(latest=latest_tokens(state.latest, batch.sampler, tokens))
-    return state, StepOutput(tokens, logprobs, prompt, sums)
+    latest, tables, tokens = keep_tokens(state.latest, state.tables, batch.sampler, tokens)
+    return state._replace(latest=latest, tables=tables), StepOutput(tokens, logprobs, prompt, sums)
 
 
 class LayersOutput(NamedTuple):
@@ -151,30 +153,46 @@ def run_layers(
 
 
 def sample_rows(
-    score: Callable[[Float[Array, "R n"]], Float[Array, "R V"]],
-    rows: Float[Array, "R n"],
+    score: Callable[[Float[Array, "S n"]], Float[Array, "S V"]],
+    rows: Float[Array, "S n"],
     mask: Int[Array, "R words"],
     tables: SlotTables,
     batch: SamplerBatch,
     variant: str | Int[Array, ""],
     settings: SamplerSettings,
     tile: int | None,
-) -> tuple[Int[Array, " R"], TokenLogprobs]:
-    """Tokens and logprobs of rows, a tile at a time; ``score`` makes a tile's logits."""
+) -> tuple[Int[Array, " S"], TokenLogprobs]:
+    """Tokens and logprobs of samples, a tile at a time; ``score`` makes a tile's logits."""
 
     numbers, structure = jax.tree.flatten(batch.inputs)
 
-    def sampled_rows(rows: Float[Array, "R n"], mask: Int[Array, "R words"], *numbers: Array) -> Any:
+    def sampled_rows(rows: Float[Array, "S n"], mask: Int[Array, "S words"], *numbers: Array) -> Any:
         inputs = jax.tree.unflatten(structure, numbers)
         return sample(score(rows), inputs, mask, tables, variant, settings)
 
-    return map_rows(sampled_rows, (rows, mask, *numbers), batch.num_rows, tile)
+    return map_rows(sampled_rows, (rows, batch.mask_of_samples(mask), *numbers), batch.num_rows, tile)
 
 
-def latest_tokens(latest: LatestTokens, batch: SamplerBatch, tokens: Int[Array, " R"]) -> LatestTokens:
-    """Return the latest token of each slot after a step that sampled ``tokens``."""
+class KeptState(NamedTuple):
+    """What the slots keep after a step has sampled, and its tokens, ``NO_TOKEN`` for those that do not stay."""
+
+    latest: LatestTokens
+    tables: SlotTables
+    tokens: Int[Array, " S"]
+
+
+def keep_tokens(latest: LatestTokens, tables: SlotTables, batch: SamplerBatch, tokens: Int[Array, " S"]) -> KeptState:
+    """Set the latest token of each slot after a step that sampled ``tokens``, and count drafts that were right."""
+    slots = batch.sampled_slots
+    if batch.verification is not None:
+        kept = batch.verification.keep(tokens)
+        before_latest = jnp.where(kept.stays & ~kept.is_latest, slots, NOWHERE)
+        tables = tables._replace(token_counts=counted(tables.token_counts, before_latest, tokens))
+        slots = jnp.where(kept.is_latest, slots, NOWHERE)
+        tokens = jnp.where(kept.stays, tokens, NO_TOKEN)
     new = LatestTokens(jnp.maximum(tokens, 0), batch.inputs.positions)
-    return jax.tree.map(lambda old, set_to: old.at[batch.sampled_slots].set(set_to, mode="drop"), latest, new)
+    latest = jax.tree.map(lambda old, set_to: old.at[slots].set(set_to, mode="drop"), latest, new)
+    return KeptState(latest, tables, tokens)
 
 
 def _pooled(

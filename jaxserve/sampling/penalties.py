@@ -44,6 +44,8 @@ class SamplerInputs(NamedTuple):
         positions: Those of the tokens to come.
         slots: The rows' slots; out of range for an empty row.
         arguments: Numbers for the engine's logits processors.
+        drafts: Tokens before the token to come that the slot's counts do not have, padded with ids out of the
+            vocabulary; None where no row can have any.
     """
 
     options: OptionValues
@@ -51,6 +53,7 @@ class SamplerInputs(NamedTuple):
     positions: Int[Array, " R"]
     slots: Int[Array, " R"]
     arguments: Float[Array, "R arguments"]
+    drafts: Int[Array, "R drafts"] | None = None
 
 
 def adjust(
@@ -66,7 +69,10 @@ def adjust(
     logits = jnp.where(is_allowed | jnp.isnan(logits), logits, -jnp.inf)
     logits = logits + tables.bias.at[inputs.slots].get(mode="clip")
     logits = apply_processors(logits, processors, inputs.arguments, inputs.positions)
-    return _penalized(logits, inputs, tables.token_counts.at[inputs.slots].get(mode="clip"))
+    counts = tables.token_counts.at[inputs.slots].get(mode="clip")
+    if inputs.drafts is not None:
+        counts = counts.at[jnp.arange(len(counts))[:, None], inputs.drafts].add(1, mode="drop")
+    return _penalized(logits, inputs, counts)
 
 
 def _penalized(logits: Float[Array, "R V"], inputs: SamplerInputs, counts: Int[Array, "R V"]) -> Float[Array, "R V"]:

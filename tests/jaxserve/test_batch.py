@@ -11,15 +11,8 @@ import pytest
 
 from jaxserve.engine.batch import BatchBuilder
 from jaxserve.engine.plan import ON_DEVICE, ChunkPooling, PageGrant, Row, Sampling, SlotSetup, StepPlan
-from jaxserve.engine.step_batch import (
-    BatchShape,
-    LatestTokens,
-    StepBatch,
-    sampler_part,
-    sampler_size,
-    unpack,
-    unpack_sampler,
-)
+from jaxserve.engine.sampler_batch import SamplerShape, unpack_sampler
+from jaxserve.engine.step_batch import BatchShape, LatestTokens, StepBatch, sampler_part, unpack
 from jaxserve.sampling_options import OptionValues
 from tests.plan_rows import decode_rows
 
@@ -278,11 +271,11 @@ def test_the_sampler_finds_its_part_of_the_buffer() -> None:
         buffer = builder.build(plan, shape, variant=1)
         batch = call_unpack(shape)(buffer)
         parts.append(np.asarray(sampler_part(jnp.asarray(buffer), shape, batch)))
-        found = unpack_sampler(jnp.asarray(parts[-1]), shape.num_rows, len(NEUTRAL))
+        found = unpack_sampler(jnp.asarray(parts[-1]), shape.sampler)
         for array, other in zip(jax.tree.leaves(found), jax.tree.leaves(batch.sampler), strict=True):
             np.testing.assert_array_equal(array, other)
     np.testing.assert_array_equal(*parts)
-    assert parts[0].shape == (sampler_size(DECODE.num_rows, len(NEUTRAL)),)
+    assert parts[0].shape == (SamplerShape(4, 4, num_arguments=len(NEUTRAL)).size,)
 
 
 def test_the_simplest_sampler_is_chosen() -> None:

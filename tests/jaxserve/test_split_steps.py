@@ -15,6 +15,7 @@ from jaxserve.engine.metrics import CompileCounter
 from jaxserve.engine.plan import PageGrant, Row, Sampling, SlotMask, SlotSetup, StepPlan
 from jaxserve.engine.runner import StepRunner
 from jaxserve.engine.runner_interface import StepResult
+from jaxserve.engine.sampler_batch import SamplerShape
 from jaxserve.engine.split_steps import SplitStep, sampler_tile, trace_sampler
 from jaxserve.engine.step_batch import BatchShape, LatestTokens
 from jaxserve.sampling.sampler import VARIANTS
@@ -110,7 +111,7 @@ def test_rows_that_a_sampler_takes_together(num_rows: int, row_tile: int | None,
 def test_a_row_is_sampled_alone_as_among_others(num_rows: int) -> None:
     """The same token and the same bits of every logprob, whatever the others ask for and wherever the row is."""
     program = make_program(tiny_config(), num_slots=num_rows, num_pages=NUM_PAGES)
-    sampler = trace_sampler(program, num_rows).lower().compile()
+    sampler = trace_sampler(program, SamplerShape(num_rows, num_rows)).lower().compile()
     random = np.random.default_rng(num_rows)
     logits = random.normal(0, 3, (num_rows, VOCAB_SIZE)).astype(np.float32)
     samplings = [list(VARIANT_SAMPLINGS.values())[row % 3]._replace(seed=row) for row in range(num_rows)]
@@ -154,5 +155,5 @@ def sampler_part(num_rows: int, slots: list[int], samplings: list[Sampling], var
 @pytest.mark.parametrize("num_rows", [4, 16])
 def test_the_sampler_copies_no_table(num_rows: int) -> None:
     program = make_program(tiny_config(), num_slots=4000)
-    analysis: Any = trace_sampler(program, num_rows).lower().compile().memory_analysis()
+    analysis: Any = trace_sampler(program, SamplerShape(num_rows, num_rows)).lower().compile().memory_analysis()
     assert analysis.temp_size_in_bytes < min(math.prod(table.shape) for table in program.abstract_state().tables)

@@ -1,0 +1,62 @@
+"""Which tokens stay of those sampled after drafts.
+
+A row of a step may carry drafts: tokens that somebody expects to follow its latest token. It samples after the latest
+token and after each draft, all at once. What was sampled after a draft stays only where the tokens before it are what
+would have been sampled one by one: where each draft up to it equals the token sampled before it.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+NOWHERE = int(np.iinfo(np.int32).max)
+"""An index out of range of every array: scatters drop it."""
+
+
+class Verification(NamedTuple):
+    """How the samples of a step belong together.
+
+    Attributes:
+        rows: Row of each sample, ascending; a sample that is not in use has the number of rows.
+        followed: The token it is sampled after: its row's latest, for the first sample of a row, or a draft.
+    """
+
+    rows: Int[Array, " S"]
+    followed: Int[Array, " S"]
+
+    def drafts_before(self, max_drafts: int) -> Int[Array, "S drafts"]:
+        """Return the drafts of the same row up to each sample, at most ``max_drafts``, padded with ``NOWHERE``."""
+        place, first = jnp.arange(len(self.rows)), self._firsts()
+        drafts = place[:, None] - jnp.arange(max_drafts)
+        return jnp.where(drafts > first[:, None], self.followed[jnp.maximum(drafts, 0)], NOWHERE)
+
+    def keep(self, tokens: Int[Array, " S"]) -> "KeptTokens":
+        """Return which of the sampled ``tokens`` stay; no token (below 0) stays, nor does what comes after it."""
+        first = self._firsts()
+        is_first = first == jnp.arange(len(tokens))
+        is_wrong = (tokens < 0) | (~is_first & (self.followed != jnp.roll(tokens, 1)))
+        num_wrong = jnp.cumsum(is_wrong, dtype=jnp.int32)
+        stays = num_wrong == (num_wrong - is_wrong)[first]
+        goes_on = jnp.roll(stays & ~is_first, -1).at[-1].set(False)
+        return KeptTokens(stays, (stays | is_first) & ~goes_on)
+
+    def _firsts(self) -> Int[Array, " S"]:
+        """The first sample of each sample's row."""
+        place = jnp.arange(len(self.rows), dtype=jnp.int32)
+        starts = jnp.append(True, self.rows[1:] != self.rows[:-1])
+        return lax.cummax(jnp.where(starts, place, 0))
+
+
+class KeptTokens(NamedTuple):
+    """The outcome of a verification.
+
+    Attributes:
+        stays: Whether each sampled token stays.
+        is_latest: Whether it is the last of its row that stays; the first sample of a row where none does.
+    """
+
+    stays: Bool[Array, " S"]
+    is_latest: Bool[Array, " S"]
