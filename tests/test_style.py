@@ -117,8 +117,8 @@ def test_no_global_statements() -> None:
 
 
 def test_only_the_scheduler_changes_sequences() -> None:
-    """``Sequence`` itself, the scheduler, and the parts of it that append tokens, move pages and keep the order."""
-    owners = {"scheduler.py", "context_growth.py", "context_pages.py", "queues.py", "sequence.py"}
+    """``Sequence`` itself, the scheduler, and its parts: tokens that are appended, drafts, pages, order."""
+    owners = {"scheduler.py", "context_growth.py", "context_pages.py", "drafts.py", "queues.py", "sequence.py"}
     fields = {
         node.target.id
         for node in ast.walk(syntax_tree(REPOSITORY / "jaxserve/engine/sequence.py"))

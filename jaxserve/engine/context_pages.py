@@ -66,6 +66,14 @@ class ContextPages:
         self.note_room(sequence)
         return True
 
+    def shrink(self, sequence: Sequence) -> None:
+        """Free the pages of a decoding sequence past its tokens, known and pending."""
+        num_kept = self._allocator.pages_for(sequence.num_computed + 1)
+        if num_kept < len(sequence.pages):
+            self._allocator.free(sequence.pages[num_kept:])
+            del sequence.pages[num_kept:]
+            self.note_room(sequence)
+
     def note_room(self, sequence: Sequence) -> None:
         """Notes how far a sequence whose prompt is computed can decode."""
         sequence.decodes_until = min(len(sequence.pages) * self._page_size, sequence.max_length - 1)

@@ -58,11 +58,13 @@ class SchedulerLimits(NamedTuple):
         max_num_seqs: Most rows.
         max_num_batched_tokens: Most query tokens, at least one for each row.
         long_prefill_token_threshold: Most query tokens of one prompt, so that other prompts run beside it; 0: no limit.
+        max_draft_tokens: Most drafts of one row.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     long_prefill_token_threshold: int = 0
+    max_draft_tokens: int = 0
 
 
 class SlotSetup(NamedTuple):

@@ -12,7 +12,7 @@ class Completion(NamedTuple):
     """The outcome of a step for the sequences that had not finished before.
 
     Attributes:
-        sampled: Each sequence that got tokens, its row, and the tokens.
+        sampled: Each sequence that got tokens, the index of the first in ``StepPlan.first_samples``, and the tokens.
         failed: Sequences that got no token, although they sampled; they have finished with the reason "error".
         scored: Each sequence with a row that has targets, that row, and its first query token in the step.
         pooled: Each sequence that finished because its hidden states are pooled, and its row.
@@ -112,8 +112,9 @@ class PlanDraft:
         self.sequences.append(sequence)
         return samples
 
-    def build(self, number: int, previous: StepPlan | None) -> StepPlan:
-        """Return the plan, as step ``number``, that follows the ``previous`` one."""
+    def build(self, previous: StepPlan | None) -> StepPlan:
+        """Return the plan that follows the ``previous`` one."""
+        number = 0 if previous is None else previous.number + 1
         plan = StepPlan(number, self._setups, self._grants, self.rows, self._copies, self._masks)
         if previous is not None and previous.rows == self.rows:
             plan.share_columns(previous)

@@ -33,9 +33,10 @@ class SequenceQueues:
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
 
-    def wait(self, sequence: Sequence) -> None:
-        """Put a sequence in its place among those that wait."""
-        bisect.insort(self.waiting, sequence, key=_rank)
+    def wait(self, *sequences: Sequence) -> None:
+        """Put sequences in their places among those that wait."""
+        for sequence in sequences:
+            bisect.insort(self.waiting, sequence, key=_rank)
 
     def run_first(self) -> None:
         """Give the first sequence that waits a slot; one must be free."""

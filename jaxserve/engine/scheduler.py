@@ -14,6 +14,7 @@ from collections import deque
 
 from jaxserve.engine.context_growth import append_tokens
 from jaxserve.engine.context_pages import ContextPages
+from jaxserve.engine.drafts import DraftProposer, add_drafts, drop_rejected
 from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.plan import ON_DEVICE, Row, SchedulerLimits, StepPlan
 from jaxserve.engine.plan_draft import Completion, Flight, PlanDraft
@@ -23,7 +24,7 @@ from jaxserve.outputs import FinishReason
 
 
 class Scheduler:
-    """Owner of every sequence's state, with its parts: queues, pages, growth.
+    """Owner of every sequence's state.
 
     Attributes:
         waiting: Sequences without a slot, in order.
@@ -34,7 +35,7 @@ class Scheduler:
         num_decode_rows: Rows planned that continue a completion.
     """
 
-    def __init__(self, limits: SchedulerLimits, allocator: PageAllocator):
+    def __init__(self, limits: SchedulerLimits, allocator: PageAllocator, proposer: DraftProposer | None = None):
         self.limits = limits
         self.allocator = allocator
         self.pages = ContextPages(allocator)
@@ -43,9 +44,9 @@ class Scheduler:
         self.admitted: list[Sequence] = []
         self.num_preemptions = 0
         self.num_decode_rows = 0
+        self._proposer = proposer
         self._decode_rows = [Row(slot, ON_DEVICE, [ON_DEVICE], 1) for slot in range(limits.max_num_seqs)]
         self._in_flight: deque[Flight] = deque()
-        self._next_step = 0
         self._latest_plan: StepPlan | None = None
 
     @property
@@ -66,18 +67,19 @@ class Scheduler:
         self.allocator.cache.settle()
         draft = PlanDraft()
         self._schedule_decodes(draft)
-        self.num_decode_rows += len(draft.rows)
-        budget = self.limits.max_num_batched_tokens - len(draft.rows)
+        self.num_decode_rows += (num_decodes := len(draft.rows))
+        budget = self.limits.max_num_batched_tokens - num_decodes
         for sequence in draft.half_prompts:
             if budget > 0:
                 budget -= self._schedule_chunk(sequence, budget, draft)
         self.admitted = []
         if not draft.preempts:
             self._admit(budget, draft)
+            if self._proposer is not None:
+                add_drafts(draft, num_decodes, self._proposer, self.limits, self.pages)
         if not draft.rows:
             return None
-        self._latest_plan = plan = draft.build(self._next_step, self._latest_plan)
-        self._next_step += 1
+        self._latest_plan = plan = draft.build(self._latest_plan)
         self._in_flight.append(Flight(plan.number, draft.sequences))
         return plan
 
@@ -92,19 +94,21 @@ class Scheduler:
         assert flight.number == plan.number, f"step {plan.number} completed, step {flight.number} expected"
         sampled: list[tuple[Sequence, int, list[int]]] = []
         completion = Completion(sampled, [], flight.scored(plan), self._end_pooled(flight.pooled(plan)))
-        for row, sequence, new in zip(range(plan.num_rows), flight.sequences, tokens, strict=True):
+        if plan.columns.has_drafts:
+            drop_rejected(plan, flight, tokens, self.pages)
+        for row, first, sequence, new in zip(plan.rows, plan.first_samples, flight.sequences, tokens, strict=True):
             if len(new) == 1 and sequence.finish_reason is None:
                 token, token_ids = new[0], sequence.token_ids
                 if len(token_ids) + 1 < sequence.next_check and token not in sequence.stop_ids:  # nearly always
                     sequence.num_pending -= 1
                     token_ids.append(token)
-                    sampled.append((sequence, row, new))
+                    sampled.append((sequence, first, new))
                     continue
-            if not plan.rows[row].num_samples or sequence.finish_reason is not None:
+            if not row.num_samples or sequence.finish_reason is not None:
                 continue
-            sequence.num_pending -= 1
+            sequence.num_pending -= len(new) or 1
             if new:
-                sampled.append((sequence, row, self._append(sequence, new)))
+                sampled.append((sequence, first, self._append(sequence, new)))
             else:
                 completion.failed.append(sequence)
         for sequence in completion.failed:
@@ -128,7 +132,7 @@ class Scheduler:
         if not is_first:
             return
         self._leave(sequence)
-        self._start_followers(sequence)
+        self._queues.wait(*sequence.release_followers())
 
     def rollback(self, sequence: Sequence, length: int) -> None:
         """Shrink a context to its first ``length`` tokens; steps in flight add nothing to it.
@@ -156,14 +160,10 @@ class Scheduler:
         """Append tokens that may have consequences; return those up to the one that finishes the sequence."""
         kept, ending = append_tokens(sequence, tokens, self.pages)
         if ending is None:
-            self._start_followers(sequence)
+            self._queues.wait(*sequence.release_followers())
         else:
             self.finish(sequence, ending.reason, ending.stop_reason)
         return kept
-
-    def _start_followers(self, sequence: Sequence) -> None:
-        for follower in sequence.release_followers():
-            self._queues.wait(follower)
 
     def _schedule_decodes(self, draft: PlanDraft) -> None:
         """Add a row for each sequence that decodes, in order."""

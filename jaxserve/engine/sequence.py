@@ -37,8 +37,10 @@ class Sequence:
         num_cached_tokens: Tokens of its context found in the prefix cache when it was first admitted; -1 before.
         slot: Place on the device; -1 while it waits.
         pages: Pages of its context, in order.
-        num_computed: Tokens whose keys and values are in pages, those of launched steps included.
-        num_pending: Tokens sampled by launched steps that the host does not know yet; a vector counts as one.
+        num_computed: Tokens whose keys and values are in pages, those of launched steps included, as if no draft were
+            wrong.
+        num_pending: Tokens sampled by launched steps that the host does not know yet, counted in the same way; a vector
+            counts as one.
         decodes_until: Position that its pages and its length let it decode up to; 0 while its prompt is computed.
         next_check: Length from which on a new token may be of consequence even where it is no stop token.
         page_keys: Keys of its context's first full pages in the prefix cache, as far as needed, behind the root's.

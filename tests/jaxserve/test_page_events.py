@@ -1,5 +1,6 @@
 """Random events through scheduler, page allocator and prefix cache, against a plain model of what the pages hold."""
 
+import collections
 import dataclasses
 import zlib
 from typing import Any
@@ -97,14 +98,26 @@ class Events:
         max_num_seqs = int(rng.integers(1, 6))
         num_pages, page_size = int(rng.integers(4, 20)), int(rng.choice([1, 2, 4]))
         self.allocator = PageAllocator(num_pages, page_size, keeps_free_pages=rng.random() < 0.8)
-        limits = SchedulerLimits(max_num_seqs, max_num_seqs + int(rng.integers(0, 16)))
-        self.scheduler = Scheduler(limits, self.allocator)
+        limits = SchedulerLimits(
+            max_num_seqs, max_num_seqs + int(rng.integers(0, 16)), max_draft_tokens=int(rng.choice([0, 1, 4]))
+        )
+        self.scheduler = Scheduler(limits, self.allocator, self)
         self.pages = Pages(num_pages, page_size)
         self.depth = depth
         self.room = num_pages * page_size
         self.sequences: list[Sequence] = []
         self.in_flight: list[tuple[StepPlan, list[list[int]]]] = []
-        self.counts: dict[str, int] = {}
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def propose(self, sequence: Sequence) -> list[int]:
+        """Drafts, right to a random length."""
+        rng = self.rng
+        context = list(sequence.token_ids)
+        for _ in range(int(rng.integers(0, 12))):
+            context.append(self.pages.draw(sequence, tuple(context)))
+        if rng.random() < 0.7:
+            context += rng.integers(1, STOP + 1, 3).tolist()
+        return context[len(sequence.token_ids) :]
 
     def run(self, num_events: int) -> None:
         """Random events, checked after each; then everything runs to its end."""
@@ -118,6 +131,13 @@ class Events:
             self.check()
         assert self.allocator.num_free == self.allocator.num_pages
         assert all(sequence.finish_reason is not None for sequence in self.sequences)
+        for sequence in self.sequences:
+            text = sequence.token_ids
+            if sequence not in self.pages.draws:  # else tokens before a rollback were drawn otherwise
+                expected = [
+                    self.pages.draw(sequence, tuple(text[:end])) for end in range(sequence.num_prompt_tokens, len(text))
+                ]
+                assert text[sequence.num_prompt_tokens :] == expected
 
     def _event(self) -> None:
         kind = self.rng.random()
@@ -154,7 +174,8 @@ class Events:
 
     def _rollback(self, sequence: Sequence) -> None:
         length = int(self.rng.integers(sequence.num_prompt_tokens, len(sequence.token_ids) + 1))
-        self.counts["rolled back"] = self.counts.get("rolled back", 0) + len(sequence.token_ids) - length
+        self.counts["rolled back"] += len(sequence.token_ids) - length
+        self.counts["in flight"] += sequence.num_pending > 1
         expected = sequence.token_ids[:length]
         self.pages.draws[sequence] = self.pages.draws.get(sequence, 0) + 1
         self.scheduler.rollback(sequence, length)
@@ -166,7 +187,20 @@ class Events:
             assert plan.num_tokens <= self.scheduler.limits.max_num_batched_tokens
             self.in_flight.append((plan, self.pages.run(plan, self.scheduler.running)))
         if self.in_flight and (plan is None or len(self.in_flight) >= self.depth):
-            self.scheduler.complete(*self.in_flight.pop(0))
+            self._complete(*self.in_flight.pop(0))
+
+    def _complete(self, plan: StepPlan, tokens: list[list[int]]) -> None:
+        completion = self.scheduler.complete(plan, tokens)
+        kept = {sequence: len(some) for sequence, _, some in completion.sampled}
+        assert [len(some) for sequence, _, some in completion.sampled] == list(kept.values()), "a row for a sequence"
+        for row, new in zip(plan.rows, tokens, strict=True):
+            self.counts["accepted"] += max(len(new) - 1, 0)
+            self.counts["rejected"] += row.num_samples - len(new)
+            self.counts["device start"] += row.start == ON_DEVICE and row.num_samples > 1
+        for sequence, first, some in completion.sampled:
+            index = list(plan.first_samples).index(first)
+            assert tokens[index][: len(some)] == some == sequence.token_ids[-len(some) :]
+            self.counts["cut"] += len(some) < len(tokens[index])
 
     def check(self) -> None:
         """Pages hold what their owners and the cache say, and have as many holders as owners."""
@@ -178,13 +212,16 @@ class Events:
                 assert list(held) == sequence.token_ids[: position + 1], sequence.sequence_id
             for page in sequence.pages:
                 holders[page] += 1
+            most = max(sequence.num_computed + 1, len(sequence.token_ids))
+            assert len(sequence.pages) <= self.allocator.pages_for(most), "pages past all tokens"
+        assert all(not sequence.pages and not sequence.num_computed for sequence in self.scheduler.waiting)
         assert [self.allocator.num_holders(page) for page in range(len(holders))] == holders
         assert self.allocator.num_free == holders.count(0)
         self._check_cache()
         for sequence in self.sequences:
-            end = next((i for i, token in enumerate(sequence.token_ids) if token == STOP), None)
-            has_stop = end is not None and end >= sequence.num_prompt_tokens
-            assert not has_stop or (end == len(sequence.token_ids) - 1 and sequence.finish_reason == "stop")
+            output = sequence.token_ids[sequence.num_prompt_tokens :]
+            assert STOP not in output[:-1] and len(sequence.token_ids) <= sequence.max_length
+            assert sequence.finish_reason == "stop" or STOP not in output
 
     def _check_cache(self) -> None:
         """A page's content and the key before it are those of the context in the page."""
@@ -226,4 +263,7 @@ def test_random_events_meet_what_they_are_meant_to() -> None:
     runs = [run_events(seed) for seed in range(30)]
     assert sum(run.scheduler.num_preemptions for run in runs) > 30
     assert sum(run.scheduler.pages.num_hit_tokens for run in runs) > 300
-    assert sum(run.counts.get("rolled back", 0) for run in runs) > 100
+    counts = sum((run.counts for run in runs), collections.Counter())
+    for name in ("rolled back", "accepted", "rejected", "device start"):
+        assert counts[name] > 100, counts
+    assert counts["in flight"] > 10 and counts["cut"] > 10, counts

@@ -1,0 +1,167 @@
+"""Which drafts the scheduler gives to which rows, and what becomes of them; the model is left out."""
+
+from typing import Any
+
+from jaxserve.engine.drafts import DraftProposer
+from jaxserve.engine.page_allocator import PageAllocator
+from jaxserve.engine.plan import ON_DEVICE, Row, Sampling, SchedulerLimits, StepPlan
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.sequence import Sequence
+
+
+class Counting:
+    """Proposes 100, 101, ... : the number of each token's place after the prompt."""
+
+    def propose(self, sequence: Sequence) -> list[int]:
+        """Twenty tokens."""
+        return list(range(100 + sequence.num_output_tokens, 120 + sequence.num_output_tokens))
+
+
+class AllowsAll:
+    """A constraint that never says anything."""
+
+    def mask(self) -> bytes | None:
+        """Everything."""
+        return None
+
+    def accept(self, token: int) -> bool:
+        """Goes on."""
+        return False
+
+
+def make_scheduler(num_pages: int = 32, max_tokens: int = 32, proposer: DraftProposer | None = None) -> Scheduler:
+    """Pages of four tokens, three drafts a row."""
+    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=max_tokens, max_draft_tokens=3)
+    return Scheduler(limits, PageAllocator(num_pages, 4), proposer or Counting())
+
+
+def add(scheduler: Scheduler, name: str, num_prompt_tokens: int = 5, new: int = 20, **fields: Any) -> Sequence:
+    """A sequence whose prompt is computed, and whose first token, 100, is known."""
+    prompt = [ord(name)] * num_prompt_tokens
+    sequence = Sequence(name, prompt, num_prompt_tokens, num_prompt_tokens + new, **fields)
+    scheduler.add(sequence)
+    return sequence
+
+
+def start(scheduler: Scheduler) -> None:
+    """Computes all prompts; each sequence gets its first token, 100."""
+    plan = scheduler.schedule()
+    assert plan is not None and all(row.num_samples == 1 for row in plan.rows), "prompts carry no drafts"
+    scheduler.complete(plan, [[100] for _ in plan.rows])
+
+
+def scheduled(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.schedule()
+    assert plan is not None
+    return plan
+
+
+def test_a_row_samples_after_its_token_and_each_draft() -> None:
+    scheduler = make_scheduler()
+    sequence = add(scheduler, "a")
+    start(scheduler)
+    plan = scheduled(scheduler)
+    assert plan.rows == [Row(sequence.slot, 5, [100, 101, 102, 103], 4)]
+    completion = scheduler.complete(plan, [[101, 102, 7]])
+    assert completion.sampled == [(sequence, 0, [101, 102, 7])]
+    assert sequence.token_ids[5:] == [100, 101, 102, 7] and (sequence.num_computed, sequence.num_pending) == (8, 0)
+    assert scheduled(scheduler).rows == [Row(sequence.slot, 8, [7, 104, 105, 106], 4)]
+
+
+def test_drafts_of_a_pending_row_follow_those_in_flight() -> None:
+    """Where the row starts is left to the device; its bounds are one token and all drafts further."""
+    scheduler = make_scheduler()
+    sequence = add(scheduler, "a")
+    start(scheduler)
+    first, second = scheduled(scheduler), scheduled(scheduler)
+    assert second.rows == [Row(sequence.slot, ON_DEVICE, [ON_DEVICE, 105, 106, 107], 4)]
+    assert (sequence.num_computed, sequence.num_pending, len(sequence.pages)) == (13, 8, 4)
+    scheduler.complete(first, [[3]])
+    assert sequence.token_ids[5:] == [100, 3]
+    assert (sequence.num_computed, sequence.num_pending, len(sequence.pages)) == (10, 4, 3), "a page goes back"
+    scheduler.complete(second, [[4, 105]])
+    assert sequence.token_ids[5:] == [100, 3, 4, 105] and (sequence.num_computed, sequence.num_pending) == (8, 0)
+
+
+def test_sequences_whose_masks_the_host_makes_get_no_drafts() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", constraint=AllowsAll())
+    add(scheduler, "b", sampling=Sampling(banned_ids=(2,), banned_until=9))
+    add(scheduler, "c", sampling=Sampling(bad_ids=(2,), presence_penalty=1.0))
+    start(scheduler)
+    assert [row.num_samples for row in scheduled(scheduler).rows] == [1, 1, 4]
+
+
+def test_rows_with_drafts_follow_those_of_one_token() -> None:
+    class Some:
+        def propose(self, sequence: Sequence) -> list[int]:
+            return [] if sequence.sequence_id in "bd" else [1]
+
+    scheduler = make_scheduler(proposer=Some())
+    sequences = [add(scheduler, name) for name in "abcd"]
+    start(scheduler)
+    plan = scheduled(scheduler)
+    a, b, c, d = (sequence.slot for sequence in sequences)
+    assert [(row.slot, row.num_samples) for row in plan.rows] == [(b, 1), (d, 1), (a, 2), (c, 2)]
+    assert list(plan.first_samples) == [0, 1, 2, 4]
+    completion = scheduler.complete(plan, [[5], [6], [1, 8], [9]])
+    assert [(one.sequence_id, first, tokens) for one, first, tokens in completion.sampled] == [
+        ("b", 0, [5]),
+        ("d", 1, [6]),
+        ("a", 2, [1, 8]),
+        ("c", 4, [9]),
+    ]
+
+
+def test_drafts_take_the_tokens_that_prompts_leave() -> None:
+    scheduler = make_scheduler(max_tokens=12)
+    add(scheduler, "a")
+    start(scheduler)
+    add(scheduler, "b", num_prompt_tokens=9)
+    plan = scheduled(scheduler)
+    assert [(len(row.token_ids), row.num_samples) for row in plan.rows] == [(3, 3), (9, 1)]
+    add(scheduler, "c", num_prompt_tokens=30)
+    assert [len(row.token_ids) for row in scheduled(scheduler).rows] == [1, 1, 10], "no tokens are left for drafts"
+
+
+def test_drafts_take_free_pages_only() -> None:
+    """Both sequences need a page each for their drafts; one is free, and nobody is preempted for the other."""
+    scheduler = make_scheduler(num_pages=5)
+    one, other = add(scheduler, "a", 6, 4), add(scheduler, "b", 6, 4)
+    start(scheduler)
+    plan = scheduled(scheduler)
+    assert [len(row.token_ids) for row in plan.rows] == [3, 2], "up to the end; room in the pages there are"
+    assert [len(sequence.pages) for sequence in (one, other)] == [3, 2] and scheduler.num_preemptions == 0
+
+
+def test_drafts_end_where_the_sequence_does() -> None:
+    scheduler = make_scheduler()
+    sequence = add(scheduler, "a", new=4)
+    start(scheduler)
+    first = scheduled(scheduler)
+    assert [len(row.token_ids) for row in first.rows] == [3]
+    assert scheduler.schedule() is None, "it may have all its tokens"
+    scheduler.complete(first, [[101, 7]])
+    second = scheduled(scheduler)
+    assert second.rows == [Row(sequence.slot, 7, [7], 1)]
+    scheduler.complete(second, [[8]])
+    assert sequence.finish_reason == "length" and sequence.token_ids[5:] == [100, 101, 7, 8]
+
+
+def test_a_stop_token_among_accepted_drafts_ends_the_sequence() -> None:
+    scheduler = make_scheduler()
+    sequence = add(scheduler, "a", stop_ids={102: 102})
+    start(scheduler)
+    completion = scheduler.complete(scheduled(scheduler), [[101, 102, 103, 104]])
+    assert completion.sampled == [(sequence, 0, [101, 102])]
+    assert (sequence.finish_reason, sequence.stop_reason, sequence.token_ids[5:]) == ("stop", 102, [100, 101, 102])
+    assert scheduler.allocator.num_free == scheduler.allocator.num_pages
+
+
+def test_a_row_without_a_token_fails_its_sequence() -> None:
+    scheduler = make_scheduler()
+    sequence = add(scheduler, "a")
+    start(scheduler)
+    completion = scheduler.complete(scheduled(scheduler), [[]])
+    assert completion.failed == [sequence] and sequence.finish_reason == "error"
+    assert scheduler.allocator.num_free == scheduler.allocator.num_pages
