@@ -68,8 +68,8 @@ def find_model(config: EngineConfig) -> Path:
     return resolve_model(config.model, config.revision, config.download_dir, config.hf_token)
 
 
-def plan_engine(config: EngineConfig) -> EnginePlan:
-    """Fits a model to the devices there are.
+def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
+    """Fits a model to the devices there are, with programs that verify up to ``max_draft_tokens`` drafts of a row.
 
     Raises:
         ConfigError: A setting does not go with the model or the devices.
@@ -110,12 +110,13 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     )
     if config.tensor_parallel_size > 1 and program.parallel.size == 1:
         raise ConfigError(f"layout {config.layout!r} does not split over {config.tensor_parallel_size} devices")
-    needs = _memory_needs(program, _max_model_len(config, model), max_num_batched_tokens)
+    max_samples = 1 + max_draft_tokens
+    needs = _memory_needs(program, _max_model_len(config, model), max_num_batched_tokens, max_samples)
     needs, num_pages = _fit(config, needs, device, mesh.devices.size)
     programs = [dataclasses.replace(program, mesh=slice_, num_pages=num_pages) for slice_ in (first, *others)]
     multiple = program.row_tile or _fewest_rows(device, policy)
     limits, skips = (max_num_seqs, max_num_batched_tokens), policy.linear == kernel.name == "native"
-    buckets = Buckets.make(*limits, needs.request_pages, multiple, config.compile_sizes, skips_padding=skips)
+    buckets = Buckets.make(*limits, needs.request_pages, multiple, config.compile_sizes, skips, max_samples)
     return EnginePlan(
         directory=directory,
         config=model,
@@ -187,17 +188,19 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return asked
 
 
-def _memory_needs(program: ModelProgram, max_model_len: int, max_num_batched_tokens: int) -> MemoryNeeds:
+def _memory_needs(
+    program: ModelProgram, max_model_len: int, max_num_batched_tokens: int, max_samples: int
+) -> MemoryNeeds:
     model, abstract = program.config, program.abstract_model
     weights = sum(bytes_per_device(p.shape, p.dtype.itemsize, p.sharding) for p in abstract.params.values())
     page = dataclasses.replace(program, num_pages=program.num_pages + 1).pool_bytes - program.pool_bytes
     token = 3 * abstract.layer_width
-    rows = min(program.num_slots, max_num_batched_tokens)
+    samples = min(program.num_slots * max_samples, max_num_batched_tokens)
     itemsize = jnp.dtype(program.policy.activations).itemsize
     return MemoryNeeds(
         weights=weights,
         page=page,
-        temporaries=max_num_batched_tokens * token * itemsize + rows * model.vocab_size * 4 * 4,
+        temporaries=max_num_batched_tokens * token * itemsize + samples * model.vocab_size * 4 * 4,
         page_size=program.page_size,
         max_model_len=max_model_len,
         max_num_seqs=program.num_slots,

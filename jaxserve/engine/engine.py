@@ -163,10 +163,15 @@ class Engine:
             request.add_prompt_logprobs(row, first, result.prompt_logprobs, self.tokenizer)
         pooled = self._deliver_vectors(completion, result, now) if completion.pooled else []
         unscored = self._fail_unscored(completion.failed) if completion.failed else []
-        delivery = deliver(completion.sampled, self._owners, result.logprobs, self.tokenizer, now)
+        delivery = deliver(
+            completion.sampled, self._owners, result.logprobs, self.tokenizer, now, completion.has_drafts
+        )
         self._metrics.delivered(delivery, now, pooled)
-        for request, sample, stop_string in delivery.stopped:
-            self.replicas[request.replica].scheduler.finish(sample.sequence, "stop", stop_string, replaces=True)
+        for request, sample, stop_string, length in delivery.stopped:
+            scheduler = self.replicas[request.replica].scheduler
+            if length < len(sample.sequence.token_ids):
+                scheduler.rollback(sample.sequence, length)
+            scheduler.finish(sample.sequence, "stop", stop_string, replaces=True)
         for request, error in delivery.failures:
             logger.error("request %s failed", request.request_id, exc_info=error)
             self._fail(request, unforeseen(error))

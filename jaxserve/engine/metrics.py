@@ -68,7 +68,7 @@ class EngineMetrics:
         del previous[0.0]
         for previous_s, count in previous.items():
             self._between_tokens.observe(now - previous_s, count)
-        num_tokens = len(delivery.previous_s)
+        num_tokens = delivery.num_tokens
         self._generation_tokens += num_tokens
         for request in (*delivery.started, *pooled):
             num_prompt_tokens = len(request.prompt_token_ids)

@@ -3,7 +3,6 @@
 import itertools
 from typing import NamedTuple
 
-from jaxserve.engine.constraint import Constraint
 from jaxserve.engine.plan import ChunkPooling, PageCopy, PageGrant, Row, SlotMask, SlotSetup, StepPlan
 from jaxserve.engine.sequence import Sequence
 
@@ -16,12 +15,14 @@ class Completion(NamedTuple):
         failed: Sequences that got no token, although they sampled; they have finished with the reason "error".
         scored: Each sequence with a row that has targets, that row, and its first query token in the step.
         pooled: Each sequence that finished because its hidden states are pooled, and its row.
+        has_drafts: Whether a sequence may have got several tokens.
     """
 
     sampled: list[tuple[Sequence, int, list[int]]]
     failed: list[Sequence]
     scored: list[tuple[Sequence, Row, int]]
     pooled: list[tuple[Sequence, int]]
+    has_drafts: bool
 
 
 class Flight(NamedTuple):
@@ -88,14 +89,16 @@ class PlanDraft:
         """A sequence has new pages from index ``first`` on."""
         self._grants.append(PageGrant(sequence.slot, first, sequence.pages[first:]))
 
-    def add_mask(self, slot: int, constraint: Constraint) -> str | None:
-        """Add the tokens that a constraint allows the slot to sample; return the message of a constraint that fails."""
+    def add_mask(self, sequence: Sequence) -> str | None:
+        """Add the tokens that a sequence's constraint, if it has one, allows; return why the constraint failed."""
+        if sequence.constraint is None:
+            return None
         try:
-            words = constraint.mask()
+            words = sequence.constraint.mask()
         except Exception as error:  # a constraint that fails ends its own sequence only
             return str(error)
         if words is not None:
-            self._masks.append(SlotMask(slot, words))
+            self._masks.append(SlotMask(sequence.slot, words))
         return None
 
     def add_chunk(self, sequence: Sequence, end: int) -> bool:

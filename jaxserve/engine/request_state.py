@@ -48,13 +48,14 @@ class Sample:
         return tokens[:-1] if ends_in_stop_token and not keeps_stop_token else tokens
 
     def score(
-        self, token: int, row: int, scores: TokenLogprobs, params: SamplingParams, tokenizer: Tokenizer | None
+        self, tokens: list[int], first: int, scores: TokenLogprobs, params: SamplingParams, tokenizer: Tokenizer | None
     ) -> None:
-        """Takes the logprobs of its newest token, which row ``row`` of a step sampled."""
+        """Take the logprobs of its next tokens, which are a step's samples from index ``first`` on."""
         assert self.logprobs is not None
-        entry = sample_entry(token, row, scores, params, tokenizer)
-        self.logprobs.append(entry)
-        self.cumulative_logprob += entry[token].logprob
+        for index, token in enumerate(tokens, first):
+            entry = sample_entry(token, index, scores, params, tokenizer)
+            self.logprobs.append(entry)
+            self.cumulative_logprob += entry[token].logprob
 
     def output(self) -> CompletionOutput:
         """What there is of it so far."""

@@ -93,10 +93,12 @@ class Scheduler:
         flight = self._in_flight.popleft()
         assert flight.number == plan.number, f"step {plan.number} completed, step {flight.number} expected"
         sampled: list[tuple[Sequence, int, list[int]]] = []
-        completion = Completion(sampled, [], flight.scored(plan), self._end_pooled(flight.pooled(plan)))
-        if plan.columns.has_drafts:
+        rows, has_drafts = plan.rows, plan.columns.has_drafts
+        completion = Completion(sampled, [], flight.scored(plan), self._end_pooled(flight.pooled(plan)), has_drafts)
+        if has_drafts:
             drop_rejected(plan, flight, tokens, self.pages)
-        for row, first, sequence, new in zip(plan.rows, plan.first_samples, flight.sequences, tokens, strict=True):
+            rows = dict(zip(plan.first_samples, plan.rows, strict=True))
+        for first, sequence, new in zip(plan.first_samples, flight.sequences, tokens, strict=True):
             if len(new) == 1 and sequence.finish_reason is None:
                 token, token_ids = new[0], sequence.token_ids
                 if len(token_ids) + 1 < sequence.next_check and token not in sequence.stop_ids:  # nearly always
@@ -104,7 +106,7 @@ class Scheduler:
                     token_ids.append(token)
                     sampled.append((sequence, first, new))
                     continue
-            if not row.num_samples or sequence.finish_reason is not None:
+            if not rows[first].num_samples or sequence.finish_reason is not None:
                 continue
             sequence.num_pending -= len(new) or 1
             if new:
@@ -191,8 +193,7 @@ class Scheduler:
             return False
         if sequence.num_computed >= sequence.decodes_until and not self._grow(sequence, draft):
             return False
-        if constraint is not None:
-            sequence.error = draft.add_mask(sequence.slot, constraint)
+        sequence.error = draft.add_mask(sequence)
         return True
 
     def _grow(self, sequence: Sequence, draft: PlanDraft) -> bool:
@@ -213,8 +214,7 @@ class Scheduler:
         self.pages.register(sequence, end, with_last=samples)
         if samples:
             self.pages.note_room(sequence)
-            if sequence.constraint is not None:
-                sequence.error = draft.add_mask(sequence.slot, sequence.constraint)
+            sequence.error = draft.add_mask(sequence)
         if end == len(sequence.token_ids):
             sequence.num_pending += 1
         return end - start

@@ -14,6 +14,7 @@ from jaxserve.engine.admission import Admission
 from jaxserve.engine.build import EnginePlan, load_params, plan_engine
 from jaxserve.engine.compilation_cache import use_compilation_cache
 from jaxserve.engine.compiled_steps import CompiledSteps, num_programs
+from jaxserve.engine.drafts import DraftProposer
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.grammars import GrammarCompiler
 from jaxserve.engine.memory import MemoryLedger, device_memory_bytes, resident_bytes, usable_share
@@ -79,8 +80,15 @@ class StartedEngine:
         return self.tokenizer if self.tokenizer.hf is None else self.tokenizer.hf
 
 
-def start_engine(config: EngineConfig) -> StartedEngine:
+def start_engine(
+    config: EngineConfig, proposer: DraftProposer | None = None, max_draft_tokens: int = 0
+) -> StartedEngine:
     """Plans, compiles, loads, and says where the memory went; after it nothing compiles.
+
+    Args:
+        config: The settings.
+        proposer: Proposes drafts, which change how many steps a request takes, not its tokens; None for no drafts.
+        max_draft_tokens: Most drafts of a sequence in a step.
 
     Raises:
         ConfigError: The settings, the model or the memory there is do not go together.
@@ -91,7 +99,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
         logger.warning(
             "trust_remote_code=True: no remote code ever runs here; the model's own Python files are not read"
         )
-    plan = plan_engine(config)
+    plan = plan_engine(config, max_draft_tokens)
     default_params = default_sampling_params(config, plan.directory)
     tokenizer = find_tokenizer(config, plan.directory)
     check_parsers(config)
@@ -101,7 +109,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     resident_before = resident_bytes()
     runners, steps, load_s, compile_s = _make_runners(plan)
     warm_up_s = _warm_up(runners) if config.warm_up else 0.0
-    engine = assemble_engine(config, plan, tokenizer, runners)
+    engine = assemble_engine(config, plan, tokenizer, runners, proposer)
     ledger = _make_ledger(config, plan, steps, resident_before)
     total_s = time.monotonic() - start
     logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.needs.weights / (1 << 30), load_s)
@@ -110,16 +118,21 @@ def start_engine(config: EngineConfig) -> StartedEngine:
 
 
 def assemble_engine(
-    config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None, runners: Iterable[Runner]
+    config: EngineConfig,
+    plan: EnginePlan,
+    tokenizer: Tokenizer | None,
+    runners: Iterable[Runner],
+    proposer: DraftProposer | None = None,
 ) -> Engine:
     """The engine in front of its runners, one for each data slice."""
     program = plan.programs[0]
-    scheduling = SchedulerLimits(plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
+    threshold, max_draft_tokens = config.long_prefill_token_threshold, plan.buckets.max_samples - 1
+    limits = SchedulerLimits(plan.max_num_seqs, plan.max_num_batched_tokens, threshold, max_draft_tokens)
     depth = 1 if config.async_scheduling is False else 2
     replicas = []
     for runner in runners:
         allocator = PageAllocator(program.num_pages, program.page_size, keeps_free_pages=config.enable_prefix_caching)
-        replicas.append(Replica(Scheduler(scheduling, allocator), runner, depth))
+        replicas.append(Replica(Scheduler(limits, allocator, proposer), runner, depth))
     return Engine(replicas, make_admission(config, plan, tokenizer), seed=config.seed, counter=CompileCounter())
 
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxserve.engine.batch import BatchBuilder
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.compiled_steps import CompiledSteps
 from jaxserve.engine.plan import ON_DEVICE, PageGrant, Row, Sampling, SlotSetup, StepPlan
@@ -189,3 +190,18 @@ def test_a_token_stays_while_the_drafts_before_it_are_what_was_sampled(seed: int
         latest = max(sum(map(bool, stays)), 1) - 1
         assert np.asarray(found.is_latest)[first : first + count].nonzero()[0].tolist() == [latest]
     assert num_samples + num_padding == len(rows)
+
+
+def test_a_position_after_drafts_is_the_least_it_can_be() -> None:
+    """So that a page counts as shared by all rows only where it is full whatever stays."""
+    builder = BatchBuilder(2, TABLE_PAGES, 8, 40)
+    shape = BatchShape(num_tokens=8, num_rows=2, table_pages=TABLE_PAGES, decode_only=False, max_samples=4)
+    builder.apply(StepPlan(0, [SlotSetup(1, Sampling(), 40)], [PageGrant(1, 0, [3, 4])], []))
+    starts = []
+    for row in (Row(1, 5, [9, 8, 7, 6], 4), Row(1, ON_DEVICE, [ON_DEVICE, 5], 2), Row(1, ON_DEVICE, [ON_DEVICE], 1)):
+        plan = StepPlan(0, [], [], [row])
+        starts += builder.starts.of(plan).tolist()
+        buffer = builder.build(plan, shape, 0)
+    field = shape.fields["num_shared_pages"]
+    assert starts == [5, 6, 7] and buffer[field.start] == 1, "eight tokens fill a page"
+    assert builder.starts.of(StepPlan(0, [], [], [Row(1, 9, [1], 1)])).tolist() == [9]

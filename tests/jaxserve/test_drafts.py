@@ -7,6 +7,7 @@ from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.plan import ON_DEVICE, Row, Sampling, SchedulerLimits, StepPlan
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
+from jaxserve.sampling_options import OptionValues
 
 
 class Counting:
@@ -87,7 +88,7 @@ def test_sequences_whose_masks_the_host_makes_get_no_drafts() -> None:
     scheduler = make_scheduler()
     add(scheduler, "a", constraint=AllowsAll())
     add(scheduler, "b", sampling=Sampling(banned_ids=(2,), banned_until=9))
-    add(scheduler, "c", sampling=Sampling(bad_ids=(2,), presence_penalty=1.0))
+    add(scheduler, "c", sampling=Sampling(OptionValues(presence_penalty=1.0), bad_ids=(2,)))
     start(scheduler)
     assert [row.num_samples for row in scheduled(scheduler).rows] == [1, 1, 4]
 

@@ -68,7 +68,7 @@ def give(
         sampled.append((sequence, row, [token]))
     owners = {sample.sequence.sequence_id: (request, sample) for sample in request.samples}
     delivery = deliver(sampled, owners, scores, None, now)
-    for _, sample, stop_string in delivery.stopped:
+    for _, sample, stop_string, _ in delivery.stopped:
         sample.sequence.finish_reason, sample.sequence.stop_reason = "stop", stop_string
 
 

@@ -379,7 +379,7 @@ def test_a_preempted_sequence_finds_what_is_left_of_it_and_is_not_counted_again(
 
 def test_a_rollback_drops_tokens_and_samples_others_after_those_that_are_left():
     scheduler = make_scheduler()
-    sequence = make_sequence("a", 6, 8, sampling=Sampling(presence_penalty=1.0))
+    sequence = make_sequence("a", 6, 8, sampling=Sampling(OptionValues(presence_penalty=1.0)))
     scheduler.add(sequence)
     device = Device(scheduler)
     for _ in range(5):
