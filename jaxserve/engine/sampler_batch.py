@@ -53,7 +53,7 @@ class SamplerShape(NamedTuple):
 
     Attributes:
         num_rows: R, sequences.
-        num_samples: S, tokens sampled; equal to ``num_rows`` where a row samples one.
+        num_samples: Tokens sampled; equal to ``num_rows`` where a row samples one.
         max_samples: Most tokens that a row samples: one, and one for each draft.
         num_arguments: Numbers of each row for the engine's logits processors.
     """
@@ -98,12 +98,12 @@ class SamplerBatch(NamedTuple):
     """
 
     inputs: SamplerInputs
-    sampled_slots: Int[Array, " S"]
+    sampled_slots: Int[Array, " samples"]
     num_rows: Int[Array, ""]
     variant: Int[Array, ""]
     verification: Verification | None = None
 
-    def mask_of_samples(self, mask: Int[Array, "R words"]) -> Int[Array, "S words"]:
+    def mask_of_samples(self, mask: Int[Array, "R words"]) -> Int[Array, "samples words"]:
         """Return the mask of each sample, given that of each row."""
         return _of_samples(mask, self.verification)
 

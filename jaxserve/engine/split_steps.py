@@ -43,7 +43,7 @@ class ModelOutput(NamedTuple):
         sums: See ``StepOutput``.
     """
 
-    logits: Float[Array, "S V"]
+    logits: Float[Array, "samples V"]
     sampler_part: Int[Array, " size"]
     prompt: PromptTokens | None
     sums: Float[Array, "R D"] | None
@@ -61,7 +61,7 @@ class SamplerOutput(NamedTuple):
 
     latest: LatestTokens
     tables: SlotTables | None
-    tokens: Int[Array, " S"]
+    tokens: Int[Array, " samples"]
     logprobs: TokenLogprobs
 
 
@@ -138,7 +138,7 @@ def trace_sampler(program: ModelProgram, shape: SamplerShape) -> jax.stages.Trac
     counts_drafts = shape.max_samples > 1
 
     def sampler(
-        logits: Float[Array, "S V"],
+        logits: Float[Array, "samples V"],
         latest: LatestTokens,
         tables: SlotTables,
         part: Int[Array, " size"],
@@ -146,11 +146,11 @@ def trace_sampler(program: ModelProgram, shape: SamplerShape) -> jax.stages.Trac
     ) -> SamplerOutput:
         batch = unpack_sampler(part, shape)
 
-        def greedy() -> tuple[Int[Array, " S"], TokenLogprobs]:
+        def greedy() -> tuple[Int[Array, " samples"], TokenLogprobs]:
             nothing = no_logprobs(num_samples, settings.max_logprobs, tables.tracked_ids.shape[1])
             return settings.argmax.argmax(logits, batch.num_rows), nothing
 
-        def chosen() -> tuple[Int[Array, " S"], TokenLogprobs]:
+        def chosen() -> tuple[Int[Array, " samples"], TokenLogprobs]:
             return sample_rows(_unchanged, logits, mask, tables, batch, batch.variant, settings, tile)
 
         tokens, logprobs = lax.cond(batch.variant == VARIANTS.index("greedy"), greedy, chosen)

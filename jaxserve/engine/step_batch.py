@@ -110,7 +110,7 @@ class StepBatch(NamedTuple):
     targets: Int[Array, " T"]
     attention: AttentionBatch
     slots: Int[Array, " R"]
-    sampled_tokens: Int[Array, " S"]
+    sampled_tokens: Int[Array, " samples"]
     counted_slots: Int[Array, " R"]
     pooled_from: Int[Array, " pooled"]
     carried_slots: Int[Array, " pooled"]

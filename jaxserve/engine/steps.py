@@ -37,7 +37,7 @@ class StepOutput(NamedTuple):
         sums: Hidden states summed up over each row's prompt, where it pools them; None in decode shapes.
     """
 
-    tokens: Int[Array, " S"]
+    tokens: Int[Array, " samples"]
     logprobs: TokenLogprobs
     prompt_logprobs: TokenLogprobs | None
     sums: Float[Array, "R D"] | None
@@ -153,20 +153,20 @@ def run_layers(
 
 
 def sample_rows(
-    score: Callable[[Float[Array, "S n"]], Float[Array, "S V"]],
-    rows: Float[Array, "S n"],
+    score: Callable[[Float[Array, "samples n"]], Float[Array, "samples V"]],
+    rows: Float[Array, "samples n"],
     mask: Int[Array, "R words"],
     tables: SlotTables,
     batch: SamplerBatch,
     variant: str | Int[Array, ""],
     settings: SamplerSettings,
     tile: int | None,
-) -> tuple[Int[Array, " S"], TokenLogprobs]:
+) -> tuple[Int[Array, " samples"], TokenLogprobs]:
     """Tokens and logprobs of samples, a tile at a time; ``score`` makes a tile's logits."""
 
     numbers, structure = jax.tree.flatten(batch.inputs)
 
-    def sampled_rows(rows: Float[Array, "S n"], mask: Int[Array, "S words"], *numbers: Array) -> Any:
+    def sampled_rows(rows: Float[Array, "samples n"], mask: Int[Array, "samples words"], *numbers: Array) -> Any:
         inputs = jax.tree.unflatten(structure, numbers)
         return sample(score(rows), inputs, mask, tables, variant, settings)
 
@@ -178,10 +178,12 @@ class KeptState(NamedTuple):
 
     latest: LatestTokens
     tables: SlotTables
-    tokens: Int[Array, " S"]
+    tokens: Int[Array, " samples"]
 
 
-def keep_tokens(latest: LatestTokens, tables: SlotTables, batch: SamplerBatch, tokens: Int[Array, " S"]) -> KeptState:
+def keep_tokens(
+    latest: LatestTokens, tables: SlotTables, batch: SamplerBatch, tokens: Int[Array, " samples"]
+) -> KeptState:
     """Set the latest token of each slot after a step that sampled ``tokens``, and count drafts that were right."""
     slots = batch.sampled_slots
     if batch.verification is not None:

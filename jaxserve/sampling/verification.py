@@ -24,16 +24,16 @@ class Verification(NamedTuple):
         followed: The token it is sampled after: its row's latest, for the first sample of a row, or a draft.
     """
 
-    rows: Int[Array, " S"]
-    followed: Int[Array, " S"]
+    rows: Int[Array, " samples"]
+    followed: Int[Array, " samples"]
 
-    def drafts_before(self, max_drafts: int) -> Int[Array, "S drafts"]:
+    def drafts_before(self, max_drafts: int) -> Int[Array, "samples drafts"]:
         """Return the drafts of the same row up to each sample, at most ``max_drafts``, padded with ``NOWHERE``."""
         place, first = jnp.arange(len(self.rows)), self._firsts()
         drafts = place[:, None] - jnp.arange(max_drafts)
         return jnp.where(drafts > first[:, None], self.followed[jnp.maximum(drafts, 0)], NOWHERE)
 
-    def keep(self, tokens: Int[Array, " S"]) -> "KeptTokens":
+    def keep(self, tokens: Int[Array, " samples"]) -> "KeptTokens":
         """Return which of the sampled ``tokens`` stay; no token (below 0) stays, nor does what comes after it."""
         first = self._firsts()
         is_first = first == jnp.arange(len(tokens))
@@ -43,7 +43,7 @@ class Verification(NamedTuple):
         goes_on = jnp.roll(stays & ~is_first, -1).at[-1].set(False)
         return KeptTokens(stays, (stays | is_first) & ~goes_on)
 
-    def _firsts(self) -> Int[Array, " S"]:
+    def _firsts(self) -> Int[Array, " samples"]:
         """The first sample of each sample's row."""
         place = jnp.arange(len(self.rows), dtype=jnp.int32)
         starts = jnp.append(True, self.rows[1:] != self.rows[:-1])
@@ -58,5 +58,5 @@ class KeptTokens(NamedTuple):
         is_latest: Whether it is the last of its row that stays; the first sample of a row where none does.
     """
 
-    stays: Bool[Array, " S"]
-    is_latest: Bool[Array, " S"]
+    stays: Bool[Array, " samples"]
+    is_latest: Bool[Array, " samples"]

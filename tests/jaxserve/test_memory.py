@@ -141,6 +141,16 @@ def plan_stories(directory: Path, **settings: Any) -> EnginePlan:
     return plan_engine(EngineConfig.from_arguments(str(directory), block_size=8, max_num_seqs=4, **settings))
 
 
+def test_logits_are_planned_for_every_sample(without_weights: Path) -> None:
+    """A row with drafts has one more for each, but never more than the step has tokens."""
+    config = EngineConfig(model=str(without_weights), max_num_seqs=4, max_num_batched_tokens=16)
+    plans = [plan_engine(config, max_draft_tokens) for max_draft_tokens in (0, 2, 9)]
+    least, some, most = (plan.needs.temporaries for plan in plans)
+    logits = 4 * 4 * plans[0].config.vocab_size
+    assert (some - least, most - least) == (2 * 4 * logits, 12 * logits)
+    assert [plan.buckets.max_samples for plan in plans] == [1, 3, 10]
+
+
 def test_the_memory_error_comes_before_the_weights(without_weights: Path) -> None:
     with pytest.raises(MemoryPlanError, match="max_model_len=512 tokens needs 64 KV pages"):
         LLM(str(without_weights), block_size=8, num_gpu_blocks_override=63)
