@@ -12,6 +12,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.kernel_choice import choose_kernels, choose_step_truncation
+from jaxserve.engine.kv_window import KVWindow, longest_window
 from jaxserve.engine.memory import (
     MemoryNeeds,
     ask_for_gpu_memory,
@@ -34,6 +35,8 @@ from sharding.mesh import Device
 from sharding.plan import bytes_per_device
 
 logger = logging.getLogger(__name__)
+
+_STEPS_IN_FLIGHT = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +119,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     programs = [dataclasses.replace(program, mesh=slice_, num_pages=num_pages) for slice_ in (first, *others)]
     multiple = program.row_tile or _fewest_rows(device, policy)
     limits, skips = (max_num_seqs, max_num_batched_tokens), policy.linear == kernel.name == "native"
-    buckets = Buckets.make(*limits, needs.request_pages, multiple, config.compile_sizes, skips, max_samples)
+    buckets = Buckets.make(*limits, needs.table_pages, multiple, config.compile_sizes, skips, max_samples)
     return EnginePlan(
         directory=directory,
         config=model,
@@ -197,6 +200,8 @@ def _memory_needs(
     token = 3 * abstract.layer_width
     samples = min(program.num_slots * max_samples, max_num_batched_tokens)
     itemsize = jnp.dtype(program.policy.activations).itemsize
+    window = longest_window(spec.window for spec in abstract.kv_specs)
+    step_tokens = max_num_batched_tokens + _STEPS_IN_FLIGHT * max_samples
     return MemoryNeeds(
         weights=weights,
         page=page,
@@ -205,6 +210,7 @@ def _memory_needs(
         max_model_len=max_model_len,
         max_num_seqs=program.num_slots,
         slots=program.slot_state_bytes,
+        window=None if window is None else KVWindow(window, program.page_size, step_tokens),
     )
 
 

@@ -6,10 +6,15 @@ may read it: a layer writes all its keys and values before it attends. Copies al
 are pages of steps planned before (``PrefixCache.settle``). A context only ever grows: steps in flight of a sequence
 that has ended write behind the tokens that the cache knows of.
 
+Where all layers have a sliding window, a sequence gives back the pages that none of its next tokens sees, and a cached
+context is one whose pages within the window are there. What the page table has in place of the others is masked, and
+still a page of the sequence's own: no other request's values come near.
+
 Only tokens that are final enter the cache: those that the host knows. What steps in flight may have written after them
 (``num_computed`` counts it) does not; and a rollback takes out of the cache what it drops.
 """
 
+from jaxserve.engine.kv_window import KVWindow
 from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.plan import PageCopy
 from jaxserve.engine.prefix_cache import PartialHit, pack_tokens
@@ -24,15 +29,23 @@ class ContextPages:
         num_hit_tokens: Those of them found.
     """
 
-    def __init__(self, allocator: PageAllocator):
+    def __init__(self, allocator: PageAllocator, window: KVWindow | None = None):
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._allocator = allocator
+        self._window = window
         self._cache = allocator.cache
         self._page_size = allocator.page_size
 
+    def most_pages(self, num_tokens: int) -> int:
+        """Pages that a context of ``num_tokens`` tokens holds at most."""
+        num_pages = self._allocator.pages_for(num_tokens)
+        return num_pages if self._window is None else min(num_pages, self._window.max_pages)
+
     def take(self, sequence: Sequence) -> list[PageCopy] | None:
-        """Gives a waiting sequence pages for all its tokens, cached ones where there are; its last token is computed.
+        """Gives a waiting sequence pages for its tokens, cached ones where there are; its last token is computed.
+
+        They are for all its tokens, but where a window will give pages back for those at the end.
 
         Returns:
             What is copied before the step, one page or none; None, and nothing taken, where too few pages are free.
@@ -41,30 +54,55 @@ class ContextPages:
         root = self._cache.root_key(sequence.cache_root)
         if sequence.page_keys[:1] != [root]:
             sequence.page_keys = [root]
-        shared = self._find_shared(sequence) if sequence.reads_cache else []
-        partial = self._find_partial(sequence, len(shared)) if sequence.reads_cache else None
+        num_shared, shared = self._find_shared(sequence) if sequence.reads_cache else (0, [])
+        partial = self._find_partial(sequence, num_shared) if sequence.reads_cache else None
         if partial is not None:
             allocator.touch(partial.page)
-        pages = allocator.allocate_behind(shared, allocator.pages_for(len(sequence.token_ids)) - len(shared))
+        num_unseen = num_shared - len(shared)
+        end = min(allocator.pages_for(len(sequence.token_ids)), num_unseen + self.most_pages(len(sequence.token_ids)))
+        pages = allocator.allocate_behind(shared, end - num_shared)
         if pages is None:
             return None
         num_copied = 0 if partial is None else partial.num_tokens
-        sequence.pages = pages
-        sequence.num_registered_pages = len(shared)
-        sequence.num_computed = len(shared) * self._page_size + num_copied
+        sequence.pages = [pages[0]] * num_unseen + pages
+        sequence.num_released_pages = num_unseen
+        sequence.num_registered_pages = num_shared
+        sequence.num_computed = num_shared * self._page_size + num_copied
         self._count(sequence)
-        if partial is None or partial.page == pages[len(shared)]:
+        if partial is None or partial.page == sequence.pages[num_shared]:
             return []
-        return [PageCopy(partial.page, pages[len(shared)])]
+        return [PageCopy(partial.page, sequence.pages[num_shared])]
 
-    def grow(self, sequence: Sequence) -> bool:
-        """Gives a decoding sequence one more page; returns whether one was free."""
+    def grow(self, sequence: Sequence) -> int | None:
+        """Gives a sequence one more page, and takes those out of sight.
+
+        Returns:
+            The index of the first page that is another than before; None where no page is free.
+        """
+        num_released = sequence.num_released_pages
+        self._release_unseen(sequence)
         pages = self._allocator.allocate(1)
         if pages is None:
-            return False
+            return None
         sequence.pages += pages
-        self.note_room(sequence)
-        return True
+        if sequence.decodes_until:
+            self.note_room(sequence)
+        return len(sequence.pages) - 1 if sequence.num_released_pages == num_released else 0
+
+    def reach(self, sequence: Sequence, end: int) -> tuple[int, int | None]:
+        """Gives a sequence pages for its tokens up to position ``end``, as far as there are.
+
+        Returns:
+            The position up to which it has pages, ``end`` at most; and the index of the first page that is another
+            than before, None where all are the same.
+        """
+        first: int | None = None
+        while len(sequence.pages) * self._page_size < end:
+            changed = self.grow(sequence)
+            if changed is None:
+                break
+            first = changed if first is None else min(first, changed)
+        return min(end, len(sequence.pages) * self._page_size), first
 
     def shrink(self, sequence: Sequence) -> None:
         """Free the pages of a decoding sequence past its tokens, known and pending."""
@@ -91,7 +129,7 @@ class ContextPages:
                 keys.append(self._cache.key(keys[index], content))
             self._cache.add(sequence.pages[index], keys[index], content, keys[index + 1])
             sequence.num_registered_pages = index + 1
-        if with_last and num_left:
+        if with_last and num_left and num_full >= sequence.num_released_pages:
             content = self._content(sequence, num_full, num_tokens)
             self._cache.add(sequence.pages[num_full], keys[num_full], content)
 
@@ -100,12 +138,13 @@ class ContextPages:
         return (sequence.num_registered_pages + 1) * self._page_size
 
     def release(self, sequence: Sequence) -> None:
-        """Takes a running sequence's pages; what it computed stays in the cache while its pages are not needed."""
+        """Takes a sequence's pages, if it has any; what it computed stays in the cache while they are not needed."""
         if sequence.finish_reason != "error" and self._allocator.keeps_free_pages:
             num_known = min(sequence.num_computed, len(sequence.token_ids))
             self.register(sequence, num_known, with_last=True)
-        self._allocator.free(sequence.pages)
+        self._allocator.free(sequence.pages[sequence.num_released_pages :])
         sequence.pages = []
+        sequence.num_released_pages = 0
         sequence.num_registered_pages = 0
         sequence.num_computed = 0
         sequence.decodes_until = 0
@@ -132,17 +171,40 @@ class ContextPages:
             self.num_queried_tokens += sequence.num_prompt_tokens
             self.num_hit_tokens += sequence.num_cached_tokens
 
-    def _find_shared(self, sequence: Sequence) -> list[int]:
-        """Cached pages that a sequence's context begins with; they leave at least one token to compute."""
-        keys, shared = sequence.page_keys, list[int]()
+    def _release_unseen(self, sequence: Sequence) -> None:
+        """Take the pages that no token of a sequence sees from the first on whose place may still change."""
+        if self._window is None:
+            return
+        first = self._window.first_page(min(sequence.num_computed, len(sequence.token_ids) - 1))
+        first = min(first, len(sequence.pages) - 1)
+        if first <= sequence.num_released_pages:
+            return
+        self.register(sequence, first * self._page_size)
+        self._allocator.free(sequence.pages[sequence.num_released_pages : first])
+        sequence.pages[:first] = [sequence.pages[first]] * first
+        sequence.num_released_pages = first
+
+    def _find_shared(self, sequence: Sequence) -> tuple[int, list[int]]:
+        """The number of cached pages that a sequence's context begins with, and those that its next token sees.
+
+        They leave at least one token to compute.
+        """
+        keys, found, num_shared, num_in_row = sequence.page_keys, list[int](), 0, 0
         for index in range((len(sequence.token_ids) - 1) // self._page_size):
             if len(keys) == index + 1:
                 keys.append(self._cache.key(keys[index], self._content(sequence, index)))
             page = self._cache.find(keys[index + 1])
-            if page is None:
+            if page is None and self._window is None:
                 break
-            shared.append(page)
-        return shared
+            found.append(-1 if page is None else page)
+            num_in_row = 0 if page is None else num_in_row + 1
+            if index + 1 - self._first_seen(index + 1) <= num_in_row:
+                num_shared = index + 1
+        return num_shared, found[self._first_seen(num_shared) : num_shared]
+
+    def _first_seen(self, num_pages: int) -> int:
+        """The first page that is seen by the token behind ``num_pages`` full pages."""
+        return 0 if self._window is None else self._window.first_page(num_pages * self._page_size)
 
     def _find_partial(self, sequence: Sequence, num_shared: int) -> PartialHit | None:
         """A page to copy behind the shared ones."""

@@ -74,6 +74,6 @@ def drop_rejected(plan: StepPlan, flight: Flight, tokens: list[list[int]], pages
 def _reserve(sequence: Sequence, num_drafts: int, draft: PlanDraft, pages: ContextPages) -> int:
     """Get pages for the drafts of a sequence; return how many drafts have room in its pages and its length."""
     end = min(sequence.num_computed + num_drafts, sequence.max_length - 1)
-    while end > sequence.decodes_until and pages.grow(sequence):
-        draft.add_grant(sequence, len(sequence.pages) - 1)
+    if end > sequence.decodes_until:
+        draft.add_grant(sequence, pages.reach(sequence, end)[1])
     return min(end, sequence.decodes_until) - sequence.num_computed

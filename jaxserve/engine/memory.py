@@ -6,6 +6,7 @@ import dataclasses
 import os
 from pathlib import Path
 
+from jaxserve.engine.kv_window import KVWindow
 from jaxserve.errors import MemoryPlanError
 from sharding.mesh import Device
 
@@ -28,6 +29,7 @@ class MemoryNeeds:
         page_size: Tokens a page.
         max_model_len: Longest context.
         max_num_seqs: Most sequences at once.
+        window: What no layer looks beyond, where all have a sliding window.
     """
 
     weights: int
@@ -37,11 +39,17 @@ class MemoryNeeds:
     max_model_len: int
     max_num_seqs: int
     slots: int = 0
+    window: KVWindow | None = None
+
+    @property
+    def table_pages(self) -> int:
+        """Pages that the longest context is long."""
+        return -(-self.max_model_len // self.page_size)
 
     @property
     def request_pages(self) -> int:
-        """Pages of one request of the longest length."""
-        return -(-self.max_model_len // self.page_size)
+        """Pages that one request of the longest length holds at most."""
+        return self.table_pages if self.window is None else min(self.table_pages, self.window.max_pages)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,19 +61,22 @@ class MemoryLedger:
     num_pages: int
     page_size: int
     max_model_len: int
+    request_pages: int
     device: str
 
     def __str__(self) -> str:
         width = max(len(name) for name, _ in self.lines)
         rows = [f"  {name:<{width}}  {size / GIB:8.3f} GiB" for name, size in self.lines]
         tokens = self.num_pages * self.page_size
-        request = -(-self.max_model_len // self.page_size) * self.page_size
+        request = self.request_pages * self.page_size
+        window = f"Sliding window: a request holds pages of {request:,} tokens at most"
         return "\n".join(
             [
                 f"Memory of each {self.device} device:",
                 *rows,
                 f"  {'total':<{width}}  {self.total / GIB:8.3f} GiB",
                 f"{self.device} KV cache size: {tokens:,} tokens",
+                *([window] if request < self.max_model_len else []),
                 f"Maximum concurrency for {self.max_model_len:,} tokens per request: {tokens / request:.2f}x",
             ]
         )
@@ -171,7 +182,8 @@ def plan_pages(
 
 def longest_that_fits(needs: MemoryNeeds, *, left: int) -> int:
     """Tokens of the longest single request whose pages fit into ``left`` bytes."""
-    return min(needs.max_model_len, left // needs.page * needs.page_size)
+    num_pages = left // needs.page
+    return needs.max_model_len if num_pages >= needs.request_pages else num_pages * needs.page_size
 
 
 def _default_pages(needs: MemoryNeeds, left: int, platform: str, pool_bytes: int | None) -> int:

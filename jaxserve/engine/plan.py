@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxserve.engine.kv_window import KVWindow
 from jaxserve.sampling_options import Effect, OptionValues, has_effect
 
 
@@ -59,12 +60,14 @@ class SchedulerLimits(NamedTuple):
         max_num_batched_tokens: Most query tokens, at least one for each row.
         long_prefill_token_threshold: Most query tokens of one prompt, so that other prompts run beside it; 0: no limit.
         max_draft_tokens: Most drafts of one row.
+        window: What no layer looks beyond, where all have a sliding window.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     long_prefill_token_threshold: int = 0
     max_draft_tokens: int = 0
+    window: KVWindow | None = None
 
 
 class SlotSetup(NamedTuple):

@@ -85,8 +85,10 @@ class PlanDraft:
         self.add_grant(sequence, 0)
         self._copies += copies
 
-    def add_grant(self, sequence: Sequence, first: int) -> None:
-        """A sequence has new pages from index ``first`` on."""
+    def add_grant(self, sequence: Sequence, first: int | None) -> None:
+        """A sequence has new pages from index ``first`` on; None: it has none."""
+        if first is None:
+            return
         self._grants.append(PageGrant(sequence.slot, first, sequence.pages[first:]))
 
     def add_mask(self, sequence: Sequence) -> str | None:

@@ -2,8 +2,8 @@
 
 Sequences are in order of priority, then of arrival. Every running sequence that decodes takes a row in each step;
 chunks of prompts fill what is left of the token budget (chunked prefill, arXiv:2308.16369). The first that waits is
-admitted when pages for its whole context are there, so that only decoding ever needs more; when none is left, the last
-running sequence gives its pages up and is computed again later (preemption by recompute). The first running sequence is
+admitted when pages for its whole context are there, or for what a sliding window keeps of it; when none is left to go
+on, the last running sequence gives its pages up and is computed again later (preemption by recompute). The first is
 never the victim of another, and a pool always holds the longest sequence it accepts: so one can always go on.
 
 Steps overlap: a plan is made before the tokens of the plan before are known. A sequence counts such tokens as pending;
@@ -38,7 +38,7 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator, proposer: DraftProposer | None = None):
         self.limits = limits
         self.allocator = allocator
-        self.pages = ContextPages(allocator)
+        self.pages = ContextPages(allocator, limits.window)
         self._queues = SequenceQueues(limits.max_num_seqs)
         self.waiting, self.running = self._queues.waiting, self._queues.running
         self.admitted: list[Sequence] = []
@@ -57,8 +57,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Takes a new sequence and its followers; its pages at ``max_length`` must fit the pool."""
         for one in (sequence, *sequence.followers):
-            needed = self.allocator.pages_for(one.max_length)
-            assert needed <= self.allocator.num_pages, f"{needed} pages needed, the pool has {self.allocator.num_pages}"
+            assert self.pages.most_pages(one.max_length) <= self.allocator.num_pages, "too long for the pool"
             self._queues.number(one)
         self._queues.wait(sequence)
 
@@ -70,8 +69,10 @@ class Scheduler:
         self.num_decode_rows += (num_decodes := len(draft.rows))
         budget = self.limits.max_num_batched_tokens - num_decodes
         for sequence in draft.half_prompts:
-            if budget > 0:
-                budget -= self._schedule_chunk(sequence, budget, draft)
+            budget -= self._schedule_chunk(sequence, budget, draft) if budget > 0 else 0
+        while draft.half_prompts and not draft.rows and not self._in_flight:  # each waits for pages of the others
+            self._preempt_last(draft)
+            budget -= self._schedule_chunk(self.running[0], budget, draft)
         self.admitted = []
         if not draft.preempts:
             self._admit(budget, draft)
@@ -133,7 +134,8 @@ class Scheduler:
             sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         if not is_first:
             return
-        self._leave(sequence)
+        self.pages.release(sequence)
+        self._queues.leave(sequence)
         self._queues.wait(*sequence.release_followers())
 
     def rollback(self, sequence: Sequence, length: int) -> None:
@@ -161,10 +163,9 @@ class Scheduler:
     def _append(self, sequence: Sequence, tokens: list[int]) -> list[int]:
         """Append tokens that may have consequences; return those up to the one that finishes the sequence."""
         kept, ending = append_tokens(sequence, tokens, self.pages)
-        if ending is None:
-            self._queues.wait(*sequence.release_followers())
-        else:
+        if ending is not None:
             self.finish(sequence, ending.reason, ending.stop_reason)
+        self._queues.wait(*sequence.release_followers())
         return kept
 
     def _schedule_decodes(self, draft: PlanDraft) -> None:
@@ -198,17 +199,20 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, draft: PlanDraft) -> bool:
         """One more page; the last running sequences give theirs up for it. False where this one had to."""
-        while not self.pages.grow(sequence):
-            draft.preempts = True
-            if self._preempt_last() is sequence:
+        while (first := self.pages.grow(sequence)) is None:
+            if self._preempt_last(draft) is sequence:
                 return False
-        draft.add_grant(sequence, len(sequence.pages) - 1)
+        draft.add_grant(sequence, first)
         return True
 
     def _schedule_chunk(self, sequence: Sequence, budget: int, draft: PlanDraft) -> int:
-        """The next chunk of a sequence's known tokens, at most ``budget``; returns its length."""
+        """The next chunk of a sequence's known tokens, at most ``budget``; returns its length (0: no page is free)."""
         start = sequence.num_computed
         end = min(len(sequence.token_ids), start + min(budget, self.limits.long_prefill_token_threshold or budget))
+        end, first = self.pages.reach(sequence, end)
+        draft.add_grant(sequence, first)
+        if end <= start:
+            return 0
         samples = draft.add_chunk(sequence, end)
         sequence.num_computed = end
         self.pages.register(sequence, end, with_last=samples)
@@ -231,9 +235,9 @@ class Scheduler:
             draft.add_setup(sequence, copies)
             budget -= self._schedule_chunk(sequence, budget, draft)
 
-    def _preempt_last(self) -> Sequence:
+    def _preempt_last(self, draft: PlanDraft) -> Sequence:
         """Preempt the last running sequence, and return it."""
-        victim = self.running[-1]
+        draft.preempts, victim = True, self.running[-1]
         self._requeue(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
@@ -241,10 +245,6 @@ class Scheduler:
 
     def _requeue(self, sequence: Sequence) -> None:
         """Take slot and pages of a running sequence; it waits in its place to be computed again."""
-        self._leave(sequence)
-        self._queues.wait(sequence)
-
-    def _leave(self, sequence: Sequence) -> None:
-        if sequence.slot >= 0:
-            self.pages.release(sequence)
+        self.pages.release(sequence)
         self._queues.leave(sequence)
+        self._queues.wait(sequence)

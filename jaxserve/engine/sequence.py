@@ -36,7 +36,8 @@ class Sequence:
         followers: Further samples of the same prompt; the scheduler adds them once this one's prompt is computed.
         num_cached_tokens: Tokens of its context found in the prefix cache when it was first admitted; -1 before.
         slot: Place on the device; -1 while it waits.
-        pages: Pages of its context, in order.
+        pages: Pages of its context, in order; in place of those given back, the first that is not.
+        num_released_pages: Its first pages, which a sliding window has given back.
         num_computed: Tokens whose keys and values are in pages, those of launched steps included, as if no draft were
             wrong.
         num_pending: Tokens sampled by launched steps that the host does not know yet, counted in the same way; a vector
@@ -70,6 +71,7 @@ class Sequence:
     num_cached_tokens: int = -1
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list[int])
+    num_released_pages: int = 0
     num_computed: int = 0
     num_pending: int = 0
     decodes_until: int = 0

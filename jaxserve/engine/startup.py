@@ -126,10 +126,9 @@ def assemble_engine(
 ) -> Engine:
     """The engine in front of its runners, one for each data slice."""
     program = plan.programs[0]
-    threshold, max_draft_tokens = config.long_prefill_token_threshold, plan.buckets.max_samples - 1
-    limits = SchedulerLimits(plan.max_num_seqs, plan.max_num_batched_tokens, threshold, max_draft_tokens)
-    depth = 1 if config.async_scheduling is False else 2
-    replicas = []
+    sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
+    limits = SchedulerLimits(*sizes, plan.buckets.max_samples - 1, plan.needs.window)
+    depth, replicas = 1 if config.async_scheduling is False else 2, []
     for runner in runners:
         allocator = PageAllocator(program.num_pages, program.page_size, keeps_free_pages=config.enable_prefix_caching)
         replicas.append(Replica(Scheduler(limits, allocator, proposer), runner, depth))
@@ -246,5 +245,6 @@ def _make_ledger(
         num_pages=program.num_pages * len(plan.programs),
         page_size=program.page_size,
         max_model_len=plan.max_model_len,
+        request_pages=plan.needs.request_pages,
         device="CPU" if device.platform == "cpu" else device.platform.upper(),
     )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.engine.kv_window import KVWindow
 from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.plan import ON_DEVICE, Row, SchedulerLimits, StepPlan
 from jaxserve.engine.prefix_cache import TOKEN_BYTES
@@ -34,8 +35,9 @@ class Pages:
     Rows take what came before them from the pages, never from the scheduler; a token is drawn from its context.
     """
 
-    def __init__(self, num_pages: int, page_size: int):
+    def __init__(self, num_pages: int, page_size: int, window: int | None):
         self.page_size = page_size
+        self.window = window
         self.held: list[list[Context]] = [[()] * page_size for _ in range(num_pages)]
         self.slots: dict[int, Slot] = {}
         self.draws: dict[Sequence, int] = {}
@@ -74,7 +76,8 @@ class Pages:
 
     def _sample(self, row: Row, slot: Slot, context: Context) -> list[int]:
         """Check what the row reads; draw after each of its last tokens while the one before it is what was drawn."""
-        for position in range(len(context)):
+        first = len(context) - len(row.token_ids)  # where the row starts
+        for position in range(self.first_seen(first), len(context)):
             assert self.at(slot.pages, position) == context[: position + 1], "a row reads another context"
         drawn: list[int] = []
         for end in range(len(context) + 1 - row.num_samples, len(context) + 1):
@@ -83,6 +86,10 @@ class Pages:
             drawn.append(self.draw(slot.sequence, context[:end]))
             slot.token, slot.position = drawn[-1], end
         return drawn
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a query at a position sees."""
+        return 0 if self.window is None else max(0, position + 1 - self.window)
 
     def at(self, pages: list[int], position: int) -> Context:
         """What the pages of a context hold at a position of it."""
@@ -98,13 +105,17 @@ class Events:
         max_num_seqs = int(rng.integers(1, 6))
         num_pages, page_size = int(rng.integers(4, 20)), int(rng.choice([1, 2, 4]))
         self.allocator = PageAllocator(num_pages, page_size, keeps_free_pages=rng.random() < 0.8)
-        limits = SchedulerLimits(
-            max_num_seqs, max_num_seqs + int(rng.integers(0, 16)), max_draft_tokens=int(rng.choice([0, 1, 4]))
-        )
+        max_tokens, max_drafts = max_num_seqs + int(rng.integers(0, 16)), int(rng.choice([0, 1, 4]))
+        window = None
+        if rng.random() < 0.5:
+            window = KVWindow(int(rng.integers(2, 12)), page_size, max_tokens + 3 * (1 + max_drafts))
+        limits = SchedulerLimits(max_num_seqs, max_tokens, max_draft_tokens=max_drafts, window=window)
+        self.window = window
         self.scheduler = Scheduler(limits, self.allocator, self)
-        self.pages = Pages(num_pages, page_size)
+        self.pages = Pages(num_pages, page_size, None if window is None else window.num_tokens)
         self.depth = depth
-        self.room = num_pages * page_size
+        is_bounded = window is not None and window.max_pages <= num_pages
+        self.room = num_pages * page_size * (3 if is_bounded else 1)
         self.sequences: list[Sequence] = []
         self.in_flight: list[tuple[StepPlan, list[list[int]]]] = []
         self.counts: collections.Counter[str] = collections.Counter()
@@ -207,11 +218,17 @@ class Events:
         holders = [0] * self.allocator.num_pages
         for sequence in self.scheduler.running:
             num_final = min(sequence.num_computed, len(sequence.token_ids))
-            for position in range(num_final):
+            first = self.pages.first_seen(min(sequence.num_computed, len(sequence.token_ids) - 1))
+            for position in range(first, num_final):
                 held = self.pages.at(sequence.pages, position)
                 assert list(held) == sequence.token_ids[: position + 1], sequence.sequence_id
-            for page in sequence.pages:
+            num_released = sequence.num_released_pages
+            assert sequence.pages[:num_released] == sequence.pages[num_released : num_released + 1] * num_released
+            for page in sequence.pages[num_released:]:
                 holders[page] += 1
+            self.counts["released"] += num_released
+            if self.window is not None:
+                assert len(sequence.pages) - num_released <= self.window.max_pages
             most = max(sequence.num_computed + 1, len(sequence.token_ids))
             assert len(sequence.pages) <= self.allocator.pages_for(most), "pages past all tokens"
         assert all(not sequence.pages and not sequence.num_computed for sequence in self.scheduler.waiting)
@@ -266,4 +283,5 @@ def test_random_events_meet_what_they_are_meant_to() -> None:
     counts = sum((run.counts for run in runs), collections.Counter())
     for name in ("rolled back", "accepted", "rejected", "device start"):
         assert counts[name] > 100, counts
+    assert counts["released"] > 100, counts
     assert counts["in flight"] > 10 and counts["cut"] > 10, counts
