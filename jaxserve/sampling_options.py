@@ -1,8 +1,8 @@
 """The numeric options of sampling, a row each: all that must know every one of them is derived from this table.
 
-``SamplingParams`` has a field of the same name, with its default and what it means to a user. The row says the rest:
-the checks of all surfaces, the fields of requests and of ``generation_config.json``, the numbers that a plan carries,
-the arrays that the sampler reads, and which steps must do the option's work come from it.
+``SamplingParams`` has a field of the same name, with its default and what it means to a user. From the row come the
+validation in the Python API and both servers, the fields of requests and of ``generation_config.json``, the numbers
+that a plan carries, the arrays that the sampler reads, and which steps must do the option's work.
 """
 
 import collections
@@ -31,9 +31,9 @@ class Effect(enum.Enum):
     DRAW = "draw"
     """How a row with a temperature draws its token: without a temperature it changes nothing and is made neutral."""
     LOGITS = "logits"
-    """Which token is the likeliest."""
+    """The logits, and so which token is the most likely."""
     PENALTY = "penalty"
-    """The same, by the tokens so far: the device counts them."""
+    """The logits, by the tokens so far: the device counts them."""
 
 
 class SamplingOption(NamedTuple):

@@ -36,7 +36,8 @@ from sharding.plan import bytes_per_device
 
 logger = logging.getLogger(__name__)
 
-_STEPS_IN_FLIGHT = 2
+STEPS_IN_FLIGHT = 2
+"""Steps that run ahead of the host, with asynchronous scheduling."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,7 +202,7 @@ def _memory_needs(
     samples = min(program.num_slots * max_samples, max_num_batched_tokens)
     itemsize = jnp.dtype(program.policy.activations).itemsize
     window = longest_window(spec.window for spec in abstract.kv_specs)
-    step_tokens = max_num_batched_tokens + _STEPS_IN_FLIGHT * max_samples
+    step_tokens = max_num_batched_tokens + STEPS_IN_FLIGHT * max_samples
     return MemoryNeeds(
         weights=weights,
         page=page,

@@ -10,7 +10,7 @@ class KVWindow(NamedTuple):
     Attributes:
         num_tokens: Latest tokens that a query sees, itself included.
         page_size: Tokens a page.
-        num_step_tokens: Most tokens that a context has pages for behind the first query whose step is not complete.
+        num_step_tokens: Most tokens by which the steps that are not complete can extend a context.
     """
 
     num_tokens: int

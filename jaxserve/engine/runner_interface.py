@@ -15,7 +15,7 @@ class StepResult(NamedTuple):
     Attributes:
         tokens: The tokens of each row; none for a row that does not sample, or whose logits are NaN or all masked.
         logprobs: Those of the samples, where a row asked for any; see ``StepPlan.first_samples``.
-        prompt_logprobs: Those of the prompt tokens behind each query token, where a chunk asked for any.
+        prompt_logprobs: Logprobs of the prompt token after each query token, where a chunk asked for any.
         sums: [R, D] float32, hidden states summed up over each row's prompt, where a chunk completes any.
     """
 
@@ -38,7 +38,7 @@ class Runner(Protocol):
         ...
 
     def collect(self, handle: int) -> StepResult:
-        """Waits for a step, once for each, and returns what came of it; raises what it failed with."""
+        """Waits for a step and returns its result, or raises its error; called once for each handle."""
         ...
 
     def weights(self) -> dict[str, np.ndarray]:

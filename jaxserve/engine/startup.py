@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.admission import Admission
-from jaxserve.engine.build import EnginePlan, load_params, plan_engine
+from jaxserve.engine.build import STEPS_IN_FLIGHT, EnginePlan, load_params, plan_engine
 from jaxserve.engine.compilation_cache import use_compilation_cache
 from jaxserve.engine.compiled_steps import CompiledSteps, num_programs
 from jaxserve.engine.drafts import DraftProposer
@@ -128,7 +128,7 @@ def assemble_engine(
     program = plan.programs[0]
     sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
     limits = SchedulerLimits(*sizes, plan.buckets.max_samples - 1, plan.needs.window)
-    depth, replicas = 1 if config.async_scheduling is False else 2, []
+    depth, replicas = 1 if config.async_scheduling is False else STEPS_IN_FLIGHT, []
     for runner in runners:
         allocator = PageAllocator(program.num_pages, program.page_size, keeps_free_pages=config.enable_prefix_caching)
         replicas.append(Replica(Scheduler(limits, allocator, proposer), runner, depth))

@@ -19,18 +19,17 @@ class VocabEmbedding(nnx.Module):
     def __init__(self, vocab_size: int, hidden_size: int, *, scope: Scope):
         parallel = scope.parallel
         recipe, parts = padded_rows(scope, "weight", vocab_size, hidden_size), (parallel.parts(parallel.vocab), 1)
-        self.weight, self.stored = weight(recipe, ("vocab", "embed"), parts, scope)
-        self.vocab_size, self.num_rows = vocab_size, self.stored.local[0]
+        self.weight = weight(recipe, ("vocab", "embed"), parts, scope)
+        self.vocab_size, self.num_rows = vocab_size, recipe.shape[0] // parts[0]
         self.mesh_axis, self.dtype = parallel.vocab, scope.policy.activations_dtype
 
     def __call__(self, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Embeddings of token ids; each device looks up the rows it has."""
-        table = self.weight.get_value()
         if self.mesh_axis is None:
-            return rows(self.stored, table, tokens).astype(self.dtype)
+            return rows(self.weight, tokens).astype(self.dtype)
         local = tokens - axis_index(self.mesh_axis) * self.num_rows
         mine = (local >= 0) & (local < self.num_rows)
-        found = jnp.where(mine[:, None], rows(self.stored, table, jnp.where(mine, local, 0)), 0)
+        found = jnp.where(mine[:, None], rows(self.weight, jnp.where(mine, local, 0)), 0)
         return all_reduce(found.astype(jnp.float32), self.mesh_axis).astype(self.dtype)
 
     def logits(
@@ -41,5 +40,5 @@ class VocabEmbedding(nnx.Module):
         Nothing is said of rows from ``num_rows`` on, where that is given.
         """
         fused = Fused(norm=fused_norm(norm))
-        scores = matmul(self.stored, self.weight.get_value(), hidden, fused=fused, num_rows=num_rows)
+        scores = matmul(self.weight, hidden, fused=fused, num_rows=num_rows)
         return all_gather(scores, self.mesh_axis, 1)[:, : self.vocab_size]

@@ -40,7 +40,7 @@ class ColumnParallelLinear(nnx.Module):
         scope: Scope,
     ):
         recipe, parts = stack_rows(scope, rows, "weight", inner), (scope.parallel.parts(mesh_axis), 1)
-        self.weight, self.stored = weight(recipe, (outer_axis, "embed"), parts, scope, activation is not None)
+        self.weight = weight(recipe, (outer_axis, "embed"), parts, scope, activation is not None)
         self.bias = vector(stack_rows(scope, rows, "bias"), outer_axis, scope) if bias else None
         self.activation, self.dtype = activation, scope.policy.activations_dtype
 
@@ -50,7 +50,7 @@ class ColumnParallelLinear(nnx.Module):
         """Compute a device's outputs from the normed rows; of ``num_rows`` rows alone where that is given."""
         bias = None if self.bias is None else self.bias[...]
         fused = Fused(norm=fused_norm(norm), bias=bias, activation=self.activation)
-        return matmul(self.stored, self.weight.get_value(), x, fused=fused, num_rows=num_rows).astype(self.dtype)
+        return matmul(self.weight, x, fused=fused, num_rows=num_rows).astype(self.dtype)
 
 
 class RowParallelLinear(nnx.Module):
@@ -76,7 +76,7 @@ class RowParallelLinear(nnx.Module):
         scope: Scope,
     ):
         recipe, parts = whole(scope.at("weight").module, (outer, inner)), (1, scope.parallel.parts(mesh_axis))
-        self.weight, self.stored = weight(recipe, ("embed", inner_axis), parts, scope)
+        self.weight = weight(recipe, ("embed", inner_axis), parts, scope)
         self.bias = vector(whole(scope.at("bias").module, (outer,)), "embed", scope) if bias else None
         self.mesh_axis, self.dtype = mesh_axis, scope.policy.activations_dtype
 
@@ -90,11 +90,10 @@ class RowParallelLinear(nnx.Module):
     ) -> Float[Array, "T outer"]:
         """Compute ``residual + scale * (x @ W.T + b)``, of ``num_rows`` rows alone where that is given."""
         bias = None if self.bias is None else self.bias[...]
-        value = self.weight.get_value()
         if self.mesh_axis is None:
             fused = Fused(bias=bias, scale=scale, residual=residual)
-            return matmul(self.stored, value, x, fused=fused, num_rows=num_rows).astype(self.dtype)
-        partial = matmul(self.stored, value, x, fused=Fused(), num_rows=num_rows)
+            return matmul(self.weight, x, fused=fused, num_rows=num_rows).astype(self.dtype)
+        partial = matmul(self.weight, x, fused=Fused(), num_rows=num_rows)
         y = all_reduce(partial, self.mesh_axis)
         y = (y if bias is None else y + bias.astype(jnp.float32)).astype(self.dtype)
         y = y if scale == 1.0 else y * scale

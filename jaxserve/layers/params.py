@@ -94,7 +94,7 @@ def stack_rows(scope: Scope, rows: Sequence[Rows], tensor: str, width: int | Non
     for device in range(size):
         for each in rows:
             units = each.num_rows // each.unit
-            if not Split(units, "", may_repeat=True).fits(size):
+            if units % size and size % units:
                 raise ConfigError(f"{scope.at(each.module).module}: {size} devices cannot share {units} parts")
             count = max(1, units // size) * each.unit
             start = each.start + device * units // size * each.unit
@@ -106,7 +106,7 @@ def stack_rows(scope: Scope, rows: Sequence[Rows], tensor: str, width: int | Non
 
 
 def padded_rows(scope: Scope, tensor: str, count: int, width: int) -> TensorRecipe:
-    """A tensor [count, width] with zero rows behind it, up to a multiple of the number of devices."""
+    """A tensor [count, width], padded with zero rows to a multiple of the number of devices."""
     size = scope.parallel.size
     name = scope.at(tensor).module
     padded = -(-count // size) * size
@@ -127,7 +127,7 @@ def vector(recipe: TensorRecipe, axis: str, scope: Scope, fill: float = 0.0) -> 
 
 def weight(
     recipe: TensorRecipe, axes: tuple[str, str], parts: tuple[int, int], scope: Scope, is_gated: bool = False
-) -> tuple[nnx.Param[Any], Weight]:
+) -> nnx.Param[Any]:
     """A weight [out, in] that is multiplied with, kept by the scope's storage method; zeros before it is loaded.
 
     Args:
@@ -138,7 +138,7 @@ def weight(
         is_gated: Whether it is multiplied with an activation.
 
     Returns:
-        The parameter, whose value holds the method's arrays, and what the method needs to multiply with it.
+        The parameter: its value is the method's array, or all of them by name; ``storage.matmul`` multiplies with it.
     """
     outer, inner = recipe.shape
     policy = scope.policy
@@ -146,4 +146,4 @@ def weight(
     arrays = load_method(policy.storage).arrays(what)
     value = {name: jnp.zeros(array.shape, array.dtype) for name, array in arrays.items()}
     only = value["weight"] if list(value) == ["weight"] else value
-    return nnx.Param(only, axes=axes, recipe=recipe, weight=what), what
+    return nnx.Param(only, axes=axes, recipe=recipe, weight=what)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.linear import Fused
@@ -106,23 +107,21 @@ def load_method(name: str) -> StorageMethod:
     return cast(StorageMethod, importlib.import_module(METHODS[name]))
 
 
-def arrays_of(value: Any) -> Arrays:
-    """The arrays that a stored weight's parameter holds, by name."""
-    return value if isinstance(value, Mapping) else {"weight": value}
-
-
 def matmul(
-    weight: Weight,
-    value: Any,
-    x: Float[Array, "T inner"],
-    *,
-    fused: Fused,
-    num_rows: Int[Array, ""] | None = None,
+    param: nnx.Param[Any], x: Float[Array, "T inner"], *, fused: Fused, num_rows: Int[Array, ""] | None = None
 ) -> Float[Array, "T results"]:
-    """One device's product with a stored weight, from its parameter's value; see :class:`StorageMethod`."""
-    return load_method(weight.method).matmul(weight, arrays_of(value), x, fused=fused, num_rows=num_rows)
+    """One device's product with a stored weight; see :class:`StorageMethod`."""
+    weight: Weight = param.get_metadata("weight")
+    return load_method(weight.method).matmul(weight, _arrays(param), x, fused=fused, num_rows=num_rows)
 
 
-def rows(weight: Weight, value: Any, indices: Int[Array, " T"]) -> Float[Array, "T inner"]:
-    """Rows of one device's part of a stored weight, from its parameter's value."""
-    return load_method(weight.method).rows(weight, arrays_of(value), indices)
+def rows(param: nnx.Param[Any], indices: Int[Array, " T"]) -> Float[Array, "T inner"]:
+    """Rows of one device's part of a stored weight; see :class:`StorageMethod`."""
+    weight: Weight = param.get_metadata("weight")
+    return load_method(weight.method).rows(weight, _arrays(param), indices)
+
+
+def _arrays(param: nnx.Param[Any]) -> Arrays:
+    """The arrays that a stored weight's parameter holds, by name."""
+    value = param.get_value()
+    return value if isinstance(value, Mapping) else {"weight": value}

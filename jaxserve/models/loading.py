@@ -91,7 +91,6 @@ def load_weights(directory: Path, model: AbstractModel) -> tuple[jax.Array, ...]
                 {
                     path: Stored(param.fill, {array: model.params[array] for array in param.arrays})
                     for path, param in logical.items()
-                    if param.stored is not None
                 },
             )
     return tuple(arrays[path] for path in model.params)

@@ -37,7 +37,7 @@ class Olmo2Layer(DecoderLayer):
 
     @property
     def has_fused_norms(self) -> bool:
-        """No kernel computes a norm behind a product."""
+        """No kernel fuses a norm that follows a product."""
         return False
 
     def projected(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:

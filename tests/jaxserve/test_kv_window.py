@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from jaxserve import LLM, MemoryPlanError, SamplingParams
 from jaxserve.config import EngineConfig
@@ -16,9 +14,9 @@ from jaxserve.engine.context_pages import ContextPages
 from jaxserve.engine.kv_window import KVWindow, longest_window
 from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.sequence import Sequence
-from jaxserve.layers.parallel import Scope
-from jaxserve.models.abstract import abstract_model
-from jaxserve.models.loading import load_model, read_model_config
+from jaxserve.models.loading import load_model
+from pallas_kernels.native_library import unavailable
+from tests.random_checkpoint import write_checkpoint
 
 WINDOW, PAGE_SIZE, CHUNK, MAX_LENGTH = 12, 8, 16, 128
 CONFIG: dict[str, Any] = {
@@ -43,17 +41,13 @@ SETTINGS: dict[str, Any] = {
 }
 REQUEST_PAGES = (WINDOW + CHUNK + 2 - 2) // PAGE_SIZE + 2
 
+needs_native = pytest.mark.skipif(unavailable() is not None, reason=f"needs native kernels: {unavailable()}")
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("windowed")
-    (directory / "config.json").write_text(json.dumps(CONFIG))
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    recipes = abstract_model(read_model_config(directory), Scope(), lambda axes: device).recipes
-    shapes = dict(source for recipe in recipes.values() for source in recipe.sources)
-    generator = np.random.default_rng(4)
-    tensors = {name: generator.normal(0.0, 0.5, shape).astype(np.float32) for name, shape in sorted(shapes.items())}
-    save_file(tensors, directory / "model.safetensors")
+    write_checkpoint(directory, CONFIG, seed=4)
     return directory
 
 
@@ -79,17 +73,13 @@ def assert_greedy(checkpoint: Path, texts: list[list[int]], found: list[list[int
         assert tokens == logits[len(text) - 1 : -1].argmax(1).tolist()
 
 
-@pytest.mark.parametrize("kernels", ["xla", "native"])
+@pytest.mark.parametrize("kernels", ["xla", pytest.param("native", marks=needs_native)])
 @pytest.mark.parametrize("num_pages", [REQUEST_PAGES, 3 * REQUEST_PAGES])
 def test_pages_of_the_window_are_enough(checkpoint: Path, num_pages: int, kernels: str) -> None:
     """Contexts of up to 120 tokens in pages of a third of that, one request after the other or all at once."""
     assert num_pages * PAGE_SIZE < 4 * MAX_LENGTH
     settings = SETTINGS | {"num_gpu_blocks_override": num_pages, "kernels": kernels}
-    try:
-        llm = LLM(str(checkpoint), **settings)
-    except ValueError as error:
-        pytest.skip(str(error))
-    with llm:
+    with LLM(str(checkpoint), **settings) as llm:
         found = generated(llm, prompts(), 30)
         assert_greedy(checkpoint, prompts(), found)
         again = [text + tokens[:9] for text, tokens in zip(prompts(), found, strict=True)]

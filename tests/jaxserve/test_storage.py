@@ -1,6 +1,5 @@
 """Storage methods: what is multiplied with, given back and planned."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from jaxserve.engine.program import ModelProgram
 from jaxserve.layers import storage
-from jaxserve.layers.parallel import DtypePolicy, Scope
+from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.layers.storage import Weight, load_method
-from jaxserve.models.abstract import outline
 from jaxserve.models.loading import load_weights, read_model_config
 from tests import int8_storage, switchable
+from tests.random_checkpoint import write_checkpoint
 from tests.tiny_programs import make_program
 
 METHODS = {"plain": storage.METHODS["plain"], "int8": int8_storage.__name__}
@@ -47,13 +45,7 @@ def _methods(monkeypatch: pytest.MonkeyPatch, switchable_family: None) -> None:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """Random tensors of a model that uses a norm of each kind."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    module = outline(read_model_config(tmp_path), Scope())
-    program = make_program(module.config)
-    generator = np.random.default_rng(3)
-    sources = {name: shape for recipe in program.abstract_model.recipes.values() for name, shape in recipe.sources}
-    tensors = {name: generator.normal(0.0, 0.5, shape).astype(np.float32) for name, shape in sorted(sources.items())}
-    save_file(tensors, tmp_path / "model.safetensors")
+    write_checkpoint(tmp_path, CONFIG, seed=3)
     return tmp_path
 
 

@@ -1,0 +1,24 @@
+"""Checkpoints of random tensors, in the names and shapes that a model's layers declare."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxserve.layers.parallel import Scope
+from jaxserve.models.abstract import abstract_model
+from jaxserve.models.loading import read_model_config
+
+
+def write_checkpoint(directory: Path, config: dict[str, Any], seed: int) -> None:
+    """Writes ``config.json`` and the tensors; the same for a seed."""
+    (directory / "config.json").write_text(json.dumps(config))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    recipes = abstract_model(read_model_config(directory), Scope(), lambda axes: device).recipes
+    shapes = dict(source for recipe in recipes.values() for source in recipe.sources)
+    generator = np.random.default_rng(seed)
+    tensors = {name: generator.normal(0.0, 0.5, shape).astype(np.float32) for name, shape in sorted(shapes.items())}
+    save_file(tensors, directory / "model.safetensors")
