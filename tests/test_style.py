@@ -118,20 +118,21 @@ def test_no_global_statements() -> None:
 
 def test_only_the_scheduler_changes_sequences() -> None:
     """``Sequence`` itself, the scheduler, and its parts: tokens that are appended, drafts, pages, order."""
-    owners = {"scheduler.py", "context_growth.py", "context_pages.py", "drafts.py", "queues.py", "sequence.py"}
+    parts = {"context_cache.py", "context_growth.py", "context_pages.py", "drafts.py", "queues.py"}
+    owners = {"scheduler.py", "sequence.py", *parts}
     fields = {
         node.target.id
         for node in ast.walk(syntax_tree(REPOSITORY / "jaxserve/engine/sequence.py"))
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
-    assert {"token_ids", "finish_reason"} <= fields
+    assert {"token_ids", "finish_reason", "num_released"} <= fields
     assert_none(
         [
             place(path, target.lineno)
             for path, node in nodes("jaxserve")
             if path.name not in owners
             for target in changed_attributes(node)
-            if target.attr in fields and re.search(r"(^|[._])(sequence|follower)$", ast.unparse(target.value))
+            if target.attr in fields and re.search(r"(^|[._])(sequence|follower|table)$", ast.unparse(target.value))
         ]
     )
 

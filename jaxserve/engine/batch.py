@@ -26,6 +26,7 @@ class BatchBuilder:
         page_size: Tokens a page.
         num_pages: Usable pages; the null page is the one behind them.
         neutral_arguments: What the engine's logits processors read of requests that give them nothing.
+        num_tables: Page tables of each slot.
     """
 
     def __init__(
@@ -35,13 +36,14 @@ class BatchBuilder:
         page_size: int,
         num_pages: int,
         neutral_arguments: Sequence[float] = (),
+        num_tables: int = 1,
     ):
         self.page_size = page_size
         self.num_pages = num_pages
         self.num_slots = num_slots
         self.neutral_arguments = tuple(neutral_arguments)
         self.starts = RowStarts(num_slots)
-        self.page_table = np.full((num_slots, table_pages), num_pages, np.int32)
+        self.page_tables = np.full((num_tables, num_slots, table_pages), num_pages, np.int32)
         self.lengths = np.zeros(num_slots, np.int32)
         self.numbers = np.zeros((len(SLOT_NUMBERS) + len(self.neutral_arguments), num_slots), np.int32)
         floats = self.numbers.view(np.float32)
@@ -58,7 +60,7 @@ class BatchBuilder:
     def apply(self, plan: StepPlan) -> None:
         """Takes over what the plan says of slots."""
         for slot, sampling, final_length, token_ids, _ in plan.setups:
-            self.page_table[slot] = self.num_pages
+            self.page_tables[:, slot] = self.num_pages
             self.lengths[slot] = final_length
             self._set_numbers(slot, sampling)
             has_penalties = sampling.has_penalties
@@ -70,8 +72,8 @@ class BatchBuilder:
                 or len(sampling.tracked_ids) > 0
                 or sampling.arguments not in ((), self.neutral_arguments)
             )
-        for slot, first, pages in plan.grants:
-            self.page_table[slot, first : first + len(pages)] = pages
+        for slot, first, pages, table in plan.grants:
+            self.page_tables[table, slot, first : first + len(pages)] = pages
 
     def build(self, plan: StepPlan, shape: BatchShape, variant: int) -> np.ndarray:
         """The step's buffer, int32, padded to ``shape``."""
@@ -83,7 +85,7 @@ class BatchBuilder:
         ends = lengths.cumsum()
         views["tokens"][:num_tokens] = list(itertools.chain.from_iterable(columns.token_ids))
         views["token_rows"][:num_tokens] = np.arange(num_rows).repeat(lengths)
-        views["page_table"][:num_rows] = self.page_table[slots]
+        views["page_tables"][:, :num_rows] = self.page_tables[:, slots]
         views["starts"][:num_rows] = first
         views["row_limits"][:num_rows] = self.lengths[slots]
         views["query_starts"][:num_rows] = ends - lengths
@@ -96,7 +98,8 @@ class BatchBuilder:
         views["sampled_slots"][:num_rows] = np.where(num_samples, slots, self.num_slots)
         views["counted_slots"][:num_rows] = np.where(starts >= self.counted_from[slots], slots, self.num_slots)
         num_single = num_rows if num_tokens == num_rows else int((lengths != 1).argmax())
-        views["num_shared_pages"][...] = self._num_shared_pages(slots[:num_single], starts[:num_single])
+        single = slots[:num_single], starts[:num_single]
+        views["num_shared_pages"][...] = [self._num_shared_pages(table, *single) for table in self.page_tables]
         if any(columns.targets):
             self._fill_targets(views, columns, ends.tolist())
         if any(columns.pooling):
@@ -132,7 +135,7 @@ class BatchBuilder:
             views = _views(buffer, shape)
             views["token_rows"][...] = shape.num_rows
             views["targets"][...] = -1
-            views["page_table"][...] = self.num_pages
+            views["page_tables"][...] = self.num_pages
             views["slots"][...] = self.num_slots
             views["sampled_slots"][...] = self.num_slots
             views["counted_slots"][...] = self.num_slots
@@ -146,12 +149,12 @@ class BatchBuilder:
             self._paddings[shape] = buffer
         return self._paddings[shape]
 
-    def _num_shared_pages(self, slots: np.ndarray, positions: np.ndarray) -> int:
-        """Return the number of leading pages that all rows of one token have in common, full in each."""
+    def _num_shared_pages(self, page_table: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> int:
+        """Return the number of leading pages that all rows of one token have in common in a table, full in each."""
         num_full = int(positions.min() + 1) // self.page_size if len(slots) else 0
-        if not num_full or (self.page_table[slots, 0] != self.page_table[slots[0], 0]).any():
+        if not num_full or (page_table[slots, 0] != page_table[slots[0], 0]).any():
             return 0  # nearly always
-        table = self.page_table[slots, :num_full]
+        table = page_table[slots, :num_full]
         differs = (table != table[0]).any(0)
         return int(differs.argmax()) if differs.any() else num_full
 

@@ -24,6 +24,7 @@ class Buckets:
         table_pages: M, pages of the longest context.
         multiple: Rows and tokens of every shape are multiples of it.
         max_samples: Most tokens that a row of a mixed step samples: one, and one for each draft.
+        num_tables: Page tables of each row.
     """
 
     decode_rows: tuple[int, ...]
@@ -32,6 +33,7 @@ class Buckets:
     table_pages: int
     multiple: int = 1
     max_samples: int = 1
+    num_tables: int = 1
 
     @classmethod
     def make(
@@ -43,6 +45,7 @@ class Buckets:
         compile_sizes: Mapping[str, Sequence[int]] | None = None,
         skips_padding: bool = False,
         max_samples: int = 1,
+        num_tables: int = 1,
     ) -> "Buckets":
         """Take the sizes in ``compile_sizes``, and the default ladder for a kind of step that it leaves out.
 
@@ -63,7 +66,7 @@ class Buckets:
             defaults = _ladder(1, max_num_seqs, few_from), _ladder(smallest, max_num_batched_tokens, 64)
         decode, mixed = (given.get(kind) or sizes for kind, sizes in zip(("decode", "mixed"), defaults, strict=True))
         decode, mixed = (tuple(sorted({_up(size, multiple) for size in sizes})) for sizes in (decode, mixed))
-        return cls(decode, mixed, max_num_seqs, table_pages, multiple, max_samples)
+        return cls(decode, mixed, max_num_seqs, table_pages, multiple, max_samples, num_tables)
 
     def shapes(self) -> list[BatchShape]:
         """Every shape, decode steps first, without the ``scoring_shape``."""
@@ -99,6 +102,7 @@ class Buckets:
             decode_only=decode_only,
             scores_prompt=scores_prompt,
             max_samples=1 if decode_only else self.max_samples,
+            num_tables=self.num_tables,
         )
 
 

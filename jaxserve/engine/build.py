@@ -12,12 +12,11 @@ from jaxserve.config import EngineConfig
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.kernel_choice import choose_kernels, choose_step_truncation
-from jaxserve.engine.kv_window import KVWindow, longest_window
+from jaxserve.engine.kv_window import KVWindow
 from jaxserve.engine.memory import (
     MemoryNeeds,
     ask_for_gpu_memory,
     device_memory_bytes,
-    longest_that_fits,
     plan_pages,
     usable_share,
 )
@@ -97,6 +96,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     is_deterministic = is_invariant if config.deterministic is None else config.deterministic
     _log_determinism(config, is_deterministic, is_invariant)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
+    max_model_len = _max_model_len(config, model)
     program = ModelProgram(
         config=model,
         mesh=first,
@@ -106,6 +106,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
         page_size=page_size,
         num_pages=1,
         num_slots=max_num_seqs,
+        max_model_len=max_model_len,
         row_tile=ROW_TILE if is_deterministic else None,
         max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         logprobs_mode=config.logprobs_mode,
@@ -115,22 +116,29 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     if config.tensor_parallel_size > 1 and program.parallel.size == 1:
         raise ConfigError(f"layout {config.layout!r} does not split over {config.tensor_parallel_size} devices")
     max_samples = 1 + max_draft_tokens
-    needs = _memory_needs(program, _max_model_len(config, model), max_num_batched_tokens, max_samples)
+    needs = _memory_needs(program, max_model_len, max_num_batched_tokens, max_samples)
     needs, num_pages = _fit(config, needs, device, mesh.devices.size)
     programs = [dataclasses.replace(program, mesh=slice_, num_pages=num_pages) for slice_ in (first, *others)]
-    multiple = program.row_tile or _fewest_rows(device, policy)
-    limits, skips = (max_num_seqs, max_num_batched_tokens), policy.linear == kernel.name == "native"
-    buckets = Buckets.make(*limits, needs.table_pages, multiple, config.compile_sizes, skips, max_samples)
     return EnginePlan(
         directory=directory,
         config=model,
         programs=programs,
-        buckets=buckets,
+        buckets=_make_buckets(config, program, needs, max_num_batched_tokens, max_samples),
         needs=needs,
         max_model_len=needs.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
+
+
+def _make_buckets(
+    config: EngineConfig, program: ModelProgram, needs: MemoryNeeds, max_num_batched_tokens: int, max_samples: int
+) -> Buckets:
+    """The batch shapes, for the pages that were planned."""
+    multiple = program.row_tile or _fewest_rows(program.mesh.devices.flat[0], program.policy)
+    skips = program.policy.linear == program.kernel.name == "native"
+    sizes = program.num_slots, max_num_batched_tokens, needs.table_pages
+    return Buckets.make(*sizes, multiple, config.compile_sizes, skips, max_samples, len(needs.windows))
 
 
 def _fewest_rows(device: Device, policy: DtypePolicy) -> int:
@@ -201,7 +209,6 @@ def _memory_needs(
     token = 3 * abstract.layer_width
     samples = min(program.num_slots * max_samples, max_num_batched_tokens)
     itemsize = jnp.dtype(program.policy.activations).itemsize
-    window = longest_window(spec.window for spec in abstract.kv_specs)
     step_tokens = max_num_batched_tokens + STEPS_IN_FLIGHT * max_samples
     return MemoryNeeds(
         weights=weights,
@@ -211,7 +218,10 @@ def _memory_needs(
         max_model_len=max_model_len,
         max_num_seqs=program.num_slots,
         slots=program.slot_state_bytes,
-        window=None if window is None else KVWindow(window, program.page_size, step_tokens),
+        windows=tuple(
+            None if window is None else KVWindow(window, program.page_size, step_tokens)
+            for window in program.kv_layout.windows
+        ),
     )
 
 
@@ -230,7 +240,7 @@ def _fit(config: EngineConfig, needs: MemoryNeeds, device: Device, num_devices: 
     if config.max_model_len == -1:
         one = dataclasses.replace(needs, max_model_len=1)
         pages = plan_pages(dataclasses.replace(one, max_num_seqs=needs.request_pages), **settings)
-        longest = longest_that_fits(needs, left=pages * needs.page)
+        longest = needs.longest_request(pages)
         if longest < needs.max_model_len:
             logger.info(
                 "Auto-fit max_model_len: reduced from %d to %d to fit in available memory", needs.max_model_len, longest

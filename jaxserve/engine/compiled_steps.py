@@ -16,6 +16,7 @@ from jaxserve.engine.slot_programs import copy_arrays, slot_row, trace_copy_page
 from jaxserve.engine.split_steps import SplitStep, trace_model, trace_sampler, trace_scorer
 from jaxserve.engine.step_batch import BatchShape
 from jaxserve.engine.steps import trace_step
+from jaxserve.layers.kv_layout import PoolKind
 
 StepKey = tuple[BatchShape, str]
 """Batch shape and sampler variant of a step; the variant ``any`` is chosen when the step runs."""
@@ -66,14 +67,17 @@ class CompiledSteps:
         self._decode_variants = {variant for shape, variant in self.keys if shape.decode_only}
         self._steps: dict[StepKey, CompiledStep] = {}
         self._set_up: jax.stages.Compiled | None = None
-        self._copy_pages: jax.stages.Compiled | None = None
+        self._copy_pages: dict[PoolKind, jax.stages.Compiled] = {}
 
     def compile(self) -> None:
         """Compiles every program: traced one after the other, compiled on all cores."""
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            small = [_submit(pool, trace(self.program)) for trace in (trace_set_up, trace_copy_pages)]
+            kinds = dict.fromkeys(self.program.kv_layout.pools)
+            set_up = _submit(pool, trace_set_up(self.program))
+            copy_pages = {kind: _submit(pool, trace_copy_pages(self.program, kind)) for kind in kinds}
             self._steps = self._split_steps(pool) if self.platform == "cpu" else self._whole_steps(pool)
-            self._set_up, self._copy_pages = (future.result() for future in small)
+            self._set_up = set_up.result()
+            self._copy_pages = {kind: future.result() for kind, future in copy_pages.items()}
 
     def _whole_steps(self, pool: concurrent.futures.Executor) -> dict[StepKey, CompiledStep]:
         futures = {key: _submit(pool, trace_step(self.program, *key)) for key in self.keys}
@@ -96,11 +100,14 @@ class CompiledSteps:
 
     def prepare(self, state: StepState, setups: Sequence[SlotSetup], copies: Sequence[PageCopy]) -> StepState:
         """The state with slots set up and pages copied; given up as a step gives it up."""
-        assert self._set_up is not None and self._copy_pages is not None
+        assert self._set_up is not None
+        kinds = self.program.kv_layout.pools
         for setup in setups:
             state = state._replace(tables=self._set_up(state.tables, slot_row(setup, self.program.config.vocab_size)))
         for sources, targets in copy_arrays(copies, self.program.num_pages):
-            state = state._replace(pools=tuple(self._copy_pages(pools, sources, targets) for pools in state.pools))
+            pools = zip(kinds, state.pools, strict=True)
+            copied = tuple(self._copy_pages[kind](pool, sources, targets) for kind, pool in pools)
+            state = state._replace(pools=copied)
         return state
 
     def choose(self, plan: StepPlan, variant: str) -> tuple[BatchShape, CompiledStep]:

@@ -26,7 +26,7 @@ def append_tokens(sequence: Sequence, tokens: list[int], pages: ContextPages) ->
             sequence.error = ending.error
             return Growth(tokens[:count], ending)
         if sequence.slot >= 0:
-            pages.register(sequence, len(token_ids) - 1)
+            pages.cache.register(sequence, len(token_ids) - 1)
         if sequence.constraint is None and sequence.repetition is None:
-            sequence.next_check = min(sequence.max_length, pages.page_end(sequence) + 1)
+            sequence.next_check = min(sequence.max_length, pages.cache.page_end(sequence) + 1)
     return Growth(tokens, None)

@@ -6,41 +6,50 @@ may read it: a layer writes all its keys and values before it attends. Copies al
 are pages of steps planned before (``PrefixCache.settle``). A context only ever grows: steps in flight of a sequence
 that has ended write behind the tokens that the cache knows of.
 
-Where all layers have a sliding window, a sequence gives back the pages that none of its next tokens sees, and a cached
-context is one whose pages within the window are there. What the page table has in place of the others is masked, and
-still a page of the sequence's own: no other request's values come near.
+A model may have several page tables (``KVLayout``); a context has pages in each, for the same tokens. Where the layers
+of a table have a sliding window, a sequence gives back the pages there that none of its next tokens sees, and a cached
+context is one whose pages within the window are there. What the table has in place of the others is masked, and still a
+page of the sequence's own: no other request's values come near.
 
 Only tokens that are final enter the cache: those that the host knows. What steps in flight may have written after them
 (``num_computed`` counts it) does not; and a rollback takes out of the cache what it drops.
 """
 
-from jaxserve.engine.kv_window import KVWindow
+import itertools
+from collections.abc import Iterable
+
+from jaxserve.engine.context_cache import ContextCache
+from jaxserve.engine.kv_window import KVWindow, most_pages
 from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.plan import PageCopy
-from jaxserve.engine.prefix_cache import PartialHit, pack_tokens
-from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.plan import PageCopy, PageGrant
+from jaxserve.engine.prefix_cache import PartialHit
+from jaxserve.engine.sequence import HeldPages, Sequence
 
 
 class ContextPages:
     """The scheduler's part that moves pages between an allocator, its cache and sequences, and notes them there.
 
+    Args:
+        allocator: Of the pages of all page tables.
+        windows: For each page table, what its layers see; None for all.
+
     Attributes:
+        cache: What is known of contexts.
         num_queried_tokens: Prompt tokens looked for in the cache, once a sequence.
         num_hit_tokens: Those of them found.
     """
 
-    def __init__(self, allocator: PageAllocator, window: KVWindow | None = None):
+    def __init__(self, allocator: PageAllocator, windows: Iterable[KVWindow | None] = (None,)):
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._allocator = allocator
-        self._window = window
-        self._cache = allocator.cache
+        self._windows = tuple(windows)
+        self.cache = ContextCache(allocator.cache, self._windows)
         self._page_size = allocator.page_size
 
     def most_pages(self, num_tokens: int) -> int:
         """Pages that a context of ``num_tokens`` tokens holds at most."""
-        num_pages = self._allocator.pages_for(num_tokens)
-        return num_pages if self._window is None else min(num_pages, self._window.max_pages)
+        return most_pages(self._allocator.pages_for(num_tokens), self._windows)
 
     def take(self, sequence: Sequence) -> list[PageCopy] | None:
         """Gives a waiting sequence pages for its tokens, cached ones where there are; its last token is computed.
@@ -48,119 +57,106 @@ class ContextPages:
         They are for all its tokens, but where a window will give pages back for those at the end.
 
         Returns:
-            What is copied before the step, one page or none; None, and nothing taken, where too few pages are free.
+            What is copied before the step, a page of each table or none; None, and nothing taken, where too few pages
+            are free.
         """
         allocator = self._allocator
-        root = self._cache.root_key(sequence.cache_root)
-        if sequence.page_keys[:1] != [root]:
-            sequence.page_keys = [root]
-        num_shared, shared = self._find_shared(sequence) if sequence.reads_cache else (0, [])
-        partial = self._find_partial(sequence, num_shared) if sequence.reads_cache else None
-        if partial is not None:
-            allocator.touch(partial.page)
-        num_unseen = num_shared - len(shared)
-        end = min(allocator.pages_for(len(sequence.token_ids)), num_unseen + self.most_pages(len(sequence.token_ids)))
-        pages = allocator.allocate_behind(shared, end - num_shared)
-        if pages is None:
+        self.cache.begin(sequence)
+        num_shared, shared, partial = 0, [list[int]() for _ in self._windows], list[PartialHit]()
+        if sequence.reads_cache:
+            num_shared, shared = self.cache.find_shared(sequence)
+            partial = self.cache.find_partial(sequence, num_shared)
+        for hit in partial:  # in this order they are the last to be taken: none is an earlier table's target
+            allocator.touch(hit.page)
+        num_pages = allocator.pages_for(len(sequence.token_ids))
+        counts = [
+            min(num_pages, num_shared - len(pages) + most_pages(num_pages, [window])) - num_shared
+            for pages, window in zip(shared, self._windows, strict=True)
+        ]
+        taken = allocator.allocate_behind([*itertools.chain(*shared)], sum(counts))
+        if taken is None:
             return None
-        num_copied = 0 if partial is None else partial.num_tokens
-        sequence.pages = [pages[0]] * num_unseen + pages
-        sequence.num_released_pages = num_unseen
+        new = iter(taken[len(taken) - sum(counts) :])
+        sequence.tables = []
+        for pages, count in zip(shared, counts, strict=True):
+            num_unseen, held = num_shared - len(pages), [*pages, *itertools.islice(new, count)]
+            sequence.tables.append(HeldPages([held[0]] * num_unseen + held, num_unseen))
         sequence.num_registered_pages = num_shared
+        num_copied = min((hit.num_tokens for hit in partial), default=0)
         sequence.num_computed = num_shared * self._page_size + num_copied
         self._count(sequence)
-        if partial is None or partial.page == sequence.pages[num_shared]:
-            return []
-        return [PageCopy(partial.page, sequence.pages[num_shared])]
+        pairs = zip(partial, sequence.tables, strict=False)
+        copies = [PageCopy(hit.page, table.pages[num_shared]) for hit, table in pairs]
+        return [copy for copy in copies if copy.source != copy.target]
 
-    def grow(self, sequence: Sequence) -> int | None:
-        """Gives a sequence one more page, and takes those out of sight.
+    def grow(self, sequence: Sequence) -> bool:
+        """Gives a sequence one more page in each table, but where it has more than in others; takes those out of sight.
 
         Returns:
-            The index of the first page that is another than before; None where no page is free.
+            False, and nothing given, where too few pages are free.
         """
-        num_released = sequence.num_released_pages
         self._release_unseen(sequence)
-        pages = self._allocator.allocate(1)
+        num_pages = self._num_pages(sequence)
+        shortest = [table for table in sequence.tables if len(table.pages) == num_pages]
+        pages = self._allocator.allocate(len(shortest))
         if pages is None:
-            return None
-        sequence.pages += pages
+            return False
+        for table, page in zip(shortest, pages, strict=True):
+            table.pages.append(page)
         if sequence.decodes_until:
             self.note_room(sequence)
-        return len(sequence.pages) - 1 if sequence.num_released_pages == num_released else 0
+        return True
 
-    def reach(self, sequence: Sequence, end: int) -> tuple[int, int | None]:
-        """Gives a sequence pages for its tokens up to position ``end``, as far as there are.
+    def reach(self, sequence: Sequence, end: int) -> int:
+        """Gives a sequence pages for its tokens up to position ``end``, as far as there are; returns how far."""
+        while self._num_pages(sequence) * self._page_size < end and self.grow(sequence):
+            pass
+        return min(end, self._num_pages(sequence) * self._page_size)
 
-        Returns:
-            The position up to which it has pages, ``end`` at most; and the index of the first page that is another
-            than before, None where all are the same.
-        """
-        first: int | None = None
-        while len(sequence.pages) * self._page_size < end:
-            changed = self.grow(sequence)
-            if changed is None:
-                break
-            first = changed if first is None else min(first, changed)
-        return min(end, len(sequence.pages) * self._page_size), first
+    def grants(self, sequence: Sequence) -> list[PageGrant]:
+        """What a plan has to tell the device: the pages that are others than before, with those behind them."""
+        grants = [
+            PageGrant(sequence.slot, table.num_granted, table.pages[table.num_granted :], index)
+            for index, table in enumerate(sequence.tables)
+            if table.num_granted < len(table.pages)
+        ]
+        for table in sequence.tables:
+            table.num_granted = len(table.pages)
+        return grants
 
     def shrink(self, sequence: Sequence) -> None:
         """Free the pages of a decoding sequence past its tokens, known and pending."""
         num_kept = self._allocator.pages_for(sequence.num_computed + 1)
-        if num_kept < len(sequence.pages):
-            self._allocator.free(sequence.pages[num_kept:])
-            del sequence.pages[num_kept:]
-            self.note_room(sequence)
+        for table in sequence.tables:
+            self._allocator.free(table.pages[num_kept:])
+            del table.pages[num_kept:]
+            table.num_granted = min(table.num_granted, num_kept)
+        self.note_room(sequence)
 
     def note_room(self, sequence: Sequence) -> None:
         """Notes how far a sequence whose prompt is computed can decode."""
-        sequence.decodes_until = min(len(sequence.pages) * self._page_size, sequence.max_length - 1)
-
-    def register(self, sequence: Sequence, num_tokens: int, with_last: bool = False) -> None:
-        """Notes the pages that the first ``num_tokens`` tokens fill, and with ``with_last`` the one they do not fill.
-
-        The tokens are known, and written by steps planned or being planned.
-        """
-        keys = sequence.page_keys
-        num_full, num_left = divmod(num_tokens, self._page_size)
-        for index in range(sequence.num_registered_pages, num_full):
-            content = self._content(sequence, index)
-            if len(keys) == index + 1:
-                keys.append(self._cache.key(keys[index], content))
-            self._cache.add(sequence.pages[index], keys[index], content, keys[index + 1])
-            sequence.num_registered_pages = index + 1
-        if with_last and num_left and num_full >= sequence.num_released_pages:
-            content = self._content(sequence, num_full, num_tokens)
-            self._cache.add(sequence.pages[num_full], keys[num_full], content)
-
-    def page_end(self, sequence: Sequence) -> int:
-        """Return the length at which the next page of a sequence is full."""
-        return (sequence.num_registered_pages + 1) * self._page_size
+        sequence.decodes_until = min(self._num_pages(sequence) * self._page_size, sequence.max_length - 1)
 
     def release(self, sequence: Sequence) -> None:
         """Takes a sequence's pages, if it has any; what it computed stays in the cache while they are not needed."""
         if sequence.finish_reason != "error" and self._allocator.keeps_free_pages:
             num_known = min(sequence.num_computed, len(sequence.token_ids))
-            self.register(sequence, num_known, with_last=True)
-        self._allocator.free(sequence.pages[sequence.num_released_pages :])
-        sequence.pages = []
-        sequence.num_released_pages = 0
+            self.cache.register(sequence, num_known, with_last=True)
+        pages = itertools.zip_longest(
+            *([-1] * table.num_released + table.held for table in sequence.tables), fillvalue=-1
+        )
+        self._allocator.free([page for page in itertools.chain(*pages) if page >= 0])
+        sequence.tables = []
         sequence.num_registered_pages = 0
         sequence.num_computed = 0
         sequence.decodes_until = 0
 
     def cut(self, sequence: Sequence, length: int) -> None:
         """Drop a sequence's tokens from position ``length`` on, and take the pages that hold any out of the cache."""
-        self.forget(sequence, length)
+        self.cache.forget(sequence, length)
         del sequence.token_ids[length:]
         del sequence.page_keys[1 + length // self._page_size :]
         sequence.next_check = 0
-
-    def forget(self, sequence: Sequence, start: int = 0) -> None:
-        """Take out of the cache what a sequence computed from position ``start`` on, after the pages found at first."""
-        first = max(sequence.num_cached_tokens, start) // self._page_size
-        for index in range(first, len(sequence.page_keys)):
-            self._cache.forget_context(sequence.page_keys[index], self._content(sequence, index))
 
     def _count(self, sequence: Sequence) -> None:
         """Notes how much of a prompt was found when its sequence first got pages."""
@@ -171,48 +167,20 @@ class ContextPages:
             self.num_queried_tokens += sequence.num_prompt_tokens
             self.num_hit_tokens += sequence.num_cached_tokens
 
+    def _num_pages(self, sequence: Sequence) -> int:
+        """The length of a sequence's page tables, as far as all have pages."""
+        return min((len(table.pages) for table in sequence.tables), default=0)
+
     def _release_unseen(self, sequence: Sequence) -> None:
         """Take the pages that no token of a sequence sees from the first on whose place may still change."""
-        if self._window is None:
-            return
-        first = self._window.first_page(min(sequence.num_computed, len(sequence.token_ids) - 1))
-        first = min(first, len(sequence.pages) - 1)
-        if first <= sequence.num_released_pages:
-            return
-        self.register(sequence, first * self._page_size)
-        self._allocator.free(sequence.pages[sequence.num_released_pages : first])
-        sequence.pages[:first] = [sequence.pages[first]] * first
-        sequence.num_released_pages = first
-
-    def _find_shared(self, sequence: Sequence) -> tuple[int, list[int]]:
-        """The number of cached pages that a sequence's context begins with, and those that its next token sees.
-
-        They leave at least one token to compute.
-        """
-        keys, found, num_shared, num_in_row = sequence.page_keys, list[int](), 0, 0
-        for index in range((len(sequence.token_ids) - 1) // self._page_size):
-            if len(keys) == index + 1:
-                keys.append(self._cache.key(keys[index], self._content(sequence, index)))
-            page = self._cache.find(keys[index + 1])
-            if page is None and self._window is None:
-                break
-            found.append(-1 if page is None else page)
-            num_in_row = 0 if page is None else num_in_row + 1
-            if index + 1 - self._first_seen(index + 1) <= num_in_row:
-                num_shared = index + 1
-        return num_shared, found[self._first_seen(num_shared) : num_shared]
-
-    def _first_seen(self, num_pages: int) -> int:
-        """The first page that is seen by the token behind ``num_pages`` full pages."""
-        return 0 if self._window is None else self._window.first_page(num_pages * self._page_size)
-
-    def _find_partial(self, sequence: Sequence, num_shared: int) -> PartialHit | None:
-        """A page to copy behind the shared ones."""
-        content = self._content(sequence, num_shared, len(sequence.token_ids) - 1)
-        return self._cache.find_partial(sequence.page_keys[num_shared], content)
-
-    def _content(self, sequence: Sequence, index: int, num_tokens: int | None = None) -> bytes:
-        """Tokens of a context's page, of the first ``num_tokens`` or of all."""
-        start = index * self._page_size
-        end = start + self._page_size
-        return pack_tokens(sequence.token_ids[start : end if num_tokens is None else min(end, num_tokens)])
+        for table, window in zip(sequence.tables, self._windows, strict=True):
+            if window is None:
+                continue
+            first = window.first_page(min(sequence.num_computed, len(sequence.token_ids) - 1))
+            first = min(first, len(table.pages) - 1)
+            if first <= table.num_released:
+                continue
+            self.cache.register(sequence, first * self._page_size)
+            self._allocator.free(table.pages[table.num_released : first])
+            table.pages[:first] = [table.pages[first]] * first
+            table.num_released, table.num_granted = first, 0

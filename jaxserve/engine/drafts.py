@@ -75,5 +75,6 @@ def _reserve(sequence: Sequence, num_drafts: int, draft: PlanDraft, pages: Conte
     """Get pages for the drafts of a sequence; return how many drafts have room in its pages and its length."""
     end = min(sequence.num_computed + num_drafts, sequence.max_length - 1)
     if end > sequence.decodes_until:
-        draft.add_grant(sequence, pages.reach(sequence, end)[1])
+        pages.reach(sequence, end)
+        draft.add_grants(pages.grants(sequence))
     return min(end, sequence.decodes_until) - sequence.num_computed

@@ -1,11 +1,11 @@
-"""Pages that a sliding window still sees, where every layer of a model has one: the others are given back."""
+"""Pages that a sliding window still sees; a page table whose layers all have one gives the others back."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
 
 class KVWindow(NamedTuple):
-    """What no layer looks beyond.
+    """What no layer of a page table looks beyond.
 
     Attributes:
         num_tokens: Latest tokens that a query sees, itself included.
@@ -27,8 +27,6 @@ class KVWindow(NamedTuple):
         return (self.num_tokens + self.num_step_tokens - 2) // self.page_size + 2
 
 
-def longest_window(windows: Iterable[int | None]) -> int | None:
-    """The longest of the layers' windows; None where a layer sees all tokens."""
-    found = list(windows)
-    known = [window for window in found if window is not None]
-    return max(known) if len(known) == len(found) else None
+def most_pages(num_pages: int, windows: Iterable[KVWindow | None]) -> int:
+    """Pages that a context holds at most which is ``num_pages`` pages long, in page tables with these windows."""
+    return sum(num_pages if window is None else min(num_pages, window.max_pages) for window in windows)

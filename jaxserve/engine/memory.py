@@ -1,12 +1,13 @@
 """Where a device's memory goes: planned before a byte is loaded, and accounted for afterwards."""
 
+import bisect
 import ctypes
 import ctypes.util
 import dataclasses
 import os
 from pathlib import Path
 
-from jaxserve.engine.kv_window import KVWindow
+from jaxserve.engine.kv_window import KVWindow, most_pages
 from jaxserve.errors import MemoryPlanError
 from sharding.mesh import Device
 
@@ -23,13 +24,13 @@ class MemoryNeeds:
 
     Attributes:
         weights: Parameters.
-        page: One KV page over all layers.
+        page: One KV page, in all pools.
         temporaries: Estimate of what the largest step takes while it runs.
         slots: What is kept of running sequences beside their pages.
         page_size: Tokens a page.
         max_model_len: Longest context.
         max_num_seqs: Most sequences at once.
-        window: What no layer looks beyond, where all have a sliding window.
+        windows: For each page table, what its layers see; None for all.
     """
 
     weights: int
@@ -39,7 +40,7 @@ class MemoryNeeds:
     max_model_len: int
     max_num_seqs: int
     slots: int = 0
-    window: KVWindow | None = None
+    windows: tuple[KVWindow | None, ...] = (None,)
 
     @property
     def table_pages(self) -> int:
@@ -49,7 +50,13 @@ class MemoryNeeds:
     @property
     def request_pages(self) -> int:
         """Pages that one request of the longest length holds at most."""
-        return self.table_pages if self.window is None else min(self.table_pages, self.window.max_pages)
+        return most_pages(self.table_pages, self.windows)
+
+    def longest_request(self, num_pages: int) -> int:
+        """Tokens of the longest single request that so many pages hold."""
+        lengths = range(self.table_pages + 1)
+        longest = bisect.bisect_right(lengths, num_pages, key=lambda length: most_pages(length, self.windows)) - 1
+        return min(longest * self.page_size, self.max_model_len)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,22 +69,29 @@ class MemoryLedger:
     page_size: int
     max_model_len: int
     request_pages: int
+    num_tables: int
     device: str
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that all pages hold, of contexts that no sliding window cuts."""
+        return self.num_pages // self.num_tables * self.page_size
 
     def __str__(self) -> str:
         width = max(len(name) for name, _ in self.lines)
         rows = [f"  {name:<{width}}  {size / GIB:8.3f} GiB" for name, size in self.lines]
-        tokens = self.num_pages * self.page_size
-        request = self.request_pages * self.page_size
-        window = f"Sliding window: a request holds pages of {request:,} tokens at most"
+        request = self.request_pages * self.page_size // self.num_tables
+        mean = "" if self.num_tables == 1 else ", on average over the layers"
+        concurrency = self.num_pages / self.request_pages
+        window = f"Sliding window: a request holds pages of {request:,} tokens at most{mean}"
         return "\n".join(
             [
                 f"Memory of each {self.device} device:",
                 *rows,
                 f"  {'total':<{width}}  {self.total / GIB:8.3f} GiB",
-                f"{self.device} KV cache size: {tokens:,} tokens",
+                f"{self.device} KV cache size: {self.num_tokens:,} tokens",
                 *([window] if request < self.max_model_len else []),
-                f"Maximum concurrency for {self.max_model_len:,} tokens per request: {tokens / request:.2f}x",
+                f"Maximum concurrency for {self.max_model_len:,} tokens per request: {concurrency:.2f}x",
             ]
         )
 
@@ -170,7 +184,8 @@ def plan_pages(
             f"kv_cache_memory_bytes={left} fits"
         )
     if num_pages < needs.request_pages:
-        hint = f"max_model_len={num_pages * needs.page_size} would fit; or g" if num_pages else "G"
+        longest = needs.longest_request(num_pages)
+        hint = f"max_model_len={longest} would fit; or g" if longest else "G"
         raise MemoryPlanError(
             f"one request of max_model_len={needs.max_model_len} tokens needs {needs.request_pages} KV pages "
             f"({_gib(needs.request_pages * needs.page)} on each device), but there are {num_pages} "
@@ -178,12 +193,6 @@ def plan_pages(
             "or gpu_memory_utilization"
         )
     return num_pages
-
-
-def longest_that_fits(needs: MemoryNeeds, *, left: int) -> int:
-    """Tokens of the longest single request whose pages fit into ``left`` bytes."""
-    num_pages = left // needs.page
-    return needs.max_model_len if num_pages >= needs.request_pages else num_pages * needs.page_size
 
 
 def _default_pages(needs: MemoryNeeds, left: int, platform: str, pool_bytes: int | None) -> int:

@@ -60,14 +60,14 @@ class SchedulerLimits(NamedTuple):
         max_num_batched_tokens: Most query tokens, at least one for each row.
         long_prefill_token_threshold: Most query tokens of one prompt, so that other prompts run beside it; 0: no limit.
         max_draft_tokens: Most drafts of one row.
-        window: What no layer looks beyond, where all have a sliding window.
+        windows: For each page table, what its layers see; None for all.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     long_prefill_token_threshold: int = 0
     max_draft_tokens: int = 0
-    window: KVWindow | None = None
+    windows: tuple[KVWindow | None, ...] = (None,)
 
 
 class SlotSetup(NamedTuple):
@@ -103,11 +103,12 @@ class SlotMask(NamedTuple):
 
 
 class PageGrant(NamedTuple):
-    """Pages appended to a slot's page table from index ``first`` on."""
+    """Pages of one of a slot's page tables from index ``first`` on."""
 
     slot: int
     first: int
     pages: list[int]
+    table: int = 0
 
 
 class ChunkPooling(NamedTuple):

@@ -77,19 +77,16 @@ class PlanDraft:
         self._masks: list[SlotMask] = []
 
     def add_setup(self, sequence: Sequence, copies: list[PageCopy]) -> None:
-        """A sequence moves into its slot with its pages."""
+        """A sequence moves into its slot."""
         known = list(sequence.token_ids) if sequence.sampling.has_penalties else ()
         self._setups.append(
             SlotSetup(sequence.slot, sequence.sampling, sequence.max_length, known, sequence.num_prompt_tokens)
         )
-        self.add_grant(sequence, 0)
         self._copies += copies
 
-    def add_grant(self, sequence: Sequence, first: int | None) -> None:
-        """A sequence has new pages from index ``first`` on; None: it has none."""
-        if first is None:
-            return
-        self._grants.append(PageGrant(sequence.slot, first, sequence.pages[first:]))
+    def add_grants(self, grants: list[PageGrant]) -> None:
+        """A sequence has new pages."""
+        self._grants += grants
 
     def add_mask(self, sequence: Sequence) -> str | None:
         """Add the tokens that a sequence's constraint, if it has one, allows; return why the constraint failed."""

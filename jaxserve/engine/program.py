@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxserve.config_checks import LOGPROBS_MODES
 from jaxserve.engine.packing import Packing
 from jaxserve.engine.step_batch import LatestTokens
-from jaxserve.layers.attention import KVSpec
+from jaxserve.layers.kv_layout import KVLayout, PoolKind, lay_out_kv
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.models.abstract import AbstractModel, abstract_model
@@ -33,7 +33,7 @@ class StepState(NamedTuple):
     """What the device keeps between steps, given up to each step and got back.
 
     Attributes:
-        pools: Key and value pages of each layer.
+        pools: Key and value pages; see ``KVLayout``.
         latest: Latest token of each slot, and its position.
         tables: What the sampler needs of requests that ask for more than a few numbers.
         sums: Hidden states summed up over each slot's prompt so far, where its request is for a vector.
@@ -58,6 +58,7 @@ class ModelProgram:
         page_size: Tokens a page.
         num_pages: Usable pages.
         num_slots: Sequences that can run at once.
+        max_model_len: Tokens of the longest context; None for no limit.
         row_tile: Rows that are computed together in the deterministic mode, which divides the rows and the tokens of
             every batch shape; None computes all at once.
         max_logprobs: Most alternatives a request can ask for with each token.
@@ -74,6 +75,7 @@ class ModelProgram:
     page_size: int
     num_pages: int
     num_slots: int
+    max_model_len: int | None = None
     row_tile: int | None = None
     max_logprobs: int = MAX_LOGPROBS
     logprobs_mode: str = LOGPROBS_MODES[0]
@@ -116,6 +118,11 @@ class ModelProgram:
         return abstract_model(self.config, scope, lambda axes: self.layout.sharding(self.mesh, *axes))
 
     @functools.cached_property
+    def kv_layout(self) -> KVLayout:
+        """Pools and page tables."""
+        return lay_out_kv(self.abstract_model.kv_specs, self.max_model_len)
+
+    @functools.cached_property
     def packing(self) -> Packing:
         """How the parameters become arguments."""
         return Packing.of(self.abstract_model.params, self.mesh.devices.flat[0].platform)
@@ -149,7 +156,7 @@ class ModelProgram:
 
     def abstract_state(self) -> StepState:
         """Shapes and shardings of what the device keeps between steps."""
-        pools = tuple(self._abstract_pools(spec) for spec in self.abstract_model.kv_specs)
+        pools = tuple(map(self.abstract_pools, self.kv_layout.pools))
         latest = LatestTokens(*[self.whole((self.num_slots,), jnp.int32)] * 2)
         vocabulary = (self.num_slots, self.config.vocab_size)
         tables = SlotTables(
@@ -160,14 +167,14 @@ class ModelProgram:
         sums = self.whole((self.num_slots, self.config.hidden_size), jnp.float32)
         return StepState(pools, latest, tables, sums)
 
-    def _abstract_pools(self, spec: KVSpec) -> Any:
-        """Shapes and shardings of a layer's pools of keys and values."""
-        all_kv_heads = self.parallel.size * spec.num_kv_heads
+    def abstract_pools(self, kind: PoolKind) -> Any:
+        """Shapes and shardings of a pool of keys and one of values."""
+        all_kv_heads = self.parallel.size * kind.num_kv_heads
         structs = []
-        for pool in self.kernel.pool_specs(self.num_pages, self.page_size, all_kv_heads, spec.head_dim):
+        for pool in self.kernel.pool_specs(self.num_pages, self.page_size, all_kv_heads, kind.head_dim):
             axes = ["kv_heads" if i == pool.heads_dimension else None for i in range(len(pool.shape))]
             sharding = self.layout.sharding(self.mesh, *axes)
-            structs.append(jax.ShapeDtypeStruct(pool.shape, jnp.dtype(spec.dtype), sharding=sharding))
+            structs.append(jax.ShapeDtypeStruct(pool.shape, jnp.dtype(kind.dtype), sharding=sharding))
         return tuple(structs)
 
     def empty_state(self) -> StepState:

@@ -62,6 +62,7 @@ class StepRunner:
             program.page_size,
             program.num_pages,
             tuple(program.arguments.values()),
+            steps.buckets.num_tables,
         )
         self._masks = TokenMasks(program.config.vocab_size)
         self._biased_slots: set[int] = set()
@@ -128,7 +129,8 @@ class StepRunner:
         compute as they compute rows of one.
         """
         slot, page, token = 0, 0, 0
-        decode = StepPlan(0, [], [PageGrant(slot, 0, [page])], [Row(slot, 0, [token], 1)])
+        grants = [PageGrant(slot, 0, [page], table) for table in range(self._steps.buckets.num_tables)]
+        decode = StepPlan(0, [], grants, [Row(slot, 0, [token], 1)])
         self._builder.apply(decode)
         self._state = self._steps.prepare(self._state, [SlotSetup(slot, Sampling(), 1)], [PageCopy(page, page)])
         for (shape, variant), step in self._steps.items():

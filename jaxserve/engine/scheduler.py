@@ -38,7 +38,7 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator, proposer: DraftProposer | None = None):
         self.limits = limits
         self.allocator = allocator
-        self.pages = ContextPages(allocator, limits.window)
+        self.pages = ContextPages(allocator, limits.windows)
         self._queues = SequenceQueues(limits.max_num_seqs)
         self.waiting, self.running = self._queues.waiting, self._queues.running
         self.admitted: list[Sequence] = []
@@ -128,7 +128,7 @@ class Scheduler:
         reason "error" (then also if it finished before).
         """
         if reason == "error":
-            self.pages.forget(sequence)
+            self.pages.cache.forget(sequence)
         is_first = sequence.finish_reason is None
         if is_first or replaces:
             sequence.finish_reason, sequence.stop_reason = reason, stop_reason
@@ -199,23 +199,23 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, draft: PlanDraft) -> bool:
         """One more page; the last running sequences give theirs up for it. False where this one had to."""
-        while (first := self.pages.grow(sequence)) is None:
+        while not self.pages.grow(sequence):
             if self._preempt_last(draft) is sequence:
                 return False
-        draft.add_grant(sequence, first)
+        draft.add_grants(self.pages.grants(sequence))
         return True
 
     def _schedule_chunk(self, sequence: Sequence, budget: int, draft: PlanDraft) -> int:
         """The next chunk of a sequence's known tokens, at most ``budget``; returns its length (0: no page is free)."""
         start = sequence.num_computed
         end = min(len(sequence.token_ids), start + min(budget, self.limits.long_prefill_token_threshold or budget))
-        end, first = self.pages.reach(sequence, end)
-        draft.add_grant(sequence, first)
+        end = self.pages.reach(sequence, end)
+        draft.add_grants(self.pages.grants(sequence))
         if end <= start:
             return 0
         samples = draft.add_chunk(sequence, end)
         sequence.num_computed = end
-        self.pages.register(sequence, end, with_last=samples)
+        self.pages.cache.register(sequence, end, with_last=samples)
         if samples:
             self.pages.note_room(sequence)
             sequence.error = draft.add_mask(sequence)

@@ -13,6 +13,26 @@ from jaxserve.pooling_params import Pooling
 from jaxserve.structured_params import RepetitionDetectionParams
 
 
+@dataclasses.dataclass(slots=True)
+class HeldPages:
+    """Pages of a context, in one of the model's page tables.
+
+    Attributes:
+        pages: In the order of the context; in place of those given back, the first that is not.
+        num_released: The first pages, which a sliding window has given back.
+        num_granted: The first pages, which plans have told the device of.
+    """
+
+    pages: list[int]
+    num_released: int = 0
+    num_granted: int = 0
+
+    @property
+    def held(self) -> list[int]:
+        """Those that are not given back."""
+        return self.pages[self.num_released :]
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
     """State of a request, or of one of its ``n`` samples.
@@ -36,8 +56,7 @@ class Sequence:
         followers: Further samples of the same prompt; the scheduler adds them once this one's prompt is computed.
         num_cached_tokens: Tokens of its context found in the prefix cache when it was first admitted; -1 before.
         slot: Place on the device; -1 while it waits.
-        pages: Pages of its context, in order; in place of those given back, the first that is not.
-        num_released_pages: Its first pages, which a sliding window has given back.
+        tables: Pages of its context, one entry for each page table of the model; none while it waits.
         num_computed: Tokens whose keys and values are in pages, those of launched steps included, as if no draft were
             wrong.
         num_pending: Tokens sampled by launched steps that the host does not know yet, counted in the same way; a vector
@@ -45,7 +64,7 @@ class Sequence:
         decodes_until: Position that its pages and its length let it decode up to; 0 while its prompt is computed.
         next_check: Length from which on a new token may be of consequence even where it is no stop token.
         page_keys: Keys of its context's first full pages in the prefix cache, as far as needed, behind the root's.
-        num_registered_pages: Pages of ``pages`` that the prefix cache was told of.
+        num_registered_pages: Full pages that the prefix cache was told of.
         finish_reason: ``stop``, ``length`` or ``abort`` once it has ended.
         stop_reason: Stop string or stop token id that ended it, if one did and it is not an end-of-sequence token.
         num_preemptions: How often it lost its pages.
@@ -70,8 +89,7 @@ class Sequence:
     followers: list["Sequence"] = dataclasses.field(default_factory=list["Sequence"])
     num_cached_tokens: int = -1
     slot: int = -1
-    pages: list[int] = dataclasses.field(default_factory=list[int])
-    num_released_pages: int = 0
+    tables: list[HeldPages] = dataclasses.field(default_factory=list[HeldPages])
     num_computed: int = 0
     num_pending: int = 0
     decodes_until: int = 0

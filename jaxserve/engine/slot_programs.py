@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 
 from jaxserve.engine.plan import PageCopy, SlotSetup
 from jaxserve.engine.program import ModelProgram, shardings
+from jaxserve.layers.kv_layout import PoolKind
 from jaxserve.sampling.penalties import IN_PROMPT, MAX_TRACKED, SlotTables
 
 COPY_CAPACITY = 8
@@ -49,9 +50,9 @@ def slot_row(setup: SlotSetup, vocab_size: int) -> np.ndarray:
     return row
 
 
-def trace_copy_pages(program: ModelProgram) -> jax.stages.Traced:
-    """Traces the copying of pages of one layer: takes (pools, sources, targets); all layers share the program."""
-    pools = program.abstract_state().pools[0]
+def trace_copy_pages(program: ModelProgram, kind: PoolKind) -> jax.stages.Traced:
+    """Traces the copying of pages: takes (pools, sources, targets), for all pools of a kind, one after the other."""
+    pools = program.abstract_pools(kind)
     pages = program.whole((COPY_CAPACITY,), jnp.int32)
 
     def copy(pools: Pools, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> Pools:

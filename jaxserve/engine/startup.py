@@ -127,7 +127,7 @@ def assemble_engine(
     """The engine in front of its runners, one for each data slice."""
     program = plan.programs[0]
     sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
-    limits = SchedulerLimits(*sizes, plan.buckets.max_samples - 1, plan.needs.window)
+    limits = SchedulerLimits(*sizes, plan.buckets.max_samples - 1, plan.needs.windows)
     depth, replicas = 1 if config.async_scheduling is False else STEPS_IN_FLIGHT, []
     for runner in runners:
         allocator = PageAllocator(program.num_pages, program.page_size, keeps_free_pages=config.enable_prefix_caching)
@@ -227,17 +227,16 @@ def _make_ledger(
     weights = plan.needs.weights * copies
     pages = program.pool_bytes * copies
     slots = program.slot_state_bytes * copies
-    temporaries = max(steps.temporary_bytes for steps in all_steps)
+    temporaries = "temporaries of a step, at most", max(steps.temporary_bytes for steps in all_steps)
     if device.platform == "cpu":
         programs = max(0, resident_bytes() - resident_before - weights - pages - slots)
         lines = [("Python and libraries", resident_before), ("weights", weights), ("KV pages", pages)]
         lines.append(("state of running requests", slots))
-        lines += [("compiled programs", programs), ("temporaries of a step, at most", temporaries)]
+        lines += [("compiled programs", programs), temporaries]
         total = sum(size for _, size in lines)
     else:
         total = int(device_memory_bytes(device) * usable_share(device, config.gpu_memory_utilization))
-        lines = [("weights", weights), ("KV pages", pages), ("state of running requests", slots)]
-        lines.append(("temporaries of a step, at most", temporaries))
+        lines = [("weights", weights), ("KV pages", pages), ("state of running requests", slots), temporaries]
         lines.append(("reserve", total - sum(size for _, size in lines)))
     return MemoryLedger(
         lines=tuple(lines),
@@ -246,5 +245,6 @@ def _make_ledger(
         page_size=program.page_size,
         max_model_len=plan.max_model_len,
         request_pages=plan.needs.request_pages,
+        num_tables=len(plan.needs.windows),
         device="CPU" if device.platform == "cpu" else device.platform.upper(),
     )

@@ -7,6 +7,7 @@ cuts it up again on the device. What the sampler reads comes last and lies the s
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ class BatchShape:
         scores_prompt: Prompt tokens get logprobs where asked for.
         max_samples: Most tokens that a row samples: one, and one for each draft.
         num_arguments: Numbers of each row for the engine's logits processors.
+        num_tables: Page tables of each row.
     """
 
     num_tokens: int
@@ -45,6 +47,7 @@ class BatchShape:
     scores_prompt: bool = False
     max_samples: int = 1
     num_arguments: int = 0
+    num_tables: int = 1
 
     @functools.cached_property
     def fields(self) -> dict[str, Field]:
@@ -52,12 +55,13 @@ class BatchShape:
         tokens, rows, scalar = (self.num_tokens,), (self.num_rows,), ()
         shapes = {
             **dict.fromkeys(("tokens", "token_rows", "targets"), tokens),
-            "page_table": (self.num_rows, self.table_pages),
+            "page_tables": (self.num_tables, self.num_rows, self.table_pages),
             **dict.fromkeys(("starts", "row_limits", "query_starts", "query_lens"), rows),
             "sampled_tokens": (self.sampler.num_samples,),
             "counted_slots": rows,
             **dict.fromkeys(("pooled_from", "carried_slots"), (0,) if self.decode_only else rows),
-            **dict.fromkeys(("num_shared_pages", "num_target_tokens"), scalar),
+            "num_shared_pages": (self.num_tables,),
+            "num_target_tokens": scalar,
             **self.sampler.shapes,
         }
         return laid_out(shapes)
@@ -93,7 +97,7 @@ class StepBatch(NamedTuple):
         positions: Position of each token in its context.
         lengths: Most tokens its request can have.
         targets: Prompt token after each token, where its logprob is asked for; else -1.
-        attention: What attention reads.
+        attention: What attention reads, for each page table.
         slots: Slot of each row; out of range for an empty row.
         sampled_tokens: Query token that each sample comes after.
         counted_slots: Slot of each row whose token is to be counted for its penalties; out of range for the others.
@@ -108,7 +112,7 @@ class StepBatch(NamedTuple):
     positions: Int[Array, " T"]
     lengths: Int[Array, " T"]
     targets: Int[Array, " T"]
-    attention: AttentionBatch
+    attention: tuple[AttentionBatch, ...]
     slots: Int[Array, " R"]
     sampled_tokens: Int[Array, " samples"]
     counted_slots: Int[Array, " R"]
@@ -143,12 +147,11 @@ def unpack(
     starts = jnp.where(arrays["starts"] < 0, latest.positions, arrays["starts"])
     token = jnp.where(rows < shape.num_rows, jnp.arange(shape.num_tokens, dtype=jnp.int32), 0)
     positions = _of_rows(starts - arrays["query_starts"], rows) + token
-    pages = arrays["page_table"].at[rows, positions // page_size].get(mode="fill", fill_value=num_pages + 1)
     arrays |= {
         "tokens": jnp.where(tokens < 0, _of_rows(latest.token_ids, rows), tokens),
         "positions": positions,
         "lengths": _of_rows(arrays["row_limits"], rows),
-        "token_pages": pages,
+        "token_pages": positions // page_size,
         "token_offsets": positions % page_size,
         "context_lens": starts + lens,
         "next_positions": starts + lens,
@@ -158,9 +161,20 @@ def unpack(
             "next_positions": positions.at[arrays["sampled_tokens"]].get(mode="clip") + 1,
             "followed": arrays["tokens"].at[arrays["sampled_tokens"]].get(mode="clip"),
         }
-    attention = AttentionBatch(**{name: arrays[name] for name in AttentionBatch._fields})
+    attention = tuple(_of_table(arrays, table, rows, num_pages + 1) for table in range(shape.num_tables))
     others = {name: arrays[name] for name in StepBatch._fields if name in arrays}
     return StepBatch(attention=attention, sampler=make_sampler_batch(arrays, shape.sampler), **others)
+
+
+def _of_table(arrays: Mapping[str, Array], table: int, rows: Int[Array, " T"], padding_page: int) -> AttentionBatch:
+    """What attention reads with one of the page tables; ``token_pages`` are indices in the table as yet."""
+    page_table = arrays["page_tables"][table]
+    own = {
+        "page_table": page_table,
+        "token_pages": page_table.at[rows, arrays["token_pages"]].get(mode="fill", fill_value=padding_page),
+        "num_shared_pages": arrays["num_shared_pages"][table],
+    }
+    return AttentionBatch(**own, **{name: arrays[name] for name in AttentionBatch._fields if name not in own})
 
 
 def sampler_part(buffer: Int[Array, " size"], shape: BatchShape, batch: StepBatch) -> Int[Array, " part"]:

@@ -82,7 +82,8 @@ def attention_settings(program: ModelProgram, shape: BatchShape) -> AttentionSet
     """What is fixed about attention in steps of a shape."""
     tile = program.row_tile
     assert tile is None or (shape.num_rows % tile == 0 and shape.num_tokens % tile == 0), (shape, tile)
-    return AttentionSettings(program.kernel, program.page_size, shape.decode_only, row_tile=program.layer_tile)
+    places = program.kv_layout.places
+    return AttentionSettings(program.kernel, program.page_size, shape.decode_only, program.layer_tile, places)
 
 
 class StepSettings(NamedTuple):
@@ -142,10 +143,9 @@ def run_layers(
 
     Hidden states are summed up ``row_tile`` tokens at a time.
     """
-    first = batch.tokens.at[batch.attention.query_starts].get(mode="clip")
+    first = batch.tokens.at[batch.attention[0].query_starts].get(mode="clip")
     tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, first))
-    pools = list(state.pools)
-    hidden, pools = model.hidden(batch.tokens, batch.positions, batch.lengths, pools, batch.attention, settings)
+    hidden, pools = model.hidden(batch.tokens, batch.positions, batch.lengths, state.pools, batch.attention, settings)
     kept, sums = state.sums, None
     if not settings.decode_only:
         kept, sums = _pooled(model, hidden, kept, batch, row_tile)
@@ -201,7 +201,8 @@ def _pooled(
     model: CausalLM, hidden: Float[Array, "T D"], kept: Float[Array, "slots D"], batch: StepBatch, row_tile: int | None
 ) -> tuple[Float[Array, "slots D"], Float[Array, "R D"]]:
     """The slots' sums of hidden states and those of the rows, with what the step adds."""
-    end = batch.attention.query_starts + batch.attention.query_lens
+    attention = batch.attention[0]
+    end = attention.query_starts + attention.query_lens
     before = kept.at[batch.carried_slots].get(mode="fill", fill_value=0)
     sums = add_tokens(before, hidden, batch.pooled_from, end, model.final, row_tile)
     targets = jnp.where(batch.pooled_from < end, batch.slots, len(kept))

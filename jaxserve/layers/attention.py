@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxserve.layers.kv_layout import KVPlace, KVSpec
 from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxserve.layers.norm import RMSNorm, split_mean_squares
 from jaxserve.layers.parallel import Scope
@@ -21,24 +22,6 @@ Pools = tuple[jax.Array, jax.Array]
 QkNorm = Literal["none", "head", "width"]
 
 
-class KVSpec(NamedTuple):
-    """What a layer keeps of a token.
-
-    Attributes:
-        num_heads: Query heads on a device that read it.
-        num_kv_heads: Key/value heads on a device.
-        head_dim: H.
-        dtype: Element type.
-        window: Latest tokens that a query sees, itself included; None for all.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    window: int | None
-
-
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
     """What is fixed when a step is compiled.
@@ -49,12 +32,14 @@ class AttentionSettings:
         decode_only: Whether rows have one token each.
         row_tile: Rows that are computed together wherever the number of rows could change a result; None computes all
             at once. See :mod:`jaxserve.layers.rows`.
+        places: Which pools and which page table each layer uses; None: each its own pools, and all the same table.
     """
 
     kernel: PagedAttention
     page_size: int
     decode_only: bool
     row_tile: int | None = None
+    places: tuple[KVPlace, ...] | None = None
 
 
 def choose_attention(device: Device, dtype: str, name: str | None = None, **sizes: int) -> Choice:
@@ -75,7 +60,7 @@ def select_attention(device: Device, dtype: str, name: str | None = None, **size
 
 
 class AttentionInputs(NamedTuple):
-    """What all layers of a step share: the batch, its tokens in use, and the rotation of each."""
+    """What all layers with the same page table share: the batch, its tokens in use, and the rotation of each."""
 
     batch: AttentionBatch
     num_tokens: Int[Array, ""]

@@ -6,7 +6,8 @@ from functools import partial
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings, KVSpec, Pools
+from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings, Pools
+from jaxserve.layers.kv_layout import KVSpec
 from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.rows import map_rows

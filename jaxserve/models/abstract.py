@@ -10,7 +10,7 @@ from flax import nnx
 
 from checkpoints import TensorRecipe
 from jaxserve.errors import ConfigError
-from jaxserve.layers.attention import KVSpec
+from jaxserve.layers.kv_layout import KVSpec
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Split

@@ -10,8 +10,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxserve.layers.attention import AttentionInputs, AttentionSettings, KVSpec, Pools, select_attention
+from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools, select_attention
 from jaxserve.layers.embedding import VocabEmbedding
+from jaxserve.layers.kv_layout import KVPlace, KVSpec
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.rope import rope_cos_sin
@@ -91,21 +92,21 @@ class CausalLM(nnx.Module):
         tokens: Int[Array, " T"],
         positions: Int[Array, " T"],
         lengths: Int[Array, " T"],
-        pools: list[Pools],
-        batch: AttentionBatch,
+        pools: Sequence[Pools],
+        batches: Sequence[AttentionBatch],
         settings: AttentionSettings,
     ) -> tuple[Float[Array, "T D"], list[Pools]]:
-        """Hidden states before the head's norm, and each layer's pools with the step's keys and values written.
+        """Hidden states before the head's norm, and the pools with the step's keys and values written.
 
         Args:
             tokens: Token ids.
             positions: Place of each token in its row's context.
             lengths: Tokens its request will have at the end (rotary scalings that depend on length follow it).
-            pools: Key and value pages of each layer.
-            batch: Where each token stands and what it sees.
+            pools: Key and value pages; see ``AttentionSettings.places``.
+            batches: For each page table, where each token stands and what it sees.
             settings: What is fixed at compile time.
         """
-        x, inputs = self.embedded(tokens, positions, lengths, batch, settings)
+        x, inputs = self.embedded(tokens, positions, lengths, batches, settings)
         return self.through(x, pools, inputs, settings)
 
     def embedded(
@@ -113,35 +114,36 @@ class CausalLM(nnx.Module):
         tokens: Int[Array, " T"],
         positions: Int[Array, " T"],
         lengths: Int[Array, " T"],
-        batch: AttentionBatch,
+        batches: Sequence[AttentionBatch],
         settings: AttentionSettings,
-    ) -> tuple[Float[Array, "T D"], AttentionInputs]:
-        """What the first layer starts from, and what all layers share; arguments as :meth:`hidden`."""
-        num_tokens = batch.query_lens.sum()
+    ) -> tuple[Float[Array, "T D"], tuple[AttentionInputs, ...]]:
+        """What the first layer starts from, and what the layers of each page table share; see :meth:`hidden`."""
+        num_tokens = batches[0].query_lens.sum()
         x, cos, sin = map_rows(self._embed, (tokens, positions, lengths), num_tokens, settings.row_tile)
-        return x, AttentionInputs(batch, num_tokens, cos, sin)
+        return x, tuple(AttentionInputs(batch, num_tokens, cos, sin) for batch in batches)
 
     def through(
         self,
         x: Float[Array, "T D"],
         pools: Sequence[Pools],
-        inputs: AttentionInputs,
+        inputs: Sequence[AttentionInputs],
         settings: AttentionSettings,
         layers: slice = slice(None),
     ) -> tuple[Float[Array, "T D"], list[Pools]]:
-        """Hidden states behind some of the layers, and their pools with the step's keys and values written.
+        """Hidden states behind some of the layers, and all pools with the keys and values that these write.
 
         Args:
             x: Hidden states in front of them.
-            pools: Of these layers.
-            inputs: What all layers share.
+            pools: Of the whole model.
+            inputs: What the layers of each page table share.
             settings: What is fixed at compile time.
             layers: Which; all, where it is not given.
         """
-        written = []
-        for layer, layer_pools in zip(list(self.layers)[layers], pools, strict=True):
-            x, layer_pools = _run_layer(*nnx.split(layer), x, layer_pools, inputs, settings)
-            written.append(layer_pools)
+        written = list(pools)
+        for index in range(len(self.layers))[layers]:
+            pool, table = settings.places[index] if settings.places else KVPlace(index, 0)
+            layer = nnx.split(self.layers[index])
+            x, written[pool] = _run_layer(*layer, x, written[pool], inputs[table], settings)
         return x, written
 
     def logits(
@@ -188,7 +190,7 @@ class CausalLM(nnx.Module):
         positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), num_rows)
         settings = AttentionSettings(kernel, _NOTEBOOK_PAGE_SIZE, decode_only=False)
         flat = jnp.asarray(tokens, jnp.int32).reshape(-1)
-        x, _ = self.hidden(flat, positions, jnp.full_like(positions, length), pools, batch, settings)
+        x, _ = self.hidden(flat, positions, jnp.full_like(positions, length), pools, [batch], settings)
         return self.logits(x).reshape(num_rows, length, -1)
 
 

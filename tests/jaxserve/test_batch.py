@@ -134,7 +134,7 @@ class PlanMaker:
 
 def check_batch(batch: StepBatch, rows: list[Row], slots: dict[int, Slot], shape: BatchShape) -> None:
     """Compare every element of a batch with what the rows and the slots say."""
-    attention, token, num_target_tokens = batch.attention, 0, 0
+    attention, token, num_target_tokens = batch.attention[0], 0, 0
     for r, row in enumerate(rows):
         facts, count = slots[row.slot], len(row.token_ids)
         assert (attention.query_starts[r], attention.query_lens[r]) == (token, count)
@@ -195,7 +195,7 @@ def check_pooling(batch: StepBatch, r: int, row: Row, end: int) -> None:
 
 def check_padding(batch: StepBatch, num_tokens: int, num_rows: int, shape: BatchShape) -> None:
     """Padding reads no page, writes no page, and belongs to no slot."""
-    attention, sampler = batch.attention, batch.sampler
+    attention, sampler = batch.attention[0], batch.sampler
     inputs = sampler.inputs
     assert (attention.token_pages[num_tokens:] > NUM_PAGES).all(), "the null page must stay clean"
     assert (attention.page_table[num_rows:] == NUM_PAGES).all()
@@ -237,7 +237,7 @@ def test_buffers_do_not_share_memory() -> None:
     first, second = builder.build(plan, MIXED, 0), builder.build(plan, MIXED, 0)
     second[...] = 7
     assert not np.shares_memory(first, second) and not (first == 7).all()
-    assert not np.shares_memory(first, builder.page_table)
+    assert not np.shares_memory(first, builder.page_tables)
 
 
 def test_a_new_request_does_not_inherit_its_slot() -> None:
@@ -250,7 +250,7 @@ def test_a_new_request_does_not_inherit_its_slot() -> None:
         builder.apply(plan)
         expected = pages + [NUM_PAGES] * (TABLE_PAGES - len(pages))
         batch = jax.tree.map(np.asarray, call_unpack(shape)(builder.build(plan, shape, 0)))
-        assert batch.attention.page_table[0].tolist() == expected
+        assert batch.attention[0].page_table[0].tolist() == expected
         assert batch.counted_slots[0] == counted_slot
         assert tuple(batch.sampler.inputs.arguments[0].tolist()) == (sampling.arguments or NEUTRAL)
         assert builder.variant(plan) == variant

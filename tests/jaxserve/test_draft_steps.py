@@ -96,7 +96,7 @@ class Load:
             tokens, key = sequence.token_ids, cache.root_key(b"")
             for end in range(PAGE_SIZE, len(tokens) + 1, PAGE_SIZE):
                 key = cache.key(key, pack_tokens(tokens[end - PAGE_SIZE : end]))
-                owned = [sequence.pages[end // PAGE_SIZE - 1]] if end <= sequence.num_computed else []
+                owned = [sequence.tables[0].pages[end // PAGE_SIZE - 1]] if end <= sequence.num_computed else []
                 for page in {*owned, cache.find(key)} - {None}:
                     content = [pool[page] for pool in pools]
                     other = found.setdefault(tuple(tokens[:end]), content)

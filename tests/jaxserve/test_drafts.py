@@ -76,10 +76,11 @@ def test_drafts_of_a_pending_row_follow_those_in_flight() -> None:
     start(scheduler)
     first, second = scheduled(scheduler), scheduled(scheduler)
     assert second.rows == [Row(sequence.slot, ON_DEVICE, [ON_DEVICE, 105, 106, 107], 4)]
-    assert (sequence.num_computed, sequence.num_pending, len(sequence.pages)) == (13, 8, 4)
+    assert (sequence.num_computed, sequence.num_pending, len(sequence.tables[0].pages)) == (13, 8, 4)
     scheduler.complete(first, [[3]])
     assert sequence.token_ids[5:] == [100, 3]
-    assert (sequence.num_computed, sequence.num_pending, len(sequence.pages)) == (10, 4, 3), "a page goes back"
+    assert (sequence.num_computed, sequence.num_pending) == (10, 4)
+    assert len(sequence.tables[0].pages) == 3, "a page goes back"
     scheduler.complete(second, [[4, 105]])
     assert sequence.token_ids[5:] == [100, 3, 4, 105] and (sequence.num_computed, sequence.num_pending) == (8, 0)
 
@@ -132,7 +133,7 @@ def test_drafts_take_free_pages_only() -> None:
     start(scheduler)
     plan = scheduled(scheduler)
     assert [len(row.token_ids) for row in plan.rows] == [3, 2], "up to the end; room in the pages there are"
-    assert [len(sequence.pages) for sequence in (one, other)] == [3, 2] and scheduler.num_preemptions == 0
+    assert [len(sequence.tables[0].pages) for sequence in (one, other)] == [3, 2] and scheduler.num_preemptions == 0
 
 
 def test_drafts_end_where_the_sequence_does() -> None:

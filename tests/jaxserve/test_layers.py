@@ -404,11 +404,11 @@ def test_a_slice_of_the_layers_is_a_stage() -> None:
         keys, values = KERNEL.pool_specs(3, 8, spec.num_kv_heads, spec.head_dim)
         pools.append((jnp.zeros(keys.shape), jnp.zeros(values.shape)))
     settings, batch = AttentionSettings(KERNEL, 8, decode_only=False), one_row(length)
-    whole, written = model.hidden(*step, pools, batch, settings)
-    x, inputs = model.embedded(*step, batch, settings)
-    x, first = model.through(x, pools[:1], inputs, settings, slice(0, 1))
-    x, rest = model.through(x, pools[1:], inputs, settings, slice(1, None))
+    whole, written = model.hidden(*step, pools, [batch], settings)
+    x, inputs = model.embedded(*step, [batch], settings)
+    x, pools = model.through(x, pools, inputs, settings, slice(0, 1))
+    x, pools = model.through(x, pools, inputs, settings, slice(1, None))
     np.testing.assert_array_equal(model.logits(x), model.logits(whole))
-    for found, expected in zip([*first, *rest], written, strict=True):
+    for found, expected in zip(pools, written, strict=True):
         for pool, expected_pool in zip(found, expected, strict=True):
             np.testing.assert_array_equal(pool, expected_pool)

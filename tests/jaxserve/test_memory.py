@@ -17,11 +17,11 @@ from jaxserve import LLM, MemoryPlanError
 from jaxserve.config import EngineConfig
 from jaxserve.engine.build import EnginePlan, plan_engine
 from jaxserve.engine.compilation_cache import use_compilation_cache
+from jaxserve.engine.kv_window import KVWindow
 from jaxserve.engine.memory import (
     MemoryNeeds,
     ask_for_gpu_memory,
     device_memory_bytes,
-    longest_that_fits,
     plan_pages,
     usable_share,
 )
@@ -99,12 +99,29 @@ def test_virtual_devices_share_the_machine() -> None:
     pool=st.none() | st.integers(1, 40 * GIB),
     pages=st.none() | st.integers(1, 10_000),
     platform=st.sampled_from(["cpu", "gpu"]),
+    windows=st.lists(
+        st.none() | st.builds(KVWindow, st.integers(1, 4096), st.just(16), st.integers(1, 99)), min_size=1
+    ),
 )
 def test_a_plan_fits_or_what_it_suggests_does(
-    weights: int, page: int, length: int, seqs: int, total: int, pool: int | None, pages: int | None, platform: str
+    weights: int,
+    page: int,
+    length: int,
+    seqs: int,
+    total: int,
+    pool: int | None,
+    pages: int | None,
+    platform: str,
+    windows: list[KVWindow | None],
 ) -> None:
     needs = MemoryNeeds(
-        weights=weights, page=page, temporaries=MIB, page_size=16, max_model_len=length, max_num_seqs=seqs
+        weights=weights,
+        page=page,
+        temporaries=MIB,
+        page_size=16,
+        max_model_len=length,
+        max_num_seqs=seqs,
+        windows=tuple(windows),
     )
     settings: dict[str, Any] = {"total": total, "platform": platform, "pool_bytes": pool, "num_pages": pages}
     try:
@@ -117,7 +134,7 @@ def test_a_plan_fits_or_what_it_suggests_does(
         return
     assert needs.request_pages <= found
     assert weights + found * page + needs.temporaries <= total
-    assert longest_that_fits(needs, left=found * page) == length
+    assert needs.longest_request(found) == length
 
 
 def test_no_length_is_suggested_where_none_fits() -> None:

@@ -13,7 +13,7 @@ from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.plan import ON_DEVICE, Row, SchedulerLimits, StepPlan
 from jaxserve.engine.prefix_cache import TOKEN_BYTES
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.sequence import HeldPages, Sequence
 
 STOP = 4
 Context = tuple[int, ...]
@@ -21,10 +21,10 @@ Context = tuple[int, ...]
 
 @dataclasses.dataclass
 class Slot:
-    """What a device keeps of the sequence in a slot: its pages, its latest token and where that stands."""
+    """What a device keeps of the sequence in a slot: its page tables, its latest token and where that stands."""
 
     sequence: Sequence
-    pages: list[int] = dataclasses.field(default_factory=list[int])
+    tables: list[list[int]]
     token: int = -1
     position: int = -1
 
@@ -33,12 +33,18 @@ class Pages:
     """A device whose pages hold, at each offset, the whole context that keys and values there were computed from.
 
     Rows take what came before them from the pages, never from the scheduler; a token is drawn from its context.
+
+    Args:
+        num_pages: Pages there are.
+        page_size: Tokens a page.
+        windows: For each page table, the latest tokens that are seen; None for all.
     """
 
-    def __init__(self, num_pages: int, page_size: int, window: int | None):
+    def __init__(self, num_pages: int, page_size: int, windows: list[int | None]):
         self.page_size = page_size
-        self.window = window
+        self.windows = windows
         self.held: list[list[Context]] = [[()] * page_size for _ in range(num_pages)]
+        self.written_by = [[-1] * page_size for _ in range(num_pages)]
         self.slots: dict[int, Slot] = {}
         self.draws: dict[Sequence, int] = {}
 
@@ -51,12 +57,12 @@ class Pages:
         """The tokens of each row: all rows write before any reads."""
         owners = {sequence.slot: sequence for sequence in running}
         for setup in plan.setups:
-            self.slots[setup.slot] = Slot(owners[setup.slot])
-        for slot, first, pages in plan.grants:
-            self.slots[slot].pages[first:] = pages
-        sources = [list(self.held[copy.source]) for copy in plan.copies]
-        for copy, source in zip(plan.copies, sources, strict=True):
-            self.held[copy.target] = source
+            self.slots[setup.slot] = Slot(owners[setup.slot], [[] for _ in self.windows])
+        for slot, first, pages, table in plan.grants:
+            self.slots[slot].tables[table][first:] = pages
+        for copy in plan.copies:
+            self.held[copy.target] = list(self.held[copy.source])
+            self.written_by[copy.target] = list(self.written_by[copy.source])
         contexts = [self._write(row, self.slots[row.slot]) for row in plan.rows]
         return [
             self._sample(row, self.slots[row.slot], context) for row, context in zip(plan.rows, contexts, strict=True)
@@ -66,19 +72,23 @@ class Pages:
         start = slot.position if row.start == ON_DEVICE else row.start
         first, *others = row.token_ids
         tokens = (slot.token if first == ON_DEVICE else first, *others)
-        before = self.at(slot.pages, start - 1) if start else ()
+        before = self.at(slot.tables[0], start - 1) if start else ()
         assert len(before) == start
         context = before + tokens
-        for position in range(start, len(context)):
-            page, offset = divmod(position, self.page_size)
-            self.held[slot.pages[page]][offset] = context[: position + 1]
+        for table, pages in enumerate(slot.tables):
+            for position in range(start, len(context)):
+                page, offset = divmod(position, self.page_size)
+                self.held[pages[page]][offset] = context[: position + 1]
+                self.written_by[pages[page]][offset] = table
         return context
 
     def _sample(self, row: Row, slot: Slot, context: Context) -> list[int]:
         """Check what the row reads; draw after each of its last tokens while the one before it is what was drawn."""
         first = len(context) - len(row.token_ids)  # where the row starts
-        for position in range(self.first_seen(first), len(context)):
-            assert self.at(slot.pages, position) == context[: position + 1], "a row reads another context"
+        for table, pages in enumerate(slot.tables):
+            for position in range(self.first_seen(table, first), len(context)):
+                assert self.at(pages, position) == context[: position + 1], "a row reads another context"
+                assert self.writer(pages, position) == table, "keys and values of other layers"
         drawn: list[int] = []
         for end in range(len(context) + 1 - row.num_samples, len(context) + 1):
             if drawn and context[end - 1] != drawn[-1]:
@@ -87,14 +97,20 @@ class Pages:
             slot.token, slot.position = drawn[-1], end
         return drawn
 
-    def first_seen(self, position: int) -> int:
+    def first_seen(self, table: int, position: int) -> int:
         """The first position that a query at a position sees."""
-        return 0 if self.window is None else max(0, position + 1 - self.window)
+        window = self.windows[table]
+        return 0 if window is None else max(0, position + 1 - window)
 
     def at(self, pages: list[int], position: int) -> Context:
         """What the pages of a context hold at a position of it."""
         page, offset = divmod(position, self.page_size)
         return self.held[pages[page]][offset]
+
+    def writer(self, pages: list[int], position: int) -> int:
+        """Of which table the layers are whose keys and values these are."""
+        page, offset = divmod(position, self.page_size)
+        return self.written_by[pages[page]][offset]
 
 
 class Events:
@@ -103,19 +119,21 @@ class Events:
     def __init__(self, seed: int, depth: int):
         rng = self.rng = np.random.default_rng(seed)
         max_num_seqs = int(rng.integers(1, 6))
-        num_pages, page_size = int(rng.integers(4, 20)), int(rng.choice([1, 2, 4]))
+        num_pages, page_size = int(rng.integers(6, 24)), int(rng.choice([1, 2, 4]))
         self.allocator = PageAllocator(num_pages, page_size, keeps_free_pages=rng.random() < 0.8)
         max_tokens, max_drafts = max_num_seqs + int(rng.integers(0, 16)), int(rng.choice([0, 1, 4]))
-        window = None
-        if rng.random() < 0.5:
+        self.windows: list[KVWindow | None] = []
+        for _ in range(int(rng.choice([1, 1, 2, 3]))):
             window = KVWindow(int(rng.integers(2, 12)), page_size, max_tokens + 3 * (1 + max_drafts))
-        limits = SchedulerLimits(max_num_seqs, max_tokens, max_draft_tokens=max_drafts, window=window)
-        self.window = window
+            self.windows.append(window if rng.random() < 0.5 else None)
+        limits = SchedulerLimits(max_num_seqs, max_tokens, max_draft_tokens=max_drafts, windows=tuple(self.windows))
         self.scheduler = Scheduler(limits, self.allocator, self)
-        self.pages = Pages(num_pages, page_size, None if window is None else window.num_tokens)
+        self.pages = Pages(num_pages, page_size, [window and window.num_tokens for window in self.windows])
         self.depth = depth
-        is_bounded = window is not None and window.max_pages <= num_pages
-        self.room = num_pages * page_size * (3 if is_bounded else 1)
+        longest = 3 * num_pages
+        while self.scheduler.pages.most_pages(longest * page_size) > num_pages:
+            longest -= 1
+        self.room = longest * page_size
         self.sequences: list[Sequence] = []
         self.in_flight: list[tuple[StepPlan, list[list[int]]]] = []
         self.counts: collections.Counter[str] = collections.Counter()
@@ -218,20 +236,17 @@ class Events:
         holders = [0] * self.allocator.num_pages
         for sequence in self.scheduler.running:
             num_final = min(sequence.num_computed, len(sequence.token_ids))
-            first = self.pages.first_seen(min(sequence.num_computed, len(sequence.token_ids) - 1))
-            for position in range(first, num_final):
-                held = self.pages.at(sequence.pages, position)
-                assert list(held) == sequence.token_ids[: position + 1], sequence.sequence_id
-            num_released = sequence.num_released_pages
-            assert sequence.pages[:num_released] == sequence.pages[num_released : num_released + 1] * num_released
-            for page in sequence.pages[num_released:]:
-                holders[page] += 1
-            self.counts["released"] += num_released
-            if self.window is not None:
-                assert len(sequence.pages) - num_released <= self.window.max_pages
             most = max(sequence.num_computed + 1, len(sequence.token_ids))
-            assert len(sequence.pages) <= self.allocator.pages_for(most), "pages past all tokens"
-        assert all(not sequence.pages and not sequence.num_computed for sequence in self.scheduler.waiting)
+            for index, table in enumerate(sequence.tables):
+                first = self.pages.first_seen(index, min(sequence.num_computed, len(sequence.token_ids) - 1))
+                for position in range(first, num_final):
+                    held = self.pages.at(table.pages, position)
+                    assert list(held) == sequence.token_ids[: position + 1], sequence.sequence_id
+                    assert self.pages.writer(table.pages, position) == index
+                self._check_table(table, self.windows[index], self.allocator.pages_for(most))
+                for page in table.held:
+                    holders[page] += 1
+        assert all(not sequence.tables and not sequence.num_computed for sequence in self.scheduler.waiting)
         assert [self.allocator.num_holders(page) for page in range(len(holders))] == holders
         assert self.allocator.num_free == holders.count(0)
         self._check_cache()
@@ -239,6 +254,14 @@ class Events:
             output = sequence.token_ids[sequence.num_prompt_tokens :]
             assert STOP not in output[:-1] and len(sequence.token_ids) <= sequence.max_length
             assert sequence.finish_reason == "stop" or STOP not in output
+
+    def _check_table(self, table: HeldPages, window: KVWindow | None, num_pages: int) -> None:
+        num_released = table.num_released
+        assert table.pages[:num_released] == table.pages[num_released : num_released + 1] * num_released
+        assert window is not None or not num_released
+        assert window is None or len(table.held) <= window.max_pages
+        assert len(table.pages) <= num_pages, "pages past all tokens"
+        self.counts["released"] += num_released
 
     def _check_cache(self) -> None:
         """A page's content and the key before it are those of the context in the page."""
@@ -253,8 +276,10 @@ class Events:
             key, size = cache.root_key(b""), self.allocator.page_size * TOKEN_BYTES
             for first in range(0, start * TOKEN_BYTES, size):
                 key = cache.key(key, tokens[first : first + size])
-            assert record.parent == key
-            assert record.key == (cache.key(key, record.content) if len(record.content) == size else b"")
+            (table,) = set(self.pages.written_by[page][:num_tokens])
+            mark = bytes([table] if table else [])
+            assert record.parent == key + mark
+            assert record.key == (cache.key(key, record.content) + mark if len(record.content) == size else b"")
 
 
 def run_events(seed: int, num_events: int = 80) -> Events:

@@ -188,14 +188,14 @@ def check_books(scheduler: Scheduler) -> None:
     allocator = scheduler.allocator
     holders = [0] * allocator.num_pages
     for sequence in scheduler.running:
-        assert len(set(sequence.pages)) == len(sequence.pages)
-        for page in sequence.pages:
+        assert len(set(sequence.tables[0].pages)) == len(sequence.tables[0].pages)
+        for page in sequence.tables[0].pages:
             holders[page] += 1
     assert [allocator.num_holders(page) for page in range(allocator.num_pages)] == holders
     assert allocator.num_free == holders.count(0)
     slots = [sequence.slot for sequence in scheduler.running]
     assert len(set(slots)) == len(slots) and -1 not in slots
-    assert all(not sequence.pages and sequence.slot == -1 for sequence in scheduler.waiting)
+    assert all(not sequence.tables and sequence.slot == -1 for sequence in scheduler.waiting)
     for queue in (list(scheduler.running), list(scheduler.waiting)):
         assert queue == sorted(queue, key=lambda sequence: (sequence.priority, sequence.arrival))
 
@@ -384,7 +384,7 @@ def test_a_rollback_drops_tokens_and_samples_others_after_those_that_are_left():
     device = Device(scheduler)
     for _ in range(5):
         step(scheduler, device)
-    assert len(sequence.token_ids) == 11 and len(sequence.pages) == 3
+    assert len(sequence.token_ids) == 11 and len(sequence.tables[0].pages) == 3
     kept = sequence.token_ids[:9]
     scheduler.rollback(sequence, 9)
     assert sequence.token_ids == kept and list(scheduler.waiting) == [sequence]
@@ -516,8 +516,8 @@ def test_full_pages_are_shared_and_the_last_one_is_copied():
     second = make_sequence("second", prompt, 5)
     scheduler.add(second)
     plan = step(scheduler, device)
-    assert second.pages[:2] == first.pages[:2]
-    assert plan.copies == [PageCopy(first.pages[2], second.pages[2])]
+    assert second.tables[0].pages[:2] == first.tables[0].pages[:2]
+    assert plan.copies == [PageCopy(first.tables[0].pages[2], second.tables[0].pages[2])]
     assert [(row.start, row.token_ids) for row in plan.rows[1:]] == [(9, [109])]
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 9)
     assert (scheduler.pages.num_queried_tokens, scheduler.pages.num_hit_tokens) == (20, 9)
