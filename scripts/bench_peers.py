@@ -113,7 +113,7 @@ def time_contexts(llm: LLM, runs: int) -> dict[str, Any]:
                 times.append(time.perf_counter() - start)
         found["ms_per_step"][context] = round(statistics.median(times) * 1e3, 3)
     plan = llm.plan
-    found["kv_bytes_per_token"] = plan.needs.page // plan.needs.page_size
+    found["kv_bytes_per_token"] = len(plan.needs.windows) * plan.needs.page // plan.needs.page_size
     found["step_bytes_of_4096_less_128"] = found["kv_bytes_per_token"] * (4096 - 128)
     bandwidth = read_bandwidth()
     found["read_gb_per_s"] = round(bandwidth / 1e9, 1)

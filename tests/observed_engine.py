@@ -32,7 +32,9 @@ MODEL = model_pb2.Model(
     device="cpu",
     layout="tensor",
     attention_backend="xla",
-    kv_cache=model_pb2.KvCache(num_pages=50, page_size=16, size_bytes=3 << 20, dtype="float32"),
+    kv_cache=model_pb2.KvCache(
+        num_pages=50, page_size=16, num_tokens=800, max_concurrency=7.5, size_bytes=3 << 20, dtype="float32"
+    ),
     memory=[
         model_pb2.MemoryUse(name="weights", size_bytes=600 << 20),
         model_pb2.MemoryUse(name="KV pages", size_bytes=300 << 20),

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import cast
 
-from jaxserve.layers.attention import QkNorm
 from jaxserve.layers.decoder import DecoderLayer, PreNormLayer
+from jaxserve.layers.grouped_query_attention import QkNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention, build_decoder, build_mlp, build_norm

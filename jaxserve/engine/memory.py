@@ -77,12 +77,16 @@ class MemoryLedger:
         """Tokens that all pages hold, of contexts that no sliding window cuts."""
         return self.num_pages // self.num_tables * self.page_size
 
+    @property
+    def max_concurrency(self) -> float:
+        """Requests of the longest length that all pages hold at once."""
+        return self.num_pages / self.request_pages
+
     def __str__(self) -> str:
         width = max(len(name) for name, _ in self.lines)
         rows = [f"  {name:<{width}}  {size / GIB:8.3f} GiB" for name, size in self.lines]
         request = self.request_pages * self.page_size // self.num_tables
         mean = "" if self.num_tables == 1 else ", on average over the layers"
-        concurrency = self.num_pages / self.request_pages
         window = f"Sliding window: a request holds pages of {request:,} tokens at most{mean}"
         return "\n".join(
             [
@@ -91,7 +95,7 @@ class MemoryLedger:
                 f"  {'total':<{width}}  {self.total / GIB:8.3f} GiB",
                 f"{self.device} KV cache size: {self.num_tokens:,} tokens",
                 *([window] if request < self.max_model_len else []),
-                f"Maximum concurrency for {self.max_model_len:,} tokens per request: {concurrency:.2f}x",
+                f"Maximum concurrency for {self.max_model_len:,} tokens per request: {self.max_concurrency:.2f}x",
             ]
         )
 

@@ -1,25 +1,23 @@
 """Self-attention over paged keys and values."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, cast
+from abc import ABC, abstractmethod
+from typing import NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.kv_layout import KVPlace, KVSpec
-from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
-from jaxserve.layers.norm import RMSNorm, split_mean_squares
+from jaxserve.layers.linear import RowParallelLinear
+from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
-from jaxserve.layers.params import Split, rows_of
+from jaxserve.layers.params import Split
 from pallas_kernels import AttentionBatch, Choice, PagedAttention, choose
 from pallas_kernels.qkv_write import Heads, QkNorms, Rotation, split_heads
 from sharding.mesh import Device
 
 Pools = tuple[jax.Array, jax.Array]
-QkNorm = Literal["none", "head", "width"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,39 +66,31 @@ class AttentionInputs(NamedTuple):
     sin: Float[Array, "T half"]
 
 
-class Attention(nnx.Module):
-    """Grouped-query attention with a fused projection: on each device its query, key and value heads, in this order.
+class Attention(nnx.Module, ABC):
+    """What all kinds of attention over paged keys and values have in common; how heads come about is a subclass's.
+
+    A subclass declares its parameters, among them ``out``, which projects what all heads attended to.
 
     Args:
-        hidden_size: D.
         num_heads: N, query heads.
         num_kv_heads: K, key/value heads; divides N.
         head_dim: H.
         scope: Of its module.
-        qkv: Query, key and value projections in checkpoints: three modules, or one whose rows are all of q, k, then v.
-        qkv_bias: Whether these have a bias.
-        out_bias: Whether the output projection has one.
-        qk_norm: RMSNorm of queries and keys: none, over each head (Qwen3), or over all heads at once (OLMo-2).
-        norm_eps: Of that.
         scale: Multiplies query-key products; None means 1 / sqrt(H).
         soft_cap: Products become cap * tanh(product / cap); None means no cap.
         window: Latest tokens that a query sees, itself included; None for all.
         is_rotated: Whether queries and keys turn with their positions.
     """
 
+    out: RowParallelLinear
+
     def __init__(
         self,
-        hidden_size: int,
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
         *,
         scope: Scope,
-        qkv: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
-        qkv_bias: bool = False,
-        out_bias: bool = False,
-        qk_norm: QkNorm = "none",
-        norm_eps: float = 1e-6,
         scale: float | None = None,
         soft_cap: float | None = None,
         window: int | None = None,
@@ -115,37 +105,19 @@ class Attention(nnx.Module):
         self.kv_spec = KVSpec(self.num_heads, self.num_kv_heads, head_dim, scope.policy.kv, window)
         self.head_dim, self.window, self.soft_cap = head_dim, window, soft_cap
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.is_rotated, self.qk_norm, self.mesh_axis = is_rotated, qk_norm, parallel.heads
-        q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
-        self.qkv = ColumnParallelLinear(
-            hidden_size,
-            rows_of(qkv, (q_width, kv_width, kv_width), (head_dim,) * 3),
-            outer_axis="q_heads",
-            mesh_axis=parallel.heads,
-            bias=qkv_bias,
-            scope=scope,
-        )
-        self.out = RowParallelLinear(
-            q_width,
-            hidden_size,
-            inner_axis="q_heads",
-            mesh_axis=parallel.heads,
-            bias=out_bias,
-            scope=scope.at("o_proj"),
-        )
-        q_scope, k_scope = scope.at("q_norm"), scope.at("k_norm")
-        if qk_norm == "head":
-            self.q_norm = RMSNorm(head_dim, eps=norm_eps, scope=q_scope, axis="head_dim")
-            self.k_norm = RMSNorm(head_dim, eps=norm_eps, scope=k_scope, axis="head_dim")
-        elif qk_norm == "width":
-            self.q_norm = RMSNorm(q_width, eps=norm_eps, scope=q_scope, axis="q_heads", unit=head_dim)
-            self.k_norm = RMSNorm(kv_width, eps=norm_eps, scope=k_scope, axis="kv_heads", unit=head_dim)
+        self.is_rotated, self.mesh_axis = is_rotated, parallel.heads
 
     @property
     def has_fused_norms(self) -> bool:
         """Whether kernels can compute its norms together with what stands beside them."""
-        return self.qk_norm != "width"
+        return True
 
+    @property
+    def head_norms(self) -> QkNorms | None:
+        """Norms over each head of queries and keys."""
+        return None
+
+    @abstractmethod
     def project(
         self, x: Float[Array, "T D"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
     ) -> Float[Array, "T width"]:
@@ -153,19 +125,10 @@ class Attention(nnx.Module):
 
         Nothing is said of rows from ``num_rows`` on, where that is given.
         """
-        qkv = self.qkv(x, norm=norm, num_rows=num_rows)
-        if self.qk_norm != "width":
-            return qkv
-        q_width, k_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        query, key, value = jnp.split(qkv, [q_width, q_width + k_width], axis=1)
-        query_square, key_square = split_mean_squares(query, key, self.mesh_axis)
-        return jnp.concatenate(
-            [self.q_norm.scaled(query, query_square), self.k_norm.scaled(key, key_square), value], axis=1
-        )
 
     def heads(self, qkv: Float[Array, "T width"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]) -> Heads:
         """What was projected, by head, normed and rotated."""
-        return split_heads(qkv, self._rotation(cos, sin), self._head_norms(), self.num_heads, self.num_kv_heads)
+        return split_heads(qkv, self._rotation(cos, sin), self.head_norms, self.num_heads, self.num_kv_heads)
 
     def write_projected(
         self, qkv: Float[Array, "T width"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
@@ -176,7 +139,7 @@ class Attention(nnx.Module):
             pools,
             inputs.batch,
             rotation=self._rotation(inputs.cos, inputs.sin),
-            norms=self._head_norms(),
+            norms=self.head_norms,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             page_size=settings.page_size,
@@ -213,8 +176,3 @@ class Attention(nnx.Module):
 
     def _rotation(self, cos: Float[Array, "T half"], sin: Float[Array, "T half"]) -> Rotation | None:
         return (cos, sin) if self.is_rotated else None
-
-    def _head_norms(self) -> QkNorms | None:
-        if self.qk_norm != "head":
-            return None
-        return QkNorms(self.q_norm.weight[...], self.k_norm.weight[...], self.q_norm.eps)

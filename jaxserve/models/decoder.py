@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxserve.layers.attention import Attention, QkNorm
 from jaxserve.layers.decoder import PreNormLayer
 from jaxserve.layers.embedding import VocabEmbedding
+from jaxserve.layers.grouped_query_attention import GroupedQueryAttention, QkNorm
 from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.norm import RMSNorm
@@ -84,7 +84,7 @@ def build_layer(
     scale: float | None = None,
     residual_multiplier: float = 1.0,
 ) -> PreNormLayer:
-    """A layer of Llama; the options are those of ``Attention``, ``GatedMLP`` and ``PreNormLayer``."""
+    """A layer of Llama; the options are those of ``GroupedQueryAttention``, ``GatedMLP`` and ``PreNormLayer``."""
     return PreNormLayer(
         build_norm(config, scope.at("input_layernorm")),
         build_attention(config, index, scope.at("self_attn"), qkv=qkv, qk_norm=qk_norm, scale=scale),
@@ -94,9 +94,9 @@ def build_layer(
     )
 
 
-def build_attention(config: DecoderConfig, index: int, scope: Scope, **options: Any) -> Attention:
-    """The attention of a layer; ``options`` are further ones of ``Attention``."""
-    return Attention(
+def build_attention(config: DecoderConfig, index: int, scope: Scope, **options: Any) -> GroupedQueryAttention:
+    """The attention of a layer; ``options`` are further ones of ``GroupedQueryAttention``."""
+    return GroupedQueryAttention(
         config.hidden_size,
         config.num_heads,
         config.num_kv_heads,

@@ -173,12 +173,10 @@ def _vllm_infos(frontend: Frontend) -> Iterable[Metric]:
     if model is None:
         return
     cache = model.kv_cache
-    num_tokens = cache.num_pages * cache.page_size
-    longest = -(-model.max_model_len // cache.page_size) * cache.page_size
     labels = {
         "block_size": str(cache.page_size),
         "num_gpu_blocks": str(cache.num_pages),
-        "kv_cache_size_tokens": str(num_tokens),
-        "kv_cache_max_concurrency": str(num_tokens / longest),
+        "kv_cache_size_tokens": str(cache.num_tokens),
+        "kv_cache_max_concurrency": str(cache.max_concurrency),
     }
     yield Gauge(f"{VLLM_PREFIX}cache_config_info", {"engine": ENGINE, **labels}, 1)

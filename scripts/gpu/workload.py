@@ -150,8 +150,7 @@ def throughput(llm: Any, workload: Workload) -> tuple[int, float]:
     """Submit as many requests at once as the pages hold; return their number and the seconds that all of them took."""
     from jaxserve import SamplingParams
 
-    pool = llm.ledger.num_pages * llm.ledger.page_size
-    num = max(1, min(workload.offline_num, pool // (workload.offline_in + workload.offline_out)))
+    num = max(1, min(workload.offline_num, llm.ledger.num_tokens // (workload.offline_in + workload.offline_out)))
     params = SamplingParams(temperature=0.0, max_tokens=workload.offline_out, ignore_eos=True, detokenize=False)
     prompts = random_prompts(num, workload.offline_in, llm.vocab_size, seed=3)
     start = time.perf_counter()

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings, Pools
 from jaxserve.layers.decoder import DecoderLayer
 from jaxserve.layers.embedding import VocabEmbedding
+from jaxserve.layers.grouped_query_attention import GroupedQueryAttention
 from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxserve.layers.norm import RMSNorm, split_mean_squares
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
@@ -329,9 +330,9 @@ def test_attention(case: str) -> None:
 def test_attention_split(changes: dict[str, Any]) -> None:
     """Four devices; of two key/value heads, each is on two of them."""
     config, size = tiny_config(out_bias=True, qkv_bias=True, **changes), 4
-    whole = build_layer(config, 0, SCOPE).attention
+    whole, split = (build_layer(config, 0, scope).attention for scope in (SCOPE, split_scope(size)))
+    assert isinstance(whole, GroupedQueryAttention) and isinstance(split, GroupedQueryAttention)
     randomize(whole)
-    split = build_layer(config, 0, split_scope(size)).attention
     dim, kv_heads = config.head_dim, config.num_kv_heads
     rows = np.arange((config.num_heads + 2 * kv_heads) * dim).reshape(-1, dim)
     query, key, value = np.split(rows, [config.num_heads, config.num_heads + kv_heads])

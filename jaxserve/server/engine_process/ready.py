@@ -47,6 +47,8 @@ def _model(started: StartedEngine, config: EngineConfig) -> model_pb2.Model:
         kv_cache=model_pb2.KvCache(
             num_pages=ledger.num_pages,
             page_size=ledger.page_size,
+            num_tokens=ledger.num_tokens,
+            max_concurrency=ledger.max_concurrency,
             dtype=program.policy.kv,
             size_bytes=program.pool_bytes * devices.size * len(plan.programs),
         ),

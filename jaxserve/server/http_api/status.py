@@ -130,7 +130,12 @@ def _facts(model: model_pb2.Model) -> dict[str, Any]:
         "mesh": [{"name": axis.name, "size": axis.size} for axis in model.mesh],
         "layout": model.layout,
         "attention_backend": model.attention_backend,
-        "kv_cache": {"num_pages": cache.num_pages, "page_size": cache.page_size, "size_bytes": cache.size_bytes},
+        "kv_cache": {
+            "num_pages": cache.num_pages,
+            "page_size": cache.page_size,
+            "num_tokens": cache.num_tokens,
+            "size_bytes": cache.size_bytes,
+        },
         "memory": [{"name": part.name, "size_bytes": part.size_bytes} for part in model.memory],
     }
 

@@ -253,7 +253,7 @@ def test_vllm_names() -> None:
         "block_size": "16",
         "num_gpu_blocks": "50",
         "kv_cache_size_tokens": "800",
-        "kv_cache_max_concurrency": str(800 / 112),
+        "kv_cache_max_concurrency": "7.5",
     }
 
 

@@ -50,7 +50,7 @@ def test_numbers_after_a_known_load() -> None:
     assert report["engine"]["kv_cache_usage_perc"] == 0.25
     assert report["model"]["mesh"] == [{"name": "data", "size": 2}, {"name": "tensor", "size": 4}]
     assert report["model"]["memory"][0] == {"name": "weights", "size_bytes": 600 << 20}
-    assert report["model"]["kv_cache"] == {"num_pages": 50, "page_size": 16, "size_bytes": 3 << 20}
+    assert report["model"]["kv_cache"] == {"num_pages": 50, "page_size": 16, "num_tokens": 800, "size_bytes": 3 << 20}
     assert report["uptime_s"] >= 0
     assert "jaxserve" in report["versions"]
 

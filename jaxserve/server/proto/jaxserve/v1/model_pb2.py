@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17jaxserve/v1/model.proto\x12\x0bjaxserve.v1\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.jaxserve.v1.Model\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.jaxserve.v1.Model\"\xe8\x02\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04root\x18\x02 \x01(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\x12\x15\n\rmax_model_len\x18\x04 \x01(\x03\x12\x14\n\x0c\x61rchitecture\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x12\n\nvocab_size\x18\x07 \x01(\x03\x12#\n\x04mesh\x18\x08 \x03(\x0b\x32\x15.jaxserve.v1.MeshAxis\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x0e\n\x06layout\x18\n \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x0b \x01(\t\x12&\n\x08kv_cache\x18\x0c \x01(\x0b\x32\x14.jaxserve.v1.KvCache\x12&\n\x06memory\x18\r \x03(\x0b\x32\x16.jaxserve.v1.MemoryUse\x12\x14\n\x0cmax_num_seqs\x18\x0e \x01(\x03\x12\x1e\n\x16max_num_batched_tokens\x18\x0f \x01(\x03\"&\n\x08MeshAxis\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x05\"R\n\x07KvCache\x12\x11\n\tnum_pages\x18\x01 \x01(\x03\x12\x11\n\tpage_size\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\r\n\x05\x64type\x18\x04 \x01(\t\"-\n\tMemoryUse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x32\xa6\x01\n\x0cModelService\x12M\n\nListModels\x12\x1e.jaxserve.v1.ListModelsRequest\x1a\x1f.jaxserve.v1.ListModelsResponse\x12G\n\x08GetModel\x12\x1c.jaxserve.v1.GetModelRequest\x1a\x1d.jaxserve.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17jaxserve/v1/model.proto\x12\x0bjaxserve.v1\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.jaxserve.v1.Model\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.jaxserve.v1.Model\"\xe8\x02\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04root\x18\x02 \x01(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\x12\x15\n\rmax_model_len\x18\x04 \x01(\x03\x12\x14\n\x0c\x61rchitecture\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x12\n\nvocab_size\x18\x07 \x01(\x03\x12#\n\x04mesh\x18\x08 \x03(\x0b\x32\x15.jaxserve.v1.MeshAxis\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x0e\n\x06layout\x18\n \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x0b \x01(\t\x12&\n\x08kv_cache\x18\x0c \x01(\x0b\x32\x14.jaxserve.v1.KvCache\x12&\n\x06memory\x18\r \x03(\x0b\x32\x16.jaxserve.v1.MemoryUse\x12\x14\n\x0cmax_num_seqs\x18\x0e \x01(\x03\x12\x1e\n\x16max_num_batched_tokens\x18\x0f \x01(\x03\"&\n\x08MeshAxis\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x05\"\x7f\n\x07KvCache\x12\x11\n\tnum_pages\x18\x01 \x01(\x03\x12\x11\n\tpage_size\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nnum_tokens\x18\x05 \x01(\x03\x12\x17\n\x0fmax_concurrency\x18\x06 \x01(\x01\"-\n\tMemoryUse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x32\xa6\x01\n\x0cModelService\x12M\n\nListModels\x12\x1e.jaxserve.v1.ListModelsRequest\x1a\x1f.jaxserve.v1.ListModelsResponse\x12G\n\x08GetModel\x12\x1c.jaxserve.v1.GetModelRequest\x1a\x1d.jaxserve.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,9 +44,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MESHAXIS']._serialized_start=571
   _globals['_MESHAXIS']._serialized_end=609
   _globals['_KVCACHE']._serialized_start=611
-  _globals['_KVCACHE']._serialized_end=693
-  _globals['_MEMORYUSE']._serialized_start=695
-  _globals['_MEMORYUSE']._serialized_end=740
-  _globals['_MODELSERVICE']._serialized_start=743
-  _globals['_MODELSERVICE']._serialized_end=909
+  _globals['_KVCACHE']._serialized_end=738
+  _globals['_MEMORYUSE']._serialized_start=740
+  _globals['_MEMORYUSE']._serialized_end=785
+  _globals['_MODELSERVICE']._serialized_start=788
+  _globals['_MODELSERVICE']._serialized_end=954
 # @@protoc_insertion_point(module_scope)

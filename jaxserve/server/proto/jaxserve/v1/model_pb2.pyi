@@ -71,16 +71,20 @@ class MeshAxis(_message.Message):
     def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
 
 class KvCache(_message.Message):
-    __slots__ = ("num_pages", "page_size", "size_bytes", "dtype")
+    __slots__ = ("num_pages", "page_size", "size_bytes", "dtype", "num_tokens", "max_concurrency")
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
     num_pages: int
     page_size: int
     size_bytes: int
     dtype: str
-    def __init__(self, num_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., size_bytes: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+    num_tokens: int
+    max_concurrency: float
+    def __init__(self, num_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., size_bytes: _Optional[int] = ..., dtype: _Optional[str] = ..., num_tokens: _Optional[int] = ..., max_concurrency: _Optional[float] = ...) -> None: ...
 
 class MemoryUse(_message.Message):
     __slots__ = ("name", "size_bytes")

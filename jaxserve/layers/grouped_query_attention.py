@@ -1,0 +1,102 @@
+"""Grouped-query attention (arXiv:2305.13245), of which multi-head and multi-query attention are cases."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers.attention import Attention
+from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
+from jaxserve.layers.norm import RMSNorm, split_mean_squares
+from jaxserve.layers.parallel import Scope
+from jaxserve.layers.params import rows_of
+from pallas_kernels.qkv_write import QkNorms
+
+QkNorm = Literal["none", "head", "width"]
+
+
+class GroupedQueryAttention(Attention):
+    """Attention with a fused projection: on each device its query, key and value heads, in this order.
+
+    Args:
+        hidden_size: D.
+        num_heads: N, query heads.
+        num_kv_heads: K, key/value heads; divides N.
+        head_dim: H.
+        scope: Of its module.
+        qkv: Query, key and value projections in checkpoints: three modules, or one whose rows are all of q, k, then v.
+        qkv_bias: Whether these have a bias.
+        out_bias: Whether the output projection has one.
+        qk_norm: RMSNorm of queries and keys: none, over each head (Qwen3), or over all heads at once (OLMo-2).
+        norm_eps: Of that.
+        options: Further ones of ``Attention``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        scope: Scope,
+        qkv: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: QkNorm = "none",
+        norm_eps: float = 1e-6,
+        **options: Any,
+    ):
+        super().__init__(num_heads, num_kv_heads, head_dim, scope=scope, **options)
+        self.qk_norm = qk_norm
+        q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
+        self.qkv = ColumnParallelLinear(
+            hidden_size,
+            rows_of(qkv, (q_width, kv_width, kv_width), (head_dim,) * 3),
+            outer_axis="q_heads",
+            mesh_axis=self.mesh_axis,
+            bias=qkv_bias,
+            scope=scope,
+        )
+        self.out = RowParallelLinear(
+            q_width,
+            hidden_size,
+            inner_axis="q_heads",
+            mesh_axis=self.mesh_axis,
+            bias=out_bias,
+            scope=scope.at("o_proj"),
+        )
+        q_scope, k_scope = scope.at("q_norm"), scope.at("k_norm")
+        if qk_norm == "head":
+            self.q_norm = RMSNorm(head_dim, eps=norm_eps, scope=q_scope, axis="head_dim")
+            self.k_norm = RMSNorm(head_dim, eps=norm_eps, scope=k_scope, axis="head_dim")
+        elif qk_norm == "width":
+            self.q_norm = RMSNorm(q_width, eps=norm_eps, scope=q_scope, axis="q_heads", unit=head_dim)
+            self.k_norm = RMSNorm(kv_width, eps=norm_eps, scope=k_scope, axis="kv_heads", unit=head_dim)
+
+    @property
+    def has_fused_norms(self) -> bool:
+        """Whether kernels can compute its norms together with what stands beside them."""
+        return self.qk_norm != "width"
+
+    @property
+    def head_norms(self) -> QkNorms | None:
+        """Norms over each head of queries and keys."""
+        if self.qk_norm != "head":
+            return None
+        return QkNorms(self.q_norm.weight[...], self.k_norm.weight[...], self.q_norm.eps)
+
+    def project(
+        self, x: Float[Array, "T D"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
+    ) -> Float[Array, "T width"]:
+        """Queries, keys and values of normed tokens, each with its heads one after the other."""
+        qkv = self.qkv(x, norm=norm, num_rows=num_rows)
+        if self.qk_norm != "width":
+            return qkv
+        q_width, k_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        query, key, value = jnp.split(qkv, [q_width, q_width + k_width], axis=1)
+        query_square, key_square = split_mean_squares(query, key, self.mesh_axis)
+        return jnp.concatenate(
+            [self.q_norm.scaled(query, query_square), self.k_norm.scaled(key, key_square), value], axis=1
+        )
