@@ -36,23 +36,21 @@ class ContextCache:
 
         They are in all tables, and leave at least one token to compute.
         """
-        keys, num_shared = sequence.page_keys, 0
+        num_pages = (len(sequence.token_ids) - 1) // self._page_size
         found = [list[int]() for _ in self._windows]
-        num_in_row = [0] * len(found)
-        for index in range((len(sequence.token_ids) - 1) // self._page_size):
-            if len(keys) == index + 1:
-                keys.append(self._cache.key(keys[index], self._content(sequence, index)))
-            for table, mark in enumerate(self._marks):
-                page = self._cache.find(keys[index + 1] + mark)
-                found[table].append(-1 if page is None else page)
-                num_in_row[table] = 0 if page is None else num_in_row[table] + 1
-            if any(window is None and not count for window, count in zip(self._windows, num_in_row, strict=True)):
-                break
-            seen = self._first_seen(index + 1)
-            if all(index + 1 - first <= count for first, count in zip(seen, num_in_row, strict=True)):
-                num_shared = index + 1
-        seen = self._first_seen(num_shared)
-        return num_shared, [pages[first:num_shared] for first, pages in zip(seen, found, strict=True)]
+        for table, window in enumerate(self._windows):
+            if window is None:
+                found[table] = self._find_leading(sequence, self._marks[table], num_pages)
+                num_pages = len(found[table])
+        runs = dict[KVWindow, list[int]]()
+        for table, window in enumerate(self._windows):
+            if window is not None:
+                found[table], run = self._find_all(sequence, self._marks[table], num_pages)
+                runs[window] = [*map(min, run, runs[window])] if window in runs else run
+        while num_pages and any(num_pages - self._first_seen(w, num_pages) > run[num_pages] for w, run in runs.items()):
+            num_pages -= 1
+        firsts = [self._first_seen(window, num_pages) for window in self._windows]
+        return num_pages, [pages[first:num_pages] for first, pages in zip(firsts, found, strict=True)]
 
     def find_partial(self, sequence: Sequence, num_shared: int) -> list[PartialHit]:
         """A page of each table to copy behind the shared ones; none where one has none."""
@@ -94,10 +92,35 @@ class ContextCache:
             for mark in self._marks:
                 self._cache.forget_context(sequence.page_keys[index] + mark, content)
 
-    def _first_seen(self, num_pages: int) -> list[int]:
-        """The first page in each table that is seen by the token behind ``num_pages`` full pages."""
-        position = num_pages * self._page_size
-        return [0 if window is None else window.first_page(position) for window in self._windows]
+    def _find_leading(self, sequence: Sequence, mark: bytes, most: int) -> list[int]:
+        """The cached pages of a table that a context begins with, ``most`` at most."""
+        found: list[int] = []
+        for index in range(most):
+            page = self._cache.find(self._key_behind(sequence, index) + mark)
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def _find_all(self, sequence: Sequence, mark: bytes, num_pages: int) -> tuple[list[int], list[int]]:
+        """The cached pages of a table among a context's first (-1: not cached), and how many end in a row at each."""
+        found, run = list[int](), [0]
+        for index in range(num_pages):
+            page = self._cache.find(self._key_behind(sequence, index) + mark)
+            found.append(-1 if page is None else page)
+            run.append(0 if page is None else run[-1] + 1)
+        return found, run
+
+    def _key_behind(self, sequence: Sequence, index: int) -> bytes:
+        """The key of a full page of a context; those before it are known."""
+        keys = sequence.page_keys
+        if len(keys) == index + 1:
+            keys.append(self._cache.key(keys[index], self._content(sequence, index)))
+        return keys[index + 1]
+
+    def _first_seen(self, window: KVWindow | None, num_pages: int) -> int:
+        """The first page that is seen by the token behind ``num_pages`` full pages."""
+        return 0 if window is None else window.first_page(num_pages * self._page_size)
 
     def _content(self, sequence: Sequence, index: int, num_tokens: int | None = None) -> bytes:
         """Tokens of a context's page, of the first ``num_tokens`` or of all."""
