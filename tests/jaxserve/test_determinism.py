@@ -101,7 +101,7 @@ class Model:
         generator = np.random.default_rng(7)
         return jax.tree.map(
             lambda struct: jax.device_put(generator.normal(size=struct.shape).astype(struct.dtype), struct.sharding),
-            list(self.program.abstract_state().pools),
+            abstract_pools(self.program),
         )
 
     def traced(self, shape: Shape) -> jax.stages.Traced:
@@ -112,6 +112,11 @@ class Model:
         if shape not in self._compiled:
             self._compiled[shape] = self.traced(shape).lower().compile()
         return self._compiled[shape]
+
+
+def abstract_pools(program: ModelProgram) -> list[Any]:
+    """Pools for each layer, so that all layers share one page table, whatever they see."""
+    return [program.abstract_pools(spec.pool) for spec in program.abstract_model.kv_specs]
 
 
 def trace(program: ModelProgram, shape: Shape, row_tile: int | None) -> jax.stages.Traced:
@@ -125,7 +130,7 @@ def trace(program: ModelProgram, shape: Shape, row_tile: int | None) -> jax.stag
         logits = model.logits(hidden[order], batch.query_lens.sum(), row_tile)
         return pools, hidden, logits
 
-    pools = list(program.abstract_state().pools)
+    pools = abstract_pools(program)
     numbers = [jax.ShapeDtypeStruct((shape.num_tokens,), jnp.int32)] * 3
     arguments = (tuple(abstract.params.values()), pools, *numbers, abstract_batch(shape))
     specs = jax.tree.map(lambda struct: P() if struct.sharding is None else struct.sharding.spec, arguments)
