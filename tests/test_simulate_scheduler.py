@@ -280,7 +280,8 @@ def test_a_plot_without_matplotlib(
 
 
 def test_host_cost(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = host_cost(3, dataclasses.replace(SMALL, max_num_seqs=4, depth=2), repetitions=4)
+    chunked = dataclasses.replace(SMALL, max_num_seqs=4, depth=2, max_num_batched_tokens=8)
+    found = host_cost(3, chunked, repetitions=4)
     assert found["rows"] == 3
     assert 0 < found["best_us"] <= found["median_us"]
     assert found["best_us_per_row"] == pytest.approx(found["best_us"] / 3)

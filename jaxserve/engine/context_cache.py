@@ -4,7 +4,7 @@ A context has pages in each page table of a model (``KVLayout``), for the same t
 the pages that its next token sees. The cache keeps the tables apart by what stands behind its keys.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from jaxserve.engine.kv_window import KVWindow
 from jaxserve.engine.prefix_cache import PartialHit, PrefixCache, pack_tokens
@@ -66,17 +66,18 @@ class ContextCache:
         """
         keys = sequence.page_keys
         num_full, num_left = divmod(num_tokens, self._page_size)
+        tables = [*zip(self._marks, sequence.tables, strict=False)]
         for index in range(sequence.num_registered_pages, num_full):
             content = self._content(sequence, index)
             if len(keys) == index + 1:
                 keys.append(self._cache.key(keys[index], content))
-            for mark, table in zip(self._marks, sequence.tables, strict=True):
+            for mark, table in tables:
                 self._cache.add(table.pages[index], keys[index] + mark, content, keys[index + 1] + mark)
             sequence.num_registered_pages = index + 1
         if not (with_last and num_left):
             return
         content = self._content(sequence, num_full, num_tokens)
-        for mark, table in zip(self._marks, sequence.tables, strict=True):
+        for mark, table in tables:
             if num_full >= table.num_released:
                 self._cache.add(table.pages[num_full], keys[num_full] + mark, content)
 
@@ -95,8 +96,8 @@ class ContextCache:
     def _find_leading(self, sequence: Sequence, mark: bytes, most: int) -> list[int]:
         """The cached pages of a table that a context begins with, ``most`` at most."""
         found: list[int] = []
-        for index in range(most):
-            page = self._cache.find(self._key_behind(sequence, index) + mark)
+        for key in self._keys(sequence, most):
+            page = self._cache.find(key + mark)
             if page is None:
                 break
             found.append(page)
@@ -105,18 +106,19 @@ class ContextCache:
     def _find_all(self, sequence: Sequence, mark: bytes, num_pages: int) -> tuple[list[int], list[int]]:
         """The cached pages of a table among a context's first (-1: not cached), and how many end in a row at each."""
         found, run = list[int](), [0]
-        for index in range(num_pages):
-            page = self._cache.find(self._key_behind(sequence, index) + mark)
+        for key in self._keys(sequence, num_pages):
+            page = self._cache.find(key + mark)
             found.append(-1 if page is None else page)
             run.append(0 if page is None else run[-1] + 1)
         return found, run
 
-    def _key_behind(self, sequence: Sequence, index: int) -> bytes:
-        """The key of a full page of a context; those before it are known."""
+    def _keys(self, sequence: Sequence, num_pages: int) -> Iterator[bytes]:
+        """The keys of a context's first full pages, made when they are asked for."""
         keys = sequence.page_keys
-        if len(keys) == index + 1:
-            keys.append(self._cache.key(keys[index], self._content(sequence, index)))
-        return keys[index + 1]
+        for index in range(num_pages):
+            if len(keys) == index + 1:
+                keys.append(self._cache.key(keys[index], self._content(sequence, index)))
+            yield keys[index + 1]
 
     def _first_seen(self, window: KVWindow | None, num_pages: int) -> int:
         """The first page that is seen by the token behind ``num_pages`` full pages."""

@@ -44,6 +44,7 @@ class ContextPages:
         self.num_hit_tokens = 0
         self._allocator = allocator
         self._windows = tuple(windows)
+        self._has_windows = any(self._windows)
         self.cache = ContextCache(allocator.cache, self._windows)
         self._page_size = allocator.page_size
 
@@ -81,6 +82,7 @@ class ContextPages:
         for pages, count in zip(shared, counts, strict=True):
             num_unseen, held = num_shared - len(pages), [*pages, *itertools.islice(new, count)]
             sequence.tables.append(HeldPages([held[0]] * num_unseen + held, num_unseen))
+        sequence.num_pages = min(len(table.pages) for table in sequence.tables)
         sequence.num_registered_pages = num_shared
         num_copied = min((hit.num_tokens for hit in partial), default=0)
         sequence.num_computed = num_shared * self._page_size + num_copied
@@ -95,33 +97,33 @@ class ContextPages:
         Returns:
             False, and nothing given, where too few pages are free.
         """
-        self._release_unseen(sequence)
-        num_pages = self._num_pages(sequence)
-        shortest = [table for table in sequence.tables if len(table.pages) == num_pages]
+        if self._has_windows:
+            self._release_unseen(sequence)
+        shortest = [table for table in sequence.tables if len(table.pages) == sequence.num_pages]
         pages = self._allocator.allocate(len(shortest))
         if pages is None:
             return False
         for table, page in zip(shortest, pages, strict=True):
             table.pages.append(page)
+        sequence.num_pages += 1
         if sequence.decodes_until:
             self.note_room(sequence)
         return True
 
     def reach(self, sequence: Sequence, end: int) -> int:
         """Gives a sequence pages for its tokens up to position ``end``, as far as there are; returns how far."""
-        while self._num_pages(sequence) * self._page_size < end and self.grow(sequence):
+        while sequence.num_pages * self._page_size < end and self.grow(sequence):
             pass
-        return min(end, self._num_pages(sequence) * self._page_size)
+        return min(end, sequence.num_pages * self._page_size)
 
     def grants(self, sequence: Sequence) -> list[PageGrant]:
         """What a plan has to tell the device: the pages that are others than before, with those behind them."""
-        grants = [
-            PageGrant(sequence.slot, table.num_granted, table.pages[table.num_granted :], index)
-            for index, table in enumerate(sequence.tables)
-            if table.num_granted < len(table.pages)
-        ]
-        for table in sequence.tables:
-            table.num_granted = len(table.pages)
+        grants: list[PageGrant] = []
+        for index, table in enumerate(sequence.tables):
+            first, end = table.num_granted, len(table.pages)
+            if first < end:
+                grants.append(PageGrant(sequence.slot, first, table.pages[first:], index))
+                table.num_granted = end
         return grants
 
     def shrink(self, sequence: Sequence) -> None:
@@ -131,22 +133,23 @@ class ContextPages:
             self._allocator.free(table.pages[num_kept:])
             del table.pages[num_kept:]
             table.num_granted = min(table.num_granted, num_kept)
+        sequence.num_pages = min(sequence.num_pages, num_kept)
         self.note_room(sequence)
 
     def note_room(self, sequence: Sequence) -> None:
         """Notes how far a sequence whose prompt is computed can decode."""
-        sequence.decodes_until = min(self._num_pages(sequence) * self._page_size, sequence.max_length - 1)
+        sequence.decodes_until = min(sequence.num_pages * self._page_size, sequence.max_length - 1)
 
     def release(self, sequence: Sequence) -> None:
         """Takes a sequence's pages, if it has any; what it computed stays in the cache while they are not needed."""
         if sequence.finish_reason != "error" and self._allocator.keeps_free_pages:
             num_known = min(sequence.num_computed, len(sequence.token_ids))
             self.cache.register(sequence, num_known, with_last=True)
-        pages = itertools.zip_longest(
-            *([-1] * table.num_released + table.held for table in sequence.tables), fillvalue=-1
-        )
-        self._allocator.free([page for page in itertools.chain(*pages) if page >= 0])
+        held = ([-1] * table.num_released + table.held for table in sequence.tables)
+        pages = itertools.chain.from_iterable(itertools.zip_longest(*held, fillvalue=-1))
+        self._allocator.free([page for page in pages if page >= 0])
         sequence.tables = []
+        sequence.num_pages = 0
         sequence.num_registered_pages = 0
         sequence.num_computed = 0
         sequence.decodes_until = 0
@@ -166,10 +169,6 @@ class ContextPages:
         if sequence.reads_cache:
             self.num_queried_tokens += sequence.num_prompt_tokens
             self.num_hit_tokens += sequence.num_cached_tokens
-
-    def _num_pages(self, sequence: Sequence) -> int:
-        """The length of a sequence's page tables, as far as all have pages."""
-        return min((len(table.pages) for table in sequence.tables), default=0)
 
     def _release_unseen(self, sequence: Sequence) -> None:
         """Take the pages that no token of a sequence sees from the first on whose place may still change."""

@@ -57,6 +57,7 @@ class Sequence:
         num_cached_tokens: Tokens of its context found in the prefix cache when it was first admitted; -1 before.
         slot: Place on the device; -1 while it waits.
         tables: Pages of its context, one entry for each page table of the model; none while it waits.
+        num_pages: Pages of its context that it has in all tables.
         num_computed: Tokens whose keys and values are in pages, those of launched steps included, as if no draft were
             wrong.
         num_pending: Tokens sampled by launched steps that the host does not know yet, counted in the same way; a vector
@@ -90,6 +91,7 @@ class Sequence:
     num_cached_tokens: int = -1
     slot: int = -1
     tables: list[HeldPages] = dataclasses.field(default_factory=list[HeldPages])
+    num_pages: int = 0
     num_computed: int = 0
     num_pending: int = 0
     decodes_until: int = 0
