@@ -37,6 +37,11 @@ class TokenMasks:
         self._all = self._pack(np.ones(vocab_size, bool))
         self._slots: dict[int, _SlotMask] = {}
 
+    @property
+    def has_rules(self) -> bool:
+        """Whether a slot's request has rules of its own."""
+        return bool(self._slots)
+
     def apply(self, setups: Iterable[SlotSetup]) -> None:
         """Takes over the rules of slots that change hands."""
         for setup in setups:

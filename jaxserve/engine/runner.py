@@ -2,15 +2,16 @@
 
 import itertools
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jaxserve.engine.batch import BatchBuilder
-from jaxserve.engine.compiled_steps import CompiledSteps
+from jaxserve.engine.compiled_steps import CompiledStep, CompiledSteps
 from jaxserve.engine.masks import TokenMasks
 from jaxserve.engine.memory import return_freed_memory
-from jaxserve.engine.plan import PageCopy, PageGrant, Row, Sampling, SlotSetup, StepPlan
+from jaxserve.engine.plan import ON_DEVICE, PageCopy, PageGrant, Row, RowColumns, Sampling, SlotSetup, StepPlan
 from jaxserve.engine.row_arrays import row_arrays
 from jaxserve.engine.runner_interface import StepResult
 from jaxserve.engine.steps import StepOutput
@@ -44,6 +45,28 @@ class PendingStep:
         return lists
 
 
+class StepInputs(NamedTuple):
+    """What runs a step, and what it takes beside parameters and state.
+
+    Attributes:
+        columns: The rows that this is for.
+        step: The compiled step.
+        variant: The sampler's.
+        buffer: As ``BatchBuilder`` makes it.
+        mask: Tokens that each row may sample.
+        goes_on: Whether later steps with the same rows can take the same, until facts of a slot change: the device
+            knows where the rows stand. As long as contexts only grow, so does what they have in common; the buffer
+            may then say less than is true.
+    """
+
+    columns: RowColumns
+    step: CompiledStep
+    variant: str
+    buffer: np.ndarray
+    mask: jax.Array | np.ndarray
+    goes_on: bool
+
+
 class StepRunner:
     """The ``Runner`` in this process.
 
@@ -66,6 +89,7 @@ class StepRunner:
         )
         self._masks = TokenMasks(program.config.vocab_size)
         self._biased_slots: set[int] = set()
+        self._inputs: StepInputs | None = None
         self._handles = itertools.count()
         self._launched: dict[int, PendingStep] = {}
         self._state = program.empty_state()
@@ -76,6 +100,24 @@ class StepRunner:
 
     def launch(self, plan: StepPlan) -> int:
         """See ``Runner``."""
+        inputs = self._inputs
+        has_news = plan.setups or plan.grants or plan.copies or plan.masks
+        if inputs is not None and plan.columns is inputs.columns and not has_news:
+            self._builder.starts.advance(plan)
+        else:
+            inputs = self._prepare(plan)
+            self._inputs = inputs if inputs.goes_on else None
+        self._state, output = inputs.step(self._params, self._state, inputs.buffer, inputs.mask)
+        if inputs.variant != "full":
+            output = output._replace(logprobs=None)
+        if not any(pooling is not None and pooling.is_last for pooling in plan.columns.pooling):
+            output = output._replace(sums=None)
+        handle = next(self._handles)
+        self._launched[handle] = PendingStep(output, plan)
+        return handle
+
+    def _prepare(self, plan: StepPlan) -> StepInputs:
+        """Takes over what a plan says of slots, and makes the inputs of its step."""
         builder, masks = self._builder, self._masks
         builder.apply(plan)
         masks.apply(plan.setups)
@@ -88,14 +130,8 @@ class StepRunner:
         shape, step = self._steps.choose(plan, variant)
         mask = masks.array(masked, shape.num_rows) if masked else self._open_masks[shape.num_rows]
         buffer = builder.build(plan, shape, VARIANTS.index(variant))
-        self._state, output = step(self._params, self._state, buffer, mask)
-        if variant != "full":
-            output = output._replace(logprobs=None)
-        if not any(pooling is not None and pooling.is_last for pooling in plan.columns.pooling):
-            output = output._replace(sums=None)
-        handle = next(self._handles)
-        self._launched[handle] = PendingStep(output, plan)
-        return handle
+        goes_on = not masks.has_rules and not plan.masks and all(start == ON_DEVICE for start in plan.columns.starts)
+        return StepInputs(plan.columns, step, variant, buffer, mask, goes_on)
 
     def collect(self, handle: int) -> StepResult:
         """See ``Runner``."""
