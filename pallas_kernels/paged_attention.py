@@ -56,6 +56,7 @@ class AttentionBatch(NamedTuple):
         token_offsets: Its place in the page.
         num_shared_pages: Leading pages that the contexts of the first ``num_single`` rows have in common, each full in
             all of them.
+        first_page: Where the pools begin in the arrays, which hold others too; 0 but for what ``stacks_pools``.
     """
 
     page_table: Int[Array, "R M"]
@@ -66,6 +67,7 @@ class AttentionBatch(NamedTuple):
     token_pages: Int[Array, " T"]
     token_offsets: Int[Array, " T"]
     num_shared_pages: Int[Array, ""]
+    first_page: Int[Array, ""] | int = 0
 
     @property
     def num_single(self) -> Int[Array, ""]:
@@ -102,6 +104,8 @@ class PagedAttention(Protocol):
         name: Its name in the registry, for the log.
         writer: The implementation of ``qkv_write`` that goes with these pools; None where whoever calls norms and
             rotates, and then calls ``write_kv``.
+        stacks_pools: Whether pools of several layers may lie one after the other in an array, so that a step has fewer
+            arguments; ``AttentionBatch.first_page`` then says where those of a layer begin.
     """
 
     @property
@@ -111,6 +115,11 @@ class PagedAttention(Protocol):
 
     @property
     def writer(self) -> Any:
+        """See above."""
+        ...
+
+    @property
+    def stacks_pools(self) -> bool:
         """See above."""
         ...
 

@@ -21,6 +21,7 @@ _MOST_GROUP = 64
 
 name = "native"
 writer = qkv_write_native
+stacks_pools = True
 
 
 def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
@@ -57,6 +58,7 @@ def write_kv(
         *pools,
         batch.token_pages,
         batch.token_offsets,
+        jnp.asarray(batch.first_page, jnp.int32),
         page_size=np.int32(page_size),
     )
     return keys, values
@@ -102,6 +104,7 @@ def attend(
         batch.query_lens,
         batch.num_single,
         batch.num_shared_pages,
+        jnp.asarray(batch.first_page, jnp.int32),
         num_kv_heads=np.int32(num_kv_heads),
         page_size=np.int32(page_size),
         window=np.int32(window or 0),

@@ -72,6 +72,7 @@ class PagedKernels:
         prefill: Kernel for the other rows; what it gives for tokens of decode rows does not count.
         check: What ``unsupported`` answers.
         writer: The implementation of ``qkv_write`` for such pools; None if callers are to use ``write_kv``.
+        stacks_pools: See ``PagedAttention``.
     """
 
     name: str
@@ -79,6 +80,7 @@ class PagedKernels:
     prefill: PrefillKernel
     check: Check
     writer: Any = None
+    stacks_pools: bool = False
 
     def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
         """Why it cannot run there, or None; see ``PagedAttention.unsupported``."""

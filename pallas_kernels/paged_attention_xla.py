@@ -48,6 +48,7 @@ class _Scoring(NamedTuple):
 
 name = "xla"
 writer = None
+stacks_pools = False
 copy_pages = page_writes.copy_pages
 
 

@@ -100,6 +100,7 @@ def write(
         batch.token_pages,
         batch.token_offsets,
         batch.query_lens.sum(dtype=jnp.int32),
+        jnp.asarray(batch.first_page, jnp.int32),
         num_kv_heads=np.int32(num_kv_heads),
         page_size=np.int32(page_size),
         is_normed=np.int32(norms is not None),

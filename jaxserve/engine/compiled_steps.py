@@ -72,9 +72,12 @@ class CompiledSteps:
     def compile(self) -> None:
         """Compiles every program: traced one after the other, compiled on all cores."""
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            kinds = dict.fromkeys(self.program.kv_layout.pools)
+            layout = self.program.kv_layout
+            counts = dict(zip(layout.pools, layout.counts, strict=True))
             set_up = _submit(pool, trace_set_up(self.program))
-            copy_pages = {kind: _submit(pool, trace_copy_pages(self.program, kind)) for kind in kinds}
+            copy_pages = {
+                kind: _submit(pool, trace_copy_pages(self.program, kind, count)) for kind, count in counts.items()
+            }
             self._steps = self._split_steps(pool) if self.platform == "cpu" else self._whole_steps(pool)
             self._set_up = set_up.result()
             self._copy_pages = {kind: future.result() for kind, future in copy_pages.items()}

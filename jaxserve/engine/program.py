@@ -119,8 +119,15 @@ class ModelProgram:
 
     @functools.cached_property
     def kv_layout(self) -> KVLayout:
-        """Pools and page tables."""
-        return lay_out_kv(self.abstract_model.kv_specs, self.max_model_len)
+        """Pools and page tables; pools of one kind are one array where the kernel can tell them apart."""
+        layout = lay_out_kv(self.abstract_model.kv_specs, self.max_model_len)
+        return layout.stacked(self.pool_pages) if self.kernel.stacks_pools else layout
+
+    @property
+    def pool_pages(self) -> int:
+        """Pages of a pool, those that padding needs included."""
+        keys, _ = self.kernel.pool_specs(self.num_pages, self.page_size, self.parallel.size, 8)
+        return keys.shape[0]
 
     @functools.cached_property
     def packing(self) -> Packing:
@@ -156,7 +163,7 @@ class ModelProgram:
 
     def abstract_state(self) -> StepState:
         """Shapes and shardings of what the device keeps between steps."""
-        pools = tuple(map(self.abstract_pools, self.kv_layout.pools))
+        pools = tuple(map(self.abstract_pools, self.kv_layout.pools, self.kv_layout.counts))
         latest = LatestTokens(*[self.whole((self.num_slots,), jnp.int32)] * 2)
         vocabulary = (self.num_slots, self.config.vocab_size)
         tables = SlotTables(
@@ -167,14 +174,15 @@ class ModelProgram:
         sums = self.whole((self.num_slots, self.config.hidden_size), jnp.float32)
         return StepState(pools, latest, tables, sums)
 
-    def abstract_pools(self, kind: PoolKind) -> Any:
-        """Shapes and shardings of a pool of keys and one of values."""
+    def abstract_pools(self, kind: PoolKind, count: int = 1) -> Any:
+        """Shapes and shardings of a pool of keys and one of values, or of ``count`` of both in the same arrays."""
         all_kv_heads = self.parallel.size * kind.num_kv_heads
         structs = []
         for pool in self.kernel.pool_specs(self.num_pages, self.page_size, all_kv_heads, kind.head_dim):
             axes = ["kv_heads" if i == pool.heads_dimension else None for i in range(len(pool.shape))]
             sharding = self.layout.sharding(self.mesh, *axes)
-            structs.append(jax.ShapeDtypeStruct(pool.shape, jnp.dtype(kind.dtype), sharding=sharding))
+            shape = (count * pool.shape[0], *pool.shape[1:])
+            structs.append(jax.ShapeDtypeStruct(shape, jnp.dtype(kind.dtype), sharding=sharding))
         return tuple(structs)
 
     def empty_state(self) -> StepState:

@@ -50,12 +50,23 @@ def slot_row(setup: SlotSetup, vocab_size: int) -> np.ndarray:
     return row
 
 
-def trace_copy_pages(program: ModelProgram, kind: PoolKind) -> jax.stages.Traced:
-    """Traces the copying of pages: takes (pools, sources, targets), for all pools of a kind, one after the other."""
-    pools = program.abstract_pools(kind)
+def trace_copy_pages(program: ModelProgram, kind: PoolKind, count: int) -> jax.stages.Traced:
+    """Traces the copying of pages: takes (pools, sources, targets), for all pools of a kind, one after the other.
+
+    Args:
+        program: The model.
+        kind: Of the pools.
+        count: How many of the kind lie in the same arrays; the same pages of each are copied.
+    """
+    pools = program.abstract_pools(kind, count)
     pages = program.whole((COPY_CAPACITY,), jnp.int32)
 
     def copy(pools: Pools, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> Pools:
+        if count > 1:
+            num_pages = program.pool_pages
+            first = num_pages * jnp.arange(count, dtype=jnp.int32)[:, None]
+            sources = (first + jnp.minimum(sources, num_pages - 1)).ravel()
+            targets = jnp.where(targets < num_pages, first + targets, count * num_pages).ravel()
         return program.kernel.copy_pages(pools, sources, targets)
 
     return program.trace(copy, (pools, pages, pages), gives=shardings(pools), donated=[0])

@@ -174,7 +174,9 @@ def _of_table(arrays: Mapping[str, Array], table: int, rows: Int[Array, " T"], p
         "token_pages": page_table.at[rows, arrays["token_pages"]].get(mode="fill", fill_value=padding_page),
         "num_shared_pages": arrays["num_shared_pages"][table],
     }
-    return AttentionBatch(**own, **{name: arrays[name] for name in AttentionBatch._fields if name not in own})
+    return AttentionBatch(
+        **own, **{name: arrays[name] for name in AttentionBatch._fields if name in arrays and name not in own}
+    )
 
 
 def sampler_part(buffer: Int[Array, " size"], shape: BatchShape, batch: StepBatch) -> Int[Array, " part"]:

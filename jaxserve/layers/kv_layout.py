@@ -44,10 +44,14 @@ class KVSpec(NamedTuple):
 
 
 class KVPlace(NamedTuple):
-    """Where a layer's keys and values are: indices of its pools and of its page table."""
+    """Where a layer's keys and values are: indices of its pools and of its page table.
+
+    The pools begin at page ``first_page`` of their arrays, which may hold others too (``stacked``).
+    """
 
     pool: int
     table: int
+    first_page: int = 0
 
 
 class KVLayout(NamedTuple):
@@ -57,11 +61,22 @@ class KVLayout(NamedTuple):
         places: Where each layer's keys and values are.
         pools: What a token takes in each pool.
         windows: For each page table, the latest tokens that its layers see; None for all.
+        counts: Of each entry of ``pools``, how many lie in the same arrays, one after the other.
     """
 
     places: tuple[KVPlace, ...]
     pools: tuple[PoolKind, ...]
     windows: tuple[int | None, ...]
+    counts: tuple[int, ...]
+
+    def stacked(self, num_pages: int) -> "KVLayout":
+        """The same with pools of one kind in the same arrays, of ``num_pages`` pages each, with those for padding."""
+        kinds = [*dict.fromkeys(self.pools)]
+        places = [
+            KVPlace(kinds.index(self.pools[pool]), table, num_pages * self.pools[:pool].count(self.pools[pool]))
+            for pool, table, _ in self.places
+        ]
+        return KVLayout(tuple(places), tuple(kinds), self.windows, tuple(self.pools.count(kind) for kind in kinds))
 
 
 def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None) -> KVLayout:
@@ -91,7 +106,8 @@ def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None) -> KVL
                 num_alike[kind] += 1
                 places[layer] = KVPlace(pool, len(windows))
             windows.append(window)
-    return KVLayout(tuple(places[layer] for layer in range(len(specs))), tuple(pools), tuple(windows))
+    ordered = tuple(places[layer] for layer in range(len(specs)))
+    return KVLayout(ordered, tuple(pools), tuple(windows), (1,) * len(pools))
 
 
 def _table_size(counts: list[int]) -> int:

@@ -141,9 +141,10 @@ class CausalLM(nnx.Module):
         """
         written = list(pools)
         for index in range(len(self.layers))[layers]:
-            pool, table = settings.places[index] if settings.places else KVPlace(index, 0)
+            pool, table, first_page = settings.places[index] if settings.places else KVPlace(index, 0)
+            own = inputs[table]._replace(batch=inputs[table].batch._replace(first_page=jnp.int32(first_page)))
             layer = nnx.split(self.layers[index])
-            x, written[pool] = _run_layer(*layer, x, written[pool], inputs[table], settings)
+            x, written[pool] = _run_layer(*layer, x, written[pool], own, settings)
         return x, written
 
     def logits(

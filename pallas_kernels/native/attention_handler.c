@@ -175,7 +175,8 @@ static void clear_unowned(const Attention *a, int num_rows, int64_t num_tokens) 
 
 static int are_attend_operands(FfiFrame *frame) {
   const FfiBuffer *query = ffi_argument(frame, 0), *out = ffi_result(frame, 0), *table = ffi_argument(frame, 3);
-  if (frame->arguments.size != 9 || query->dtype != FFI_F32 || query->rank != 3) return 0;
+  if (frame->arguments.size != 10 || !is_first_page(ffi_argument(frame, 9), ffi_argument(frame, 1))) return 0;
+  if (query->dtype != FFI_F32 || query->rank != 3) return 0;
   if (out->dtype != FFI_F32 || elements(out) != elements(query)) return 0;
   const int64_t heads = ffi_int(frame, "num_kv_heads"), width = query->dims[2];
   if (heads <= 0 || query->dims[1] % heads || query->dims[1] / heads > MOST_GROUP || width > MOST_WIDTH) return 0;
@@ -207,7 +208,8 @@ static int attend_shared(AttendJob *job, int num_decode, int num_pages) {
 
 // Arguments: query f32 [T, N, H], keys [P, K, H, p], values [P, K, p, H] (flat rows [P, K * H * p] too), page_table s32
 // [R, M], context_lens, query_starts, query_lens s32 [R], num_decode, num_shared_pages s32: the first rows have one token
-// each, and the pages that all of them begin with. Attributes: num_kv_heads, page_size, window, scale, soft_cap.
+// each, and the pages that all of them begin with; first_page s32: where the layer's pages begin in the pools. Attributes:
+// num_kv_heads, page_size, window, scale, soft_cap.
 EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
   if (!are_attend_operands(frame)) return ffi_error(frame, "jaxserve_attend: shapes or dtypes do not go together");
@@ -216,8 +218,8 @@ EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
   Attention *a = &job.attention;
   *a = (Attention){
       .query = query->data,
-      .keys = keys->data,
-      .values = ffi_argument(frame, 2)->data,
+      .keys = pages_from(keys, ffi_argument(frame, 9)),
+      .values = pages_from(ffi_argument(frame, 2), ffi_argument(frame, 9)),
       .table = table->data,
       .context_lens = ffi_argument(frame, 4)->data,
       .query_starts = ffi_argument(frame, 5)->data,

@@ -28,5 +28,18 @@ static inline size_t whole_lines(size_t size) { return (size + 63) & ~(size_t)63
 int64_t elements(const FfiBuffer *buffer);
 int is_s32(const FfiBuffer *buffer, int64_t rank, int64_t first);
 
+// Bytes of a page in one pool, and where the pages of a layer begin in it: at page `first`.
+static inline size_t page_bytes(const FfiBuffer *pool) {
+  return (size_t)(elements(pool) / pool->dims[0]) * (pool->dtype == FFI_BF16 ? 2 : 4);
+}
+static inline void *pages_from(const FfiBuffer *pool, const FfiBuffer *first) {
+  return (char *)pool->data + page_bytes(pool) * *(const int32_t *)first->data;
+}
+
+// Whether a scalar names a page of both pools.
+static inline int is_first_page(const FfiBuffer *first, const FfiBuffer *pool) {
+  return is_s32(first, 0, 0) && *(const int32_t *)first->data >= 0 && *(const int32_t *)first->data < pool->dims[0];
+}
+
 // Two pools of pages that hold num_kv_heads * width * page_size numbers each.
 int are_pools(const FfiBuffer *keys, const FfiBuffer *values, int64_t heads, int64_t width, int64_t page_size);

@@ -39,14 +39,15 @@ static int are_places(const FfiBuffer *keys, const FfiBuffer *values, const FfiB
 }
 
 // Arguments: key, value f32 [T, K, H], both pools (results 0 and 1 are the same memory), token_pages, token_offsets s32
-// [T]. Attribute: page_size.
+// [T], first_page s32: where the layer's pages begin in the pools. Attribute: page_size.
 EXPORT FfiError *jaxserve_write_kv(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
   FfiBuffer *key = ffi_argument(frame, 0), *keys = ffi_argument(frame, 2), *values = ffi_argument(frame, 3);
   if (!are_in_place(frame, 2, 0))
     return ffi_error(frame, "jaxserve_write_kv: the pools are not updated in place");
   FfiBuffer *value = ffi_argument(frame, 1), *pages = ffi_argument(frame, 4), *offsets = ffi_argument(frame, 5);
-  if (frame->arguments.size != 6 || key->dtype != FFI_F32 || value->dtype != FFI_F32 || key->rank != 3 ||
+  const int is_complete = frame->arguments.size == 7 && is_first_page(ffi_argument(frame, 6), keys);
+  if (!is_complete || key->dtype != FFI_F32 || value->dtype != FFI_F32 || key->rank != 3 ||
       elements(value) != elements(key) ||
       !are_places(keys, values, pages, offsets, key->dims[0], key->dims[1], key->dims[2], ffi_int(frame, "page_size")))
     return ffi_error(frame, "jaxserve_write_kv: shapes or dtypes do not go together");
@@ -58,8 +59,8 @@ EXPORT FfiError *jaxserve_write_kv(FfiFrame *frame) {
               .value = value->data,
               .pages = pages->data,
               .offsets = offsets->data,
-              .keys = keys->data,
-              .values = values->data,
+              .keys = pages_from(keys, ffi_argument(frame, 6)),
+              .values = pages_from(values, ffi_argument(frame, 6)),
               .stride = key->dims[1] * key->dims[2],
               .num_kv_heads = (int)key->dims[1],
               .width = (int)key->dims[2],
@@ -73,7 +74,7 @@ EXPORT FfiError *jaxserve_write_kv(FfiFrame *frame) {
 }
 
 static int are_qkv_operands(FfiFrame *frame) {
-  if (frame->arguments.size != 10) return 0;
+  if (frame->arguments.size != 11 || !is_first_page(ffi_argument(frame, 10), ffi_argument(frame, 1))) return 0;
   const FfiBuffer *qkv = ffi_argument(frame, 0), *cos = ffi_argument(frame, 3), *sin = ffi_argument(frame, 4);
   const FfiBuffer *weights[] = {ffi_argument(frame, 5), ffi_argument(frame, 6)}, *out = ffi_result(frame, 0);
   if (qkv->dtype != FFI_F32 || qkv->rank != 2 || out->dtype != FFI_F32 || out->rank != 3) return 0;
@@ -90,7 +91,8 @@ static int are_qkv_operands(FfiFrame *frame) {
 
 // Arguments: qkv f32 [T, (N + 2 K) * H], both pools, cos, sin f32 [T, half] (half 0: no rotation), weights of the norms of
 // queries and keys f32 [H] (empty without norms), token_pages, token_offsets s32 [T], num_tokens s32: tokens in use, at the
-// front; nothing is written for the others, whose queries are zeros. Attributes: num_kv_heads, page_size, is_normed, eps.
+// front; nothing is written for the others, whose queries are zeros; first_page s32: where the layer's pages begin in the
+// pools. Attributes: num_kv_heads, page_size, is_normed, eps.
 // Results: queries f32 [T, N, H], and both pools, which are the same memory as the arguments.
 EXPORT FfiError *jaxserve_qkv_write(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
@@ -114,8 +116,8 @@ EXPORT FfiError *jaxserve_qkv_write(FfiFrame *frame) {
               .pages = ffi_argument(frame, 7)->data,
               .offsets = ffi_argument(frame, 8)->data,
               .out = out->data,
-              .keys = keys->data,
-              .values = values->data,
+              .keys = pages_from(keys, ffi_argument(frame, 10)),
+              .values = pages_from(values, ffi_argument(frame, 10)),
               .stride = (heads + 2 * num_kv_heads) * width,
               .num_heads = (int)heads,
               .num_kv_heads = num_kv_heads,
@@ -132,10 +134,6 @@ EXPORT FfiError *jaxserve_qkv_write(FfiFrame *frame) {
   memset(job.write.out + job.num_tokens * heads * width, 0, sizeof(float) * (num_tokens - job.num_tokens) * heads * width);
   run_write(&job);
   return 0;
-}
-
-static size_t page_bytes(const FfiBuffer *pool) {
-  return (size_t)(elements(pool) / pool->dims[0]) * (pool->dtype == FFI_BF16 ? 2 : 4);
 }
 
 // Reads all sources before a target is written, since one page may be both.

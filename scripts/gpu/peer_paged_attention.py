@@ -30,6 +30,7 @@ class JaxPagedAttention:
     is_interpreted: bool = False
     name: str = "paged_attention of JAX"
     writer: Any = None
+    stacks_pools: bool = False
 
     def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
         """Return why it cannot run on a device, or None."""

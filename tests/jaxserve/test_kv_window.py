@@ -144,7 +144,7 @@ def test_the_ledger_of_layers_with_and_without_a_window(checkpoints: dict[str, P
 
 def test_a_window_that_no_context_fills_is_none(checkpoints: dict[str, Path]) -> None:
     plan = plan_engine(EngineConfig(model=str(checkpoints["mixed"]), max_model_len=WINDOW, **SETTINGS))
-    assert plan.needs.windows == (None,) and len(plan.programs[0].abstract_state().pools) == 5
+    assert plan.needs.windows == (None,) and sum(plan.programs[0].kv_layout.counts) == 5
 
 
 def test_the_longest_context_that_fits(checkpoints: dict[str, Path]) -> None:

@@ -101,6 +101,44 @@ def test_a_token_has_the_same_bits_in_a_chunk_and_alone(dtype, settings):
 
 @needs_native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pools_within_larger_arrays(dtype):
+    """Other layers' pages lie in front and behind; none is read, none is written."""
+    case = Case(((70, 1), (130, 20)), 6, 2, 64, 64, dtype=dtype, spare_rows=0, spare_tokens=0)
+    _, (query, pools, batch) = problem(case)
+    num_pages = len(pools[0])
+
+    def between_others(pool):
+        return jnp.concatenate([jnp.full_like(pool, jnp.nan), pool, jnp.full_like(pool, jnp.nan)])
+
+    wide = between_others(pools[0]), between_others(pools[1])
+    within = batch._replace(first_page=jnp.int32(num_pages))
+    found = attend(case, paged_attention.Prepared(query, wide, within))
+    np.testing.assert_array_equal(found, attend(case, paged_attention.Prepared(query, pools, batch)))
+
+    generator = np.random.default_rng(0)
+    key, value = jnp.asarray(generator.normal(size=(2, len(query), 2, 64)), jnp.float32)
+    qkv = jnp.asarray(generator.normal(size=(len(query), 10 * 64)), jnp.float32)
+    sizes = {"num_heads": 6, "num_kv_heads": 2, "page_size": 64}
+    for write in (
+        lambda pools, batch: paged_attention_native.write_kv(pools, key, value, batch, 64),
+        lambda pools, batch: qkv_write_native.write(qkv, pools, batch, rotation=None, norms=None, **sizes)[1],
+    ):
+        for whole, alone in zip(jax.jit(write)(wide, within), jax.jit(write)(pools, batch), strict=True):
+            assert np.asarray(whole[num_pages:-num_pages]).tobytes() == np.asarray(alone).tobytes()
+            assert jnp.isnan(whole[:num_pages]).all() and jnp.isnan(whole[-num_pages:]).all()
+
+
+@needs_native
+def test_pools_that_begin_behind_their_arrays_are_refused():
+    case = Case(((70, 1),), 6, 2, 64, 64, spare_rows=0, spare_tokens=0)
+    _, (query, pools, batch) = problem(case)
+    for first_page in (-1, len(pools[0])):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="do not go together"):
+            attend(case, paged_attention.Prepared(query, pools, batch._replace(first_page=jnp.int32(first_page))))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_rows", [2, 3, 40])
 def test_shared_pages_read_once_give_the_same_bits(threads, dtype, num_rows):
     """Sharing nothing, less than a block, whole blocks, whole chunks and a part of one; in a mixed step too."""
