@@ -143,7 +143,7 @@ def batch_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     rows, tokens = (shape.num_rows,), (shape.num_tokens,)
     shapes = {
         "page_table": (*rows, shape.table_pages),
-        **dict.fromkeys(("num_rows", "num_shared_pages"), ()),
+        **dict.fromkeys(("num_rows", "num_shared_pages", "first_page"), ()),
     }
     shapes |= dict.fromkeys(("context_lens", "query_starts", "query_lens"), rows)
     return shapes | dict.fromkeys(("token_pages", "token_offsets"), tokens)

@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.engine.batch import BatchBuilder
 from jaxserve.engine.plan import PageGrant, Row, Sampling, SlotSetup, StepPlan
 from jaxserve.engine.step_batch import BatchShape, LatestTokens, unpack
-from jaxserve.engine.steps import ModelProgram
-from jaxserve.layers.attention import AttentionSettings
+from jaxserve.engine.steps import ModelProgram, attention_settings
 from sharding import LAYOUTS, LayoutError, MeshShape, ShardingLayout, get_layout, make_mesh
 from sharding.plan import count_collectives
 from tests.tiny_programs import NUM_LAYERS, make_program, random_params, tiny_config
@@ -28,7 +27,7 @@ PROMPTS = ([3, 50, 7, 21, 0], [52, 9], [1, 2, 3, 4, 5, 6, 7, 8])
 def forward(program: ModelProgram) -> jax.stages.Wrapped:
     """Logits of every token of a mixed step, on the program's mesh."""
     abstract = program.abstract_model
-    settings = AttentionSettings(program.kernel, program.page_size, SHAPE.decode_only)
+    settings = attention_settings(program, SHAPE)
 
     def body(arrays: tuple[jax.Array, ...], pools: list, buffer: jax.Array) -> jax.Array:
         model = abstract.merge(arrays)
