@@ -156,6 +156,33 @@ def test_a_decode_row_of_a_known_token_is_not_counted_twice() -> None:
     parts.runner.close()
 
 
+def test_steps_whose_rows_go_on_are_as_those_made_anew() -> None:
+    """Plans that share their columns take the inputs of the one before, until a slot gets a page."""
+    samplings = [
+        Sampling(OptionValues(frequency_penalty=3.0)),
+        Sampling(OptionValues(temperature=1.0), seed=3),
+        Sampling(OptionValues(temperature=1.0), seed=4, num_logprobs=2),
+    ]
+    found, num_made = list[list[Any]](), list[int]()
+    for shares in (True, False):
+        driver, tokens, inputs = Driver(), list[Any](), list[Any]()
+        driver.start({slot: (sampling, PROMPT) for slot, sampling in enumerate(samplings)})
+        previous = None
+        for number in range(6):
+            grants = [PageGrant(1, 3, [7])] if number == 3 else []
+            plan = StepPlan(1 + number, [], grants, [Row(slot, ON_DEVICE, [ON_DEVICE], 1) for slot in range(3)])
+            if shares and previous is not None:
+                plan.share_columns(previous)
+            previous = plan
+            tokens.append(driver.runner.collect(driver.runner.launch(plan)).tokens)
+            inputs.append(driver.runner._inputs)
+        driver.runner.close()
+        found.append(tokens)
+        num_made.append(len({id(one) for one in inputs}))
+    assert found[0] == found[1]
+    assert num_made == [2, 6]
+
+
 def test_mixed_rows_are_each_row_alone() -> None:
     """Greedy, seeded, penalised, biased, masked, constrained, tracked and processed requests in one batch."""
     allowed = np.arange(VOCAB_SIZE) % 2 == 0
