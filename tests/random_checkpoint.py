@@ -12,6 +12,22 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import abstract_model
 from jaxserve.models.loading import read_model_config
 
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 51,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "eos_token_id": None,
+    "dtype": "float32",
+}
+"""A small ``config.json``, for tests to change."""
+
 
 def write_checkpoint(directory: Path, config: dict[str, Any], seed: int) -> None:
     """Writes ``config.json`` and the tensors; the same for a seed."""

@@ -1,7 +1,7 @@
 """What the prefix cache knows of contexts: their pages are found there, noted as they fill up, and forgotten.
 
 A context has pages in each page table of a model (``KVLayout``), for the same tokens; it is found where all tables have
-the pages that its next token sees. The cache keeps the tables apart by what stands behind its keys.
+the pages that its next token sees. A key ends with the number of its table, which tells the tables' pages apart.
 """
 
 from collections.abc import Iterable, Iterator
@@ -42,18 +42,18 @@ class ContextCache:
             if window is None:
                 found[table] = self._find_leading(sequence, self._marks[table], num_pages)
                 num_pages = len(found[table])
-        runs = dict[KVWindow, list[int]]()
+        runs = list[tuple[KVWindow, list[int]]]()
         for table, window in enumerate(self._windows):
             if window is not None:
                 found[table], run = self._find_all(sequence, self._marks[table], num_pages)
-                runs[window] = [*map(min, run, runs[window])] if window in runs else run
-        while num_pages and any(num_pages - self._first_seen(w, num_pages) > run[num_pages] for w, run in runs.items()):
+                runs.append((window, run))
+        while num_pages and any(num_pages - self._first_seen(w, num_pages) > run[num_pages] for w, run in runs):
             num_pages -= 1
         firsts = [self._first_seen(window, num_pages) for window in self._windows]
         return num_pages, [pages[first:num_pages] for first, pages in zip(firsts, found, strict=True)]
 
     def find_partial(self, sequence: Sequence, num_shared: int) -> list[PartialHit]:
-        """A page of each table to copy behind the shared ones; none where one has none."""
+        """Cached pages to copy, one for each table, that begin with the tokens after the shared pages; all or none."""
         content = self._content(sequence, num_shared, len(sequence.token_ids) - 1)
         hits = [self._cache.find_partial(sequence.page_keys[num_shared] + mark, content) for mark in self._marks]
         found = [hit for hit in hits if hit is not None]

@@ -15,22 +15,13 @@ from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.sequence import Sequence
 from jaxserve.models.loading import load_model
 from pallas_kernels.native_library import unavailable
-from tests.random_checkpoint import write_checkpoint
+from tests.random_checkpoint import LLAMA, write_checkpoint
 
 WINDOW, PAGE_SIZE, CHUNK, MAX_LENGTH = 12, 8, 16, 128
-CONFIG: dict[str, Any] = {
+CONFIG = LLAMA | {
     "architectures": ["MistralForCausalLM"],
-    "vocab_size": 51,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
     "max_position_embeddings": MAX_LENGTH,
     "sliding_window": WINDOW,
-    "eos_token_id": None,
-    "dtype": "float32",
 }
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 3,

@@ -15,23 +15,10 @@ from jaxserve.models import registry
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.loading import load_model
 from tests import toy_attention
-from tests.random_checkpoint import write_checkpoint
+from tests.random_checkpoint import LLAMA, write_checkpoint
 
-WIDTH, FFN, VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, LAYERS, PAGE_SIZE = 16, 24, 51, 4, 2, 8, 3, 16
-CONFIG: dict[str, Any] = {
-    "architectures": [toy_attention.ARCHITECTURE],
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": FFN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "max_position_embeddings": 64,
-    "rope_theta": 10000.0,
-    "eos_token_id": None,
-    "dtype": "float32",
-}
+KV_HEADS, HEAD_DIM, LAYERS, PAGE_SIZE = 2, 8, 3, 16
+CONFIG = LLAMA | {"architectures": [toy_attention.ARCHITECTURE], "num_hidden_layers": LAYERS}
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 2,
     "max_num_batched_tokens": 16,

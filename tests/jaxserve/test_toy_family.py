@@ -15,21 +15,10 @@ from jaxserve.engine.build import load_params, plan_engine
 from jaxserve.models import registry
 from jaxserve.models.loading import load_model
 from tests import toy_family
+from tests.random_checkpoint import LLAMA
 
 WIDTH, FFN, VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 16, 24, 51, 4, 2, 8, 2
-CONFIG: dict[str, Any] = {
-    "architectures": [toy_family.ARCHITECTURE],
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": FFN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "max_position_embeddings": 64,
-    "eos_token_id": None,
-    "dtype": "float32",
-}
+CONFIG = LLAMA | {"architectures": [toy_family.ARCHITECTURE]}
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 2,
     "max_num_batched_tokens": 16,
