@@ -12,10 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
 from jaxserve.config import SERVING_DEFAULTS, EngineConfig
-from jaxserve.engine.chat import split_conversations
-from jaxserve.engine.chat_prompt import chat_prompt, read_template
 from jaxserve.engine.engine_thread import EngineThread
-from jaxserve.engine.grammars import wait_compiled
 from jaxserve.engine.open_streams import deadline_after
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import start_engine
@@ -27,6 +24,9 @@ from jaxserve.outputs import PoolingRequestOutput, RequestOutput
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import PromptInput, parse_prompt
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured_output.grammars import wait_compiled
+from jaxserve.text.chat import split_conversations
+from jaxserve.text.chat_prompt import chat_prompt, read_template
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,8 @@ from typing import Any
 from tqdm import tqdm
 
 from jaxserve.config import EngineConfig
+from jaxserve.device.build import EnginePlan
 from jaxserve.engine.beam_search import BeamSearch
-from jaxserve.engine.build import EnginePlan
-from jaxserve.engine.chat_prompt import chat_prompts, read_template
 from jaxserve.engine.offline import OfflineRunner
 from jaxserve.engine.startup import start_engine
 from jaxserve.engine.stats_log import StatsLogger
@@ -20,6 +19,7 @@ from jaxserve.parsers import MessageParser, ParsedMessage, starts_in_reasoning
 from jaxserve.pooling_params import PoolingParams, check_pooling_task
 from jaxserve.request import parse_prompts, priorities_for_each
 from jaxserve.sampling_params import BeamSearchParams, SamplingParams
+from jaxserve.text.chat_prompt import chat_prompts, read_template
 
 logger = logging.getLogger(__name__)
 

@@ -18,22 +18,22 @@ from typing import Any
 import numpy as np
 
 from jaxserve.demo import MODEL_DIRECTORY
+from jaxserve.device.batch import BatchBuilder
+from jaxserve.device.buckets import Buckets
+from jaxserve.device.masks import TokenMasks
+from jaxserve.device.runner_interface import StepResult
 from jaxserve.engine.admission import Admission
-from jaxserve.engine.batch import BatchBuilder
-from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.masks import TokenMasks
 from jaxserve.engine.metrics import CompileCounter
 from jaxserve.engine.model_limits import ModelLimits
-from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.plan import SchedulerLimits, StepPlan
 from jaxserve.engine.replica import Replica
-from jaxserve.engine.runner_interface import StepResult
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.tokenizer import load_tokenizer
 from jaxserve.request import parse_prompts
 from jaxserve.sampling.sampler import VARIANTS
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.page_allocator import PageAllocator
+from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.text.tokenizer import load_tokenizer
 
 PAGE_SIZE = 64
 PROMPT_TOKENS = 500

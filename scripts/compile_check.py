@@ -25,9 +25,9 @@ from scripts.deviceless import NO_SPILLS, Compilation, NoCudaError, compile_for,
 import jax  # noqa: E402
 from jax.sharding import use_abstract_mesh  # noqa: E402
 
-from jaxserve.engine.program import ModelProgram  # noqa: E402
-from jaxserve.engine.step_batch import BatchShape  # noqa: E402
-from jaxserve.engine.steps import trace_step  # noqa: E402
+from jaxserve.device.program import ModelProgram  # noqa: E402
+from jaxserve.device.step_batch import BatchShape  # noqa: E402
+from jaxserve.device.steps import trace_step  # noqa: E402
 from jaxserve.models.registry import config_from_hf  # noqa: E402
 from pallas_kernels.operation import prepared_shapes  # noqa: E402
 from pallas_kernels.registry import OPERATIONS, load, operation  # noqa: E402

@@ -20,8 +20,8 @@ import numpy as np
 
 from jaxserve.bench.simulation import CostModel, Settings, Simulation, make_scheduler
 from jaxserve.bench.traces import Trace, cut_trace, read_trace, trace_reuse
-from jaxserve.engine.plan import StepPlan
-from jaxserve.engine.sequence import Sequence
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.sequence import Sequence
 
 NUM_PRIORITIES = 3
 PERCENTILES = (50, 90, 99)

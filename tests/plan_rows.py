@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jaxserve.engine.plan import ON_DEVICE, Row
+from jaxserve.scheduling.plan import ON_DEVICE, Row
 
 
 def decode_rows(slots: Iterable[int], starts: Iterable[int], tokens: Iterable[int] | None = None) -> list[Row]:

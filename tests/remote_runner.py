@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import load_params, plan_engine
-from jaxserve.engine.compiled_steps import CompiledSteps
-from jaxserve.engine.plan import StepPlan
-from jaxserve.engine.runner import StepRunner
-from jaxserve.engine.runner_interface import StepResult
+from jaxserve.device.build import load_params, plan_engine
+from jaxserve.device.compiled_steps import CompiledSteps
+from jaxserve.device.runner import StepRunner
+from jaxserve.device.runner_interface import StepResult
+from jaxserve.scheduling.plan import StepPlan
 
 
 class RemoteRunner:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, EngineConfig, SamplingParams
-from jaxserve.engine.build import load_params, plan_engine
+from jaxserve.device.build import load_params, plan_engine
 from jaxserve.models.loading import check_weights
 from pallas_kernels.operation import Comparison
 from scripts.gpu import device_events, engine, gemms, kernels, models, numerics, peers, probe, toolchain, workload

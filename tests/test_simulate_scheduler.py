@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve.bench.simulation import CostModel, Settings, Simulation
 from jaxserve.bench.traces import Trace, TraceRequest, cut_trace, pieces, read_trace, scale_trace, trace_reuse
-from jaxserve.engine.plan import Row, StepPlan
+from jaxserve.scheduling.plan import Row, StepPlan
 from scripts.simulate_scheduler import PRESETS, host_cost, lines_of, main, simulate
 from tests.plan_rows import decode_rows
 

@@ -14,8 +14,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ("jaxserve", "pallas_kernels", "sharding", "checkpoints")
 TEXT_SUFFIXES = {".py", ".sh", ".toml", ".md", ".txt", ".yml", ".yaml", ".cfg", ".ini", ".proto"}
 
-MAX_FUNCTION_LINES = {"pallas_kernels": 120, "other": 60}
-MAX_FILE_LINES = {"pallas_kernels": 400, "scripts": 400, "other": 250}
+# A hard stop, not a target: scripts/report_sizes.py lists what is long or in too many pieces, for reviewers to judge.
+MAX_FUNCTION_LINES = {"pallas_kernels": 120, "other": 80}
+MAX_FILE_LINES = 400
 MIN_DUPLICATE_LINES = 10
 
 # Heavy imports that may wait for the function that needs them.
@@ -77,11 +78,6 @@ def place(path: Path, line: int) -> str:
     return f"{path.relative_to(REPOSITORY)}:{line}"
 
 
-def limit_for(path: Path, limits: dict[str, int]) -> int:
-    """The limit of the top-level folder that a file lies in."""
-    return limits.get(path.relative_to(REPOSITORY).parts[0], limits["other"])
-
-
 def num_lines(node: ast.stmt) -> int:
     """Lines from the first to the last of a statement, both counted."""
     return (node.end_lineno or node.lineno) - node.lineno + 1
@@ -122,7 +118,7 @@ def test_only_the_scheduler_changes_sequences() -> None:
     owners = {"scheduler.py", "sequence.py", *parts}
     fields = {
         node.target.id
-        for node in ast.walk(syntax_tree(REPOSITORY / "jaxserve/engine/sequence.py"))
+        for node in ast.walk(syntax_tree(REPOSITORY / "jaxserve/scheduling/sequence.py"))
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
     assert {"token_ids", "finish_reason", "num_released"} <= fields
@@ -160,7 +156,8 @@ def test_functions_are_short() -> None:
         [
             f"{place(path, node.lineno)}: {node.name} has {num_lines(node)} lines"
             for path, node in functions(*PACKAGES, "scripts")
-            if num_lines(node) > limit_for(path, MAX_FUNCTION_LINES)
+            if num_lines(node)
+            > MAX_FUNCTION_LINES.get(path.relative_to(REPOSITORY).parts[0], MAX_FUNCTION_LINES["other"])
         ]
     )
 
@@ -169,7 +166,7 @@ def test_files_are_short() -> None:
     breaches = []
     for path in python_files(*PACKAGES, "scripts"):
         length = len(path.read_text().splitlines())
-        if length > limit_for(path, MAX_FILE_LINES):
+        if length > MAX_FILE_LINES:
             breaches.append(f"{place(path, 1)}: {length} lines")
     assert_none(breaches)
 
@@ -242,27 +239,31 @@ def test_predicates_return_bool() -> None:
     assert_none(breaches)
 
 
-def test_public_functions_name_what_they_return() -> None:
-    """More than two values deserve a NamedTuple or a dataclass."""
-    breaches = []
-    for path in python_files(*PACKAGES):
-        for name, node in public_definitions(path):
-            returns = None if isinstance(node, ast.ClassDef) else node.returns
-            if isinstance(returns, ast.Subscript) and called_name(returns) == "tuple":
-                if isinstance(returns.slice, ast.Tuple) and len(returns.slice.elts) > 2:
-                    breaches.append(f"{place(path, node.lineno)}: {name}")
-    assert_none(breaches)
+def exported_definitions() -> Iterator[tuple[Path, str, ast.ClassDef | FunctionNode]]:
+    """What the packages export, and the public methods of those classes: file, dotted name, definition."""
+    for package in PACKAGES:
+        for node in ast.walk(syntax_tree(REPOSITORY / package / "__init__.py")):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(PACKAGES):
+                continue
+            path = REPOSITORY / f"{(node.module or '').replace('.', '/')}.py"
+            exported = {alias.name for alias in node.names}
+            for name, definition in public_definitions(path):
+                if name.split(".")[0] in exported:
+                    yield path, name, definition
 
 
-def test_public_names_have_docstrings() -> None:
-    breaches = []
-    for path in python_files(*PACKAGES):
-        if path.read_text().strip() and not ast.get_docstring(syntax_tree(path)):
-            breaches.append(f"{place(path, 1)}: module")
-        for name, node in public_definitions(path):
-            is_overload = any(called_name(decorator) == "overload" for decorator in node.decorator_list)
-            if not is_overload and not ast.get_docstring(node):
-                breaches.append(f"{place(path, node.lineno)}: {name}")
+def test_the_public_api_has_docstrings() -> None:
+    breaches = [
+        f"{place(path, 1)}: module"
+        for path in python_files(*PACKAGES)
+        if path.read_text().strip() and not ast.get_docstring(syntax_tree(path))
+    ]
+    exported = list(exported_definitions())
+    assert {"LLM.generate", "ShardingLayout", "load_array", "choose"} <= {name for _, name, _ in exported}
+    for path, name, node in exported:
+        is_overload = any(called_name(decorator) == "overload" for decorator in node.decorator_list)
+        if not is_overload and not ast.get_docstring(node):
+            breaches.append(f"{place(path, node.lineno)}: {name}")
     assert_none(breaches)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.engine.steps import ModelProgram
+from jaxserve.device.steps import ModelProgram
 from jaxserve.layers.attention import select_attention
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.parallel import DtypePolicy

@@ -12,7 +12,7 @@ from jaxserve.bench.serve_answer import BenchServeError
 from jaxserve.bench.serve_http import HttpAnswer, HttpClient
 from jaxserve.bench.serve_ready import ask_http
 from jaxserve.demo import MODEL_DIRECTORY
-from jaxserve.engine.tokenizer import load_tokenizer
+from jaxserve.text.tokenizer import load_tokenizer
 
 WORDS = tuple(first + second for first, second in itertools.product(string.ascii_lowercase, repeat=2))
 """Short words: about a token each, whatever the tokenizer."""

@@ -11,12 +11,12 @@ import time
 from typing import NamedTuple
 
 from jaxserve.bench.traces import MAX_PIECE_ID, Trace, symbolic_prompt
-from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.plan import SchedulerLimits, StepPlan
-from jaxserve.engine.plan_draft import Completion
-from jaxserve.engine.row_starts import RowStarts
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sequence import Sequence
+from jaxserve.scheduling.page_allocator import PageAllocator
+from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
+from jaxserve.scheduling.plan_draft import Completion
+from jaxserve.scheduling.row_starts import RowStarts
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sequence import Sequence
 
 
 @dataclasses.dataclass(frozen=True)

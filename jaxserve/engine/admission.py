@@ -4,24 +4,24 @@ import concurrent.futures
 import time
 from typing import NamedTuple
 
-from jaxserve.engine.constraint import Constraint
-from jaxserve.engine.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids
-from jaxserve.engine.detokenizer import Detokenizer
-from jaxserve.engine.grammar_constraint import CompiledLater, Grammar
-from jaxserve.engine.grammars import GrammarCompiler
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.pooling import pooling_state
 from jaxserve.engine.prompt_fit import fitted, truncated
-from jaxserve.engine.reasoning import AfterReasoning, Reasoning, find_reasoning
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.engine.sampling_numbers import make_sampling, stream_seed
-from jaxserve.engine.sequence import Sequence
-from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import RequestError
 from jaxserve.logprobs import FlatLogprobs, Logprob, SampleLogprobs
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import PromptInput
 from jaxserve.sampling_params import SamplingParams, check_against
+from jaxserve.scheduling.constraint import Constraint
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.structured_output.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids
+from jaxserve.structured_output.grammar_constraint import CompiledLater, Grammar
+from jaxserve.structured_output.grammars import GrammarCompiler
+from jaxserve.structured_output.reasoning import AfterReasoning, Reasoning, find_reasoning
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 
 class Admission:

@@ -3,11 +3,11 @@
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from jaxserve.engine.detokenizer import StopVerdict
 from jaxserve.engine.request_state import RequestState, Sample
-from jaxserve.engine.sequence import Sequence
-from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.sampling.logprobs import TokenLogprobs
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.text.detokenizer import StopVerdict
+from jaxserve.text.tokenizer import Tokenizer
 
 
 class Stop(NamedTuple):

@@ -7,22 +7,22 @@ import time
 
 import numpy as np
 
+from jaxserve.device.runner_interface import StepResult
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.delivery import deliver
 from jaxserve.engine.metrics import CompileCounter, EngineMetrics
-from jaxserve.engine.plan_draft import Completion
 from jaxserve.engine.pooling import pooled_vector
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState, Sample
-from jaxserve.engine.runner_interface import StepResult
-from jaxserve.engine.sequence import Sequence
-from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import EngineDeadError, RequestError, unforeseen
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import FinishReason
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import PromptInput
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.plan_draft import Completion
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

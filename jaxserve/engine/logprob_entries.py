@@ -1,9 +1,9 @@
 """What a step measured of a token, as requests return it: one dict a position."""
 
-from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.logprobs import Logprob
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.text.tokenizer import Tokenizer
 
 
 def logprob_entry(

@@ -5,13 +5,13 @@ from typing import Any
 
 from checkpoints import resolve_model
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import EnginePlan
-from jaxserve.engine.reasoning import ReasoningMarks
-from jaxserve.engine.tokenizer import Tokenizer, load_tokenizer
-from jaxserve.engine.tokenizer_files import read_json
+from jaxserve.device.build import EnginePlan
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.parsers import reasoning_parser, tool_parser
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured_output.reasoning import ReasoningMarks
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.tokenizer_files import read_json
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 

@@ -4,10 +4,10 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 
-from jaxserve.engine.reasoning import ReasoningMarks
 from jaxserve.errors import RequestError
 from jaxserve.layers.model_config import RopeConfig
 from jaxserve.layers.rope import length_regime
+from jaxserve.structured_output.reasoning import ReasoningMarks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,12 @@ from jaxtyping import Float
 
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.request_state import RequestState, Sample
-from jaxserve.engine.sequence import Sequence
 from jaxserve.errors import RequestError
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import PromptInput
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.sequence import Sequence
 
 _SMALLEST_LENGTH = 1e-12  # vectors of less are not made longer
 _NOTHING_SAMPLED = SamplingParams(temperature=0.0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -2,11 +2,11 @@
 
 import collections
 
-from jaxserve.engine.plan import StepPlan
-from jaxserve.engine.plan_draft import Completion
-from jaxserve.engine.runner_interface import Runner, StepResult
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sequence import Sequence
+from jaxserve.device.runner_interface import Runner, StepResult
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan_draft import Completion
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sequence import Sequence
 
 
 class Replica:

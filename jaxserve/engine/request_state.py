@@ -4,17 +4,17 @@ import concurrent.futures
 import dataclasses
 from typing import Any
 
-from jaxserve.engine.detokenizer import Detokenizer
 from jaxserve.engine.logprob_entries import logprob_entry, sample_entry
-from jaxserve.engine.plan import Row
-from jaxserve.engine.sequence import Sequence
-from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.logprobs import FlatLogprobs, Logprob, PromptLogprobs, SampleLogprobs
 from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.plan import Row
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -3,9 +3,9 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from jaxserve.engine.plan import Sampling
 from jaxserve.sampling_options import SAMPLING_OPTIONS, OptionValues
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.plan import Sampling
 
 
 def stream_seed(seed: int, index: int) -> int:

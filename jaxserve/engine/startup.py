@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxserve.config import EngineConfig
+from jaxserve.device.build import STEPS_IN_FLIGHT, EnginePlan, load_params, plan_engine
+from jaxserve.device.compilation_cache import use_compilation_cache
+from jaxserve.device.compiled_steps import CompiledSteps, num_programs
+from jaxserve.device.memory import MemoryLedger, device_memory_bytes, resident_bytes, usable_share
+from jaxserve.device.runner import StepRunner
+from jaxserve.device.runner_interface import Runner
 from jaxserve.engine.admission import Admission
-from jaxserve.engine.build import STEPS_IN_FLIGHT, EnginePlan, load_params, plan_engine
-from jaxserve.engine.compilation_cache import use_compilation_cache
-from jaxserve.engine.compiled_steps import CompiledSteps, num_programs
-from jaxserve.engine.drafts import DraftProposer
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.grammars import GrammarCompiler
-from jaxserve.engine.memory import MemoryLedger, device_memory_bytes, resident_bytes, usable_share
 from jaxserve.engine.metrics import CompileCounter
 from jaxserve.engine.model_defaults import (
     check_parsers,
@@ -27,16 +27,16 @@ from jaxserve.engine.model_defaults import (
     reasoning_marks,
 )
 from jaxserve.engine.model_limits import ModelLimits
-from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.plan import SchedulerLimits
 from jaxserve.engine.replica import Replica
-from jaxserve.engine.runner import StepRunner
-from jaxserve.engine.runner_interface import Runner
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import RequestError
 from jaxserve.models.loading import check_weights
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.drafts import DraftProposer
+from jaxserve.scheduling.page_allocator import PageAllocator
+from jaxserve.scheduling.plan import SchedulerLimits
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.structured_output.grammars import GrammarCompiler
+from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

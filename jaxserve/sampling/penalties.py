@@ -36,7 +36,7 @@ class SlotTables(NamedTuple):
 
 
 class SamplerInputs(NamedTuple):
-    """Numbers of each row; see ``jaxserve.engine.plan.Sampling``.
+    """Numbers of each row; see ``jaxserve.scheduling.plan.Sampling``.
 
     Attributes:
         options: An array [R] of each of ``SAMPLING_OPTIONS``, float32 or int32.

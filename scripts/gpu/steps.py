@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, use_abstract_mesh
 
-from jaxserve.engine.buckets import Buckets
-from jaxserve.engine.kernel_choice import attention_sizes
-from jaxserve.engine.program import ModelProgram
-from jaxserve.engine.step_batch import BatchShape
-from jaxserve.engine.steps import trace_step
+from jaxserve.device.buckets import Buckets
+from jaxserve.device.kernel_choice import attention_sizes
+from jaxserve.device.program import ModelProgram
+from jaxserve.device.step_batch import BatchShape
+from jaxserve.device.steps import trace_step
 from jaxserve.layers.attention import select_attention
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope

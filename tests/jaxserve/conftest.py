@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from jaxserve.engine.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 LETTERS = "▁abcdehlo.!?\n<|>"
 CHAT_TEMPLATE = (

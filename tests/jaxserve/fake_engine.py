@@ -7,8 +7,8 @@ from collections.abc import Callable
 from jaxserve import RequestError, RequestOutputKind, SamplingParams
 from jaxserve.engine.delivery import deliver
 from jaxserve.engine.request_state import RequestState, Sample
-from jaxserve.engine.sequence import Sequence
 from jaxserve.metric_types import Counter, Gauge, Metric
+from jaxserve.scheduling.sequence import Sequence
 
 DELTA = SamplingParams(output_kind=RequestOutputKind.DELTA)
 PATIENCE_S = 60.0

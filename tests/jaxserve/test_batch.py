@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.batch import BatchBuilder
-from jaxserve.engine.plan import ON_DEVICE, ChunkPooling, PageGrant, Row, Sampling, SlotSetup, StepPlan
-from jaxserve.engine.sampler_batch import SamplerShape, unpack_sampler
-from jaxserve.engine.step_batch import BatchShape, LatestTokens, StepBatch, sampler_part, unpack
+from jaxserve.device.batch import BatchBuilder
+from jaxserve.device.sampler_batch import SamplerShape, unpack_sampler
+from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch, sampler_part, unpack
 from jaxserve.sampling_options import OptionValues
+from jaxserve.scheduling.plan import ON_DEVICE, ChunkPooling, PageGrant, Row, Sampling, SlotSetup, StepPlan
 from tests.plan_rows import decode_rows
 
 NUM_SLOTS, PAGE_SIZE, NUM_PAGES, TABLE_PAGES = 6, 8, 40, 5

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxserve.engine.buckets import Buckets
-from jaxserve.engine.compiled_steps import num_programs, step_keys
+from jaxserve.device.buckets import Buckets
+from jaxserve.device.compiled_steps import num_programs, step_keys
 from jaxserve.errors import ConfigError
 
 MAX_PROGRAMS = 40

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.chat import MAX_RENDERED_CHARACTERS, render_chat, split_conversations
-from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import RequestError
 from jaxserve.parsers import MessageParser, starts_in_reasoning
+from jaxserve.text.chat import MAX_RENDERED_CHARACTERS, render_chat, split_conversations
+from jaxserve.text.tokenizer import Tokenizer
 
 TOOLS = [
     {

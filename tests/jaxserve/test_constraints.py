@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 
-from jaxserve.engine.constraint import Constraint
-from jaxserve.engine.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids
-from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.errors import RequestError
+from jaxserve.scheduling.constraint import Constraint
+from jaxserve.structured_output.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids
+from jaxserve.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 70
 START, END = [60], [61, 62, 61, 63]

@@ -8,10 +8,10 @@ import jinja2
 import pytest
 from jinja2 import nodes
 
-from jaxserve.engine import chat
-from jaxserve.engine.chat import render_chat
-from jaxserve.engine.content_format import FORMATS, detected_format
 from jaxserve.errors import RequestError
+from jaxserve.text import chat
+from jaxserve.text.chat import render_chat
+from jaxserve.text.content_format import FORMATS, detected_format
 
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 DUMP = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"

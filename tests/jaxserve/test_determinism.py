@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.engine.steps import ModelProgram
+from jaxserve.device.steps import ModelProgram
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.parallel import DtypePolicy

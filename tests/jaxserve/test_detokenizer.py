@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.engine.detokenizer import Detokenizer
-from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 TINY = ("byte-level", "byte-fallback", "words")
 shared_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

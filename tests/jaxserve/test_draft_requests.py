@@ -9,10 +9,10 @@ import pytest
 
 from jaxserve import RequestOutput, SamplingParams
 from jaxserve.config import EngineConfig
-from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.metric_types import Counter
 from jaxserve.request import parse_prompts
+from jaxserve.scheduling.sequence import Sequence
 from jaxserve.structured_params import StructuredOutputsParams
 
 SETTINGS: dict[str, Any] = {

@@ -8,15 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.engine.batch import BatchBuilder
-from jaxserve.engine.buckets import Buckets
-from jaxserve.engine.compiled_steps import CompiledSteps
-from jaxserve.engine.plan import ON_DEVICE, PageGrant, Row, Sampling, SlotSetup, StepPlan
-from jaxserve.engine.runner import StepResult, StepRunner
-from jaxserve.engine.step_batch import BatchShape
+from jaxserve.device.batch import BatchBuilder
+from jaxserve.device.buckets import Buckets
+from jaxserve.device.compiled_steps import CompiledSteps
+from jaxserve.device.runner import StepResult, StepRunner
+from jaxserve.device.step_batch import BatchShape
 from jaxserve.sampling.sampler import NO_TOKEN
 from jaxserve.sampling.verification import NOWHERE, Verification
 from jaxserve.sampling_options import OptionValues
+from jaxserve.scheduling.plan import ON_DEVICE, PageGrant, Row, Sampling, SlotSetup, StepPlan
 from tests.tiny_programs import make_program, random_params, tiny_config
 
 MAX_SAMPLES, TABLE_PAGES, NUM_TOKENS = 4, 5, 24

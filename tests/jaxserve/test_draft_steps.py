@@ -10,15 +10,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.engine.buckets import Buckets
-from jaxserve.engine.compiled_steps import CompiledSteps
-from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.plan import ON_DEVICE, Sampling, SchedulerLimits, StepPlan
-from jaxserve.engine.prefix_cache import pack_tokens
-from jaxserve.engine.runner import StepRunner
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sequence import Sequence
+from jaxserve.device.buckets import Buckets
+from jaxserve.device.compiled_steps import CompiledSteps
+from jaxserve.device.runner import StepRunner
 from jaxserve.sampling_options import OptionValues
+from jaxserve.scheduling.page_allocator import PageAllocator
+from jaxserve.scheduling.plan import ON_DEVICE, Sampling, SchedulerLimits, StepPlan
+from jaxserve.scheduling.prefix_cache import pack_tokens
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sequence import Sequence
 from tests.tiny_programs import make_program, random_params, tiny_config
 
 PAGE_SIZE, NUM_PAGES, NUM_TEXTS, MAX_DRAFTS = 8, 8, 16, 4

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from jaxserve.engine.drafts import DraftProposer
-from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.plan import ON_DEVICE, Row, Sampling, SchedulerLimits, StepPlan
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sequence import Sequence
 from jaxserve.sampling_options import OptionValues
+from jaxserve.scheduling.drafts import DraftProposer
+from jaxserve.scheduling.page_allocator import PageAllocator
+from jaxserve.scheduling.plan import ON_DEVICE, Row, Sampling, SchedulerLimits, StepPlan
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sequence import Sequence
 
 
 class Counting:

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from jaxserve.engine.endings import Ending, ends_in_repetition, find_ending
-from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.plan import SchedulerLimits
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sequence import Sequence
+from jaxserve.scheduling.endings import Ending, ends_in_repetition, find_ending
+from jaxserve.scheduling.page_allocator import PageAllocator
+from jaxserve.scheduling.plan import SchedulerLimits
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sequence import Sequence
 from jaxserve.structured_params import RepetitionDetectionParams
 
 

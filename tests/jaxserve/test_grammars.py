@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from jaxserve.demo import MODEL_DIRECTORY
-from jaxserve.engine.constraint import Constraint
-from jaxserve.engine.grammar_constraint import Grammar
-from jaxserve.engine.grammars import GrammarCompiler
-from jaxserve.engine.token_pieces import TextJoiner
-from jaxserve.engine.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.errors import EngineDeadError, RequestError
 from jaxserve.sampling.grammar import GrammarLimits
+from jaxserve.scheduling.constraint import Constraint
+from jaxserve.structured_output.grammar_constraint import Grammar
+from jaxserve.structured_output.grammars import GrammarCompiler
 from jaxserve.structured_params import StructuredOutputsParams
+from jaxserve.text.token_pieces import TextJoiner
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 EXTRA_IDS = 70
 """Ids of the model without a token."""

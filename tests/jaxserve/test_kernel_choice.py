@@ -3,8 +3,8 @@
 import pytest
 
 from jaxserve import EngineConfig
-from jaxserve.engine.build import plan_engine
-from jaxserve.engine.program import ModelProgram
+from jaxserve.device.build import plan_engine
+from jaxserve.device.program import ModelProgram
 from jaxserve.errors import ConfigError
 from pallas_kernels import UnsupportedKernelError, linear_native, native_library, qkv_write_native
 

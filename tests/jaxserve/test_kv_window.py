@@ -8,12 +8,12 @@ import pytest
 
 from jaxserve import LLM, MemoryPlanError, SamplingParams
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import plan_engine
-from jaxserve.engine.context_pages import ContextPages
-from jaxserve.engine.kv_window import KVWindow
-from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.sequence import Sequence
+from jaxserve.device.build import plan_engine
 from jaxserve.models.loading import load_model
+from jaxserve.scheduling.context_pages import ContextPages
+from jaxserve.scheduling.kv_window import KVWindow
+from jaxserve.scheduling.page_allocator import PageAllocator
+from jaxserve.scheduling.sequence import Sequence
 from pallas_kernels.native_library import unavailable
 from tests.random_checkpoint import LLAMA, write_checkpoint
 

@@ -27,9 +27,9 @@ from jaxserve import (
     UnsupportedModelError,
 )
 from jaxserve.config import EngineConfig
-from jaxserve.engine import build, compiled_steps, runner
-from jaxserve.engine.compiled_steps import CompiledSteps
-from jaxserve.engine.runner import StepRunner
+from jaxserve.device import build, compiled_steps, runner
+from jaxserve.device.compiled_steps import CompiledSteps
+from jaxserve.device.runner import StepRunner
 from jaxserve.layers import attention
 from jaxserve.layers.parallel import DtypePolicy
 from pallas_kernels import UnsupportedKernelError, paged_attention_mosaic

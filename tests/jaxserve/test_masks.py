@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxserve.engine.masks import MaskedRow, TokenMasks
-from jaxserve.engine.plan import Row, Sampling, SlotMask, SlotSetup, StepPlan
-from jaxserve.engine.row_starts import RowStarts
+from jaxserve.device.masks import MaskedRow, TokenMasks
+from jaxserve.scheduling.plan import Row, Sampling, SlotMask, SlotSetup, StepPlan
+from jaxserve.scheduling.row_starts import RowStarts
 from tests.plan_rows import decode_rows
 from tests.sampler_rows import mask_of
 

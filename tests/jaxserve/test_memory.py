@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from jaxserve import LLM, MemoryPlanError
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import EnginePlan, plan_engine
-from jaxserve.engine.compilation_cache import use_compilation_cache
-from jaxserve.engine.kv_window import KVWindow
-from jaxserve.engine.memory import (
+from jaxserve.device.build import EnginePlan, plan_engine
+from jaxserve.device.compilation_cache import use_compilation_cache
+from jaxserve.device.memory import (
     MemoryNeeds,
     ask_for_gpu_memory,
     device_memory_bytes,
@@ -26,6 +25,7 @@ from jaxserve.engine.memory import (
     usable_share,
 )
 from jaxserve.layers.cpu import cpu_key
+from jaxserve.scheduling.kv_window import KVWindow
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -10,8 +10,8 @@ from jaxserve import SamplingParams
 from jaxserve.engine.delivery import Delivery, deliver
 from jaxserve.engine.metrics import FINISH_REASONS, EngineMetrics
 from jaxserve.engine.request_state import RequestState, Sample
-from jaxserve.engine.sequence import Sequence
 from jaxserve.metric_types import HELP, Counter, Distribution, Gauge, Histogram, Metric, prometheus_text
+from jaxserve.scheduling.sequence import Sequence
 
 # vLLM's names (v1/metrics/loggers.py) that mean the same here.
 OF_VLLM = (

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.prefix_cache import pack_tokens
+from jaxserve.scheduling.page_allocator import PageAllocator
+from jaxserve.scheduling.prefix_cache import pack_tokens
 
 
 def make_allocator(num_pages: int = 6, num_known: int = 0, **fields: bool) -> PageAllocator:

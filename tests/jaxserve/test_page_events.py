@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.engine.kv_window import KVWindow
-from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.plan import ON_DEVICE, Row, SchedulerLimits, StepPlan
-from jaxserve.engine.prefix_cache import TOKEN_BYTES
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sequence import HeldPages, Sequence
+from jaxserve.scheduling.kv_window import KVWindow
+from jaxserve.scheduling.page_allocator import PageAllocator
+from jaxserve.scheduling.plan import ON_DEVICE, Row, SchedulerLimits, StepPlan
+from jaxserve.scheduling.prefix_cache import TOKEN_BYTES
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sequence import HeldPages, Sequence
 
 STOP = 4
 Context = tuple[int, ...]

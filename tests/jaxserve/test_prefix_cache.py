@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jaxserve.engine.prefix_cache import PartialHit, PrefixCache, pack_tokens
+from jaxserve.scheduling.prefix_cache import PartialHit, PrefixCache, pack_tokens
 
 ROOT = b"root"
 

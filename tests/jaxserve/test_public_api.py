@@ -50,11 +50,11 @@ WITHOUT_JAX = [
     "jaxserve.sampling_params",
     "jaxserve.structured_params",
     "jaxserve.demo",
-    "jaxserve.engine.detokenizer",
-    "jaxserve.engine.page_allocator",
-    "jaxserve.engine.plan",
-    "jaxserve.engine.scheduler",
-    "jaxserve.engine.sequence",
+    "jaxserve.text.detokenizer",
+    "jaxserve.scheduling.page_allocator",
+    "jaxserve.scheduling.plan",
+    "jaxserve.scheduling.scheduler",
+    "jaxserve.scheduling.sequence",
 ]
 
 

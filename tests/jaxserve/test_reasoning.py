@@ -7,8 +7,8 @@ import pytest
 
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
 from jaxserve.demo import MODEL_DIRECTORY
-from jaxserve.engine.reasoning import AfterReasoning, Reasoning, ReasoningMarks, find_reasoning
-from jaxserve.engine.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.structured_output.reasoning import AfterReasoning, Reasoning, ReasoningMarks, find_reasoning
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 OPEN, CLOSE = (5,), (6, 7)
 MARKS = ReasoningMarks("qwen3", OPEN, CLOSE)

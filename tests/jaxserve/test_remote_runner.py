@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import plan_engine
+from jaxserve.device.build import plan_engine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.model_defaults import find_tokenizer
 from jaxserve.engine.offline import OfflineRunner
-from jaxserve.engine.plan import StepPlan
 from jaxserve.engine.startup import assemble_engine, start_engine
 from jaxserve.outputs import RequestOutput
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import parse_prompts
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.plan import StepPlan
 from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, outcome, scores
 from tests.remote_runner import RemoteRunner
 

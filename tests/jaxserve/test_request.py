@@ -110,7 +110,7 @@ def test_params_of_another_length_or_type_raise() -> None:
 
 def test_requests_need_no_jax(repository: Path) -> None:
     """Run apart, since this process has long imported it."""
-    modules = "jaxserve.request, jaxserve.outputs, jaxserve.engine.tokenizer, jaxserve.engine.detokenizer"
+    modules = "jaxserve.request, jaxserve.outputs, jaxserve.text.tokenizer, jaxserve.text.detokenizer"
     code = f"import sys, {modules}; print([name for name in ('jax', 'torch', 'transformers') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=repository)
     assert done.stdout.strip() == "[]"

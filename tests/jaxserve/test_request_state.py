@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from jaxserve import CompletionOutput, FlatLogprobs, RequestOutput, RequestOutputKind, SamplingParams
 from jaxserve.engine.delivery import deliver
-from jaxserve.engine.detokenizer import Detokenizer
 from jaxserve.engine.logprob_entries import logprob_entry, sample_entry
-from jaxserve.engine.plan import Row
 from jaxserve.engine.request_state import RequestState, Sample
-from jaxserve.engine.sequence import Sequence
-from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.sampling.logprobs import TokenLogprobs
+from jaxserve.scheduling.plan import Row
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 PROMPT = [1, 5, 9]
 DELTA = RequestOutputKind.DELTA

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.buckets import Buckets
-from jaxserve.engine.compiled_steps import CompiledSteps, step_keys
-from jaxserve.engine.plan import ON_DEVICE, PageCopy, PageGrant, Row, Sampling, SlotMask, SlotSetup, StepPlan
-from jaxserve.engine.program import ModelProgram
-from jaxserve.engine.runner import StepRunner
-from jaxserve.engine.runner_interface import StepResult
-from jaxserve.engine.slot_programs import COPY_CAPACITY, copy_arrays
+from jaxserve.device.buckets import Buckets
+from jaxserve.device.compiled_steps import CompiledSteps, step_keys
+from jaxserve.device.program import ModelProgram
+from jaxserve.device.runner import StepRunner
+from jaxserve.device.runner_interface import StepResult
+from jaxserve.device.slot_programs import COPY_CAPACITY, copy_arrays
 from jaxserve.sampling_options import OptionValues
+from jaxserve.scheduling.plan import ON_DEVICE, PageCopy, PageGrant, Row, Sampling, SlotMask, SlotSetup, StepPlan
 from tests.plan_rows import decode_rows
 from tests.sampler_rows import mask_of
 from tests.tiny_programs import make_program, random_params, tiny_config

@@ -6,9 +6,9 @@ import pickle
 import pytest
 
 from jaxserve import SamplingParams
-from jaxserve.engine.plan import Sampling
 from jaxserve.errors import RequestError
 from jaxserve.sampling_options import SAMPLING_OPTIONS, Effect, OptionValues, has_effect, neutral_values
+from jaxserve.scheduling.plan import Sampling
 
 OTHERS = {"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.5}
 """Values that are not neutral, where the default below is."""

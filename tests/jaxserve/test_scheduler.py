@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.plan import ON_DEVICE, PageCopy, Row, Sampling, SchedulerLimits, StepPlan
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sequence import Sequence
 from jaxserve.outputs import FinishReason
 from jaxserve.sampling_options import OptionValues
+from jaxserve.scheduling.page_allocator import PageAllocator
+from jaxserve.scheduling.plan import ON_DEVICE, PageCopy, Row, Sampling, SchedulerLimits, StepPlan
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sequence import Sequence
 from jaxserve.structured_params import RepetitionDetectionParams
 
 STOP = 9

@@ -8,18 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.batch import BatchBuilder
-from jaxserve.engine.buckets import Buckets
-from jaxserve.engine.compiled_steps import CompiledSteps, num_programs
+from jaxserve.device.batch import BatchBuilder
+from jaxserve.device.buckets import Buckets
+from jaxserve.device.compiled_steps import CompiledSteps, num_programs
+from jaxserve.device.runner import StepRunner
+from jaxserve.device.runner_interface import StepResult
+from jaxserve.device.sampler_batch import SamplerShape
+from jaxserve.device.split_steps import SplitStep, sampler_tile, trace_sampler
+from jaxserve.device.step_batch import BatchShape, LatestTokens
 from jaxserve.engine.metrics import CompileCounter
-from jaxserve.engine.plan import PageGrant, Row, Sampling, SlotMask, SlotSetup, StepPlan
-from jaxserve.engine.runner import StepRunner
-from jaxserve.engine.runner_interface import StepResult
-from jaxserve.engine.sampler_batch import SamplerShape
-from jaxserve.engine.split_steps import SplitStep, sampler_tile, trace_sampler
-from jaxserve.engine.step_batch import BatchShape, LatestTokens
 from jaxserve.sampling.sampler import VARIANTS
 from jaxserve.sampling_options import OptionValues
+from jaxserve.scheduling.plan import PageGrant, Row, Sampling, SlotMask, SlotSetup, StepPlan
 from tests.plan_rows import decode_rows
 from tests.sampler_rows import mask_of
 from tests.tiny_programs import make_program, random_params, tiny_config

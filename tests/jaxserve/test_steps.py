@@ -8,20 +8,20 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.engine.batch import BatchBuilder
-from jaxserve.engine.buckets import Buckets
-from jaxserve.engine.compiled_steps import CompiledSteps
-from jaxserve.engine.plan import ON_DEVICE, PageGrant, Row, Sampling, SlotSetup, StepPlan
-from jaxserve.engine.runner import StepRunner
-from jaxserve.engine.runner_interface import StepResult
-from jaxserve.engine.split_steps import trace_model, trace_scorer
-from jaxserve.engine.step_batch import BatchShape
-from jaxserve.engine.steps import ModelProgram, StepState, trace_step
+from jaxserve.device.batch import BatchBuilder
+from jaxserve.device.buckets import Buckets
+from jaxserve.device.compiled_steps import CompiledSteps
+from jaxserve.device.runner import StepRunner
+from jaxserve.device.runner_interface import StepResult
+from jaxserve.device.split_steps import trace_model, trace_scorer
+from jaxserve.device.step_batch import BatchShape
+from jaxserve.device.steps import ModelProgram, StepState, trace_step
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.registry import build_model
 from jaxserve.sampling_options import OptionValues
+from jaxserve.scheduling.plan import ON_DEVICE, PageGrant, Row, Sampling, SlotSetup, StepPlan
 from scripts.compile_text import compiled_collectives
 from sharding.plan import bytes_per_device, count_collectives
 from tests.plan_rows import decode_rows

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.program import ModelProgram
+from jaxserve.device.program import ModelProgram
 from jaxserve.layers import storage
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.layers.storage import Weight, load_method

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from jaxserve.engine.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.errors import ConfigError, RequestError
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 REFERENCES = (
     "baichuan-7b",

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve import LLM, ConfigError, SamplingParams
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import plan_engine
+from jaxserve.device.build import plan_engine
 from jaxserve.models import registry
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.loading import load_model

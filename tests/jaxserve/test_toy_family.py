@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from checkpoints import CheckpointError
 from jaxserve import LLM, ConfigError, SamplingParams
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import load_params, plan_engine
+from jaxserve.device.build import load_params, plan_engine
 from jaxserve.models import registry
 from jaxserve.models.loading import load_model
 from tests import toy_family

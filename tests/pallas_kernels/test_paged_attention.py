@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.buckets import Buckets
+from jaxserve.device.buckets import Buckets
 from pallas_kernels import paged_attention as op
 from pallas_kernels.attention_tiles import require_indexable
 from pallas_kernels.decode_attention_triton import decode_attention

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.engine.batch import BatchBuilder
-from jaxserve.engine.plan import PageGrant, Row, Sampling, SlotSetup, StepPlan
-from jaxserve.engine.step_batch import BatchShape, LatestTokens, unpack
-from jaxserve.engine.steps import ModelProgram, attention_settings
+from jaxserve.device.batch import BatchBuilder
+from jaxserve.device.step_batch import BatchShape, LatestTokens, unpack
+from jaxserve.device.steps import ModelProgram, attention_settings
+from jaxserve.scheduling.plan import PageGrant, Row, Sampling, SlotSetup, StepPlan
 from sharding import LAYOUTS, LayoutError, MeshShape, ShardingLayout, get_layout, make_mesh
 from sharding.plan import count_collectives
 from tests.tiny_programs import NUM_LAYERS, make_program, random_params, tiny_config

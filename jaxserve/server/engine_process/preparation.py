@@ -6,9 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxserve.engine.chat_prompt import read_template
 from jaxserve.engine.engine_thread import EngineThread
-from jaxserve.engine.grammars import own_error
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import StartedEngine
 from jaxserve.errors import SHUT_DOWN, DeadlineError, EngineDeadError, JaxserveError, RequestFailedError, unforeseen
@@ -18,6 +16,8 @@ from jaxserve.server.engine_process.queue_limits import Place, QueueLimits
 from jaxserve.server.engine_process.renderers import Renderers, render_job
 from jaxserve.server.proto.jaxserve.internal.v1 import engine_pb2
 from jaxserve.server.submit_codec import chat_of, fit_of, params_of
+from jaxserve.structured_output.grammars import own_error
+from jaxserve.text.chat_prompt import read_template
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxserve.engine.chat import quiet_transformers, render_chat
 from jaxserve.errors import RequestError
+from jaxserve.text.chat import quiet_transformers, render_chat
 
 READY = "ready"
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxserve.child_process import LineProcess
-from jaxserve.engine.chat import choose_template, split_conversations
 from jaxserve.errors import RequestError
 from jaxserve.server.engine_process import renderer
 from jaxserve.server.template_variables import check_variables
+from jaxserve.text.chat import choose_template, split_conversations
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ def render_job(
         templates: The model's, by name.
         own_template: The server's in place of them.
         special_tokens: The model's, by name; the template sees them.
-        content_format: What the template sees of contents, as ``jaxserve.engine.chat.render_chat`` takes it.
+        content_format: What the template sees of contents, as ``jaxserve.text.chat.render_chat`` takes it.
 
     Raises:
         RequestError: A conversation of the wrong form, no template, or an option that there is not.

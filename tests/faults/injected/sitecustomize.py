@@ -129,10 +129,10 @@ def _patch_startup(module: Any) -> None:
 
 
 PATCHES: dict[str, Callable[[Any], None]] = {
-    "jaxserve.engine.tokenizer": _patch_tokenizer,
+    "jaxserve.text.tokenizer": _patch_tokenizer,
     "jaxserve.engine.admission": _patch_admission,
-    "jaxserve.engine.grammars": _patch_grammars,
-    "jaxserve.engine.runner": _patch_runner,
+    "jaxserve.structured_output.grammars": _patch_grammars,
+    "jaxserve.device.runner": _patch_runner,
     "jaxserve.engine.startup": _patch_startup,
 }
 

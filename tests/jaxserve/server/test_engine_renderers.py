@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jaxserve import RequestError
-from jaxserve.engine.chat import render_chat
 from jaxserve.server.engine_process.renderers import Renderers, render_job
+from jaxserve.text.chat import render_chat
 
 PATIENCE_S = 60.0
 LIMIT_S = 1.5

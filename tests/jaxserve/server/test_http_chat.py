@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.engine.content_format import in_format
 from jaxserve.server.frontend import ParserNames
+from jaxserve.text.content_format import in_format
 from tests.jaxserve.server.http_fakes import CHAT, Answer, FakeEngine, make_server
 
 PATH = "/v1/chat/completions"

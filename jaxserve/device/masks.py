@@ -1,0 +1,106 @@
+"""Which tokens each slot may sample, as bits; made once where they do not change."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.scheduling.plan import Sampling, SlotSetup, StepPlan
+from jaxserve.scheduling.row_starts import RowStarts
+
+
+class _SlotMask(NamedTuple):
+    """A slot's tokens below position ``banned_until`` and from there on; None where all are allowed."""
+
+    early: np.ndarray | None
+    late: np.ndarray | None
+    banned_until: int
+
+
+class MaskedRow(NamedTuple):
+    """A row of a step that may not sample every token, and the words of its mask."""
+
+    row: int
+    words: np.ndarray
+
+
+class TokenMasks:
+    """Masks of every slot, and those of a step's rows, from what requests ask and what their constraints say.
+
+    Where nothing is left of a request's own rules, those that go are, first, the tokens banned for a time, then the bad
+    ones. Where nothing is left of its rules and its constraint together, the constraint alone counts.
+    """
+
+    def __init__(self, vocab_size: int):
+        self._vocab_size = vocab_size
+        self._words = -(-vocab_size // 32)
+        self._all = self._pack(np.ones(vocab_size, bool))
+        self._slots: dict[int, _SlotMask] = {}
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether a slot's request has rules of its own."""
+        return bool(self._slots)
+
+    def apply(self, setups: Iterable[SlotSetup]) -> None:
+        """Takes over the rules of slots that change hands."""
+        for setup in setups:
+            sampling = setup.sampling
+            if sampling.banned_ids or sampling.bad_ids or sampling.allowed_ids is not None:
+                self._slots[setup.slot] = self._slot_mask(sampling)
+            else:
+                self._slots.pop(setup.slot, None)
+
+    def rows(self, plan: StepPlan, starts: RowStarts) -> list[MaskedRow]:
+        """Return the sampling rows of a plan that may not sample every token."""
+        if not self._slots and not plan.masks:
+            return []
+        constrained = {mask.slot: mask.words for mask in plan.masks}
+        masked = self._slots.keys() | constrained.keys()
+        found = []
+        for index, (row, start) in enumerate(zip(plan.rows, starts.of(plan).tolist(), strict=True)):
+            if row.num_samples and row.slot in masked:
+                position = start + len(row.token_ids) - 1
+                found.append(MaskedRow(index, self._row_words(row.slot, position, constrained)))
+        return [row for row in found if row.words is not self._all]
+
+    def array(self, rows: Sequence[MaskedRow], num_rows: int) -> np.ndarray:
+        """Masks of all rows of a step, [num_rows, V / 32] int32."""
+        mask = np.full((num_rows, self._words), -1, np.int32)
+        for row, words in rows:
+            mask[row] = words
+        return mask
+
+    def _row_words(self, slot: int, position: int, constrained: dict[int, bytes]) -> np.ndarray:
+        own = self._slots.get(slot)
+        words = None
+        if own is not None:
+            words = own.early if position + 1 < own.banned_until else own.late
+        if slot not in constrained:
+            return self._all if words is None else words
+        given = np.frombuffer(constrained[slot], np.int32)[: self._words]
+        constraint = np.zeros(self._words, np.int32)
+        constraint[: len(given)] = given
+        both = constraint & (self._all if words is None else words)
+        return both if both.any() else constraint
+
+    def _slot_mask(self, sampling: Sampling) -> _SlotMask:
+        late = np.ones(self._vocab_size, bool)
+        if sampling.allowed_ids is not None:
+            late[:] = False
+            late[list(sampling.allowed_ids)] = True
+        late = _without(late, sampling.bad_ids)
+        early = _without(late, sampling.banned_ids)
+        return _SlotMask(self._pack(early), None if late.all() else self._pack(late), sampling.banned_until)
+
+    def _pack(self, allowed: np.ndarray) -> np.ndarray:
+        padded = np.zeros(self._words * 32, bool)
+        padded[: self._vocab_size] = allowed
+        return np.packbits(padded, bitorder="little").view(np.int32)
+
+
+def _without(allowed: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
+    """The tokens allowed but for some; all of them, where none would be left."""
+    fewer = allowed.copy()
+    fewer[list(token_ids)] = False
+    return fewer if fewer.any() else allowed

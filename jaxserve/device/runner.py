@@ -1,0 +1,196 @@
+"""Owner of what is on the devices of one data slice: parameters, pages, compiled steps. Takes plans, gives tokens."""
+
+import itertools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxserve.device.batch import BatchBuilder
+from jaxserve.device.compiled_steps import CompiledStep, CompiledSteps
+from jaxserve.device.masks import TokenMasks
+from jaxserve.device.memory import return_freed_memory
+from jaxserve.device.runner_interface import StepResult
+from jaxserve.device.steps import StepOutput
+from jaxserve.sampling.sampler import NO_TOKEN, VARIANTS
+from jaxserve.scheduling.plan import ON_DEVICE, PageCopy, PageGrant, Row, RowColumns, Sampling, SlotSetup, StepPlan
+from jaxserve.scheduling.row_arrays import row_arrays
+
+
+class PendingStep:
+    """A launched step whose outputs are on their way to the host."""
+
+    def __init__(self, output: StepOutput, plan: StepPlan):
+        self._output = output
+        self._plan = plan
+        for array in jax.tree.leaves(output):
+            array.copy_to_host_async()
+
+    def wait(self) -> StepResult:
+        """Waits for the step."""
+        output = jax.tree.map(np.asarray, self._output)
+        return StepResult(self._token_lists(output.tokens), output.logprobs, output.prompt_logprobs, output.sums)
+
+    def _token_lists(self, tokens: np.ndarray) -> list[list[int]]:
+        columns = self._plan.columns
+        if columns.has_drafts:
+            counts = zip(self._plan.first_samples, columns.num_samples, strict=True)
+            return [[t for t in tokens[first : first + count].tolist() if t != NO_TOKEN] for first, count in counts]
+        tokens = tokens[: self._plan.num_rows]
+        lists = tokens[:, None].tolist()
+        is_empty = (tokens == NO_TOKEN) | (row_arrays(columns).num_samples == 0)
+        for row in is_empty.nonzero()[0].tolist():
+            lists[row] = []
+        return lists
+
+
+class StepInputs(NamedTuple):
+    """What runs a step, and what it takes beside parameters and state.
+
+    Attributes:
+        columns: The rows that this is for.
+        step: The compiled step.
+        variant: The sampler's.
+        buffer: As ``BatchBuilder`` makes it.
+        mask: Tokens that each row may sample.
+        goes_on: Whether later steps with the same rows can take the same, until facts of a slot change: the device
+            knows where the rows stand. As long as contexts only grow, so does what they have in common; the buffer
+            may then say less than is true.
+    """
+
+    columns: RowColumns
+    step: CompiledStep
+    variant: str
+    buffer: np.ndarray
+    mask: jax.Array | np.ndarray
+    goes_on: bool
+
+
+class StepRunner:
+    """The ``Runner`` in this process.
+
+    Args:
+        steps: Compiled programs.
+        params: Parameters as the program packs them (``ModelProgram.packing``).
+    """
+
+    def __init__(self, steps: CompiledSteps, params: tuple[jax.Array, ...]):
+        self._steps = steps
+        self._params = params
+        program = steps.program
+        self._builder = BatchBuilder(
+            program.num_slots,
+            steps.buckets.table_pages,
+            program.page_size,
+            program.num_pages,
+            tuple(program.arguments.values()),
+            steps.buckets.num_tables,
+        )
+        self._masks = TokenMasks(program.config.vocab_size)
+        self._biased_slots: set[int] = set()
+        self._inputs: StepInputs | None = None
+        self._handles = itertools.count()
+        self._launched: dict[int, PendingStep] = {}
+        self._state = program.empty_state()
+        self._open_masks = {
+            rows: jax.device_put(np.full(program.mask_shape(rows), -1, np.int32), program.replicated)
+            for rows in {shape.num_rows for shape in steps.buckets.shapes()}
+        }
+
+    def launch(self, plan: StepPlan) -> int:
+        """See ``Runner``."""
+        inputs = self._inputs
+        has_news = plan.setups or plan.grants or plan.copies or plan.masks
+        if inputs is not None and plan.columns is inputs.columns and not has_news:
+            self._builder.starts.advance(plan)
+        else:
+            inputs = self._prepare(plan)
+            self._inputs = inputs if inputs.goes_on else None
+        self._state, output = inputs.step(self._params, self._state, inputs.buffer, inputs.mask)
+        if inputs.variant != "full":
+            output = output._replace(logprobs=None)
+        if not any(pooling is not None and pooling.is_last for pooling in plan.columns.pooling):
+            output = output._replace(sums=None)
+        handle = next(self._handles)
+        self._launched[handle] = PendingStep(output, plan)
+        return handle
+
+    def _prepare(self, plan: StepPlan) -> StepInputs:
+        """Takes over what a plan says of slots, and makes the inputs of its step."""
+        builder, masks = self._builder, self._masks
+        builder.apply(plan)
+        masks.apply(plan.setups)
+        setups = [setup for setup in plan.setups if self._needs_row(setup)]
+        if setups or plan.copies:
+            self._state = self._steps.prepare(self._state, setups, plan.copies)
+        masked = masks.rows(plan, builder.starts)
+        is_full = bool(masked) or self._steps.program.is_always_full
+        variant = builder.variant(plan, is_full)
+        shape, step = self._steps.choose(plan, variant)
+        mask = masks.array(masked, shape.num_rows) if masked else self._open_masks[shape.num_rows]
+        buffer = builder.build(plan, shape, VARIANTS.index(variant))
+        goes_on = not masks.has_rules and not plan.masks and all(start == ON_DEVICE for start in plan.columns.starts)
+        return StepInputs(plan.columns, step, variant, buffer, mask, goes_on)
+
+    def collect(self, handle: int) -> StepResult:
+        """See ``Runner``."""
+        return self._launched.pop(handle).wait()
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """See ``Runner``."""
+        program = self._steps.program
+        arrays = program.packing.unpack([np.array(array) for array in self._params])
+        return dict(zip(program.abstract_model.params, arrays, strict=True))
+
+    def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        """See ``Runner``; old and new parameters are in memory together for a moment."""
+        program = self._steps.program
+        structs = program.abstract_model.params
+        for name, array in weights.items():
+            struct = structs.get(name)
+            if struct is None:
+                raise ValueError(f"expected names of the model's parameters, got {name!r}")
+            if (array.shape, array.dtype) != (struct.shape, struct.dtype):
+                expected, found = f"{struct.dtype}{list(struct.shape)}", f"{array.dtype}{list(array.shape)}"
+                raise ValueError(f"expected {expected} for {name}, got {found}")
+        replaced = {i: weights[name] for i, name in enumerate(structs) if name in weights}
+        self._params = program.packing.replace(self._params, replaced)
+
+    def warm_up(self) -> None:
+        """Run every program at least once, before the first request, and wait for them.
+
+        XLA defers part of its work until then: on CPUs its matrix multiplications generate their kernels, which takes
+        0.3 to 0.6 s in each program of a model of 30 layers. Mixed steps have a row of two tokens, which kernels do not
+        compute as they compute rows of one.
+        """
+        slot, page, token = 0, 0, 0
+        grants = [PageGrant(slot, 0, [page], table) for table in range(self._steps.buckets.num_tables)]
+        decode = StepPlan(0, [], grants, [Row(slot, 0, [token], 1)])
+        self._builder.apply(decode)
+        self._state = self._steps.prepare(self._state, [SlotSetup(slot, Sampling(), 1)], [PageCopy(page, page)])
+        for (shape, variant), step in self._steps.items():
+            number = VARIANTS.index("greedy" if variant == "any" else variant)
+            chunk = [token] * min(2, shape.num_tokens, self._builder.page_size)
+            mixed = StepPlan(0, [], [], [Row(slot, 0, chunk, 1, targets=chunk)])
+            buffer = self._builder.build(decode if shape.decode_only else mixed, shape, number)
+            ran = step(self._params, self._state, buffer, self._open_masks[shape.num_rows])
+            self._state, _ = jax.block_until_ready(ran)
+        return_freed_memory()
+
+    def _needs_row(self, setup: SlotSetup) -> bool:
+        """Whether a slot's tables must be written: its request reads them, or would find the bias of the one before."""
+        slot, sampling = setup.slot, setup.sampling
+        was_biased = slot in self._biased_slots
+        if sampling.logit_bias:
+            self._biased_slots.add(slot)
+        elif was_biased:
+            self._biased_slots.remove(slot)
+        return was_biased or bool(sampling.logit_bias or sampling.tracked_ids) or sampling.has_penalties
+
+    def close(self) -> None:
+        """See ``Runner``."""
+        for pending in self._launched.values():
+            pending.wait()
+        for array in jax.tree.leaves((self._params, self._state, self._open_masks)):
+            array.delete()

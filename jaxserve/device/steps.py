@@ -1,0 +1,227 @@
+"""A step: tokens in, tokens out. ``trace_step`` makes it one program, as accelerators run it.
+
+``jaxserve.device.split_steps`` makes several programs of the same parts, as CPUs run them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxserve.device.program import ModelProgram, StepState, shardings
+from jaxserve.device.sampler_batch import SamplerBatch
+from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch, unpack
+from jaxserve.layers.attention import AttentionSettings
+from jaxserve.layers.row_sums import add_tokens
+from jaxserve.layers.rows import map_rows
+from jaxserve.models.causal_lm import CausalLM
+from jaxserve.sampling.logprobs import TokenLogprobs, token_logprobs
+from jaxserve.sampling.penalties import SlotTables, counted
+from jaxserve.sampling.sampler import NO_TOKEN, SamplerSettings, sample
+from jaxserve.sampling.verification import NOWHERE
+
+__all__ = ["ModelProgram", "StepOutput", "StepSettings", "StepState", "run_step", "trace_step"]
+
+_LOGPROB_TILE = 32  # prompt tokens whose logits exist at a time
+
+
+class StepOutput(NamedTuple):
+    """What a step gives.
+
+    Attributes:
+        tokens: The sampled tokens; ``sampler.NO_TOKEN`` where logits have NaN, or the token follows a wrong draft.
+        logprobs: Their logprobs, where the sampler computes any.
+        prompt_logprobs: Those of the prompt tokens after each query token; None unless the step scores prompts.
+        sums: Hidden states summed up over each row's prompt, where it pools them; None in decode shapes.
+    """
+
+    tokens: Int[Array, " samples"]
+    logprobs: TokenLogprobs
+    prompt_logprobs: TokenLogprobs | None
+    sums: Float[Array, "R D"] | None
+
+
+class PromptTokens(NamedTuple):
+    """What the logprobs of prompts are computed from.
+
+    Attributes:
+        hidden: Hidden state of each query token, before the head's norm.
+        targets: Prompt token after each, where its logprob is asked for; else -1.
+        num_target_tokens: Tokens up to the last with a target; 0 for none.
+    """
+
+    hidden: Float[Array, "T D"]
+    targets: Int[Array, " T"]
+    num_target_tokens: Int[Array, ""]
+
+
+def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.stages.Traced:
+    """Traces the step of a batch shape and sampler variant (one of ``sampler.VARIANTS``, or ``any``) as one program.
+
+    The traced function takes (packed parameters, ``StepState``, buffer, vocabulary mask) and gives (``StepState``,
+    ``StepOutput``); the state is donated.
+    """
+    attention = attention_settings(program, shape)
+    settings = StepSettings(attention, program.sampler, variant, shape.scores_prompt, program.row_tile)
+
+    def step(
+        arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], mask: Int[Array, "R words"]
+    ) -> tuple[StepState, StepOutput]:
+        batch = unpack(buffer, shape, state.latest, program.page_size, program.num_pages)
+        return run_step(program.model(arrays), state, batch, mask, settings)
+
+    state, buffer = program.abstract_state(), program.whole((shape.buffer_size,), jnp.int32)
+    mask = program.whole(program.mask_shape(shape.num_rows), jnp.int32)
+    gives = (shardings(state), program.replicated)
+    return program.trace(step, (program.abstract_params, state, buffer, mask), gives, donated=[1])
+
+
+def attention_settings(program: ModelProgram, shape: BatchShape) -> AttentionSettings:
+    """What is fixed about attention in steps of a shape."""
+    tile = program.row_tile
+    assert tile is None or (shape.num_rows % tile == 0 and shape.num_tokens % tile == 0), (shape, tile)
+    places = program.kv_layout.places
+    return AttentionSettings(program.kernel, program.page_size, shape.decode_only, program.layer_tile, places)
+
+
+class StepSettings(NamedTuple):
+    """What is fixed when a step is compiled.
+
+    Attributes:
+        attention: What attention needs.
+        sampler: What the sampler needs.
+        variant: The sampler's; ``any`` is chosen when the step runs.
+        scores_prompt: Whether prompts are scored.
+        row_tile: See ``ModelProgram.row_tile``.
+    """
+
+    attention: AttentionSettings
+    sampler: SamplerSettings
+    variant: str
+    scores_prompt: bool
+    row_tile: int | None
+
+
+def run_step(
+    model: CausalLM, state: StepState, batch: StepBatch, mask: Int[Array, "R words"], settings: StepSettings
+) -> tuple[StepState, StepOutput]:
+    """One step on one device of the mesh: embed, layers, head, sampler, and what the slots keep."""
+    state, hidden, sums = run_layers(model, state, batch, settings.attention, settings.row_tile)
+    variant = batch.sampler.variant if settings.variant == "any" else settings.variant
+    rows, tile = hidden[batch.sampled_tokens], settings.row_tile
+    tokens, logprobs = sample_rows(
+        model.logits, rows, mask, state.tables, batch.sampler, variant, settings.sampler, tile
+    )
+    prompt = None
+    if settings.scores_prompt:
+        wanted = PromptTokens(hidden, batch.targets, batch.num_target_tokens)
+        prompt = score_prompt(model, wanted, settings.sampler, tile)
+    latest, tables, tokens = keep_tokens(state.latest, state.tables, batch.sampler, tokens)
+    return state._replace(latest=latest, tables=tables), StepOutput(tokens, logprobs, prompt, sums)
+
+
+class LayersOutput(NamedTuple):
+    """What the layers give.
+
+    Attributes:
+        state: What the slots keep, all but the tokens that the step has yet to sample.
+        hidden: Hidden state of each query token, before the head's norm.
+        sums: See ``StepOutput``.
+    """
+
+    state: StepState
+    hidden: Float[Array, "T D"]
+    sums: Float[Array, "R D"] | None
+
+
+def run_layers(
+    model: CausalLM, state: StepState, batch: StepBatch, settings: AttentionSettings, row_tile: int | None
+) -> LayersOutput:
+    """The part of a step up to its hidden states, on one device of the mesh: embed and layers.
+
+    Hidden states are summed up ``row_tile`` tokens at a time.
+    """
+    first = batch.tokens.at[batch.attention[0].query_starts].get(mode="clip")
+    tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, first))
+    hidden, pools = model.hidden(batch.tokens, batch.positions, batch.lengths, state.pools, batch.attention, settings)
+    kept, sums = state.sums, None
+    if not settings.decode_only:
+        kept, sums = _pooled(model, hidden, kept, batch, row_tile)
+    return LayersOutput(StepState(tuple(pools), state.latest, tables, kept), hidden, sums)
+
+
+def sample_rows(
+    score: Callable[[Float[Array, "samples n"]], Float[Array, "samples V"]],
+    rows: Float[Array, "samples n"],
+    mask: Int[Array, "R words"],
+    tables: SlotTables,
+    batch: SamplerBatch,
+    variant: str | Int[Array, ""],
+    settings: SamplerSettings,
+    tile: int | None,
+) -> tuple[Int[Array, " samples"], TokenLogprobs]:
+    """Tokens and logprobs of samples, a tile at a time; ``score`` makes a tile's logits."""
+
+    numbers, structure = jax.tree.flatten(batch.inputs)
+
+    def sampled_rows(rows: Float[Array, "samples n"], mask: Int[Array, "samples words"], *numbers: Array) -> Any:
+        inputs = jax.tree.unflatten(structure, numbers)
+        return sample(score(rows), inputs, mask, tables, variant, settings)
+
+    return map_rows(sampled_rows, (rows, batch.mask_of_samples(mask), *numbers), batch.num_rows, tile)
+
+
+class KeptState(NamedTuple):
+    """What the slots keep after a step has sampled, and its tokens, ``NO_TOKEN`` for those that do not stay."""
+
+    latest: LatestTokens
+    tables: SlotTables
+    tokens: Int[Array, " samples"]
+
+
+def keep_tokens(
+    latest: LatestTokens, tables: SlotTables, batch: SamplerBatch, tokens: Int[Array, " samples"]
+) -> KeptState:
+    """Set the latest token of each slot after a step that sampled ``tokens``, and count drafts that were right."""
+    slots = batch.sampled_slots
+    if batch.verification is not None:
+        kept = batch.verification.keep(tokens)
+        before_latest = jnp.where(kept.stays & ~kept.is_latest, slots, NOWHERE)
+        tables = tables._replace(token_counts=counted(tables.token_counts, before_latest, tokens))
+        slots = jnp.where(kept.is_latest, slots, NOWHERE)
+        tokens = jnp.where(kept.stays, tokens, NO_TOKEN)
+    new = LatestTokens(jnp.maximum(tokens, 0), batch.inputs.positions)
+    latest = jax.tree.map(lambda old, set_to: old.at[slots].set(set_to, mode="drop"), latest, new)
+    return KeptState(latest, tables, tokens)
+
+
+def _pooled(
+    model: CausalLM, hidden: Float[Array, "T D"], kept: Float[Array, "slots D"], batch: StepBatch, row_tile: int | None
+) -> tuple[Float[Array, "slots D"], Float[Array, "R D"]]:
+    """The slots' sums of hidden states and those of the rows, with what the step adds."""
+    attention = batch.attention[0]
+    end = attention.query_starts + attention.query_lens
+    before = kept.at[batch.carried_slots].get(mode="fill", fill_value=0)
+    sums = add_tokens(before, hidden, batch.pooled_from, end, model.final, row_tile)
+    targets = jnp.where(batch.pooled_from < end, batch.slots, len(kept))
+    return kept.at[targets].set(sums, mode="drop"), sums
+
+
+def score_prompt(
+    model: CausalLM, prompt: PromptTokens, settings: SamplerSettings, row_tile: int | None
+) -> TokenLogprobs:
+    """Logprobs of the prompt tokens after each query token, a tile of logits at a time."""
+    num_tokens = prompt.hidden.shape[0]
+    tile = row_tile or min(_LOGPROB_TILE, num_tokens)
+    padding = -num_tokens % tile
+    hidden = jnp.pad(prompt.hidden, ((0, padding), (0, 0)))
+    targets = jnp.pad(jnp.maximum(prompt.targets, 0), (0, padding))
+
+    def scored_rows(hidden: Float[Array, "T D"], targets: Int[Array, " T"]) -> TokenLogprobs:
+        untracked = jnp.zeros((targets.shape[0], 0), jnp.int32)
+        return token_logprobs(model.logits(hidden), targets, untracked, settings.max_logprobs, settings.is_normalized)
+
+    filled = map_rows(scored_rows, (hidden, targets), prompt.num_target_tokens, tile)
+    return jax.tree.map(lambda array: array[:num_tokens], filled)

@@ -1,0 +1,68 @@
+"""Which tokens end a sequence, and why."""
+
+from typing import NamedTuple
+
+from jaxserve.outputs import FinishReason
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.structured_params import RepetitionDetectionParams
+
+
+class Ending(NamedTuple):
+    """Why a sequence finishes.
+
+    Attributes:
+        reason: The finish reason.
+        stop_reason: The stop token or other cause that is reported to the user.
+        error: For the reason "error", the message of the constraint that failed.
+    """
+
+    reason: FinishReason
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+def find_ending(sequence: Sequence, token: int) -> Ending | None:
+    """Return how a sequence finishes with its newest token, or None; its constraint accepts the token unless it stops.
+
+    Args:
+        sequence: Its ``token_ids`` end in ``token``.
+        token: The newest token.
+    """
+    length = len(sequence.token_ids)
+    if sequence.error is not None:
+        return Ending("error", error=sequence.error)
+    if token in sequence.stop_ids and length >= sequence.min_length:
+        return Ending("stop", sequence.stop_ids[token])
+    if sequence.constraint is not None:
+        try:
+            if sequence.constraint.accept(token):
+                return Ending("stop")
+        except Exception as error:  # a constraint that fails ends its own sequence only
+            return Ending("error", error=str(error))
+    if length >= sequence.max_length:
+        return Ending("length")
+    repetition = sequence.repetition
+    if repetition is not None and length >= sequence.min_length:
+        if ends_in_repetition(sequence.token_ids, sequence.num_prompt_tokens, repetition):
+            return Ending("repetition", "repetition_detected")
+    return None
+
+
+def ends_in_repetition(token_ids: list[int], num_prompt_tokens: int, params: RepetitionDetectionParams) -> bool:
+    """Whether the output ends in ``min_count`` copies of a pattern of ``min_pattern_size`` to ``max_pattern_size``.
+
+    vLLM's rule (`check_sequence_repetition`). Nearly always the last token does not stand where a pattern would have
+    it, which one scan finds out.
+    """
+    count = params.min_count
+    if count < 2:
+        return False
+    shortest = max(params.min_pattern_size, 1)
+    longest = min(params.max_pattern_size, (len(token_ids) - num_prompt_tokens) // count)
+    last = token_ids[-1]
+    if longest < shortest or last not in token_ids[-1 - longest : -shortest]:
+        return False
+    return any(
+        token_ids[-1 - size] == last and token_ids[-size * (count - 1) :] == token_ids[-size * count : -size]
+        for size in range(shortest, longest + 1)
+    )

@@ -1,0 +1,98 @@
+"""Owner of the KV pages: who holds how many, which are free, and which free ones are worth keeping.
+
+Plain integers; knows nothing about requests or devices.
+"""
+
+from collections import OrderedDict
+
+from jaxserve.scheduling.prefix_cache import PrefixCache
+
+
+class PageAllocator:
+    """Hands out pages ``0 .. num_pages - 1`` of ``page_size`` tokens; a page may have several holders.
+
+    A page without holders whose content is known stays findable until it is needed: pages of unknown content are handed
+    out first, then the one that was freed or used longest ago. Every operation costs O(1) a page.
+
+    Args:
+        num_pages: Pages there are.
+        page_size: Tokens a page.
+        keeps_free_pages: False forgets a page's content when its last holder frees it.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, keeps_free_pages: bool = True):
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.keeps_free_pages = keeps_free_pages
+        self.cache = PrefixCache(page_size)
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._free_cached: OrderedDict[int, None] = OrderedDict()
+        self._num_holders = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages nobody holds."""
+        return len(self._free) + len(self._free_cached)
+
+    @property
+    def usage(self) -> float:
+        """Held share of the pages, in 0..1."""
+        return 1.0 - self.num_free / self.num_pages
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that ``num_tokens`` tokens fill."""
+        return -(-num_tokens // self.page_size)
+
+    def num_holders(self, page: int) -> int:
+        """How many contexts a page is part of."""
+        return self._num_holders[page]
+
+    def allocate(self, count: int) -> list[int] | None:
+        """``count`` pages without a known content, or None, and nothing taken, where fewer are free."""
+        if count > self.num_free:
+            return None
+        return [self._take_free() for _ in range(count)]
+
+    def allocate_behind(self, shared: list[int], count: int) -> list[int] | None:
+        """The same behind pages that the cache found, which get a holder more; returns all of them."""
+        holders = self._num_holders
+        if count + sum(not holders[page] for page in shared) > self.num_free:
+            return None
+        for page in shared:
+            if not holders[page]:
+                del self._free_cached[page]
+            holders[page] += 1
+        return shared + [self._take_free() for _ in range(count)]
+
+    def touch(self, page: int) -> None:
+        """Notes that a page was of use, so that it is kept for longer."""
+        if page in self._free_cached:
+            self._free_cached.move_to_end(page)
+
+    def free(self, pages: list[int]) -> None:
+        """Takes a holder from each page, the last first, so that a context's first pages are the last to be reused."""
+        for page in reversed(pages):
+            assert self._num_holders[page], f"page {page} freed twice"
+            self._num_holders[page] -= 1
+            if self._num_holders[page]:
+                continue
+            if self.keeps_free_pages and page in self.cache:
+                self._free_cached[page] = None
+            else:
+                self.cache.forget(page)
+                self._free.append(page)
+
+    def reset(self) -> None:
+        """Forgets the content of every page, whoever holds it."""
+        self.cache.reset()
+        self._free.extend(self._free_cached)
+        self._free_cached.clear()
+
+    def _take_free(self) -> int:
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._free_cached.popitem(last=False)
+            self.cache.forget(page)
+        self._num_holders[page] = 1
+        return page

@@ -1,0 +1,167 @@
+"""Token ids to text, a token at a time, and the stop strings that end it.
+
+The deltas of a sequence add up to the decode of all its ids, whatever the grouping of ids into pushes. Nothing leaves
+that could still change: no half of a character, and no beginning of a stop string. The cost of a push does not grow
+with the text. Stop token ids and the end-of-sequence token are the scheduler's business.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxserve.text.token_pieces import TextJoiner, TokenPieces
+
+
+class StopVerdict(NamedTuple):
+    """A stop string has appeared: the sequence ends here."""
+
+    stop_string: str
+    num_tokens: int
+    """Tokens of the sequence, from its first, up to the one that completed the stop string; later ones are dropped."""
+
+
+class DetokenizedDelta(NamedTuple):
+    """What a push adds."""
+
+    text: str
+    stop: StopVerdict | None
+
+
+@functools.lru_cache(maxsize=32)
+def _proper_prefixes(stop: tuple[str, ...]) -> frozenset[str]:
+    """Beginnings of stop strings; the samples of a request share them."""
+    return frozenset(string[:length] for string in stop for length in range(1, len(string)))
+
+
+class Detokenizer:
+    """The text of one sequence.
+
+    Args:
+      pieces: `Tokenizer.pieces(skip_special_tokens)`.
+      stop: Stop strings, none empty. The first to be completed wins; of those that a character completes together, the
+        longest.
+      include_stop_str_in_output: Cut the text after the stop string instead of before it.
+      min_tokens: A stop string completed within this many first tokens is not seen.
+      prompt_token_ids: With the prompt the text is what follows the prompt's, as in vLLM (a Llama 2 continuation keeps
+        its leading space). Without, it is the decode of the pushed ids alone.
+    """
+
+    def __init__(
+        self,
+        pieces: TokenPieces,
+        *,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._pieces = pieces
+        self._joiner = TextJoiner(pieces, prompt_token_ids)
+        self._parts: list[str] = []
+        self._num_taken = 0
+        self._num_tokens = 0
+        self._min_tokens = min_tokens
+        self._includes_stop = include_stop_str_in_output
+        self._stops = tuple(stop)
+        self._first_characters = frozenset(string[0] for string in stop)
+        self._prefixes = _proper_prefixes(self._stops)
+        self._prefix_ends = frozenset(prefix[-1] for prefix in self._prefixes)
+        self._max_prefix = max(map(len, self._prefixes), default=0)
+        self._held = ""
+        self._tentative = ""
+        self._verdict: StopVerdict | None = None
+
+    @property
+    def text(self) -> str:
+        """Everything given out so far."""
+        if len(self._parts) > 2:
+            taken, rest = self._parts[: self._num_taken], self._parts[self._num_taken :]
+            self._parts = ["".join(taken), "".join(rest)]
+            self._num_taken = 1
+        return "".join(self._parts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens pushed, without those after a stop string."""
+        return self._num_tokens
+
+    def take(self) -> str:
+        """What was given out since the last `take`; its cost is that of the new text alone."""
+        parts = self._parts
+        if self._num_taken == len(parts):
+            return ""
+        delta = "".join(parts[self._num_taken :])
+        self._num_taken = len(parts)
+        return delta
+
+    def push_tokens(self, token_ids: Sequence[int]) -> StopVerdict | None:
+        """Push ids whose text waits for `text` or `take`; return the verdict if they complete a stop string."""
+        joiner = self._joiner
+        for token_id in token_ids:
+            text = self._pieces[token_id]
+            if text is None or joiner.is_busy:
+                text = joiner.feed(token_id)
+            self._num_tokens += 1
+            if self._stops:
+                if self._held or self._tentative or joiner.is_busy or not self._first_characters.isdisjoint(text):
+                    text = self._search(text)
+            if text:
+                self._parts.append(text)
+            if self._verdict is not None:
+                return self._verdict
+        return None
+
+    def push(self, token_ids: Sequence[int]) -> DetokenizedDelta:
+        """Takes the next ids of the sequence. After a stop verdict nothing more may be pushed."""
+        assert self._verdict is None, "push after a stop string"
+        num_parts = len(self._parts)
+        self.push_tokens(token_ids)
+        return DetokenizedDelta("".join(self._parts[num_parts:]), self._verdict)
+
+    def flush(self) -> str:
+        """Ends the sequence: gives out what was held back. An unfinished character becomes U+FFFD."""
+        if self._verdict is not None:
+            return ""
+        delta = self._held + self._joiner.finish()
+        self._held = self._tentative = ""
+        if delta:
+            self._parts.append(delta)
+        return delta
+
+    def _search(self, text: str) -> str:
+        """Takes the text that a token adds; returns what to give out, which is cut where a stop string is found."""
+        confirmed = self._held + text
+        tentative = self._joiner.tentative() if self._joiner.is_busy else ""
+        view = confirmed + tentative
+        num_searched = len(self._held)
+        if self._tentative and view.startswith(self._tentative, num_searched):
+            num_searched += len(self._tentative)
+        self._tentative = tentative
+        if self._num_tokens > self._min_tokens:
+            found = self._find_stop(view, num_searched)
+            if found is not None:
+                stop_string, start = found
+                self._verdict = StopVerdict(stop_string, self._num_tokens)
+                self._held = self._tentative = ""
+                return view[: start + len(stop_string)] if self._includes_stop else view[:start]
+        num_printable = min(len(view) - self._num_open(view), len(confirmed))
+        self._held = confirmed[num_printable:]
+        return confirmed[:num_printable]
+
+    def _find_stop(self, view: str, num_searched: int) -> tuple[str, int] | None:
+        """Returns the stop string whose end comes first behind the searched part, and where it starts."""
+        best: tuple[int, int, str] | None = None
+        for string in self._stops:
+            start = view.find(string, max(0, num_searched - len(string) + 1))
+            if start >= 0 and (best is None or (start + len(string), start) < best[:2]):
+                best = (start + len(string), start, string)
+        return None if best is None else (best[2], best[1])
+
+    def _num_open(self, view: str) -> int:
+        """Returns the length of the longest end of `view` that begins a stop string."""
+        if not view or view[-1] not in self._prefix_ends:
+            return 0
+        for length in range(min(self._max_prefix, len(view)), 0, -1):
+            if view[-length:] in self._prefixes:
+                return length
+        return 0
