@@ -1,0 +1,1 @@
+"""What runs on devices: building and compiling steps, batching rows, launching, memory."""

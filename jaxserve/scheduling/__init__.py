@@ -1,0 +1,1 @@
+"""Which sequences run next and on which KV pages, in plain Python: no JAX, no arrays on a device."""

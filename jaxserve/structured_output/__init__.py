@@ -1,0 +1,1 @@
+"""Constraints on the next token: grammars, token lists, repetition, reasoning sections."""
