@@ -13,6 +13,7 @@ import collections
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -24,21 +25,27 @@ _PACKAGES = ("jaxserve", "pallas_kernels", "sharding", "checkpoints", "scripts")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@cache
+def syntax_tree(path: Path) -> ast.Module:
+    """Return the parsed file."""
+    return ast.parse(path.read_text(), filename=str(path))
+
+
 def source_files(*folders: str) -> list[Path]:
-    """Return the handwritten Python files under top-level folders."""
+    """Return the handwritten Python files under folders of the repository, in a fixed order."""
     found = sorted(path for folder in folders for path in (_ROOT / folder).rglob("*.py"))
     return [path for path in found if not re.search(r"_pb2(_grpc)?\.py$", path.name)]
 
 
 def functions(path: Path) -> Iterator[Function]:
     """Yield the functions and methods of a file, nested ones included."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(syntax_tree(path)):
         if isinstance(node, Function):
             yield node
 
 
-def num_lines(node: Function) -> int:
-    """Return how many lines a function spans, from its ``def`` to its last statement."""
+def num_lines(node: ast.stmt) -> int:
+    """Return how many lines a statement spans, the first and the last included."""
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
@@ -59,7 +66,7 @@ def importers(files: list[Path]) -> dict[str, set[Path]]:
     """Return the files that import each module, by the module's dotted name."""
     found: dict[str, set[Path]] = collections.defaultdict(set)
     for path in files:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(syntax_tree(path)):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     found[alias.name].add(path)
@@ -76,22 +83,21 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def package_report(name: str, everything: list[Path]) -> dict[str, object]:
-    """Return the numbers of one package (a folder relative to the repository root)."""
+def package_report(name: str, imported_by: dict[str, set[Path]]) -> dict[str, object]:
+    """Return the numbers of one package (a folder relative to the repository root), given who imports each module."""
     files = source_files(name)
     lengths = {path: len(path.read_text().splitlines()) for path in files}
-    imported_by = importers(everything)
-    spans = sorted(num_lines(node) for path in files for node in functions(path))
-    private = [node for path in files for node in functions(path) if re.match(r"_[a-z]", node.name)]
+    nodes = [node for path in files for node in functions(path)]
+    spans = sorted(num_lines(node) for node in nodes)
     return {
         "package": name,
         "files": len(files),
         "lines": sum(lengths.values()),
         f"files_under_{_SHORT_FILE_LINES}": sum(0 < length < _SHORT_FILE_LINES for length in lengths.values()),
         f"files_over_{_LONG_FILE_LINES}": sum(length > _LONG_FILE_LINES for length in lengths.values()),
-        "files_with_one_importer": sum(len(imported_by[module_name(path)]) == 1 for path in files),
+        "files_with_one_importer": sum(len(imported_by.get(module_name(path), ())) == 1 for path in files),
         "functions": len(spans),
-        "private_functions": len(private),
+        "private_functions": sum(bool(re.match(r"_[a-z]", node.name)) for node in nodes),
         "private_used_once": len(single_use_functions(files)),
         "function_lines_p90": spans[len(spans) * 9 // 10] if spans else 0,
         f"functions_over_{_LONG_FUNCTION_LINES}": sum(span > _LONG_FUNCTION_LINES for span in spans),
@@ -106,11 +112,10 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     everything = source_files(*_PACKAGES)
-    rooms = [
-        f"jaxserve/{path.name}" for path in sorted((_ROOT / "jaxserve").iterdir()) if (path / "__init__.py").exists()
-    ]
-    for name in (*_PACKAGES, *rooms):
-        print(json.dumps(package_report(name, everything)))
+    imported_by = importers(everything)
+    rooms = sorted(path.parent.name for path in (_ROOT / "jaxserve").glob("*/__init__.py"))
+    for name in (*_PACKAGES, *(f"jaxserve/{room}" for room in rooms)):
+        print(json.dumps(package_report(name, imported_by)))
     if arguments.list:
         for path in everything:
             length = len(path.read_text().splitlines())
