@@ -29,6 +29,16 @@ class CompletionOutput:
         """Whether no more tokens will come."""
         return self.finish_reason is not None
 
+    def extend(self, delta: "CompletionOutput") -> None:
+        """Append the next delta of the same sequence to this one."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        if self.logprobs is not None and delta.logprobs is not None:
+            self.logprobs.extend(delta.logprobs)
+        self.cumulative_logprob = delta.cumulative_logprob
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
     def __repr__(self) -> str:
         """The text and how it ended; token ids and log probabilities as counts."""
         parts = [f"index={self.index}", f"text={self.text!r}", f"token_ids={_listed(self.token_ids)}"]

@@ -120,15 +120,13 @@ class MessageParser:
         self._feed = content
 
     def feed(self, text: str) -> MessageDelta:
-        """Takes the next piece of the answer, returns what it adds."""
-        if self._is_finished:
-            raise ValueError("feed after finish: a MessageParser reads one answer")
-        for start in range(0, len(text), PIECE_LENGTH):
-            self._feed(text[start : start + PIECE_LENGTH])
+        """Read the next piece of the completion, return what it adds to the message."""
+        self._read(text)
         return self._message.take_delta()
 
-    def finish(self) -> MessageDelta:
-        """Says that the answer has ended, returns what was held back."""
+    def finish(self, text: str = "") -> MessageDelta:
+        """Read the last piece of the completion, return what it and the text held back so far add."""
+        self._read(text)
         self._is_finished = True
         for driver in (self._thoughts, self._calls):
             if driver is not None:
@@ -136,14 +134,19 @@ class MessageParser:
         return self._message.take_delta()
 
     def message(self) -> ParsedMessage:
-        """Returns the answer so far."""
+        """Return the message so far."""
         return self._message.message()
 
     def parse(self, text: str) -> ParsedMessage:
-        """Takes a whole answer apart; the same as `feed`, `finish` and `message`."""
-        self.feed(text)
-        self.finish()
+        """Parse a whole completion; the same as `finish` and `message`."""
+        self.finish(text)
         return self.message()
+
+    def _read(self, text: str) -> None:
+        if self._is_finished:
+            raise ValueError("feed after finish: a MessageParser reads one completion")
+        for start in range(0, len(text), PIECE_LENGTH):
+            self._feed(text[start : start + PIECE_LENGTH])
 
 
 class _Driver:

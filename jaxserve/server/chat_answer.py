@@ -126,14 +126,7 @@ class ChatAnswer:
             self._plain_texts.setdefault(index, []).append(text)
             return MessageDelta(text or None)
         reader = self._reader(index)
-        delta = reader.feed(text)
-        if is_end:
-            rest = reader.finish()
-            delta = MessageDelta(
-                _joined(delta.content, rest.content),
-                _joined(delta.reasoning, rest.reasoning),
-                (*delta.tool_calls, *rest.tool_calls),
-            )
+        delta = reader.finish(text) if is_end else reader.feed(text)
         calls = delta.tool_calls
         if not self._use.can_be_parallel:
             calls = tuple(call for call in calls if call.index == 0)
@@ -162,7 +155,3 @@ class ChatAnswer:
                 prompt_ends_in_reasoning=self._starts_inside,
             )
         return self._readers[index]
-
-
-def _joined(first: str | None, second: str | None) -> str | None:
-    return None if first is None and second is None else (first or "") + (second or "")

@@ -4,41 +4,13 @@ import asyncio
 import time
 
 from jaxserve.errors import DeadlineError
-from jaxserve.logprobs import Logprob, PromptLogprobs
+from jaxserve.logprobs import PromptLogprobs
 from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxserve.server.engine_frames import error_from_proto
 from jaxserve.server.output_codec import completion_from_proto, prompt_logprobs_from_proto
 from jaxserve.server.proto.jaxserve.internal.v1 import engine_pb2
 
 _GRACE_S = 0.5  # from a deadline until nobody waits for the engine process any more, which ends requests itself
-
-
-class _Text:
-    """What is new of one text, since it was last read."""
-
-    def __init__(self, news: CompletionOutput):
-        self._latest = news
-        self._texts = [news.text]
-        self._token_ids = news.token_ids
-        self._logprobs: list[dict[int, Logprob]] = list(news.logprobs or ())
-
-    def add(self, news: CompletionOutput) -> None:
-        self._latest = news
-        self._texts.append(news.text)
-        self._token_ids += news.token_ids
-        self._logprobs += news.logprobs or ()
-
-    def joined(self) -> CompletionOutput:
-        latest = self._latest
-        return CompletionOutput(
-            index=latest.index,
-            text="".join(self._texts),
-            token_ids=self._token_ids,
-            cumulative_logprob=latest.cumulative_logprob,
-            logprobs=None if latest.logprobs is None else self._logprobs,
-            finish_reason=latest.finish_reason,
-            stop_reason=latest.stop_reason,
-        )
 
 
 class EngineSlot:
@@ -59,7 +31,7 @@ class EngineSlot:
         self._request_id = request_id
         self._arrival_s = time.monotonic()
         self._news = asyncio.Event()
-        self._texts: dict[int, _Text] = {}
+        self._completions: dict[int, CompletionOutput] = {}
         self._has_output = False
         self._prompt: str | None = None
         self._prompt_token_ids: list[int] = []
@@ -78,11 +50,11 @@ class EngineSlot:
             self._prompt_logprobs = prompt_logprobs_from_proto(message.prompt)
             self._num_cached_tokens = message.prompt.num_cached_tokens
         for completion in message.completions:
-            news = completion_from_proto(completion)
-            if news.index in self._texts:
-                self._texts[news.index].add(news)
+            delta = completion_from_proto(completion)
+            if delta.index in self._completions:
+                self._completions[delta.index].extend(delta)
             else:
-                self._texts[news.index] = _Text(news)
+                self._completions[delta.index] = delta
         if message.embedding:
             self._embedding = list(message.embedding)
         if message.HasField("times"):
@@ -125,14 +97,14 @@ class EngineSlot:
         return self._take()
 
     def _take(self) -> RequestOutput:
-        texts, self._texts = self._texts, {}
+        completions, self._completions = self._completions, {}
         logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         self._has_output = False
         return RequestOutput(
             request_id=self._request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
-            outputs=[texts[index].joined() for index in sorted(texts)],
+            outputs=[completions[index] for index in sorted(completions)],
             finished=self.has_ended and self._error is None,
             prompt_logprobs=logprobs,
             metrics=self._metrics,

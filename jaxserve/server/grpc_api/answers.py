@@ -1,7 +1,6 @@
 """What the engine gives as messages of the protocol."""
 
 from jaxserve.errors import RequestFailedError
-from jaxserve.logprobs import SampleLogprobs
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.parsers import MessageDelta, ParsedMessage
 from jaxserve.server.grpc_api.conversations import answer_message
@@ -73,8 +72,11 @@ class AnswerWriter:
 
     def _due(self, new: CompletionOutput) -> CompletionOutput | None:
         """What of a text is to be sent now, with what was held back."""
-        held = self._held.pop(new.index, None)
-        due = new if held is None else _joined(held, new)
+        due = self._held.pop(new.index, None)
+        if due is None:
+            due = new
+        else:
+            due.extend(new)
         if new.finish_reason is None and new.index in self._begun and len(due.token_ids) < self._interval:
             self._held[new.index] = due
             return None
@@ -114,20 +116,3 @@ def _completion(
     if message:
         made.message.CopyFrom(answer_message(message))
     return made
-
-
-def _joined(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
-    """Two parts of a text that follow each other."""
-    return CompletionOutput(
-        index=second.index,
-        text=first.text + second.text,
-        token_ids=[*first.token_ids, *second.token_ids],
-        cumulative_logprob=second.cumulative_logprob,
-        logprobs=_both(first.logprobs, second.logprobs),
-        finish_reason=second.finish_reason,
-        stop_reason=second.stop_reason,
-    )
-
-
-def _both(first: SampleLogprobs | None, second: SampleLogprobs | None) -> SampleLogprobs | None:
-    return None if first is None or second is None else [*first, *second]
