@@ -2,7 +2,6 @@
 
 import asyncio
 import atexit
-import concurrent.futures
 import contextlib
 import functools
 import logging
@@ -14,24 +13,23 @@ from typing import Any
 from jaxserve.config import SERVING_DEFAULTS, EngineConfig
 from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.open_streams import deadline_after
+from jaxserve.engine.preparation import Preparation
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import start_engine
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.engine.stream import Stream
-from jaxserve.errors import SHUT_DOWN, EngineDeadError, RequestError
+from jaxserve.errors import RequestError
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import PoolingRequestOutput, RequestOutput
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import PromptInput, parse_prompt
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.structured_output.grammars import wait_compiled
 from jaxserve.text.chat import split_conversations
 from jaxserve.text.chat_prompt import chat_prompt, read_template
 
 logger = logging.getLogger(__name__)
 
 _Read = Callable[[], PromptInput]
-_NUM_PREPARING_THREADS = 2  # more would only take time from the steps
 
 
 class AsyncLLM:
@@ -63,9 +61,9 @@ class AsyncLLM:
         self.ledger = self._started.ledger
         logger.info("%s", self.ledger)
         self._engine = self._started.engine
-        self._pool = concurrent.futures.ThreadPoolExecutor(_NUM_PREPARING_THREADS, "jaxserve-prepare")
         stats = None if self.config.disable_log_stats else StatsLogger(self.ledger.device)
         self._thread = EngineThread(self._engine, stats)
+        self._preparation = Preparation(self._thread)
         self._preparing: set[tuple[str | None, Stream]] = set()
         # At the interpreter's exit the thread must end before JAX does; a forgotten engine must not keep its memory.
         atexit.register(self._thread.stop)
@@ -85,7 +83,7 @@ class AsyncLLM:
         ``asyncio.to_thread``.
         """
         self._thread.stop(timeout)
-        self._pool.shutdown()
+        self._preparation.close(wait=True)
         atexit.unregister(self._thread.stop)
 
     @property
@@ -229,7 +227,7 @@ class AsyncLLM:
     ) -> None:
         arrival_s = time.monotonic()
 
-        def prepare() -> RequestState:
+        def make() -> RequestState:
             prompt = read()
             params = prompt.params or self._started.default_params
             return self._engine.prepare(prompt, params, request_id=request_id, priority=priority, arrival_s=arrival_s)
@@ -238,13 +236,6 @@ class AsyncLLM:
         key = (request_id, stream)
         self._preparing.add(key)
         try:
-            try:
-                prepared = self._pool.submit(prepare)
-            except RuntimeError as error:
-                raise EngineDeadError(SHUT_DOWN) from error
-            request = await asyncio.wrap_future(prepared)
-            if request.grammar is not None:
-                await wait_compiled(request.grammar)
-            self._thread.submit(stream, request, deadline_s)
+            await asyncio.wrap_future(self._preparation.begin(stream, make, deadline_s))
         finally:
             self._preparing.discard(key)

@@ -14,12 +14,11 @@ if [ ! -f "$venv/.installed" ]; then
 fi
 cd "$root/jaxserve/server/proto"
 find jaxserve -name '*_pb2*.py*' -delete
-files=(jaxserve/v1/*.proto jaxserve/internal/v1/*.proto)
+files=(jaxserve/v1/*.proto)
 "$venv/bin/python" -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. --grpc_python_out=. "${files[@]}"
 # The modules lie in this package, not at the top.
-sed -i -E 's/^from jaxserve\.(v1|internal\.v1) import/from jaxserve.server.proto.jaxserve.\1 import/' \
-  jaxserve/v1/*_pb2*.py* jaxserve/internal/v1/*_pb2*.py*
+sed -i -E 's/^from jaxserve\.v1 import/from jaxserve.server.proto.jaxserve.v1 import/' jaxserve/v1/*_pb2*.py*
 # Files of messages alone have no services.
-for file in jaxserve/v1/*_pb2_grpc.py jaxserve/internal/v1/*_pb2_grpc.py; do
+for file in jaxserve/v1/*_pb2_grpc.py; do
   grep -q '^class .*Stub' "$file" || rm "$file"
 done

@@ -13,19 +13,19 @@ from jaxserve.metric_types import Gauge, Metric
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.server.auth import Authenticator
-from jaxserve.server.engine_info import EngineInfo
+from jaxserve.server.engine_client import EngineClient, EngineInfo
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend, ParserNames
-from jaxserve.server.gate import Gate
 from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
+from jaxserve.server.request_limits import RequestLimits
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.settings import ServerConfig
 
 PATIENCE_S = 60.0
 LIMIT = 8
-"""Texts that the gate of a test server takes."""
+"""Texts that the limits of a test server takes."""
 Result = TypeVar("Result")
 
 MODEL = model_pb2.Model(
@@ -45,7 +45,7 @@ MODEL = model_pb2.Model(
 )
 
 
-class FakeEngine:
+class FakeEngine(EngineClient):
     """Says ``INDEX:STEP `` in each step of each text, and notes what it is asked for.
 
     Attributes:
@@ -245,11 +245,11 @@ class Serving:
 async def serving(parsers: ParserNames = ParserNames(), **settings: Any) -> AsyncIterator[Serving]:  # noqa: B008
     """A server that is ready while the block runs."""
     config = ServerConfig(**{"port": -1, "grpc_port": 0, "admin_port": 0, **settings})
-    engine, gate, drains = FakeEngine(), Gate(), list[float | None]()
-    frontend = Frontend(config, engine, gate, Authenticator(config), RequestLog(config), "fake", parsers)
+    engine, limits, drains = FakeEngine(), RequestLimits(), list[float | None]()
+    frontend = Frontend(config, engine, limits, Authenticator(config), RequestLog(config), "fake", parsers)
     server = GrpcServer(frontend, drains.append)
     await server.start()
-    gate.open(LIMIT)
+    limits.open(LIMIT)
     server.set_serving(True)
     try:
         yield Serving(server, engine, frontend, drains)

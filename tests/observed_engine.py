@@ -10,12 +10,12 @@ from jaxserve.metric_types import Metric
 from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.auth import Authenticator, Caller
-from jaxserve.server.engine_info import EngineInfo
+from jaxserve.server.engine_client import EngineClient, EngineInfo
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.gate import Gate
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
+from jaxserve.server.request_limits import RequestLimits
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.settings import ServerConfig
 
@@ -88,7 +88,7 @@ def engine_numbers() -> list[Metric]:
     return collect(EngineMetrics(1000), [cast("Any", FakeReplica)], 0)
 
 
-class ObservedEngine:
+class ObservedEngine(EngineClient):
     """Answers each request with what ``script`` holds: outputs, errors to raise, seconds to wait."""
 
     def __init__(self, *script: RequestOutput | BaseException | float):
@@ -165,10 +165,10 @@ class ObservedEngine:
 
 def make_frontend(engine: ObservedEngine | None = None, **settings: Any) -> Frontend:
     """An open front end with a model named ``tiny``."""
-    config, gate = ServerConfig(**settings), Gate()
-    gate.open(40)
+    config, limits = ServerConfig(**settings), RequestLimits()
+    limits.open(40)
     log = RequestLog(config, "tiny")
-    return Frontend(config, engine or ObservedEngine(), gate, Authenticator(config), log, "tiny")
+    return Frontend(config, engine or ObservedEngine(), limits, Authenticator(config), log, "tiny")
 
 
 async def read_all(frontend: Frontend, text: str = "Hello", name: str = "cmpl-1", **fields: Any) -> list[RequestOutput]:

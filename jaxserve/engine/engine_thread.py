@@ -95,7 +95,8 @@ class EngineThread:
             self._post(lambda: self._enqueue(stream, request, deadline_s))
 
     def drop(self, stream: OutputStream) -> None:
-        """Ends a stream's request, if it still runs, since nobody reads it any more. Does not wait."""
+        """End a stream's request, also one still to be submitted, because nobody reads it any more. Does not wait."""
+        stream.is_cancelled = True
         request = stream.request
         if request is not None and not request.is_finished():
             self._post(lambda: self._streams.drop(stream, request))

@@ -1,98 +1,77 @@
-"""The front end's end of the line to the engine process."""
+"""The engine as the front end sees it: a process that generates, embeds, tokenizes and reports."""
 
+import contextlib
+import dataclasses
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from jaxserve.errors import ConfigError, RequestFailedError
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import RequestOutput
-from jaxserve.server.engine_info import EngineInfo, find_max_output_tokens
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.engine_link import EngineLink, open_link
+from jaxserve.server.engine_messages import Start
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnavailableError
-from jaxserve.server.metric_codec import metrics_from_json
-from jaxserve.server.proto.jaxserve.internal.v1 import engine_pb2
-from jaxserve.server.sampling_codec import given_fields
+from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.server.settings import ServerConfig
 
 
-@runtime_checkable
-class Engine(Protocol):
-    """What a front end needs of an engine. ``EngineClient`` has it; tests may bring something smaller."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What runs behind a front end.
+
+    Attributes:
+        model: The model and what it runs on; ``id`` and ``created`` are empty.
+        default_fields: The fields of ``SamplingParams`` that the model's generation_config.json sets.
+        ledger: The memory ledger, as the startup log shows it.
+        extra_arguments: Names that requests' ``extra_args`` may have.
+        max_output_tokens: Most output tokens of any request; None: as many as its context holds.
+    """
+
+    model: model_pb2.Model
+    default_fields: dict[str, Any]
+    ledger: str
+    extra_arguments: tuple[str, ...] = ()
+    max_output_tokens: int | None = None
 
     @property
-    def info(self) -> EngineInfo:
-        """What runs.
+    def max_model_len(self) -> int:
+        """Longest context, in tokens."""
+        return self.model.max_model_len
+
+    def sampling_params(self, given: dict[str, Any], *, is_chat: bool = False) -> SamplingParams:
+        """Build and check the parameters of a request, whichever API it came through.
+
+        A field that is None counts as not given and has the model's default. ``max_tokens`` else has vLLM's default:
+        all that the context holds for a conversation, 16 for other prompts; at most ``max_output_tokens``.
 
         Raises:
-            UnavailableError: The engine is not ready.
+            RequestError: An unknown field, or a wrong value.
         """
-        ...
+        values = {name: value for name, value in given.items() if value is not None}
+        if is_chat and "max_tokens" not in self.default_fields:
+            values.setdefault("max_tokens", None)
+        params = SamplingParams.from_optional(**{**self.default_fields, **values})
+        limit = self.max_output_tokens
+        if limit is not None and (params.max_tokens is None or params.max_tokens > limit):
+            return params.clone(max_tokens=limit)
+        return params
 
-    def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs until the request ends; closing it, or cancelling who reads it, ends the request.
 
-        Deltas that come while nobody reads are joined. The first output has the prompt's token ids, text and logprobs.
-        The last has ``metrics``.
-
-        Raises:
-            RequestError: The request is wrong.
-            RequestFailedError: The engine failed at it.
-            OverloadedError: Too much waits.
-            DeadlineError: Its time was up.
-            EngineDeadError: The engine has ended.
-        """
-        ...
-
-    async def embed(self, request: EngineRequest, request_id: str) -> tuple[list[float], int]:
-        """The pooled vector of a prompt and its number of tokens; errors as ``generate``."""
-        ...
-
-    async def tokenize(
-        self, text: str, add_special_tokens: bool = True, with_strings: bool = False
-    ) -> tuple[list[int], list[str]]:
-        """The token ids of a text, and each token's text where asked for."""
-        ...
-
-    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of token ids."""
-        ...
-
-    async def render_chat(self, chat: Mapping[str, Any]) -> tuple[str, list[int]]:
-        """The prompt that a conversation becomes; ``chat`` as in ``EngineRequest``."""
-        ...
-
-    async def tokenizer_info(self) -> dict[str, Any]:
-        """What the model's files say of its tokenizer, and the chat template in use."""
-        ...
-
-    async def metrics(self) -> list[Metric]:
-        """The engine's numbers of this moment."""
-        ...
-
-    async def abort(self, request_ids: Sequence[str]) -> list[str]:
-        """Ends requests by their full names; returns those that ran or waited."""
-        ...
-
-    async def reset_prefix_cache(self) -> None:
-        """Forgets cached pages."""
-        ...
-
-    async def start_profile(self, directory: str) -> None:
-        """Begins to record a profile."""
-        ...
-
-    async def stop_profile(self) -> None:
-        """Ends the recording."""
-        ...
+def find_max_output_tokens(arguments: Mapping[str, Any], default_fields: Mapping[str, Any]) -> int | None:
+    """Return the operator's ``max_new_tokens``, which is a limit as in vLLM; the model's own is only a default."""
+    if arguments.get("generation_config", "auto") not in ("auto", "vllm"):
+        return default_fields.get("max_tokens")
+    return (arguments.get("override_generation_config") or {}).get("max_new_tokens")
 
 
 class EngineClient:
-    """An ``Engine`` in a process of its own. All of it belongs to one event loop.
+    """The client of an engine in a process of its own. All of it belongs to one event loop.
 
     Args:
-        engine_arguments: Those of ``LLM``, all of them JSON values.
+        engine_arguments: Arguments of ``LLM``, all of them JSON values.
         config: The server's settings.
 
     Raises:
@@ -107,7 +86,7 @@ class EngineClient:
         self._info: EngineInfo | None = None
 
     async def start(self) -> None:
-        """Starts the process and waits until the engine is ready; again after it has ended.
+        """Start the process, or start it again after it has ended; wait until the engine is ready.
 
         Raises:
             ConfigError: A setting, the model or one of its files is wrong.
@@ -115,42 +94,40 @@ class EngineClient:
         """
         assert not self.is_alive, "the engine process runs"
         try:
-            arguments_json = json.dumps(self._arguments)
+            json.dumps(self._arguments)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the engine's arguments must be JSON values: {error}") from error
         config = self._config
         self._link = await open_link(
-            engine_pb2.Start(
-                engine_arguments_json=arguments_json,
-                max_num_queued_reqs=config.max_num_queued_reqs or 0,
-                max_num_queued_tokens=config.max_num_queued_tokens or 0,
-                watchdog_timeout_s=config.watchdog_timeout,
-                chat_template_timeout_s=config.chat_template_timeout,
+            Start(
+                engine_arguments=self._arguments,
+                max_num_queued_tokens=config.max_num_queued_tokens,
+                watchdog_timeout=config.watchdog_timeout,
+                chat_template_timeout=config.chat_template_timeout,
                 chat_template_content_format=config.chat_template_content_format,
             )
         )
         ready = self._link.ready
-        default_fields = given_fields(ready.default_sampling_params)
         self._info = EngineInfo(
-            model=ready.model,
-            default_fields=default_fields,
+            model=model_pb2.Model.FromString(ready.model),
+            default_fields=ready.default_fields,
             ledger=ready.ledger,
-            extra_arguments=tuple(ready.extra_arguments),
-            max_output_tokens=find_max_output_tokens(self._arguments, default_fields),
+            extra_arguments=ready.extra_arguments,
+            max_output_tokens=find_max_output_tokens(self._arguments, ready.default_fields),
         )
 
     def fail_requests(self, reason: str) -> None:
-        """Ends the requests that there are, with an ``UnavailableError``. Without effect where none runs."""
+        """End the requests in flight with an ``UnavailableError``."""
         if self._link is not None:
             self._link.fail_all(UnavailableError(reason))
 
     async def stop(self, drain_s: float) -> None:
-        """Ends the process; requests that run may go on for so long. Without effect where none runs."""
+        """End the process, if it runs; running requests may take ``drain_s`` more seconds."""
         if self._link is not None:
             await self._link.stop(drain_s)
 
     async def kill(self) -> None:
-        """Ends the process at once. Without effect where none runs."""
+        """End the process at once, if it runs."""
         if self._link is not None:
             await self._link.kill()
 
@@ -160,83 +137,92 @@ class EngineClient:
         return self._link is not None and self._link.is_alive
 
     async def wait_ended(self) -> str:
-        """Why the process ended, once it has."""
+        """Wait until the process has ended; return why."""
         return await self._ready_link().wait_ended()
 
     @property
     def info(self) -> EngineInfo:
-        """What runs; as ``Engine``."""
+        """What runs.
+
+        Raises:
+            UnavailableError: The engine is not ready.
+        """
         self._ready_link()
         if self._info is None or not self.is_alive:
             raise UnavailableError("the engine process has ended")
         return self._info
 
     async def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs until the request ends; as ``Engine``."""
+        """Yield outputs until the request finishes. Closing the generator, or cancelling its reader, ends the request.
+
+        Deltas that come while nobody reads are joined. The first output has the prompt's token ids, text and logprobs,
+        the last has ``metrics``.
+
+        Raises:
+            RequestError: The request is wrong.
+            RequestFailedError: The engine failed at it.
+            OverloadedError: Too many prompt tokens wait.
+            DeadlineError: The deadline has passed.
+            EngineDeadError: The engine has ended.
+        """
         link = self._ready_link()
-        slot = link.submit(request, request_id)
+        collector = link.submit(request, request_id)
         try:
             while True:
-                output = await slot.get()
+                output = await collector.get()
                 yield output
                 if output.finished:
                     return
         finally:
-            link.release(slot)
+            link.release(collector)
 
     async def embed(self, request: EngineRequest, request_id: str) -> tuple[list[float], int]:
-        """The pooled vector of a prompt and its number of tokens; as ``Engine``."""
-        link = self._ready_link()
-        slot = link.submit(request, request_id)
-        try:
-            output = await slot.get()
-            if output.embedding is None:
-                raise RequestFailedError(f"request {request_id} was aborted")
-            return output.embedding, len(output.prompt_token_ids)
-        finally:
-            link.release(slot)
+        """Return the pooled vector of a prompt and the prompt's number of tokens; errors as ``generate``."""
+        async with contextlib.aclosing(self.generate(request, request_id)) as outputs:
+            async for output in outputs:
+                if output.embedding is not None:
+                    return output.embedding, len(output.prompt_token_ids)
+        raise RequestFailedError(f"request {request_id} was aborted")
 
     async def tokenize(
         self, text: str, add_special_tokens: bool = True, with_strings: bool = False
     ) -> tuple[list[int], list[str]]:
-        """The token ids of a text, and each token's text where asked for."""
+        """Return the token ids of a text and, if ``with_strings``, the text of each token."""
         options = {"add_special_tokens": add_special_tokens, "with_strings": with_strings}
-        answer = await self._ready_link().ask("tokenize", text=text, **options)
-        return answer["token_ids"], answer["strings"]
+        return await self._ready_link().query("tokenize", text=text, **options)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         options = {"skip_special_tokens": skip_special_tokens}
-        return await self._ready_link().ask("detokenize", token_ids=list(token_ids), **options)
+        return await self._ready_link().query("detokenize", token_ids=list(token_ids), **options)
 
     async def render_chat(self, chat: Mapping[str, Any]) -> tuple[str, list[int]]:
-        """The prompt that a conversation becomes."""
-        answer = await self._ready_link().ask("render_chat", chat=dict(chat))
-        return answer["text"], answer["token_ids"]
+        """Return the prompt of a conversation, as text and token ids; ``chat`` as in ``EngineRequest``."""
+        return await self._ready_link().query("render_chat", chat=dict(chat))
 
     async def tokenizer_info(self) -> dict[str, Any]:
-        """What the model's files say of its tokenizer, and the chat template in use."""
-        return await self._ready_link().ask("tokenizer_info")
+        """Return what the model's files say about its tokenizer, and the chat template in use."""
+        return await self._ready_link().query("tokenizer_info")
 
     async def metrics(self) -> list[Metric]:
-        """The engine's numbers of this moment."""
-        return metrics_from_json(await self._ready_link().ask("metrics"))
+        """Return the engine's current metrics."""
+        return await self._ready_link().query("metrics")
 
     async def abort(self, request_ids: Sequence[str]) -> list[str]:
-        """Ends requests by their full names; returns those that ran or waited."""
-        return await self._ready_link().ask("abort", request_ids=list(request_ids))
+        """Abort requests by their full names; return those that were running or waiting."""
+        return await self._ready_link().query("abort", request_ids=list(request_ids))
 
     async def reset_prefix_cache(self) -> None:
-        """Forgets cached pages."""
-        await self._ready_link().ask("reset_prefix_cache")
+        """Drop all cached pages."""
+        await self._ready_link().query("reset_prefix_cache")
 
     async def start_profile(self, directory: str) -> None:
-        """Begins to record a profile."""
-        await self._ready_link().ask("start_profile", directory=directory)
+        """Start to record a profile."""
+        await self._ready_link().query("start_profile", directory=directory)
 
     async def stop_profile(self) -> None:
-        """Ends the recording."""
-        await self._ready_link().ask("stop_profile")
+        """Stop the recording and write the profile."""
+        await self._ready_link().query("stop_profile")
 
     def _ready_link(self) -> EngineLink:
         if self._link is None:

@@ -1,51 +1,97 @@
-"""The front end's line to one engine process: frames go out, frames come in, and its end is noticed."""
+"""The front end's side of an engine process: start it, send it messages, hand out its outputs, notice its end."""
 
 import asyncio
 import contextlib
-import json
 import logging
+import pickle
+import signal
+import socket
+import sys
 from typing import Any
 
-from google.protobuf.message import Message
-
-from jaxserve.errors import EngineDeadError, RequestError
-from jaxserve.server.engine_frames import (
+from jaxserve.child_process import child_environment
+from jaxserve.errors import ConfigError, EngineDeadError, RequestError
+from jaxserve.server.engine_messages import (
     HEADER,
     MAX_FROM_ENGINE_BYTES,
     MAX_TO_ENGINE_BYTES,
+    Cancel,
+    Failure,
     FrameError,
-    checked_length,
-    error_from_proto,
-    packed,
+    FromEngine,
+    Outputs,
+    Query,
+    QueryResult,
+    Ready,
+    Start,
+    Stop,
+    Submit,
+    ToEngine,
+    check_length,
+    pack_frame,
 )
 from jaxserve.server.engine_request import EngineRequest
-from jaxserve.server.engine_slot import EngineSlot
-from jaxserve.server.engine_spawn import SpawnedEngine, exit_text, spawn_engine
-from jaxserve.server.proto.jaxserve.internal.v1 import engine_pb2
-from jaxserve.server.submit_codec import submit_to_proto
+from jaxserve.server.output_collector import OutputCollector
 
 logger = logging.getLogger(__name__)
 
-_EXIT_S = 2.0  # from the end of the line to that of the process
-_LOOK_S = 1.0  # between two looks at the heartbeats
+_EXIT_S = 2.0  # from the end of the connection to that of the process
+_WATCH_S = 1.0  # between two checks of the heartbeats
+_STDERR = 2
+
+
+async def open_link(start: Start) -> "EngineLink":
+    """Start an engine process; return the link to it once it is ready.
+
+    Raises:
+        ConfigError: A setting, the model or one of its files is wrong.
+        EngineDeadError: The process ended by itself.
+    """
+    link = EngineLink(*await _spawn())
+    try:
+        await link.start(start)
+    except BaseException:
+        await link.kill()
+        raise
+    return link
+
+
+async def _spawn() -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
+    own, other = socket.socketpair()
+    level = logging.getLogger("jaxserve").getEffectiveLevel()
+    try:
+        with other:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "jaxserve.server.engine_process", "--fd", str(other.fileno())),
+                *("--log-level", str(level)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=_STDERR,  # libraries may print; the server's own output is for its address
+                pass_fds=(other.fileno(),),
+                # With one of malloc's arenas per thread its memory would grow for an hour.
+                env={"MALLOC_ARENA_MAX": "2", **child_environment()},
+            )
+    except BaseException as error:
+        own.close()
+        if isinstance(error, OSError):
+            raise ConfigError(f"the engine process cannot be started: {error}") from error
+        raise
+    return process, *await asyncio.open_connection(sock=own)
 
 
 class EngineLink:
-    """An engine process that was started, and the line to it. Make one with ``open_link``.
-
-    Args:
-        spawned: The process, and both ways of the line.
+    """An engine process and the connection to it. Make one with ``open_link``.
 
     Attributes:
-        ready: What the engine says of itself; empty before it is ready.
+        ready: What the engine said about itself when it was ready.
     """
 
-    def __init__(self, spawned: SpawnedEngine):
-        self.ready = engine_pb2.Ready()
-        self._process, self._reader, self._writer = spawned
+    ready: Ready
+
+    def __init__(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._process, self._reader, self._writer = process, reader, writer
         self._next_number = 1
-        self._slots: dict[int, EngineSlot] = {}
-        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._collectors: dict[int, OutputCollector] = {}
+        self._queries: dict[int, asyncio.Future[Any]] = {}
         self._reason: str | None = None
         self._silent_s = 0.0
         self._ended = asyncio.Event()
@@ -56,85 +102,86 @@ class EngineLink:
         """Whether the process runs."""
         return not self._ended.is_set()
 
-    async def start(self, start: engine_pb2.Start) -> None:
-        """Waits until the engine is ready.
+    async def start(self, start: Start) -> None:
+        """Wait until the engine is ready.
 
         Raises:
             ConfigError: A setting, the model or one of its files is wrong.
             EngineDeadError: The process ended by itself.
         """
-        self._send(start=start)
+        self._send(start)
         try:
-            first = await self._read_frame()
-            if first.HasField("failure"):
-                raise error_from_proto(first.failure.error)
+            first = await self._read_message()
         except (OSError, EOFError) as error:
             await self._reap()
             raise EngineDeadError(f"the engine process ended while it started: {self._why()}") from error
-        self.ready = first.ready
+        if isinstance(first, Failure):
+            raise first.error
+        assert isinstance(first, Ready)
+        self.ready = first
         self._tasks.append(asyncio.create_task(self._read()))
-        if start.watchdog_timeout_s:
-            self._tasks.append(asyncio.create_task(self._watch(start.watchdog_timeout_s)))
+        if start.watchdog_timeout:
+            self._tasks.append(asyncio.create_task(self._watch(start.watchdog_timeout)))
 
-    def submit(self, request: EngineRequest, request_id: str) -> EngineSlot:
-        """Lets a request run; its outputs come to the slot, until ``release``.
+    def submit(self, request: EngineRequest, request_id: str) -> OutputCollector:
+        """Start a request; its outputs go to the collector until ``release``.
 
         Raises:
-            RequestError: A value that no message can hold, or too much in all.
+            RequestError: The request is too large.
             EngineDeadError: The process has ended.
         """
-        slot = EngineSlot(self._take_number(), request_id)
-        self._send(submit=submit_to_proto(request, slot.number, request_id))
-        slot.begin(request.timeout_s)
-        self._slots[slot.number] = slot
-        return slot
+        collector = OutputCollector(self._take_number(), request_id)
+        self._send(Submit(collector.number, request_id, request))
+        collector.start_deadline(request.timeout_s)
+        self._collectors[collector.number] = collector
+        return collector
 
-    def release(self, slot: EngineSlot) -> None:
-        """Forgets a slot, and ends its request where it still runs."""
-        self._slots.pop(slot.number, None)
-        slot.close()
-        if not slot.has_ended and self.is_alive:
-            self._send(cancel=engine_pb2.Cancel(ids=[slot.number]))
+    def release(self, collector: OutputCollector) -> None:
+        """Forget a request, and end it if it still runs."""
+        self._collectors.pop(collector.number, None)
+        collector.close()
+        if not collector.has_ended and self.is_alive:
+            self._send(Cancel([collector.number]))
 
     def fail_all(self, error: Exception) -> None:
-        """Ends every request with an error; what has come of it is read first."""
-        slots, self._slots = self._slots, {}
-        if slots and self.is_alive:
-            self._send(cancel=engine_pb2.Cancel(ids=list(slots)))
-        for slot in slots.values():
-            slot.fail(error)
+        """End every request with an error, after the outputs that have come."""
+        collectors, self._collectors = self._collectors, {}
+        if collectors and self.is_alive:
+            self._send(Cancel(list(collectors)))
+        for collector in collectors.values():
+            collector.fail(error)
 
-    async def ask(self, method: str, **arguments: Any) -> Any:
-        """The answer to a question.
+    async def query(self, method: str, **arguments: Any) -> Any:
+        """Call a control method of the engine process.
 
         Raises:
-            JaxserveError: The question is wrong.
+            JaxserveError: The method is unknown, or failed.
             EngineDeadError: The process has ended.
         """
         number = self._take_number()
-        self._send(query=engine_pb2.Query(id=number, method=method, arguments_json=json.dumps(arguments)))
-        self._answers[number] = asyncio.get_running_loop().create_future()
+        self._send(Query(number, method, arguments))
+        self._queries[number] = asyncio.get_running_loop().create_future()
         try:
-            return await self._answers[number]
+            return await self._queries[number]
         finally:
-            self._answers.pop(number, None)
+            self._queries.pop(number, None)
 
     async def wait_ended(self) -> str:
-        """Why the process ended, once it has."""
+        """Wait until the process has ended; return why."""
         await self._ended.wait()
         return self._why()
 
     async def stop(self, drain_s: float, patience_s: float = 10.0) -> None:
-        """Ends the process: its requests may go on for ``drain_s`` seconds, and it may take some more to end."""
+        """End the process after at most ``drain_s`` seconds for its requests and ``patience_s`` more for itself."""
         self._reason = self._reason or "it was stopped"
         if self._tasks and self.is_alive:
-            self._send(stop=engine_pb2.Stop(drain_s=drain_s))
+            self._send(Stop(drain_s))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), drain_s + patience_s)
         await self.kill()
 
     async def kill(self) -> None:
-        """Ends the process at once."""
+        """End the process at once."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         if self._tasks:
@@ -148,78 +195,72 @@ class EngineLink:
         self._next_number += 1
         return self._next_number - 1
 
-    def _send(self, **frame: Message) -> None:
-        message = engine_pb2.ToEngine(**frame)  # pyright: ignore[reportArgumentType]
+    def _send(self, message: ToEngine) -> None:
         try:
-            self._writer.write(packed(message, MAX_TO_ENGINE_BYTES))
+            self._writer.write(pack_frame(message, MAX_TO_ENGINE_BYTES))
         except FrameError as error:
-            raise RequestError(f"the request is too long: {error}") from error
+            raise RequestError(f"the request cannot be sent to the engine: {error}") from error
 
-    async def _read_frame(self) -> engine_pb2.FromEngine:
+    async def _read_message(self) -> FromEngine:
         (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-        data = await self._reader.readexactly(checked_length(length, MAX_FROM_ENGINE_BYTES))
-        return engine_pb2.FromEngine.FromString(data)
+        return pickle.loads(await self._reader.readexactly(check_length(length, MAX_FROM_ENGINE_BYTES)))
 
     async def _read(self) -> None:
-        """Hands frames over until the process ends; then nothing waits any more."""
+        """Handle messages until the process ends; then fail whatever waits for it."""
         try:
             while True:
-                frame = await self._read_frame()
+                message = await self._read_message()
                 self._silent_s = 0.0
-                self._handle(frame)
+                self._handle(message)
         except (OSError, EOFError):
             pass
         except Exception as error:  # nothing may be left waiting
-            logger.exception("the engine process cannot be understood")
-            self._reason = self._reason or f"it cannot be understood: {error}"
+            logger.exception("cannot read a message of the engine process")
+            self._reason = self._reason or f"its messages cannot be read: {error}"
         finally:
-            await self._finish()
+            try:
+                await self._reap()
+            finally:
+                self._ended.set()
+                self.fail_all(self._dead())
+                for query in self._queries.values():
+                    if not query.done():
+                        query.set_exception(self._dead())
+                for task in self._tasks[1:]:
+                    task.cancel()
 
-    async def _finish(self) -> None:
-        try:
-            await self._reap()
-        finally:
-            self._ended.set()
-            self.fail_all(self._dead())
-            for answer in self._answers.values():
-                if not answer.done():
-                    answer.set_exception(self._dead())
-            for task in self._tasks[1:]:
-                task.cancel()
-
-    def _handle(self, frame: engine_pb2.FromEngine) -> None:
-        kind = frame.WhichOneof("frame")
-        if kind == "outputs":
-            for output in frame.outputs.outputs:
-                slot = self._slots.get(output.id)
-                if slot is not None:
-                    slot.put(output)
-        elif kind == "answer":
-            answer = self._answers.get(frame.answer.id)
-            if answer is not None and not answer.done():
-                if frame.answer.HasField("error"):
-                    answer.set_exception(error_from_proto(frame.answer.error))
+    def _handle(self, message: FromEngine) -> None:
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                collector = self._collectors.get(output.number)
+                if collector is not None:
+                    collector.put(output.content)
+        elif isinstance(message, QueryResult):
+            query = self._queries.get(message.number)
+            if query is not None and not query.done():
+                if isinstance(message.result, Exception):
+                    query.set_exception(message.result)
                 else:
-                    answer.set_result(json.loads(frame.answer.value_json))
-        elif kind == "failure":
+                    query.set_result(message.result)
+        elif isinstance(message, Failure):
             self._reason = self._reason or "the engine failed; its log says why"
 
     async def _watch(self, timeout_s: float) -> None:
-        """Kills a process that says nothing for too long. Time in which this one stood still is not counted."""
-        look_s = min(_LOOK_S, timeout_s / 4)
+        """Kill the process after ``timeout_s`` seconds without a message, not counting time in which this loop hung."""
+        interval_s = min(_WATCH_S, timeout_s / 4)
         while self._silent_s < timeout_s:
-            await asyncio.sleep(look_s)
-            self._silent_s += look_s
-        self._reason = f"it said nothing for {timeout_s:g} s and was killed"
-        logger.error("the engine process says nothing; it is killed")
+            await asyncio.sleep(interval_s)
+            self._silent_s += interval_s
+        self._reason = f"it sent nothing for {timeout_s:g} s and was killed"
+        logger.error("the engine process sends nothing; it is killed")
         self._process.kill()
 
     async def _reap(self) -> None:
-        """Waits for the process, which has closed the line, and closes it here."""
+        """Wait for the process, which has closed the connection, and close this side."""
         try:
             await asyncio.wait_for(self._process.wait(), _EXIT_S)
         except TimeoutError:
-            self._reason = self._reason or "it closed the line"
+            self._reason = self._reason or "it closed the connection"
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
@@ -228,23 +269,12 @@ class EngineLink:
             await self._writer.wait_closed()
 
     def _why(self) -> str:
-        return self._reason or exit_text(self._process.returncode)
+        if self._reason is not None:
+            return self._reason
+        status = self._process.returncode
+        if status is not None and status < 0:
+            return f"it was killed by {signal.Signals(-status).name}"
+        return f"it ended with status {status}"
 
     def _dead(self) -> EngineDeadError:
         return EngineDeadError(f"the engine process ended: {self._why()}")
-
-
-async def open_link(start: engine_pb2.Start) -> EngineLink:
-    """Starts an engine process; returns the line to it once it is ready.
-
-    Raises:
-        ConfigError: A setting, the model or one of its files is wrong.
-        EngineDeadError: The process ended by itself.
-    """
-    link = EngineLink(await spawn_engine())
-    try:
-        await link.start(start)
-    except BaseException:
-        await link.kill()
-        raise
-    return link

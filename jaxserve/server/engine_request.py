@@ -46,6 +46,9 @@ class EngineRequest:
     pooling: PoolingParams | None = None
 
     def __post_init__(self):
+        num_prompts = sum(prompt is not None for prompt in (self.text, self.token_ids, self.chat))
+        if num_prompts != 1:
+            raise RequestError(f"a request has exactly one of text, token_ids and chat; got {num_prompts}")
         if self.text == "":
             raise RequestError("the prompt must not be empty", parameter="prompt", value="")
 

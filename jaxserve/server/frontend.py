@@ -11,11 +11,10 @@ from typing import Any
 from jaxserve.errors import RequestError
 from jaxserve.outputs import RequestOutput
 from jaxserve.server.auth import Authenticator, Caller
-from jaxserve.server.engine_client import Engine
-from jaxserve.server.engine_info import EngineInfo
+from jaxserve.server.engine_client import EngineClient, EngineInfo
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnknownModelError
-from jaxserve.server.gate import Gate
+from jaxserve.server.request_limits import RequestLimits
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.settings import ServerConfig
 
@@ -39,7 +38,7 @@ class Frontend:
     Args:
         config: The server's settings.
         engine: The engine behind it.
-        gate: Lets requests in.
+        limits: Limits the requests in flight.
         authenticator: Knows the callers.
         log: Notes requests: log lines, counters, traces.
         model: Directory or hub id of the model: its name where none is given.
@@ -49,8 +48,8 @@ class Frontend:
     def __init__(
         self,
         config: ServerConfig,
-        engine: Engine,
-        gate: Gate,
+        engine: EngineClient,
+        limits: RequestLimits,
         authenticator: Authenticator,
         log: RequestLog,
         model: str,
@@ -58,7 +57,7 @@ class Frontend:
     ):
         self.config = config
         self.engine = engine
-        self.gate = gate
+        self.limits = limits
         self.authenticator = authenticator
         self.log = log
         self.parsers = parsers
@@ -94,7 +93,7 @@ class Frontend:
             UnavailableError: The server takes no requests.
             OverloadedError: There are too many.
         """
-        with self.gate.pass_through(caller, num_texts):
+        with self.limits.admit(caller, num_texts):
             yield
 
     async def generate(

@@ -11,9 +11,9 @@ from jaxserve.errors import EngineDeadError, JaxserveError
 from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.frontend import Frontend, ParserNames
-from jaxserve.server.gate import Gate
 from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.http_listener import http_listening
+from jaxserve.server.request_limits import RequestLimits
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.resources import map_large_buffers_apart
 from jaxserve.server.settings import ServerConfig, is_loopback
@@ -44,8 +44,8 @@ async def serve(engine_arguments: dict[str, Any], config: ServerConfig) -> int:
     engine = EngineClient(engine_arguments, config)
     parsers = ParserNames(engine_arguments.get("reasoning_parser"), engine_arguments.get("tool_call_parser"))
     model = str(engine_arguments.get("model", "demo"))
-    log, gate = RequestLog(config, model), Gate()
-    frontend = Frontend(config, engine, gate, Authenticator(config), log, model, parsers)
+    log, limits = RequestLog(config, model), RequestLimits()
+    frontend = Frontend(config, engine, limits, Authenticator(config), log, model, parsers)
     life = ServerLife(frontend, engine)
     try:
         return await life.run()
@@ -93,12 +93,12 @@ class ServerLife:
 
     def _open(self) -> None:
         model = self._frontend.info.model
-        self._frontend.gate.open(model.max_num_seqs + self._config.queued_reqs_limit(model.max_num_seqs))
+        self._frontend.limits.open(model.max_num_seqs + self._config.queued_reqs_limit(model.max_num_seqs))
         self._grpc.set_serving(True)
 
     def _close(self, reason: str) -> None:
         self._grpc.set_serving(False)
-        self._frontend.gate.close(reason)
+        self._frontend.limits.close(reason)
 
     async def _serve_until_end(self) -> int:
         """Until told to stop, or the engine ends and is not to be started again."""
@@ -153,7 +153,7 @@ class ServerLife:
         """Takes no more requests, and waits for those there are: for so long as the settings say. Gives the status."""
         self._close("the server is shutting down")
         limit_s = self._config.shutdown_timeout if self._drain_s is None else self._drain_s
-        logger.info("draining: %d texts in flight, at most %g s", self._frontend.gate.num_in_flight, limit_s)
+        logger.info("draining: %d texts in flight, at most %g s", self._frontend.limits.num_in_flight, limit_s)
         hurried = asyncio.create_task(self._is_hurried.wait())
         idle = asyncio.create_task(self._until_idle())
         ended = asyncio.create_task(self._engine.wait_ended())
@@ -179,7 +179,7 @@ class ServerLife:
         await stopping
 
     async def _until_idle(self) -> None:
-        while self._frontend.gate.num_in_flight:
+        while self._frontend.limits.num_in_flight:
             await asyncio.sleep(0.02)
 
     def _drain(self, timeout_s: float | None) -> None:

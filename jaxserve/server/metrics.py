@@ -15,6 +15,7 @@ from jaxserve.server.frontend import Frontend
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.server.request_log import RequestCounts
 from jaxserve.server.resources import process_metrics
+from jaxserve.server.settings import queued_tokens_limit
 
 PREFIX = "jaxserve:"
 VLLM_PREFIX = "vllm:"
@@ -84,14 +85,14 @@ def server_metrics(frontend: Frontend, *, is_engine_up: bool) -> list[Metric]:
     counts = frontend.log.counts
     gauges = {
         "engine_up": int(is_engine_up),
-        "accepting_requests": int(frontend.gate.is_open),
+        "accepting_requests": int(frontend.limits.is_open),
         "requests_in_flight": counts.in_flight,
-        "texts_in_flight": frontend.gate.num_in_flight,
+        "texts_in_flight": frontend.limits.num_in_flight,
         "uptime_seconds": time.time() - frontend.created_s,
         **_limits(frontend),
     }
     found: list[Metric] = [Gauge(PREFIX + name, {}, value) for name, value in gauges.items()]
-    found += _counters(counts, frontend.gate.num_refused)
+    found += _counters(counts, frontend.limits.num_refused)
     return found
 
 
@@ -136,7 +137,7 @@ def _limits(frontend: Frontend) -> Mapping[str, int]:
         "max_num_batched_tokens": model.max_num_batched_tokens,
         "max_model_len": model.max_model_len,
         "max_num_queued_reqs": config.queued_reqs_limit(model.max_num_seqs),
-        "max_num_queued_tokens": config.queued_tokens_limit(model.max_model_len),
+        "max_num_queued_tokens": queued_tokens_limit(config.max_num_queued_tokens, model.max_model_len),
     }
 
 

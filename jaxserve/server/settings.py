@@ -3,12 +3,13 @@
 import dataclasses
 import ipaddress
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from jaxserve.config_checks import check_type
 from jaxserve.errors import ConfigError
-from jaxserve.server.settings_checks import check_files, check_paths, check_ranges, typed
 
 QUEUED_SEQS = 4
 """Sequences that may wait for each place, where nothing is said."""
@@ -16,6 +17,14 @@ QUEUED_CONTEXTS = 64
 """Contexts' worth of prompt tokens that may wait, where nothing is said."""
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
+
+_KINDS = (bool, int, str, float, list, dict)
+_TIMES = (
+    *("request_timeout", "stall_timeout", "shutdown_timeout", "watchdog_timeout", "chat_template_timeout"),
+    *("grpc_keepalive_time", "grpc_keepalive_timeout", "grpc_max_connection_age", "grpc_max_connection_idle"),
+)
+_MAX_S = 1_000_000
+_MAX_COUNT = 2**31 - 1  # gRPC and sockets have 32 bits for numbers, and for milliseconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,12 +177,12 @@ class ServerConfig:
         key = environment.get("JAXSERVE_API_KEY")
         if key:
             values["api_key"] = [*(values.get("api_key") or ()), key]
-        return cls(**typed(values, typing.get_type_hints(cls)))
+        return cls(**_typed(values, typing.get_type_hints(cls)))
 
     def __post_init__(self):
-        check_ranges(vars(self))
-        check_files(vars(self))
-        check_paths("disable_access_log_for_endpoints", self.quiet_paths)
+        _check_ranges(vars(self))
+        _check_files(vars(self))
+        _check_paths("disable_access_log_for_endpoints", self.quiet_paths)
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("ssl_keyfile and ssl_certfile: expected both or neither")
         if self.ssl_cert_reqs and not self.ssl_ca_certs:
@@ -203,12 +212,8 @@ class ServerConfig:
             raise ConfigError("enable_auto_tool_choice needs tool_call_parser: give --tool-call-parser too")
 
     def queued_reqs_limit(self, max_num_seqs: int) -> int:
-        """Most sequences that wait for a place, for an engine with so many places."""
+        """Return the most sequences that may wait, for an engine that runs ``max_num_seqs`` at a time."""
         return self.max_num_queued_reqs or QUEUED_SEQS * max_num_seqs
-
-    def queued_tokens_limit(self, max_model_len: int) -> int:
-        """Most prompt tokens of sequences that wait, for a context of so many tokens."""
-        return self.max_num_queued_tokens or QUEUED_CONTEXTS * max_model_len
 
     @property
     def quiet_paths(self) -> frozenset[str]:
@@ -233,3 +238,85 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name, which may mean any address
         return False
+
+
+def queued_tokens_limit(max_num_queued_tokens: int | None, max_model_len: int) -> int:
+    """Return the most prompt tokens that may wait, for a context of ``max_model_len`` tokens."""
+    return max_num_queued_tokens or QUEUED_CONTEXTS * max_model_len
+
+
+def _typed(values: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, each of its field's type; whole numbers stand for floats too.
+
+    Args:
+        values: By name.
+        types: Of the fields.
+
+    Raises:
+        ConfigError: A value of another type.
+    """
+    checked = dict(values)
+    for name, value in values.items():
+        kinds = typing.get_args(types[name]) or (types[name],)
+        if value is None and type(None) in kinds:
+            continue
+        kind = next((found for one in kinds if (found := typing.get_origin(one) or one) in _KINDS), None)
+        if isinstance(value, bool) and kind is not bool:
+            raise ConfigError(f"{name}: expected {kind.__name__ if kind else kinds}, got {value!r}")
+        if kind is float and isinstance(value, int):
+            checked[name] = float(value)
+        elif kind is not None:
+            check_type(name, value, kind)
+        elif value not in kinds:
+            raise ConfigError(f"{name}: expected one of {', '.join(map(str, kinds))}, got {value!r}")
+        if isinstance(value, list) and not all(isinstance(item, str) and item for item in value):
+            raise ConfigError(f"{name}: expected texts that are not empty")
+    return checked
+
+
+def _check_ranges(values: Mapping[str, Any]) -> None:
+    """Refuses numbers that mean nothing.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for name in ("port", "grpc_port", "admin_port"):
+        if not -1 <= values[name] <= 65535:
+            raise ConfigError(f"{name}: expected a port from 0 to 65535, or -1 for none, got {values[name]}")
+    for name in _TIMES:
+        if not 0 <= values[name] <= _MAX_S:
+            raise ConfigError(f"{name}: expected seconds from 0 to {_MAX_S}, got {values[name]}")
+    for name in ("chat_template_timeout", "grpc_keepalive_time", "grpc_keepalive_timeout"):
+        if values[name] < 1e-3:
+            raise ConfigError(f"{name}: expected seconds from 0.001, got {values[name]}")
+    least = {"max_request_bytes": 1024, "max_prompts": 1, "max_concurrent_streams": 1, "keepalive_timeout": 0}
+    least |= {"max_num_queued_reqs": 1, "max_num_queued_tokens": 1, "max_log_len": 0}
+    for name, low in least.items():
+        value = values[name]
+        if value is not None and not low <= value <= _MAX_COUNT:
+            raise ConfigError(f"{name}: expected a number from {low} to {_MAX_COUNT}, got {value}")
+    if values["ssl_cert_reqs"] not in (0, 1, 2):
+        raise ConfigError(f"ssl_cert_reqs: expected 0, 1 or 2, got {values['ssl_cert_reqs']}")
+
+
+def _check_files(values: Mapping[str, Any]) -> None:
+    """Refuses names of files that there are not.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "auth_file"):
+        path = values[name]
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"{name}: expected a file, got {path!r}, which is none")
+
+
+def _check_paths(name: str, paths: Iterable[str]) -> None:
+    """Refuses what no request's path can be.
+
+    Raises:
+        ConfigError: It does not begin with a slash.
+    """
+    for path in sorted(paths):
+        if not path.startswith("/"):
+            raise ConfigError(f"{name}: expected paths such as /health, got {path!r}")

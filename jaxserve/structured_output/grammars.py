@@ -1,30 +1,34 @@
 """Grammars for structured outputs: compiled off the step loop, and cached."""
 
-import asyncio
+import base64
 import concurrent.futures
+import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llguidance import LLTokenizer
 
+from jaxserve.child_process import ProcessPool
 from jaxserve.errors import SHUT_DOWN, EngineDeadError, RequestError
+from jaxserve.sampling import grammar_check
 from jaxserve.sampling.grammar import GrammarLimits, content_key, grammar_error, write_grammar
 from jaxserve.sampling.grammar_check import SPECIAL_MARK, Vocabulary, make_matcher
-from jaxserve.sampling.grammar_process import GrammarChecker
 from jaxserve.structured_output.grammar_constraint import Grammar
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.text.tokenizer import Tokenizer
 
 
 class _Prepared(NamedTuple):
-    """The vocabulary in llguidance's form, and its special tokens by name."""
+    """The vocabulary in llguidance's form, its special tokens by name, and the processes that try grammars out."""
 
     vocabulary: Vocabulary
     tokenizer: LLTokenizer
     special_tokens: dict[str, int]
+    checkers: ProcessPool
 
 
 class GrammarCompiler:
@@ -57,8 +61,6 @@ class GrammarCompiler:
         self._threads = concurrent.futures.ThreadPoolExecutor(num_threads, "grammar")
         self._cached: OrderedDict[tuple[str, ...], concurrent.futures.Future[Grammar]] = OrderedDict()
         self._num_waiting = 0
-        self._checkers: list[GrammarChecker] = []
-        self._idle: list[GrammarChecker] = []
         self._is_closed = False
         self._lock = threading.Lock()  # of all the above
         self._prepared: _Prepared | None = None
@@ -91,15 +93,12 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """Ends the threads and processes; what is not compiled yet fails."""
-        with self._lock:
-            self._is_closed = True
-            checkers = list(self._checkers)
-        for checker in checkers:
-            checker.kill()
-        self._threads.shutdown()
-        for checker in self._checkers:
-            checker.close()
+        self._is_closed = True
         if self._prepared is not None:
+            self._prepared.checkers.kill()
+        self._threads.shutdown()
+        if self._prepared is not None:
+            self._prepared.checkers.close()
             self._prepared.vocabulary.release()
         self._cached.clear()
 
@@ -129,16 +128,15 @@ class GrammarCompiler:
     def _compile(self, params: StructuredOutputsParams) -> Grammar:
         prepared = self._prepare()
         source = write_grammar(params, prepared.special_tokens)
-        checker = self._take_checker(prepared.vocabulary)
         try:
-            text = checker.check(source.text, source.is_ebnf)
+            text = self._checked(prepared.checkers, source.text, source.is_ebnf)
             matcher = make_matcher(prepared.tokenizer, text)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             if self._is_closed:
                 raise EngineDeadError(SHUT_DOWN) from error
+            if isinstance(error, RuntimeError):
+                raise
             raise grammar_error(f"cannot be compiled: {error}", params) from error
-        finally:
-            self._give_back(checker)
         grammar = Grammar(matcher, self._end_ids, self._vocab_size)
         if not self._end_ids and not any(grammar.constraint().mask()):
             raise grammar_error("allows only the empty text, and the model has no token that ends a text", params)
@@ -151,7 +149,14 @@ class GrammarCompiler:
                 vocabulary = self._make_vocabulary()
                 special = [token for token in self._tokenizer.all_special_ids if token < self._vocab_size]
                 names = {self._tokenizer.token_text(token): token for token in special}
-                self._prepared = _Prepared(vocabulary, vocabulary.build(), names)
+                setup = {
+                    "tokens": [base64.b64encode(token).decode() for token in vocabulary.tokens],
+                    "end_ids": vocabulary.end_ids,
+                    "memory_bytes": self._limits.memory_bytes,
+                    "cpu_s": int(self._limits.time_s) + 1,
+                }
+                checkers = ProcessPool([grammar_check.__file__], setup, is_quiet=True)
+                self._prepared = _Prepared(vocabulary, vocabulary.build(), names, checkers)
             return self._prepared
 
     def _make_vocabulary(self) -> Vocabulary:
@@ -171,41 +176,30 @@ class GrammarCompiler:
         end_ids = sorted(self._end_ids) or [self._vocab_size]
         return Vocabulary(tokens, end_ids, partial(self._tokenizer.encode, add_special_tokens=False))
 
-    def _take_checker(self, vocabulary: Vocabulary) -> GrammarChecker:
-        with self._lock:
-            while self._idle:
-                found = self._idle.pop()
-                if found.is_alive():
-                    return found
-        checker = GrammarChecker(vocabulary, self._limits)
-        with self._lock:
-            self._checkers.append(checker)
-            if self._is_closed:
-                checker.kill()
-        return checker
+    def _checked(self, checkers: ProcessPool, grammar: str, is_ebnf: bool) -> str:
+        """Try a grammar out in a child process; return it in llguidance's form.
 
-    def _give_back(self, checker: GrammarChecker) -> None:
-        with self._lock:
-            if checker.is_alive():
-                self._idle.append(checker)
-                return
-            self._checkers.remove(checker)
-        checker.close()
+        Args:
+            checkers: The processes.
+            grammar: The grammar, in llguidance's form,
+            is_ebnf: or in llama.cpp's EBNF.
 
-
-async def wait_compiled(grammar: "concurrent.futures.Future[Any]") -> None:
-    """Waits for a grammar, which other requests may share: being cancelled here does not cancel it.
-
-    Raises:
-        RequestError: It cannot be compiled.
-        EngineDeadError: The engine ended before it was.
-    """
-    future = asyncio.wrap_future(grammar)
-    future.add_done_callback(_look_at_error)
-    await asyncio.wait([future])
-    error = future.exception()
-    if error is not None:
-        raise own_error(error) from error
+        Raises:
+            ValueError: It is wrong, or takes more time, memory or stack than allowed.
+        """
+        start_s = time.monotonic()
+        answer = checkers.run(json.dumps({"grammar": grammar, "is_ebnf": is_ebnf}), self._limits.time_s)
+        if answer is None:
+            is_late = time.monotonic() - start_s >= self._limits.time_s
+            why = (
+                f"not done within {self._limits.time_s:g} s"
+                if is_late
+                else "it takes more memory or stack than allowed"
+            )
+            raise ValueError(f"it is too complex: {why}")
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["grammar"]
 
 
 def own_error(error: BaseException) -> BaseException:
@@ -217,9 +211,3 @@ def own_error(error: BaseException) -> BaseException:
     own = RequestError(str(error))
     own.parameter = error.parameter
     return own
-
-
-def _look_at_error(future: "asyncio.Future[Any]") -> None:
-    """Keeps asyncio from logging an error that nobody waits for any more."""
-    if not future.cancelled():
-        future.exception()

@@ -1,119 +1,65 @@
-"""The life of an engine process: start, serve, end."""
+"""The life of an engine process, ``python -m jaxserve.server.engine_process``: start the engine, serve, end."""
 
+import argparse
 import contextlib
-import json
+import faulthandler
 import logging
 import os
+import pickle
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn
-
-from google.protobuf.message import DecodeError
+from typing import Any, NoReturn
 
 from checkpoints import CheckpointError
 from jaxserve.config import SERVING_DEFAULTS, EngineConfig
 from jaxserve.engine.engine_thread import EngineThread
-from jaxserve.engine.startup import start_engine
+from jaxserve.engine.model_defaults import generation_defaults
+from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.errors import ConfigError, JaxserveError
-from jaxserve.server.engine_frames import HEADER, MAX_TO_ENGINE_BYTES, checked_length, error_to_proto
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.engine_messages import (
+    HEADER,
+    MAX_TO_ENGINE_BYTES,
+    Failure,
+    FrameError,
+    Ready,
+    Start,
+    Stop,
+    ToEngine,
+    check_length,
+    sendable_error,
+)
 from jaxserve.server.engine_process.outbox import Outbox
-from jaxserve.server.engine_process.ready import ready_message
 from jaxserve.server.engine_process.renderers import Renderers
-from jaxserve.server.engine_process.serving import Serving
-from jaxserve.server.engine_process.watchdog import Watchdog
-from jaxserve.server.proto.jaxserve.internal.v1 import engine_pb2
+from jaxserve.server.engine_process.serving import Serving, max_num_seqs
+from jaxserve.server.proto.jaxserve.v1 import model_pb2
 
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 70
 """Exit status after a failure of the engine: EX_SOFTWARE."""
 EXIT_BAD_START = 2
-"""Exit status where the engine could not start."""
+"""Exit status if the engine could not start."""
 _FLUSH_S = 5.0
+_HEARTBEAT_S = 1.0
 
 
-class Inbox:
-    """Reads frames on a thread of its own from the beginning, so that a front end that goes is always noticed.
-
-    Args:
-        connection: The socket to the front end.
-    """
-
-    def __init__(self, connection: socket.socket):
-        self._connection = connection
-        self._serve: Callable[[engine_pb2.ToEngine], None] = _before_ready
-        self._on_gone: Callable[[], None] = _exit_at_once
-
-    def read_start(self) -> engine_pb2.Start:
-        """The first frame.
-
-        Raises:
-            ConfigError: It is another.
-        """
-        for frame in self._frames():
-            if frame.WhichOneof("frame") != "start":
-                raise ConfigError(f"the first frame must be start, got {frame.WhichOneof('frame')}")
-            threading.Thread(target=self._run, name="jaxserve-inbox", daemon=True).start()
-            return frame.start
-        sys.exit(0)
-
-    def serve(self, handle: Callable[[engine_pb2.ToEngine], None], on_gone: Callable[[], None]) -> None:
-        """From now on hands all frames over.
-
-        Args:
-            handle: Gets each.
-            on_gone: Called once, when the front end has gone.
-        """
-        self._serve, self._on_gone = handle, on_gone
-
-    def _run(self) -> None:
-        for frame in self._frames():
-            try:
-                self._serve(frame)
-            except Exception:  # nothing that one frame does may end the others' engine
-                logger.exception("a frame is dropped")
-        self._on_gone()
-
-    def _frames(self) -> Iterator[engine_pb2.ToEngine]:
-        """Every frame that can be read, until the front end has gone."""
-        with contextlib.suppress(OSError, EOFError):
-            while True:
-                try:
-                    length = checked_length(HEADER.unpack(self._read(HEADER.size))[0], MAX_TO_ENGINE_BYTES)
-                except ValueError:  # where the next frame begins nobody knows
-                    logger.exception("the front end cannot be understood")
-                    return
-                body = self._read(length)
-                try:
-                    frame = engine_pb2.ToEngine.FromString(body)
-                except DecodeError:
-                    logger.exception("a frame is dropped")
-                    continue
-                yield frame
-
-    def _read(self, length: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < length:
-            part = self._connection.recv(min(length - len(parts), 1 << 20))
-            if not part:
-                raise EOFError
-            parts += part
-        return bytes(parts)
-
-
-def run(descriptor: int) -> NoReturn:
-    """Runs an engine for the front end at the other end of a socket, until one of them ends.
-
-    Args:
-        descriptor: Of the socket, inherited.
-    """
+def main() -> None:
+    """Read the command line and run an engine."""
+    parser = argparse.ArgumentParser(description="Runs the engine of a server; started by its front end.")
+    parser.add_argument("--fd", type=int, required=True, help="the socket to the front end")
+    parser.add_argument("--log-level", type=int, default=logging.INFO, help="least level of this package's log")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("jaxserve").setLevel(options.log_level)
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the front end, which says when to end
         signal.signal(number, signal.SIG_IGN)
-    connection = socket.socket(fileno=descriptor)
+    connection = socket.socket(fileno=options.fd)
     connection.set_inheritable(False)
     inbox, outbox = Inbox(connection), Outbox(connection)
     try:
@@ -122,47 +68,178 @@ def run(descriptor: int) -> NoReturn:
     except Exception as error:
         if not isinstance(error, JaxserveError | CheckpointError):
             logger.exception("the engine could not start")
-        outbox.send(failure=engine_pb2.Failure(error=error_to_proto(_as_start_error(error))))
+        if not isinstance(error, JaxserveError):  # a damaged checkpoint or a wrong value is for the user to correct
+            text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            error = ConfigError(text) if isinstance(error, ValueError) else JaxserveError(text)
+        outbox.send(Failure(sendable_error(error)))
         _exit(outbox, EXIT_BAD_START)
     thread.wait_ended()
     serving.close()
     if thread.failure is None:
         thread.stop()
         _exit(outbox, 0)
-    error = JaxserveError(f"the engine stopped: {thread.failure}")
-    outbox.send(failure=engine_pb2.Failure(error=error_to_proto(error)))
+    outbox.send(Failure(sendable_error(JaxserveError(f"the engine stopped: {thread.failure}"))))
     _exit(outbox, EXIT_FAILED)
 
 
-def _serve(start: engine_pb2.Start, inbox: Inbox, outbox: Outbox) -> tuple[EngineThread, Serving]:
-    """Starts the engine, and what hands it requests."""
-    renderers = Renderers(start.chat_template_timeout_s)
-    arguments = {**SERVING_DEFAULTS, **json.loads(start.engine_arguments_json)}
-    config = EngineConfig.from_arguments(**{"model": "demo", **arguments})
+class Inbox:
+    """Reads messages on a thread of its own from the beginning, so that the end of the front end is always noticed.
+
+    Args:
+        connection: The socket to the front end.
+    """
+
+    def __init__(self, connection: socket.socket):
+        self._file = connection.makefile("rb")
+        self._handle: Callable[[ToEngine], None] = _before_ready
+        self._on_end: Callable[[], None] = _exit_at_once
+
+    def read_start(self) -> Start:
+        """Read the first message, and let the thread read the others.
+
+        Raises:
+            ConfigError: It is not ``Start``.
+        """
+        for message in self._messages():
+            if not isinstance(message, Start):
+                raise ConfigError(f"the first message must be Start, got {type(message).__name__}")
+            threading.Thread(target=self._run, name="jaxserve-inbox", daemon=True).start()
+            return message
+        sys.exit(0)
+
+    def serve(self, handle: Callable[[ToEngine], None], on_end: Callable[[], None]) -> None:
+        """Hand over all messages from now on.
+
+        Args:
+            handle: Gets each message.
+            on_end: Called once, when the front end has ended.
+        """
+        self._handle, self._on_end = handle, on_end
+
+    def _run(self) -> None:
+        for message in self._messages():
+            try:
+                self._handle(message)
+            except Exception:  # one message must not end the engine of the others
+                logger.exception("dropped a message of type %s", type(message).__name__)
+        self._on_end()
+
+    def _messages(self) -> Iterator[ToEngine]:
+        with contextlib.suppress(OSError):
+            while len(header := self._file.read(HEADER.size)) == HEADER.size:
+                try:
+                    length = check_length(HEADER.unpack(header)[0], MAX_TO_ENGINE_BYTES)
+                except FrameError:  # the beginning of the next frame is unknown
+                    logger.exception("cannot read the front end's messages")
+                    return
+                body = self._file.read(length)
+                if len(body) < length:
+                    return
+                try:
+                    message = pickle.loads(body)
+                except Exception:
+                    logger.exception("dropped a message that cannot be unpickled")
+                    continue
+                yield message
+
+
+class Watchdog:
+    """Sends heartbeats, and ends the process with all stacks in its log if the engine's thread hangs.
+
+    A timer in C ends the process unless it is reset while the engine makes progress or is idle; it works also when no
+    Python thread can run any more.
+
+    Args:
+        thread: Runs the engine.
+        outbox: Sends messages to the front end.
+        timeout_s: Seconds without progress; 0: never end the process.
+    """
+
+    def __init__(self, thread: EngineThread, outbox: Outbox, timeout_s: float):
+        self._engine = thread
+        self._outbox = outbox
+        self._timeout_s = timeout_s
+        self._num_done = -1
+        threading.Thread(target=self._run, name="jaxserve-watchdog", daemon=True).start()
+
+    def _run(self) -> None:
+        interval_s = min(_HEARTBEAT_S, self._timeout_s / 4) if self._timeout_s else _HEARTBEAT_S
+        while True:
+            num_done = self._engine.num_done
+            if num_done != self._num_done or self._engine.is_idle:
+                self._num_done = num_done
+                if self._timeout_s:
+                    faulthandler.dump_traceback_later(self._timeout_s, exit=True)
+            self._outbox.send_heartbeat()
+            time.sleep(interval_s)
+
+
+def _serve(start: Start, inbox: Inbox, outbox: Outbox) -> tuple[EngineThread, Serving]:
+    """Start the engine and everything that serves it."""
+    renderers = Renderers(start.chat_template_timeout)
+    config = EngineConfig.from_arguments(**{"model": "demo", **SERVING_DEFAULTS, **start.engine_arguments})
     started = start_engine(config)
     logger.info("%s", started.ledger)
     stats = None if config.disable_log_stats else StatsLogger(started.ledger.device)
     thread = EngineThread(started.engine, stats)
     serving = Serving(started, config, start, thread, outbox, renderers)
     inbox.serve(serving.handle, lambda: serving.stop(0.0))
-    outbox.send(ready=ready_message(started, config))
-    Watchdog(thread, outbox, start.watchdog_timeout_s)
+    outbox.send(
+        Ready(
+            model=_model(started, config).SerializeToString(),
+            default_fields=_default_fields(started, config),
+            ledger=str(started.ledger),
+            extra_arguments=tuple(sorted(started.plan.programs[0].arguments)),
+        )
+    )
+    Watchdog(thread, outbox, start.watchdog_timeout)
     return thread, serving
 
 
-def _as_start_error(error: Exception) -> JaxserveError:
-    """What the front end is told; damaged checkpoints and wrong values are settings to mend."""
-    if isinstance(error, JaxserveError):
-        return error
-    if isinstance(error, ValueError):
-        return ConfigError(str(error))
-    return JaxserveError(f"{type(error).__name__}: {error}")
+def _default_fields(started: StartedEngine, config: EngineConfig) -> dict[str, Any]:
+    """Return the sampling parameters that the model's defaults change, or name although they equal Python's default."""
+    changed, python = vars(started.default_params), vars(SamplingParams())
+    fields = {name: value for name, value in changed.items() if value is not None and value != python[name]}
+    if generation_defaults(config, started.plan.directory).get("max_new_tokens") is not None:
+        fields["max_tokens"] = started.default_params.max_tokens
+    return fields
 
 
-def _before_ready(frame: engine_pb2.ToEngine) -> None:
-    if frame.WhichOneof("frame") == "stop":
+def _model(started: StartedEngine, config: EngineConfig) -> model_pb2.Model:
+    plan, ledger = started.plan, started.ledger
+    program = plan.programs[0]
+    devices = program.mesh.devices
+    return model_pb2.Model(
+        root=config.model,
+        max_model_len=plan.max_model_len,
+        architecture=plan.config.architecture,
+        dtype=program.policy.weights,
+        vocab_size=plan.config.vocab_size,
+        mesh=[
+            model_pb2.MeshAxis(name="data", size=len(plan.programs)),
+            model_pb2.MeshAxis(name="tensor", size=devices.size),
+        ],
+        device=devices.flat[0].device_kind,
+        layout=program.layout.name,
+        attention_backend=program.kernel.name,
+        kv_cache=model_pb2.KvCache(
+            num_pages=ledger.num_pages,
+            page_size=ledger.page_size,
+            num_tokens=ledger.num_tokens,
+            max_concurrency=ledger.max_concurrency,
+            dtype=program.policy.kv,
+            size_bytes=program.pool_bytes * devices.size * len(plan.programs),
+        ),
+        memory=[model_pb2.MemoryUse(name=name, size_bytes=size) for name, size in ledger.lines],
+        max_num_seqs=max_num_seqs(started),
+        max_num_batched_tokens=plan.max_num_batched_tokens * len(plan.programs),
+    )
+
+
+def _before_ready(message: ToEngine) -> None:
+    if isinstance(message, Stop):
         _exit_at_once()
-    logger.error("a frame of kind %s came before the engine was ready", frame.WhichOneof("frame"))
+    logger.error("dropped a message of type %s that came before the engine was ready", type(message).__name__)
 
 
 def _exit_at_once() -> None:
@@ -170,7 +247,7 @@ def _exit_at_once() -> None:
 
 
 def _exit(outbox: Outbox, status: int) -> NoReturn:
-    """Ends the process once all is sent: at once, since what a failed device or a template holds up would keep it."""
+    """Send what waits, then exit without waiting for threads that a failed device or a template may hold up."""
     outbox.close(_FLUSH_S)
     logging.shutdown()
     sys.stdout.flush()

@@ -1,33 +1,35 @@
-"""Questions of the front end that are no requests for text."""
+"""Control methods: what the front end asks the engine process besides running requests."""
 
 import concurrent.futures
-import json
 import logging
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 from jaxserve.engine.engine_thread import EngineThread
+from jaxserve.engine.preparation import Preparation
 from jaxserve.engine.startup import StartedEngine
-from jaxserve.errors import JaxserveError, RequestError, RequestFailedError, unforeseen
-from jaxserve.server.engine_process.preparation import Preparation
-from jaxserve.server.engine_process.profile_recording import ProfileRecording
+from jaxserve.errors import RequestError, RequestFailedError
 from jaxserve.server.engine_request import check_converted
-from jaxserve.server.metric_codec import metrics_to_json
-from jaxserve.server.submit_codec import chat_json
 
 logger = logging.getLogger(__name__)
 
-Answer = concurrent.futures.Future[Any]
+Future = concurrent.futures.Future[Any]
 
 
 class Queries:
-    """Answers questions by name; each method takes a question's arguments.
+    """Calls control methods by name.
 
     Args:
         started: The engine.
-        thread: Runs it.
-        preparation: Has threads and renderers.
-        abort: Ends requests by name; returns those that ran or waited, once they have ended.
+        thread: Runs the engine.
+        preparation: Has threads for what takes a moment.
+        chat_template: The source of the server's own chat template, if it has one.
+        render: Renders a conversation.
+        abort: Aborts requests by name; returns those that were running or waiting, once they have ended.
     """
 
     def __init__(
@@ -35,13 +37,17 @@ class Queries:
         started: StartedEngine,
         thread: EngineThread,
         preparation: Preparation,
-        abort: Callable[[list[str]], Answer],
+        chat_template: str | None,
+        render: Callable[[Mapping[str, Any]], Future],
+        abort: Callable[[list[str]], Future],
     ):
         self._started = started
         self._thread = thread
         self._preparation = preparation
+        self._chat_template = chat_template
+        self._render = render
         self._recording: ProfileRecording | None = None
-        self._methods: dict[str, Callable[..., Answer]] = {
+        self._methods: dict[str, Callable[..., Future]] = {
             "abort": abort,
             "detokenize": self._detokenize,
             "metrics": self._metrics,
@@ -53,30 +59,29 @@ class Queries:
             "tokenizer_info": self._tokenizer_info,
         }
 
-    def ask(self, method: str, arguments_json: str) -> Answer:
-        """What will be the answer; an error where the question is wrong."""
+    def call(self, method: str, arguments: Mapping[str, Any]) -> Future:
+        """Call a method; the future has its result or its error."""
         try:
             if method not in self._methods:
-                raise RequestError(f"there is no question {method!r}")
-            return self._methods[method](**json.loads(arguments_json))
+                raise RequestError(f"unknown control method {method!r}")
+            return self._methods[method](**arguments)
         except Exception as error:
-            failed: Answer = concurrent.futures.Future()
+            failed: Future = concurrent.futures.Future()
             failed.set_exception(error)
             return failed
 
-    def _tokenize(self, text: str, add_special_tokens: bool, with_strings: bool) -> Answer:
+    def _tokenize(self, text: str, add_special_tokens: bool, with_strings: bool) -> Future:
         tokenizer = self._started.tokenizer
 
-        def tokenize() -> dict[str, Any]:
+        def tokenize() -> tuple[list[int], list[str]]:
             token_ids = tokenizer.encode(text, add_special_tokens)
             if with_strings:
                 check_converted("return_token_strs", len(token_ids))
-            strings = [tokenizer.id_to_token(token) or "" for token in token_ids] if with_strings else []
-            return {"token_ids": token_ids, "strings": strings}
+            return token_ids, [tokenizer.id_to_token(token) or "" for token in token_ids] if with_strings else []
 
         return self._preparation.call(tokenize)
 
-    def _detokenize(self, token_ids: list[int], skip_special_tokens: bool) -> Answer:
+    def _detokenize(self, token_ids: list[int], skip_special_tokens: bool) -> Future:
         tokenizer = self._started.tokenizer
         vocab_size = self._started.plan.config.vocab_size
         outside = next((token for token in token_ids if not 0 <= token < vocab_size), None)
@@ -85,33 +90,32 @@ class Queries:
             raise RequestError(message, parameter="tokens", value=outside)
         return self._preparation.call(lambda: tokenizer.decode(token_ids, skip_special_tokens))
 
-    def _render_chat(self, chat: dict[str, Any]) -> Answer:
-        tokenizer = self._started.tokenizer
-        answer: Answer = concurrent.futures.Future()
+    def _render_chat(self, chat: dict[str, Any]) -> Future:
+        tokenized: Future = concurrent.futures.Future()
 
         def tokenize(rendered: "concurrent.futures.Future[str]") -> None:
             try:
                 text = rendered.result()
-                answer.set_result({"text": text, "token_ids": tokenizer.encode(text, add_special_tokens=False)})
-            except BaseException as error:
-                answer.set_exception(error)
+                tokenized.set_result((text, self._started.tokenizer.encode(text, add_special_tokens=False)))
+            except BaseException as error:  # the query must get an answer
+                tokenized.set_exception(error)
 
-        self._preparation.render(chat_json(chat)).add_done_callback(tokenize)
-        return answer
+        self._render(chat).add_done_callback(tokenize)
+        return tokenized
 
-    def _tokenizer_info(self) -> Answer:
-        tokenizer, preparation = self._started.tokenizer, self._preparation
-        return preparation.call(lambda: tokenizer.info(preparation.chat_template))
+    def _tokenizer_info(self) -> Future:
+        tokenizer = self._started.tokenizer
+        return self._preparation.call(lambda: tokenizer.info(self._chat_template))
 
-    def _metrics(self) -> Answer:
-        answer: Answer = concurrent.futures.Future()
-        answer.set_result(metrics_to_json(self._started.engine.metrics()))
-        return answer
+    def _metrics(self) -> Future:
+        metrics: Future = concurrent.futures.Future()
+        metrics.set_result(self._started.engine.metrics())
+        return metrics
 
-    def _reset_prefix_cache(self) -> Answer:
+    def _reset_prefix_cache(self) -> Future:
         return self._thread.call(self._started.engine.reset_prefix_cache)
 
-    def _start_profile(self, directory: str) -> Answer:
+    def _start_profile(self, directory: str) -> Future:
         if self._recording is not None:
             raise RequestError("a profile is being recorded already")
         self._recording = recording = ProfileRecording(directory)
@@ -125,7 +129,7 @@ class Queries:
 
         return self._preparation.call(start)
 
-    def _stop_profile(self) -> Answer:
+    def _stop_profile(self) -> Future:
         recording = self._recording
         if recording is None:
             raise RequestError("no profile is being recorded")
@@ -137,9 +141,50 @@ class Queries:
         return self._preparation.call(stop)
 
 
-def answer_error(error: BaseException) -> JaxserveError:
-    """What the front end is told of an error."""
-    if isinstance(error, JaxserveError):
-        return error
-    logger.error("a question failed", exc_info=error)
-    return RequestFailedError(f"a question failed: {unforeseen(error)}")
+class ProfileRecording:
+    """A profile that JAX records from ``begin`` to ``finish``, one at a time.
+
+    Args:
+        directory: The folder of its files; created if it does not exist.
+    """
+
+    def __init__(self, directory: str):
+        self._directory = directory
+        self._session: Any = None
+
+    def begin(self) -> None:
+        """Start to record.
+
+        Raises:
+            RequestFailedError: The folder cannot be written, which JAX would notice only later, or JAX cannot record.
+        """
+        directory = self._directory
+        try:
+            os.makedirs(directory, exist_ok=True)
+            tempfile.TemporaryFile(dir=directory).close()
+        except OSError as error:
+            message = f"no profile can be recorded: {directory!r} is no directory that can be written: {error.strerror}"
+            raise RequestFailedError(message) from error
+        try:
+            self._session = jax.profiler.start_trace(directory)
+        except Exception as error:
+            logger.exception("no profile can be recorded")
+            raise RequestFailedError("no profile can be recorded; the log says why") from error
+
+    def finish(self) -> None:
+        """Stop recording and write the profile.
+
+        Raises:
+            RequestFailedError: The profile cannot be written; ``finish`` may be called again.
+        """
+        # JAX 0.12 and later return a session, which ends even if it cannot be written. Earlier versions return none,
+        # and their recording goes on until it is written.
+        session = self._session
+        try:
+            if session is None or session.is_running:
+                jax.profiler.stop_trace()
+            else:
+                session.export_profile_data(self._directory)
+        except Exception as error:
+            logger.exception("the profile cannot be written")
+            raise RequestFailedError("the profile cannot be written; the log says why") from error

@@ -1,7 +1,4 @@
-"""Renders conversations by chat templates, in a process of its own: a template is a program that may take for ever.
-
-`python -m jaxserve.server.engine_process.renderer` is that process. It answers each JSON line with a JSON line.
-"""
+"""The child process that renders chat templates; see ``renderers``. It answers each JSON line with a JSON line."""
 
 import json
 import os
@@ -10,14 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxserve.child_process import READY
 from jaxserve.errors import RequestError
 from jaxserve.text.chat import quiet_transformers, render_chat
 
-READY = "ready"
-
 
 def _limit_memory(extra_bytes: int) -> None:
-    """Lets this process grow by so much."""
+    """Let this process grow by at most so many bytes."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = used + extra_bytes
@@ -25,7 +21,7 @@ def _limit_memory(extra_bytes: int) -> None:
 
 
 def _limit_cpu(seconds: int) -> None:
-    """Lets the kernel end this process after some more seconds of work, should nobody be left to do it."""
+    """Let the kernel kill this process after some more seconds of work, in case its parent has died."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + seconds + 1, hard))
@@ -42,19 +38,19 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serves until its input ends."""
+    """Render until standard input ends."""
     quiet_transformers()
     from transformers.utils import chat_template_utils
 
     del chat_template_utils  # loaded before the limits count
     first = sys.stdin.readline()
-    if not first:  # whoever started it has gone
+    if not first:  # the parent has ended
         return
     setup = json.loads(first)
     if sys.platform == "linux":
         _limit_memory(setup["memory_bytes"])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    print(json.dumps({"text": READY}), flush=True)
+    print(READY, flush=True)
     for line in sys.stdin:
         _limit_cpu(setup["cpu_s"])
         print(json.dumps(_answer(json.loads(line))), flush=True)
@@ -63,5 +59,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except BrokenPipeError:  # nobody reads any more: at once, since what is buffered can go nowhere
+    except BrokenPipeError:  # the parent has ended: exit without flushing
         os._exit(0)

@@ -26,13 +26,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """How busy the server is."""
         del request, context
         metrics = await self._frontend.engine.metrics()
-        gate = self._frontend.gate
+        limits = self._frontend.limits
         return admin_pb2.GetLoadResponse(
             num_running=round(_gauge(metrics, "num_requests_running")),
             num_waiting=round(_gauge(metrics, "num_requests_waiting")),
             kv_cache_usage=_gauge(metrics, "kv_cache_usage_perc"),
-            num_in_flight=gate.num_in_flight,
-            is_draining=not gate.is_open,
+            num_in_flight=limits.num_in_flight,
+            is_draining=not limits.is_open,
         )
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:

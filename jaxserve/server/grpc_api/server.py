@@ -38,7 +38,7 @@ MAX_METADATA_BYTES = 16 << 10
 """Most that the metadata of a call may have."""
 _MIN_PING_INTERVAL_MS = 10_000  # routers ping more often than gRPC's servers take by default
 _FLUSH_S = 0.1  # for the last bytes of calls that have ended
-_CONNECTIONS_AT_FULL = 16  # calls in all: as many as so many connections may hold, and far above what the gate takes
+_CONNECTIONS_AT_FULL = 16  # calls in all: as many as so many connections may hold, and far above the queue limit
 
 
 class GrpcServer:

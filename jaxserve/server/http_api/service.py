@@ -53,7 +53,7 @@ def _card(frontend: Frontend, name: str) -> dict[str, Any]:
 async def health(call: Call) -> Response:
     """200 where the server takes requests, 503 where it starts, drains, or its engine is gone."""
     try:
-        call.frontend.gate.check_open()
+        call.frontend.limits.check_open()
         _ = call.frontend.info
     except JaxserveError:
         return Response(status_code=503)
@@ -68,7 +68,7 @@ async def version(call: Call) -> Response:
 
 async def load(call: Call) -> Response:
     """How many texts are being made or wait to be."""
-    return json_reply({"server_load": call.frontend.gate.num_in_flight})
+    return json_reply({"server_load": call.frontend.limits.num_in_flight})
 
 
 async def tokenizer_info(call: Call) -> Response:

@@ -83,7 +83,7 @@ def status_report(frontend: Frontend, engine: list[Metric] | None) -> dict[str, 
         "requests": {
             "started": counts.started,
             "in_flight": counts.in_flight,
-            "refused": frontend.gate.num_refused,
+            "refused": frontend.limits.num_refused,
             "outcomes": dict(counts.finished),
         },
         "versions": dict(versions()),
@@ -111,7 +111,7 @@ class _ChatTemplate:
 
 
 def _state(frontend: Frontend, *, is_engine_up: bool) -> str:
-    if frontend.gate.is_open:
+    if frontend.limits.is_open:
         return "ready" if is_engine_up else "down"
     return "busy" if is_engine_up else "down"
 

@@ -12,12 +12,12 @@ from jaxserve.metric_types import Metric
 from jaxserve.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.server.auth import Authenticator
-from jaxserve.server.engine_info import EngineInfo
+from jaxserve.server.engine_client import EngineClient, EngineInfo
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.frontend import Frontend, ParserNames
-from jaxserve.server.gate import Gate
 from jaxserve.server.http_api.app import make_app
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
+from jaxserve.server.request_limits import RequestLimits
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.sampling_codec import params_to_proto
 from jaxserve.server.settings import ServerConfig
@@ -26,7 +26,7 @@ MODEL = model_pb2.Model(root="models/tiny", max_model_len=100, architecture="Fak
 CHAT = [{"role": "user", "content": "Hi"}]
 
 
-class FakeEngine:
+class FakeEngine(EngineClient):
     """Answers with written pieces. A token is a character, its id the character's number.
 
     Attributes:
@@ -44,7 +44,7 @@ class FakeEngine:
     def __init__(self, *texts: Sequence[str], rendered: str = "user: Hi\nassistant:", stop: str | int | None = None):
         self.texts = texts or (["Hel", "lo"],)
         self.rendered = rendered
-        self.stop = stop
+        self.stop_at = stop
         self.error: Exception | None = None
         self.error_at = 0
         self.stall_at: int | None = None
@@ -155,7 +155,7 @@ class FakeEngine:
             cumulative_logprob=None if count is None else -1.0,
             logprobs=None if count is None else [self._position(token, count) for token in ids],
             finish_reason=reason,
-            stop_reason=self.stop if reason == "stop" else None,
+            stop_reason=self.stop_at if reason == "stop" else None,
         )
 
     @staticmethod
@@ -228,10 +228,10 @@ def make_server(
     engine: FakeEngine | None = None, *, parsers: ParserNames | None = None, limit: int = 4000, **settings: Any
 ) -> "Server":
     """An open server over an engine."""
-    config, gate, engine = ServerConfig(**settings), Gate(), engine or FakeEngine()
-    gate.open(limit)
+    config, limits, engine = ServerConfig(**settings), RequestLimits(), engine or FakeEngine()
+    limits.open(limit)
     frontend = Frontend(
-        config, engine, gate, Authenticator(config), RequestLog(config, "tiny"), "tiny", parsers or ParserNames()
+        config, engine, limits, Authenticator(config), RequestLog(config, "tiny"), "tiny", parsers or ParserNames()
     )
     return Server(frontend, engine)
 

@@ -11,8 +11,7 @@ import pytest
 
 from jaxserve import ConfigError, RequestError
 from jaxserve.demo import MODEL_DIRECTORY
-from jaxserve.server.engine_client import EngineClient
-from jaxserve.server.engine_info import find_max_output_tokens
+from jaxserve.server.engine_client import EngineClient, find_max_output_tokens
 from jaxserve.server.settings import ServerConfig
 from jaxserve.text.tokenizer import load_tokenizer
 from tests.server_process import PROGRAMS_CACHE

@@ -1,24 +1,35 @@
 """What an engine process sends: one frame a step, nothing lost, nothing that grows while nobody reads."""
 
 import asyncio
+import pickle
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from jaxserve import EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
 from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.request_state import RequestState
-from jaxserve.errors import OverloadedError
-from jaxserve.server.engine_frames import HEADER
-from jaxserve.server.engine_process import outbox as outbox_module
-from jaxserve.server.engine_process.outbox import Outbox
-from jaxserve.server.engine_process.outbox_stream import OutboxStream
-from jaxserve.server.proto.jaxserve.internal.v1 import engine_pb2
+from jaxserve.errors import JaxserveError, OverloadedError, RequestFailedError
+from jaxserve.server.engine_messages import HEADER, FromEngine, Heartbeat, Outputs, QueryResult
+from jaxserve.server.engine_process.outbox import Outbox, OutboxStream
 from tests.jaxserve.fake_engine import DELTA, PATIENCE_S, FakeEngine, make_request
+
+Content = RequestOutput | JaxserveError
+
+
+def is_last(content: Content) -> bool:
+    return isinstance(content, JaxserveError) or content.finished
+
+
+def outputs_of(contents: list[Content]) -> list[RequestOutput]:
+    """Outputs of which none is an error."""
+    found = [content for content in contents if isinstance(content, RequestOutput)]
+    assert len(found) == len(contents)
+    return found
 
 
 class Line:
@@ -42,10 +53,10 @@ class Line:
     def run(self, count: int) -> None:
         asyncio.run(self.engine.run(count))
 
-    def read(self) -> engine_pb2.FromEngine:
+    def read(self) -> FromEngine:
         """The next frame."""
         (length,) = HEADER.unpack(self._receive(HEADER.size))
-        return engine_pb2.FromEngine.FromString(self._receive(length))
+        return pickle.loads(self._receive(length))
 
     def _receive(self, length: int) -> bytes:
         parts = b""
@@ -55,12 +66,18 @@ class Line:
             parts += part
         return parts
 
-    def read_until_finished(self, *numbers: int) -> dict[int, list[engine_pb2.Output]]:
+    def read_outputs(self) -> list[tuple[int, Content]]:
+        """The outputs of the next frame, which has nothing else."""
+        frame = self.read()
+        assert isinstance(frame, Outputs)
+        return [(output.number, output.content) for output in frame.outputs]
+
+    def read_until_finished(self, *numbers: int) -> dict[int, list[Content]]:
         """All outputs of all requests, until these have ended."""
-        found: dict[int, list[engine_pb2.Output]] = {}
-        while not all(number in found and found[number][-1].is_finished for number in numbers):
-            for output in self.read().outputs.outputs:
-                found.setdefault(output.id, []).append(output)
+        found: dict[int, list[Content]] = {}
+        while not all(number in found and is_last(found[number][-1]) for number in numbers):
+            for number, content in self.read_outputs():
+                found.setdefault(number, []).append(content)
         return found
 
     def close(self) -> None:
@@ -85,8 +102,8 @@ def make_line() -> Iterator[Callable[..., Line]]:
         line.close()
 
 
-def token_ids(outputs: list[engine_pb2.Output]) -> list[int]:
-    return [token for output in outputs for completion in output.completions for token in completion.token_ids]
+def token_ids(contents: list[Content]) -> list[int]:
+    return [token for output in outputs_of(contents) for one in output.outputs for token in one.token_ids]
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -105,19 +122,19 @@ def test_a_step_is_one_frame_for_all_requests(make_line: Callable[..., Line]) ->
         line.read()
     for _ in range(3):
         line.run(1)
-        frame = line.read()
-        assert [output.id for output in frame.outputs.outputs] == [*range(1, 9)]
-        assert all(len(output.completions) == 1 for output in frame.outputs.outputs)
+        found = line.read_outputs()
+        assert [number for number, _ in found] == [*range(1, 9)]
+        assert all(len(output.outputs) == 1 for output in outputs_of([content for _, content in found]))
 
 
 def test_the_first_output_has_the_prompt_and_the_last_the_times(make_line: Callable[..., Line]) -> None:
     line = make_line()
     line.submit(7, 3)
     line.engine.allow(3)
-    outputs = line.read_until_finished(7)[7]
-    assert [list(output.prompt.token_ids) for output in outputs] == [[1, 2], [], []]
-    assert [output.HasField("times") for output in outputs] == [False, False, True]
-    assert token_ids(outputs) == [7001, 7002, 7003]
+    outputs = outputs_of(line.read_until_finished(7)[7])
+    assert [output.prompt_token_ids for output in outputs] == [[1, 2], [], []]
+    assert [output.metrics is not None for output in outputs] == [False, False, True]
+    assert token_ids([*outputs]) == [7001, 7002, 7003]
     assert [stream.number for stream in line.ended] == [7]
 
 
@@ -125,9 +142,9 @@ def test_one_output_at_the_end_where_that_was_asked_for(make_line: Callable[...,
     line = make_line()
     line.submit(3, 4, SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, n=2))
     line.engine.allow(4)
-    (output,) = line.read_until_finished(3)[3]
-    assert [list(one.token_ids) for one in output.completions] == [[3001, 3002, 3003, 3004]] * 2
-    assert output.HasField("prompt") and output.HasField("times")
+    (output,) = outputs_of(line.read_until_finished(3)[3])
+    assert [one.token_ids for one in output.outputs] == [[3001, 3002, 3003, 3004]] * 2
+    assert output.prompt_token_ids and output.metrics is not None
 
 
 def test_a_front_end_that_does_not_read_stops_no_step_and_loses_nothing(make_line: Callable[..., Line]) -> None:
@@ -144,8 +161,9 @@ def test_a_front_end_that_does_not_read_stops_no_step_and_loses_nothing(make_lin
     found = line.read_until_finished(*numbers)
     for number in numbers:
         assert token_ids(found[number]) == [*range(1000 * number + 1, 1000 * number + 1 + num_tokens)]
-        assert sum(output.is_finished for output in found[number]) == 1
-        assert found[number][-1].completions[0].finish_reason
+        outputs = outputs_of(found[number])
+        assert sum(output.finished for output in outputs) == 1
+        assert outputs[-1].outputs[0].finish_reason
     assert sorted(stream.number for stream in line.ended) == [*numbers]
     wait_for(lambda: not line.outbox.is_full)  # the sender counts a frame as sent just after it is read
 
@@ -170,12 +188,13 @@ def test_an_aborted_request_that_is_behind_says_so_once(make_line: Callable[...,
     line.engine.allow(1)
     aborting.result(PATIENCE_S)
     found = line.read_until_finished(*range(1, 9))
-    line.outbox.send(answer=engine_pb2.Answer(id=99))
-    while not (frame := line.read()).HasField("answer"):
-        for output in frame.outputs.outputs:
-            found[output.id].append(output)
+    line.outbox.send(QueryResult(99, None))
+    while not isinstance(frame := line.read(), QueryResult):
+        assert isinstance(frame, Outputs)
+        for output in frame.outputs:
+            found[output.number].append(output.content)
     for number, outputs in found.items():
-        assert sum(output.is_finished for output in outputs) == 1
+        assert sum(is_last(output) for output in outputs) == 1
         tokens = token_ids(outputs)
         assert tokens == [*range(1000 * number + 1, 1000 * number + 1 + len(tokens))]
 
@@ -198,9 +217,8 @@ def test_a_refused_request_gets_its_error(make_line: Callable[..., Line]) -> Non
     stream = OutboxStream(line.outbox, 5, "five", line.ended.append)
     stream.refuse(OverloadedError("too many"))
     stream.refuse(OverloadedError("too many"))
-    (output,) = line.read().outputs.outputs
-    assert (output.id, output.is_finished, output.error.message) == (5, True, "too many")
-    assert output.error.kind == engine_pb2.ERROR_KIND_OVERLOADED
+    ((number, error),) = line.read_outputs()
+    assert (number, type(error), str(error)) == (5, OverloadedError, "too many")
     assert line.ended == [stream]
 
 
@@ -210,8 +228,8 @@ def test_a_name_in_use_and_a_dead_engine_are_errors_of_a_request(make_line: Call
     twin = OutboxStream(line.outbox, 11, "twin", line.ended.append)
     line.thread.submit(twin, make_request(1))
     line.engine.allow(1)
-    (output,) = line.read_until_finished(11)[11]
-    assert output.error.message == "request id '1' is in use"
+    (error,) = line.read_until_finished(11)[11]
+    assert str(error) == "request id '1' is in use"
 
     def die() -> None:
         raise OSError("/secret/device is gone")
@@ -219,8 +237,8 @@ def test_a_name_in_use_and_a_dead_engine_are_errors_of_a_request(make_line: Call
     line.engine.before_step = die
     line.engine.allow(1)
     found = line.read_until_finished(1)
-    assert found[1][-1].error.kind == engine_pb2.ERROR_KIND_ENGINE_DEAD
-    assert found[1][-1].error.message == "the engine stopped after a failure"
+    assert isinstance(found[1][-1], EngineDeadError)
+    assert str(found[1][-1]) == "the engine stopped after a failure"
     line.thread.wait_ended()
     with pytest.raises(EngineDeadError):
         line.submit(3)
@@ -230,30 +248,28 @@ def test_a_name_in_use_and_a_dead_engine_are_errors_of_a_request(make_line: Call
 def test_an_output_that_cannot_be_made_fails_its_request_alone(
     make_line: Callable[..., Line], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    original_output, original_message = RequestState.next_output, outbox_module.news_to_proto
+    original_output = RequestState.next_output
 
     def next_output(self: RequestState, with_metrics: bool = False) -> RequestOutput | None:
-        is_it = self.request_id == "1" and (where == "on the engine's thread" or self.is_finished())
-        if is_it and self.samples[0].sequence.num_output_tokens > 1:
-            raise ArithmeticError("/secret/path")
-        return original_output(self, with_metrics)
-
-    def news_to_proto(number: int, output: RequestOutput, is_first: bool) -> engine_pb2.Output:
-        if number == 1:
-            raise ArithmeticError("/secret/path")
-        return original_message(number, output, is_first)
+        output = original_output(self, with_metrics)
+        if self.request_id == "1" and output is not None:
+            if where == "in the message":
+                output.error = cast("Any", lambda: "cannot be pickled")
+            elif self.samples[0].sequence.num_output_tokens > 1 and (
+                where == "on the engine's thread" or output.finished
+            ):
+                raise ArithmeticError("/secret/path")
+        return output
 
     line = make_line(limit_bytes=0 if where == "behind it" else 1 << 20)
-    if where == "in the message":
-        monkeypatch.setattr(outbox_module, "news_to_proto", news_to_proto)
-    else:
-        monkeypatch.setattr(RequestState, "next_output", next_output)
+    monkeypatch.setattr(RequestState, "next_output", next_output)
     for number in (1, 2):
         line.submit(number, 5)
     line.engine.allow(10)
     found = line.read_until_finished(1, 2)
-    assert found[1][-1].error.kind == engine_pb2.ERROR_KIND_INTERNAL
-    assert "failed: ArithmeticError, see the log" in found[1][-1].error.message
+    assert isinstance(found[1][-1], RequestFailedError)
+    why = "its output cannot be sent, see the log" if where == "in the message" else "ArithmeticError, see the log"
+    assert str(found[1][-1]).endswith(f"failed: {why}")
     assert token_ids(found[2]) == [*range(2001, 2006)]
 
 
@@ -264,30 +280,30 @@ def test_a_front_end_that_has_gone_stops_no_step(make_line: Callable[..., Line])
     line.front_end.close()
     line.engine.allow(2000)
     wait_for(lambda: line.engine.num_steps >= 1000 and not line.thread.num_unfinished)
-    line.outbox.send(answer=engine_pb2.Answer(id=1))
+    line.outbox.send(QueryResult(1, None))
     line.outbox.close(PATIENCE_S)
-    assert not line.outbox._news and not line.outbox._messages
+    assert not line.outbox._deltas and not line.outbox._messages
 
 
 def test_what_waits_is_sent_before_the_end(make_line: Callable[..., Line]) -> None:
     line = make_line()
     reader = threading.Thread(target=lambda: found.extend(line.read() for _ in range(50)))
-    found: list[engine_pb2.FromEngine] = []
+    found: list[FromEngine] = []
     for number in range(50):
-        line.outbox.send(answer=engine_pb2.Answer(id=number, value_json="x" * 10_000))
+        line.outbox.send(QueryResult(number, "x" * 10_000))
     reader.start()
     line.outbox.close(PATIENCE_S)
     reader.join(PATIENCE_S)
-    assert [frame.answer.id for frame in found] == [*range(50)]
+    assert [frame.number for frame in found if isinstance(frame, QueryResult)] == [*range(50)]
 
 
 def test_heartbeats_do_not_pile_up(make_line: Callable[..., Line]) -> None:
     line = make_line()
     big = "x" * (4 << 20)
-    line.outbox.send(answer=engine_pb2.Answer(id=1, value_json=big))  # more than the socket takes
+    line.outbox.send(QueryResult(1, big))  # more than the socket takes
     wait_for(lambda: not line.outbox._messages)
     for _ in range(1000):
         line.outbox.send_heartbeat()
     assert len(line.outbox._messages) == 1
-    assert line.read().answer.value_json == big
-    assert line.read().WhichOneof("frame") == "heartbeat"
+    assert line.read() == QueryResult(1, big)
+    assert line.read() == Heartbeat()

@@ -1,8 +1,9 @@
 """Chat templates in processes of their own: right texts, and templates that go wrong alone."""
 
 import concurrent.futures
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,8 +28,8 @@ def renderers() -> Iterator[Renderers]:
     made.close()
 
 
-def job(template: str = TEMPLATE, **chat: Any) -> dict[str, Any]:
-    return render_job({"messages": MESSAGES, **chat}, {"default": template}, None, SPECIAL)
+def job(template: str = TEMPLATE, **chat: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: render_job({"messages": MESSAGES, **chat}, {"default": template}, None, SPECIAL)
 
 
 def test_texts_are_those_of_this_process(renderers: Renderers) -> None:
@@ -42,8 +43,8 @@ def test_contents_have_the_format_of_the_job(renderers: Renderers) -> None:
     chat = {"messages": [{"role": "user", "content": "abc"}]}
     found = {}
     for content_format in ("auto", "string", "openai"):
-        made = render_job(chat, {"default": template}, None, SPECIAL, content_format)
-        found[content_format] = renderers.submit(made).result(PATIENCE_S)
+        make_job = functools.partial(render_job, chat, {"default": template}, None, SPECIAL, content_format)
+        found[content_format] = renderers.submit(make_job).result(PATIENCE_S)
     assert found == {"auto": "1abc", "string": "3", "openai": "1abc"}
     assert renderers.submit(job(template)).result(PATIENCE_S) == "1é"
 
@@ -59,6 +60,13 @@ def test_a_template_may_refuse(renderers: Renderers) -> None:
         renderers.submit(job("{{ raise_exception('not for ' + messages[0].content) }}")).result(PATIENCE_S)
     with pytest.raises(RequestError, match="continue_final_message=True needs add_generation_prompt=False"):
         renderers.submit(job(continue_final_message=True)).result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("value", ["\ud800", object(), float("nan")], ids=range(3))
+def test_a_conversation_that_is_not_json_fails_alone(renderers: Renderers, value: Any) -> None:
+    with pytest.raises(RequestError, match="the conversation is not JSON"):
+        renderers.submit(job(tools=[{"name": value}])).result(PATIENCE_S)
+    assert renderers.submit(job()).result(PATIENCE_S) == "<s><user>é"
 
 
 @pytest.mark.parametrize(
@@ -78,10 +86,10 @@ def test_a_template_that_takes_too_much_fails_alone(renderers: Renderers, bomb: 
 def test_processes_end_with_their_owner() -> None:
     made = Renderers(1000.0)
     bomb = made.submit(job(LOOP))
-    while not made._all or made._idle:
+    while not made._processes._all or made._processes._idle:
         time.sleep(0.01)
     time.sleep(0.5)
-    processes = [one._process._process for one in made._all]
+    processes = [one._process for one in made._processes._all]
     made.close()
     assert processes and all(process.returncode is not None for process in processes)
     with pytest.raises((RequestError, RuntimeError, concurrent.futures.CancelledError)):
@@ -113,7 +121,7 @@ def test_processes_end_with_their_owner() -> None:
 )
 def test_a_conversation_of_the_wrong_form_is_refused(chat: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        job(**chat)
+        job(**chat)()
 
 
 def test_templates_are_chosen_as_everywhere() -> None:

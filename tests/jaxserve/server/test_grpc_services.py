@@ -169,7 +169,7 @@ def test_tokens_and_texts() -> None:
             messages = chat_pb2.Conversation(messages=[USER, USER])
             prompt = await stub.ApplyChatTemplate(tokenization_pb2.ApplyChatTemplateRequest(messages=messages))
             assert (prompt.text, len(prompt.token_ids)) == ("Hi|Hi", 5)
-            there.frontend.gate.close("the server is shutting down")
+            there.frontend.limits.close("the server is shutting down")
             with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
                 await stub.Tokenize(tokenization_pb2.TokenizeRequest(text="ab"))
             with pytest.raises(grpc.aio.AioRpcError, match="`x` does not exist"):
@@ -227,7 +227,7 @@ def test_draining() -> None:
             for wrong in (-1.0, float("nan"), float("inf")):
                 with pytest.raises(grpc.aio.AioRpcError, match="timeout_s must be seconds from 0"):
                     await stub.Drain(admin_pb2.DrainRequest(timeout_s=wrong))
-            there.frontend.gate.close("the server is shutting down")
+            there.frontend.limits.close("the server is shutting down")
             assert (await stub.GetLoad(admin_pb2.GetLoadRequest())).is_draining
 
     run(main)

@@ -38,7 +38,7 @@ def test_health_turns_with_gate_and_engine(path: str) -> None:
     assert (server.get(path).status, server.get(path).body) == (503, b"")
     server.engine.dead = None
     assert server.get(path).status == 200
-    server.frontend.gate.close("draining")
+    server.frontend.limits.close("draining")
     assert server.get(path).status == 503
     assert server.call("HEAD", path, b"", {}).status == 503
 

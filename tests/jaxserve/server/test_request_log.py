@@ -144,7 +144,7 @@ def test_finish_reasons_that_are_outcomes(reason: str, outcome: str) -> None:
 
 def test_requests_that_were_refused_never_began() -> None:
     frontend = make_frontend()
-    frontend.gate.close("draining")
+    frontend.limits.close("draining")
     with pytest.raises(UnavailableError, match="draining"):
         asyncio.run(read_all(frontend))
     assert frontend.log.counts.started == 0

@@ -210,7 +210,7 @@ def test_a_start_without_an_engine() -> None:
     engine = ObservedEngine()
     frontend = make_frontend(engine)
     engine.is_ready, engine.numbers = False, UnavailableError("not yet")
-    frontend.gate.close("starting")
+    frontend.limits.close("starting")
     found = samples(text_of(frontend))
     assert (found["jaxserve:accepting_requests"], found["jaxserve:engine_up"]) == (0, 0)
     assert "jaxserve:max_model_len" not in found

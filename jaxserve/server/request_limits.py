@@ -1,4 +1,4 @@
-"""How many requests a server takes at a time: what is too many is refused before any work is done for it."""
+"""Limits on requests in flight, for the server and per API key; the engine process limits waiting prompt tokens."""
 
 import collections
 import contextlib
@@ -10,11 +10,11 @@ from jaxserve.server.auth import Caller
 from jaxserve.server.errors import UnavailableError
 
 
-class Gate:
-    """Counts requests in flight, each of the n texts of each prompt as one.
+class RequestLimits:
+    """Counts sequences in flight, n for each prompt of a request, and rejects requests above a limit.
 
     Args:
-        clock: Seconds that never go back.
+        clock: Returns seconds of a monotonic clock.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -28,25 +28,25 @@ class Gate:
 
     @property
     def num_in_flight(self) -> int:
-        """Texts that are being made or wait to be."""
+        """Sequences of the requests in flight."""
         return self._num_in_flight
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the server accepts requests."""
         return self._closed_because is None
 
     def open(self, limit: int) -> None:
-        """Takes requests, at most ``limit`` texts at a time."""
+        """Accept requests, at most ``limit`` sequences at a time: those that run and those that wait."""
         self._limit = limit
         self._closed_because = None
 
     def close(self, reason: str) -> None:
-        """Takes no more requests."""
+        """Reject all requests from now on."""
         self._closed_because = reason
 
     def check_open(self) -> None:
-        """Raises unless it takes requests.
+        """Check that the server accepts requests.
 
         Raises:
             UnavailableError: It does not.
@@ -55,43 +55,45 @@ class Gate:
             raise UnavailableError(self._closed_because)
 
     @contextlib.contextmanager
-    def pass_through(self, caller: Caller, num_texts: int) -> Iterator[None]:
-        """Holds a request's place while it runs.
+    def admit(self, caller: Caller, num_seqs: int) -> Iterator[None]:
+        """Count a request while the block runs.
 
         Raises:
-            UnavailableError: The server starts or drains.
-            RequestError: More texts than the server ever takes.
-            OverloadedError: The server, or this caller, has too many requests.
+            UnavailableError: The server is starting or draining.
+            RequestError: The request alone exceeds a limit.
+            OverloadedError: The server, or this caller, has too many requests in flight.
         """
         self.check_open()
         for limit in (self._limit, caller.max_concurrent_requests):
-            if limit is not None and num_texts > limit:
-                raise RequestError(f"a request may ask for at most {limit} texts in all here, got {num_texts}")
+            if limit is not None and num_seqs > limit:
+                raise RequestError(
+                    f"a request may ask for at most {limit} sequences, n for each prompt; got {num_seqs}"
+                )
         try:
-            self._check_room(caller, num_texts)
+            self._check_room(caller, num_seqs)
             self._check_rate(caller)
         except OverloadedError:
             self.num_refused += 1
             raise
-        self._num_in_flight += num_texts
-        self._by_caller[caller.name] += num_texts
+        self._num_in_flight += num_seqs
+        self._by_caller[caller.name] += num_seqs
         try:
             yield
         finally:
-            self._num_in_flight -= num_texts
-            self._by_caller[caller.name] -= num_texts
+            self._num_in_flight -= num_seqs
+            self._by_caller[caller.name] -= num_seqs
 
-    def _check_room(self, caller: Caller, num_texts: int) -> None:
-        if self._limit is not None and self._num_in_flight + num_texts > self._limit:
+    def _check_room(self, caller: Caller, num_seqs: int) -> None:
+        if self._limit is not None and self._num_in_flight + num_seqs > self._limit:
             raise OverloadedError(
-                f"the server has {self._num_in_flight} texts in flight and takes {self._limit}; "
-                f"{num_texts} more were asked for"
+                f"queue full: {self._num_in_flight} sequences in flight, limit {self._limit} (max_num_seqs + "
+                f"max_num_queued_reqs), and this request has {num_seqs}; retry later"
             )
         limit = caller.max_concurrent_requests
-        if limit is not None and self._by_caller[caller.name] + num_texts > limit:
+        if limit is not None and self._by_caller[caller.name] + num_seqs > limit:
             raise OverloadedError(
-                f"this API key has {self._by_caller[caller.name]} texts in flight and may have {limit}; "
-                f"{num_texts} more were asked for"
+                f"this API key has {self._by_caller[caller.name]} sequences in flight, limit {limit}, "
+                f"and this request has {num_seqs}; retry later"
             )
 
     def _check_rate(self, caller: Caller) -> None:
@@ -103,6 +105,6 @@ class Gate:
         while recent and now - recent[0] >= 60.0:
             recent.popleft()
         if len(recent) >= limit:
-            message = f"this API key may make {limit} requests a minute"
+            message = f"this API key may send {limit} requests per minute"
             raise OverloadedError(message, retry_after_s=60.0 - (now - recent[0]))
         recent.append(now)

@@ -1,1 +1,0 @@
-"""Protocols between processes of one server."""

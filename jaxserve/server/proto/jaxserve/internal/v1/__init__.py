@@ -1,1 +1,0 @@
-"""Front end and engine process; generated."""

@@ -1,0 +1,154 @@
+"""What crosses the line between front end and engine process comes out as it went in."""
+
+import pickle
+import threading
+from typing import Any
+
+import pytest
+
+from jaxserve import ConfigError, EngineDeadError, JaxserveError, MemoryPlanError, RequestError, SamplingParams
+from jaxserve.errors import DeadlineError, OverloadedError, RequestFailedError
+from jaxserve.metric_types import Counter, Gauge, Histogram, Metric
+from jaxserve.pooling_params import PoolingParams
+from jaxserve.sampling_checks import RequestOutputKind
+from jaxserve.server.engine_messages import (
+    HEADER,
+    Cancel,
+    Failure,
+    FrameError,
+    FromEngine,
+    QueryResult,
+    Submit,
+    ToEngine,
+    check_length,
+    pack_frame,
+    sendable_error,
+)
+from jaxserve.server.engine_request import EngineRequest
+from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
+
+DELTA = SamplingParams(output_kind=RequestOutputKind.DELTA)
+
+
+def carried(message: ToEngine | FromEngine) -> Any:
+    """The message as the other process reads it."""
+    return pickle.loads(pack_frame(message, 1 << 20)[HEADER.size :])
+
+
+def carried_error(error: BaseException) -> JaxserveError:
+    return carried(Failure(sendable_error(error))).error
+
+
+# ---------------------------------------------------------------- errors and frames
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RequestError("bad", parameter="n", value=3),
+        RequestError("bad"),
+        RequestFailedError("failed"),
+        OverloadedError("full"),
+        DeadlineError("late"),
+        EngineDeadError("dead"),
+        ConfigError("wrong"),
+    ],
+)
+def test_errors_keep_class_text_and_parameter(error: JaxserveError) -> None:
+    found = carried_error(error)
+    assert type(found) is type(error)
+    assert str(found) == str(error)
+    assert getattr(found, "parameter", None) == getattr(error, "parameter", None)
+
+
+def test_errors_may_hold_what_utf_8_cannot() -> None:
+    error = RequestError("half of a character: \ud800", parameter="\udfff")
+    found = carried_error(error)
+    assert "half of a character: \\ud800" in str(found)
+    assert isinstance(found, RequestError)
+    assert found.parameter == "\\udfff"
+
+
+def test_other_errors_become_the_nearest() -> None:
+    assert type(carried_error(MemoryPlanError("no room"))) is ConfigError
+    found = carried_error(KeyError())
+    assert (type(found), str(found)) == (RequestFailedError, "KeyError")
+    dead = EngineDeadError("the engine stopped: /secret/path")
+    dead.__cause__ = OSError("/secret/path")
+    assert str(carried_error(dead)) == "the engine stopped after a failure"
+
+
+def test_frames_have_a_length_and_a_limit() -> None:
+    message = Cancel([1, 2, 3])
+    frame = pack_frame(message, 1000)
+    assert HEADER.unpack(frame[:4]) == (len(frame) - 4,)
+    assert carried(message) == message
+    with pytest.raises(FrameError, match=r"a message of \d+ bytes is too long; the limit is 2 bytes"):
+        pack_frame(message, 2)
+    with pytest.raises(FrameError, match="a message of 4294967295 bytes is too long; the limit is 10 bytes"):
+        check_length(2**32 - 1, 10)
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize("value", [lambda: 0, threading.Lock(), nested(1_000_000)], ids=["function", "lock", "deep"])
+def test_what_cannot_be_pickled_is_an_error_of_its_message(value: Any) -> None:
+    with pytest.raises(FrameError, match="Submit cannot be sent between processes"):
+        pack_frame(Submit(1, "name", EngineRequest(chat={"messages": value}, params=DELTA)), 1 << 30)
+
+
+# ---------------------------------------------------------------- requests
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        EngineRequest(text="a", params=DELTA),
+        EngineRequest(token_ids=(), params=DELTA),
+        EngineRequest(
+            token_ids=(1, 2, 3),
+            params=SamplingParams(max_tokens=None, n=3, seed=5, stop=["a", "b"], logprobs=2, logit_bias={3: 1.5}),
+            priority=-4,
+            cache_salt="salt",
+            timeout_s=2.5,
+            is_strict_length=False,
+            truncate_prompt_tokens=-1,
+            add_special_tokens=False,
+        ),
+        EngineRequest(
+            chat={"messages": [{"role": "user", "content": "é"}], "tools": None},
+            params=SamplingParams(
+                structured_outputs=StructuredOutputsParams(json={"type": "object"}),
+                repetition_detection=RepetitionDetectionParams(max_pattern_size=3, min_count=2),
+                extra_args={"a": 1},
+            ),
+        ),
+        EngineRequest(text="a", params=DELTA, pooling=PoolingParams(pooling="mean", normalize=False)),
+    ],
+    ids=range(5),
+)
+def test_requests_come_through(request_: EngineRequest) -> None:
+    assert carried(Submit(7, "name", request_)) == Submit(7, "name", request_)
+
+
+@pytest.mark.parametrize(("given", "count"), [({}, 0), ({"text": "a", "token_ids": (1,)}, 2)])
+def test_a_request_has_one_prompt(given: dict[str, Any], count: int) -> None:
+    with pytest.raises(RequestError, match=f"exactly one of text, token_ids and chat; got {count}"):
+        EngineRequest(**given, params=DELTA)
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def test_metrics_come_through() -> None:
+    metrics: list[Metric] = [
+        Counter("jaxserve:steps", {}, 3),
+        Gauge("jaxserve:usage", {"a": "b"}, 0.25),
+        Histogram("jaxserve:time", {}, 2, 1.5, {"1.0": 1, "+Inf": 2}),
+    ]
+    assert carried(QueryResult(1, metrics)).result == metrics
