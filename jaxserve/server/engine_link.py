@@ -47,7 +47,7 @@ async def open_link(start: Start) -> "EngineLink":
         ConfigError: A setting, the model or one of its files is wrong.
         EngineDeadError: The process ended by itself.
     """
-    link = EngineLink(*await _spawn())
+    link = EngineLink(*await spawn_engine())
     try:
         await link.start(start)
     except BaseException:
@@ -56,7 +56,8 @@ async def open_link(start: Start) -> "EngineLink":
     return link
 
 
-async def _spawn() -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
+async def spawn_engine() -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
+    """Start an engine process; return it and both directions of the connection to it."""
     own, other = socket.socketpair()
     level = logging.getLogger("jaxserve").getEffectiveLevel()
     try:

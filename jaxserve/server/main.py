@@ -153,7 +153,7 @@ class ServerLife:
         """Takes no more requests, and waits for those there are: for so long as the settings say. Gives the status."""
         self._close("the server is shutting down")
         limit_s = self._config.shutdown_timeout if self._drain_s is None else self._drain_s
-        logger.info("draining: %d texts in flight, at most %g s", self._frontend.limits.num_in_flight, limit_s)
+        logger.info("draining: %d sequences in flight, at most %g s", self._frontend.limits.num_in_flight, limit_s)
         hurried = asyncio.create_task(self._is_hurried.wait())
         idle = asyncio.create_task(self._until_idle())
         ended = asyncio.create_task(self._engine.wait_ended())

@@ -280,7 +280,7 @@ def test_places_are_counted_by_text() -> None:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             first = stub.Generate(request_for(n=LIMIT - 1))
             await there.engine.reached.wait()
-            with pytest.raises(grpc.aio.AioRpcError, match="7 texts in flight") as failure:
+            with pytest.raises(grpc.aio.AioRpcError, match="7 sequences in flight") as failure:
                 await stub.Generate(request_for(n=2))
             assert failure.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             there.engine.go.set()
