@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
-from jaxserve.errors import RequestError
+from jaxserve.errors import RequestError, RequestFailedError
 from jaxserve.outputs import RequestOutput
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.engine_client import EngineClient, EngineInfo
@@ -106,6 +106,8 @@ class Frontend:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     entry.note(output)
+                    if any(one.finish_reason == "error" for one in output.outputs):
+                        raise RequestFailedError(output.error or "the engine failed at this request")
                     yield output
 
     async def embed(self, caller: Caller, request: EngineRequest, request_id: str) -> tuple[list[float], int]:

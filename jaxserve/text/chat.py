@@ -11,8 +11,9 @@ from typing import Any, cast
 
 import jinja2
 
-from jaxserve.content_parts import part_text
+from jaxserve.chat_messages import check_messages
 from jaxserve.errors import RequestError
+from jaxserve.field_checks import sequence
 from jaxserve.text.content_format import Found, check_format, detected_format, in_format
 
 Message = Mapping[str, Any]
@@ -45,16 +46,15 @@ def load_chat_template(template: str | Path) -> str:
 
 
 def split_conversations(messages: Any) -> list[list[Message]]:
-    """Returns a list of conversations from one conversation or a list of them.
+    """Return a list of conversations from one conversation or a list of them.
 
     Raises:
       RequestError: Naming the conversation and the message that is wrong.
     """
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise RequestError(f"messages must be a list of messages or of conversations, got {messages!r:.80}")
-    listed = list(cast("Sequence[Any]", messages))
-    conversations = [listed] if isinstance(listed[0], Mapping) else listed
-    return [_checked(index, conversation) for index, conversation in enumerate(conversations)]
+    listed = sequence("messages", messages)
+    if not listed or not isinstance(listed[0], Sequence) or isinstance(listed[0], str):
+        return [check_messages("messages", listed)]
+    return [check_messages(f"messages[{index}]", conversation) for index, conversation in enumerate(listed)]
 
 
 def choose_template(templates: Mapping[str, str], chosen: str | None, has_tools: bool) -> str:
@@ -157,41 +157,6 @@ def _environment(template: str) -> Any:
 @functools.lru_cache(maxsize=_MAX_TEMPLATES)
 def _format_of(template: str) -> Found:
     return detected_format(_environment(template).parse(template))
-
-
-def _checked(index: int, conversation: Any) -> list[Message]:
-    where = f"conversation {index}"
-    if not isinstance(conversation, Sequence) or isinstance(conversation, str | bytes) or not conversation:
-        raise RequestError(f"{where} must be a list of at least one message, got {conversation!r:.80}")
-    for place, message in enumerate(cast("Sequence[Any]", conversation)):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError(f"{where}: message {place} must be a mapping with a 'role', got {message!r:.80}")
-        content: Any = message.get("content")
-        if isinstance(content, list):
-            _check_parts(f"{where}: message {place}", cast("list[Any]", content))
-        elif content is not None and not isinstance(content, str):
-            raise RequestError(f"{where}: message {place}: content must be text, got {type(content).__name__}")
-        if message.get("tool_calls") is not None:
-            _check_tool_calls(f"{where}: message {place}", message["tool_calls"])
-    return list(cast("Sequence[Message]", conversation))
-
-
-def _check_parts(where: str, parts: list[Any]) -> None:
-    for part in parts:
-        if part_text(part) is None:
-            raise RequestError(f"{where}: content parts must be {{'type': 'text', 'text': …}}, got {part!r:.80}")
-
-
-def _check_tool_calls(where: str, calls: Any) -> None:
-    expected = "{'type': 'function', 'function': {'name': …, 'arguments': …}}"
-    if not isinstance(calls, list):
-        raise RequestError(f"{where}: tool_calls must be a list, got {type(calls).__name__}")
-    for call in cast("list[Any]", calls):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RequestError(f"{where}: a tool call must be {expected}, got {call!r:.80}")
-        if not isinstance(function.get("arguments"), Mapping | str | None):
-            raise RequestError(f"{where}: arguments must be a mapping or JSON text, got {function['arguments']!r:.80}")
 
 
 def _as_templates_expect(message: Message, content_format: Found) -> dict[str, Any]:

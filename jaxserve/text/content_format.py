@@ -5,7 +5,7 @@ from typing import Any, Literal, cast
 
 from jinja2 import nodes
 
-from jaxserve.content_parts import part_text
+from jaxserve.chat_messages import part_text
 from jaxserve.errors import RequestError
 
 Found = Literal["string", "openai"]

@@ -9,8 +9,9 @@ from typing import Any
 
 import tokenizers
 
+from jaxserve.chat_messages import check_messages
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.text.chat import choose_template, quiet_transformers, render_chat, split_conversations
+from jaxserve.text.chat import choose_template, quiet_transformers, render_chat
 from jaxserve.text.fast_backend import FastBackend
 from jaxserve.text.sentencepiece_backend import SentencePieceBackend
 from jaxserve.text.token_pieces import TokenPieces
@@ -120,9 +121,8 @@ class Tokenizer:
         **variables: Any,
     ) -> str:
         """Returns a conversation as prompt text, special tokens (BOS too) written out. Arguments as `render_chat`."""
-        (conversation,) = split_conversations([messages])
         return render_chat(
-            conversation,
+            check_messages("messages", messages),
             choose_template(self._settings.chat_templates, chat_template, tools is not None),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

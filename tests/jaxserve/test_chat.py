@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from jaxserve.chat_messages import check_messages
 from jaxserve.errors import RequestError
 from jaxserve.parsers import MessageParser, starts_in_reasoning
-from jaxserve.text.chat import MAX_RENDERED_CHARACTERS, render_chat, split_conversations
+from jaxserve.text.chat import MAX_RENDERED_CHARACTERS, render_chat
 from jaxserve.text.tokenizer import Tokenizer
 
 TOOLS = [
@@ -60,7 +61,7 @@ TEMPLATES = [
 
 def render(template: str, conversation: list[dict[str, Any]], **arguments: Any) -> str:
     """Renders with the special tokens above."""
-    (checked,) = split_conversations([conversation])
+    checked = check_messages("messages", conversation)
     variables = {**SPECIAL, **arguments.pop("variables", {})}
     return render_chat(checked, template, variables=variables, **arguments)
 
@@ -168,11 +169,14 @@ def test_no_calls_are_no_tool_calls() -> None:
 @pytest.mark.parametrize(
     ("calls", "message"),
     [
-        ("f()", "conversation 0: message 0: tool_calls must be a list, got str"),
-        (["f"], "conversation 0: message 0: a tool call must be .* got 'f'"),
-        ([{"name": "f"}], "a tool call must be"),
-        ([{"function": {"name": 5}}], "a tool call must be"),
-        ([{"function": {"name": "f", "arguments": [1]}}], r"arguments must be a mapping or JSON text, got \[1\]"),
+        ("f()", r"messages\[0\].tool_calls must be a list, got str"),
+        (["f"], r"messages\[0\].tool_calls\[0\] must be .* got 'f'"),
+        ([{"name": "f"}], r"tool_calls\[0\] must be"),
+        ([{"function": {"name": 5}}], r"tool_calls\[0\] must be"),
+        (
+            [{"function": {"name": "f", "arguments": [1]}}],
+            r"function.arguments must be an object or JSON text, got \[1\]",
+        ),
     ],
 )
 def test_bad_tool_calls(calls: Any, message: str) -> None:

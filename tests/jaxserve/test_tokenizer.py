@@ -262,12 +262,12 @@ def test_chat_options(tiny_tokenizers: dict[str, Tokenizer]) -> None:
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("Hi", "conversation 0 must be a list of at least one message, got 'Hi'"),
-        ([], "conversation 0 must be a list of at least one message"),
-        (["Hi"], "conversation 0: message 0 must be a mapping with a 'role'"),
-        ([{"role": "user", "content": "a"}, {"content": "b"}], "message 1 must be a mapping with a 'role'"),
-        ([{"role": "user", "content": 5}], "message 0: content must be text, got int"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0: content parts must be"),
+        ("Hi", "messages must be a list, got str"),
+        ([], "messages must have at least one message"),
+        (["Hi"], r"messages\[0\] must be an object with a role, got 'Hi'"),
+        ([{"role": "user", "content": "a"}, {"content": "b"}], r"messages\[1\].role must be a string"),
+        ([{"role": "user", "content": 5}], r"messages\[0\].content must be a string, got int"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "parts of type 'image_url' are not supported"),
     ],
 )
 def test_bad_messages(tiny_tokenizers: dict[str, Tokenizer], messages: list, message: str) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 from jaxserve.child_process import ProcessPool
 from jaxserve.errors import RequestError
 from jaxserve.server.engine_process import renderer
-from jaxserve.server.template_variables import check_variables
-from jaxserve.text.chat import choose_template, split_conversations
+from jaxserve.text.chat import choose_template
 
 _MEMORY_BYTES = 512 << 20
 _MAX_PROCESSES = 4
@@ -82,32 +81,31 @@ def render_job(
     """Return the job of rendering a conversation, for ``renderer.py``.
 
     Args:
-        chat: As in ``EngineRequest``.
+        chat: As in ``EngineRequest``; the front end has checked its messages and variables.
         templates: The model's chat templates, by name.
         own_template: The server's own template, used in place of the model's.
         special_tokens: The model's special tokens, by name; the template sees them.
         content_format: The form in which the template sees contents, as in ``jaxserve.text.chat.render_chat``.
 
     Raises:
-        RequestError: The conversation has a wrong form or an unknown option, or there is no template.
+        RequestError: The conversation has an unknown option, or there is no template.
     """
     values = {name: value for name, value in chat.items() if value is not None}
     variables = values.pop("chat_template_kwargs", {})
     unknown = sorted(set(values) - set(_ARGUMENTS))
     if unknown:
         raise RequestError(f"a conversation has no option {unknown[0]!r}; options: {', '.join(_ARGUMENTS)}")
-    (conversation,) = split_conversations([values.get("messages")])
     tools = values.get("tools")
     given = values.get("chat_template")
     is_template = isinstance(given, str) and (given in templates or "{{" in given or "{%" in given)
     if given is not None and not is_template:  # never a file's name
         raise RequestError("chat_template is no Jinja template", parameter="chat_template", value=given)
     return {
-        "conversation": conversation,
+        "conversation": values.get("messages"),
         "template": choose_template(templates, given or own_template, tools is not None),
         "tools": tools,
         "add_generation_prompt": values.get("add_generation_prompt", True),
         "continue_final_message": values.get("continue_final_message", False),
         "content_format": content_format,
-        "variables": {**special_tokens, **check_variables("chat_template_kwargs", variables)},
+        "variables": {**special_tokens, **variables},
     }

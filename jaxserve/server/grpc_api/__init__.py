@@ -1,1 +1,1 @@
-"""The gRPC server: text generation, tokenizer and models on one listener, operation on another."""
+"""The gRPC server: generation, tokenization and models on one listener, operation on another."""

@@ -1,27 +1,32 @@
-"""``GenerationService``: text, at once or as it comes."""
+"""``GenerationService``: completions, whole or streamed; and the parts of a request that other services share."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 from jaxserve.errors import DeadlineError, EngineDeadError, RequestError
-from jaxserve.outputs import RequestOutput
+from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.parsers import MessageDelta
+from jaxserve.request import MAX_PRIORITY
 from jaxserve.sampling_checks import RequestOutputKind
+from jaxserve.server.chat import ChatParser, ToolUse, check_tools, check_variables
+from jaxserve.server.engine_request import EngineRequest, within_context
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.grpc_api.answers import AnswerWriter
-from jaxserve.server.grpc_api.context import CURRENT_CALL, Context
-from jaxserve.server.grpc_api.requests import ReadRequest, read_request
-from jaxserve.server.proto.jaxserve.v1 import generation_pb2, generation_pb2_grpc
+from jaxserve.server.grpc_api.interceptor import CURRENT_CALL, Context
+from jaxserve.server.output_codec import completion_to_proto, prompt_to_proto
+from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2, generation_pb2_grpc
+from jaxserve.server.sampling_codec import given_fields, read_json
 
 REQUEST_ID_KEY = "x-request-id"
 """In the initial metadata: the server's name for a request that was admitted."""
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Generates. A call that is cancelled, or ends in any other way, ends its request.
+    """Generates. A call that is cancelled, or ends in any other way, aborts its request.
 
     Args:
-        frontend: What runs behind it.
+        frontend: The front end.
     """
 
     def __init__(self, frontend: Frontend):
@@ -30,47 +35,209 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: Context
     ) -> generation_pb2.GenerateResponse:
-        """Generates all of a text."""
-        read = read_request(self._frontend, request, RequestOutputKind.FINAL_ONLY, context.time_remaining())
-        async with self._outputs(read, context) as outputs:
+        """Generate completions and return them whole."""
+        engine_request, parser = self._read_request(request, RequestOutputKind.FINAL_ONLY, context.time_remaining())
+        writer = _ResponseWriter(parser, request.return_prompt)
+        async with self._outputs(engine_request, context) as outputs:
             async for output in outputs:
                 if output.finished:
-                    return AnswerWriter(CURRENT_CALL.get().request_id, read).whole(output)
-        raise EngineDeadError("the engine ended before the request did")
+                    response = generation_pb2.GenerateResponse(request_id=CURRENT_CALL.get().request_id)
+                    writer.write(output, response)
+                    return response
+        raise EngineDeadError("the engine stopped before the request finished")
 
     async def StreamGenerate(self, request: generation_pb2.StreamGenerateRequest, context: Context) -> None:
-        """Generates a text and sends what is new with each step."""
+        """Generate completions and send deltas."""
         interval = request.stream_interval if request.HasField("stream_interval") else 1
         if interval < 1:
             message = f"stream_interval must be at least 1, got {interval}"
             raise RequestError(message, parameter="stream_interval", value=interval)
-        read = read_request(self._frontend, request.request, RequestOutputKind.DELTA, context.time_remaining())
-        writer = AnswerWriter(CURRENT_CALL.get().request_id, read, interval)
-        async with self._outputs(read, context) as outputs:
+        engine_request, parser = self._read_request(request.request, RequestOutputKind.DELTA, context.time_remaining())
+        writer = _ResponseWriter(parser, request.request.return_prompt, interval)
+        limit_s = self._frontend.config.stall_timeout or None
+        async with self._outputs(engine_request, context) as outputs:
             async for output in outputs:
-                message = writer.part(output)
-                if message is not None:
-                    await self._write(message, context)
+                response = generation_pb2.StreamGenerateResponse(request_id=CURRENT_CALL.get().request_id)
+                if not writer.write(output, response):
+                    continue
+                try:
+                    async with asyncio.timeout(limit_s):
+                        await context.write(response)
+                except TimeoutError as error:
+                    raise DeadlineError(f"the client did not read the response for {limit_s:g} s") from error
 
     @contextlib.asynccontextmanager
-    async def _outputs(self, read: ReadRequest, context: Context) -> AsyncIterator[AsyncIterator[RequestOutput]]:
-        """The outputs of a request, from its admission on; the request has ended when the block has."""
+    async def _outputs(self, request: EngineRequest, context: Context) -> AsyncIterator[AsyncIterator[RequestOutput]]:
+        """Admit a request and give its outputs; the request has ended when the block has."""
         call = CURRENT_CALL.get()
-        with self._frontend.admit(call.caller, read.engine.params.n):
+        with self._frontend.admit(call.caller, request.params.n):
             await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
-            outputs = self._frontend.generate(call.caller, read.engine, call.request_id)
-            async with contextlib.aclosing(outputs):
+            async with contextlib.aclosing(self._frontend.generate(call.caller, request, call.request_id)) as outputs:
                 yield outputs
 
-    async def _write(self, message: generation_pb2.StreamGenerateResponse, context: Context) -> None:
-        """Sends a message.
+    def _read_request(
+        self, message: generation_pb2.GenerateRequest, kind: RequestOutputKind, timeout_s: float | None
+    ) -> tuple[EngineRequest, ChatParser | None]:
+        """Return the engine's request, and the parser of a conversation's completions.
+
+        Args:
+            message: The client's request.
+            kind: Whether outputs are whole or deltas.
+            timeout_s: Seconds until the call's deadline; None for none.
 
         Raises:
-            DeadlineError: The client leaves what was sent before unread for too long.
+            UnavailableError: The engine is not ready.
+            UnknownModelError: It names another model.
+            RequestError: A wrong value.
         """
-        limit_s = self._frontend.config.stall_timeout or None
-        try:
-            async with asyncio.timeout(limit_s):
-                await context.write(message)
-        except TimeoutError as error:
-            raise DeadlineError(f"the client left the answer unread for {limit_s:g} s") from error
+        frontend = self._frontend
+        prompt = message.WhichOneof("prompt")
+        if prompt is None:
+            raise RequestError("expected one of text, token_ids and messages", parameter="prompt")
+        frontend.check_model(message.model)
+        names = ("priority", "cache_salt", "truncate_prompt_tokens", "add_special_tokens")
+        found: dict[str, Any] = {name: getattr(message, name) for name in names if message.HasField(name)}
+        priority, length = found.get("priority", 0), found.get("truncate_prompt_tokens")
+        if priority < -MAX_PRIORITY:
+            raise RequestError(f"priority must be at least {-MAX_PRIORITY}", parameter="priority", value=priority)
+        if length is not None and length != -1 and length < 1:
+            expected = "truncate_prompt_tokens must be at least 1, or -1 for as many as the context holds"
+            raise RequestError(expected, parameter="truncate_prompt_tokens", value=length)
+        given, use = given_fields(message.sampling_params), ToolUse()
+        if prompt == "messages":
+            found["chat"], use = read_conversation(frontend, message.messages)
+            given |= use.sampling_fields(given)
+        elif prompt == "text":
+            found["text"] = message.text
+        else:
+            found["token_ids"] = within_context(message.token_ids.ids, length, frontend.info.max_model_len)
+        params = frontend.info.sampling_params({**given, "output_kind": kind}, is_chat=prompt == "messages")
+        is_strict = "max_tokens" in given
+        request = EngineRequest(**found, params=params, timeout_s=timeout_s, is_strict_length=is_strict)
+        if prompt != "messages":
+            return request, None
+        has_choice = message.messages.HasField("include_reasoning")
+        return request, ChatParser(
+            frontend.parsers,
+            use,
+            include_reasoning=message.messages.include_reasoning if has_choice else True,
+            is_constrained=params.structured_outputs is not None,
+        )
+
+
+def read_conversation(frontend: Frontend, conversation: chat_pb2.Conversation) -> tuple[dict[str, Any], ToolUse]:
+    """Return ``EngineRequest.chat`` and the tools of a conversation.
+
+    Raises:
+        RequestError: No messages, or wrong tools or variables.
+    """
+    choice: Any = conversation.tool_choice if conversation.HasField("tool_choice") else None
+    if choice not in (None, "auto", "none", "required"):
+        choice = {"type": "function", "function": {"name": choice}}
+    parallel = conversation.parallel_tool_calls if conversation.HasField("parallel_tool_calls") else None
+    tools = [_tool(tool) for tool in conversation.tools]
+    use = check_tools(frontend, tools, choice, parallel)
+    if not conversation.messages:
+        raise RequestError("a conversation needs at least one message", parameter="messages", value=[])
+    continues = conversation.continue_final_message
+    has_choice = conversation.HasField("add_generation_prompt")
+    chat: dict[str, Any] = {
+        "messages": [_message(message) for message in conversation.messages],
+        "add_generation_prompt": conversation.add_generation_prompt if has_choice else not continues,
+        "continue_final_message": continues,
+    }
+    if use.tools is not None:
+        chat["tools"] = [dict(tool) for tool in use.tools]
+    variables = dict(frontend.config.default_chat_template_kwargs or {})
+    if conversation.HasField("chat_template_kwargs_json"):
+        name = "chat_template_kwargs"
+        variables |= check_variables(name, read_json(name, conversation.chat_template_kwargs_json))
+    if variables:
+        chat["chat_template_kwargs"] = variables
+    return chat, use
+
+
+def _message(message: chat_pb2.ChatMessage) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, **{field.name: value for field, value in message.ListFields()}}
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def _tool(tool: chat_pb2.Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.HasField("description"):
+        function["description"] = tool.description
+    if tool.HasField("parameters_json"):
+        function["parameters"] = read_json("tools", tool.parameters_json)
+    return {"type": "function", "function": function}
+
+
+class _ResponseWriter:
+    """Writes the outputs of one request into messages.
+
+    Args:
+        parser: Parses the completions of a conversation; None for other prompts.
+        returns_prompt: Whether to return the prompt's token ids and text.
+        interval: Least number of tokens of a completion in a message, except in its first and its last.
+    """
+
+    def __init__(self, parser: ChatParser | None, returns_prompt: bool, interval: int = 1):
+        self._parser = parser
+        self._returns_prompt = returns_prompt
+        self._interval = interval
+        self._held: dict[int, CompletionOutput] = {}
+        self._begun: set[int] = set()
+        self._is_begun = False
+        self._num_tokens = 0
+
+    def write(
+        self, output: RequestOutput, response: generation_pb2.GenerateResponse | generation_pb2.StreamGenerateResponse
+    ) -> bool:
+        """Write an output, whole or a delta; return whether the response must be sent now."""
+        is_first, self._is_begun = not self._is_begun, True
+        if is_first:
+            response.prompt.CopyFrom(prompt_to_proto(output))
+            if not self._returns_prompt:
+                response.prompt.ClearField("token_ids")
+                response.prompt.ClearField("text")
+            if self._parser is not None:
+                self._parser.begin(output.prompt)
+        for completion in output.outputs:
+            self._num_tokens += len(completion.token_ids)
+            due = self._due(completion)
+            if due is not None:
+                written = completion_to_proto(due)
+                if self._parser is not None:
+                    delta = self._parser.feed(due.index, due.text, is_end=due.finish_reason is not None)
+                    if delta:
+                        written.message.CopyFrom(_delta_message(delta))
+                response.completions.append(written)
+        if output.finished:
+            response.usage.prompt_tokens = len(output.prompt_token_ids)
+            response.usage.completion_tokens = self._num_tokens
+            response.usage.cached_tokens = output.num_cached_tokens or 0
+        return is_first or output.finished or bool(response.completions)
+
+    def _due(self, new: CompletionOutput) -> CompletionOutput | None:
+        """Return a delta together with those held back before it; None if all of it is to be held back."""
+        due = self._held.pop(new.index, None)
+        if due is None:
+            due = new
+        else:
+            due.extend(new)
+        if new.finish_reason is None and new.index in self._begun and len(due.token_ids) < self._interval:
+            self._held[new.index] = due
+            return None
+        self._begun.add(new.index)
+        return due
+
+
+def _delta_message(delta: MessageDelta) -> chat_pb2.ParsedMessage:
+    made = chat_pb2.ParsedMessage(content=delta.content, reasoning=delta.reasoning)
+    for call in delta.tool_calls:
+        made.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+    return made

@@ -1,33 +1,56 @@
-"""Around every call: who may make it, and how its errors are answered."""
+"""What every gRPC call goes through: authentication, limits of time, and errors as statuses."""
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import grpc.aio
-from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
+from grpc_status import rpc_status
 
 from jaxserve.errors import DeadlineError, JaxserveError, RequestError
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.errors import PermissionDeniedError, UnavailableError, status_of
 from jaxserve.server.frontend import new_request_id
-from jaxserve.server.grpc_api.context import CURRENT_CALL, Call, Context
-from jaxserve.server.grpc_api.statuses import abort, rich_status
+from jaxserve.server.grpc_api.statuses import rich_status
 from jaxserve.server.tracing import LABEL_HEADER, remember_trace, remembered_headers
 
 logger = logging.getLogger(__name__)
 
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Any, Any]
+else:
+    Context = Any  # gRPC's own contexts are no instances of its class
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """An authenticated call.
+
+    Attributes:
+        caller: Who made it.
+        request_id: The server's name for it.
+    """
+
+    caller: Caller
+    request_id: str
+
+
+CURRENT_CALL: ContextVar[Call] = ContextVar("CURRENT_CALL")
+"""The call that the running task handles; the interceptor sets it."""
+
 ANYBODY = "anybody"
-"""For methods that need no key."""
+"""For methods that need no API key."""
 KNOWN = "known"
-"""For methods that any key is good for."""
+"""For methods that need any valid key."""
 ABSENT = "absent"
-"""For methods that a protocol has and this server has not."""
+"""For methods of a standard protocol that this server does not implement."""
 
 ACCESS = MappingProxyType(
     {
@@ -50,19 +73,19 @@ ACCESS = MappingProxyType(
         "/jaxserve.v1.AdminService/Abort": "admin",
     }
 )
-"""Method -> the scope that a caller's key needs; nobody may call any other."""
+"""Method to the scope that a key needs; all other methods are denied."""
 
 _NOBODY = Caller("nobody", frozenset())
-_LATE_S = 1.0  # after a call's time, in which gRPC ends it
+_LATE_S = 1.0  # after a call's deadline: gRPC ends the call in that time
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Lets calls in by their keys, and answers what goes wrong in them.
+    """Authenticates calls and turns their errors into statuses.
 
     Args:
         authenticator: Knows the keys.
-        stall_timeout_s: Seconds that a call's message may be on its way; 0: no limit.
+        stall_timeout_s: Seconds that a call's message may take to arrive; 0: no limit.
     """
 
     def __init__(self, authenticator: Authenticator, stall_timeout_s: float):
@@ -74,11 +97,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._is_idle.set()
 
     def refuse_calls(self) -> None:
-        """Lets no more requests in."""
+        """Reject new requests from now on."""
         self._is_refusing = True
 
     async def wait_idle(self) -> None:
-        """Until none of our own methods runs, and the answers of those that ran are sent."""
+        """Wait until no call of this server's own methods is in flight, and their responses are sent."""
         await self._is_idle.wait()
 
     async def intercept_service(
@@ -86,34 +109,49 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The handler of a call, or one that refuses it. Methods that there are not stay UNIMPLEMENTED."""
+        """Return the handler of a call, or one that rejects it; None (UNIMPLEMENTED) for unknown methods."""
         handler = await continuation(handler_call_details)
         method: Any = handler_call_details.method
         if handler is None or ACCESS.get(method) == ABSENT:
             return None
         metadata: Any = handler_call_details.invocation_metadata
-        call = Call(_NOBODY, new_request_id("grpc"))
+        request_id = new_request_id("grpc")
         try:
-            call = Call(self._caller(method, metadata), call.request_id)
+            call = Call(self._caller(method, metadata), request_id)
         except JaxserveError as error:
-            return _refusal(call, error)
+            status = rich_status(status_of(error), request_id)
+
+            async def refuse(requests: Any, context: Context) -> None:
+                del requests  # not even read
+                await _abort(context, status)
+
+            return grpc.stream_stream_rpc_method_handler(refuse)
         if not method.startswith("/jaxserve."):
             return handler
         remember_trace(metadata)
-        # Handlers of streams read their messages themselves, so that they can give up; on the wire it is the same.
+
+        def parse(data: bytes) -> Any:
+            """Return the message, or an error for the handler to raise: gRPC would report an unknown one."""
+            try:
+                return handler.request_deserializer(data)
+            except DecodeError:
+                return RequestError("the message cannot be parsed as the method's request")
+
+        # Handlers are streaming on this side, so that they read their message themselves and can time out; on the wire
+        # it is the same.
         if handler.response_streaming:
             make, behaviour = grpc.stream_stream_rpc_method_handler, handler.unary_stream
         else:
             make, behaviour = grpc.stream_unary_rpc_method_handler, handler.unary_unary
-        return make(self._answering(call, behaviour), _reading(handler), handler.response_serializer)
+        return make(self._guarded(call, behaviour), parse, handler.response_serializer)
 
     def _caller(self, method: str, metadata: Any) -> Caller:
-        """Who makes a call.
+        """Return who makes a call.
 
         Raises:
-            UnauthenticatedError: There is no key that is known.
-            UnavailableError: The server stops.
-            PermissionDeniedError: The key does not fit, or nobody may call the method.
+            UnauthenticatedError: No valid key.
+            UnavailableError: The server is shutting down.
+            PermissionDeniedError: The key lacks the scope, or the method is denied to all.
         """
         needed = ACCESS.get(method)
         if needed == ANYBODY:
@@ -128,8 +166,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             raise UnavailableError("the server is shutting down")
         return caller
 
-    def _answering(self, call: Call, behaviour: _Behaviour) -> _Behaviour:
-        async def answer(requests: Any, context: Context) -> Any:
+    def _guarded(self, call: Call, behaviour: _Behaviour) -> _Behaviour:
+        async def respond(requests: Any, context: Context) -> Any:
             del requests  # to iterate would leave a generator, which waits for the event loop to end it
             CURRENT_CALL.set(call)
             request: Any = None
@@ -139,36 +177,40 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             context.add_done_callback(note_end)
             try:
                 request = await self._read(context)
-                if isinstance(request, RequestError):
-                    raise request
                 return await behaviour(request, context)
             except grpc.aio.BaseError:  # the call has ended
                 raise
             except Exception as error:
-                status = _status(call, error, getattr(request, "DESCRIPTOR", None))
+                if not isinstance(error, JaxserveError):
+                    label = remembered_headers().get(LABEL_HEADER)
+                    logger.error("call %s (%r) of %s failed", call.request_id, label, call.caller.name, exc_info=error)
+                descriptor = getattr(request, "DESCRIPTOR", None)
+                status = rich_status(status_of(error), call.request_id, call.caller.name, descriptor)
             # gRPC may keep how a call was aborted, and with it the error being handled and all that its frames hold.
             del request
             if context.time_remaining() == 0:
                 await asyncio.sleep(_LATE_S)  # gRPC ends the call, and would never free a status that comes after
-            await abort(context, status)
+            await _abort(context, status)
 
-        return answer
+        return respond
 
     async def _read(self, context: Context) -> Any:
-        """The only message of a call.
+        """Return the only message of a call.
 
         Raises:
-            RequestError: There is none.
-            DeadlineError: It takes too long to come.
+            RequestError: There is none, or it cannot be parsed.
+            DeadlineError: It takes too long to arrive.
         """
         limit_s = self._stall_timeout_s or None
         try:
             async with asyncio.timeout(limit_s):
-                request = await asyncio.shield(context.read())  # cut off, it would never free the message
+                request: Any = await asyncio.shield(context.read())  # cancelled, it would never free the message
         except TimeoutError as error:
             raise DeadlineError(f"the request was not complete after {limit_s:g} s") from error
         if request is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
             raise RequestError("the call has no message")
+        if isinstance(request, RequestError):
+            raise request
         return request
 
     def _note_end(self, context: Any) -> None:
@@ -178,31 +220,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self._is_idle.set()
 
 
-def _status(call: Call, error: Exception, request: Descriptor | None) -> status_pb2.Status:
-    """What a call ends with that has failed."""
-    if not isinstance(error, JaxserveError):
-        label = remembered_headers().get(LABEL_HEADER)
-        logger.error("call %s (%r) of %s failed", call.request_id, label, call.caller.name, exc_info=error)
-    return rich_status(status_of(error), call.request_id, call.caller.name, request)
-
-
-def _refusal(call: Call, error: JaxserveError) -> Any:
-    """A handler that does not even read the request."""
-
-    async def refuse(requests: Any, context: Context) -> None:
-        del requests
-        await abort(context, rich_status(status_of(error), call.request_id))
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-def _reading(handler: Any) -> Callable[[bytes], Any]:
-    """Reads a message; gives an error, which the handler raises, where that cannot be done."""
-
-    def read(data: bytes) -> Any:
-        try:
-            return handler.request_deserializer(data)
-        except DecodeError:
-            return RequestError("the message cannot be read as the method's request")
-
-    return read
+async def _abort(context: Context, status: status_pb2.Status) -> NoReturn:
+    """End a call with a status; raises ``grpc.aio.AbortError``, gRPC's way to leave the handler."""
+    found: Any = rpc_status.to_status(status)
+    await context.abort(found.code, found.details, found.trailing_metadata)
+    raise AssertionError("abort returned")

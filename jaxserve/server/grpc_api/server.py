@@ -1,4 +1,4 @@
-"""The gRPC listeners: one for text, one for operators."""
+"""The gRPC listeners, one for clients and one for operators, and gRPC's health service."""
 
 import asyncio
 import contextlib
@@ -8,17 +8,14 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf.internal import api_implementation
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jaxserve.errors import ConfigError
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.grpc_api.admin import AdminServicer
 from jaxserve.server.grpc_api.generation import GenerationServicer
-from jaxserve.server.grpc_api.health import HealthService
-from jaxserve.server.grpc_api.interceptor import CallInterceptor
-from jaxserve.server.grpc_api.models import ModelServicer
-from jaxserve.server.grpc_api.tokenization import TokenizationServicer
+from jaxserve.server.grpc_api.interceptor import CallInterceptor, Context
+from jaxserve.server.grpc_api.services import AdminServicer, ModelServicer, TokenizationServicer
 from jaxserve.server.proto.jaxserve.v1 import (
     admin_pb2_grpc,
     generation_pb2,
@@ -30,27 +27,30 @@ from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tls import make_grpc_credentials
 
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
-"""The service whose health says whether the server can generate."""
+"""The service whose health tells whether the server can generate."""
 _PUBLIC = (GENERATION, "jaxserve.v1.TokenizationService", "jaxserve.v1.ModelService")
 _ADMIN = ("jaxserve.v1.AdminService",)
 
 MAX_METADATA_BYTES = 16 << 10
-"""Most that the metadata of a call may have."""
-_MIN_PING_INTERVAL_MS = 10_000  # routers ping more often than gRPC's servers take by default
-_FLUSH_S = 0.1  # for the last bytes of calls that have ended
-_CONNECTIONS_AT_FULL = 16  # calls in all: as many as so many connections may hold, and far above the queue limit
+"""Most bytes of a call's metadata."""
+_MIN_PING_INTERVAL_MS = 10_000  # routers ping more often than gRPC servers accept by default
+_FLUSH_S = 0.1  # to send the last bytes of calls that have ended
+_CONNECTIONS_AT_FULL = 16  # the limit of calls in all is that of so many connections
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class GrpcServer:
-    """Listens for gRPC; gRPC's health service says ``""`` while the process lives, and of ``GENERATION`` what is told.
+    """Listens for gRPC. Its health service says ``""`` while the process lives, and of ``GENERATION`` what is set.
 
     Attributes:
-        port: Of the public listener; None where there is none, or it has not started.
+        port: Of the public listener; None if there is none, or it has not started.
         admin_port: Of the admin listener; the same.
 
     Args:
-        frontend: What runs behind it.
-        on_drain: Begins a drain (see ``AdminServicer``).
+        frontend: The front end.
+        on_drain: Starts a drain (see ``AdminServicer``).
     """
 
     def __init__(self, frontend: Frontend, on_drain: Callable[[float | None], None]):
@@ -59,92 +59,90 @@ class GrpcServer:
         self._frontend = frontend
         self._on_drain = on_drain
         self._servers: list[grpc.aio.Server] = []
-        self._interceptor: CallInterceptor | None = None
-        self._max_calls = _max_calls(frontend.config)
+        config = frontend.config
+        self._interceptor = CallInterceptor(frontend.authenticator, config.stall_timeout)
+        # The last line of defence, of calls of any kind: far more than admission control lets in.
+        self._max_calls = max(
+            _CONNECTIONS_AT_FULL * config.max_concurrent_streams, 4 * (config.max_num_queued_reqs or 0)
+        )
         self._health = HealthService(self._max_calls // 4)
         self._health.set(GENERATION, False)
 
     async def start(self) -> None:
-        """Listens.
+        """Listen.
 
         Raises:
-            ConfigError: An address that cannot be used, certificates that are wrong, or protobuf without native code.
+            ConfigError: An address that cannot be used, wrong certificates, or protobuf without native code.
         """
         check_protobuf()
-        config = self._frontend.config
-        self._interceptor = CallInterceptor(self._frontend.authenticator, config.stall_timeout)
+        config, frontend = self._frontend.config, self._frontend
         try:
             if config.grpc_port != -1:
-                self.port = await self._listen(config.host, config.grpc_port, self._add_public, _PUBLIC)
+                server = self._make_server(_PUBLIC)
+                generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(frontend), server)
+                tokenization_pb2_grpc.add_TokenizationServiceServicer_to_server(TokenizationServicer(frontend), server)
+                model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(frontend), server)
+                self.port = await self._listen(server, config.host, config.grpc_port)
             if config.admin_port != -1:
-                self.admin_port = await self._listen(config.admin_host, config.admin_port, self._add_admin, _ADMIN)
+                server = self._make_server(_ADMIN)
+                servicer = AdminServicer(frontend, self._on_drain)
+                admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
+                self.admin_port = await self._listen(server, config.admin_host, config.admin_port)
         except BaseException:
             await self.stop(0.0)
             raise
 
     def set_serving(self, is_serving: bool) -> None:
-        """Says whether the server can generate; those who watch learn it soon."""
+        """Set whether the server can generate, for health checks."""
         self._health.set(GENERATION, is_serving)
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no more calls, and ends those that run after so many seconds. A second time it does nothing.
+        """Stop accepting calls, and end those in flight after so many seconds. A second time it does nothing.
 
-        Health is answered all the while; who watches it does not keep the server.
+        Health is served meanwhile; a call that watches it does not delay the stop.
         """
         servers, self._servers = self._servers, []
-        if not servers or self._interceptor is None:
+        if not servers:
             return
         self._health.end()
         self._interceptor.refuse_calls()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._interceptor.wait_idle(), grace_s)
-        # Once each: a server of gRPC's that is told to stop while it stops crashes the process.
+        # Once each: a gRPC server that is told to stop while it stops crashes the process.
         await asyncio.gather(*(server.stop(min(grace_s, _FLUSH_S)) for server in servers))
 
-    async def _listen(
-        self, host: str, port: int, add: Callable[[grpc.aio.Server], None], services: Sequence[str]
-    ) -> int:
-        """Starts a listener; returns its port."""
+    def _make_server(self, services: Sequence[str]) -> grpc.aio.Server:
         config = self._frontend.config
-        assert self._interceptor is not None
         server = grpc.aio.server(
             interceptors=(self._interceptor,), options=_options(config), maximum_concurrent_rpcs=self._max_calls
         )
-        add(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if not config.disable_grpc_reflection:
             names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
-        bound = _bind(server, host, port, config)
+        return server
+
+    async def _listen(self, server: grpc.aio.Server, host: str, port: int) -> int:
+        """Start a server; return its port."""
+        config = self._frontend.config
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if config.has_tls:
+                bound = server.add_secure_port(address, make_grpc_credentials(config))
+            else:
+                bound = server.add_insecure_port(address)
+        except RuntimeError as error:
+            message = f"cannot listen on {address}: it is in use, or not an address of this machine"
+            raise ConfigError(message) from error
         await server.start()
         self._servers.append(server)
         return bound
 
-    def _add_public(self, server: grpc.aio.Server) -> None:
-        frontend = self._frontend
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(frontend), server)
-        tokenization_pb2_grpc.add_TokenizationServiceServicer_to_server(TokenizationServicer(frontend), server)
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(frontend), server)
-
-    def _add_admin(self, server: grpc.aio.Server) -> None:
-        servicer = AdminServicer(self._frontend, self._on_drain)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
-
 
 def check_protobuf() -> None:
-    """Raises unless protobuf has its native code: the one in Python is slow, and attacks on it are known.
-
-    Raises:
-        ConfigError: It has not.
-    """
-    kind = api_implementation.Type()
-    if kind == "python":
+    """Raise ConfigError unless protobuf has its native code: the pure-Python one is slow and has known attacks."""
+    if api_implementation.Type() == "python":
         raise ConfigError("protobuf runs without its native code: install a wheel, and unset PROTOCOL_BUFFERS_PYTHON_…")
-
-
-def _max_calls(config: ServerConfig) -> int:
-    """Most calls at a time, of whatever kind: the last line of defence, which callers should not meet."""
-    return max(_CONNECTIONS_AT_FULL * config.max_concurrent_streams, 4 * (config.max_num_queued_reqs or 0))
 
 
 def _options(config: ServerConfig) -> list[tuple[str, Any]]:
@@ -165,12 +163,60 @@ def _options(config: ServerConfig) -> list[tuple[str, Any]]:
     ]
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int, config: ServerConfig) -> int:
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        if config.has_tls:
-            return server.add_secure_port(address, make_grpc_credentials(config))
-        return server.add_insecure_port(address)
-    except RuntimeError as error:
-        message = f"cannot listen on {address}: it is in use, or no address of this machine"
-        raise ConfigError(message) from error
+class HealthService(health_pb2_grpc.HealthServicer):
+    """gRPC's health service: ``""`` serves while the process lives, other services as ``set`` says.
+
+    The library's own holds a lock while it writes, so that one watcher that does not read would stop it.
+
+    Args:
+        max_watchers: Most calls that may watch at a time, since watching needs no key.
+    """
+
+    def __init__(self, max_watchers: int):
+        self._max_watchers = max_watchers
+        self._statuses: dict[str, Any] = {"": _SERVING}
+        self._watchers: set[asyncio.Event] = set()
+        self._is_ending = False
+
+    def set(self, service: str, is_serving: bool) -> None:
+        """Set whether a service serves, and notify watchers. Without effect after ``end``."""
+        if not self._is_ending:
+            self._set({service: _SERVING if is_serving else _NOT_SERVING})
+
+    def end(self) -> None:
+        """Set all services to not serving, for good."""
+        self._is_ending = True
+        self._set(dict.fromkeys(self._statuses, _NOT_SERVING))
+
+    def _set(self, statuses: dict[str, Any]) -> None:
+        self._statuses |= statuses
+        for changed in self._watchers:
+            changed.set()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse | None:
+        """Return whether a service serves."""
+        status = self._statuses.get(request.service)
+        if status is not None:
+            return health_pb2.HealthCheckResponse(status=status)
+        await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service {request.service[:100]!r}")
+        return None
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
+        """Send whether a service serves, now and after each change. A slow reader may miss short changes."""
+        if len(self._watchers) >= self._max_watchers:
+            message = f"too many watchers: {self._max_watchers} calls watch already"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+        changed, sent = asyncio.Event(), None
+        self._watchers.add(changed)
+        try:
+            while True:
+                changed.clear()
+                status = self._statuses.get(request.service, _UNKNOWN)
+                if status != sent:
+                    sent = status
+                    await context.write(health_pb2.HealthCheckResponse(status=status))
+                await changed.wait()
+        finally:
+            self._watchers.remove(changed)

@@ -1,40 +1,37 @@
-"""Errors as gRPC statuses: a code, a message, and google.rpc's details for programs."""
+"""Errors as gRPC statuses: a code, a message, and ``google.rpc`` details for programs."""
 
 import re
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 from jaxserve.server.errors import ErrorStatus
-from jaxserve.server.grpc_api.context import Context
 
 DOMAIN = "jaxserve.dev"
-"""Whose reasons ``google.rpc.ErrorInfo`` names."""
+"""The domain of the reasons in ``google.rpc.ErrorInfo``."""
 MAX_MESSAGE_BYTES = 1024
-"""Longer messages are cut: with all details they must fit into the 8 KiB of metadata that clients take."""
+"""Longer messages are cut: with all details they must fit into the 8 KiB of metadata that clients accept."""
 _MAX_FIELD_LENGTH = 200
 _OTHER_NAMES = MappingProxyType(
     {"tokens": "token_ids", "return_token_strs": "return_token_strings", "input_tokens": "prompt"}
 )
-"""Parameters under the names of OpenAI's and vLLM's HTTP APIs -> the fields here."""
+"""Parameter names of the HTTP API, and the fields of gRPC messages that they stand for."""
 
 
 def rich_status(
     found: ErrorStatus, request_id: str, caller: str = "", request: Descriptor | None = None
 ) -> status_pb2.Status:
-    """What a call ends with.
+    """Return the status of a call that failed.
 
     Args:
-        found: How the error is answered.
+        found: The status of the error.
         request_id: The server's name for the call.
-        caller: Whose limit it is, where one was met.
-        request: The type of the call's message, in which the field at fault is looked up.
+        caller: Whose limit was exceeded, if one was.
+        request: The type of the call's message, in which the wrong field is looked up.
     """
     message = _cut(found.message)
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=found.reason, domain=DOMAIN)]
@@ -58,26 +55,15 @@ def rich_status(
     return status
 
 
-async def abort(context: Context, status: status_pb2.Status) -> NoReturn:
-    """Ends a call.
-
-    Raises:
-        grpc.aio.AbortError: Always: gRPC's way to leave the handler.
-    """
-    found: Any = rpc_status.to_status(status)
-    await context.abort(found.code, found.details, found.trailing_metadata)
-    raise AssertionError("abort came back")
-
-
 def field_path(request: Descriptor | None, parameter: str) -> str:
-    """Where a parameter stands in a message, such as ``request.sampling_params.temperature`` for ``temperature``.
+    """Return the path of a parameter in a message, such as ``request.sampling_params.temperature`` for ``temperature``.
 
     Args:
-        request: The message's type; None where there is none.
+        request: The message's type; None if there was no message.
         parameter: As errors name it; what follows its first dot or bracket is kept.
 
     Returns:
-        The path, or the parameter itself where nothing of that name is found.
+        The path, or the parameter itself if no field has that name.
     """
     root = re.split(r"[.\[]", parameter, maxsplit=1)[0]
     rest = parameter.removeprefix(root)
@@ -89,7 +75,7 @@ def field_path(request: Descriptor | None, parameter: str) -> str:
 
 
 def _paths(message: Descriptor) -> Iterator[Sequence[str]]:
-    """Paths of all fields and of the messages' own alternatives, those nearest to the root first."""
+    """Yield the paths of all fields and oneofs, those nearest to the root first."""
     level: list[tuple[tuple[str, ...], Descriptor]] = [((), message)]
     while level:
         deeper: list[tuple[tuple[str, ...], Descriptor]] = []

@@ -1,6 +1,8 @@
-"""The OpenAI-compatible HTTP server as an ASGI application."""
+"""The OpenAI-compatible HTTP API as an ASGI application: routes, request ids, cross-origin rules and the access log."""
 
-from typing import cast
+import logging
+import re
+import time
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -9,20 +11,22 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.server.frontend import Frontend
+from jaxserve.server.frontend import Frontend, new_request_id
+from jaxserve.server.http_api import status
 from jaxserve.server.http_api.chat import chat_completions
 from jaxserve.server.http_api.completions import completions
-from jaxserve.server.http_api.edge import Edge
 from jaxserve.server.http_api.embeddings import embeddings
-from jaxserve.server.http_api.endpoint import Call, Endpoint, Handler
-from jaxserve.server.http_api.replies import HttpError, error_reply
-from jaxserve.server.http_api.service import health, load, metrics, model, models, tokenizer_info, version
-from jaxserve.server.http_api.status import status_routes
+from jaxserve.server.http_api.endpoint import DISCONNECTED, LABEL, Call, Endpoint, Handler
+from jaxserve.server.http_api.responses import error_response
 from jaxserve.server.http_api.tokenization import detokenize, tokenize
 from jaxserve.server.settings import ServerConfig
 
+logger = logging.getLogger(__name__)
+
 _ANY_KEY = ""
+_LABEL_FORM = re.compile(r"[\x21-\x7e]{1,128}")
 _POSTS: tuple[tuple[str, Handler], ...] = (
     ("/v1/completions", completions),
     ("/v1/chat/completions", chat_completions),
@@ -30,47 +34,33 @@ _POSTS: tuple[tuple[str, Handler], ...] = (
     ("/tokenize", tokenize),
     ("/detokenize", detokenize),
 )
-_GETS: tuple[tuple[str, Handler, str | None], ...] = (
-    ("/v1/models", models, "generate"),
-    ("/v1/models/{model:path}", model, "generate"),
-    ("/metrics", metrics, "metrics"),
-    ("/health", health, None),
-    ("/ping", health, None),
-    ("/version", version, None),
-)
 
 
 def make_app(frontend: Frontend) -> Starlette:
-    """The application of a front end.
-
-    A route can only be one with a scope that its callers' keys need, or be one of the few that say they need none.
-    """
+    """Make the application of a front end. Every route is an ``Endpoint``, which names the scope that a key needs."""
     config = frontend.config
-    routes = [
-        Route(path, Endpoint(frontend, handler, "generate", has_body=True), methods=["POST"])
-        for path, handler in _POSTS
+    gets: list[tuple[str, Handler, str | None]] = [
+        ("/v1/models", status.models, "generate"),
+        ("/v1/models/{model:path}", status.model, "generate"),
+        ("/metrics", status.metrics, "metrics"),
+        ("/health", status.health, None),
+        ("/ping", status.health, None),
+        ("/version", status.version, None),
     ]
-    routes += [Route(path, Endpoint(frontend, handler, scope), methods=["GET"]) for path, handler, scope in _GETS]
     if config.enable_server_load_tracking:
-        routes.append(Route("/load", Endpoint(frontend, load, "metrics"), methods=["GET"]))
+        gets.append(("/load", status.load, "metrics"))
     if config.enable_tokenizer_info_endpoint:
-        routes.append(Route("/tokenizer_info", Endpoint(frontend, tokenizer_info, "generate"), methods=["GET"]))
+        gets.append(("/tokenizer_info", status.tokenizer_info, "generate"))
     if not config.disable_status_page:
-        routes += [_guarded(frontend, route) for route in status_routes(frontend)]
-    app = Starlette(
-        routes=routes,
-        middleware=_middleware(config),
-        exception_handlers={HTTPException: _http_exception},
-    )
-    app.router.default = Endpoint(frontend, _not_found, _ANY_KEY)
-    app.router.redirect_slashes = False
-    return app
+        page = status.StatusPage()
+        gets += [("/", page.html, None), ("/status.json", page.numbers, "metrics")]
+    routes = [Route(path, Endpoint(frontend, handler, scope), methods=["GET"]) for path, handler, scope in gets]
+    for path, handler in _POSTS:
+        routes.append(Route(path, Endpoint(frontend, handler, "generate", has_body=True), methods=["POST"]))
 
-
-def _middleware(config: ServerConfig) -> list[Middleware]:
-    found = [Middleware(Edge, config=config)]
+    middleware = [Middleware(RequestLabels, config=config)]
     if config.allowed_origins:
-        found.append(
+        middleware.append(
             Middleware(
                 CORSMiddleware,
                 allow_origins=config.allowed_origins,
@@ -80,25 +70,68 @@ def _middleware(config: ServerConfig) -> list[Middleware]:
                 expose_headers=("X-Request-Id", "X-Jaxserve-Unknown-Fields", "Retry-After"),
             )
         )
-    return found
-
-
-def _guarded(frontend: Frontend, route: Route) -> Route:
-    """A route of the status page: the page is for everybody, what else there is for those who may see metrics."""
-
-    async def answer(call: Call) -> Response:
-        return cast("Response", await route.endpoint(call.request))
-
-    scope = None if route.path == "/" else "metrics"
-    return Route(route.path, Endpoint(frontend, answer, scope), methods=list(route.methods or ["GET"]))
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
+    app.router.default = Endpoint(frontend, _not_found, _ANY_KEY)
+    app.router.redirect_slashes = False
+    return app
 
 
 async def _not_found(call: Call) -> Response:
-    raise HttpError(404, "NotFoundError", "there is nothing at this path")
+    raise HTTPException(404, f"unknown path {call.request.url.path[:200]!r}")
 
 
-async def _http_exception(request: Request, error: Exception) -> Response:
-    if not isinstance(error, HTTPException):
-        raise error
-    kind = {404: "NotFoundError", 405: "MethodNotAllowedError"}.get(error.status_code, "BadRequestError")
-    return error_reply(HttpError(error.status_code, kind, str(error.detail), error.headers or {}))
+async def _http_error(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+class RequestLabels:
+    """The outermost middleware: request ids in headers, and the access log.
+
+    Args:
+        app: The application.
+        config: The server's settings.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig):
+        self._app = app
+        self._config = config
+        self._quiet_paths = config.quiet_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and log it once it has ended."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+            return
+        scope["root_path"] = self._config.root_path  # routes are found with and without it
+        written = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        label = scope[LABEL] = written if _LABEL_FORM.fullmatch(written) else None
+        begin_s, status_code = time.monotonic(), 0
+
+        async def noting_send(message: Message) -> None:
+            nonlocal status_code
+            if message["type"] == "http.response.start":
+                status_code = message["status"]
+                if self._config.enable_request_id_headers:
+                    request_id = label or new_request_id("req")
+                    message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting_send)
+        finally:
+            path = scope["path"]  # a proxy may have removed the root path
+            is_quiet = path in self._quiet_paths or path.removeprefix(self._config.root_path) in self._quiet_paths
+            if not (is_quiet or self._config.disable_access_log):
+                code = 499 if scope.get(DISCONNECTED) else status_code
+                self._log(scope, code, time.monotonic() - begin_s)
+
+    def _log(self, scope: Scope, status_code: int, duration_s: float) -> None:
+        client = scope.get("client")
+        address = _escaped(f"{client[0]}:{client[1]}") if client else "-"
+        label = f" label={scope[LABEL]}" if scope[LABEL] else ""
+        path = _escaped(scope["path"][:200])
+        logger.info('%s "%s %s" %d %.3fs%s', address, scope["method"], path, status_code, duration_s, label)
+
+
+def _escaped(text: str) -> str:
+    return text.encode("unicode_escape").decode("ascii")

@@ -1,183 +1,289 @@
-"""``/v1/chat/completions``: answers in conversations."""
+"""``/v1/chat/completions``: replies in conversations."""
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
+from types import MappingProxyType
 from typing import Any
 
 from starlette.responses import Response
 
+from jaxserve.chat_messages import check_messages, part_text
+from jaxserve.errors import RequestError
+from jaxserve.field_checks import flag, text
 from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.parsers import MessageDelta, ParsedMessage, ToolCallDelta
-from jaxserve.server.chat_answer import ChatAnswer
-from jaxserve.server.http_api.answer_parts import Chunks, Usage, answer_head
-from jaxserve.server.http_api.chat_request import FIELDS, ChatPlan, chat_plan
+from jaxserve.parsers import MessageDelta, ParsedMessage
+from jaxserve.server.chat import ChatParser, check_tools, check_variables
+from jaxserve.server.engine_request import EngineRequest
+from jaxserve.server.errors import NotImplementedRequestError
 from jaxserve.server.http_api.endpoint import Call
-from jaxserve.server.http_api.engine_streams import generate_all
-from jaxserve.server.http_api.logprob_objects import chat_logprobs, prompt_logprobs
-from jaxserve.server.http_api.replies import DONE, EventStream, json_reply, unused_header
+from jaxserve.server.http_api.fields import Check, Fields, json_object, limited, objects, one_of, refused, whole
+from jaxserve.server.http_api.generation import (
+    GENERATION_FIELDS,
+    Chunks,
+    ResponseOptions,
+    Usage,
+    engine_fields,
+    generate_all,
+    response_head,
+    response_options,
+    sampling_params,
+    usage_object,
+)
+from jaxserve.server.http_api.logprobs import chat_logprobs, prompt_logprobs
+from jaxserve.server.http_api.responses import DONE, EventStream, json_response, unused_fields_header
+
+MAX_LOGPROBS = 2**31
+"""The engine has a lower limit of its own."""
 
 
-async def chat_completions(call: Call) -> Response | EventStream:
-    """Answers a request."""
+def _tool_choice(name: str, value: Any) -> str | dict[str, Any]:
+    return value if isinstance(value, str) else json_object(name, value)
+
+
+def _documents(name: str, value: Any) -> None:
+    if value != []:
+        raise NotImplementedRequestError(f"{name}: documents for the chat template are not supported", parameter=name)
+
+
+CONVERSATION_FIELDS: Mapping[str, Check] = MappingProxyType(
+    {
+        "messages": check_messages,
+        "tools": objects,
+        "add_generation_prompt": flag,
+        "continue_final_message": flag,
+        "chat_template": text,
+        "chat_template_kwargs": check_variables,
+        "reasoning_effort": one_of("none", "minimal", "low", "medium", "high", "xhigh", "max"),
+        "documents": _documents,
+        "add_special_tokens": refused("the chat template writes special tokens"),
+    }
+)
+"""Fields that the prompt of a conversation depends on."""
+
+FIELDS: Mapping[str, Check] = MappingProxyType(
+    {
+        **GENERATION_FIELDS,
+        **CONVERSATION_FIELDS,
+        "max_completion_tokens": limited,
+        "logprobs": flag,
+        "top_logprobs": whole(-1, MAX_LOGPROBS),
+        "tool_choice": _tool_choice,
+        "parallel_tool_calls": flag,
+        "include_reasoning": flag,
+    }
+)
+
+
+async def chat_completions(call: Call) -> Response:
+    """Respond to a request."""
     fields = call.fields(FIELDS, "messages")
-    kind = "chat.completion.chunk" if fields.get("stream", False) else "chat.completion"
-    head = answer_head(call.frontend, "chatcmpl", kind, fields.get("model"))
-    plan = chat_plan(call, fields)
-    headers = unused_header(plan.options.unused)
-    if plan.options.is_streamed:
-        return EventStream(_Stream(call, plan, head).events(), headers)
-    usage, body = Usage(call.frontend.config.enable_prompt_tokens_details), dict[str, Any]()
-    async with aclosing(generate_all(call, [plan.request], head["id"])) as outputs:
-        async for _, output in outputs:
-            usage.note(0, output)
-            body = _whole(call, plan, output)
-    return json_reply({**head, **body, "usage": usage.as_object()}, headers=headers)
+    options = response_options(call, fields)
+    response = _ChatResponse(call, fields, options)
+    headers = unused_fields_header(options.unused)
+    if options.is_streamed:
+        return EventStream(response.events(), headers)
+    return json_response(await response.whole(), headers=headers)
 
 
-def _answer(call: Call, plan: ChatPlan, prompt: str | None) -> ChatAnswer:
-    answer = ChatAnswer(
-        call.frontend.parsers,
-        plan.tools,
-        include_reasoning=plan.include_reasoning,
-        is_constrained=plan.params.structured_outputs is not None,
-    )
-    answer.begin(prompt)
-    return answer
+def chat_arguments(call: Call, fields: Fields) -> dict[str, Any]:
+    """Return ``EngineRequest.chat`` for a request; ``/tokenize`` uses it too.
+
+    Raises:
+        RequestError: A template that the server does not accept, or two ways to end the prompt.
+    """
+    config = call.frontend.config
+    template = fields.get("chat_template")
+    if template is not None and not config.trust_request_chat_template:
+        message = "chat_template is not taken from requests; the server would need --trust-request-chat-template"
+        raise RequestError(message, parameter="chat_template")
+    if template is not None and "{{" not in template and "{%" not in template:  # it would be read as a file's name
+        raise RequestError("chat_template must be a Jinja template", parameter="chat_template")
+    continues = fields.get("continue_final_message", False)
+    if continues and fields.get("add_generation_prompt", False):
+        message = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
+        raise RequestError(message, parameter="continue_final_message")
+    variables = {**(config.default_chat_template_kwargs or {}), **fields.get("chat_template_kwargs", {})}
+    if "reasoning_effort" in fields:
+        variables["reasoning_effort"] = fields["reasoning_effort"]
+    given: dict[str, Any] = {
+        "messages": fields["messages"],
+        "tools": fields.get("tools") or None,
+        "chat_template": template,
+        "add_generation_prompt": fields.get("add_generation_prompt", not continues),
+        "continue_final_message": continues,
+        "chat_template_kwargs": variables or None,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
-def _whole(call: Call, plan: ChatPlan, output: RequestOutput) -> dict[str, Any]:
-    answer, choices = _answer(call, plan, output.prompt), list[dict[str, Any]]()
-    for one in output.outputs:
-        answer.feed(one.index, one.text, is_end=True)
+def _num_top_logprobs(fields: Fields) -> int | None:
+    """Return how many log probabilities to give for each token; None for none."""
+    count, is_wanted = fields.get("top_logprobs"), fields.get("logprobs", False)
+    if not is_wanted and (count or fields.get("logprob_token_ids")):
+        name = "top_logprobs" if count else "logprob_token_ids"
+        raise RequestError(f"when using `{name}`, `logprobs` must be set to true.", parameter=name)
+    return (count or 0) if is_wanted else None
+
+
+def _echo(fields: Fields, role: str) -> str:
+    """Return the text of the last message if the response must begin with it."""
+    last = fields["messages"][-1]
+    content = last.get("content")
+    if not fields.get("echo", False) or last["role"] != role or content is None:
+        return ""
+    return content if isinstance(content, str) else "\n".join(part_text(part) or "" for part in content)
+
+
+class _ChatResponse:
+    """A request and its response, whole or streamed.
+
+    Raises:
+        RequestError: A field that is wrong.
+    """
+
+    def __init__(self, call: Call, fields: Fields, options: ResponseOptions):
+        frontend = call.frontend
+        tools = check_tools(frontend, fields.get("tools"), fields.get("tool_choice"), fields.get("parallel_tool_calls"))
+        self._num_top_logprobs = _num_top_logprobs(fields)
+        given = {"max_tokens": fields.get("max_completion_tokens", fields.get("max_tokens"))}
+        if self._num_top_logprobs or "logprob_token_ids" not in fields:
+            given["logprobs"] = self._num_top_logprobs
+        self._params = sampling_params(frontend, fields, given, tools)
+        self._request = EngineRequest(
+            chat=chat_arguments(call, fields), params=self._params, **engine_fields(call, fields)
+        )
+        self._parser = ChatParser(
+            frontend.parsers,
+            tools,
+            include_reasoning=fields.get("include_reasoning", True),
+            is_constrained=self._params.structured_outputs is not None,
+        )
+        self._call = call
+        self._options = options
+        self._role = frontend.config.response_role
+        self._echo = _echo(fields, self._role)
+        self._usage = Usage(frontend.config.enable_prompt_tokens_details)
+        kind = "chat.completion.chunk" if options.is_streamed else "chat.completion"
+        self._head = response_head(frontend, "chatcmpl", kind)
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the response as one object."""
+        body: dict[str, Any] = {}
+        async with aclosing(generate_all(self._call, [self._request], self._head["id"])) as outputs:
+            async for _, output in outputs:
+                self._usage.add(0, output)
+                self._parser.begin(output.prompt)
+                body["choices"] = [self._choice(one) for one in output.outputs]
+                if self._options.has_token_ids:
+                    body["prompt_token_ids"] = list(output.prompt_token_ids)
+                if self._params.prompt_logprobs is not None:
+                    found = output.prompt_logprobs
+                    body["prompt_logprobs"] = None if found is None else prompt_logprobs(found)
+        return {**self._head, **body, "usage": self._usage.total()}
+
+    def _choice(self, one: CompletionOutput) -> dict[str, Any]:
+        self._parser.feed(one.index, one.text, is_end=True)
         choice: dict[str, Any] = {
             "index": one.index,
-            "message": _message(call, plan, answer.message(one.index)),
-            "logprobs": _logprobs(plan, one),
-            "finish_reason": answer.finish_reason(one.index, one.finish_reason or "stop"),
+            "message": self._message(self._parser.message(one.index)),
+            "logprobs": self._logprobs(one),
+            "finish_reason": self._parser.finish_reason(one.index, one.finish_reason or "stop"),
             "stop_reason": one.stop_reason,
         }
-        if plan.options.has_token_ids:
+        if self._options.has_token_ids:
             choice["token_ids"] = list(one.token_ids)
-        choices.append(choice)
-    body: dict[str, Any] = {"choices": choices}
-    if plan.options.has_token_ids:
-        body["prompt_token_ids"] = list(output.prompt_token_ids)
-    if plan.params.prompt_logprobs is not None:
-        found = output.prompt_logprobs
-        body["prompt_logprobs"] = None if found is None else prompt_logprobs(found)
-    return body
+        return choice
 
+    def _message(self, parsed: ParsedMessage) -> dict[str, Any]:
+        content = parsed.content
+        if self._echo or (content is None and not parsed.tool_calls and parsed.reasoning is None):
+            content = self._echo + (content or "")
+        message: dict[str, Any] = {"role": self._role, "content": content, "refusal": None}
+        if parsed.reasoning is not None:
+            message["reasoning"] = message["reasoning_content"] = parsed.reasoning
+        if parsed.tool_calls:
+            message["tool_calls"] = [
+                {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+                for one in parsed.tool_calls
+            ]
+        return message
 
-def _message(call: Call, plan: ChatPlan, parsed: ParsedMessage) -> dict[str, Any]:
-    content = parsed.content
-    if plan.echo or (content is None and not parsed.tool_calls and parsed.reasoning is None):
-        content = plan.echo + (content or "")
-    message: dict[str, Any] = {"role": call.frontend.config.response_role, "content": content, "refusal": None}
-    if parsed.reasoning is not None:
-        message["reasoning"] = message["reasoning_content"] = parsed.reasoning
-    if parsed.tool_calls:
-        message["tool_calls"] = [
-            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
-            for one in parsed.tool_calls
-        ]
-    return message
-
-
-def _logprobs(plan: ChatPlan, one: CompletionOutput) -> dict[str, Any] | None:
-    if plan.num_top_logprobs is None or one.logprobs is None:
-        return None
-    return chat_logprobs(
-        one.token_ids,
-        one.logprobs,
-        num_top=plan.num_top_logprobs,
-        named=plan.params.logprob_token_ids,
-        as_ids=plan.options.has_tokens_as_ids,
-    )
-
-
-class _Stream:
-    """One streamed answer."""
-
-    def __init__(self, call: Call, plan: ChatPlan, head: dict[str, Any]):
-        self._call = call
-        self._plan = plan
-        self._id = head["id"]
-        self._chunks = Chunks(head)
-        self._usage = Usage(call.frontend.config.enable_prompt_tokens_details)
-        self._answer: ChatAnswer | None = None
+    def _logprobs(self, one: CompletionOutput) -> dict[str, Any] | None:
+        if self._num_top_logprobs is None or one.logprobs is None:
+            return None
+        return chat_logprobs(
+            one.token_ids,
+            one.logprobs,
+            num_top=self._num_top_logprobs,
+            named=self._params.logprob_token_ids,
+            as_ids=self._options.has_tokens_as_ids,
+        )
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """All of its events."""
-        async with aclosing(generate_all(self._call, [self._plan.request], self._id)) as outputs:
+        """Yield the response as events."""
+        chunks, is_first = Chunks(self._head), True
+        async with aclosing(generate_all(self._call, [self._request], self._head["id"])) as outputs:
             async for _, output in outputs:
-                found = b"".join(self._news(output))
-                if found:
-                    yield found
-        has_usage = self._plan.options.has_usage
-        yield (self._chunks.event([], self._usage.as_object()) if has_usage else b"") + DONE
+                self._usage.add(0, output)
+                events = b""
+                if is_first:
+                    is_first = False
+                    self._parser.begin(output.prompt)
+                    events += b"".join(chunks.event([choice], **more) for choice, more in self._first_choices(output))
+                for one in output.outputs:
+                    choice = self._delta_choice(one)
+                    if choice is not None:
+                        used = self._usage.of_choice(0, one.index) if self._options.has_usage_always else None
+                        events += chunks.event([choice], used)
+                if events:
+                    yield events
+        yield (chunks.event([], self._usage.total()) if self._options.has_usage else b"") + DONE
 
-    def _news(self, output: RequestOutput) -> Iterator[bytes]:
-        self._usage.note(0, output)
-        if self._answer is None:
-            self._answer = _answer(self._call, self._plan, output.prompt)
-            yield from self._first(output)
-        for one in output.outputs:
-            choice = self._choice(self._answer, one)
-            if choice is not None:
-                yield self._chunk(choice)
+    def _first_choices(self, output: RequestOutput) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yield the role of each choice, and the echo of the last message, with more fields of the chunk."""
+        used: dict[str, Any] = {}
+        if self._options.has_usage_always:
+            used["usage"] = usage_object(len(output.prompt_token_ids), 0)
+        ids = {"prompt_token_ids": list(output.prompt_token_ids)} if self._options.has_token_ids else {}
+        for index in range(self._params.n):
+            yield _chunk_choice(index, {"role": self._role, "content": ""}), {**used, **ids}
+            if self._echo:
+                yield _chunk_choice(index, {"content": self._echo}), used
 
-    def _first(self, output: RequestOutput) -> Iterator[bytes]:
-        """A chunk a choice that says who speaks, and what of the last message is echoed."""
-        role = self._call.frontend.config.response_role
-        for index in range(self._plan.params.n):
-            ids = output.prompt_token_ids if self._plan.options.has_token_ids else None
-            yield self._chunk(_chunk_choice(index, {"role": role, "content": ""}), ids, is_first=True)
-            if self._plan.echo:
-                yield self._chunk(_chunk_choice(index, {"content": self._plan.echo}), is_first=True)
-
-    def _choice(self, answer: ChatAnswer, one: CompletionOutput) -> dict[str, Any] | None:
-        """What is new of an answer; None where nothing is to be told."""
+    def _delta_choice(self, one: CompletionOutput) -> dict[str, Any] | None:
+        """Return the delta of a choice; None if there is nothing to send."""
         reason = one.finish_reason
-        delta = answer.feed(one.index, one.text, is_end=reason is not None)
-        logprobs = _logprobs(self._plan, one) if one.token_ids else None
-        has_ids = self._plan.options.has_token_ids and bool(one.token_ids)
+        delta = self._parser.feed(one.index, one.text, is_end=reason is not None)
+        logprobs = self._logprobs(one) if one.token_ids else None
+        has_ids = self._options.has_token_ids and bool(one.token_ids)
         if not (delta or reason or has_ids or logprobs):
             return None
-        choice = _chunk_choice(one.index, _delta(delta))
-        choice["logprobs"] = logprobs
+        choice = {**_chunk_choice(one.index, _delta_object(delta)), "logprobs": logprobs}
         if has_ids:
             choice["token_ids"] = list(one.token_ids)
         if reason is not None:
-            choice["finish_reason"] = answer.finish_reason(one.index, reason)
+            choice["finish_reason"] = self._parser.finish_reason(one.index, reason)
             choice["stop_reason"] = one.stop_reason
         return choice
-
-    def _chunk(
-        self, choice: dict[str, Any], prompt_token_ids: Sequence[int] | None = None, *, is_first: bool = False
-    ) -> bytes:
-        used = None
-        if self._plan.options.has_usage_always:
-            used = self._usage.of_text(0, choice["index"], is_empty=is_first)
-        return self._chunks.event([choice], used, prompt_token_ids)
 
 
 def _chunk_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _delta(delta: MessageDelta) -> dict[str, Any]:
+def _delta_object(delta: MessageDelta) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if delta.reasoning:
         found["reasoning"] = found["reasoning_content"] = delta.reasoning
     if delta.content:
         found["content"] = delta.content
-    if delta.tool_calls:
-        found["tool_calls"] = [_call_delta(one) for one in delta.tool_calls]
+    calls: list[dict[str, Any]] = []
+    for one in delta.tool_calls:
+        if one.id is None:
+            calls.append({"index": one.index, "function": {"arguments": one.arguments}})
+        else:
+            function = {"name": one.name, "arguments": one.arguments}
+            calls.append({"index": one.index, "id": one.id, "type": "function", "function": function})
+    if calls:
+        found["tool_calls"] = calls
     return found
-
-
-def _call_delta(one: ToolCallDelta) -> dict[str, Any]:
-    if one.id is None:
-        return {"index": one.index, "function": {"arguments": one.arguments}}
-    function = {"name": one.name, "arguments": one.arguments}
-    return {"index": one.index, "id": one.id, "type": "function", "function": function}

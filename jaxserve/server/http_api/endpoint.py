@@ -1,37 +1,32 @@
-"""What every route goes through: who calls, the body, the answer or the error, and a caller who leaves meanwhile."""
+"""What every HTTP route goes through: authentication, the request's body, errors, and clients that disconnect."""
 
 import asyncio
 import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxserve.errors import JaxserveError, RequestError
 from jaxserve.server.auth import Caller
+from jaxserve.server.engine_request import within_context
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.http_api.fields import Check, Fields, read_fields
-from jaxserve.server.http_api.json_body import read_json
-from jaxserve.server.http_api.replies import EventStream, HttpError, error_reply
+from jaxserve.server.http_api.fields import Check, Fields, read_fields, read_json
+from jaxserve.server.http_api.responses import error_response
 from jaxserve.server.tracing import remember_trace
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-CLIENT_GONE = "jaxserve.client_gone"
-"""Key of a connection's scope, True once the caller has left."""
+DISCONNECTED = "jaxserve.disconnected"
+"""Key of a connection's scope, True once the client has disconnected."""
 LABEL = "jaxserve.request_label"
-"""Key of a connection's scope: the caller's own name for a request, for the log alone."""
-
-
-class ClientGoneError(JaxserveError):
-    """The caller left; nobody reads an answer."""
+"""Key of a connection's scope: the client's own name for a request, only shown in the log."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +35,7 @@ class Call:
 
     Attributes:
         frontend: The front end.
-        caller: Who calls.
+        caller: Who sent it.
         request: Path and headers.
         raw: The body.
     """
@@ -52,24 +47,49 @@ class Call:
 
     @functools.cached_property
     def body(self) -> dict[str, Any]:
-        """The body.
+        """The parsed body.
 
         Raises:
             RequestError: No JSON object.
         """
         return read_json(self.raw)
 
-    def fields(self, table: Mapping[str, Check], needs: str | None = None) -> Fields:
-        """The body's fields.
+    def fields(self, table: Mapping[str, Check], needs: str) -> Fields:
+        """Check the body's fields, and that the model it names exists.
 
         Raises:
             RequestError: No JSON object, or a field that is wrong, missing or (if the server is strict) unknown.
+            UnknownModelError: It names another model.
         """
-        return read_fields(self.body, table, needs=needs, is_strict=self.frontend.config.strict)
+        fields = read_fields(self.body, table, needs=needs, is_strict=self.frontend.config.strict)
+        self.frontend.check_model(fields.get("model"))
+        return fields
+
+    def checked_prompts(self, name: str, fields: Fields) -> list[dict[str, Any]]:
+        """Check the prompts of a field against the limits of the server and the model.
+
+        Raises:
+            RequestError: Too many prompts, too many token ids, or one out of the vocabulary.
+        """
+        prompts, limit = fields[name], self.frontend.config.max_prompts
+        if len(prompts) > limit:
+            raise RequestError(f"{name} must have at most {limit} prompts, got {len(prompts)}", parameter=name)
+        cut, max_model_len = fields.get("truncate_prompt_tokens"), self.frontend.info.max_model_len
+        for prompt in prompts:
+            if "token_ids" in prompt:
+                prompt["token_ids"] = within_context(prompt["token_ids"], cut, max_model_len)
+                self.check_vocabulary(name, prompt["token_ids"])
+        return prompts
+
+    def check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
+        """Raise a RequestError if a token id is out of the vocabulary."""
+        size, largest = self.frontend.info.model.vocab_size, max(token_ids, default=0)
+        if largest >= size:
+            raise RequestError(f"{name}: token id {largest} is out of vocabulary (size {size})", parameter=name)
 
     @property
     def timeout_s(self) -> float | None:
-        """Seconds that the request may take, by its header ``X-Request-Timeout``.
+        """Seconds that the request may take, from its header ``X-Request-Timeout``.
 
         Raises:
             RequestError: No number above 0.
@@ -87,7 +107,7 @@ class Call:
         return seconds
 
 
-Handler = Callable[[Call], Awaitable[Response | EventStream]]
+Handler = Callable[[Call], Awaitable[ASGIApp]]
 
 
 class Endpoint:
@@ -95,19 +115,19 @@ class Endpoint:
 
     Args:
         frontend: The front end.
-        handler: Answers.
-        scope: What a caller's key must allow: ``generate`` or ``metrics``; None: anybody may call; "": any key will do.
+        handler: Makes the response.
+        scope: What the caller's key must allow: ``generate`` or ``metrics``; None: no key is needed; "": any valid key.
         has_body: Whether requests carry JSON.
     """
 
     def __init__(self, frontend: Frontend, handler: Handler, scope: str | None, *, has_body: bool = False):
         self._frontend = frontend
         self._handler = handler
+        self._scope = scope
         self._has_body = has_body
-        self.required_scope = scope
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request."""
+        """Respond to a request."""
         request, has_started = Request(scope, receive), False
         remember_trace(request.headers)
 
@@ -116,94 +136,78 @@ class Endpoint:
             has_started = True
             await send(message)
 
+        async def respond() -> None:
+            response = await self._handler(Call(self._frontend, caller, request, raw))
+            await response(scope, receive, noting_send)
+
         try:
-            caller = self._caller(request)
-            raw = await self._body(request) if self._has_body else b""
-            call = Call(self._frontend, caller, request, raw)
-            await until_gone(receive, self._answer(call, scope, receive, noting_send))
-        except (ClientGoneError, ClientDisconnect):
-            scope[CLIENT_GONE] = True
+            caller = Caller("anonymous", frozenset())
+            if self._scope is not None:
+                caller = self._frontend.authenticator.caller(request.headers.get("authorization"))
+                if self._scope:
+                    caller.check_scope(self._scope)
+            raw = await self._read_body(request) if self._has_body else b""
+            await until_disconnect(receive, respond())
+        except ClientDisconnect:
+            scope[DISCONNECTED] = True
         except Exception as error:
             if has_started:
                 raise
-            if not isinstance(error, JaxserveError):
+            if not isinstance(error, JaxserveError | HTTPException):
                 logger.exception("%s %s failed", scope["method"], scope["path"])
-            await error_reply(error)(scope, receive, send)
+            await error_response(error)(scope, receive, send)
 
-    async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = await self._handler(call)
-        if isinstance(reply, EventStream):
-            await reply.send(send)
-        else:
-            await reply(scope, receive, send)
-
-    def _caller(self, request: Request) -> Caller:
-        if self.required_scope is None:
-            return Caller("anonymous", frozenset())
-        caller = self._frontend.authenticator.caller(request.headers.get("authorization"))
-        if self.required_scope:
-            caller.check_scope(self.required_scope)
-        return caller
-
-    async def _body(self, request: Request) -> bytes:
-        """The whole body, if it is JSON and not too long.
+    async def _read_body(self, request: Request) -> bytes:
+        """Read the body.
 
         Raises:
-            HttpError: It is, or it takes too long to come.
+            HTTPException: It is not declared to be JSON, is too long, or stalls.
         """
         config = self._frontend.config
+        too_long = HTTPException(413, f"the body must have at most {config.max_request_bytes} bytes")
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            message = "Unsupported Media Type: only 'application/json' is allowed"
-            raise HttpError(400, "BadRequestError", message)
+            raise HTTPException(400, "Unsupported Media Type: only 'application/json' is allowed")
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > config.max_request_bytes:
-            # Who waits for a go-ahead sends no body now; else the rest is read and dropped, so that the answer arrives.
-            headers = {"Connection": "close"} if "expect" in request.headers else {}
-            raise _too_long(config.max_request_bytes, headers)
-        parts, size = list[bytes](), 0
+            # A client that expects "100 Continue" has not sent the body; any other body is drained by the listener, so
+            # that the client can read the response.
+            too_long.headers = {"Connection": "close"} if "expect" in request.headers else {}
+            raise too_long
+        raw, loop = bytearray(), asyncio.get_running_loop()
         try:
             async with asyncio.timeout(config.stall_timeout or None) as limit:
                 async for part in request.stream():
-                    limit.reschedule(None if limit.when() is None else _later(config.stall_timeout))
-                    size += len(part)
-                    if size > config.max_request_bytes:
-                        raise _too_long(config.max_request_bytes)
-                    parts.append(part)
+                    if config.stall_timeout:
+                        limit.reschedule(loop.time() + config.stall_timeout)
+                    raw += part
+                    if len(raw) > config.max_request_bytes:
+                        raise too_long
         except TimeoutError:
-            message = f"the body did not come within {config.stall_timeout:g} s"
-            raise HttpError(408, "TimeoutError", message, {"Connection": "close"}) from None
-        return b"".join(parts)
+            message = f"the body stalled for {config.stall_timeout:g} s"
+            raise HTTPException(408, message, {"Connection": "close"}) from None
+        return bytes(raw)
 
 
-async def until_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """Awaits work for as long as the caller is there.
+async def until_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:
+    """Await work, and cancel it when the client disconnects.
 
     Raises:
-        ClientGoneError: The caller left, and the work was cancelled.
+        ClientDisconnect: The client has disconnected.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(receive))
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGoneError("the caller has left")
+            raise ClientDisconnect
         return task.result()
     finally:
-        for one in (task, gone):
-            one.cancel()
-        # Waits until what the work held is given back.
+        task.cancel()
+        gone.cancel()
+        # Wait until the work has released what it held.
         await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _later(seconds: float) -> float:
-    return asyncio.get_running_loop().time() + seconds
-
-
-def _too_long(limit: int, headers: Mapping[str, str] = MappingProxyType({})) -> HttpError:
-    return HttpError(413, "RequestTooLargeError", f"the body must have at most {limit} bytes", headers)

@@ -1,4 +1,4 @@
-"""The page at ``/`` that shows what a server runs and how busy it is, and the numbers that it shows."""
+"""What a server says about itself: models, health, version, load, metrics, and the status page."""
 
 import asyncio
 import base64
@@ -8,24 +8,24 @@ import time
 from importlib import resources
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import HTMLResponse, Response
 
 from jaxserve.errors import JaxserveError, RequestError
 from jaxserve.metric_types import Metric
+from jaxserve.server.errors import UnknownModelError
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.http_api.replies import error_reply
-from jaxserve.server.metrics import engine_metrics, model_of, versions
+from jaxserve.server.http_api.endpoint import Call
+from jaxserve.server.http_api.generation import VERSION
+from jaxserve.server.http_api.responses import json_response
+from jaxserve.server.metrics import engine_metrics, metrics_text, model_of, versions
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 
-_PAGE = "status_page.html"
 _NUMBERS = (
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions"),
     *("prompt_tokens", "prompt_tokens_cached", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits"),
     *("compiles_after_ready", "corrupted_requests"),
 )
-"""The engine's metrics that the page shows, without prefix."""
+"""The engine's metrics that the status page shows, without prefix."""
 _TEMPLATE_LIMIT_S = 5.0
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -34,51 +34,134 @@ _HEADERS = {
 }
 
 
-def status_routes(frontend: Frontend) -> list[Route]:
-    """``GET /`` is the page, ``GET /status.json`` what it shows; the latter needs the scope ``metrics``."""
-    page = resources.files("jaxserve.server.http_api").joinpath(_PAGE).read_text("utf-8")
-    headers = {**_HEADERS, "Content-Security-Policy": content_security_policy(page), "Cache-Control": "no-cache"}
-    chat = _ChatTemplate(frontend)
+async def models(call: Call) -> Response:
+    """Return all names of the model."""
+    return json_response({"object": "list", "data": [_card(call.frontend, name) for name in call.frontend.model_names]})
 
-    async def show_page(request: Request) -> Response:
-        del request
-        return HTMLResponse(page, headers=headers)
 
-    async def show_numbers(request: Request) -> Response:
-        try:
-            frontend.authenticator.caller(request.headers.get("authorization")).check_scope("metrics")
-        except JaxserveError as error:
-            return error_reply(error)
-        report = status_report(frontend, await engine_metrics(frontend))
-        report["has_chat"] = await chat.is_there()
-        return JSONResponse(report, headers={**_HEADERS, "Cache-Control": "no-store"})
+async def model(call: Call) -> Response:
+    """Return the model by one of its names."""
+    name = call.request.path_params["model"]
+    if not name:
+        raise UnknownModelError("The model `` does not exist.")
+    return json_response(_card(call.frontend, call.frontend.check_model(name)))
 
-    return [Route("/", show_page, methods=["GET"]), Route("/status.json", show_numbers, methods=["GET"])]
+
+def _card(frontend: Frontend, name: str) -> dict[str, Any]:
+    described = frontend.info.model
+    rights = ("create_engine", "sampling", "logprobs", "search_indices", "view", "fine_tuning")
+    permission = {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": frontend.created_s,
+        **{f"allow_{right}": right in ("sampling", "logprobs", "view") for right in rights},
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": frontend.created_s,
+        "owned_by": "jaxserve",
+        "root": described.root,
+        "parent": None,
+        "max_model_len": described.max_model_len,
+        "permission": [permission],
+    }
+
+
+async def health(call: Call) -> Response:
+    """Return 200 while the server accepts requests, and 503 while it starts, drains or has no engine."""
+    try:
+        call.frontend.limits.check_open()
+        _ = call.frontend.info
+    except JaxserveError:
+        return Response(status_code=503)
+    return Response(status_code=200)
+
+
+async def version(call: Call) -> Response:
+    """Return the version."""
+    del call
+    return json_response({"version": VERSION})
+
+
+async def load(call: Call) -> Response:
+    """Return the number of sequences in flight."""
+    return json_response({"server_load": call.frontend.limits.num_in_flight})
+
+
+async def tokenizer_info(call: Call) -> Response:
+    """Return the configuration of the tokenizer, and the chat template in use."""
+    with call.frontend.admit(call.caller):
+        return json_response(await call.frontend.engine.tokenizer_info())
+
+
+async def metrics(call: Call) -> Response:
+    """Return metrics in Prometheus' text format."""
+    text = await metrics_text(call.frontend)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+class StatusPage:
+    """``GET /``, the page, and ``GET /status.json``, the numbers that it shows."""
+
+    def __init__(self):
+        self._has_chat: bool | None = None
+        self._html = resources.files("jaxserve.server.http_api").joinpath("status_page.html").read_text("utf-8")
+        policy = content_security_policy(self._html)
+        self._headers = {**_HEADERS, "Content-Security-Policy": policy, "Cache-Control": "no-cache"}
+
+    async def html(self, call: Call) -> Response:
+        """Return the page."""
+        del call
+        return HTMLResponse(self._html, headers=self._headers)
+
+    async def numbers(self, call: Call) -> Response:
+        """Return the numbers."""
+        report = _report(call.frontend, await engine_metrics(call.frontend))
+        if self._has_chat is None:
+            self._has_chat = await _has_chat_template(call.frontend)
+        report["has_chat"] = bool(self._has_chat)
+        return json_response(report, headers={**_HEADERS, "Cache-Control": "no-store"})
+
+
+async def _has_chat_template(frontend: Frontend) -> bool | None:
+    """Return whether the model has a chat template; None if the engine does not respond."""
+    try:
+        async with asyncio.timeout(_TEMPLATE_LIMIT_S):
+            await frontend.engine.render_chat({"messages": [{"role": "user", "content": "?"}]})
+    except RequestError:
+        return False
+    except (JaxserveError, TimeoutError):
+        return None
+    return True
 
 
 def content_security_policy(page: str) -> str:
-    """The policy that lets a page's own style and script run, and connect to where it came from; nothing else."""
-    allowed = {kind: _hashes(page, kind) for kind in ("script", "style")}
+    """Return the policy that allows a page's own style and script, and connections to its origin; nothing else."""
+    allowed: dict[str, str] = {}
+    for kind in ("script", "style"):
+        contents = re.findall(f"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
+        digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in contents)
+        allowed[kind] = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (
         f"default-src 'none'; script-src {allowed['script']}; style-src {allowed['style']}; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
 
-def status_report(frontend: Frontend, engine: list[Metric] | None) -> dict[str, Any]:
-    """What ``/status.json`` says, but for ``has_chat``.
-
-    Args:
-        frontend: The server's.
-        engine: The engine's metrics; None where it does not answer.
-    """
-    model, counts = model_of(frontend), frontend.log.counts
+def _report(frontend: Frontend, engine: list[Metric] | None) -> dict[str, Any]:
+    """Return what ``/status.json`` has except ``has_chat``; ``engine`` is None if the engine does not respond."""
+    described, counts = model_of(frontend), frontend.log.counts
     values = {metric.name.partition(":")[2]: metric.value for metric in engine or () if not metric.labels}
+    state = "down" if engine is None else "ready" if frontend.limits.is_open else "busy"
     return {
-        "state": _state(frontend, is_engine_up=engine is not None),
+        "state": state,
         "uptime_s": round(time.time() - frontend.created_s, 3),
         "model_names": list(frontend.model_names),
-        "model": None if model is None else _facts(model),
+        "model": None if described is None else _facts(described),
         "engine": {name: values[name] for name in _NUMBERS if name in values} if engine else None,
         "requests": {
             "started": counts.started,
@@ -88,32 +171,6 @@ def status_report(frontend: Frontend, engine: list[Metric] | None) -> dict[str, 
         },
         "versions": dict(versions()),
     }
-
-
-class _ChatTemplate:
-    """Whether the model has one: asked for once."""
-
-    def __init__(self, frontend: Frontend):
-        self._frontend = frontend
-        self._is_there: bool | None = None
-
-    async def is_there(self) -> bool:
-        if self._is_there is None:
-            try:
-                async with asyncio.timeout(_TEMPLATE_LIMIT_S):
-                    await self._frontend.engine.render_chat({"messages": [{"role": "user", "content": "?"}]})
-                self._is_there = True
-            except RequestError:
-                self._is_there = False
-            except (JaxserveError, TimeoutError):
-                return False  # the engine cannot be asked now
-        return self._is_there
-
-
-def _state(frontend: Frontend, *, is_engine_up: bool) -> str:
-    if frontend.limits.is_open:
-        return "ready" if is_engine_up else "down"
-    return "busy" if is_engine_up else "down"
 
 
 def _facts(model: model_pb2.Model) -> dict[str, Any]:
@@ -138,10 +195,3 @@ def _facts(model: model_pb2.Model) -> dict[str, Any]:
         },
         "memory": [{"name": part.name, "size_bytes": part.size_bytes} for part in model.memory],
     }
-
-
-def _hashes(page: str, kind: str) -> str:
-    """The contents of a page's elements of a kind, as a policy names them."""
-    found = re.findall(f"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
-    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in found)
-    return " ".join(f"'sha256-{digest}'" for digest in digests)

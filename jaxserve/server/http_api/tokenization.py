@@ -2,17 +2,15 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from starlette.responses import Response
 
-from jaxserve.field_checks import flag, text
+from jaxserve.field_checks import flag, text, token_ids
 from jaxserve.server.engine_request import check_converted
-from jaxserve.server.http_api.chat_request import CONVERSATION_FIELDS, chat_arguments
+from jaxserve.server.http_api.chat import CONVERSATION_FIELDS, chat_arguments
 from jaxserve.server.http_api.endpoint import Call
 from jaxserve.server.http_api.fields import Check
-from jaxserve.server.http_api.prompts import check_vocabulary, token_ids
-from jaxserve.server.http_api.replies import json_reply, unused_header
+from jaxserve.server.http_api.responses import json_response, unused_fields_header
 
 _OPTIONS: Mapping[str, Check] = MappingProxyType({"model": text, "return_token_strs": flag})
 _TEXT_FIELDS: Mapping[str, Check] = MappingProxyType({**_OPTIONS, "prompt": text, "add_special_tokens": flag})
@@ -21,32 +19,34 @@ _IDS_FIELDS: Mapping[str, Check] = MappingProxyType({"model": text, "tokens": to
 
 
 async def tokenize(call: Call) -> Response:
-    """Token ids of a text, or of the prompt that a conversation becomes."""
+    """Return the token ids of a text, or of the prompt of a conversation."""
     is_chat = call.body.get("messages") is not None
     fields = call.fields(_CHAT_FIELDS if is_chat else _TEXT_FIELDS, "messages" if is_chat else "prompt")
     frontend, has_strings = call.frontend, fields.get("return_token_strs", False)
-    frontend.check_model(fields.get("model"))
+    strings: list[str] = []
     with frontend.admit(call.caller):
-        strings: list[str] | None = None
         if is_chat:
             prompt, ids = await frontend.engine.render_chat(chat_arguments(call, fields))
             if has_strings:
                 ids, strings = await frontend.engine.tokenize(prompt, False, True)
         else:
             is_special = fields.get("add_special_tokens", True)
-            ids, found = await frontend.engine.tokenize(fields.get("prompt"), is_special, has_strings)
-            strings = found if has_strings else None
-    body: dict[str, Any] = {"count": len(ids), "max_model_len": frontend.info.max_model_len, "tokens": list(ids)}
-    return json_reply({**body, "token_strs": strings}, headers=unused_header(fields.unused))
+            ids, strings = await frontend.engine.tokenize(fields["prompt"], is_special, has_strings)
+    body = {
+        "count": len(ids),
+        "max_model_len": frontend.info.max_model_len,
+        "tokens": list(ids),
+        "token_strs": strings if has_strings else None,
+    }
+    return json_response(body, headers=unused_fields_header(fields.unused))
 
 
 async def detokenize(call: Call) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     fields = call.fields(_IDS_FIELDS, "tokens")
-    call.frontend.check_model(fields.get("model"))
-    ids = fields.get("tokens")
+    ids = fields["tokens"]
     check_converted("tokens", len(ids))
-    check_vocabulary(call, "tokens", ids)
+    call.check_vocabulary("tokens", ids)
     with call.frontend.admit(call.caller):
         found = await call.frontend.engine.detokenize(ids, fields.get("skip_special_tokens", False))
-    return json_reply({"prompt": found}, headers=unused_header(fields.unused))
+    return json_response({"prompt": found}, headers=unused_fields_header(fields.unused))

@@ -252,7 +252,7 @@ def test_who_reads_nothing_loses_its_place_and_nobody_else_does() -> None:
             there.engine.texts, there.engine.num_steps = None, 4
             async with AsyncClient(there.target) as client:
                 assert (await client.generate("Hi")).outputs[0].text == "0:0 0:1 0:2 0:3 "
-            with pytest.raises(grpc.aio.AioRpcError, match="unread for 0.3 s") as failure:
+            with pytest.raises(grpc.aio.AioRpcError, match="did not read the response for 0.3 s") as failure:
                 async for _ in call:
                     pass
             assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

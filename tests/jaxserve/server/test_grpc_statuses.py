@@ -207,11 +207,11 @@ def test_bytes_that_are_no_message() -> None:
     async def main() -> None:
         async with serving() as there, connected(there.target) as channel:
             for method in (channel.unary_unary("/jaxserve.v1.GenerationService/Generate"),):
-                with pytest.raises(grpc.aio.AioRpcError, match="cannot be read") as failure:
+                with pytest.raises(grpc.aio.AioRpcError, match="cannot be parsed") as failure:
                     await method(b"\xff\xff\xff")
                 assert failure.value.code() is Code.INVALID_ARGUMENT
             streaming = channel.unary_stream("/jaxserve.v1.GenerationService/StreamGenerate")
-            with pytest.raises(grpc.aio.AioRpcError, match="cannot be read"):
+            with pytest.raises(grpc.aio.AioRpcError, match="cannot be parsed"):
                 async for _ in streaming(b"\x0a\xff"):
                     pass
 

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from jaxserve.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, RequestFailedError
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import ParserNames
-from jaxserve.server.http_api.json_body import MAX_NESTING
+from jaxserve.server.http_api.fields import MAX_NESTING
 from tests.jaxserve.server.http_fakes import CHAT, FakeEngine, Server, make_server
 
 COMPLETIONS, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
@@ -40,7 +40,7 @@ def refusal(
         ({"prompt": [[1], []]}, "prompt", "none of them empty"),
         ({"prompt": {"a": 1}}, "prompt", "must be a string, a list of token ids"),
         ({"prompt": ["a", 1]}, "prompt", "must be a string, a list of token ids"),
-        ({"prompt": [1, "a"]}, "prompt", "whole numbers"),
+        ({"prompt": [1, "a"]}, "prompt", "prompt must be an int, got str"),
         ({"prompt": [True]}, "prompt", "must be a string, a list of token ids"),
         ({"prompt": [-1]}, "prompt", "at least 0"),
         ({"prompt": [1000]}, "prompt", "token id 1000 is out of vocabulary"),
@@ -61,7 +61,7 @@ def refusal(
         ({"n": 0}, "n", "at least 1"),
         ({"n": 20000}, "n", "at most 16384"),
         ({"n": 2, "temperature": 0}, "n", "n must be 1 when using greedy sampling"),
-        ({"n": 2, "best_of": 3}, "best_of", "best_of must be n"),
+        ({"n": 2, "best_of": 3}, "best_of", "best_of is not supported unless it equals n=2"),
         ({"suffix": "x"}, "suffix", "suffix is not supported"),
         ({"logprobs": -2}, "logprobs", "at least -1"),
         ({"stop": [""]}, "stop", "empty string"),
@@ -132,9 +132,11 @@ def test_a_wrong_completion_request_names_the_field(change: dict[str, Any], para
         ),
         (
             {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
-            *("tool_choice", "together with a structure"),
+            *("tool_choice", "together with structured_outputs"),
         ),
         ({"chat_template": "{{ x }}"}, "chat_template", "--trust-request-chat-template"),
+        ({"chat_template_kwargs": ["a"]}, "chat_template_kwargs", "must be an object, got list"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "variable 'chat_template'"),
         ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "cannot have the variable 'tools'"),
         ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs", "cannot have the variable 'bos_token'"),
         ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs", "cannot have the variable 'a b'"),

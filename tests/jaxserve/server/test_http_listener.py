@@ -19,7 +19,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.grpc_api.server import GrpcServer
-from jaxserve.server.http_api.edge import Edge
+from jaxserve.server.http_api.app import RequestLabels
 from jaxserve.server.http_listener import http_listening
 from jaxserve.server.http_protocol import MAX_HEADER_BYTES
 from jaxserve.server.settings import ServerConfig
@@ -588,5 +588,5 @@ def test_the_callers_address_is_escaped(caplog: pytest.LogCaptureFixture) -> Non
     connection = Connection("GET", "/", b"", {})
     connection.scope["client"] = ("fe80::1%\n\x1b[31m", 1)
     with caplog.at_level(logging.INFO, "jaxserve"):
-        asyncio.run(Edge(app, ServerConfig())(connection.scope, connection.receive, connection.send))
+        asyncio.run(RequestLabels(app, ServerConfig())(connection.scope, connection.receive, connection.send))
     assert r'fe80::1%\n\x1b[31m:1 "GET /" 200' in caplog.text

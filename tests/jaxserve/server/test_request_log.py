@@ -135,11 +135,18 @@ def test_a_cancellation_at_the_deadline_is_the_deadline() -> None:
         assert outcome_of(gone, (), is_finished=False, elapsed_s=elapsed_s, timeout_s=timeout_s) == expected
 
 
-@pytest.mark.parametrize(("reason", "outcome"), [("abort", "cancelled"), ("error", "failed"), ("repetition", "ok")])
+@pytest.mark.parametrize(("reason", "outcome"), [("abort", "cancelled"), ("repetition", "ok")])
 def test_finish_reasons_that_are_outcomes(reason: str, outcome: str) -> None:
     frontend = make_frontend(ObservedEngine(output(("a", 1), reason=reason)))
     asyncio.run(read_all(frontend))
     assert outcomes(frontend) == {outcome: 1}
+
+
+def test_a_completion_that_failed_is_an_error() -> None:
+    frontend = make_frontend(ObservedEngine(output(("a", 1), reason="error")))
+    with pytest.raises(RequestFailedError, match="the engine failed at this request"):
+        asyncio.run(read_all(frontend))
+    assert outcomes(frontend) == {"failed": 1}
 
 
 def test_requests_that_were_refused_never_began() -> None:

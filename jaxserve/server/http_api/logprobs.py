@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI's two interfaces write them. There is no infinity in JSON: -9999 stands for it."""
+"""Log probabilities in the forms of completions and of chat completions. JSON has no infinity: -9999 stands for it."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -19,37 +19,32 @@ def completion_logprobs(
     as_ids: bool = False,
     first_token: str = "",
 ) -> dict[str, Any]:
-    """The object of completions: a list for each kind of thing, an item a token.
+    """Return the object ``logprobs`` of completions: lists with one item per token.
 
     Args:
         token_ids: The tokens.
-        positions: One a token; None (or nothing) for a prompt's first.
-        offset: Characters of the tokens before the first one.
+        positions: One per token; None (or empty) for the first token of a prompt.
+        offset: Characters of the text before the first token.
         as_ids: Write tokens as ``token_id:7``.
-        first_token: Text of a token without position.
+        first_token: Text of a token without log probabilities.
     """
-    tokens, chosen, tops = list[str](), list[float | None](), list[dict[str, float] | None]()
+    tokens, sampled, tops = list[str](), list[float | None](), list[dict[str, float] | None]()
     for token_id, position in zip(token_ids, positions, strict=True):
         if not position:
-            tokens.append(_written(token_id, first_token, as_ids))
-            chosen.append(None)
+            tokens.append(f"token_id:{token_id}" if as_ids else first_token)
+            sampled.append(None)
             tops.append(None)
             continue
         tokens.append(_token(token_id, position[token_id], as_ids))
-        chosen.append(_finite(position[token_id].logprob))
+        sampled.append(_finite(position[token_id].logprob))
         tops.append(_top(position, as_ids))
     offsets = itertools.accumulate(map(len, tokens[:-1]), initial=offset) if tokens else ()
-    return {"text_offset": list(offsets), "token_logprobs": chosen, "tokens": tokens, "top_logprobs": tops}
+    return {"text_offset": list(offsets), "token_logprobs": sampled, "tokens": tokens, "top_logprobs": tops}
 
 
 def end_offset(logprobs: Mapping[str, Any]) -> int:
-    """Where the token behind the last one of a completion's logprobs begins."""
+    """Return the offset after the last token of a ``logprobs`` object."""
     return logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
-
-
-def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The logprobs of two parts of a text, one behind the other."""
-    return {name: [*first[name], *second[name]] for name in first}
 
 
 def chat_logprobs(
@@ -60,13 +55,13 @@ def chat_logprobs(
     named: Sequence[int] | None = None,
     as_ids: bool = False,
 ) -> dict[str, Any]:
-    """The object of chat: one item a token.
+    """Return the object ``logprobs`` of chat completions: one item per token.
 
     Args:
         token_ids: The tokens.
-        positions: One a token.
-        num_top: How many of the likeliest tokens to give; -1: all that there are.
-        named: Give these tokens instead.
+        positions: One per token.
+        num_top: How many of the most likely tokens to list; -1: all of them.
+        named: List these tokens instead.
         as_ids: Write tokens as ``token_id:7``.
     """
     content: list[dict[str, Any]] = []
@@ -81,7 +76,7 @@ def chat_logprobs(
 
 
 def prompt_logprobs(positions: PromptLogprobs) -> list[dict[str, Any] | None]:
-    """The field ``prompt_logprobs`` of vLLM: token id -> what is known of it, null for the first token."""
+    """Return vLLM's field ``prompt_logprobs``: for each token a map from token id to its entry, null for the first."""
     return [
         {
             str(token_id): {
@@ -103,7 +98,7 @@ def _entry(token_id: int, one: Logprob, as_ids: bool) -> dict[str, Any]:
 
 
 def _top(position: Mapping[int, Logprob], as_ids: bool) -> dict[str, float]:
-    """Text -> log probability; of tokens with the same text the likeliest."""
+    """Return log probabilities by text; of tokens with the same text that of the most likely one."""
     found: dict[str, float] = {}
     for token_id, one in position.items():
         token, logprob = _token(token_id, one, as_ids), _finite(one.logprob)
@@ -112,11 +107,7 @@ def _top(position: Mapping[int, Logprob], as_ids: bool) -> dict[str, float]:
 
 
 def _token(token_id: int, one: Logprob, as_ids: bool) -> str:
-    return _written(token_id, one.decoded_token or "", as_ids)
-
-
-def _written(token_id: int, token: str, as_ids: bool) -> str:
-    return f"token_id:{token_id}" if as_ids else token
+    return f"token_id:{token_id}" if as_ids else one.decoded_token or ""
 
 
 def _finite(logprob: float) -> float:

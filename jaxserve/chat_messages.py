@@ -1,0 +1,79 @@
+"""The messages of a conversation, in the form of OpenAI's APIs."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, cast
+
+from jaxserve.errors import RequestError
+from jaxserve.field_checks import sequence, text
+
+TEXT_PARTS = MappingProxyType(
+    {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+)
+"""Types of content parts that are text, and the key that has it."""
+
+
+def part_text(part: Any) -> str | None:
+    """Return the text of a content part, which may be a bare string and have no type; None if it is no text."""
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        return None
+    given = cast("Mapping[str, Any]", part)
+    kind = given.get("type", "text")
+    found = given.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
+    return found if isinstance(found, str) else None
+
+
+def check_messages(name: str, value: Any) -> list[Mapping[str, Any]]:
+    """Check the messages of one conversation.
+
+    Args:
+        name: Of the parameter, such as ``messages``.
+        value: As the user gave it.
+
+    Raises:
+        RequestError: Names the message, and what in it is wrong.
+    """
+    messages = list(sequence(name, value))
+    if not messages:
+        raise RequestError(f"{name} must have at least one message", parameter=name, value=value)
+    for index, message in enumerate(messages):
+        where = f"{name}[{index}]"
+        if not isinstance(message, Mapping):
+            raise _wrong(where, "an object with a role", message)
+        given = cast("Mapping[str, Any]", message)
+        text(f"{where}.role", given.get("role"))
+        content = given.get("content")
+        if isinstance(content, list):
+            for place, part in enumerate(cast("list[Any]", content)):
+                _check_part(f"{where}.content[{place}]", part)
+        elif content is not None:
+            text(f"{where}.content", content)
+        if given.get("tool_calls") is not None:
+            for place, call in enumerate(sequence(f"{where}.tool_calls", given["tool_calls"])):
+                _check_tool_call(f"{where}.tool_calls[{place}]", call)
+    return messages
+
+
+def _check_part(where: str, part: Any) -> None:
+    kind: Any = cast("Mapping[str, Any]", part).get("type", "text") if isinstance(part, Mapping) else "text"
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
+        message = f"{where}: parts of type {str(kind)[:40]!r} are not supported, only {', '.join(TEXT_PARTS)}"
+        raise RequestError(message, parameter="messages", value=part)
+    if part_text(part) is None:
+        raise _wrong(where, f"text, or an object with text as {TEXT_PARTS[kind]!r}", part)
+
+
+def _check_tool_call(where: str, call: Any) -> None:
+    function: Any = cast("Mapping[str, Any]", call).get("function") if isinstance(call, Mapping) else None
+    name: Any = cast("Mapping[str, Any]", function).get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise _wrong(where, "{'type': 'function', 'function': {'name': …, 'arguments': …}}", call)
+    arguments: Any = function.get("arguments")
+    if not isinstance(arguments, Mapping | str | None):
+        raise _wrong(f"{where}.function.arguments", "an object or JSON text", arguments)
+
+
+def _wrong(where: str, expected: str, value: Any) -> RequestError:
+    return RequestError(f"{where} must be {expected}, got {value!r:.80}", parameter=where, value=value)

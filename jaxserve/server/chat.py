@@ -1,0 +1,202 @@
+"""Conversations in the HTTP and gRPC APIs: tools, template variables, and completions parsed into messages."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxserve.errors import RequestError
+from jaxserve.parsers import (
+    MessageDelta,
+    MessageParser,
+    ParsedMessage,
+    leading_reasoning,
+    starts_in_reasoning,
+    tool_choice_schema,
+)
+from jaxserve.parsers.tool_choice import chosen_function, parameter_schemas
+from jaxserve.server.frontend import Frontend, ParserNames
+
+MAX_VARIABLES = 64
+_VARIABLE = re.compile(r"[A-Za-z]\w{0,63}", re.ASCII)
+_RESERVED = frozenset(
+    "messages conversation conversations tools documents template chat_template tokenize add_generation_prompt"
+    " continue_final_message variables return_assistant_tokens_mask return_dict return_tensors template_kwargs"
+    " tokenizer_kwargs self raise_exception strftime_now namespace".split()
+)
+
+
+def check_variables(name: str, value: Any) -> dict[str, Any]:
+    """Check the variables that a request passes to its chat template.
+
+    Args:
+        name: Of the parameter.
+        value: As the client sent it.
+
+    Raises:
+        RequestError: No object, too many variables, a name that templates reserve (such as ``messages`` and
+            ``bos_token``), or a value that is no string, number or boolean.
+    """
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} must be an object, got {type(value).__name__}", parameter=name, value=value)
+    if len(value) > MAX_VARIABLES:
+        raise RequestError(f"{name} must have at most {MAX_VARIABLES} variables, got {len(value)}", parameter=name)
+    for key, item in value.items():
+        if not _VARIABLE.fullmatch(key) or key in _RESERVED or key.endswith("_token"):
+            raise RequestError(f"{name} cannot have the variable {key[:100]!r}", parameter=name)
+        if item is not None and not isinstance(item, str | int | float | bool):
+            message = f"{name}.{key} must be a string, a number, true or false, got {type(item).__name__}"
+            raise RequestError(message, parameter=name)
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolUse:
+    """The tools of a request, checked.
+
+    Attributes:
+        tools: In OpenAI's form; None if there are none.
+        choice: ``none``, ``auto``, ``required`` or the object that names a function.
+        schema: The JSON schema that constrains the completion (``structured_outputs.json``); None if nothing does.
+        can_be_parallel: Whether the model may call several functions at once.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    choice: str | Mapping[str, Any] = "none"
+    schema: Mapping[str, Any] | None = None
+    can_be_parallel: bool = True
+
+    def sampling_fields(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of ``SamplingParams`` that the tools ask for.
+
+        Args:
+            given: The request's own values of these fields.
+
+        Raises:
+            RequestError: The tool choice and the request both constrain the completion.
+        """
+        found: dict[str, Any] = {}
+        if self.choice == "auto" and given.get("skip_special_tokens") is None:
+            found["skip_special_tokens"] = False  # the marks of calls may be special tokens
+        if self.schema is not None:
+            if given.get("structured_outputs") is not None:
+                message = (
+                    "a tool_choice that forces a call cannot be given together with structured_outputs or a format"
+                )
+                raise RequestError(message, parameter="tool_choice", value=self.choice)
+            found["structured_outputs"] = {"json": dict(self.schema)}
+        return found
+
+
+def check_tools(
+    frontend: Frontend,
+    tools: Sequence[Mapping[str, Any]] | None,
+    choice: str | Mapping[str, Any] | None,
+    can_be_parallel: bool | None = None,
+) -> ToolUse:
+    """Check the tools of a request and its choice among them.
+
+    Args:
+        frontend: Knows the server's parsers and settings.
+        tools: In OpenAI's form; None or empty if there are none.
+        choice: ``tool_choice``; None means ``auto`` if there are tools.
+        can_be_parallel: ``parallel_tool_calls``; None means True.
+
+    Raises:
+        RequestError: A wrong form, a choice without tools, or ``auto`` on a server that cannot parse calls.
+    """
+    schemas = parameter_schemas(tools or ())
+    if not tools:
+        if choice not in (None, "none"):
+            message = "When using `tool_choice`, `tools` must be set."
+            raise RequestError(message, parameter="tool_choice", value=choice)
+        return ToolUse()
+    chosen = "auto" if choice is None else choice
+    if isinstance(chosen, str) and chosen not in ("none", "auto", "required"):
+        message = 'Invalid value for `tool_choice`: only a named tool, "none", "auto" or "required" are supported.'
+        raise RequestError(message, parameter="tool_choice", value=chosen)
+    chosen_function(chosen, schemas)
+    if chosen == "auto" and not (frontend.config.enable_auto_tool_choice and frontend.parsers.tools):
+        message = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+        raise RequestError(message, parameter="tool_choice", value=chosen)
+    schema = tool_choice_schema(tools, chosen, can_be_parallel)
+    return ToolUse(tuple(tools), chosen, schema, can_be_parallel is not False)
+
+
+class ChatParser:
+    """Parses the completions of a conversation into messages, streamed or whole.
+
+    Call ``begin`` once, before the first ``feed``.
+
+    Args:
+        names: The server's parsers.
+        use: The request's tools.
+        include_reasoning: Whether to return the reasoning; it is never part of the content.
+        is_constrained: Whether a grammar constrains the completion after the reasoning.
+    """
+
+    def __init__(
+        self,
+        names: ParserNames,
+        use: ToolUse,
+        *,
+        include_reasoning: bool = True,
+        is_constrained: bool = False,
+    ):
+        self._names = names
+        self._use = use
+        self._include_reasoning = include_reasoning
+        self._reasoning = names.reasoning
+        if is_constrained and names.reasoning is not None:
+            self._reasoning = leading_reasoning(names.reasoning)
+        self._starts_inside: bool | None = None
+        self._parsers: dict[int, MessageParser] = {}
+        self._is_plain = self._reasoning is None and use.choice == "none"
+        self._plain_texts: dict[int, list[str]] = {}
+
+    def begin(self, prompt: str | None) -> None:
+        """Read from the prompt whether the chat template has opened the reasoning."""
+        if self._reasoning is not None and prompt is not None:
+            self._starts_inside = starts_in_reasoning(prompt, self._reasoning)
+
+    def feed(self, index: int, text: str, is_end: bool = False) -> MessageDelta:
+        """Parse the next piece of a completion; return what it adds to the message.
+
+        Args:
+            index: Which of the n completions.
+            text: The new text; may be empty.
+            is_end: Whether it is the last piece.
+        """
+        if self._is_plain:
+            self._plain_texts.setdefault(index, []).append(text)
+            return MessageDelta(text or None)
+        parser = self._parser(index)
+        delta = parser.finish(text) if is_end else parser.feed(text)
+        calls = delta.tool_calls
+        if not self._use.can_be_parallel:
+            calls = tuple(call for call in calls if call.index == 0)
+        return MessageDelta(delta.content, delta.reasoning if self._include_reasoning else None, calls)
+
+    def message(self, index: int) -> ParsedMessage:
+        """Return the message that a completion has become so far."""
+        if self._is_plain:
+            return ParsedMessage("".join(self._plain_texts.get(index, ())) or None)
+        whole = self._parser(index).message()
+        calls = whole.tool_calls if self._use.can_be_parallel else whole.tool_calls[:1]
+        return ParsedMessage(whole.content, whole.reasoning if self._include_reasoning else None, calls)
+
+    def finish_reason(self, index: int, reason: str) -> str:
+        """Return ``tool_calls`` for a completion that stopped by itself and has calls; else the engine's reason."""
+        is_call = reason == "stop" and not self._is_plain and bool(self.message(index).tool_calls)
+        return "tool_calls" if is_call else reason
+
+    def _parser(self, index: int) -> MessageParser:
+        if index not in self._parsers:
+            self._parsers[index] = MessageParser(
+                self._reasoning,
+                self._names.tools,
+                schemas=self._use.tools,
+                tool_choice=self._use.choice,
+                prompt_ends_in_reasoning=self._starts_inside,
+            )
+        return self._parsers[index]

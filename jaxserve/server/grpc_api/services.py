@@ -1,0 +1,173 @@
+"""The other gRPC services: models, tokenizer, and operation of the server."""
+
+import contextlib
+from collections.abc import Callable
+
+from jaxserve.errors import RequestError
+from jaxserve.metric_types import Gauge
+from jaxserve.server.engine_request import check_converted
+from jaxserve.server.errors import NotImplementedRequestError
+from jaxserve.server.frontend import Frontend
+from jaxserve.server.grpc_api.generation import read_conversation
+from jaxserve.server.grpc_api.interceptor import CURRENT_CALL, Context
+from jaxserve.server.proto.jaxserve.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    tokenization_pb2,
+    tokenization_pb2_grpc,
+)
+
+
+class ModelServicer(model_pb2_grpc.ModelServiceServicer):
+    """The models of a server.
+
+    Args:
+        frontend: The front end.
+    """
+
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
+
+    async def ListModels(self, request: model_pb2.ListModelsRequest, context: Context) -> model_pb2.ListModelsResponse:
+        """Return the model under each of its names."""
+        del request, context
+        return model_pb2.ListModelsResponse(models=[self._model(name) for name in self._frontend.model_names])
+
+    async def GetModel(self, request: model_pb2.GetModelRequest, context: Context) -> model_pb2.GetModelResponse:
+        """Return the model by one of its names."""
+        del context
+        return model_pb2.GetModelResponse(model=self._model(self._frontend.check_model(request.model)))
+
+    def _model(self, name: str) -> model_pb2.Model:
+        made = model_pb2.Model()
+        made.CopyFrom(self._frontend.info.model)
+        made.id, made.created = name, self._frontend.created_s
+        return made
+
+
+class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
+    """The model's tokenizer and chat template.
+
+    Args:
+        frontend: The front end.
+    """
+
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
+
+    def _admit(self, model: str) -> contextlib.AbstractContextManager[None]:
+        self._frontend.check_model(model)
+        return self._frontend.admit(CURRENT_CALL.get().caller)
+
+    async def Tokenize(
+        self, request: tokenization_pb2.TokenizeRequest, context: Context
+    ) -> tokenization_pb2.TokenizeResponse:
+        """Return the token ids of a text."""
+        del context
+        adds = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        with self._admit(request.model):
+            token_ids, strings = await self._frontend.engine.tokenize(request.text, adds, request.return_token_strings)
+        return tokenization_pb2.TokenizeResponse(
+            token_ids=token_ids,
+            token_strings=strings if request.return_token_strings else (),
+            max_model_len=self._frontend.info.max_model_len,
+        )
+
+    async def Detokenize(
+        self, request: tokenization_pb2.DetokenizeRequest, context: Context
+    ) -> tokenization_pb2.DetokenizeResponse:
+        """Return the text of token ids."""
+        del context
+        if not request.HasField("token_ids"):
+            raise RequestError("expected token_ids", parameter="token_ids")
+        check_converted("token_ids", len(request.token_ids.ids))
+        with self._admit(request.model):
+            text = await self._frontend.engine.detokenize(list(request.token_ids.ids), request.skip_special_tokens)
+        return tokenization_pb2.DetokenizeResponse(text=text)
+
+    async def ApplyChatTemplate(
+        self, request: tokenization_pb2.ApplyChatTemplateRequest, context: Context
+    ) -> tokenization_pb2.ApplyChatTemplateResponse:
+        """Return the prompt of a conversation."""
+        del context
+        chat, _ = read_conversation(self._frontend, request.messages)
+        with self._admit(request.model):
+            text, token_ids = await self._frontend.engine.render_chat(chat)
+        return tokenization_pb2.ApplyChatTemplateResponse(text=text, token_ids=token_ids)
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """Operation of a server.
+
+    Args:
+        frontend: The front end.
+        on_drain: Starts a drain; gets the seconds that in-flight requests may take, None for the server's setting.
+    """
+
+    def __init__(self, frontend: Frontend, on_drain: Callable[[float | None], None]):
+        self._frontend = frontend
+        self._on_drain = on_drain
+
+    async def GetLoad(self, request: admin_pb2.GetLoadRequest, context: Context) -> admin_pb2.GetLoadResponse:
+        """Return how busy the server is."""
+        del request, context
+        metrics = await self._frontend.engine.metrics()
+        gauges = {one.name.rpartition(":")[2]: float(one.value) for one in metrics if isinstance(one, Gauge)}
+        limits = self._frontend.limits
+        return admin_pb2.GetLoadResponse(
+            num_running=round(gauges.get("num_requests_running", 0)),
+            num_waiting=round(gauges.get("num_requests_waiting", 0)),
+            kv_cache_usage=gauges.get("kv_cache_usage_perc", 0),
+            num_in_flight=limits.num_in_flight,
+            is_draining=not limits.is_open,
+        )
+
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
+        """Stop accepting requests, and stop the server when in-flight requests have finished."""
+        del context
+        timeout_s = request.timeout_s if request.HasField("timeout_s") else None
+        if timeout_s is not None and not 0 <= timeout_s < float("inf"):
+            message = f"timeout_s must be a finite number of seconds of at least 0, got {timeout_s:g}"
+            raise RequestError(message, parameter="timeout_s", value=timeout_s)
+        self._on_drain(timeout_s)
+        return admin_pb2.DrainResponse()
+
+    async def ResetPrefixCache(
+        self, request: admin_pb2.ResetPrefixCacheRequest, context: Context
+    ) -> admin_pb2.ResetPrefixCacheResponse:
+        """Remove all pages from the prefix cache."""
+        del request, context
+        await self._frontend.engine.reset_prefix_cache()
+        return admin_pb2.ResetPrefixCacheResponse()
+
+    async def StartProfile(
+        self, request: admin_pb2.StartProfileRequest, context: Context
+    ) -> admin_pb2.StartProfileResponse:
+        """Start to record a profile of the engine."""
+        del request, context
+        directory = self._profile_directory()
+        await self._frontend.engine.start_profile(directory)
+        return admin_pb2.StartProfileResponse(directory=directory)
+
+    async def StopProfile(
+        self, request: admin_pb2.StopProfileRequest, context: Context
+    ) -> admin_pb2.StopProfileResponse:
+        """Stop recording."""
+        del request, context
+        directory = self._profile_directory()
+        await self._frontend.engine.stop_profile()
+        return admin_pb2.StopProfileResponse(directory=directory)
+
+    async def Abort(self, request: admin_pb2.AbortRequest, context: Context) -> admin_pb2.AbortResponse:
+        """Abort requests by their full ids."""
+        del context
+        aborted = await self._frontend.engine.abort(list(request.request_ids))
+        return admin_pb2.AbortResponse(aborted_request_ids=aborted)
+
+    def _profile_directory(self) -> str:
+        directory = self._frontend.config.profile_dir
+        if directory is None:
+            raise NotImplementedRequestError("this server records no profiles: it was started without --profile-dir")
+        return directory

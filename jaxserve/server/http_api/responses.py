@@ -1,0 +1,109 @@
+"""HTTP responses: JSON, OpenAI's error object, and streams of server-sent events."""
+
+import json
+import logging
+import math
+import urllib.parse
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from types import MappingProxyType
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.errors import JaxserveError
+from jaxserve.server.errors import status_of
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream."""
+UNUSED_HEADER = "X-Jaxserve-Unknown-Fields"
+_MAX_NAMED = 32
+_STREAM_HEADERS = MappingProxyType({"cache-control": "no-cache", "x-accel-buffering": "no"})
+_ERROR_TYPES = MappingProxyType(
+    {404: "NotFoundError", 405: "MethodNotAllowedError", 408: "TimeoutError", 413: "RequestTooLargeError"}
+)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def json_text(value: Any) -> str:
+    """Return compact JSON; raise ValueError for NaN and Infinity, which would be a bug of the server."""
+    return _ENCODER.encode(value)
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
+    """Return a JSON response; what UTF-8 cannot encode becomes a question mark."""
+    return Response(json_text(value).encode("utf-8", "replace"), status, dict(headers), "application/json")
+
+
+def error_object(error: Exception) -> dict[str, Any]:
+    """Return ``{"error": ...}`` in the form of OpenAI and vLLM; ``code`` is the HTTP status."""
+    if isinstance(error, HTTPException):
+        message, parameter, code = error.detail, None, error.status_code
+        kind = _ERROR_TYPES.get(code, "BadRequestError")
+    else:
+        status = status_of(error)
+        message, kind, parameter, code = status.message, status.kind, status.parameter, status.http
+    return {"error": {"message": message, "type": kind, "param": parameter, "code": code}}
+
+
+def error_response(error: Exception) -> Response:
+    """Return the response to a request that failed, with the headers that its status needs."""
+    body = error_object(error)
+    code, headers = body["error"]["code"], dict[str, str]()
+    if isinstance(error, HTTPException):
+        headers.update(error.headers or {})
+    elif (retry_after_s := status_of(error).retry_after_s) is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+    if code == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response(body, code, headers)
+
+
+class EventStream(StreamingResponse):
+    """A stream of server-sent events.
+
+    Args:
+        events: Whole events. An error before the first is raised, so that it can become the response's status; a later
+            one becomes the last event.
+        headers: More headers of the response.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]):
+        self._events = events
+        super().__init__(events, headers={**_STREAM_HEADERS, **headers})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; ``Endpoint`` watches for a client that disconnects."""
+        async with aclosing(self._events):
+            first = await anext(self._events, b"")
+            self.body_iterator = self._pieces(first)
+            await self.stream_response(send)
+
+    async def _pieces(self, first: bytes) -> AsyncGenerator[bytes, None]:
+        yield first
+        try:
+            async for piece in self._events:
+                yield piece
+        except Exception as error:
+            if not isinstance(error, JaxserveError):
+                logger.exception("a stream failed")
+            yield f"data: {json_text(error_object(error))}\n\n".encode("utf-8", "replace") + DONE
+
+
+def unused_fields_header(names: Sequence[str]) -> dict[str, str]:
+    """Return the header that names the fields of a request that had no effect; empty if there are none.
+
+    Names are percent-encoded and cut to 64 characters; those after the 32nd are only counted.
+    """
+    if not names:
+        return {}
+    listed = [urllib.parse.quote(name[:64].encode("utf-8", "replace"), safe="._-[]") for name in names[:_MAX_NAMED]]
+    if len(names) > _MAX_NAMED:
+        listed.append(f"+{len(names) - _MAX_NAMED}")
+    return {UNUSED_HEADER: ", ".join(listed)}
