@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import pickle
 import signal
 import socket
 import sys
@@ -29,6 +28,7 @@ from jaxserve.server.engine_messages import (
     ToEngine,
     check_length,
     pack_frame,
+    unpack,
 )
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.output_collector import OutputCollector
@@ -204,7 +204,7 @@ class EngineLink:
 
     async def _read_message(self) -> FromEngine:
         (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-        return pickle.loads(await self._reader.readexactly(check_length(length, MAX_FROM_ENGINE_BYTES)))
+        return unpack(await self._reader.readexactly(check_length(length, MAX_FROM_ENGINE_BYTES)))
 
     async def _read(self) -> None:
         """Handle messages until the process ends; then fail whatever waits for it."""

@@ -1,15 +1,18 @@
 """Messages between a server's front end and its engine process, and the frames they travel in.
 
-A frame is a length of four bytes, big-endian, and a pickled message. Pickle is safe here, and used nowhere else: both
-ends are processes of one version and one user, joined by a socket pair that no other process can reach, and what
-clients send travels inside messages as plain strings, numbers, lists and dictionaries.
+A frame is a length of four bytes, big-endian, and a message in MessagePack. Both ends are processes of one version, so
+messages need no schema: an object travels as its class's index in ``_CLASSES`` and its fields. Unlike a pickle, a frame
+cannot name any other class, and what clients send cannot pass for an object.
 """
 
-import pickle
+import dataclasses
+import enum
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgpack
 
 from jaxserve.errors import (
     ConfigError,
@@ -20,8 +23,14 @@ from jaxserve.errors import (
     RequestError,
     RequestFailedError,
 )
-from jaxserve.outputs import RequestOutput
+from jaxserve.logprobs import Logprob
+from jaxserve.metric_types import Counter, Gauge, Histogram
+from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxserve.pooling_params import PoolingParams
+from jaxserve.sampling_checks import RequestOutputKind
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.engine_request import EngineRequest
+from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 
 HEADER = struct.Struct(">I")
 MAX_TO_ENGINE_BYTES = 64 << 20
@@ -129,21 +138,95 @@ ToEngine = Start | Submit | Cancel | Query | Stop
 FromEngine = Ready | Failure | Outputs | QueryResult | Heartbeat
 
 
+# The first class that an error is an instance of decides; any other error is internal.
+_ERRORS = (RequestFailedError, RequestError, OverloadedError, DeadlineError, EngineDeadError, ConfigError)
+_CLASSES: tuple[type, ...] = (
+    *(Start, Submit, Cancel, Query, Stop, Ready, Failure, Output, Outputs, QueryResult, Heartbeat),
+    *(
+        EngineRequest,
+        SamplingParams,
+        RequestOutputKind,
+        StructuredOutputsParams,
+        RepetitionDetectionParams,
+        PoolingParams,
+    ),
+    *(RequestOutput, CompletionOutput, RequestMetrics, Logprob),
+    *(Counter, Gauge, Histogram, tuple),
+    *_ERRORS,
+)
+_MARKS: dict[type, msgpack.ExtType] = {cls: msgpack.ExtType(code, b"") for code, cls in enumerate(_CLASSES)}
+_FIELDS: dict[type, list[str]] = {
+    cls: [field.name for field in dataclasses.fields(cls)] for cls in _CLASSES if dataclasses.is_dataclass(cls)
+}
+
+
 class FrameError(ValueError):
-    """A message that cannot be sent or received: too long, or not to be pickled."""
+    """A message that cannot be sent or received: too long, or with a value that MessagePack cannot hold."""
 
 
 def pack_frame(message: ToEngine | FromEngine, limit_bytes: int) -> bytes:
     """Return a message as a frame.
 
     Raises:
-        FrameError: The message is too long, or holds something that cannot be pickled.
+        FrameError: The message is too long, or holds a value that cannot be sent.
     """
     try:
-        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
-        raise FrameError(f"{type(message).__name__} cannot be sent between processes: {error}") from error
+        body = msgpack.Packer(default=_as_map, strict_types=True).pack(message)
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+    ) as error:  # an unknown class, a lone surrogate, a large number, deep lists
+        raise FrameError(f"{type(message).__name__} holds a value that cannot be sent: {error}") from error
     return HEADER.pack(check_length(len(body), limit_bytes)) + body
+
+
+def unpack(body: bytes) -> Any:
+    """Return the message of a frame.
+
+    Raises:
+        ValueError: The bytes are not a message.
+    """
+    return msgpack.unpackb(body, ext_hook=_class_of, object_pairs_hook=_from_pairs, strict_map_key=False)
+
+
+def _as_map(value: Any) -> dict[Any, Any]:
+    """Return an object as a map from its class's mark, which nothing else can contain, to its fields."""
+    cls = type(value)
+    if cls not in _MARKS:
+        raise TypeError(f"objects of {cls.__name__} cannot be sent")
+    if isinstance(value, tuple):
+        fields = list(value)
+    elif isinstance(value, enum.Enum):
+        fields = value.value
+    elif isinstance(value, Exception):
+        fields = [str(value), getattr(value, "parameter", None)]
+    else:
+        fields = [getattr(value, name) for name in _FIELDS[cls]]
+    return {_MARKS[cls]: fields}
+
+
+def _class_of(code: int, data: bytes) -> type:
+    del data
+    return _CLASSES[code]
+
+
+def _from_pairs(pairs: list[tuple[Any, Any]]) -> Any:
+    """Build an object, without checks that its sender has done, or a plain dictionary."""
+    if len(pairs) != 1 or not isinstance(pairs[0][0], type):
+        return dict(pairs)
+    cls, fields = pairs[0]
+    if cls is tuple or issubclass(cls, enum.Enum):
+        return cls(fields)
+    if issubclass(cls, Exception):
+        error = cls(fields[0])
+        if isinstance(error, RequestError):
+            error.parameter = fields[1]  # the text names it already
+        return error
+    made = object.__new__(cls)
+    for name, value in zip(_FIELDS[cls], fields, strict=True):
+        object.__setattr__(made, name, value)
+    return made
 
 
 def check_length(num_bytes: int, limit_bytes: int) -> int:
@@ -157,16 +240,12 @@ def check_length(num_bytes: int, limit_bytes: int) -> int:
     return num_bytes
 
 
-# The first class that an error is an instance of decides; any other error is internal.
-_ERROR_CLASSES = (RequestFailedError, RequestError, OverloadedError, DeadlineError, EngineDeadError, ConfigError)
-
-
 def sendable_error(error: BaseException) -> JaxserveError:
     """Return an error as the front end gets it: of a class that it knows, without causes and lone surrogates."""
     text = _without_surrogates(str(error)) or type(error).__name__
     if isinstance(error, EngineDeadError) and error.__cause__ is not None:
         text = "the engine stopped after a failure"  # its log has the details
-    sent = next((cls for cls in _ERROR_CLASSES if isinstance(error, cls)), RequestFailedError)(text)
+    sent = next((cls for cls in _ERRORS if isinstance(error, cls)), RequestFailedError)(text)
     parameter = getattr(error, "parameter", None)
     if isinstance(sent, RequestError) and isinstance(parameter, str):
         sent.parameter = _without_surrogates(parameter)  # the text names it already

@@ -1,11 +1,11 @@
-"""What both surfaces share: whom they let in, how much, and what is noted of each request."""
+"""What the HTTP and gRPC APIs share: the engine, limits, API keys, and the log of requests."""
 
 import contextlib
 import dataclasses
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from jaxserve.errors import RequestError, RequestFailedError
@@ -21,7 +21,7 @@ from jaxserve.server.settings import ServerConfig
 
 @dataclasses.dataclass(frozen=True)
 class ParserNames:
-    """How the model writes what is not content: names of formats in ``jaxserve.parsers``, None where there is none.
+    """Names of the parsers in ``jaxserve.parsers`` for what the model writes besides content; None: no parser.
 
     Attributes:
         reasoning: The engine's ``reasoning_parser``.
@@ -33,16 +33,16 @@ class ParserNames:
 
 
 class Frontend:
-    """The state of a front end: one for all surfaces of a server.
+    """The state that all APIs of a server share.
 
     Args:
         config: The server's settings.
-        engine: The engine behind it.
+        engine: The engine's client.
         limits: Limits the requests in flight.
-        authenticator: Knows the callers.
-        log: Notes requests: log lines, counters, traces.
-        model: Directory or hub id of the model: its name where none is given.
-        parsers: How the model writes reasoning and tool calls.
+        authenticator: Checks API keys.
+        log: Writes log lines, counters and traces of requests.
+        model: Directory or hub id of the model: its name unless ``served_model_name`` is set.
+        parsers: The parsers of reasoning and tool calls.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class Frontend:
 
     @property
     def info(self) -> EngineInfo:
-        """What runs behind it.
+        """What runs.
 
         Raises:
-            UnavailableError: Nothing does yet, or any more.
+            UnavailableError: The engine is not ready, or has ended.
         """
         return self.engine.info
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with for a request that names a model, or none.
+        """Return the model name of a response to a request for the model ``name``; None: the first name.
 
         Raises:
-            UnknownModelError: There is no model of that name.
+            UnknownModelError: The server has no model of that name.
         """
         if not name:
             return self.model_names[0]
@@ -85,21 +85,14 @@ class Frontend:
             raise UnknownModelError(f"The model `{name}` does not exist.")
         return name
 
-    @contextlib.contextmanager
-    def admit(self, caller: Caller, num_texts: int = 1) -> Iterator[None]:
-        """Lets a request in that asks for so many texts, and holds its place while the block runs.
-
-        Raises:
-            UnavailableError: The server takes no requests.
-            OverloadedError: There are too many.
-        """
-        with self.limits.admit(caller, num_texts):
-            yield
+    def admit(self, caller: Caller, num_seqs: int = 1) -> contextlib.AbstractContextManager[None]:
+        """Count a request while the block runs; errors as ``RequestLimits.admit``."""
+        return self.limits.admit(caller, num_seqs)
 
     async def generate(
         self, caller: Caller, request: EngineRequest, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of a request that was admitted; as ``Engine.generate``, and noted in log, counters and trace."""
+        """Run an admitted request as ``EngineClient.generate``, and record it in log, counters and trace."""
         request = self._with_own_salt(caller, request)
         with self.log.follow(caller.name, request_id, request) as entry:
             outputs = self.engine.generate(request, request_id)
@@ -111,7 +104,7 @@ class Frontend:
                     yield output
 
     async def embed(self, caller: Caller, request: EngineRequest, request_id: str) -> tuple[list[float], int]:
-        """The pooled vector of a prompt and its number of tokens."""
+        """Return the pooled vector of a prompt and its number of tokens; recorded as ``generate``."""
         request = self._with_own_salt(caller, request)
         with self.log.follow(caller.name, request_id, request) as entry:
             vector, num_tokens = await self.engine.embed(request, request_id)
@@ -119,7 +112,7 @@ class Frontend:
             return vector, num_tokens
 
     def _with_own_salt(self, caller: Caller, request: EngineRequest) -> EngineRequest:
-        """The request with a salt that callers of other tenants cannot make, and with the server's own deadline.
+        """Return the request with a cache salt that other tenants cannot guess, and the server's default deadline.
 
         Raises:
             RequestError: The request's own salt is empty.
@@ -136,5 +129,5 @@ class Frontend:
 
 
 def new_request_id(prefix: str) -> str:
-    """A name for a request, such as ``cmpl-…``: made here alone, so that nobody can guess or choose another's."""
+    """Return a new request id such as ``cmpl-…``; clients can neither guess nor choose it."""
     return f"{prefix}-{secrets.token_hex(16)}"

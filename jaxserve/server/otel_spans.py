@@ -1,48 +1,53 @@
-"""Spans of OpenTelemetry, over OTLP's gRPC. Imported only where traces are asked for: it needs the extra ``otel``."""
+"""Spans of OpenTelemetry, sent by OTLP over gRPC. Imported only if traces are on: it needs the extra ``otel``."""
 
 import importlib.metadata
 import threading
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+import opentelemetry.trace
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from jaxserve.server.tracing import AttributeValue
 
 SPAN_NAME = "llm_request"
 """vLLM's name."""
-_CLOSE_S = 3.0
-"""Seconds that spans may take to leave at the end."""
+_CLOSE_S = 3.0  # for the last spans
 
 
 class OtelSpan:
     """A request's span that has begun.
 
     Args:
-        span: OpenTelemetry's.
+        span: OpenTelemetry's span.
     """
 
-    def __init__(self, span: Span):
+    def __init__(self, span: opentelemetry.trace.Span):
         self._span = span
 
     def end(self, attributes: Mapping[str, AttributeValue], error: str | None) -> None:
-        """Ends it, as an error where ``error`` says what went wrong."""
-        self._span.set_attributes({name: value for name, value in attributes.items()})
+        """End the span.
+
+        Args:
+            attributes: What became known while the request ran.
+            error: What went wrong in the server, if anything did.
+        """
+        self._span.set_attributes({**attributes})
         if error is not None:
             self._span.set_status(Status(StatusCode.ERROR, error))
         self._span.end()
 
 
 class OtelTracer:
-    """Sends spans in batches from a thread of its own; a collector that does not answer costs nothing but the spans.
+    """Sends spans in batches from a thread of its own; if the collector does not answer, only spans are lost.
 
-    OpenTelemetry's environment variables (OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS, …) hold. The provider is not
-    made the process's: libraries that trace themselves go on as they did.
+    OpenTelemetry's environment variables (OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS, …) apply. The provider is not
+    installed for the whole process, so libraries that trace themselves are not affected.
 
     Args:
         endpoint: The collector's address; only ``https`` is encrypted.
@@ -58,13 +63,17 @@ class OtelTracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def start(self, attributes: Mapping[str, AttributeValue], headers: Mapping[str, str]) -> OtelSpan:
-        """Begins a request's span, below the caller's where the headers name one."""
+        """Begin a request's span, as a child of the caller's span if the headers name one.
+
+        Args:
+            attributes: What is known about the request.
+            headers: The result of ``remembered_headers``.
+        """
         context = self._propagator.extract(headers)
-        given = {name: value for name, value in attributes.items()}
-        return OtelSpan(self._tracer.start_span(SPAN_NAME, context, SpanKind.SERVER, given))
+        return OtelSpan(self._tracer.start_span(SPAN_NAME, context, SpanKind.SERVER, {**attributes}))
 
     def close(self) -> None:
-        """Sends what is left, for some seconds at most."""
+        """Send the remaining spans, for a few seconds at most."""
         limit = threading.Timer(_CLOSE_S, self._exporter.shutdown)
         limit.daemon = True
         limit.start()

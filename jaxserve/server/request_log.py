@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Mapping
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from jaxserve.errors import JaxserveError
 from jaxserve.outputs import RequestMetrics, RequestOutput
@@ -16,12 +17,14 @@ from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tracing import (
     LABEL_HEADER,
     AttributeValue,
-    Span,
     make_tracer,
     remembered_headers,
     request_attributes,
     time_attributes,
 )
+
+if TYPE_CHECKING:  # the extra "otel" may not be installed
+    from jaxserve.server.otel_spans import OtelSpan
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +76,7 @@ class RequestEntry:
         self._texts: collections.defaultdict[int, str] = collections.defaultdict(str)
         self._is_finished = False
         self._times: RequestMetrics | None = None
-        self._span: Span | None = None
+        self._span: OtelSpan | None = None
 
     def __enter__(self) -> "RequestEntry":
         self._log.counts.started += 1
@@ -199,7 +202,7 @@ class RequestLog:
         """Notes a request's begin, what comes, and its end, an error too: use it in a ``with`` statement."""
         return RequestEntry(self, caller, request_id, request)
 
-    def start_span(self, request_id: str, request: EngineRequest) -> Span | None:
+    def start_span(self, request_id: str, request: EngineRequest) -> "OtelSpan | None":
         """Begins a request's span; None where nothing is traced."""
         if self._tracer is None:
             return None

@@ -77,11 +77,6 @@ def _write_own_fields(params: SamplingParams, message: sampling_pb2.SamplingPara
         message.extra_args_json = json.dumps(dict(params.extra_args))
 
 
-def params_from_proto(message: sampling_pb2.SamplingParams, **changes: Any) -> SamplingParams:
-    """What ``params_to_proto`` was given; ``changes`` win."""
-    return SamplingParams(**{**given_fields(message), **changes})
-
-
 def read_json(name: str, text: str) -> Any:
     """What a JSON text in a field holds.
 

@@ -1,13 +1,13 @@
-"""OpenTelemetry traces: a span a request, with vLLM's attributes; and what a caller's headers say about its own trace.
+"""OpenTelemetry traces: one span per request, with vLLM's attributes, below the caller's span if its headers name one.
 
-A surface calls ``remember_trace`` with the headers of a request before it hands the request on, in the same task.
+The HTTP and gRPC APIs call ``remember_trace`` with the headers of a request, in the task that then runs the request.
 """
 
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from jaxserve.errors import ConfigError
@@ -15,24 +15,27 @@ from jaxserve.outputs import RequestMetrics
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.settings import ServerConfig
 
+if TYPE_CHECKING:  # the extra "otel" may not be installed
+    from jaxserve.server.otel_spans import OtelTracer
+
 TRACE_HEADERS = ("traceparent", "tracestate")
-"""W3C's names."""
+"""Names of the W3C trace context."""
 LABEL_HEADER = "x-request-id"
-"""What a client calls its request: a label in the log, never a name of ours."""
+"""The client's own name of its request: a label in the log, never used as an identifier."""
 _MAX_HEADER_LENGTH = 512
 _SCHEMES = ("grpc", "http", "https")
 
 AttributeValue = str | int | float | Sequence[str]
 
 _headers: ContextVar[Mapping[str, str]] = ContextVar("trace_headers", default=MappingProxyType({}))
-_tracers: list["Tracer"] = []
+_tracers: list["OtelTracer"] = []
 
 
 def remember_trace(headers: Mapping[str, str] | Iterable[tuple[str, str | bytes]]) -> None:
-    """Keeps what a request's headers say of its trace and its label, for the rest of this task.
+    """Keep the trace headers and the label of a request for the rest of this task.
 
     Args:
-        headers: All of an HTTP request's headers or a gRPC call's metadata. What is too long, or no text, is dropped.
+        headers: All headers of an HTTP request, or the metadata of a gRPC call. Long and binary values are dropped.
     """
     pairs = cast("Mapping[str, str]", headers).items() if isinstance(headers, Mapping) else headers
     kept: dict[str, str] = {}
@@ -46,72 +49,40 @@ def remember_trace(headers: Mapping[str, str] | Iterable[tuple[str, str | bytes]
 
 
 def remembered_headers() -> Mapping[str, str]:
-    """What ``remember_trace`` kept in this task; empty where nobody called it."""
+    """Return what ``remember_trace`` kept in this task; empty if it was not called."""
     return _headers.get()
 
 
-@runtime_checkable
-class Span(Protocol):
-    """A request's span that has begun."""
-
-    def end(self, attributes: Mapping[str, AttributeValue], error: str | None) -> None:
-        """Ends it.
-
-        Args:
-            attributes: What became known.
-            error: What went wrong at the server; None where nothing did.
-        """
-        ...
-
-
-@runtime_checkable
-class Tracer(Protocol):
-    """Begins spans and sends them off in the background."""
-
-    def start(self, attributes: Mapping[str, AttributeValue], headers: Mapping[str, str]) -> Span:
-        """Begins a request's span.
-
-        Args:
-            attributes: What is known of the request.
-            headers: As ``remembered_headers`` gives them: the caller's span, if there is one.
-        """
-        ...
-
-    def close(self) -> None:
-        """Sends what is left; may block for some seconds."""
-        ...
-
-
-def make_tracer(config: ServerConfig) -> Tracer | None:
-    """The tracer that the settings ask for; None where they ask for none.
+def make_tracer(config: ServerConfig) -> "OtelTracer | None":
+    """Return the tracer of ``otlp_traces_endpoint``; None if it is not set.
 
     Raises:
-        ConfigError: The endpoint is no address, or OpenTelemetry is not installed.
+        ConfigError: The endpoint is not an address, or OpenTelemetry is not installed.
     """
     endpoint = config.otlp_traces_endpoint
     if endpoint is None:
         return None
     parts = urlsplit(endpoint)
     if parts.scheme not in _SCHEMES or not parts.hostname:
-        raise ConfigError(f"otlp_traces_endpoint: expected such as http://localhost:4317, got {endpoint!r}")
+        raise ConfigError(f"otlp_traces_endpoint: expected an address such as http://localhost:4317, got {endpoint!r}")
     try:
         module = importlib.import_module("jaxserve.server.otel_spans")
     except ImportError as error:
         message = "otlp_traces_endpoint needs OpenTelemetry: install jaxserve with its extra 'otel'"
         raise ConfigError(message) from error
-    tracer: Tracer = module.OtelTracer(endpoint)
+    tracer: OtelTracer = module.OtelTracer(endpoint)
     _tracers.append(tracer)
     return tracer
 
 
 def close_tracing() -> None:
-    """Sends off what is left of all traces, at the process' end; may block for some seconds."""
+    """Send the remaining spans before the process ends; may block for some seconds."""
     while _tracers:
         _tracers.pop().close()
 
 
 def request_attributes(request_id: str, request: EngineRequest, model: str | None) -> dict[str, AttributeValue]:
-    """What a request's span says from its begin."""
+    """Return the attributes that a request's span has from its beginning."""
     params = request.params
     found = {
         "gen_ai.request.id": request_id,
@@ -125,7 +96,7 @@ def request_attributes(request_id: str, request: EngineRequest, model: str | Non
 
 
 def time_attributes(times: RequestMetrics) -> dict[str, AttributeValue]:
-    """How long the parts of a request took, in seconds; what has not happened is left out."""
+    """Return the duration in seconds of each phase the request has reached."""
     arrival, queued, scheduled = times.arrival_s, times.queued_s, times.scheduled_s
     first, finished = times.first_token_s, times.finished_s
     spans = {

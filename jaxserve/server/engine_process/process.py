@@ -5,7 +5,6 @@ import contextlib
 import faulthandler
 import logging
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -33,6 +32,7 @@ from jaxserve.server.engine_messages import (
     ToEngine,
     check_length,
     sendable_error,
+    unpack,
 )
 from jaxserve.server.engine_process.outbox import Outbox
 from jaxserve.server.engine_process.renderers import Renderers
@@ -136,9 +136,9 @@ class Inbox:
                 if len(body) < length:
                     return
                 try:
-                    message = pickle.loads(body)
+                    message = unpack(body)
                 except Exception:
-                    logger.exception("dropped a message that cannot be unpickled")
+                    logger.exception("dropped a message that cannot be read")
                     continue
                 yield message
 

@@ -2,14 +2,18 @@
 
 import concurrent.futures
 import json
+import os
+import resource
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from jaxserve.child_process import ProcessPool
+from jaxserve.child_process import READY, ProcessPool
 from jaxserve.errors import RequestError
-from jaxserve.server.engine_process import renderer
-from jaxserve.text.chat import choose_template
+from jaxserve.text.chat import choose_template, quiet_transformers, render_chat
 
+_MODULE = "jaxserve.server.engine_process.renderers"  # run as a program it is the child process
 _MEMORY_BYTES = 512 << 20
 _MAX_PROCESSES = 4
 _ARGUMENTS = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
@@ -26,7 +30,7 @@ class Renderers:
         self._limit_s = limit_s
         self._threads = concurrent.futures.ThreadPoolExecutor(_MAX_PROCESSES, "jaxserve-render")
         setup = {"memory_bytes": _MEMORY_BYTES, "cpu_s": int(limit_s) + 1}
-        self._processes = ProcessPool(["-m", renderer.__name__], setup, starts_ahead=True)
+        self._processes = ProcessPool(["-m", _MODULE], setup, starts_ahead=True)
 
     def submit(
         self, make_job: Callable[[], Mapping[str, Any]], is_wanted: Callable[[], bool] = lambda: True
@@ -78,7 +82,7 @@ def render_job(
     special_tokens: Mapping[str, str],
     content_format: str = "auto",
 ) -> dict[str, Any]:
-    """Return the job of rendering a conversation, for ``renderer.py``.
+    """Return the job of rendering a conversation, for the child process.
 
     Args:
         chat: As in ``EngineRequest``; the front end has checked its messages and variables.
@@ -109,3 +113,54 @@ def render_job(
         "content_format": content_format,
         "variables": {**special_tokens, **variables},
     }
+
+
+def _limit_memory(extra_bytes: int) -> None:
+    """Let this process grow by at most so many bytes."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = used + extra_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _limit_cpu(seconds: int) -> None:
+    """Let the kernel kill this process after some more seconds of work, in case its parent has died."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + seconds + 1, hard))
+
+
+def _answer(job: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"text": render_chat(job.pop("conversation"), job.pop("template"), **job)}
+    except RequestError as error:
+        is_memory = isinstance(error.__cause__, MemoryError)
+        return {"error": "the chat template failed: it takes more memory than allowed" if is_memory else str(error)}
+    except MemoryError:
+        return {"error": "the chat template failed: it takes more memory than allowed"}
+
+
+def _serve() -> None:
+    """Render until standard input ends. In the child process."""
+    quiet_transformers()
+    from transformers.utils import chat_template_utils
+
+    del chat_template_utils  # loaded before the limits count
+    first = sys.stdin.readline()
+    if not first:  # the parent has ended
+        return
+    setup = json.loads(first)
+    if sys.platform == "linux":
+        _limit_memory(setup["memory_bytes"])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print(READY, flush=True)
+    for line in sys.stdin:
+        _limit_cpu(setup["cpu_s"])
+        print(json.dumps(_answer(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        _serve()
+    except BrokenPipeError:  # the parent has ended: exit without flushing
+        os._exit(0)

@@ -33,7 +33,7 @@ from jaxserve.server.errors import (
     UnknownModelError,
 )
 from jaxserve.server.frontend import ParserNames
-from jaxserve.server.sampling_codec import params_from_proto
+from jaxserve.server.sampling_codec import given_fields
 from tests.conftest import REPOSITORY
 from tests.grpc_servers import Serving, run, serving
 
@@ -173,7 +173,7 @@ def test_sampling_parameters_say_all() -> None:
     """A server's own defaults do not change what they mean elsewhere."""
     sent = generate_request("Hi", SamplingParams(temperature=1.0), {}).sampling_params
     assert (sent.temperature, sent.top_p, sent.top_k, sent.repetition_penalty, sent.max_tokens) == (1, 1, 0, 1, 16)
-    assert params_from_proto(sent) == SamplingParams()
+    assert SamplingParams(**given_fields(sent)) == SamplingParams()
     names = {field.name for field, _ in sent.ListFields()}
     assert "seed" not in names and "stop" not in names
 

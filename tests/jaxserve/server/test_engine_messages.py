@@ -1,6 +1,5 @@
 """What crosses the line between front end and engine process comes out as it went in."""
 
-import pickle
 import threading
 from typing import Any
 
@@ -23,6 +22,7 @@ from jaxserve.server.engine_messages import (
     check_length,
     pack_frame,
     sendable_error,
+    unpack,
 )
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
@@ -32,7 +32,7 @@ DELTA = SamplingParams(output_kind=RequestOutputKind.DELTA)
 
 def carried(message: ToEngine | FromEngine) -> Any:
     """The message as the other process reads it."""
-    return pickle.loads(pack_frame(message, 1 << 20)[HEADER.size :])
+    return unpack(pack_frame(message, 1 << 20)[HEADER.size :])
 
 
 def carried_error(error: BaseException) -> JaxserveError:
@@ -96,9 +96,13 @@ def nested(depth: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("value", [lambda: 0, threading.Lock(), nested(1_000_000)], ids=["function", "lock", "deep"])
-def test_what_cannot_be_pickled_is_an_error_of_its_message(value: Any) -> None:
-    with pytest.raises(FrameError, match="Submit cannot be sent between processes"):
+@pytest.mark.parametrize(
+    "value",
+    [object(), threading.Lock(), nested(100_000), "\ud800", 2**64],
+    ids=["object", "lock", "deep", "text", "number"],
+)
+def test_what_cannot_be_sent_is_an_error_of_its_message(value: Any) -> None:
+    with pytest.raises(FrameError, match="Submit holds a value that cannot be sent"):
         pack_frame(Submit(1, "name", EngineRequest(chat={"messages": value}, params=DELTA)), 1 << 30)
 
 
@@ -140,6 +144,23 @@ def test_requests_come_through(request_: EngineRequest) -> None:
 def test_a_request_has_one_prompt(given: dict[str, Any], count: int) -> None:
     with pytest.raises(RequestError, match=f"exactly one of text, token_ids and chat; got {count}"):
         EngineRequest(**given, params=DELTA)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{"a": [1, {2: "b"}]}, {12: [1, 2]}, {"": []}, (1, (2,)), [None, True, 0.5, float("inf"), b"\xff"]],
+    ids=range(5),
+)
+def test_plain_values_stay_what_they_are(content: Any) -> None:
+    assert carried(QueryResult(1, content)).result == content
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xff\xff", b"\xc1", b"\x81\xd4\x7f\x00\x90", b"\x81\xd4\x00\x00\x90"], ids=range(5)
+)
+def test_bytes_that_are_no_message_are_an_error(body: bytes) -> None:
+    with pytest.raises((ValueError, IndexError)):
+        unpack(body)
 
 
 # ---------------------------------------------------------------- metrics

@@ -1,7 +1,6 @@
 """What an engine process sends: one frame a step, nothing lost, nothing that grows while nobody reads."""
 
 import asyncio
-import pickle
 import socket
 import threading
 import time
@@ -14,7 +13,7 @@ from jaxserve import EngineDeadError, RequestOutput, RequestOutputKind, Sampling
 from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.request_state import RequestState
 from jaxserve.errors import JaxserveError, OverloadedError, RequestFailedError
-from jaxserve.server.engine_messages import HEADER, FromEngine, Heartbeat, Outputs, QueryResult
+from jaxserve.server.engine_messages import HEADER, FromEngine, Heartbeat, Outputs, QueryResult, unpack
 from jaxserve.server.engine_process.outbox import Outbox, OutboxStream
 from tests.jaxserve.fake_engine import DELTA, PATIENCE_S, FakeEngine, make_request
 
@@ -56,7 +55,7 @@ class Line:
     def read(self) -> FromEngine:
         """The next frame."""
         (length,) = HEADER.unpack(self._receive(HEADER.size))
-        return pickle.loads(self._receive(length))
+        return unpack(self._receive(length))
 
     def _receive(self, length: int) -> bytes:
         parts = b""

@@ -214,7 +214,9 @@ def test_only_what_is_needed_is_kept() -> None:
 
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "ftp://localhost:4317", "http://", "nonsense"])
 def test_endpoints_that_are_none(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match=r"otlp_traces_endpoint: expected such as http://localhost:4317, got"):
+    with pytest.raises(
+        ConfigError, match=r"otlp_traces_endpoint: expected an address such as http://localhost:4317, got"
+    ):
         make_tracer(ServerConfig(otlp_traces_endpoint=endpoint))
 
 
