@@ -1,4 +1,4 @@
-"""A request as every surface hands it to the engine process."""
+"""A request as the HTTP and gRPC APIs hand it to the engine process."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from jaxserve.request import check_length
 from jaxserve.sampling_params import SamplingParams
 
 MAX_CONVERTED_TOKENS = 1 << 18
-"""Most tokens whose texts are told at once: more would keep others waiting."""
+"""Most tokens converted to text in one request: more would keep others waiting."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,14 +70,14 @@ def within_context(token_ids: Sequence[int], truncate_prompt_tokens: int | None,
 
 
 def check_converted(name: str, num_tokens: int) -> None:
-    """Refuses to tell the texts of too many tokens.
+    """Reject a request to convert more than ``MAX_CONVERTED_TOKENS`` tokens to text.
 
     Args:
-        name: Of the parameter that asks for them.
-        num_tokens: How many they are.
+        name: The parameter that asks for the text.
+        num_tokens: Number of tokens.
 
     Raises:
-        RequestError: They are more than ``MAX_CONVERTED_TOKENS``.
+        RequestError: There are too many.
     """
     if num_tokens > MAX_CONVERTED_TOKENS:
         message = f"{name}: expected at most {MAX_CONVERTED_TOKENS} tokens at once, got {num_tokens}"

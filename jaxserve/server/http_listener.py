@@ -1,4 +1,8 @@
-"""Where the HTTP server listens."""
+"""The HTTP server: its socket and uvicorn's life.
+
+The socket is bound here because uvicorn's ``Config.bind_socket`` exits the process on failure, leaves a Unix socket's
+file open to all users, and does not replace the file of a server that has died.
+"""
 
 import asyncio
 import contextlib
@@ -25,7 +29,7 @@ _BACKLOG = 2048
 
 
 class _QuietUvicorn(uvicorn.Server):
-    """Leaves signals to us, and says when it has started."""
+    """Leaves signals to ``ServerLife``, and sets an event once it accepts connections."""
 
     def __init__(self, config: uvicorn.Config):
         super().__init__(config)
@@ -33,18 +37,18 @@ class _QuietUvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Captures none."""
+        """Capture no signals."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts."""
+        """Start, and set ``has_started``."""
         await super().startup(sockets)
         self.has_started.set()
 
 
 @contextlib.asynccontextmanager
 async def http_listening(frontend: Frontend) -> AsyncIterator[str]:
-    """Serves HTTP while the block runs; gives the address.
+    """Serve HTTP while the block runs; yield the address.
 
     Raises:
         ConfigError: The address cannot be used.
@@ -77,7 +81,7 @@ async def http_listening(frontend: Frontend) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def _serving(server: _QuietUvicorn, bound: socket.socket, address: str) -> AsyncIterator[None]:
-    """Serves while the block runs, which starts once connections are accepted.
+    """Serve while the block runs; enter it once connections are accepted.
 
     Raises:
         ConfigError: The server did not start.
@@ -102,10 +106,10 @@ async def _serving(server: _QuietUvicorn, bound: socket.socket, address: str) ->
 
 
 def _note_end(server: _QuietUvicorn, address: str, running: "asyncio.Task[None]") -> None:
-    """Logs an end that nobody asked for, or that is none."""
+    """Log the end of a server that was not told to stop, or that failed."""
     why = _why_ended(running)
     if not server.should_exit or (why and not running.cancelled()):
-        logger.error("the HTTP server at %s has ended: %s", address, why or "it did not say why")
+        logger.error("the HTTP server at %s has ended: %s", address, why or "no error was raised")
 
 
 def _why_ended(task: "asyncio.Task[None]") -> str:
@@ -125,9 +129,7 @@ def _http_address(config: ServerConfig, bound: socket.socket) -> str:
 
 @contextlib.contextmanager
 def _bound(config: ServerConfig) -> Iterator[socket.socket]:
-    """A socket on the address that HTTP listens on.
-
-    It listens at once, so that the address is taken and nobody else, such as the gRPC server, can have it too.
+    """Yield a socket bound to the HTTP address, listening already so that the gRPC server cannot take the same port.
 
     Raises:
         ConfigError: The address cannot be used.
@@ -160,22 +162,22 @@ def _bind_port(host: str, port: int) -> socket.socket:
 
 
 def _bind_path(bound: socket.socket, path: str) -> os.stat_result:
-    """Binds to a path that is nobody's, or was left by a server that ended; gives the file."""
+    """Bind to a new path, or one left by a server that has ended; return the file's status."""
     try:
         bound.bind(path)
     except OSError:
         if not _is_stale(path):
             raise
-        logger.info("removing %s, which a server has left behind", path)
+        logger.info("removing %s, which was left by a server that has ended", path)
         os.unlink(path)
         bound.bind(path)
-    # What the umask allows, and nothing to all users of the machine.
+    # Keep what the umask allows, but give other users of the machine no access.
     os.chmod(path, os.stat(path).st_mode & 0o660)
     return os.stat(path)
 
 
 def _is_stale(path: str) -> bool:
-    """Whether a path is a socket on which nobody listens."""
+    """Return whether a path is a socket on which no process listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.settimeout(1)
         try:
@@ -190,7 +192,7 @@ def _is_stale(path: str) -> bool:
 
 
 def _remove(path: str, made: os.stat_result) -> None:
-    """Removes the socket's file, unless it has become another server's."""
+    """Remove the socket's file, unless another server has replaced it."""
     with contextlib.suppress(OSError):
         if os.path.samestat(os.lstat(path), made):
             os.unlink(path)

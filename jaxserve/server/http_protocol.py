@@ -1,4 +1,8 @@
-"""A connection of the HTTP server: uvicorn's, with limits on what clients may send and how long they take."""
+"""A connection of the HTTP server: uvicorn's, with limits on header bytes and on the time clients take.
+
+uvicorn has neither for httptools (only ``h11_max_incomplete_event_size`` for h11, and a timeout of idle connections),
+so its protocol is subclassed and its transport wrapped.
+"""
 
 import asyncio
 import contextlib
@@ -14,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 64 << 10
-"""Of a request's line, headers and trailers together."""
+"""Limit on the URL, headers and trailers of a request together."""
 
 _TOO_LONG = b"the request's headers are too long"
 _TOO_LONG_REPLY = (
@@ -24,15 +28,15 @@ _TOO_LONG_REPLY = (
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Parses requests and has the application answer them.
+    """uvicorn's protocol with limits against slow and endless requests.
 
-    Who is owed nothing can hold a connection for so long only: its headers must be complete within the limit, counted
-    from the connection's start or the first byte behind the last request; so must the rest of a body that was answered
-    before it had come. An answer must be read (see ``WatchedTransport``).
+    Headers must be complete within the time limit, counted from the start of the connection or the first byte after
+    the last request; so must the rest of a body whose response was sent before it had arrived. Responses must be read
+    in time (see ``WatchedTransport``).
 
     Args:
-        limit_s: Seconds that a client may take; 0: any time.
-        settings: uvicorn's own.
+        limit_s: Seconds that a client may take; 0: no limit.
+        settings: uvicorn's own settings.
     """
 
     def __init__(self, limit_s: float, **settings: Any):
@@ -45,20 +49,20 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_idle_bytes = 0  # that came since the parser last had something for us but a header
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """A client is there."""
+        """A client has connected."""
         super().connection_made(transport)
         self._watched = WatchedTransport(transport, self._limit_s, self.loop)
         self.transport = cast("asyncio.Transport", self._watched)
         self._begin_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """The connection has ended."""
         self._end_deadline()
         self._watched.stop()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parses what came."""
+        """Parse bytes that arrived."""
         self._has_progressed = False
         super().data_received(data)
         if self.transport.is_closing():
@@ -75,17 +79,17 @@ class HttpProtocol(HttpToolsProtocol):
         self._state, self._num_header_bytes = "headers", 0
 
     def on_url(self, url: bytes) -> None:
-        """A part of its address."""
+        """A part of the URL has arrived."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header or a trailer."""
+        """A header or trailer has arrived."""
         self._count(len(name) + len(value) + len(b": \r\n"))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The request can be answered."""
+        """All headers have arrived."""
         self._progress("body")
         super().on_headers_complete()
         assert self.parser is not None
@@ -93,37 +97,37 @@ class HttpProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False  # the parser takes what follows for the other protocol
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """A part of the body has arrived."""
         self._has_progressed = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request has come whole."""
+        """The whole request has arrived."""
         self._progress("idle")
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """It is answered."""
+        """The response is complete."""
         super().on_response_complete()
         if self._state == "body" and self.cycle.response_complete and not self.transport.is_closing():
             self._begin_deadline()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what the parser refused."""
+        """Respond to a request that the parser rejected."""
         if self._num_header_bytes > MAX_HEADER_BYTES:
             self._refuse_headers()
         else:
             super().send_400_response(msg)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """None: who asks for an upgrade may be answered without."""
+        """Log nothing: HTTP upgrade requests are answered as plain HTTP/1.1."""
 
     def _progress(self, state: Literal["idle", "body"]) -> None:
         self._state, self._has_progressed = state, True
         self._end_deadline()
 
     def _count(self, num_bytes: int) -> None:
-        """Counts bytes of headers; the parser turns the error into its own."""
+        """Count header bytes; the parser turns the error into its own."""
         self._num_header_bytes += num_bytes
         if self._num_header_bytes > MAX_HEADER_BYTES:
             raise ValueError("the headers are too long")
@@ -147,23 +151,22 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _expire(self) -> None:
         self._deadline = None
-        if self.flow.read_paused:  # it is we who do not read
+        if self.flow.read_paused:  # the server is the one that does not read
             self._begin_deadline()
             return
-        logger.info("a request of %s did not come within %g s: the connection is cut", self.client, self._limit_s)
+        logger.info("a request of %s did not arrive within %g s: closing the connection", self.client, self._limit_s)
         self.transport.abort()
 
 
 class WatchedTransport:
-    """A transport that is cut once its client has taken nothing of what is written for so long.
+    """A transport that is aborted if its client receives nothing of what is written for too long.
 
-    uvicorn's ``send`` returns before a whole answer has left, and closing a transport waits for its buffer; so the
-    buffer itself is watched. A client that reads slowly is one that reads: what counts are bytes that the other side
-    has received.
+    uvicorn's ``send`` returns before the whole response has left, and closing a transport waits for its buffer; so the
+    buffer itself is watched. Slow clients are fine as long as the other side acknowledges some bytes.
 
     Args:
-        transport: To pass everything on to.
-        limit_s: Seconds without a byte taken; 0: any number.
+        transport: The wrapped transport.
+        limit_s: Seconds without a received byte; 0: no limit.
         loop: The event loop.
     """
 
@@ -177,11 +180,10 @@ class WatchedTransport:
         self._since_s = 0.0
 
     def __getattr__(self, name: str) -> Any:
-        """What is not watched."""
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Sends bytes, now or later."""
+        """Send bytes, now or later."""
         self._num_written += len(data)
         self._transport.write(data)
         if self._handle is None and self._limit_s and self._num_buffered():
@@ -189,19 +191,19 @@ class WatchedTransport:
             self._look_later()
 
     def close(self) -> None:
-        """Ends the connection once what is written has left."""
+        """Close the connection once the buffer is sent."""
         if not self._transport.is_closing():
             self._transport.close()
 
     def abort(self) -> None:
-        """Ends the connection, and what the system would go on sending with it."""
+        """Reset the connection, dropping what the kernel has buffered."""
         with contextlib.suppress(OSError):
             at_once = struct.pack("ii", 1, 0)
             self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
         self._transport.abort()
 
     def stop(self) -> None:
-        """The connection is gone."""
+        """Stop watching: the connection has ended."""
         if self._handle is not None:
             self._handle.cancel()
 
@@ -217,7 +219,7 @@ class WatchedTransport:
             self._since_s = now_s
         elif now_s - self._since_s >= self._limit_s:
             client = self._transport.get_extra_info("peername")
-            logger.info("the client %s read nothing for %g s: the connection is cut", client, self._limit_s)
+            logger.info("the client %s received nothing for %g s: closing the connection", client, self._limit_s)
             self.abort()
             return
         self._num_taken = num_taken
@@ -227,14 +229,14 @@ class WatchedTransport:
         return self._num_written - self._num_buffered() - _num_in_kernel(self._transport)
 
     def _num_buffered(self) -> int:
-        """Bytes in this process, those below TLS too, which asyncio counts for nobody."""
+        """Return the bytes buffered in this process, including those below TLS, which asyncio does not count."""
         below = getattr(getattr(self._transport, "_ssl_protocol", None), "_transport", None)
         num_below = below.get_write_buffer_size() if isinstance(below, asyncio.Transport) else 0
         return self._transport.get_write_buffer_size() + num_below
 
 
 def _num_in_kernel(transport: asyncio.Transport) -> int:
-    """Bytes that the system has yet to send, or has sent and knows nothing of yet; 0 where it does not tell."""
+    """Return the bytes that the kernel has not sent, or sent without acknowledgement; 0 if unknown."""
     try:
         found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
     except (OSError, ValueError):

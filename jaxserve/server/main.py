@@ -1,4 +1,4 @@
-"""A server's life: listen, start the engine, serve, drain, end."""
+"""The life of a server: listen, start the engine, serve, drain, end."""
 
 import asyncio
 import contextlib
@@ -22,18 +22,18 @@ from jaxserve.server.tracing import close_tracing
 logger = logging.getLogger(__name__)
 
 EXIT_ENGINE_DEAD = 70
-"""Exit status where the engine ended by itself: EX_SOFTWARE."""
-_FAREWELL_S = 2.0  # for answers that say why, once the engine is gone or there is no more time
-_FLUSH_S = 0.5  # for their last bytes
-_STEADY_S = 600.0  # an engine that ran for so long is started again at once
+"""Exit status if the engine ended by itself: EX_SOFTWARE."""
+_FAREWELL_S = 2.0  # for responses that say why the engine ended or time ran out
+_FLUSH_S = 0.5  # for the last bytes of those responses
+_STEADY_S = 600.0  # an engine that ran this long is restarted without a pause
 _RESTART_PAUSES_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 
 
 async def serve(engine_arguments: dict[str, Any], config: ServerConfig) -> int:
-    """Serves until SIGTERM or SIGINT, a drain, or the engine's end; returns the exit status.
+    """Serve until SIGTERM or SIGINT, a drain, or the end of the engine; return the exit status.
 
     Args:
-        engine_arguments: Those of ``LLM``, the model among them.
+        engine_arguments: Arguments of ``LLM``, including the model.
         config: The server's settings.
 
     Raises:
@@ -57,11 +57,11 @@ async def serve(engine_arguments: dict[str, Any], config: ServerConfig) -> int:
 
 
 class ServerLife:
-    """Listeners and the engine behind them.
+    """Starts and ends the listeners and the engine.
 
     Args:
         frontend: What the listeners share.
-        engine: Not started yet.
+        engine: The engine, not started yet.
     """
 
     def __init__(self, frontend: Frontend, engine: EngineClient):
@@ -75,7 +75,7 @@ class ServerLife:
         self._is_hurried = asyncio.Event()
 
     async def run(self) -> int:
-        """Listens, starts the engine, and serves until the end; returns the exit status."""
+        """Listen, start the engine, and serve until the end; return the exit status."""
         with self._signals():
             async with self._listening() as addresses:
                 starting = asyncio.create_task(self._engine.start())
@@ -101,7 +101,7 @@ class ServerLife:
         self._frontend.limits.close(reason)
 
     async def _serve_until_end(self) -> int:
-        """Until told to stop, or the engine ends and is not to be started again."""
+        """Serve until told to stop, or until the engine ends and is not to be restarted; return the exit status."""
         num_restarts = 0
         while True:
             began_s = asyncio.get_running_loop().time()
@@ -135,7 +135,7 @@ class ServerLife:
                 return
 
     async def _unless_told(self, task: "asyncio.Task[Any]") -> bool:
-        """Waits for a task; returns False, and cancels it, where the server is told to stop before."""
+        """Wait for a task; if the server is told to stop first, cancel the task and return False."""
         told = asyncio.create_task(self._is_told.wait())
         try:
             await asyncio.wait([task, told], return_when=asyncio.FIRST_COMPLETED)
@@ -150,7 +150,7 @@ class ServerLife:
             told.cancel()
 
     async def _drained(self) -> int:
-        """Takes no more requests, and waits for those there are: for so long as the settings say. Gives the status."""
+        """Stop accepting requests and wait for in-flight ones, up to the time limit; return the exit status."""
         self._close("the server is shutting down")
         limit_s = self._config.shutdown_timeout if self._drain_s is None else self._drain_s
         logger.info("draining: %d sequences in flight, at most %g s", self._frontend.limits.num_in_flight, limit_s)
@@ -169,7 +169,7 @@ class ServerLife:
         return EXIT_ENGINE_DEAD if is_lost else 0
 
     async def _stop_engine(self) -> None:
-        """Ends the engine process: by force where a second signal has come, or comes before it has ended."""
+        """End the engine process, by force after a second signal."""
         hurried = asyncio.create_task(self._is_hurried.wait())
         stopping = asyncio.create_task(self._engine.stop(0.0))
         await asyncio.wait([hurried, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -183,13 +183,13 @@ class ServerLife:
             await asyncio.sleep(0.02)
 
     def _drain(self, timeout_s: float | None) -> None:
-        """Ends the server once its requests have ended; what the first call says of the time holds."""
+        """End the server once its requests have ended; only the first call sets the time limit."""
         if not self._is_told.is_set():
             self._drain_s = timeout_s
         self._is_told.set()
 
     def _signalled(self) -> None:
-        """Ends the server as ``_drain`` does; a second signal at once."""
+        """End the server as ``_drain`` does; after a second signal at once."""
         if self._has_signal:
             self._is_hurried.set()
         self._has_signal = True
@@ -208,7 +208,7 @@ class ServerLife:
 
     @contextlib.asynccontextmanager
     async def _listening(self) -> AsyncIterator[str]:
-        """Opens the listeners; gives their addresses."""
+        """Open the listeners; yield their addresses."""
         config, parts = self._config, []
         async with contextlib.AsyncExitStack() as stack:
             if config.uds is not None or config.port != -1:

@@ -1,4 +1,4 @@
-"""What this process takes of its machine, as Prometheus' own clients name it, and how its memory is kept flat."""
+"""This process's use of the machine, named as in Prometheus' own clients, and a fix that keeps its memory flat."""
 
 import ctypes
 import os
@@ -9,13 +9,13 @@ from pathlib import Path
 from jaxserve.metric_types import Counter, Gauge, Metric
 
 LARGE_BUFFER_BYTES = 128 << 10
-"""Where glibc's allocator begins to map buffers apart, if it is left alone."""
+"""glibc's initial threshold for buffers in mappings of their own."""
 _PROC = Path("/proc/self")
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def process_metrics() -> list[Metric]:
-    """Memory, processor time and file descriptors of this process; nothing where there is no ``/proc``."""
+    """Return memory, CPU time and file descriptors of this process; empty if there is no ``/proc``."""
     try:
         # The name, in brackets, may hold spaces.
         fields = (_PROC / "stat").read_text().rpartition(")")[2].split()
@@ -35,12 +35,12 @@ def process_metrics() -> list[Metric]:
 
 
 def map_large_buffers_apart() -> None:
-    """Has glibc's allocator map every buffer of ``LARGE_BUFFER_BYTES`` and more apart from the heap, from now on.
+    """Let glibc's allocator put every buffer of ``LARGE_BUFFER_BYTES`` or more into a mapping of its own.
 
-    It begins so, but stops when the first of them is freed (``mallopt(3)``, ``M_MMAP_THRESHOLD``). The 256 KiB that
-    asyncio reads a socket into are cut from the heap from then on, and the least thing that stays between two of them
-    keeps their room from being used again: a server's memory rises with the calls that are cut off. Nothing is done
-    where the environment sets that size, or the C library is another one.
+    By default glibc raises this threshold when the first such buffer is freed (``mallopt(3)``, ``M_MMAP_THRESHOLD``).
+    asyncio's 256 KiB read buffers then come from the heap, where any small object between two of them keeps their space
+    from being reused: a server's memory grows with every disconnecting client. ctypes, because Python has no call for
+    it. Does nothing if the environment sets the threshold, or the C library is not glibc.
     """
     if "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
         return

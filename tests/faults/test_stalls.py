@@ -33,7 +33,7 @@ def test_a_client_that_stops_to_read_is_ended_and_delays_nobody(server: RunningS
     with contextlib.closing(raw_request(server, receive_bytes=4096, **body)) as stalled:
         wait_until(lambda: total(server, "jaxserve:requests_in_flight") == 1, "the request has begun")
         assert_ends_and_delays_nobody(server)
-        assert "read nothing for 3 s" in server.log.read_text()
+        assert "received nothing for 3 s" in server.log.read_text()
         with pytest.raises(ConnectionResetError):
             while stalled.recv(1 << 16):
                 pass
