@@ -47,6 +47,6 @@ def test_a_grpc_client_that_stops_to_read_is_told_why_it_was_ended(server: Runni
         assert next(call).completions
         assert_ends_and_delays_nobody(server)
         assert ended(server, "cancelled") == num_cut + 1
-        with pytest.raises(grpc.RpcError, match="unread for 3 s") as failure:
+        with pytest.raises(grpc.RpcError, match="did not read the response for 3 s") as failure:
             list(call)
         assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
