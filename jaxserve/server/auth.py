@@ -1,12 +1,12 @@
-"""Who may call what: API keys, their scopes and limits.
+"""Authentication: API keys, their scopes and limits.
 
-An auth file is YAML or JSON: a list of keys, each
+An auth file is YAML or JSON: a list of keys, each with
 
 * ``key``: the key, or ``sha256``: its SHA-256 in hexadecimal, so that the file holds no secret;
-* ``name``: who holds it, as logs and metrics name it;
-* ``scopes``: some of ``generate``, ``metrics`` and ``admin``; left out: ``generate`` and ``metrics``;
-* ``max_concurrent_requests`` and ``requests_per_minute``: limits; left out: none;
-* ``tenant``: holders of the same tenant share cached pages; left out: the name.
+* ``name``: the caller's name in logs and metrics;
+* ``scopes``: some of ``generate``, ``metrics`` and ``admin``; default: ``generate`` and ``metrics``;
+* ``max_concurrent_requests`` and ``requests_per_minute``: limits; default: none;
+* ``tenant``: keys of the same tenant share cached pages; default: the name.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ _FIELDS = ("key", "sha256", "name", "scopes", "max_concurrent_requests", "reques
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Caller:
-    """Who calls.
+    """Who sent a request.
 
     Attributes:
-        name: As logs and metrics name the caller: one of those in the auth file, ``key-1`` …, or ``anonymous``.
+        name: Of the caller in logs and metrics: from the auth file, ``key-1`` …, or ``anonymous``.
         scopes: What the caller may do.
-        tenant: Callers of one tenant share cached pages; None: everybody does.
-        max_concurrent_requests: Most requests at a time, each of the n texts counted; None: no limit.
+        tenant: Callers of one tenant share cached pages; None: all callers do.
+        max_concurrent_requests: Most sequences in flight; None: no limit.
         requests_per_minute: Most requests in any minute; None: no limit.
     """
 
@@ -45,23 +45,19 @@ class Caller:
     requests_per_minute: int | None = None
 
     def check_scope(self, scope: str) -> None:
-        """Raises unless the caller may do what the scope names.
-
-        Raises:
-            PermissionDeniedError: It may not.
-        """
+        """Raise PermissionDeniedError if the caller lacks a scope."""
         if scope not in self.scopes:
             raise PermissionDeniedError(f"this API key lacks the scope {scope!r}")
 
 
 class Authenticator:
-    """Finds the caller of a request by its key.
+    """Finds the caller of a request by its API key.
 
     Args:
-        config: Keys and auth file; without either everybody may do everything.
+        config: Keys and auth file; without either every request is allowed everything.
 
     Raises:
-        ConfigError: An auth file that cannot be read or says something wrong.
+        ConfigError: An auth file that cannot be read or has wrong entries.
     """
 
     def __init__(self, config: ServerConfig):
@@ -78,12 +74,12 @@ class Authenticator:
         self._anonymous = None if self._callers else Caller("anonymous", frozenset(SCOPES))
 
     def caller(self, authorization: str | None) -> Caller:
-        """The caller that an ``Authorization`` header names.
+        """Return the caller that an ``Authorization`` header names.
 
-        Every known key is compared, in constant time, whichever fits.
+        The key is compared with every known key in constant time.
 
         Raises:
-            UnauthenticatedError: There is no key in it, or an unknown one.
+            UnauthenticatedError: No key, or an unknown one.
         """
         if self._anonymous is not None:
             return self._anonymous
@@ -95,12 +91,12 @@ class Authenticator:
             if hmac.compare_digest(known, digest):
                 found = caller
         if found is None:
-            raise UnauthenticatedError("the API key is not known")
+            raise UnauthenticatedError("unknown API key")
         return found
 
     @property
     def callers(self) -> list[Caller]:
-        """All that there are."""
+        """All known callers."""
         return [caller for _, caller in self._callers] if self._anonymous is None else [self._anonymous]
 
 
@@ -124,8 +120,8 @@ def _read_entry(where: str, entry: Any) -> tuple[bytes, Caller]:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: expected a mapping, got {type(entry).__name__}")
     values = cast("dict[str, Any]", entry)
-    if not set(values) <= set(_FIELDS):  # which may hold a key that stands in the wrong place
-        raise ConfigError(f"{where}: a field that is none of {', '.join(_FIELDS)}")
+    if not set(values) <= set(_FIELDS):  # not quoted, since it may be a key in the wrong place
+        raise ConfigError(f"{where}: unknown field; fields: {', '.join(_FIELDS)}")
     name, scopes = values.get("name"), values.get("scopes", ["generate", "metrics"])
     if not isinstance(name, str) or not re.fullmatch(r"[\w.@-]{1,64}", name):
         raise ConfigError(f"{where}: name: expected 1 to 64 letters, digits and any of '_.@-'")
@@ -133,10 +129,10 @@ def _read_entry(where: str, entry: Any) -> tuple[bytes, Caller]:
         raise ConfigError(f"{where}: scopes: expected some of {', '.join(SCOPES)}")
     for limit in ("max_concurrent_requests", "requests_per_minute"):
         if limit in values and (type(values[limit]) is not int or values[limit] < 1):
-            raise ConfigError(f"{where}: {limit}: expected a whole number from 1")
+            raise ConfigError(f"{where}: {limit}: expected an integer of at least 1")
     tenant = values.get("tenant", name)
     if not isinstance(tenant, str) or not tenant:
-        raise ConfigError(f"{where}: tenant: expected a text")
+        raise ConfigError(f"{where}: tenant: expected a string that is not empty")
     caller = Caller(
         name, frozenset(scopes), tenant, values.get("max_concurrent_requests"), values.get("requests_per_minute")
     )
@@ -149,4 +145,4 @@ def _entry_digest(where: str, values: dict[str, Any]) -> bytes:
         return _digest(key)
     if key is None and isinstance(digest, str) and re.fullmatch(r"[0-9a-fA-F]{64}", digest):
         return bytes.fromhex(digest)
-    raise ConfigError(f"{where}: expected either 'key', a text, or 'sha256', 64 hexadecimal digits")
+    raise ConfigError(f"{where}: expected either 'key', a string, or 'sha256', 64 hexadecimal digits")

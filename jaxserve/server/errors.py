@@ -1,4 +1,4 @@
-"""What goes wrong in a server, and the one table of statuses that both surfaces answer with."""
+"""Errors of a server, and the one table of their HTTP and gRPC statuses."""
 
 import dataclasses
 from typing import Any
@@ -16,11 +16,11 @@ from jaxserve.errors import (
 
 
 class UnauthenticatedError(JaxserveError):
-    """No API key, or one that the server does not know."""
+    """No API key, or an unknown one."""
 
 
 class PermissionDeniedError(JaxserveError):
-    """The API key is known and may not do this."""
+    """The API key lacks the scope for this."""
 
 
 class UnknownModelError(JaxserveError):
@@ -30,12 +30,7 @@ class UnknownModelError(JaxserveError):
 
 
 class NotImplementedRequestError(JaxserveError):
-    """A feature of the protocol that nothing here does.
-
-    Args:
-        message: What is missing.
-        parameter: The field that asked for it.
-    """
+    """A feature of the API that is not implemented."""
 
     def __init__(self, message: str, *, parameter: str | None = None):
         self.parameter = parameter
@@ -43,37 +38,40 @@ class NotImplementedRequestError(JaxserveError):
 
 
 class UnavailableError(JaxserveError):
-    """The server takes no requests: it starts, drains, or its engine is being restarted.
-
-    Args:
-        message: Why.
-        retry_after_s: Seconds after which another try makes sense.
-    """
+    """The server accepts no requests: it starts, drains, or its engine is being restarted."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0):
         self.retry_after_s = retry_after_s
         super().__init__(message)
 
 
+OUTCOMES = ("ok", "client_error", "failed", "overloaded", "cancelled", "deadline", "engine_dead")
+"""How a request can end, as counters, the log and traces name it."""
+SERVER_FAULTS = ("failed", "engine_dead")
+"""Outcomes that an operator should look at."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ErrorStatus:
-    """How an error is answered.
+    """How an error is reported.
 
     Attributes:
-        http: Status code.
-        grpc: Status code.
+        http: HTTP status code.
+        grpc: gRPC status code.
         kind: ``type`` of the HTTP error object, as vLLM spells it.
         reason: ``reason`` of gRPC's ErrorInfo.
-        message: What is told; nothing of the inside where the server is at fault.
-        parameter: The field at fault, if one is.
-        retry_after_s: Seconds after which another try makes sense; None where none does.
+        outcome: One of ``OUTCOMES``.
+        message: For the client; without details of a bug in the server.
+        parameter: The field that is wrong, if one is.
+        retry_after_s: Seconds after which to retry; None if it makes no sense.
     """
 
     http: int
     grpc: grpc.StatusCode
     kind: str
     reason: str
-    message: str
+    outcome: str
+    message: str = "internal server error"
     parameter: str | None = None
     retry_after_s: float | None = None
 
@@ -81,37 +79,40 @@ class ErrorStatus:
 MAX_MESSAGE_LENGTH = 2000
 MAX_PARAMETER_LENGTH = 200
 
-# The first class that an error is an instance of decides: http, grpc, kind, reason.
-_TABLE: tuple[tuple[type[Exception], int, grpc.StatusCode, str, str], ...] = (
-    (RequestFailedError, 500, grpc.StatusCode.INTERNAL, "InternalServerError", "REQUEST_FAILED"),
-    (RequestError, 400, grpc.StatusCode.INVALID_ARGUMENT, "BadRequestError", "INVALID_REQUEST"),
-    (UnknownModelError, 404, grpc.StatusCode.NOT_FOUND, "NotFoundError", "UNKNOWN_MODEL"),
-    (UnauthenticatedError, 401, grpc.StatusCode.UNAUTHENTICATED, "AuthenticationError", "UNAUTHENTICATED"),
-    (PermissionDeniedError, 403, grpc.StatusCode.PERMISSION_DENIED, "PermissionDeniedError", "PERMISSION_DENIED"),
-    (OverloadedError, 429, grpc.StatusCode.RESOURCE_EXHAUSTED, "RateLimitError", "OVERLOADED"),
-    (UnavailableError, 503, grpc.StatusCode.UNAVAILABLE, "ServiceUnavailableError", "UNAVAILABLE"),
-    (EngineDeadError, 503, grpc.StatusCode.UNAVAILABLE, "ServiceUnavailableError", "ENGINE_DEAD"),
-    (DeadlineError, 504, grpc.StatusCode.DEADLINE_EXCEEDED, "TimeoutError", "DEADLINE_EXCEEDED"),
-    (NotImplementedRequestError, 501, grpc.StatusCode.UNIMPLEMENTED, "NotImplementedError", "NOT_IMPLEMENTED"),
+_Code = grpc.StatusCode
+_BAD, _FAILED, _DEAD = "client_error", "failed", "engine_dead"
+_INTERNAL = ErrorStatus(500, _Code.INTERNAL, "InternalServerError", "INTERNAL", _FAILED)
+# The first class that an error is an instance of decides.
+_TABLE: tuple[tuple[type[Exception], ErrorStatus], ...] = (
+    (RequestFailedError, ErrorStatus(500, _Code.INTERNAL, "InternalServerError", "REQUEST_FAILED", _FAILED)),
+    (RequestError, ErrorStatus(400, _Code.INVALID_ARGUMENT, "BadRequestError", "INVALID_REQUEST", _BAD)),
+    (UnknownModelError, ErrorStatus(404, _Code.NOT_FOUND, "NotFoundError", "UNKNOWN_MODEL", _BAD)),
+    (UnauthenticatedError, ErrorStatus(401, _Code.UNAUTHENTICATED, "AuthenticationError", "UNAUTHENTICATED", _BAD)),
+    (
+        PermissionDeniedError,
+        ErrorStatus(403, _Code.PERMISSION_DENIED, "PermissionDeniedError", "PERMISSION_DENIED", _BAD),
+    ),
+    (OverloadedError, ErrorStatus(429, _Code.RESOURCE_EXHAUSTED, "RateLimitError", "OVERLOADED", "overloaded")),
+    (UnavailableError, ErrorStatus(503, _Code.UNAVAILABLE, "ServiceUnavailableError", "UNAVAILABLE", _DEAD)),
+    (EngineDeadError, ErrorStatus(503, _Code.UNAVAILABLE, "ServiceUnavailableError", "ENGINE_DEAD", _DEAD)),
+    (DeadlineError, ErrorStatus(504, _Code.DEADLINE_EXCEEDED, "TimeoutError", "DEADLINE_EXCEEDED", "deadline")),
+    (NotImplementedRequestError, ErrorStatus(501, _Code.UNIMPLEMENTED, "NotImplementedError", "NOT_IMPLEMENTED", _BAD)),
 )
 
 
-def _cut(text: Any, limit: int) -> Any:
-    """What a client sent may be part of a message, and is not sent back whole."""
-    return f"{text[:limit]}…" if isinstance(text, str) and len(text) > limit else text
-
-
 def status_of(error: BaseException) -> ErrorStatus:
-    """How an error is answered; one that nobody foresaw is a 500 that says nothing of the inside."""
-    for cls, http, code, kind, reason in _TABLE:
+    """Return how an error is reported; a bug in the server is a 500 without details."""
+    for cls, status in _TABLE:
         if isinstance(error, cls):
-            return ErrorStatus(
-                http,
-                code,
-                kind,
-                reason,
-                _cut(str(error), MAX_MESSAGE_LENGTH),
-                _cut(getattr(error, "parameter", None), MAX_PARAMETER_LENGTH),
-                getattr(error, "retry_after_s", 1.0 if http in (429, 503) else None),
+            return dataclasses.replace(
+                status,
+                message=_cut(str(error), MAX_MESSAGE_LENGTH),
+                parameter=_cut(getattr(error, "parameter", None), MAX_PARAMETER_LENGTH),
+                retry_after_s=getattr(error, "retry_after_s", 1.0 if status.http in (429, 503) else None),
             )
-    return ErrorStatus(500, grpc.StatusCode.INTERNAL, "InternalServerError", "INTERNAL", "internal server error")
+    return _INTERNAL
+
+
+def _cut(text: Any, limit: int) -> Any:
+    """Cut what may contain the client's own text, which is not sent back whole."""
+    return f"{text[:limit]}…" if isinstance(text, str) and len(text) > limit else text

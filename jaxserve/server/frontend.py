@@ -15,7 +15,7 @@ from jaxserve.server.engine_client import EngineClient, EngineInfo
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnknownModelError
 from jaxserve.server.request_limits import RequestLimits
-from jaxserve.server.request_log import RequestLog
+from jaxserve.server.request_log import RequestEntry, RequestLog
 from jaxserve.server.settings import ServerConfig
 
 
@@ -94,11 +94,11 @@ class Frontend:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run an admitted request as ``EngineClient.generate``, and record it in log, counters and trace."""
         request = self._with_own_salt(caller, request)
-        with self.log.follow(caller.name, request_id, request) as entry:
+        with RequestEntry(self.log, caller.name, request_id, request) as entry:
             outputs = self.engine.generate(request, request_id)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
-                    entry.note(output)
+                    entry.add(output)
                     if any(one.finish_reason == "error" for one in output.outputs):
                         raise RequestFailedError(output.error or "the engine failed at this request")
                     yield output
@@ -106,9 +106,9 @@ class Frontend:
     async def embed(self, caller: Caller, request: EngineRequest, request_id: str) -> tuple[list[float], int]:
         """Return the pooled vector of a prompt and its number of tokens; recorded as ``generate``."""
         request = self._with_own_salt(caller, request)
-        with self.log.follow(caller.name, request_id, request) as entry:
+        with RequestEntry(self.log, caller.name, request_id, request) as entry:
             vector, num_tokens = await self.engine.embed(request, request_id)
-            entry.note_prompt(num_tokens)
+            entry.add_prompt(num_tokens)
             return vector, num_tokens
 
     def _with_own_salt(self, caller: Caller, request: EngineRequest) -> EngineRequest:

@@ -1,22 +1,22 @@
-"""What is noted of each request: log lines, counters and traces. Prompts and texts stay out of it unless asked for."""
+"""What is recorded about each request: log lines, counters and traces. Prompts and completions only on demand."""
 
+import asyncio
 import collections
 import dataclasses
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from jaxserve.errors import JaxserveError
 from jaxserve.outputs import RequestMetrics, RequestOutput
 from jaxserve.server.engine_request import EngineRequest
-from jaxserve.server.outcomes import OUTCOMES, SERVERS_FAULT, outcome_of
+from jaxserve.server.errors import OUTCOMES, SERVER_FAULTS, status_of
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tracing import (
     LABEL_HEADER,
-    AttributeValue,
     make_tracer,
     remembered_headers,
     request_attributes,
@@ -28,17 +28,20 @@ if TYPE_CHECKING:  # the extra "otel" may not be installed
 
 logger = logging.getLogger(__name__)
 
+# An API may notice a deadline before the engine does, and cancel the request: that counts as the deadline.
+_DEADLINE_SLACK_S = 0.05
+
 
 @dataclasses.dataclass
 class RequestCounts:
     """What has happened since the server started.
 
     Attributes:
-        started: Requests that were admitted.
-        finished: Outcome -> requests that ended so.
-        prompt_tokens: Of prompts that the engine answered.
+        started: Admitted requests.
+        finished: Requests that have ended, by outcome.
+        prompt_tokens: Prompt tokens of requests with an output.
         cached_tokens: Those of them that the prefix cache had.
-        generation_tokens: Of texts that were handed on.
+        generation_tokens: Tokens of completions.
     """
 
     started: int = 0
@@ -53,14 +56,40 @@ class RequestCounts:
         return self.started - sum(self.finished.values())
 
 
+def outcome_of(
+    error: BaseException | None,
+    finish_reasons: Iterable[str],
+    *,
+    is_finished: bool,
+    elapsed_s: float,
+    timeout_s: float | None,
+) -> str:
+    """Return how a request has ended, one of ``OUTCOMES``.
+
+    Args:
+        error: What ended it; None if nothing did.
+        finish_reasons: Of its completions.
+        is_finished: Whether the last output has come: a client that disconnects later changes nothing.
+        elapsed_s: Seconds since it started.
+        timeout_s: Its limit in seconds; None for no limit.
+    """
+    is_cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
+    if error is None or (is_cancelled and is_finished):
+        return "cancelled" if "abort" in finish_reasons else "ok"
+    if not is_cancelled:
+        return status_of(error).outcome
+    is_late = timeout_s is not None and elapsed_s >= timeout_s - _DEADLINE_SLACK_S
+    return "deadline" if is_late else "cancelled"
+
+
 class RequestEntry:
     """Follows one request: a context manager around all that is done for it.
 
     Args:
-        log: Where to note what happens.
-        caller: Who asked.
-        request_id: The server's name for it.
-        request: What was asked.
+        log: Where to record it.
+        caller: Name of the caller.
+        request_id: The server's name for the request.
+        request: The request.
     """
 
     def __init__(self, log: "RequestLog", caller: str, request_id: str, request: EngineRequest):
@@ -79,50 +108,57 @@ class RequestEntry:
         self._span: OtelSpan | None = None
 
     def __enter__(self) -> "RequestEntry":
-        self._log.counts.started += 1
-        self._span = self._log.start_span(self._request_id, self._request)
-        if self._log.config.enable_log_requests:
-            label = remembered_headers().get(LABEL_HEADER)
-            logger.info(
-                "Request %s%s of %s: prompt %s, params: %r",
-                self._request_id,
-                "" if label is None else f" ({label!r})",
-                self._caller,
-                self._shown_prompt(),
-                self._request.params,
-            )
+        log, request = self._log, self._request
+        log.counts.started += 1
+        if log.tracer is not None:
+            attributes = request_attributes(self._request_id, request, log.model)
+            self._span = log.tracer.start(attributes, remembered_headers())
+        if log.config.enable_log_requests:
+            label, limit = remembered_headers().get(LABEL_HEADER), log.config.max_log_len
+            if request.token_ids is not None:
+                ids = _shortened(str(list(request.token_ids[:limit])), limit)
+                prompt = f"of {len(request.token_ids)} tokens {ids}"
+            elif request.text is not None:
+                prompt = _shortened(request.text, limit)
+            else:
+                prompt = _shortened(json.dumps(request.chat, ensure_ascii=False, default=str), limit)
+            shown = "" if label is None else f" ({label!r})"
+            name, caller, params = self._request_id, self._caller, request.params
+            logger.info("Request %s%s of %s: prompt %s, params: %r", name, shown, caller, prompt, params)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         del kind, traceback
+        reasons = [self._reasons[index] for index in sorted(self._reasons)]
+        elapsed_s = time.monotonic() - self._begin_s
         outcome = outcome_of(
-            error,
-            self._reasons.values(),
-            is_finished=self._is_finished,
-            elapsed_s=self._elapsed_s(),
-            timeout_s=self._request.timeout_s,
+            error, reasons, is_finished=self._is_finished, elapsed_s=elapsed_s, timeout_s=self._request.timeout_s
         )
         self._log.counts.finished[outcome] += 1
-        if outcome in SERVERS_FAULT:
-            # What nobody foresaw is shown in full.
-            shown = None if error is None or isinstance(error, JaxserveError) else error
-            logger.warning("Request %s of %s failed: %r", self._request_id, self._caller, error, exc_info=shown)
+        if outcome in SERVER_FAULTS:
+            bug = None if error is None or isinstance(error, JaxserveError) else error
+            logger.warning("Request %s of %s failed: %r", self._request_id, self._caller, error, exc_info=bug)
         if self._log.config.enable_log_requests or self._log.config.enable_log_outputs:
-            self._log_end(outcome)
+            self._log_end(outcome, reasons, elapsed_s)
         if self._span is not None:
+            attributes = {
+                "gen_ai.usage.prompt_tokens": self._num_prompt_tokens or 0,
+                "gen_ai.usage.completion_tokens": self._num_generation_tokens,
+                "gen_ai.response.finish_reasons": reasons,
+                "jaxserve.outcome": outcome,
+                **({} if self._times is None else time_attributes(self._times)),
+            }
             reason = type(error).__name__ if error is not None else outcome
-            self._span.end(self._end_attributes(outcome), reason if outcome in (*SERVERS_FAULT, "deadline") else None)
+            self._span.end(attributes, reason if outcome in (*SERVER_FAULTS, "deadline") else None)
 
-    def note(self, output: RequestOutput) -> None:
-        """Takes in what came of it: deltas, or one output at the end."""
-        self.note_prompt(len(output.prompt_token_ids), output.num_cached_tokens or 0)
-        keeps_texts = self._log.config.enable_log_outputs
-        limit = self._log.config.max_log_len
-        num_tokens = 0
+    def add(self, output: RequestOutput) -> None:
+        """Record an output: a delta, or the only output."""
+        self.add_prompt(len(output.prompt_token_ids), output.num_cached_tokens or 0)
+        keeps_texts, limit = self._log.config.enable_log_outputs, self._log.config.max_log_len
+        num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
         for completion in output.outputs:
-            num_tokens += len(completion.token_ids)
             if completion.finish_reason is not None:
                 self._reasons[completion.index] = completion.finish_reason
             if keeps_texts and (limit is None or len(self._texts[completion.index]) <= limit):
@@ -132,37 +168,24 @@ class RequestEntry:
         self._num_generation_tokens += num_tokens
         self._log.counts.generation_tokens += num_tokens
         self._is_finished = self._is_finished or output.finished
-        if output.metrics is not None:
-            self._times = output.metrics
+        self._times = output.metrics or self._times
 
-    def note_prompt(self, num_tokens: int, num_cached_tokens: int = 0) -> None:
-        """Takes in how long the prompt is; all but the first call are without effect."""
+    def add_prompt(self, num_tokens: int, num_cached_tokens: int = 0) -> None:
+        """Record the length of the prompt; only the first call has an effect."""
         if self._num_prompt_tokens is None:
             self._num_prompt_tokens, self._num_cached_tokens = num_tokens, num_cached_tokens
             self._log.counts.prompt_tokens += num_tokens
             self._log.counts.cached_tokens += num_cached_tokens
 
-    def _elapsed_s(self) -> float:
-        return time.monotonic() - self._begin_s
-
-    def _shown_prompt(self) -> str:
-        request = self._request
-        if request.token_ids is not None:
-            limit = self._log.config.max_log_len
-            return f"of {len(request.token_ids)} tokens {_shortened(str(list(request.token_ids[:limit])), limit)}"
-        text = json.dumps(request.chat, ensure_ascii=False, default=str) if request.text is None else request.text
-        return _shortened(text, self._log.config.max_log_len)
-
-    def _log_end(self, outcome: str) -> None:
+    def _log_end(self, outcome: str, reasons: list[str], elapsed_s: float) -> None:
         parts = [
             f"{self._num_prompt_tokens or 0} prompt tokens ({self._num_cached_tokens} cached)",
             f"{self._num_generation_tokens} generated",
-            f"finish reasons {[self._reasons[index] for index in sorted(self._reasons)]}",
-            f"{self._elapsed_s():.3f} s",
+            f"finish reasons {reasons}",
+            f"{elapsed_s:.3f} s",
         ]
         first_s = None if self._first_token_s is None else self._first_token_s - self._begin_s
-        if self._times is not None:
-            # Where all comes in one output, the engine alone knows.
+        if self._times is not None:  # of a request with one output only the engine knows it
             first_s = self._times.time_to_first_token_s
         if first_s is not None:
             parts.append(f"first token after {first_s:.3f} s")
@@ -171,44 +194,25 @@ class RequestEntry:
             parts += [f"text {index}: {_shortened(self._texts[index], limit)}" for index in sorted(self._texts)]
         logger.info("Request %s of %s ended: %s, %s", self._request_id, self._caller, outcome, ", ".join(parts))
 
-    def _end_attributes(self, outcome: str) -> Mapping[str, AttributeValue]:
-        return {
-            "gen_ai.usage.prompt_tokens": self._num_prompt_tokens or 0,
-            "gen_ai.usage.completion_tokens": self._num_generation_tokens,
-            "gen_ai.response.finish_reasons": [self._reasons[index] for index in sorted(self._reasons)],
-            "jaxserve.outcome": outcome,
-            **({} if self._times is None else time_attributes(self._times)),
-        }
-
 
 class RequestLog:
     """Follows requests.
 
     Args:
-        config: What to note.
-        model: Name of the model in traces where ``config`` has none.
+        config: What to record.
+        model: Name of the model in traces if ``config`` has none.
 
     Raises:
-        ConfigError: Traces are asked for and cannot be had.
+        ConfigError: Tracing is on and cannot work.
     """
 
     def __init__(self, config: ServerConfig, model: str | None = None):
         self.config = config
         self.counts = RequestCounts()
-        self._model = config.served_model_name[0] if config.served_model_name else model
-        self._tracer = make_tracer(config)
-
-    def follow(self, caller: str, request_id: str, request: EngineRequest) -> RequestEntry:
-        """Notes a request's begin, what comes, and its end, an error too: use it in a ``with`` statement."""
-        return RequestEntry(self, caller, request_id, request)
-
-    def start_span(self, request_id: str, request: EngineRequest) -> "OtelSpan | None":
-        """Begins a request's span; None where nothing is traced."""
-        if self._tracer is None:
-            return None
-        return self._tracer.start(request_attributes(request_id, request, self._model), remembered_headers())
+        self.model = config.served_model_name[0] if config.served_model_name else model
+        self.tracer = make_tracer(config)
 
 
 def _shortened(text: str, limit: int | None) -> str:
-    """A text on one line, in quotes."""
+    """Return a text on one line, in quotes."""
     return repr(text) if limit is None or len(text) <= limit else f"{text[:limit]!r}…"

@@ -17,10 +17,9 @@ from jaxserve.errors import (
 )
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.engine_request import EngineRequest
-from jaxserve.server.errors import NotImplementedRequestError, UnavailableError, UnknownModelError
+from jaxserve.server.errors import OUTCOMES, NotImplementedRequestError, UnavailableError, UnknownModelError
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.outcomes import OUTCOMES, outcome_of
-from jaxserve.server.request_log import RequestLog
+from jaxserve.server.request_log import RequestLog, outcome_of
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tracing import remember_trace
 from tests.observed_engine import ANSWER, ANYBODY, ObservedEngine, make_frontend, output, read_all

@@ -15,10 +15,9 @@ from jaxserve.errors import DeadlineError, EngineDeadError, OverloadedError, Req
 from jaxserve.metric_types import Counter, Metric
 from jaxserve.server import metrics
 from jaxserve.server.auth import Caller
-from jaxserve.server.errors import UnavailableError
+from jaxserve.server.errors import OUTCOMES, UnavailableError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.metrics import HELP_LINES, NOT_OF_VLLM, metrics_text
-from jaxserve.server.outcomes import OUTCOMES
 from jaxserve.server.resources import process_metrics
 from tests.observed_engine import ANYBODY, ObservedEngine, engine_numbers, make_frontend, output, read_all
 
