@@ -175,5 +175,5 @@ async def read_all(frontend: Frontend, text: str = "Hello", name: str = "cmpl-1"
     """Sends a request as a surface does, and reads its answer to the end."""
     params = fields.pop("params", SamplingParams(max_tokens=8))
     request = EngineRequest(text=text, params=params, **fields)
-    with frontend.admit(ANYBODY):
+    with frontend.limits.admit(ANYBODY):
         return [one async for one in frontend.generate(ANYBODY, request, name)]

@@ -85,10 +85,6 @@ class Frontend:
             raise UnknownModelError(f"The model `{name}` does not exist.")
         return name
 
-    def admit(self, caller: Caller, num_seqs: int = 1) -> contextlib.AbstractContextManager[None]:
-        """Count a request while the block runs; errors as ``RequestLimits.admit``."""
-        return self.limits.admit(caller, num_seqs)
-
     async def generate(
         self, caller: Caller, request: EngineRequest, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:

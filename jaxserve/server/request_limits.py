@@ -55,7 +55,7 @@ class RequestLimits:
             raise UnavailableError(self._closed_because)
 
     @contextlib.contextmanager
-    def admit(self, caller: Caller, num_seqs: int) -> Iterator[None]:
+    def admit(self, caller: Caller, num_seqs: int = 1) -> Iterator[None]:
         """Count a request while the block runs.
 
         Raises:

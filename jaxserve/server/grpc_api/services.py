@@ -59,7 +59,7 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
 
     def _admit(self, model: str) -> contextlib.AbstractContextManager[None]:
         self._frontend.check_model(model)
-        return self._frontend.admit(CURRENT_CALL.get().caller)
+        return self._frontend.limits.admit(CURRENT_CALL.get().caller)
 
     async def Tokenize(
         self, request: tokenization_pb2.TokenizeRequest, context: Context

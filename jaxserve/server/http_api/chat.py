@@ -1,7 +1,6 @@
 """``/v1/chat/completions``: replies in conversations."""
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -19,18 +18,12 @@ from jaxserve.server.http_api.endpoint import Call
 from jaxserve.server.http_api.fields import Check, Fields, json_object, limited, objects, one_of, refused, whole
 from jaxserve.server.http_api.generation import (
     GENERATION_FIELDS,
-    Chunks,
-    ResponseOptions,
-    Usage,
+    GenerationResponse,
     engine_fields,
-    generate_all,
-    response_head,
-    response_options,
     sampling_params,
     usage_object,
 )
 from jaxserve.server.http_api.logprobs import chat_logprobs, prompt_logprobs
-from jaxserve.server.http_api.responses import DONE, EventStream, json_response, unused_fields_header
 
 MAX_LOGPROBS = 2**31
 """The engine has a lower limit of its own."""
@@ -76,13 +69,7 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
 
 async def chat_completions(call: Call) -> Response:
     """Respond to a request."""
-    fields = call.fields(FIELDS, "messages")
-    options = response_options(call, fields)
-    response = _ChatResponse(call, fields, options)
-    headers = unused_fields_header(options.unused)
-    if options.is_streamed:
-        return EventStream(response.events(), headers)
-    return json_response(await response.whole(), headers=headers)
+    return await _ChatCompletions(call, call.fields(FIELDS, "messages")).respond()
 
 
 def chat_arguments(call: Call, fields: Fields) -> dict[str, Any]:
@@ -116,70 +103,45 @@ def chat_arguments(call: Call, fields: Fields) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _num_top_logprobs(fields: Fields) -> int | None:
-    """Return how many log probabilities to give for each token; None for none."""
-    count, is_wanted = fields.get("top_logprobs"), fields.get("logprobs", False)
-    if not is_wanted and (count or fields.get("logprob_token_ids")):
-        name = "top_logprobs" if count else "logprob_token_ids"
-        raise RequestError(f"when using `{name}`, `logprobs` must be set to true.", parameter=name)
-    return (count or 0) if is_wanted else None
-
-
-def _echo(fields: Fields, role: str) -> str:
-    """Return the text of the last message if the response must begin with it."""
-    last = fields["messages"][-1]
-    content = last.get("content")
-    if not fields.get("echo", False) or last["role"] != role or content is None:
-        return ""
-    return content if isinstance(content, str) else "\n".join(part_text(part) or "" for part in content)
-
-
-class _ChatResponse:
-    """A request and its response, whole or streamed.
-
-    Raises:
-        RequestError: A field that is wrong.
-    """
-
-    def __init__(self, call: Call, fields: Fields, options: ResponseOptions):
+class _ChatCompletions(GenerationResponse):
+    def __init__(self, call: Call, fields: Fields):
+        kind = "chat.completion.chunk" if fields.get("stream", False) else "chat.completion"
+        super().__init__(call, fields, "chatcmpl", kind)
         frontend = call.frontend
         tools = check_tools(frontend, fields.get("tools"), fields.get("tool_choice"), fields.get("parallel_tool_calls"))
-        self._num_top_logprobs = _num_top_logprobs(fields)
+        has_logprobs, num_top = fields.get("logprobs", False), fields.get("top_logprobs")
+        if not has_logprobs and (num_top or fields.get("logprob_token_ids")):
+            name = "top_logprobs" if num_top else "logprob_token_ids"
+            raise RequestError(f"when using `{name}`, `logprobs` must be set to true.", parameter=name)
+        self._num_top_logprobs = (num_top or 0) if has_logprobs else None
         given = {"max_tokens": fields.get("max_completion_tokens", fields.get("max_tokens"))}
         if self._num_top_logprobs or "logprob_token_ids" not in fields:
             given["logprobs"] = self._num_top_logprobs
-        self._params = sampling_params(frontend, fields, given, tools)
-        self._request = EngineRequest(
-            chat=chat_arguments(call, fields), params=self._params, **engine_fields(call, fields)
-        )
+        self.params = sampling_params(frontend, fields, given, tools)
+        chat = chat_arguments(call, fields)
+        self.requests = [EngineRequest(chat=chat, params=self.params, **engine_fields(call, fields))]
         self._parser = ChatParser(
             frontend.parsers,
             tools,
             include_reasoning=fields.get("include_reasoning", True),
-            is_constrained=self._params.structured_outputs is not None,
+            is_constrained=self.params.structured_outputs is not None,
         )
-        self._call = call
-        self._options = options
         self._role = frontend.config.response_role
-        self._echo = _echo(fields, self._role)
-        self._usage = Usage(frontend.config.enable_prompt_tokens_details)
-        kind = "chat.completion.chunk" if options.is_streamed else "chat.completion"
-        self._head = response_head(frontend, "chatcmpl", kind)
+        self._has_begun = False
+        self._echo = ""
+        last = fields["messages"][-1]
+        if fields.get("echo", False) and last["role"] == self._role:
+            content = last.get("content") or ""
+            self._echo = content if isinstance(content, str) else "\n".join(part_text(part) or "" for part in content)
 
-    async def whole(self) -> dict[str, Any]:
-        """Return the response as one object."""
-        body: dict[str, Any] = {}
-        async with aclosing(generate_all(self._call, [self._request], self._head["id"])) as outputs:
-            async for _, output in outputs:
-                self._usage.add(0, output)
-                self._parser.begin(output.prompt)
-                body["choices"] = [self._choice(one) for one in output.outputs]
-                if self._options.has_token_ids:
-                    body["prompt_token_ids"] = list(output.prompt_token_ids)
-                if self._params.prompt_logprobs is not None:
-                    found = output.prompt_logprobs
-                    body["prompt_logprobs"] = None if found is None else prompt_logprobs(found)
-        return {**self._head, **body, "usage": self._usage.total()}
+    async def choices(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
+        self._parser.begin(output.prompt)
+        if self.has_token_ids:
+            self.more["prompt_token_ids"] = list(output.prompt_token_ids)
+        if self.params.prompt_logprobs is not None:
+            found = output.prompt_logprobs
+            self.more["prompt_logprobs"] = None if found is None else prompt_logprobs(found)
+        return [self._choice(one) for one in output.outputs]
 
     def _choice(self, one: CompletionOutput) -> dict[str, Any]:
         self._parser.feed(one.index, one.text, is_end=True)
@@ -190,7 +152,7 @@ class _ChatResponse:
             "finish_reason": self._parser.finish_reason(one.index, one.finish_reason or "stop"),
             "stop_reason": one.stop_reason,
         }
-        if self._options.has_token_ids:
+        if self.has_token_ids:
             choice["token_ids"] = list(one.token_ids)
         return choice
 
@@ -215,47 +177,33 @@ class _ChatResponse:
             one.token_ids,
             one.logprobs,
             num_top=self._num_top_logprobs,
-            named=self._params.logprob_token_ids,
-            as_ids=self._options.has_tokens_as_ids,
+            named=self.params.logprob_token_ids,
+            as_ids=self.has_tokens_as_ids,
         )
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the response as events."""
-        chunks, is_first = Chunks(self._head), True
-        async with aclosing(generate_all(self._call, [self._request], self._head["id"])) as outputs:
-            async for _, output in outputs:
-                self._usage.add(0, output)
-                events = b""
-                if is_first:
-                    is_first = False
-                    self._parser.begin(output.prompt)
-                    events += b"".join(chunks.event([choice], **more) for choice, more in self._first_choices(output))
-                for one in output.outputs:
-                    choice = self._delta_choice(one)
-                    if choice is not None:
-                        used = self._usage.of_choice(0, one.index) if self._options.has_usage_always else None
-                        events += chunks.event([choice], used)
-                if events:
-                    yield events
-        yield (chunks.event([], self._usage.total()) if self._options.has_usage else b"") + DONE
-
-    def _first_choices(self, output: RequestOutput) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield the role of each choice, and the echo of the last message, with more fields of the chunk."""
-        used: dict[str, Any] = {}
-        if self._options.has_usage_always:
-            used["usage"] = usage_object(len(output.prompt_token_ids), 0)
-        ids = {"prompt_token_ids": list(output.prompt_token_ids)} if self._options.has_token_ids else {}
-        for index in range(self._params.n):
-            yield _chunk_choice(index, {"role": self._role, "content": ""}), {**used, **ids}
-            if self._echo:
-                yield _chunk_choice(index, {"content": self._echo}), used
+    async def deltas(self, prompt: int, output: RequestOutput) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        if not self._has_begun:
+            self._has_begun = True
+            self._parser.begin(output.prompt)
+            used = {"usage": usage_object(len(output.prompt_token_ids), 0)} if self.has_usage_always else {}
+            ids = {"prompt_token_ids": list(output.prompt_token_ids)} if self.has_token_ids else {}
+            for index in range(self.params.n):
+                found.append((_chunk_choice(index, {"role": self._role, "content": ""}), {**used, **ids}))
+                if self._echo:
+                    found.append((_chunk_choice(index, {"content": self._echo}), {**used}))
+        for one in output.outputs:
+            choice = self._delta_choice(one)
+            if choice is not None:
+                found.append((choice, {}))
+        return found
 
     def _delta_choice(self, one: CompletionOutput) -> dict[str, Any] | None:
         """Return the delta of a choice; None if there is nothing to send."""
         reason = one.finish_reason
         delta = self._parser.feed(one.index, one.text, is_end=reason is not None)
         logprobs = self._logprobs(one) if one.token_ids else None
-        has_ids = self._options.has_token_ids and bool(one.token_ids)
+        has_ids = self.has_token_ids and bool(one.token_ids)
         if not (delta or reason or has_ids or logprobs):
             return None
         choice = {**_chunk_choice(one.index, _delta_object(delta)), "logprobs": logprobs}

@@ -45,7 +45,7 @@ async def embeddings(call: Call) -> Response:
         "pooling": PoolingParams(**{name: fields[name] for name in POOLING_FIELDS if name in fields}),
     }
     requests = [EngineRequest(**prompt, **more) for prompt in call.checked_prompts("input", fields)]
-    with frontend.admit(call.caller, len(requests)):
+    with frontend.limits.admit(call.caller, len(requests)):
         tasks = [
             asyncio.create_task(frontend.embed(call.caller, request, f"{head['id']}-{index}"))
             for index, request in enumerate(requests)

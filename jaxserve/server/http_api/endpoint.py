@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -66,10 +66,10 @@ class Call:
         return fields
 
     def checked_prompts(self, name: str, fields: Fields) -> list[dict[str, Any]]:
-        """Check the prompts of a field against the limits of the server and the model.
+        """Return the prompts of a field, checked against the limits of the server and the model.
 
         Raises:
-            RequestError: Too many prompts, too many token ids, or one out of the vocabulary.
+            RequestError: Too many prompts, or too many token ids.
         """
         prompts, limit = fields[name], self.frontend.config.max_prompts
         if len(prompts) > limit:
@@ -78,14 +78,7 @@ class Call:
         for prompt in prompts:
             if "token_ids" in prompt:
                 prompt["token_ids"] = within_context(prompt["token_ids"], cut, max_model_len)
-                self.check_vocabulary(name, prompt["token_ids"])
         return prompts
-
-    def check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
-        """Raise a RequestError if a token id is out of the vocabulary."""
-        size, largest = self.frontend.info.model.vocab_size, max(token_ids, default=0)
-        if largest >= size:
-            raise RequestError(f"{name}: token id {largest} is out of vocabulary (size {size})", parameter=name)
 
     @property
     def timeout_s(self) -> float | None:

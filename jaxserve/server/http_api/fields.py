@@ -70,11 +70,11 @@ def read_json(raw: bytes) -> dict[str, Any]:
     Raises:
         RequestError: No JSON object, NaN or Infinity, text that is not Unicode, or nested too deeply.
     """
-    too_deep = RequestError(f"the body is nested too deeply: expected at most {MAX_NESTING} levels")
+    too_deep = f"the body is nested too deeply: expected at most {MAX_NESTING} levels"
     try:
         found = json.loads(raw.decode("utf-8-sig"), parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:
-        raise too_deep from None
+        raise RequestError(too_deep) from None
     except ValueError as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(found, dict):
@@ -85,7 +85,7 @@ def read_json(raw: bytes) -> dict[str, Any]:
             items = (one.values() if type(one) is dict else one for one in level)
             level = [item for some in items for item in some if type(item) in (dict, list)]
         if level:
-            raise too_deep
+            raise RequestError(too_deep)
     if b"\\u" in raw:  # a lone surrogate can only be written as an escape
         try:
             json.dumps(found, ensure_ascii=False).encode()

@@ -1,7 +1,7 @@
 """What completions and chat completions share: fields, sampling parameters, outputs of the engine, and usage."""
 
+import abc
 import asyncio
-import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -12,12 +12,14 @@ from contextlib import aclosing
 from types import MappingProxyType
 from typing import Any
 
+from starlette.responses import Response
+
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import flag, integer, text
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import MAX_PRIORITY
 from jaxserve.sampling_options import SAMPLING_OPTIONS
-from jaxserve.sampling_params import SamplingParams, check_against
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.chat import ToolUse
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import NotImplementedRequestError
@@ -34,7 +36,7 @@ from jaxserve.server.http_api.fields import (
     read_fields,
     whole,
 )
-from jaxserve.server.http_api.responses import json_text
+from jaxserve.server.http_api.responses import DONE, EventStream, json_response, json_text, unused_fields_header
 
 VERSION = importlib.metadata.version("jaxserve")
 
@@ -91,63 +93,6 @@ GENERATION_FIELDS: Mapping[str, Check] = MappingProxyType(
 """Fields of completions and chat completions."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResponseOptions:
-    """What a request asks of the form of its response.
-
-    Attributes:
-        is_streamed: Send events.
-        has_usage: End the stream with an event that has the usage.
-        has_usage_always: Put the usage into every event.
-        has_token_ids: Include token ids.
-        has_tokens_as_ids: Write the tokens of log probabilities as ``token_id:7``.
-        unused: Fields that had no effect.
-    """
-
-    is_streamed: bool
-    has_usage: bool
-    has_usage_always: bool
-    has_token_ids: bool
-    has_tokens_as_ids: bool
-    unused: tuple[str, ...]
-
-
-def response_options(call: Call, fields: Fields) -> ResponseOptions:
-    """Read the form of the response.
-
-    Raises:
-        RequestError: Stream options or prompt log probabilities where they cannot be, or an unknown option.
-    """
-    config, is_streamed, given = call.frontend.config, fields.get("stream", False), fields.get("stream_options")
-    if given and not is_streamed:
-        message = "Stream options can only be defined when `stream=True`."
-        raise RequestError(message, parameter="stream_options")
-    if is_streamed and fields.get("prompt_logprobs"):
-        message = "`prompt_logprobs` are not available when `stream=True`."
-        raise RequestError(message, parameter="prompt_logprobs")
-    options = read_fields(given or {}, _STREAM_OPTIONS, needs=None, is_strict=config.strict)
-    has_usage = options.get("include_usage", False) or config.enable_force_include_usage
-
-    form = fields.get("response_format") or {}
-    kind, unused = form.get("type"), list[str]()
-    if isinstance(kind, str) and kind in _FORMAT_FIELDS:
-        unused += [f"response_format.{name}" for name in form if name not in _FORMAT_FIELDS[kind]]
-        if kind == "json_schema" and isinstance(form.get("json_schema"), dict):
-            schema_fields = [name for name in form["json_schema"] if name not in _SCHEMA_FIELDS]
-            unused += [f"response_format.json_schema.{name}" for name in schema_fields]
-    if config.strict:
-        check_known(unused, {})
-    return ResponseOptions(
-        is_streamed=is_streamed,
-        has_usage=has_usage,
-        has_usage_always=has_usage
-        and (options.get("continuous_usage_stats", False) or config.enable_force_include_usage),
-        has_token_ids=fields.get("return_token_ids", False),
-        has_tokens_as_ids=fields.get("return_tokens_as_token_ids", config.return_tokens_as_token_ids),
-        unused=(*fields.unused, *(f"stream_options.{name}" for name in options.unused), *unused),
-    )
-
-
 def sampling_params(
     frontend: Frontend, fields: Fields, given: Mapping[str, Any], tools: ToolUse | None = None
 ) -> SamplingParams:
@@ -174,9 +119,7 @@ def sampling_params(
     values |= given
     if tools is not None:
         values |= tools.sampling_fields(values)
-    params = frontend.info.sampling_params(values, is_chat=tools is not None)
-    check_against(params, vocab_size=frontend.info.model.vocab_size, max_logprobs=-1)
-    return params
+    return frontend.info.sampling_params(values, is_chat=tools is not None)
 
 
 def _structured_outputs(fields: Fields) -> dict[str, Any] | None:
@@ -229,7 +172,7 @@ def engine_fields(call: Call, fields: Fields) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------------------------ outputs
+# ---------------------------------------------------------------------------------------------------------- responses
 
 
 async def generate_all(
@@ -240,10 +183,10 @@ async def generate_all(
     An error of one request aborts the others.
 
     Raises:
-        JaxserveError: As ``Frontend.admit`` and ``Frontend.generate``.
+        JaxserveError: As ``RequestLimits.admit`` and ``Frontend.generate``.
     """
     frontend = call.frontend
-    with frontend.admit(call.caller, sum(request.params.n for request in requests)):
+    with frontend.limits.admit(call.caller, sum(request.params.n for request in requests)):
         if len(requests) == 1:
             async with aclosing(frontend.generate(call.caller, requests[0], response_id)) as outputs:
                 async for output in outputs:
@@ -280,9 +223,6 @@ async def generate_all(
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# ---------------------------------------------------------------------------------------------------------- responses
-
-
 def response_head(frontend: Frontend, prefix: str, kind: str) -> dict[str, Any]:
     """Return the first fields of a response: a new id with this prefix, its kind, time, model and version."""
     digest = hashlib.sha256(frontend.info.model.SerializeToString(deterministic=True)).hexdigest()
@@ -295,56 +235,6 @@ def response_head(frontend: Frontend, prefix: str, kind: str) -> dict[str, Any]:
     }
 
 
-class Chunks:
-    """Writes the chunks of a stream as events.
-
-    Args:
-        head: The fields that each chunk begins with.
-    """
-
-    def __init__(self, head: dict[str, Any]):
-        self._begin = f"data: {json_text(head)[:-1]}"
-
-    def event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, **more: Any) -> bytes:
-        """Return a chunk with its choices, the usage if given, and more fields."""
-        if usage is not None:
-            more = {"usage": usage, **more}
-        return f"{self._begin},{json_text({'choices': choices, **more})[1:]}\n\n".encode("utf-8", "replace")
-
-
-class Usage:
-    """Counts the tokens of a request's prompts and completions.
-
-    Args:
-        has_details: Whether to show how many prompt tokens the prefix cache had.
-    """
-
-    def __init__(self, has_details: bool = False):
-        self._has_details = has_details
-        self._num_prompt: dict[int, int] = {}
-        self._num_generated: Counter[tuple[int, int]] = Counter()
-        self._num_cached = 0
-
-    def add(self, prompt: int, output: RequestOutput) -> None:
-        """Count an output, whole or a delta, of the prompt with this index."""
-        if prompt not in self._num_prompt:
-            self._num_prompt[prompt] = len(output.prompt_token_ids)
-            self._num_cached += output.num_cached_tokens or 0
-        for one in output.outputs:
-            self._num_generated[prompt, one.index] += len(one.token_ids)
-
-    def total(self) -> dict[str, Any]:
-        """Return the usage of all prompts and completions so far."""
-        found = usage_object(sum(self._num_prompt.values()), self._num_generated.total())
-        if self._has_details:
-            found["prompt_tokens_details"] = {"cached_tokens": self._num_cached}
-        return found
-
-    def of_choice(self, prompt: int, index: int) -> dict[str, Any]:
-        """Return the usage so far of one completion and its prompt."""
-        return usage_object(self._num_prompt[prompt], self._num_generated[prompt, index])
-
-
 def usage_object(num_prompt: int, num_generated: int) -> dict[str, Any]:
     """Return the object ``usage``."""
     return {
@@ -352,3 +242,126 @@ def usage_object(num_prompt: int, num_generated: int) -> dict[str, Any]:
         "total_tokens": num_prompt + num_generated,
         "completion_tokens": num_generated,
     }
+
+
+class GenerationResponse(abc.ABC):
+    """A request for completions or chat completions, and its response, whole or streamed.
+
+    Attributes:
+        call: The request.
+        params: How to sample; set by subclasses.
+        requests: One for each prompt; set by subclasses.
+        is_echo_only: Whether to leave out what is generated.
+        is_streamed: Whether to send events.
+        has_usage: Whether to end the stream with an event that has the usage.
+        has_usage_always: Whether to put the usage into every event.
+        has_token_ids: Whether to return token ids.
+        has_tokens_as_ids: Whether to write the tokens of log probabilities as ``token_id:7``.
+        more: More fields of a whole response.
+
+    Args:
+        call: The request.
+        fields: Its fields.
+        id_prefix: What the response's id begins with.
+        kind: ``object`` of the response.
+
+    Raises:
+        RequestError: Stream options or prompt log probabilities where they cannot be, or an unknown option.
+    """
+
+    params: SamplingParams
+    requests: Sequence[EngineRequest]
+    is_echo_only = False
+
+    def __init__(self, call: Call, fields: Fields, id_prefix: str, kind: str):
+        config, given = call.frontend.config, fields.get("stream_options")
+        self.call = call
+        self.is_streamed = fields.get("stream", False)
+        if given and not self.is_streamed:
+            message = "Stream options can only be defined when `stream=True`."
+            raise RequestError(message, parameter="stream_options")
+        if self.is_streamed and fields.get("prompt_logprobs"):
+            message = "`prompt_logprobs` are not available when `stream=True`."
+            raise RequestError(message, parameter="prompt_logprobs")
+        options = read_fields(given or {}, _STREAM_OPTIONS, needs=None, is_strict=config.strict)
+        is_forced = config.enable_force_include_usage
+        self.has_usage = is_forced or options.get("include_usage", False)
+        self.has_usage_always = is_forced or (self.has_usage and options.get("continuous_usage_stats", False))
+        self.has_token_ids = fields.get("return_token_ids", False)
+        self.has_tokens_as_ids = fields.get("return_tokens_as_token_ids", config.return_tokens_as_token_ids)
+        unused = [*(f"stream_options.{name}" for name in options.unused), *_unused_format_fields(fields)]
+        if config.strict:
+            check_known(unused, {})
+        self._headers = unused_fields_header([*fields.unused, *unused])
+        self._head = response_head(call.frontend, id_prefix, kind)
+        self.more: dict[str, Any] = {}
+        self._num_prompt_tokens: dict[int, int] = {}
+        self._num_cached_tokens = 0
+        self._num_generated_tokens: Counter[int] = Counter()
+
+    @abc.abstractmethod
+    async def choices(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """Return the choices of the prompt with this index."""
+
+    @abc.abstractmethod
+    async def deltas(self, prompt: int, output: RequestOutput) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return deltas of choices of the prompt with this index, each with more fields of its chunk."""
+
+    async def respond(self) -> Response:
+        """Generate, and return the response."""
+        if self.is_streamed:
+            return EventStream(self._events(), self._headers)
+        choices: list[dict[str, Any]] = []
+        async with aclosing(self._outputs()) as outputs:
+            async for prompt, output in outputs:
+                choices += await self.choices(prompt, output)
+        choices.sort(key=lambda choice: choice["index"])
+        body = {**self._head, "choices": choices, **self.more, "usage": self._usage()}
+        return json_response(body, headers=self._headers)
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        begin = f"data: {json_text(self._head)[:-1]},"
+
+        def event(**chunk: Any) -> bytes:
+            return f"{begin}{json_text(chunk)[1:]}\n\n".encode("utf-8", "replace")
+
+        async with aclosing(self._outputs()) as outputs:
+            async for prompt, output in outputs:
+                events = b""
+                for choice, more in await self.deltas(prompt, output):
+                    if self.has_usage_always and "usage" not in more:
+                        num_generated = self._num_generated_tokens[choice["index"]]
+                        more["usage"] = usage_object(self._num_prompt_tokens[prompt], num_generated)
+                    events += event(choices=[choice], **more)
+                if events:
+                    yield events
+        yield (event(choices=[], usage=self._usage()) if self.has_usage else b"") + DONE
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yield outputs with the index of their prompt, and count their tokens."""
+        async with aclosing(generate_all(self.call, self.requests, self._head["id"])) as outputs:
+            async for prompt, output in outputs:
+                if prompt not in self._num_prompt_tokens:
+                    self._num_prompt_tokens[prompt] = len(output.prompt_token_ids)
+                    self._num_cached_tokens += output.num_cached_tokens or 0
+                for one in () if self.is_echo_only else output.outputs:
+                    self._num_generated_tokens[prompt * self.params.n + one.index] += len(one.token_ids)
+                yield prompt, output
+
+    def _usage(self) -> dict[str, Any]:
+        found = usage_object(sum(self._num_prompt_tokens.values()), self._num_generated_tokens.total())
+        if self.call.frontend.config.enable_prompt_tokens_details:
+            found["prompt_tokens_details"] = {"cached_tokens": self._num_cached_tokens}
+        return found
+
+
+def _unused_format_fields(fields: Fields) -> list[str]:
+    """Return the names of fields of ``response_format`` that have no effect."""
+    form = fields.get("response_format") or {}
+    kind, schema = form.get("type"), form.get("json_schema")
+    if not isinstance(kind, str) or kind not in _FORMAT_FIELDS:
+        return []
+    unused = [f"response_format.{name}" for name in form if name not in _FORMAT_FIELDS[kind]]
+    if kind == "json_schema" and isinstance(schema, dict):
+        unused += [f"response_format.json_schema.{name}" for name in schema if name not in _SCHEMA_FIELDS]
+    return unused

@@ -94,7 +94,7 @@ async def load(call: Call) -> Response:
 
 async def tokenizer_info(call: Call) -> Response:
     """Return the configuration of the tokenizer, and the chat template in use."""
-    with call.frontend.admit(call.caller):
+    with call.frontend.limits.admit(call.caller):
         return json_response(await call.frontend.engine.tokenizer_info())
 
 

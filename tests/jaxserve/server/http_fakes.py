@@ -11,6 +11,7 @@ from jaxserve.logprobs import Logprob
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from jaxserve.sampling_checks import RequestOutputKind
+from jaxserve.sampling_params import check_against
 from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient, EngineInfo
 from jaxserve.server.engine_request import EngineRequest
@@ -19,7 +20,6 @@ from jaxserve.server.http_api.app import make_app
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.server.request_limits import RequestLimits
 from jaxserve.server.request_log import RequestLog
-from jaxserve.server.sampling_codec import params_to_proto
 from jaxserve.server.settings import ServerConfig
 
 MODEL = model_pb2.Model(root="models/tiny", max_model_len=100, architecture="Fake", vocab_size=1000, max_num_seqs=8)
@@ -66,7 +66,8 @@ class FakeEngine(EngineClient):
 
     async def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
         """Outputs until the request ends."""
-        params_to_proto(request.params)  # whatever comes here must go over the wire
+        check_against(request.params, vocab_size=MODEL.vocab_size, max_logprobs=-1)
+        self._check_vocabulary(request.token_ids or (), "prompt")
         json.dumps(request.chat).encode()
         self.requests[request_id] = request
         is_done = False
@@ -90,6 +91,12 @@ class FakeEngine(EngineClient):
             self.ended.append(request_id)
             if not is_done:
                 self.cancelled.append(request_id)
+
+    @staticmethod
+    def _check_vocabulary(token_ids: Sequence[int], parameter: str) -> None:
+        outside = max(token_ids, default=0)
+        if outside >= MODEL.vocab_size:
+            raise RequestError(f"token id {outside} is out of vocabulary", parameter=parameter)
 
     def _prompt(self, request: EngineRequest) -> tuple[str | None, list[int]]:
         if request.token_ids is not None:
@@ -190,6 +197,7 @@ class FakeEngine(EngineClient):
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The characters."""
+        self._check_vocabulary(token_ids, "tokens")
         return "".join(map(chr, token_ids))
 
     async def render_chat(self, chat: Mapping[str, Any]) -> tuple[str, list[int]]:

@@ -286,7 +286,7 @@ def test_keys() -> None:
             async with AsyncClient(there.target, api_key="secret-key") as client:
                 assert (await client.generate("Hi")).outputs[0].text == WHOLE
             async with AsyncClient(there.target, api_key="other") as client:
-                with pytest.raises(UnauthenticatedError, match="not known"):
+                with pytest.raises(UnauthenticatedError, match="unknown API key"):
                     await client.generate("Hi")
                 assert await client.health()
             async with AsyncClient(there.admin_target, api_key="secret-key") as client:

@@ -334,7 +334,7 @@ def test_what_is_too_much_is_refused_before_the_engine_sees_it() -> None:
     server = make_server(limit=5)
     request = {"prompt": ["a", "b"], "n": 3, "temperature": 1}
     refusal(server.post(COMPLETIONS, request), match="at most 5 sequences")
-    with server.frontend.admit(server.frontend.authenticator.caller(None), 5):
+    with server.frontend.limits.admit(server.frontend.authenticator.caller(None), 5):
         answer = server.post(COMPLETIONS, {"prompt": "a"})
         refusal(answer, 429, "RateLimitError", match="5 sequences in flight")
         assert answer.headers["retry-after"] == "1"

@@ -56,7 +56,7 @@ def test_version_load_and_metrics() -> None:
     server = make_server(enable_server_load_tracking=True)
     assert server.get("/version").json() == {"version": jaxserve.__version__}
     assert server.get("/load").json() == {"server_load": 0}
-    with server.frontend.admit(server.frontend.authenticator.caller(None), 3):
+    with server.frontend.limits.admit(server.frontend.authenticator.caller(None), 3):
         assert server.get("/load").json() == {"server_load": 3}
     metrics = server.get("/metrics")
     assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")

@@ -71,9 +71,9 @@ def test_exact_after_a_known_load() -> None:
         (RuntimeError("a bug"),),
     )
     limited = Caller("limited", frozenset(), max_concurrent_requests=1)
-    with frontend.admit(limited):
+    with frontend.limits.admit(limited):
         for _ in range(2):
-            with pytest.raises(OverloadedError), frontend.admit(limited):
+            with pytest.raises(OverloadedError), frontend.limits.admit(limited):
                 pass
         found = samples(text_of(frontend))
     ours = {name.removeprefix("jaxserve:"): value for name, value in found.items() if name.startswith("jaxserve:")}
@@ -334,5 +334,5 @@ def test_the_dashboard_s_panels() -> None:
 def test_admission_is_by_the_caller() -> None:
     """The helper of these tests lets its requests through the gate."""
     frontend = make_frontend()
-    with frontend.admit(ANYBODY):
+    with frontend.limits.admit(ANYBODY):
         assert samples(text_of(frontend))["jaxserve:texts_in_flight"] == 1

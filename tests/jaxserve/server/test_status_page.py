@@ -335,7 +335,7 @@ def test_a_key_is_asked_for(browser: Any) -> None:
         assert page.locator("#key").get_attribute("type") == "password"
         page.fill("#key", "wrong")
         page.press("#key", "Enter")
-        watched.wait_for_text("#key-note", "not known")
+        watched.wait_for_text("#key-note", "unknown API key")
         page.fill("#key", "the-key")
         page.press("#key", "Enter")
         watched.wait_for_text("#state", "^Ready$")
