@@ -1,12 +1,13 @@
 """A request as the HTTP and gRPC APIs hand it to the engine process."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import RequestError
+from jaxserve.field_checks import integer
 from jaxserve.pooling_params import PoolingParams
-from jaxserve.request import check_length
+from jaxserve.request import MAX_PRIORITY
 from jaxserve.sampling_params import SamplingParams
 
 MAX_CONVERTED_TOKENS = 1 << 18
@@ -18,19 +19,22 @@ class EngineRequest:
     """A prompt and what to do with it. Exactly one of ``text``, ``token_ids`` and ``chat`` is given.
 
     Attributes:
-        text: Text, to be tokenized.
-        token_ids: Token ids as they are; checked in the engine process.
-        chat: Arguments of ``AsyncLLM.chat``: ``messages`` (OpenAI's form) and, where given, ``tools``,
+        text: Text, which the engine process tokenizes.
+        token_ids: Token ids, which the engine process checks against the vocabulary.
+        chat: Arguments of ``AsyncLLM.chat``: ``messages`` (OpenAI's form) and, if given, ``tools``,
             ``chat_template``, ``add_generation_prompt``, ``continue_final_message``, ``chat_template_kwargs``. JSON
             values only.
-        params: How to sample. ``output_kind`` is DELTA (an output a step, each with what is new) or FINAL_ONLY.
+        params: How to sample. ``output_kind`` is DELTA (one output per step, with the new tokens) or FINAL_ONLY.
         priority: Lower runs sooner.
-        cache_salt: Of the prefix cache.
+        cache_salt: Only requests with the same salt share cached pages.
         timeout_s: Seconds until the deadline; None for none.
-        is_strict_length: Whether more tokens than the context has room for are an error; else they are cut.
+        is_strict_length: Whether a ``max_tokens`` that exceeds the context is an error; else it is lowered.
         truncate_prompt_tokens: Keep this many tokens of the prompt, the last ones; -1: as many as the context holds.
-        add_special_tokens: Put around a text what the model expects around one.
-        pooling: Pool hidden states in place of generating; ``params`` is then not read.
+        add_special_tokens: Whether the tokenizer adds special tokens to a text.
+        pooling: Pool hidden states instead of generating; ``params`` is then not read.
+
+    Raises:
+        RequestError: A wrong value; ``SamplingParams`` and ``PoolingParams`` have checked theirs.
     """
 
     text: str | None = None
@@ -51,22 +55,13 @@ class EngineRequest:
             raise RequestError(f"a request has exactly one of text, token_ids and chat; got {num_prompts}")
         if self.text == "":
             raise RequestError("the prompt must not be empty", parameter="prompt", value="")
-
-
-def within_context(token_ids: Sequence[int], truncate_prompt_tokens: int | None, max_model_len: int) -> tuple[int, ...]:
-    """Token ids of a prompt; where they are cut anyway, the last ones alone.
-
-    Args:
-        token_ids: As they came: there may be very many, and none was looked at.
-        truncate_prompt_tokens: As in ``EngineRequest``.
-        max_model_len: Longest context.
-
-    Raises:
-        RequestError: They are too many for the context.
-    """
-    if len(token_ids) > max_model_len and truncate_prompt_tokens is None:
-        check_length(len(token_ids), 1, max_model_len)
-    return tuple(token_ids[-max_model_len:])
+        if self.cache_salt == "":
+            raise RequestError("cache_salt must not be empty", parameter="cache_salt", value="")
+        integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        length = self.truncate_prompt_tokens
+        if length is not None and integer("truncate_prompt_tokens", length, -1) == 0:
+            message = "truncate_prompt_tokens must be at least 1, or -1 for as many as the context holds; got 0"
+            raise RequestError(message, parameter="truncate_prompt_tokens", value=length)
 
 
 def check_converted(name: str, num_tokens: int) -> None:

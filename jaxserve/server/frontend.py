@@ -8,8 +8,9 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from jaxserve.errors import RequestError, RequestFailedError
+from jaxserve.errors import RequestFailedError
 from jaxserve.outputs import RequestOutput
+from jaxserve.request import check_length
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.engine_client import EngineClient, EngineInfo
 from jaxserve.server.engine_request import EngineRequest
@@ -89,7 +90,7 @@ class Frontend:
         self, caller: Caller, request: EngineRequest, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run an admitted request as ``EngineClient.generate``, and record it in log, counters and trace."""
-        request = self._with_own_salt(caller, request)
+        request = self._completed(caller, request)
         with RequestEntry(self.log, caller.name, request_id, request) as entry:
             outputs = self.engine.generate(request, request_id)
             async with contextlib.aclosing(outputs):
@@ -101,26 +102,30 @@ class Frontend:
 
     async def embed(self, caller: Caller, request: EngineRequest, request_id: str) -> tuple[list[float], int]:
         """Return the pooled vector of a prompt and its number of tokens; recorded as ``generate``."""
-        request = self._with_own_salt(caller, request)
+        request = self._completed(caller, request)
         with RequestEntry(self.log, caller.name, request_id, request) as entry:
             vector, num_tokens = await self.engine.embed(request, request_id)
             entry.add_prompt(num_tokens)
             return vector, num_tokens
 
-    def _with_own_salt(self, caller: Caller, request: EngineRequest) -> EngineRequest:
+    def _completed(self, caller: Caller, request: EngineRequest) -> EngineRequest:
         """Return the request with a cache salt that other tenants cannot guess, and the server's default deadline.
 
+        Token ids that the context cannot hold are not even sent to the engine process.
+
         Raises:
-            RequestError: The request's own salt is empty.
+            RequestError: The prompt is too long.
         """
-        if request.cache_salt == "":
-            raise RequestError("cache_salt must not be empty", parameter="cache_salt", value="")
         changes: dict[str, Any] = {}
         if caller.tenant is not None:
             own = hashlib.sha256(f"{caller.tenant}\0{request.cache_salt or ''}".encode()).hexdigest()
             changes["cache_salt"] = own
         if request.timeout_s is None and self.config.request_timeout:
             changes["timeout_s"] = self.config.request_timeout
+        if request.token_ids is not None and len(request.token_ids) > self.info.max_model_len:
+            if request.truncate_prompt_tokens is None:
+                check_length(len(request.token_ids), 1, self.info.max_model_len)
+            changes["token_ids"] = request.token_ids[-self.info.max_model_len :]
         return dataclasses.replace(request, **changes) if changes else request
 
 

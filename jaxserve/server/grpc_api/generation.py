@@ -8,10 +8,9 @@ from typing import Any
 from jaxserve.errors import DeadlineError, EngineDeadError, RequestError
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.parsers import MessageDelta
-from jaxserve.request import MAX_PRIORITY
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.server.chat import ChatParser, ToolUse, check_tools, check_variables
-from jaxserve.server.engine_request import EngineRequest, within_context
+from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL, Context
 from jaxserve.server.output_codec import completion_to_proto, prompt_to_proto
@@ -97,12 +96,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         frontend.check_model(message.model)
         names = ("priority", "cache_salt", "truncate_prompt_tokens", "add_special_tokens")
         found: dict[str, Any] = {name: getattr(message, name) for name in names if message.HasField(name)}
-        priority, length = found.get("priority", 0), found.get("truncate_prompt_tokens")
-        if priority < -MAX_PRIORITY:
-            raise RequestError(f"priority must be at least {-MAX_PRIORITY}", parameter="priority", value=priority)
-        if length is not None and length != -1 and length < 1:
-            expected = "truncate_prompt_tokens must be at least 1, or -1 for as many as the context holds"
-            raise RequestError(expected, parameter="truncate_prompt_tokens", value=length)
         given, use = given_fields(message.sampling_params), ToolUse()
         if prompt == "messages":
             found["chat"], use = read_conversation(frontend, message.messages)
@@ -110,7 +103,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         elif prompt == "text":
             found["text"] = message.text
         else:
-            found["token_ids"] = within_context(message.token_ids.ids, length, frontend.info.max_model_len)
+            found["token_ids"] = tuple(message.token_ids.ids)
         params = frontend.info.sampling_params({**given, "output_kind": kind}, is_chat=prompt == "messages")
         is_strict = "max_tokens" in given
         request = EngineRequest(**found, params=params, timeout_s=timeout_s, is_strict_length=is_strict)

@@ -12,14 +12,13 @@ from jaxserve.field_checks import flag, text
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.parsers import MessageDelta, ParsedMessage
 from jaxserve.server.chat import ChatParser, check_tools, check_variables
-from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import NotImplementedRequestError
 from jaxserve.server.http_api.endpoint import Call
 from jaxserve.server.http_api.fields import Check, Fields, json_object, limited, objects, one_of, refused, whole
 from jaxserve.server.http_api.generation import (
     GENERATION_FIELDS,
     GenerationResponse,
-    engine_fields,
+    engine_requests,
     sampling_params,
     usage_object,
 )
@@ -118,8 +117,7 @@ class _ChatCompletions(GenerationResponse):
         if self._num_top_logprobs or "logprob_token_ids" not in fields:
             given["logprobs"] = self._num_top_logprobs
         self.params = sampling_params(frontend, fields, given, tools)
-        chat = chat_arguments(call, fields)
-        self.requests = [EngineRequest(chat=chat, params=self.params, **engine_fields(call, fields))]
+        self.requests = engine_requests(call, fields, [{"chat": chat_arguments(call, fields)}], params=self.params)
         self._parser = ChatParser(
             frontend.parsers,
             tools,

@@ -9,13 +9,12 @@ from starlette.responses import Response
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import flag
 from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.http_api.endpoint import Call
 from jaxserve.server.http_api.fields import Check, Fields, limited, prompts, refused
 from jaxserve.server.http_api.generation import (
     GENERATION_FIELDS,
     GenerationResponse,
-    engine_fields,
+    engine_requests,
     sampling_params,
 )
 from jaxserve.server.http_api.logprobs import completion_logprobs, end_offset, prompt_logprobs
@@ -51,10 +50,7 @@ class _Completions(GenerationResponse):
         if self._has_echo and logprobs is not None and (self.is_streamed or "prompt_logprobs" not in fields):
             given["prompt_logprobs"] = logprobs
         self.params = sampling_params(call.frontend, fields, given)
-        more = {**engine_fields(call, fields), "add_special_tokens": fields.get("add_special_tokens", True)}
-        self.requests = [
-            EngineRequest(**prompt, **more, params=self.params) for prompt in call.checked_prompts("prompt", fields)
-        ]
+        self.requests = engine_requests(call, fields, fields["prompt"], params=self.params)
         self._has_prompt_logprobs = "prompt_logprobs" in fields
         self._first_fields: dict[int, dict[str, Any]] = {}
         self._offsets: dict[int, int] = {}

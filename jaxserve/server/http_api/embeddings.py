@@ -6,7 +6,6 @@ import math
 import struct
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from starlette.responses import Response
 
@@ -14,10 +13,9 @@ from jaxserve.errors import RequestFailedError
 from jaxserve.field_checks import flag
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.http_api.endpoint import Call
 from jaxserve.server.http_api.fields import Check, limited, one_of, prompts
-from jaxserve.server.http_api.generation import PROMPT_FIELDS, engine_fields, response_head, usage_object
+from jaxserve.server.http_api.generation import PROMPT_FIELDS, engine_requests, response_head, usage_object
 from jaxserve.server.http_api.responses import json_response, unused_fields_header
 
 POOLING_FIELDS = ("pooling", "normalize", "dimensions")
@@ -38,13 +36,8 @@ async def embeddings(call: Call) -> Response:
     """Respond to a request; an error of one prompt cancels the others."""
     fields, frontend = call.fields(FIELDS, "input"), call.frontend
     head = response_head(frontend, "embd", "list")
-    more: dict[str, Any] = {
-        **engine_fields(call, fields),
-        "add_special_tokens": fields.get("add_special_tokens", True),
-        "params": SamplingParams(max_tokens=1),
-        "pooling": PoolingParams(**{name: fields[name] for name in POOLING_FIELDS if name in fields}),
-    }
-    requests = [EngineRequest(**prompt, **more) for prompt in call.checked_prompts("input", fields)]
+    pooling = PoolingParams(**{name: fields[name] for name in POOLING_FIELDS if name in fields})
+    requests = engine_requests(call, fields, fields["input"], params=SamplingParams(max_tokens=1), pooling=pooling)
     with frontend.limits.admit(call.caller, len(requests)):
         tasks = [
             asyncio.create_task(frontend.embed(call.caller, request, f"{head['id']}-{index}"))

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import functools
 import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -12,9 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxserve.errors import JaxserveError, RequestError
+from jaxserve.errors import JaxserveError
 from jaxserve.server.auth import Caller
-from jaxserve.server.engine_request import within_context
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_api.fields import Check, Fields, read_fields, read_json
 from jaxserve.server.http_api.responses import error_response
@@ -64,40 +62,6 @@ class Call:
         fields = read_fields(self.body, table, needs=needs, is_strict=self.frontend.config.strict)
         self.frontend.check_model(fields.get("model"))
         return fields
-
-    def checked_prompts(self, name: str, fields: Fields) -> list[dict[str, Any]]:
-        """Return the prompts of a field, checked against the limits of the server and the model.
-
-        Raises:
-            RequestError: Too many prompts, or too many token ids.
-        """
-        prompts, limit = fields[name], self.frontend.config.max_prompts
-        if len(prompts) > limit:
-            raise RequestError(f"{name} must have at most {limit} prompts, got {len(prompts)}", parameter=name)
-        cut, max_model_len = fields.get("truncate_prompt_tokens"), self.frontend.info.max_model_len
-        for prompt in prompts:
-            if "token_ids" in prompt:
-                prompt["token_ids"] = within_context(prompt["token_ids"], cut, max_model_len)
-        return prompts
-
-    @property
-    def timeout_s(self) -> float | None:
-        """Seconds that the request may take, from its header ``X-Request-Timeout``.
-
-        Raises:
-            RequestError: No number above 0.
-        """
-        written = self.request.headers.get("x-request-timeout")
-        if written is None:
-            return None
-        try:
-            seconds = float(written)
-        except ValueError:
-            seconds = math.nan
-        if not 0 < seconds < math.inf:
-            message = f"the header X-Request-Timeout must be a number of seconds above 0, got {written[:40]!r}"
-            raise RequestError(message, parameter="X-Request-Timeout", value=written)
-        return seconds
 
 
 Handler = Callable[[Call], Awaitable[ASGIApp]]

@@ -2,9 +2,11 @@
 
 import abc
 import asyncio
+import contextlib
 import hashlib
 import importlib.metadata
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -15,9 +17,8 @@ from typing import Any
 from starlette.responses import Response
 
 from jaxserve.errors import RequestError
-from jaxserve.field_checks import flag, integer, text
+from jaxserve.field_checks import flag, text
 from jaxserve.outputs import RequestOutput
-from jaxserve.request import MAX_PRIORITY
 from jaxserve.sampling_options import SAMPLING_OPTIONS
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.chat import ToolUse
@@ -29,12 +30,10 @@ from jaxserve.server.http_api.fields import (
     Check,
     Fields,
     check_known,
-    filled_text,
     json_object,
     limited,
     one_of,
     read_fields,
-    whole,
 )
 from jaxserve.server.http_api.responses import DONE, EventStream, json_response, json_text, unused_fields_header
 
@@ -67,13 +66,13 @@ PROMPT_FIELDS: Mapping[str, Check] = MappingProxyType(
     {
         "model": text,
         "request_id": text,
-        "priority": whole(-MAX_PRIORITY, MAX_PRIORITY),
-        "cache_salt": filled_text,
-        "truncate_prompt_tokens": whole(-1, MAX_PRIORITY),
+        "priority": limited,
+        "cache_salt": text,
+        "truncate_prompt_tokens": limited,
         "truncation_side": _truncation_side,
     }
 )
-"""Fields of every request to the engine."""
+"""Fields of every request to the engine; ``EngineRequest`` checks their values."""
 
 GENERATION_FIELDS: Mapping[str, Check] = MappingProxyType(
     {
@@ -151,25 +150,41 @@ def _structured_outputs(fields: Fields) -> dict[str, Any] | None:
     return {"json": schema}
 
 
-def engine_fields(call: Call, fields: Fields) -> dict[str, Any]:
-    """Return the arguments of ``EngineRequest`` that all endpoints share, and note the request's label for the log.
+def engine_requests(
+    call: Call, fields: Fields, prompts: Sequence[Mapping[str, Any]], **arguments: Any
+) -> list[EngineRequest]:
+    """Return one request to the engine for each prompt, and note the label of the request for the log.
+
+    Args:
+        call: The request.
+        fields: Its fields.
+        prompts: ``text``, ``token_ids`` or ``chat`` of each prompt.
+        **arguments: More arguments of ``EngineRequest``.
 
     Raises:
-        RequestError: A wrong value.
+        RequestError: A wrong value, or too many prompts.
     """
+    config, headers, scope = call.frontend.config, call.request.headers, call.request.scope
+    if len(prompts) > config.max_prompts:
+        name = "input" if "input" in fields else "prompt"
+        message = f"{name} must have at most {config.max_prompts} prompts, got {len(prompts)}"
+        raise RequestError(message, parameter=name)
     label = fields.get("request_id")
-    if label is not None and call.request.scope.get(LABEL) is None:
-        call.request.scope[LABEL] = label[:128].encode("unicode_escape").decode("ascii")
-    length = fields.get("truncate_prompt_tokens")
-    if length is not None:
-        integer("truncate_prompt_tokens", length, 1 if length != -1 else -1)
-    return {
-        "priority": fields.get("priority", 0),
-        "cache_salt": fields.get("cache_salt"),
-        "truncate_prompt_tokens": length,
-        "timeout_s": call.timeout_s,
-        "is_strict_length": "max_tokens" in fields or "max_completion_tokens" in fields,
-    }
+    if label is not None and scope.get(LABEL) is None:
+        scope[LABEL] = label[:128].encode("unicode_escape").decode("ascii")
+    timeout_s, written = None, headers.get("x-request-timeout")
+    if written is not None:
+        with contextlib.suppress(ValueError):
+            timeout_s = float(written)
+        if timeout_s is None or not 0 < timeout_s < math.inf:
+            message = f"the header X-Request-Timeout must be a number of seconds above 0, got {written[:40]!r}"
+            raise RequestError(message, parameter="X-Request-Timeout", value=written)
+    for name in ("priority", "cache_salt", "truncate_prompt_tokens", "add_special_tokens"):
+        if fields.get(name) is not None:
+            arguments[name] = fields[name]
+    arguments["timeout_s"] = timeout_s
+    arguments["is_strict_length"] = "max_tokens" in fields or "max_completion_tokens" in fields
+    return [EngineRequest(**prompt, **arguments) for prompt in prompts]
 
 
 # ---------------------------------------------------------------------------------------------------------- responses
@@ -247,15 +262,11 @@ def usage_object(num_prompt: int, num_generated: int) -> dict[str, Any]:
 class GenerationResponse(abc.ABC):
     """A request for completions or chat completions, and its response, whole or streamed.
 
+    Subclasses set ``params`` and ``requests``, one for each prompt, and write choices.
+
     Attributes:
-        call: The request.
-        params: How to sample; set by subclasses.
-        requests: One for each prompt; set by subclasses.
         is_echo_only: Whether to leave out what is generated.
-        is_streamed: Whether to send events.
-        has_usage: Whether to end the stream with an event that has the usage.
-        has_usage_always: Whether to put the usage into every event.
-        has_token_ids: Whether to return token ids.
+        has_usage_always: Whether to put the usage into every event, and not only into the last.
         has_tokens_as_ids: Whether to write the tokens of log probabilities as ``token_id:7``.
         more: More fields of a whole response.
 
@@ -289,7 +300,13 @@ class GenerationResponse(abc.ABC):
         self.has_usage_always = is_forced or (self.has_usage and options.get("continuous_usage_stats", False))
         self.has_token_ids = fields.get("return_token_ids", False)
         self.has_tokens_as_ids = fields.get("return_tokens_as_token_ids", config.return_tokens_as_token_ids)
-        unused = [*(f"stream_options.{name}" for name in options.unused), *_unused_format_fields(fields)]
+        unused = [f"stream_options.{name}" for name in options.unused]
+        form = fields.get("response_format") or {}
+        form_type, schema = form.get("type"), form.get("json_schema")
+        if isinstance(form_type, str) and form_type in _FORMAT_FIELDS:
+            unused += [f"response_format.{name}" for name in form if name not in _FORMAT_FIELDS[form_type]]
+            if form_type == "json_schema" and isinstance(schema, dict):
+                unused += [f"response_format.json_schema.{name}" for name in schema if name not in _SCHEMA_FIELDS]
         if config.strict:
             check_known(unused, {})
         self._headers = unused_fields_header([*fields.unused, *unused])
@@ -353,15 +370,3 @@ class GenerationResponse(abc.ABC):
         if self.call.frontend.config.enable_prompt_tokens_details:
             found["prompt_tokens_details"] = {"cached_tokens": self._num_cached_tokens}
         return found
-
-
-def _unused_format_fields(fields: Fields) -> list[str]:
-    """Return the names of fields of ``response_format`` that have no effect."""
-    form = fields.get("response_format") or {}
-    kind, schema = form.get("type"), form.get("json_schema")
-    if not isinstance(kind, str) or kind not in _FORMAT_FIELDS:
-        return []
-    unused = [f"response_format.{name}" for name in form if name not in _FORMAT_FIELDS[kind]]
-    if kind == "json_schema" and isinstance(schema, dict):
-        unused += [f"response_format.json_schema.{name}" for name in schema if name not in _SCHEMA_FIELDS]
-    return unused
