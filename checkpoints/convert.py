@@ -115,7 +115,7 @@ def _copy_files(source: Path, folder: Path, dtype: str | None) -> None:
 
 
 def _with_dtype(file: Path, dtype: str) -> str:
-    """The configuration with the new dtype in it (under `dtype`, and `torch_dtype` where that was used)."""
+    """Return the configuration with the new dtype in it (under `dtype`, and `torch_dtype` where that was used)."""
     try:
         config: Any = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -91,7 +91,7 @@ class RangeFile:
         return bytes(buffer)
 
     def read_box(self, layout: StridedLayout, index: Sequence[slice]) -> np.ndarray:
-        """A box of a strided array, as a new contiguous array.
+        """Return a box of a strided array, as a new contiguous array.
 
         Bytes outside the box are read only where a row of the box is shorter than 4 KiB or fills half of what it
         spans; scratch memory is at most 2 MiB.
@@ -161,7 +161,7 @@ def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def full_layout(start_byte: int, dtype: np.dtype, shape: Sequence[int]) -> StridedLayout:
-    """The layout of a contiguous row-major array.
+    """Return the layout of a contiguous row-major array.
 
     Args:
         start_byte: position of the first element in the file.

@@ -28,7 +28,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 def resolve_model(
     model: str, revision: str | None = None, download_dir: str | None = None, token: str | None = None
 ) -> Path:
-    """The directory of a model, downloaded first if need be.
+    """Return the directory of a model, downloaded first if need be.
 
     Of a hub repository come the configuration, the tokenizer and the safetensors weights; `pytorch_model*.bin` only
     where there are no safetensors. Python files never come.

@@ -157,7 +157,7 @@ def _names(dtypes: tuple[np.dtype, ...]) -> str:
 
 
 def _assemble(reader: CheckpointReader, recipe: TensorRecipe, bounds: Bounds, dtype: np.dtype) -> np.ndarray:
-    """The part of an array between `bounds`, read and converted on the host."""
+    """Return the part of an array between `bounds`, read and converted on the host."""
     shard = _aligned_zeros([stop - start for start, stop in bounds], dtype)
 
     def copy(chunk: _Copy) -> None:
@@ -176,7 +176,7 @@ def _assemble(reader: CheckpointReader, recipe: TensorRecipe, bounds: Bounds, dt
 
 
 def _chunks(piece: Piece, bounds: Bounds, itemsize: int) -> list[_Copy]:
-    """The copies for the part of a piece that lies between `bounds`, each of about 2 MiB at most."""
+    """Return the copies for the part of a piece that lies between `bounds`, each of about 2 MiB at most."""
     starts = [max(begin, start) for begin, (start, _) in zip(piece.target_start, bounds, strict=True)]
     stops = [
         min(begin + length, stop)

@@ -23,7 +23,7 @@ _ITEM_FOLDERS = ("", "state", "pytree", "default")
 
 
 def find_orbax(path: Path) -> Path | None:
-    """The Orbax checkpoint that a directory is or that its folder `orbax` is, or None.
+    """Return the Orbax checkpoint that a directory is or that its folder `orbax` is, or None.
 
     Args:
         path: a directory.
@@ -121,7 +121,7 @@ class OrbaxReader:
         }
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """A box of a tensor as a new contiguous array.
+        """Return a box of a tensor as a new contiguous array.
 
         Args:
             name: the tensor.

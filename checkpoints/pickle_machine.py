@@ -74,7 +74,7 @@ class PickleMachine:
         }
 
     def run(self, pickled: bytes) -> Any:
-        """The value that the pickle describes.
+        """Return the value that the pickle describes.
 
         Args:
             pickled: a pickle of any protocol.
@@ -218,7 +218,7 @@ class PickleMachine:
 
 
 def checked(value: Any, kind: type) -> Any:
-    """The value, if it is of that type.
+    """Return the value, if it is of that type.
 
     Args:
         value: anything from a pickle.

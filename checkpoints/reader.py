@@ -27,7 +27,7 @@ class CheckpointReader(Protocol):
         ...
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """A box of a tensor (one slice of step 1 for each axis) as a new contiguous array."""
+        """Return a box of a tensor (one slice of step 1 for each axis) as a new contiguous array."""
         ...
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class ShardedReader:
         self.tensors: Mapping[str, TensorInfo] = {name: home.tensors[name] for name, home in self._homes.items()}
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """A box of a tensor as a new contiguous array.
+        """Return a box of a tensor as a new contiguous array.
 
         Args:
             name: the tensor.
@@ -140,7 +140,7 @@ def open_checkpoint(path: str | Path) -> CheckpointReader:
 
 
 def read_index(path: str | Path) -> dict[str, str]:
-    """The `weight_map` of an index file: tensor name to file name.
+    """Return the `weight_map` of an index file: tensor name to file name.
 
     Args:
         path: `model.safetensors.index.json` or `pytorch_model.bin.index.json`; the files it names need not exist.

@@ -56,7 +56,7 @@ class TensorRecipe:
 
 
 def whole(source: str, shape: Sequence[int]) -> TensorRecipe:
-    """The recipe of an array that is a checkpoint tensor as it is stored.
+    """Return the recipe of an array that is a checkpoint tensor as it is stored.
 
     Args:
         source: name of the tensor.

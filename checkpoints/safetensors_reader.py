@@ -71,7 +71,7 @@ class SafetensorsReader:
         }
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """A box of a tensor as a new contiguous array.
+        """Return a box of a tensor as a new contiguous array.
 
         Args:
             name: the tensor.

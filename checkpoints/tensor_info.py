@@ -44,5 +44,5 @@ def index_bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
 
 
 def whole_index(shape: Sequence[int]) -> Index:
-    """The index that takes everything of an array of this shape."""
+    """Return the index that takes everything of an array of this shape."""
     return tuple(slice(0, length) for length in shape)

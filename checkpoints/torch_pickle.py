@@ -78,7 +78,7 @@ _ALLOWED = frozenset({_ORDERED_DICT, _PARAMETER, _UNTYPED_TENSOR, *_TENSORS, *_S
 
 
 def read_tensor_table(pickled: bytes, where: str) -> dict[str, TensorRef]:
-    """The tensors of a pickled state dict, by name.
+    """Return the tensors of a pickled state dict, by name.
 
     Args:
         pickled: the bytes of the pickle.
@@ -136,7 +136,7 @@ def _call(function: Any, arguments: tuple[Any, ...]) -> dict[Any, Any] | TensorR
 
 
 def _tensor(dtype: np.dtype, arguments: tuple[Any, ...]) -> TensorRef:
-    """A tensor from storage, offset, size, strides and what follows."""
+    """Return a tensor from storage, offset, size, strides and what follows."""
     storage, offset, shape, strides = arguments[:4]
     if len(checked(shape, tuple)) != len(checked(strides, tuple)) or len(shape) > MAX_RANK:
         raise PickleError(f"the pickle is damaged: a tensor of rank {len(shape)} with {len(strides)} strides")

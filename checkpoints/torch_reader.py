@@ -68,7 +68,7 @@ class TorchReader:
         return StridedLayout(start, tensor.dtype, tensor.shape, tensor.strides)
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """A box of a tensor as a new contiguous array.
+        """Return a box of a tensor as a new contiguous array.
 
         Args:
             name: the tensor.
@@ -84,7 +84,7 @@ class TorchReader:
         return _box_of(self._inflate(key), layout, index)
 
     def _inflate(self, key: str) -> np.ndarray:
-        """The bytes of a compressed storage (torch never writes one); the last is kept for the next box."""
+        """Return the bytes of a compressed storage (torch never writes one); the last is kept for the next box."""
         last = self._last_inflated
         if last is None or last[0] != key:
             last = (key, np.frombuffer(self._archive.read_storage(key), np.uint8))
@@ -132,18 +132,18 @@ class _Archive:
             raise CheckpointError(f"{file.path}: tensors are not stored in little-endian byte order")
 
     def read_pickle(self) -> bytes:
-        """The bytes of `data.pkl`."""
+        """Return the bytes of `data.pkl`."""
         return self._read_entry(self._entries[f"{self._folder}data.pkl"], MAX_PICKLE_BYTES)
 
     def storage_entry(self, key: str, where: str) -> zipfile.ZipInfo:
-        """The archive's entry of a storage."""
+        """Return the archive's entry of a storage."""
         entry = self._entries.get(f"{self._folder}data/{key}")
         if entry is None:
             raise CheckpointError(f"{where}: storage {key!r} is not in the archive")
         return entry
 
     def read_storage(self, key: str) -> bytes:
-        """All bytes of a compressed storage; its stated size is bound by what deflate can reach."""
+        """Return all bytes of a compressed storage; its stated size is bound by what deflate can reach."""
         entry = self.storage_entry(key, str(self._file.path))
         return self._read_entry(entry, entry.compress_size * MAX_DEFLATE_RATIO)
 
@@ -174,7 +174,7 @@ def _is_compressed(entry: zipfile.ZipInfo) -> bool:
 
 
 def _box_of(storage: np.ndarray, layout: StridedLayout, index: Index) -> np.ndarray:
-    """A box of a strided array inside the bytes of its storage."""
+    """Return a box of a strided array inside the bytes of its storage."""
     if 0 in layout.shape:
         return np.empty([stop - start for start, stop in index_bounds(index, layout.shape)], layout.dtype)
     itemsize = layout.dtype.itemsize

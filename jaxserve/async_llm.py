@@ -76,7 +76,7 @@ class AsyncLLM:
         await asyncio.to_thread(self.shutdown)
 
     def shutdown(self, timeout: float = 0.0) -> None:
-        """Ends the engine and frees the devices' memory; shutting down again is without effect.
+        """End the engine and free the devices' memory; shutting down again is without effect.
 
         New requests are refused at once. Those that run may go on for ``timeout`` seconds; then they end with what they
         have, finish reason ``abort``. Blocks meanwhile: on an event loop with a timeout, call it by
@@ -88,16 +88,17 @@ class AsyncLLM:
 
     @property
     def is_running(self) -> bool:
-        """Whether it takes requests."""
+        """Return whether it takes requests."""
         return self._thread.is_running
 
     @property
     def errored(self) -> bool:
-        """Whether it stopped after a failure."""
+        """Return whether it stopped after a failure."""
         return self._thread.failure is not None
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer: transformers' object, or jaxserve's own where transformers would read the files wrong."""
+        """Return the tokenizer: transformers' object, or jaxserve's own where transformers would read the files
+        wrong."""
         return self._started.public_tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -121,7 +122,7 @@ class AsyncLLM:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generates text for one prompt. The request begins when the first output is asked for.
+        """Generate text for one prompt. The request begins when the first output is asked for.
 
         Outputs are of the kind that ``sampling_params.output_kind`` names. A reader who falls behind gets fewer and
         longer ones. Closing the generator, or cancelling who reads it, ends the request.
@@ -151,7 +152,7 @@ class AsyncLLM:
         chat_template: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generates the next message of one conversation; else as ``generate``.
+        """Generate the next message of one conversation; else as ``generate``.
 
         Args:
             messages: A list of ``{"role": …, "content": …}``.
@@ -183,7 +184,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Makes a vector of one prompt, up to the whole context long: one output, ``outputs.data`` is the vector.
+        """Make a vector of one prompt, up to the whole context long: one output, ``outputs.data`` is the vector.
 
         Without ``pooling_params`` it is the last token's hidden state, scaled to length 1. Else as ``generate``.
         """
@@ -193,7 +194,7 @@ class AsyncLLM:
                 yield PoolingRequestOutput.of(output)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ends requests by name; their streams end with what there is, finish reason ``abort``.
+        """End requests by name; their streams end with what there is, finish reason ``abort``.
 
         A name that nothing has is no error. When this returns their pages are free.
         """
@@ -204,7 +205,7 @@ class AsyncLLM:
             await asyncio.wrap_future(self._thread.abort(names))
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets every cached page; texts that run go on. Returns whether it did."""
+        """Forget every cached page; texts that run go on. Returns whether it did."""
         return await asyncio.wrap_future(self._thread.call(self._engine.reset_prefix_cache))
 
     async def _stream(

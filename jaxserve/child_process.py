@@ -61,7 +61,7 @@ class LineProcess:
         return None
 
     def is_alive(self) -> bool:
-        """Whether the process can take another line."""
+        """Return whether the process can take another line."""
         return self._process.poll() is None
 
     def kill(self) -> None:

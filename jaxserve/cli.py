@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs a command; exits with 2 and a line on standard error where it cannot."""
+    """Run a command; exits with 2 and a line on standard error where it cannot."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if given[:1] == ["serve"]:
@@ -160,7 +160,7 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
 
 
 def _stream(llm: "LLM", prompt: Any, params: SamplingParams | None) -> None:
-    """Prints a text while it comes."""
+    """Print a text while it comes."""
     start, shown, output = time.monotonic(), 0, None
     print(prompt if isinstance(prompt, str) else "", end="", flush=True)
     for output in llm.stream(prompt, params):

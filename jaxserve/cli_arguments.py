@@ -37,7 +37,8 @@ class FlagParser(argparse.ArgumentParser):
         return super().parse_known_args(self._with_wholes(sys.argv[1:] if args is None else args), namespace)
 
     def _with_wholes(self, arguments: Iterable[str]) -> list[str]:
-        """The arguments, each part of an object replaced by all that was given of it so far; the last one counts."""
+        """Return the arguments, each part of an object replaced by all that was given of it so far; the last one
+        counts."""
         given = collections.defaultdict[str, list[_Part]](list)
         found, left = list[str](), iter(arguments)
         for argument in left:
@@ -61,7 +62,7 @@ class _More(list[str]):
 
 
 def _noted(given: list[_Part], keys: Sequence[str], text: str) -> str:
-    """Adds what a flag says; returns the object that all it has said makes, or a text that is no object as it is.
+    """Add what a flag says; returns the object that all it has said makes, or a text that is no object as it is.
 
     Args:
         given: What it has said: names that lead to a value, none where that is the whole object, and the value.
@@ -85,7 +86,7 @@ def _noted(given: list[_Part], keys: Sequence[str], text: str) -> str:
 
 
 def _placed(old: Any, keys: Sequence[str], value: Any) -> Any:
-    """A value with another one merged in, at the end of some names."""
+    """Return a value with another one merged in, at the end of some names."""
     if keys:
         around = old if isinstance(old, dict) else {}
         return {**around, keys[0]: _placed(around.get(keys[0]), keys[1:], value)}
@@ -119,7 +120,7 @@ def add_dataclass_arguments(group: Any, cls: type, names: Iterable[str]) -> None
 
 
 def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``LLM`` that were given."""
+    """Return the arguments of ``LLM`` that were given."""
     names = [field.name for field in dataclasses.fields(EngineConfig)]
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
@@ -132,7 +133,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_arguments(options: argparse.Namespace) -> SamplingParams | None:
-    """The sampling parameters that were given; None where none was."""
+    """Return the sampling parameters that were given; None where none was."""
     names = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in _NO_FLAG]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return SamplingParams(**given) if given else None
@@ -161,18 +162,18 @@ def _add_flag(group: Any, name: str, kind: Any, help_: str) -> None:
 
 
 def _alternatives(kind: Any) -> list[Any]:
-    """The types of a union; of another type, that type alone."""
+    """Return the types of a union; of another type, that type alone."""
     is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
     return list(typing.get_args(kind)) if is_union else [kind]
 
 
 def _is_object(kind: Any) -> bool:
-    """Whether its values are written as JSON objects."""
+    """Return whether its values are written as JSON objects."""
     return typing.get_origin(kind) in (dict, collections.abc.Mapping) or dataclasses.is_dataclass(kind)
 
 
 def _is_list(kind: Any, item: type) -> bool:
-    """Whether its values are several of ``item``; those of anything are written as text."""
+    """Return whether its values are several of ``item``; those of anything are written as text."""
     is_list = typing.get_origin(kind) in (list, tuple, collections.abc.Sequence)
     return is_list and (item in typing.get_args(kind) or (item is str and Any in typing.get_args(kind)))
 

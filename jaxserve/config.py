@@ -116,7 +116,7 @@ class EngineConfig:
 
     @classmethod
     def from_arguments(cls, model: str, **arguments: Any) -> "EngineConfig":
-        """The settings, from the arguments of ``LLM``.
+        """Return the settings, from the arguments of ``LLM``.
 
         Raises:
             ConfigError: An unknown argument (the nearest known one is suggested), one that nothing here does yet, or a

@@ -102,7 +102,7 @@ _TYPED_FIELDS: MappingProxyType[str, type] = MappingProxyType(
 
 
 def check_settings(values: Mapping[str, Any], optional: frozenset[str]) -> dict[str, Any]:
-    """All settings checked; those that have several spellings in the usual one.
+    """Return all settings checked; those that have several spellings in the usual one.
 
     Args:
         values: Every setting.
@@ -169,7 +169,7 @@ def _check_compile_sizes(name: str, values: Mapping[str, Any]) -> None:
 
 
 def parse_length(name: str, value: Any) -> int:
-    """A number of tokens: a whole number, or text such as ``1k``, ``25.6k``, ``1K`` (1024) or ``auto`` (-1)."""
+    """Return a number of tokens: a whole number, or text such as ``1k``, ``25.6k``, ``1K`` (1024) or ``auto`` (-1)."""
     if isinstance(value, str):
         text = value.strip()
         if text.lower() == "auto":
@@ -186,13 +186,13 @@ def parse_length(name: str, value: Any) -> int:
 
 
 def check_neutral(name: str, value: Any) -> None:
-    """Refuses any value but the neutral ones of an argument that nothing here does yet."""
+    """Reject any value but the neutral ones of an argument that nothing here does yet."""
     if not any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL[name]):
         raise ConfigError(f"{name}={value!r} is not supported yet; only {name}={NEUTRAL[name][0]!r} is")
 
 
 def check_type(name: str, value: Any, kind: type) -> None:
-    """Refuses a value that is not of a type."""
+    """Reject a value that is not of a type."""
     if not isinstance(value, kind):
         raise ConfigError(f"{name}: expected {kind.__name__}, got {value!r}")
 

@@ -19,7 +19,7 @@ Values = dict[str, Any]
 
 
 def checks_fields(check: Callable[[Values], Values]) -> Callable[[type[T]], type[T]]:
-    """Decorates a keyword-only dataclass: names and values are checked before its generated `__init__` sees them.
+    """Decorate a keyword-only dataclass: names and values are checked before its generated `__init__` sees them.
 
     Args:
       check: Takes the values of all fields and returns those to store.
@@ -63,7 +63,7 @@ def changed_fields(instance: Any) -> str:
 
 
 def number(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> float:
-    """A finite number from `low` (or above it) to `high`."""
+    """Return a finite number from `low` (or above it) to `high`."""
     span = f"{'(' if above_low else '['}{low:g}, {high:g}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         message = f"{name} must be a number in {span}, got {type(value).__name__}"
@@ -78,7 +78,7 @@ def number(name: str, value: object, low: float, high: float, *, above_low: bool
 
 
 def integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    """A whole number from `low` to `high`."""
+    """Return a whole number from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise RequestError(f"{name} must be an int, got {type(value).__name__}", parameter=name, value=value)
     whole = int(value)
@@ -130,21 +130,21 @@ def token_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def sequence(name: str, value: object) -> Sequence[Any]:
-    """A list or a tuple or the like, no string."""
+    """Return a list or a tuple or the like, no string."""
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise RequestError(f"{name} must be a list, got {type(value).__name__}", parameter=name, value=value)
     return cast("Sequence[Any]", value)
 
 
 def mapping(name: str, value: object) -> Mapping[Any, Any]:
-    """A dict or the like."""
+    """Return a dict or the like."""
     if not isinstance(value, Mapping):
         raise RequestError(f"{name} must be a dict, got {type(value).__name__}", parameter=name, value=value)
     return cast("Mapping[Any, Any]", value)
 
 
 def instance_of(cls: type[T], name: str, value: object) -> T:
-    """An instance of a dataclass with checked fields, or one made of a dict of its fields."""
+    """Return an instance of a dataclass with checked fields, or one made of a dict of its fields."""
     if isinstance(value, cls):
         return value
     if not isinstance(value, Mapping):
@@ -155,7 +155,7 @@ def instance_of(cls: type[T], name: str, value: object) -> T:
 
 
 def json_copy(name: str, value: object, max_nesting: int, _level: int = 1) -> Any:
-    """A copy of what JSON can hold: None, booleans, numbers, text, lists, and dicts with text as keys.
+    """Return a copy of what JSON can hold: None, booleans, numbers, text, lists, and dicts with text as keys.
 
     Args:
       name: What messages call it.

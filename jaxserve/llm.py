@@ -57,7 +57,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Frees the devices' memory."""
+        """Free the devices' memory."""
         self.engine.close()
 
     @property
@@ -67,7 +67,7 @@ class LLM:
 
     @property
     def plan(self) -> EnginePlan:
-        """How the model was fitted to the devices."""
+        """Return how the model was fitted to the devices."""
         return self._started.plan
 
     @property
@@ -81,7 +81,8 @@ class LLM:
         return self._started.compile_s
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer: transformers' object, or jaxserve's own where transformers would read the files wrong."""
+        """Return the tokenizer: transformers' object, or jaxserve's own where transformers would read the files
+        wrong."""
         return self._started.public_tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -100,7 +101,7 @@ class LLM:
         use_tqdm: bool | Callable[..., tqdm] = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generates text for each prompt, all of them together.
+        """Generate text for each prompt, all of them together.
 
         Args:
             prompts: A string, a list of token ids, ``{"prompt": …}``, ``{"prompt_token_ids": …}``, or a list of those.
@@ -125,7 +126,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Makes a vector of each prompt from the model's last hidden states, all of them together.
+        """Make a vector of each prompt from the model's last hidden states, all of them together.
 
         Args:
             prompts: As in ``generate``; up to the whole context long.
@@ -160,7 +161,7 @@ class LLM:
     def beam_search(
         self, prompts: Any, params: BeamSearchParams, *, use_tqdm: bool = False, concurrency_limit: int | None = None
     ) -> list[BeamSearchOutput]:
-        """The likeliest texts for each prompt.
+        """Return the likeliest texts for each prompt.
 
         Args:
             prompts: As in ``generate``.
@@ -193,7 +194,7 @@ class LLM:
         return MessageParser(reasoning, calls, schemas=tools, prompt_ends_in_reasoning=begun).parse(text)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every cached page (after a change of weights, say); texts that run go on. Returns whether it did."""
+        """Forget every cached page (after a change of weights, say); texts that run go on. Returns whether it did."""
         return self.engine.reset_prefix_cache()
 
     def chat(
@@ -210,7 +211,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generates the next message of one conversation, or of each in a list.
+        """Generate the next message of one conversation, or of each in a list.
 
         Args:
             messages: A list of ``{"role": …, "content": …}``, or a list of such lists.
@@ -240,7 +241,7 @@ class LLM:
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
-        """Generates text for one prompt: outputs of the kind it asks for as they come. Closing it ends the request."""
+        """Generate text for one prompt: outputs of the kind it asks for as they come. Closing it ends the request."""
         inputs = parse_prompts(prompt, sampling_params)
         if len(inputs) != 1:
             raise RequestError(f"stream takes one prompt, got {len(inputs)}")

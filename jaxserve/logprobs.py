@@ -35,13 +35,13 @@ class FlatLogprobs(AbstractSequence[dict[int, Logprob]]):
 
     @classmethod
     def of(cls, positions: Iterable[Mapping[int, Logprob] | None]) -> "FlatLogprobs":
-        """Makes one of a dict for each position."""
+        """Make one of a dict for each position."""
         made = cls()
         made.extend(positions)
         return made
 
     def append(self, position: Mapping[int, Logprob] | None) -> None:
-        """Adds the next position."""
+        """Add the next position."""
         entries = (position or {}).values()
         self.append_fast(
             list(position or ()),
@@ -57,7 +57,7 @@ class FlatLogprobs(AbstractSequence[dict[int, Logprob]]):
         ranks: Sequence[int | None],
         decoded_tokens: Sequence[str | None],
     ) -> None:
-        """Adds the next position without a dict; the arguments have one item for each of its tokens, no token twice."""
+        """Add the next position without a dict; the arguments have one item for each of its tokens, no token twice."""
         assert len(token_ids) == len(logprobs) == len(ranks) == len(decoded_tokens)
         self.start_indices.append(len(self.token_ids))
         self.token_ids.extend(token_ids)
@@ -67,7 +67,7 @@ class FlatLogprobs(AbstractSequence[dict[int, Logprob]]):
         self.end_indices.append(len(self.token_ids))
 
     def extend(self, positions: Iterable[Mapping[int, Logprob] | None]) -> None:
-        """Adds the next positions."""
+        """Add the next positions."""
         for position in positions:
             self.append(position)
 
@@ -105,7 +105,7 @@ class FlatLogprobs(AbstractSequence[dict[int, Logprob]]):
         return made
 
     def __iter__(self) -> Iterator[dict[int, Logprob]]:
-        """Each position as a dict."""
+        """Return each position as a dict."""
         return map(self.__getitem__, range(len(self)))
 
 

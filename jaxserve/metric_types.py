@@ -82,7 +82,7 @@ class Histogram:
 
     @property
     def value(self) -> float:
-        """The sum."""
+        """Return the sum."""
         return self.sum
 
 
@@ -104,12 +104,12 @@ class Distribution:
         self._sum = 0.0
 
     def observe(self, value: int | float, times: int = 1) -> None:
-        """Adds a value, or the same one several times."""
+        """Add a value, or the same one several times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     def snapshot(self, prefix: str) -> Histogram:
-        """The histogram so far; another thread may go on adding values meanwhile."""
+        """Return the histogram so far; another thread may go on adding values meanwhile."""
         total, buckets = 0, dict[str, int]()
         for bound, count in zip([*self._bounds, "+Inf"], self._counts.copy(), strict=True):
             total += count

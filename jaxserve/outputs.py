@@ -26,7 +26,7 @@ class CompletionOutput:
     """The stop string or stop token id; None for the end-of-sequence token and for other finish reasons."""
 
     def finished(self) -> bool:
-        """Whether no more tokens will come."""
+        """Return whether no more tokens will come."""
         return self.finish_reason is not None
 
     def extend(self, delta: "CompletionOutput") -> None:
@@ -40,7 +40,7 @@ class CompletionOutput:
         self.stop_reason = delta.stop_reason
 
     def __repr__(self) -> str:
-        """The text and how it ended; token ids and log probabilities as counts."""
+        """Return the text and how it ended; token ids and log probabilities as counts."""
         parts = [f"index={self.index}", f"text={self.text!r}", f"token_ids={_listed(self.token_ids)}"]
         if self.cumulative_logprob is not None:
             parts.append(f"cumulative_logprob={self.cumulative_logprob:.4f}")
@@ -97,7 +97,7 @@ class RequestOutput:
     """The prompt's vector, where one was asked for in place of a text; `outputs` then has one without tokens."""
 
     def __repr__(self) -> str:
-        """All fields, with long lists shortened."""
+        """Return all fields, with long lists shortened."""
         parts = [
             f"request_id={self.request_id!r}",
             f"prompt={self.prompt!r}",
@@ -162,7 +162,7 @@ class EmbeddingOutput:
         return len(self.embedding)
 
     def __repr__(self) -> str:
-        """The vector's length."""
+        """Return the vector's length."""
         return f"EmbeddingOutput(hidden_size={self.hidden_size})"
 
 
@@ -179,7 +179,7 @@ class PoolingRequestOutput:
 
     @classmethod
     def of(cls, output: RequestOutput) -> "PoolingRequestOutput":
-        """The vector of a request that asked for one.
+        """Return the vector of a request that asked for one.
 
         Raises:
             RequestFailedError: It was aborted before it had one.
@@ -208,7 +208,7 @@ class EmbeddingRequestOutput:
 
     @classmethod
     def of(cls, output: PoolingRequestOutput) -> "EmbeddingRequestOutput":
-        """The same, with the vector under its name."""
+        """Return the same, with the vector under its name."""
         return cls(
             request_id=output.request_id,
             outputs=EmbeddingOutput(output.outputs.data),

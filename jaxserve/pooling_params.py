@@ -44,7 +44,7 @@ class PoolingParams:
 
 
 def check_pooling_task(task: object) -> None:
-    """Refuses what a generative model cannot do.
+    """Reject what a generative model cannot do.
 
     Raises:
       RequestError: The task is neither None nor `embed`.

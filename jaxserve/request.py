@@ -53,7 +53,7 @@ class PromptInput:
 
 
 def parse_prompts(prompts: Any, params: Any = None, kind: ParamsKind = SamplingParams) -> list[PromptInput]:
-    """Reads the prompt argument of `LLM.generate` and `LLM.embed`.
+    """Read the prompt argument of `LLM.generate` and `LLM.embed`.
 
     Args:
       prompts: A string, a list of token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a sequence of those.
@@ -75,7 +75,7 @@ def parse_prompts(prompts: Any, params: Any = None, kind: ParamsKind = SamplingP
 
 
 def parse_prompt(prompt: Any, params: Any = None, kind: ParamsKind = SamplingParams) -> PromptInput:
-    """Reads the prompt argument of `AsyncLLM.generate` and `AsyncLLM.encode`: one prompt; else as `parse_prompts`."""
+    """Read the prompt argument of `AsyncLLM.generate` and `AsyncLLM.encode`: one prompt; else as `parse_prompts`."""
     inputs = parse_prompts(prompt, params, kind)
     if len(inputs) != 1:
         name = "generate" if kind is SamplingParams else "encode"
@@ -84,7 +84,7 @@ def parse_prompt(prompt: Any, params: Any = None, kind: ParamsKind = SamplingPar
 
 
 def params_for_each(params: Any, num_prompts: int) -> list[SamplingParams | None]:
-    """Returns one `SamplingParams` (or None, the model's defaults) for each prompt.
+    """Return one `SamplingParams` (or None, the model's defaults) for each prompt.
 
     Raises:
       RequestError: A sequence of another length, or an item of another type.
@@ -93,7 +93,7 @@ def params_for_each(params: Any, num_prompts: int) -> list[SamplingParams | None
 
 
 def check_length(num_prompt_tokens: int, num_output_tokens: int, max_model_len: int) -> None:
-    """Refuses a prompt and an output that the context does not hold together.
+    """Reject a prompt and an output that the context does not hold together.
 
     Args:
       num_prompt_tokens: Of the prompt.
@@ -134,7 +134,7 @@ def _for_each(params: Any, num_prompts: int, kind: type[Params]) -> "list[Params
 
 
 def priorities_for_each(priority: Any, num_prompts: int) -> list[int]:
-    """Returns the priority of each prompt, 0 for each where None is given; the lower runs first.
+    """Return the priority of each prompt, 0 for each where None is given; the lower runs first.
 
     Raises:
       RequestError: No list, one of another length, or an item that is no int.

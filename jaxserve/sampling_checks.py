@@ -49,7 +49,7 @@ class RequestOutputKind(enum.Enum):
 
 
 def _optional_integer(name: str, value: object, high: int | None = None, low: int = 0) -> int | None:
-    """A whole number, or None, for which -1 also stands."""
+    """Return a whole number, or None, for which -1 also stands."""
     if value is None or (isinstance(value, numbers.Integral) and int(value) == -1):
         return None
     return integer(name, value, low, high)
@@ -178,7 +178,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
 
 
 def checked_sampling(values: Values) -> Values:
-    """The fields of `SamplingParams`, checked each alone and then together."""
+    """Return the fields of `SamplingParams`, checked each alone and then together."""
     checked = {name: _CHECKS[name](name, value) for name, value in values.items()}
     if checked["max_tokens"] is not None and checked["min_tokens"] > checked["max_tokens"]:
         message = f"min_tokens must be at most max_tokens={checked['max_tokens']}, got {checked['min_tokens']}"
@@ -218,5 +218,5 @@ _BEAM_CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
 
 
 def checked_beam_search(values: Values) -> Values:
-    """The fields of `BeamSearchParams`, each checked."""
+    """Return the fields of `BeamSearchParams`, each checked."""
     return {name: _BEAM_CHECKS[name](name, value) for name, value in values.items()}

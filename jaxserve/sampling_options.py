@@ -53,7 +53,7 @@ class SamplingOption(NamedTuple):
 
 
 def check_temperature(name: str, value: object) -> float:
-    """A temperature; small positive ones are raised."""
+    """Return a temperature; small positive ones are raised."""
     temperature = number(name, value, 0.0, MAX_TEMPERATURE)
     if 0.0 < temperature < MIN_TEMPERATURE:
         logger.warning(
@@ -91,7 +91,7 @@ OptionValues = collections.namedtuple(
 
 
 def has_effect(values: OptionValues, *effects: Effect) -> bool:
-    """Whether a request's option with one of the effects is not neutral."""
+    """Return whether a request's option with one of the effects is not neutral."""
     return any(
         option.effect in effects and getattr(values, name) != option.neutral
         for name, option in SAMPLING_OPTIONS.items()
@@ -99,5 +99,5 @@ def has_effect(values: OptionValues, *effects: Effect) -> bool:
 
 
 def neutral_values(effect: Effect) -> dict[str, float]:
-    """The options with an effect, and the value of each that changes nothing."""
+    """Return the options with an effect, and the value of each that changes nothing."""
     return {name: option.neutral for name, option in SAMPLING_OPTIONS.items() if option.effect is effect}

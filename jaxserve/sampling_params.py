@@ -97,7 +97,7 @@ class SamplingParams:
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any], **changes: Any) -> "SamplingParams":
-        """Makes the defaults that a model ships with.
+        """Make the defaults that a model ships with.
 
         Args:
           config: Contents of `generation_config.json`. `do_sample: false` means temperature 0; keys that don't concern
@@ -114,7 +114,7 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **values: Any) -> "SamplingParams":
-        """Makes what a web request asks for: None means the default, and `logit_bias` is cut to [-100, 100].
+        """Make what a web request asks for: None means the default, and `logit_bias` is cut to [-100, 100].
 
         `max_tokens=None` keeps its meaning, as many as the context holds.
 
@@ -129,13 +129,13 @@ class SamplingParams:
         return params.clone(logit_bias={key: min(max(bias, -100.0), 100.0) for key, bias in params.logit_bias.items()})
 
     def clone(self, **changes: Any) -> "SamplingParams":
-        """Returns a copy with some fields changed, checked like a new one."""
+        """Return a copy with some fields changed, checked like a new one."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return type(self)(**{**values, **changes})
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each token is the most likely one."""
+        """Return whether each token is the most likely one."""
         return self.temperature == 0.0
 
     @property
@@ -147,12 +147,12 @@ class SamplingParams:
 
     @property
     def needs_logprobs(self) -> bool:
-        """Whether any log probabilities are to be returned."""
+        """Return whether any log probabilities are to be returned."""
         return self.num_logprobs is not None or self.prompt_logprobs is not None
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether it may start from keys and values computed for others."""
+        """Return whether it may start from keys and values computed for others."""
         if self.skip_reading_prefix_cache is None:
             return self.prompt_logprobs is None
         return not self.skip_reading_prefix_cache
@@ -192,7 +192,7 @@ class BeamSearchParams:
 
 
 def check_against(params: SamplingParams, *, vocab_size: int, max_logprobs: int) -> None:
-    """Checks what depends on the engine.
+    """Check what depends on the engine.
 
     Args:
       params: Checked by itself already.

@@ -19,14 +19,15 @@ def argmax(scores: Float[Array, "R V"], num_rows: Int[Array, ""] | None = None) 
 
 
 def first_largest(scores: Float[Array, "R n"]) -> Int[Array, " R"]:
-    """The first of each row's largest; XLA on CPUs finds it three times faster by ``top_k`` than by ``argmax``."""
+    """Return the first of each row's largest; XLA on CPUs finds it three times faster by ``top_k`` than by
+    ``argmax``."""
     return lax.platform_dependent(
         scores, cpu=lambda x: lax.top_k(x, 1)[1][:, 0], default=lambda x: jnp.argmax(x, axis=1).astype(jnp.int32)
     )
 
 
 def _broken_rows(scores: Float[Array, "R V"], chosen: Int[Array, " R"]) -> Bool[Array, " R"]:
-    """Whether a row has NaN, or nothing above -inf; ``chosen`` is the row's ``first_largest``.
+    """Return whether a row has NaN, or nothing above -inf; ``chosen`` is the row's ``first_largest``.
 
     ``argmax`` takes a NaN where there is one, so that its score tells and nothing is read twice. On CPUs ``top_k`` puts
     NaNs with a minus sign last, as x86 makes them, and XLA's maximum of many numbers passes over NaNs; a sum does not,

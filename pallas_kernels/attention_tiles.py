@@ -54,7 +54,7 @@ class Softmax(NamedTuple):
         return Softmax(maximum, total, self.values * kept[:, None] + added)
 
     def mean(self) -> Float[Array, "rows H"]:
-        """The weighted mean of the values; zero if nothing was seen."""
+        """Return the weighted mean of the values; zero if nothing was seen."""
         return self.values / jnp.where(self.total == 0, 1, self.total)[:, None]
 
 
@@ -75,7 +75,7 @@ class Pages(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The head's width, padded."""
+        """Return the head's width, padded."""
         return padded(self.head_dim)
 
     def walk(
@@ -87,7 +87,7 @@ class Pages(NamedTuple):
         begun: Softmax,
         score: Callable[[Int[Array, ""], Float[Array, "S H"]], Float[Array, "rows S"]],
     ) -> Softmax:
-        """A softmax with some more tiles of a row's context.
+        """Return a softmax with some more tiles of a row's context.
 
         Args:
             refs: The page table, the pool of keys and that of values.
@@ -109,7 +109,7 @@ class Pages(NamedTuple):
         return lax.fori_loop(start, stop, see, (begun, self._ids(table_ref, row, start)))[0]
 
     def _ids(self, table_ref: Any, row: Int[Array, ""], i: Int[Array, ""]) -> Int[Array, "..."]:
-        """The page of each of tile i's tokens, or the one page of all; behind the table its last column."""
+        """Return the page of each of tile i's tokens, or the one page of all; behind the table its last column."""
         first = i * self.tile
         position = first if self.page_size % self.tile == 0 else first + jnp.arange(self.tile)
         return table_ref[row, jnp.minimum(lax.div(position, self.page_size), self.num_columns - 1)]
@@ -128,7 +128,7 @@ class Pages(NamedTuple):
 
 
 def require_indexable(*pools: Any) -> None:
-    """Refuse pools whose elements Pallas-Triton would address with 32-bit integers that overflow.
+    """Reject pools whose elements Pallas-Triton would address with 32-bit integers that overflow.
 
     JAX's lowering counts offsets in elements and makes them 64 bits wide only for arrays of more than 2**32 bytes:
     between 2**31 and 2**32 elements of one byte they would wrap around.
@@ -148,7 +148,7 @@ def require_indexable(*pools: Any) -> None:
 
 
 def padded(width: int) -> int:
-    """The least power of two that holds ``width`` and is wide enough for a matrix product."""
+    """Return the least power of two that holds ``width`` and is wide enough for a matrix product."""
     return max(_LEAST_WIDTH, pl.next_power_of_2(width))
 
 
@@ -179,7 +179,7 @@ def store_heads(
     is_used: Bool[Array, " rows"],
     head_dim: int,
 ) -> None:
-    """Puts rows of ``value`` at ``index`` of ``ref``, those that are used."""
+    """Put rows of ``value`` at ``index`` of ``ref``, those that are used."""
     columns = jnp.arange(padded(head_dim))[None, :]
     mask = is_used[:, None] & (columns < head_dim)
     pltriton.store(ref.at[*index, columns], value.astype(ref.dtype), mask=mask)

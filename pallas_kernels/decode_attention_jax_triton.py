@@ -89,7 +89,7 @@ class ScoringConstants(NamedTuple):
 
 
 def scoring_constants(scale: float, window: int | None, soft_cap: float | None) -> ScoringConstants:
-    """The constants of a kernel call."""
+    """Return the constants of a kernel call."""
     return ScoringConstants(float(scale), window or 0, float(soft_cap or 0))
 
 

@@ -45,7 +45,7 @@ class _Plan(NamedTuple):
     num_splits: int
 
     def split_tiles(self, length: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
-        """The first tile that is seen of a context, the one behind the last, and how many a split takes."""
+        """Return the first tile that is seen of a context, the one behind the last, and how many a split takes."""
         tile, window = self.pages.tile, self.scoring.window
         first = jnp.int32(0) if window is None else lax.div(jnp.maximum(length - window, 0), tile)
         last = ceil_div(length, tile)

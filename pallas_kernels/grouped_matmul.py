@@ -139,7 +139,7 @@ def prepare(implementation: Any, case: Case, inputs: Inputs) -> Inputs:
 
 
 def run(implementation: Any, case: Case, prepared: Inputs) -> Float[Array, "T F"]:
-    """The product."""
+    """Return the product."""
     return implementation.grouped_matmul(*prepared, is_gated=case.is_gated)
 
 
@@ -188,7 +188,7 @@ def cost(case: Case) -> Cost:
 
 
 def sizes(case: Case) -> dict[str, int]:
-    """The number of experts."""
+    """Return the number of experts."""
     return {"num_experts": case.experts}
 
 

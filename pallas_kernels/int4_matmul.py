@@ -104,7 +104,7 @@ def unsupported_group(group_size: int) -> str | None:
 
 
 def dequantise(weights: PackedInt4, num_in: int) -> Float[Array, "D F"]:
-    """The weights themselves, in float32."""
+    """Return the weights themselves, in float32."""
     num_out = weights.words.shape[1]
     words = weights.words.reshape(-1, 1, PLANE, num_out)
     values = ((words >> (4 * jnp.arange(8, dtype=jnp.int32))[:, None, None]) & 15).reshape(-1, num_out)[:num_in]
@@ -195,7 +195,7 @@ def prepare(implementation: Any, case: Case, inputs: Inputs) -> tuple[Float[Arra
 
 
 def run(implementation: Any, case: Case, prepared: tuple[Float[Array, "T D"], PackedInt4]) -> Float[Array, "T F"]:
-    """The product."""
+    """Return the product."""
     return implementation.matmul(*prepared)
 
 
@@ -231,7 +231,7 @@ def cost(case: Case) -> Cost:
 
 
 def sizes(case: Case) -> dict[str, int]:
-    """The group's size."""
+    """Return the group's size."""
     return {"group_size": case.group_size}
 
 

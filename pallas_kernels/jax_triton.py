@@ -27,7 +27,7 @@ def unsupported(platform: str, device_kind: str) -> str | None:
 
 
 def kernels(module: str) -> ModuleType:
-    """The module ``pallas_kernels.<module>``, which imports triton at its top."""
+    """Return the module ``pallas_kernels.<module>``, which imports triton at its top."""
     return importlib.import_module(f"pallas_kernels.{module}")
 
 

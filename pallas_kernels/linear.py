@@ -247,7 +247,7 @@ def sizes(case: Case) -> dict[str, int]:
 
 
 def dtype(case: Case) -> str:
-    """The weight's."""
+    """Return the weight's."""
     return case.dtype
 
 

@@ -9,7 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 
 
 def lower_for_cuda(function: Callable[..., Any], *arguments: Any, device_kind: str = "NVIDIA H200") -> str:
-    """The StableHLO text of a function lowered for CUDA.
+    """Return the StableHLO text of a function lowered for CUDA.
 
     JAX 0.11 lowers GPU kernels only for a device it knows; an abstract mesh names one that need not be there.
 

@@ -51,7 +51,7 @@ class Comparison(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether every row is within its tolerance."""
+        """Return whether every row is within its tolerance."""
         return self.worst <= 1
 
 
@@ -76,7 +76,7 @@ class Operation(Protocol):
 
     @property
     def IS_IN_PLACE(self) -> bool:
-        """Whether ``run`` gives back changed arguments, which it is to take over."""
+        """Return whether ``run`` gives back changed arguments, which it is to take over."""
         ...
 
     def make_inputs(self, case: Any, key: jax.Array) -> PyTree[Array]:
@@ -84,11 +84,11 @@ class Operation(Protocol):
         ...
 
     def prepare(self, implementation: Any, case: Any, inputs: PyTree[Array]) -> PyTree[Array]:
-        """The inputs in the form that the implementation takes them: what is done once, not in each step."""
+        """Return the inputs in the form that the implementation takes them: what is done once, not in each step."""
         ...
 
     def run(self, implementation: Any, case: Any, prepared: PyTree[Array]) -> PyTree[Array]:
-        """The call to check or to measure."""
+        """Return the call to check or to measure."""
         ...
 
     def expected(self, case: Any, inputs: PyTree[Array]) -> PyTree[Array]:

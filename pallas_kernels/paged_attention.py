@@ -82,7 +82,8 @@ def row_tokens(batch: AttentionBatch, num_tokens: int) -> Bool[Array, "T R"]:
 
 
 def token_contexts(batch: AttentionBatch, num_tokens: int) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
-    """The row of each query token, and how much of its context the token sees: all up to itself, none for padding."""
+    """Return the row of each query token, and how much of its context the token sees: all up to itself, none for
+    padding."""
     is_owned = row_tokens(batch, num_tokens)
     rows = jnp.argmax(is_owned, 1)
     before = batch.context_lens - batch.query_lens - batch.query_starts
@@ -166,7 +167,7 @@ class PagedAttention(Protocol):
         decode_only: bool,
         row_tile: int | None = None,
     ) -> Float[Array, "T N H"]:
-        """Each query token's attention over its row's context up to itself; padding tokens get anything finite.
+        """Return each query token's attention over its row's context up to itself; padding tokens get anything finite.
 
         With a ``row_tile`` a token's result has the same bits in every batch, in a decode step and in a chunk of any
         length; the query tokens that rows own then stand together at the front.
@@ -303,12 +304,12 @@ def prepare(implementation: PagedAttention, case: Case, inputs: Inputs) -> Prepa
 
 
 def _filled(shape: tuple[int, ...], content: Float[Array, " P"]) -> Float[Array, "P ..."]:
-    """A pool that has one number in each page."""
+    """Return a pool that has one number in each page."""
     return jnp.broadcast_to(content.reshape(-1, *[1] * (len(shape) - 1)), shape)
 
 
 def run(implementation: PagedAttention, case: Case, prepared: Prepared) -> Float[Array, "T N H"]:
-    """The step's attention, everything written already."""
+    """Return the step's attention, everything written already."""
     return implementation.attend(
         prepared.query,
         prepared.pools,
@@ -325,7 +326,7 @@ def run(implementation: PagedAttention, case: Case, prepared: Prepared) -> Float
 
 @functools.partial(jax.jit, static_argnums=0)
 def expected(case: Case, inputs: Inputs) -> Float[Array, "T N H"]:
-    """The reference's answer in float32; zeros for tokens that no row owns."""
+    """Return the reference's answer in float32; zeros for tokens that no row owns."""
     query, keys, values, batch = inputs
     settings = {"scale": case.head_dim**-0.5, "window": case.window, "soft_cap": case.soft_cap}
     return reference(query.astype(jnp.float32), keys, values, batch, **settings)

@@ -43,17 +43,17 @@ class Case(NamedTuple):
 
     @property
     def is_decode_only(self) -> bool:
-        """Whether the step has decode rows alone."""
+        """Return whether the step has decode rows alone."""
         return self.num_single == len(self.rows)
 
     @property
     def num_rows(self) -> int:
-        """All rows, empty ones too."""
+        """Return all rows, empty ones too."""
         return len(self.rows) + self.spare_rows
 
     @property
     def num_tokens(self) -> int:
-        """All query tokens, padding too."""
+        """Return all query tokens, padding too."""
         if self.is_decode_only:
             return self.num_rows
         return max(sum(query for _, query in self.rows) + self.spare_tokens, self.num_rows)
@@ -110,7 +110,7 @@ ENGINE_MODEL_LENS = (8448, 131072)
 
 
 def _bench(*rows: tuple[int, int], page_size: int) -> Case:
-    """The attention of a layer of Llama-3.1-8B, as the engine calls it."""
+    """Return the attention of a layer of Llama-3.1-8B, as the engine calls it."""
     longest = max(context for context, _ in rows)
     model_len = next(length for length in ENGINE_MODEL_LENS if longest <= length)
     is_decode = all(query == 1 for _, query in rows)

@@ -148,7 +148,7 @@ class PagedKernels:
     def _one_by_one(
         self, query: Float[Array, "T N H"], pools: Pools, batch: AttentionBatch, settings: dict[str, Any]
     ) -> Float[Array, "T N H"]:
-        """Every query token as a decode row of its own, with the same operations wherever it stands."""
+        """Return every query token as a decode row of its own, with the same operations wherever it stands."""
         rows, lens = token_contexts(batch, query.shape[0])
         parts = [slice(start, start + _MOST_ROWS) for start in range(0, query.shape[0], _MOST_ROWS)]
         out = [

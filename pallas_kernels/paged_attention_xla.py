@@ -53,7 +53,7 @@ copy_pages = page_writes.copy_pages
 
 
 def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
-    """Runs everywhere."""
+    """Run everywhere."""
     del platform, device_kind, dtype, sizes
     return None
 
@@ -145,7 +145,7 @@ def _decode(
 
 
 def _mean(state: _Softmax) -> Float[Array, "... H"]:
-    """The weighted mean of the values."""
+    """Return the weighted mean of the values."""
     return state.values / jnp.maximum(state.total, 1e-30)[..., None]
 
 
@@ -156,7 +156,7 @@ def _token_by_token(
     page_size: int,
     scoring: _Scoring,
 ) -> Float[Array, "T K G H"]:
-    """Every query token as a row of its own, with the same operations wherever it stands.
+    """Return every query token as a row of its own, with the same operations wherever it stands.
 
     The tiles of its context start at its first token and have one size, so that they neither depend on where a chunk
     starts nor on how much the page table holds; masked ones add exact zeros. A few tokens walk together.
@@ -231,7 +231,7 @@ def _decode_tile(
     page_size: int,
     scoring: _Scoring,
 ) -> _Softmax:
-    """The softmax of every row with ``tile`` more pages of its context."""
+    """Return the softmax of every row with ``tile`` more pages of its context."""
     num_rows, num_kv_heads, group, head_dim = query.shape
     key_pool, value_pool = pools
     pages = _table_slice(page_table, i, tile)

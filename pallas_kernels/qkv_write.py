@@ -107,7 +107,7 @@ def normed(x: Float[Array, "... H"], weight: Float[Array, " H"], eps: float) -> 
 def apply_rope(
     x: Float[Array, "T N H"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
 ) -> Float[Array, "T N H"]:
-    """Turns the leading features of every head in pairs (i, i + half), in float32, in the type of ``x``.
+    """Turn the leading features of every head in pairs (i, i + half), in float32, in the type of ``x``.
 
     Args:
         x: Queries or keys.
@@ -280,7 +280,7 @@ def tolerance(case: Case) -> Tolerance:
 
 
 def cost(case: Case) -> Cost:
-    """Every projection is read and written once; a multiplication and an addition or two for each feature."""
+    """Return every projection is read and written once; a multiplication and an addition or two for each feature."""
     features = case.num_tokens * (case.num_heads + 2 * case.num_kv_heads) * case.head_dim
     return Cost(2 * features * jnp.dtype(case.dtype).itemsize, 8 * features)
 
@@ -299,6 +299,6 @@ _EPS = 1e-6
 
 
 def _visible(case: Case, arrays: tuple[Array, ...]) -> tuple[Array, Array, Array]:
-    """The arrays; of a poisoned case with 4 where NaN stood, which few numbers are near."""
+    """Return the arrays; of a poisoned case with 4 where NaN stood, which few numbers are near."""
     first, second, third = (jnp.where(jnp.isnan(a), 4.0, a) for a in arrays) if case.is_poisoned else arrays
     return first, second, third

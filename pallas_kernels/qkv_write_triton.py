@@ -180,7 +180,7 @@ def _load(qkv_ref: Any, token: Int[Array, ""], first_head: int, lanes: _Lanes) -
 def _normed(
     parts: list[Float[Array, "C _"]], lanes: list[_Lanes], weight_ref: Any, layout: _Layout
 ) -> list[Float[Array, "C _"]]:
-    """Each head over its root mean square."""
+    """Return each head over its root mean square."""
     wide = [part.astype(jnp.float32) for part in parts]
     assert layout.eps is not None
     total = sum((jnp.sum(part * part, axis=1) for part in wide[1:]), start=jnp.sum(wide[0] * wide[0], axis=1))
@@ -195,7 +195,7 @@ def _normed(
 def _rotated(
     parts: list[Float[Array, "C _"]], lanes: list[_Lanes], token: Int[Array, ""], rotation: Any
 ) -> list[Float[Array, "C _"]]:
-    """The first two parts turned by the token's angles."""
+    """Return the first two parts turned by the token's angles."""
     first, second = (part.astype(jnp.float32) for part in parts[:2])
     place = jnp.broadcast_to(token, first.shape), lanes[0].features
     cos, sin = (plt.load(ref.at[place], mask=lanes[0].are_used, other=0.0) for ref in rotation)

@@ -55,7 +55,7 @@ class UnsupportedKernelError(NotImplementedError):
 
 
 def operation(name: str) -> Operation:
-    """An operation's own file: its cases, inputs and reference.
+    """Return an operation's own file: its cases, inputs and reference.
 
     Raises:
         ValueError: Unknown operation.
@@ -75,7 +75,7 @@ class Choice(NamedTuple):
 def choose(
     operation: str, *, platform: str, device_kind: str, dtype: str, name: str | None = None, **sizes: int
 ) -> Choice:
-    """The implementation of an operation to use on a device, and why.
+    """Return the implementation of an operation to use on a device, and why.
 
     Its ``unsupported(platform, device_kind, dtype, **sizes)`` returns the reason why it cannot run there, or None.
 
@@ -107,12 +107,12 @@ def choose(
 
 
 def select(operation: str, **where: Any) -> Any:
-    """The implementation of an operation to use on a device; see ``choose``."""
+    """Return the implementation of an operation to use on a device; see ``choose``."""
     return choose(operation, **where).implementation
 
 
 def load(operation: str, name: str) -> Any:
-    """An implementation by its name, whether or not it can run here."""
+    """Return an implementation by its name, whether or not it can run here."""
     module, _, attribute = _implementations(operation)[name].partition(":")
     found = importlib.import_module(module)
     return getattr(found, attribute) if attribute else found

@@ -32,7 +32,7 @@ class Truncation(Protocol):
     def floor(
         self, scores: Float[Array, "R V"], top_k: Int[Array, " R"], top_p: Float[Array, " R"], min_p: Float[Array, " R"]
     ) -> Float[Array, " R"]:
-        """The lowest score each row keeps. It depends on the row's own scores and numbers alone.
+        """Return the lowest score each row keeps. It depends on the row's own scores and numbers alone.
 
         Args:
             scores: Logits over temperature; -inf for tokens that are not allowed.
@@ -44,7 +44,7 @@ class Truncation(Protocol):
 
 
 def min_p_floor(best: Float[Array, " R"], min_p: Float[Array, " R"]) -> Float[Array, " R"]:
-    """The lowest score that min-p keeps, where ``best`` is a row's largest."""
+    """Return the lowest score that min-p keeps, where ``best`` is a row's largest."""
     return jnp.where(min_p > 0, best + jnp.log(jnp.maximum(min_p, 1e-30)), LOWEST)
 
 
@@ -55,7 +55,7 @@ def to_order(x: Float[Array, "..."]) -> Int[Array, "..."]:
 
 
 def from_order(order: Int[Array, "..."]) -> Float[Array, "..."]:
-    """The floats of their places in order."""
+    """Return the floats of their places in order."""
     return lax.bitcast_convert_type(jnp.where(order < 0, order ^ 0x7FFFFFFF, order), jnp.float32)
 
 
@@ -161,7 +161,7 @@ def prepare(implementation: Truncation, case: Case, inputs: Inputs) -> Inputs:
 
 
 def run(implementation: Truncation, case: Case, prepared: Inputs) -> Float[Array, " R"]:
-    """Each row's floor."""
+    """Return each row's floor."""
     del case
     return implementation.floor(*prepared)
 
@@ -174,7 +174,8 @@ class FloorRange(NamedTuple):
 
 
 def expected(case: Case, inputs: Inputs) -> FloorRange:
-    """The floors by sorting; two that differ where the sum that top-p cuts at is too close to a token's to tell."""
+    """Return the floors by sorting; two that differ where the sum that top-p cuts at is too close to a token's to
+    tell."""
     del case
     return FloorRange(least=sorted_floor(inputs, 1 + MARGIN), most=sorted_floor(inputs, 1 - MARGIN))
 
@@ -197,7 +198,7 @@ def _num_wrong(scores: Float[Array, "R V"], floor: Float[Array, " R"], expected:
 
 
 def sorted_floor(inputs: Inputs, scale: float = 1.0) -> Float[Array, " R"]:
-    """The floor by sorting, with ``top_p`` times ``scale`` where it is less than 1."""
+    """Return the floor by sorting, with ``top_p`` times ``scale`` where it is less than 1."""
     scores, top_k, top_p, min_p = inputs
     ordered = -jnp.sort(-scores, axis=1)
     lowest = min_p_floor(ordered[:, 0], min_p)
@@ -212,7 +213,7 @@ def sorted_floor(inputs: Inputs, scale: float = 1.0) -> Float[Array, " R"]:
 
 
 def cost(case: Case) -> Cost:
-    """Every score is read once; an exponential and a sum of each."""
+    """Return every score is read once; an exponential and a sum of each."""
     size = case.num_rows * case.vocab_size
     return Cost(4 * size, 3 * size)
 

@@ -72,7 +72,7 @@ class TritonTruncation:
     def floor(
         self, scores: Float[Array, "R V"], top_k: Int[Array, " R"], top_p: Float[Array, " R"], min_p: Float[Array, " R"]
     ) -> Float[Array, " R"]:
-        """The lowest score each row keeps; see ``Truncation.floor``."""
+        """Return the lowest score each row keeps; see ``Truncation.floor``."""
         best = scores.max(1)
         is_sound = jnp.isfinite(best)  # else there is nothing to count by: such a row is not cut
         top_k, top_p = jnp.where(is_sound, top_k, 0), jnp.where(is_sound, top_p, 1.0)
@@ -115,7 +115,7 @@ class TritonTruncation:
         return _Rows(top_k, top_p, best, mass, _at(edges, upper), _at(edges, lower), *above), ends - between
 
     def _call(self, kernel: Any, grid: tuple[int, ...], array: Float[Array, "R V"], numbers: Any, out: Any) -> Any:
-        """Runs a kernel, a program for each row or for each chunk of a row."""
+        """Run a kernel, a program for each row or for each chunk of a row."""
         return pl.pallas_call(
             kernel,
             out_shape=jax.tree.map(lambda struct: jax.ShapeDtypeStruct(struct.shape, struct.dtype), out),
@@ -159,7 +159,7 @@ def _bracket(
 
 
 def _num_short(sums: Array, wanted: Array) -> Int[Array, " R"]:
-    """The last edge of each row whose sum falls short of what is wanted; never the last of all."""
+    """Return the last edge of each row whose sum falls short of what is wanted; never the last of all."""
     return jnp.clip((sums < wanted[:, None]).sum(1) - 1, 0, _NUM_EDGES - 2)
 
 
@@ -174,7 +174,7 @@ def _in_order(masses: Float[Array, "R chunks edges"]) -> Float[Array, "R edges"]
 
 
 def _chunk(scores_ref: Any, row: Int[Array, ""], chunk: Int[Array, ""]) -> Float[Array, " C"]:
-    """A chunk's scores, -inf behind the end of the row."""
+    """Return a chunk's scores, -inf behind the end of the row."""
     token = chunk * _CHUNK + jnp.arange(_CHUNK)
     place = jnp.broadcast_to(row, token.shape), token
     return plt.load(scores_ref.at[place], mask=token < scores_ref.shape[1], other=-jnp.inf)
@@ -208,7 +208,7 @@ def _gather_kernel(
     numbers: Any,  # is_cut [R], top [R], bottom [R], starts [R, chunks]
     candidates_ref: Any,  # [R, V]
 ) -> None:
-    """Puts the scores of a chunk that are between a row's top and bottom behind those of the chunks before it."""
+    """Put the scores of a chunk that are between a row's top and bottom behind those of the chunks before it."""
     is_cut_ref, top_ref, bottom_ref, starts_ref = numbers
     row, chunk = pl.program_id(0), pl.program_id(1)
 
@@ -244,7 +244,7 @@ def _find_kernel(
         return lax.fori_loop(0, pl.cdiv(num_between, _CANDIDATES), round_, (num_above, mass_above))
 
     def largest(is_asked: Bool[Array, ""], reaches: Callable[[Array, Array], Array]) -> Float[Array, ""]:
-        """The largest floor that reaches, as all below it do; the bottom where it is not asked for."""
+        """Return the largest floor that reaches, as all below it do; the bottom where it is not asked for."""
 
         def halved(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
             low, high = bounds

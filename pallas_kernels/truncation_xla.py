@@ -17,7 +17,7 @@ _NUM_CANDIDATES = 1024
 
 
 def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
-    """Runs everywhere."""
+    """Run everywhere."""
     del platform, device_kind, sizes
     return None if dtype == "float32" else f"scores must be float32, not {dtype}"
 
@@ -25,7 +25,7 @@ def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> st
 def floor(
     scores: Float[Array, "R V"], top_k: Int[Array, " R"], top_p: Float[Array, " R"], min_p: Float[Array, " R"]
 ) -> Float[Array, " R"]:
-    """The lowest score each row keeps; see ``Truncation.floor``."""
+    """Return the lowest score each row keeps; see ``Truncation.floor``."""
     best = scores.max(1)
     weights = jnp.exp(scores - best[:, None])
     lowest = min_p_floor(best, min_p)
@@ -53,7 +53,7 @@ def _raised(
     wanted: Float[Array, " R"],
     is_share: Bool[Array, ""],
 ) -> Float[Array, " R"]:
-    """The score at which the weights from the largest down reach ``wanted``, at least the floor.
+    """Return the score at which the weights from the largest down reach ``wanted``, at least the floor.
 
     Args:
         floor: Scores below it do not count.
@@ -87,7 +87,7 @@ def _mass(scores: Float[Array, "R V"], weights: Float[Array, "R V"], floor: Floa
 
 
 def _largest_threshold(reaches: Callable[[Float[Array, " R"]], Bool[Array, " R"]], num_rows: int) -> Float[Array, " R"]:
-    """The largest float at which ``reaches``, true below some point of each row, still holds; else -inf."""
+    """Return the largest float at which ``reaches``, true below some point of each row, still holds; else -inf."""
 
     def round_(_, bounds):
         low, high = bounds

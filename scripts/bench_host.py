@@ -47,7 +47,7 @@ class Clock:
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, its time added to a part."""
+        """Return the function, its time added to a part."""
 
         def call(*arguments: Any) -> Any:
             start = time.perf_counter()
@@ -69,7 +69,7 @@ class HostRunner:
         self._tokens = [[token] for token in random.Random(0).choices(range(270, vocab_size), k=num_rows)]
 
     def launch(self, plan: StepPlan) -> int:
-        """Builds the step's buffers; the handle is the number of rows."""
+        """Build the step's buffers; the handle is the number of rows."""
         builder = self._builder
         builder.apply(plan)
         self._masks.apply(plan.setups)
@@ -80,7 +80,7 @@ class HostRunner:
         return plan.num_rows
 
     def collect(self, handle: int) -> StepResult:
-        """The tokens."""
+        """Return the tokens."""
         return StepResult(self._tokens[:handle], None, None)
 
     def weights(self) -> dict[str, np.ndarray]:
@@ -96,7 +96,7 @@ class HostRunner:
 
 
 def main() -> None:
-    """Runs steps of rows that all decode, and prints their times."""
+    """Run steps of rows that all decode, and print their times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=256, help="requests that run (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1000, help="steps measured (default: %(default)s)")

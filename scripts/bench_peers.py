@@ -27,7 +27,7 @@ from jaxserve.request import parse_prompts
 
 
 def main() -> None:
-    """Parses the flags, starts the engine and runs what was asked for."""
+    """Parse the flags, start the engine and run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", default="auto")
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def load_workloads(folder: Path) -> ModuleType:
-    """The workload definitions, by path."""
+    """Return the workload definitions, by path."""
     spec = importlib.util.spec_from_file_location("workloads", folder / "workloads.py")
     if spec is None or spec.loader is None or not (folder / "workloads.py").exists():
         sys.exit(f"{folder} has no workloads.py; give --workloads-dir")

@@ -63,7 +63,7 @@ class OfflineEngine:
         self.is_ready = self._read()
 
     def generate(self, requests: list[BenchRequest]) -> dict[str, Any]:
-        """The answers' texts and numbers of tokens, and the seconds that ``LLM.generate`` took."""
+        """Return the answers' texts and numbers of tokens, and the seconds that ``LLM.generate`` took."""
         assert self._process.stdin is not None
         asked = [[request.prompt, request.max_tokens] for request in requests]
         self._process.stdin.write(json.dumps(asked) + "\n")
@@ -71,7 +71,7 @@ class OfflineEngine:
         return self._read()
 
     def close(self) -> None:
-        """Ends it."""
+        """End it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -110,7 +110,7 @@ class Surfaces:
         self._num_channels = -(-num_streams // 100)
 
     async def run(self, surface: str, work: Callable[[Backend], Awaitable[Any]]) -> Any:
-        """Runs ``work`` with a way to ask."""
+        """Run ``work`` with a way to ask."""
         if surface == "http":
             client = HttpClient(self._server.http)
             try:
@@ -124,7 +124,7 @@ class Surfaces:
             await asyncio.gather(*(channel.close() for channel in channels))
 
     async def vocab_size(self) -> int:
-        """The model's."""
+        """Return the model's."""
         (channel,) = open_channels(self._server.grpc, 1)
         try:
             return int((await grpc_model(channel, "", {})).vocab_size)
@@ -172,7 +172,7 @@ async def _all_at_once(backend: Backend, requests: list[BenchRequest]) -> Any:
 
 
 def count_wrong(answers: list[BenchAnswer], expected: dict[str, Any]) -> int:
-    """Answers that failed, or are not what they should be."""
+    """Answer that failed, or are not what they should be."""
     return sum(
         not answer.is_success or answer.text != text or output_length(answer) != count
         for answer, text, count in zip(answers, expected["texts"], expected["num_tokens"], strict=True)
@@ -254,7 +254,7 @@ async def measure(options: argparse.Namespace, server: RunningServer, offline: O
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """The figures as a table."""
+    """Return the figures as a table."""
     overhead, streams, cuts = found["overhead"], found["streams"], found["disconnects"]
     lines = [f"{'':<34}{'offline':>12}{'HTTP':>12}{'gRPC':>12}", f"{'output tokens/s (median)':<34}"]
     lines[1] += "".join(f"{overhead['tokens_per_s'][name]:>12.1f}" for name in ("offline", *SURFACES))
@@ -282,7 +282,7 @@ def offline_engine(arguments: dict[str, Any], log: Path) -> Iterator[OfflineEngi
 
 
 def main() -> None:
-    """Runs what the command line asks for."""
+    """Run what the command line asks for."""
     if sys.argv[1:2] == ["--as-offline-engine"]:
         work_offline(json.loads(sys.argv[2]))
         return
@@ -304,7 +304,7 @@ def main() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Return the flags."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--model", default="demo")
     found.add_argument("--engine", default='{"max_num_seqs": 32, "max_model_len": 512}', help="arguments of LLM, JSON")

@@ -144,7 +144,7 @@ def temporary_bound(program: ModelProgram, shape: BatchShape) -> int:
 
 
 def main() -> int:
-    """Runs the checks and prints a line for each program."""
+    """Run the checks and print a line for each program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("kernels", "steps"))
     parser.add_argument("--match", default="", help="only programs whose name contains this")

@@ -25,7 +25,7 @@ _PROMPTS = ["1+1=", "2+3="]
 
 
 def entered_functions() -> set[CodeType]:
-    """The project's functions that run while the demo model answers."""
+    """Return the project's functions that run while the demo model answers."""
     found: set[CodeType] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -46,7 +46,7 @@ def entered_functions() -> set[CodeType]:
 
 
 def _place(code: CodeType) -> Path | None:
-    """The file of a function of the project, relative to its root; None for anything else."""
+    """Return the file of a function of the project, relative to its root; None for anything else."""
     path = Path(code.co_filename)
     if not path.is_relative_to(_ROOT) or path.relative_to(_ROOT).parts[0] not in _PACKAGES or "<" in code.co_name:
         return None
@@ -74,7 +74,7 @@ def _lines_by_start(path: Path) -> dict[int, int]:
 
 
 def main() -> None:
-    """Prints the counts."""
+    """Print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="name the functions")
     arguments = parser.parse_args()

@@ -64,7 +64,7 @@ class Compilation:
 
 
 def h200_mesh(num_devices: int = 1) -> Mesh:
-    """A mesh of H200s of one host that need not be there, ``tensor`` across them.
+    """Return a mesh of H200s of one host that need not be there, ``tensor`` across them.
 
     Raises:
         NoCudaError: The CUDA wheels of JAX are not installed.
@@ -85,7 +85,7 @@ def compile_for(
     donate_argnums: int | Sequence[int] = (),
     options: Mapping[str, Any] | None = None,
 ) -> Compilation:
-    """Compiles a function for the devices of a mesh.
+    """Compile a function for the devices of a mesh.
 
     Args:
         mesh: From ``h200_mesh``.
@@ -98,7 +98,8 @@ def compile_for(
 
 
 def compile_traced(mesh: Mesh, function: Any, *structs: Any, options: Mapping[str, Any] | None = None) -> Compilation:
-    """The same for something that has ``lower`` already: a jitted function, or a traced one (without ``structs``)."""
+    """Return the same for something that has ``lower`` already: a jitted function, or a traced one (without
+    ``structs``)."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as dump, use_abstract_mesh(mesh.abstract_mesh), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX 0.11 on Pallas-Triton; donated arguments that no result can take
@@ -119,6 +120,6 @@ def compile_traced(mesh: Mesh, function: Any, *structs: Any, options: Mapping[st
 
 
 def _read(folder: str, ending: str) -> str:
-    """The longest of the files with an ending: the program itself, not a small one it came with."""
+    """Return the longest of the files with an ending: the program itself, not a small one it came with."""
     texts = [path.read_text() for path in Path(folder).iterdir() if path.name.endswith(ending)]
     return max(texts, key=len, default="")

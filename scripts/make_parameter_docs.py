@@ -40,12 +40,12 @@ vLLM's. An unknown name, a value of the wrong type or one out of range raises an
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([HEAD, *(section(cls, about) for cls, about in SECTIONS)])
 
 
 def section(cls: type, about: str) -> str:
-    """A heading and a table with a line for each field of a dataclass."""
+    """Return a heading and a table with a line for each field of a dataclass."""
     docs, types = field_docs(cls), annotations(cls)
     lines = [f"## {cls.__name__}", "", about, "", "| Name | Type | Default | Meaning |", "|---|---|---|---|"]
     for field in dataclasses.fields(cls):
@@ -55,7 +55,7 @@ def section(cls: type, about: str) -> str:
 
 
 def annotations(cls: type) -> dict[str, str]:
-    """Each field's type as the source has it."""
+    """Return each field's type as the source has it."""
     (definition,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(definition, ast.ClassDef)
     fields = [node for node in definition.body if isinstance(node, ast.AnnAssign)]
@@ -63,14 +63,14 @@ def annotations(cls: type) -> dict[str, str]:
 
 
 def default(field: dataclasses.Field) -> str:
-    """A field's default as one writes it."""
+    """Return a field's default as one writes it."""
     if field.default is dataclasses.MISSING:
         return "required" if field.default_factory is dataclasses.MISSING else f"`{field.default_factory()!r}`"
     return f"`{field.default if isinstance(field.default, enum.Enum) else repr(field.default)}`"
 
 
 def main() -> None:
-    """Writes the page."""
+    """Write the page."""
     PAGE.write_text(page(), encoding="utf-8")
 
 

@@ -65,7 +65,7 @@ def distribution(values: np.ndarray) -> dict[str, float]:
 
 
 def simulate(trace: Trace, rate: float, settings: Settings) -> tuple[Simulation, dict[str, Any]]:
-    """Replays a trace; returns the simulation and its figures."""
+    """Replay a trace; returns the simulation and its figures."""
     start = time.perf_counter()
     simulation = Simulation(trace, rate, settings)
     simulation.run()
@@ -114,7 +114,7 @@ def figures_of(simulation: Simulation, rate: float, wall_s: float) -> dict[str, 
 
 
 def lines_of(figures: dict[str, Any]) -> list[str]:
-    """The figures of one rate as text."""
+    """Return the figures of one rate as text."""
 
     def times(name: str, unit: str = "s", scale: float = 1.0) -> str:
         found = figures[name]
@@ -233,7 +233,7 @@ def plot(file: Path, title: str, reuse: float, results: list[tuple[Simulation, d
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Return the flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="Azure .csv or Mooncake .jsonl")
     parser.add_argument("--rate", type=float, nargs="+", default=[1.0], help="times the trace's own speed; several do")
@@ -264,7 +264,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_flags(options: argparse.Namespace) -> None:
-    """Raises a ValueError where a number is out of its range."""
+    """Raise a ValueError where a number is out of its range."""
     least = {name: 1 for name in ("requests", "host_cost", "page_size", "num_pages", "kv_tokens", "max_num_seqs")}
     least |= {"max_model_len": 2, "max_num_batched_tokens": 1, "long_prefill_token_threshold": 0, "seed": 0}
     least |= {field.name: 0 for field in dataclasses.fields(CostModel)}
@@ -319,7 +319,7 @@ def settings_of(options: argparse.Namespace, num_requests: int) -> Settings:
 
 
 def main() -> None:
-    """Runs what the flags ask for."""
+    """Run what the flags ask for."""
     parser = make_parser()
     options = parser.parse_args()
     try:
@@ -335,7 +335,7 @@ def main() -> None:
 
 
 def report_host_cost(options: argparse.Namespace) -> None:
-    """Measures and prints the host cost of decode steps."""
+    """Measure and print the host cost of decode steps."""
     found = host_cost(options.host_cost, settings_of(options, 0))
     line = f"schedule + complete of {found['rows']} decoding sequences: best {found['best_us']:.1f} us"
     line += f" ({found['best_us_per_row']:.3f} us a row), median {found['median_us']:.1f} us"
@@ -343,7 +343,7 @@ def report_host_cost(options: argparse.Namespace) -> None:
 
 
 def report_simulation(options: argparse.Namespace) -> None:
-    """Replays the trace at each rate, prints the figures and plots them where asked."""
+    """Replay the trace at each rate, print the figures and plots them where asked."""
     if options.plot is not None:
         figure_class()
     read = read_trace(options.trace, options.requests)

@@ -41,7 +41,7 @@ SETTLE_S = 7.0
 
 
 async def run_soak(server: RunningServer, duration_s: float, seed: int = 0, num_workers: int = NUM_WORKERS) -> Report:
-    """Puts a server under load for some time, and says what came of it.
+    """Put a server under load for some time, and say what came of it.
 
     The server must be idle, have the demo model or another that knows no end of text where ``ignore_eos`` is set,
     contexts of at least 256 tokens, and let everybody in.
@@ -70,7 +70,7 @@ async def run_soak(server: RunningServer, duration_s: float, seed: int = 0, num_
 
 
 async def fill_pools(server: RunningServer) -> None:
-    """Has the engine start all processes for grammars and templates that it keeps, before it is watched."""
+    """Have the engine start all processes for grammars and templates that it keeps, before it is watched."""
     client = HttpClient(server.http)
     plain = {"max_tokens": 1, "temperature": 0}
     grammars = [{"prompt": "1+1=", "structured_outputs": {"regex": f"[0-9]{{1,{i}}}"}, **plain} for i in range(2, 10)]
@@ -103,7 +103,7 @@ async def known_answers(
 
 
 def main() -> None:
-    """Starts a server, or takes one that runs, and exits with 0 where all went well."""
+    """Start a server, or takes one that runs, and exits with 0 where all went well."""
     options = parser().parse_args()
     flags = [*as_flags({**ENGINE, **SERVER, **json.loads(options.settings)}), *options.flag]
     log = Path(options.log) if options.log else Path(tempfile.mkdtemp(prefix="jaxserve-soak-")) / "server.log"
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Return the flags."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--model", default="demo")
     found.add_argument("--minutes", type=float, default=30.0)

@@ -40,13 +40,13 @@ class ShardingLayout:
         object.__setattr__(self, "rules", MappingProxyType(dict(self.rules)))
 
     def mesh_axis(self, logical: str) -> str | None:
-        """The mesh axis a logical axis is split over, or None."""
+        """Return the mesh axis a logical axis is split over, or None."""
         if logical not in LOGICAL_AXES:
             raise LayoutError(f"layout {self.name!r}: unknown logical axis {logical!r}; known: {LOGICAL_AXES}")
         return self.rules.get(logical)
 
     def spec(self, *axes: str | None) -> PartitionSpec:
-        """The partition of an array from its logical axes, one a dimension (None: replicated).
+        """Return the partition of an array from its logical axes, one a dimension (None: replicated).
 
         Raises:
             LayoutError: Two dimensions land on the same mesh axis.
@@ -75,7 +75,7 @@ class ShardingLayout:
 
 
 def stacked(sharding: Sharding) -> Sharding:
-    """The sharding of arrays behind a new first dimension that is not split."""
+    """Return the sharding of arrays behind a new first dimension that is not split."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))

@@ -48,7 +48,7 @@ class MeshShape:
 
 
 def ensure_cpu_devices(num_devices: int) -> None:
-    """Asks for virtual CPU devices, where the CPU is the platform and no JAX backend is up yet.
+    """Ask for virtual CPU devices, where the CPU is the platform and no JAX backend is up yet.
 
     Must run before the first JAX operation of the process. Keeps a larger number that is set already; on a platform
     other than CPU the setting is without effect.
@@ -72,7 +72,7 @@ def ensure_cpu_devices(num_devices: int) -> None:
 
 
 def make_mesh(shape: MeshShape, devices: list[Device] | None = None) -> Mesh:
-    """Builds the mesh over the first devices of the platform.
+    """Build the mesh over the first devices of the platform.
 
     Args:
         shape: Size of each axis.

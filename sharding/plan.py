@@ -44,7 +44,7 @@ def collectives(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[Collective]:
 
 
 def count_collectives(traced: jax.stages.Traced) -> dict[str, int]:
-    """How many collectives of each kind one call of a traced function does."""
+    """Return how many collectives of each kind one call of a traced function does."""
     counts: collections.Counter[str] = collections.Counter()
     for collective in collectives(traced.jaxpr.jaxpr):
         counts[collective.kind] += collective.times

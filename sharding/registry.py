@@ -11,7 +11,7 @@ LAYOUTS = {
 
 
 def get_layout(name: str) -> ShardingLayout:
-    """The layout of that name.
+    """Return the layout of that name.
 
     Raises:
         LayoutError: No layout has it; the message lists those that exist.

@@ -25,7 +25,7 @@ def demo_accuracy(llm: LLM, num_items: int) -> dict[str, dict[str, float]]:
 
 
 def evaluate_demo(arguments: dict[str, Any], num_items: int, as_json: bool) -> None:
-    """Prints the accuracy of each task in both forms."""
+    """Print the accuracy of each task in both forms."""
     with LLM(**arguments) as llm:
         found = demo_accuracy(llm, num_items)
     if as_json:

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Runs the batch again and again and prints how long it took."""
+    """Run the batch again and again and print how long it took."""
     params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True, detokenize=False)
     latencies = []
     with LLM(**engine_arguments(options)) as llm:

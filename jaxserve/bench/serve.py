@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs a load test, prints its course and result, and returns all figures.
+    """Run a load test, print its course and result, and return all figures.
 
     Raises:
         BenchServeError: Settings or data are wrong, or the server does not answer.

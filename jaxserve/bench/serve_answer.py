@@ -52,12 +52,12 @@ class BenchAnswer:
 
     @property
     def is_success(self) -> bool:
-        """Whether there is an answer."""
+        """Return whether there is an answer."""
         return not self.error
 
     @property
     def text(self) -> str:
-        """All of the text."""
+        """Return all of the text."""
         return "".join(self.texts)
 
     @property

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def complete(options: argparse.Namespace) -> argparse.Namespace:
-    """The flags with the defaults that depend on others.
+    """Return the flags with the defaults that depend on others.
 
     Raises:
         BenchServeError: Flags that exclude each other, or mean nothing together.
@@ -80,7 +80,7 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def _complete_lengths(found: argparse.Namespace, given: argparse.Namespace) -> None:
-    """Gives the general lengths to the data's own flags."""
+    """Return the general lengths to the data's own flags."""
     for general in ("input_len", "output_len"):
         value, name = getattr(found, general), f"{found.dataset_name}_{general}"
         if value is None:
@@ -133,7 +133,7 @@ def _check_ranges(found: argparse.Namespace) -> None:
 
 
 def read_pairs(flag: str, pairs: Sequence[str] | None) -> dict[str, str]:
-    """The values of pairs such as ``name=value``.
+    """Return the values of pairs such as ``name=value``.
 
     Raises:
         BenchServeError: One has another form, or a name comes twice.

@@ -24,7 +24,7 @@ _BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 async def make_requests(
     options: argparse.Namespace, prompt_tokens: PromptTokens, needs_text: bool
 ) -> list[BenchRequest]:
-    """The requests that the flags ask for, in the order in which they go out.
+    """Return the requests that the flags ask for, in the order in which they go out.
 
     Args:
         options: The flags of the load test.
@@ -50,7 +50,7 @@ async def make_requests(
 
 
 async def _custom(options: argparse.Namespace, prompt_tokens: PromptTokens, needs_text: bool) -> list[BenchRequest]:
-    """The prompts of a file; with a tokenizer only where token ids must become text."""
+    """Return the prompts of a file; with a tokenizer only where token ids must become text."""
     requests = _as_many(_shuffled(list(custom_requests(options)), options), options)
     if needs_text and not all(isinstance(request.prompt, str) for request in requests):
         tokens = await prompt_tokens.get()
@@ -61,7 +61,7 @@ async def _custom(options: argparse.Namespace, prompt_tokens: PromptTokens, need
 
 
 async def _with_text(requests: list[BenchRequest], tokens: TokenSource) -> list[BenchRequest]:
-    """The requests with text for token ids."""
+    """Return the requests with text for token ids."""
     decode = tokens.decode
     if decode is None:
         raise BenchServeError("these prompts are token ids and nobody here can make text of them: give --tokenizer")
@@ -98,7 +98,7 @@ def _lengths(generator: np.random.Generator, length: int, ratio: float, count: i
 
 
 def trace_requests(options: argparse.Namespace, tokens: TokenSource) -> list[BenchRequest]:
-    """The first requests of a trace, at the trace's own times unless a rate was given.
+    """Return the first requests of a trace, at the trace's own times unless a rate was given.
 
     Pieces that the trace says are shared are the same tokens.
     """
@@ -121,7 +121,7 @@ def trace_requests(options: argparse.Namespace, tokens: TokenSource) -> list[Ben
 
 
 def read_any_trace(path: Path, max_requests: int) -> Trace:
-    """Reads a trace of Mooncake, Azure or BurstGPT (whose failed requests, without an answer, are left out).
+    """Read a trace of Mooncake, Azure or BurstGPT (whose failed requests, without an answer, are left out).
 
     Raises:
         TraceError: The file is none of them, or has a line that cannot be read.

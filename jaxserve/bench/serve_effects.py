@@ -20,7 +20,7 @@ class _Rule(NamedTuple):
 
 
 def check_effects(given: argparse.Namespace, options: argparse.Namespace) -> None:
-    """Refuses each flag that does nothing together with the others.
+    """Reject each flag that does nothing together with the others.
 
     Args:
         given: The flags as they were given.
@@ -37,12 +37,12 @@ def check_effects(given: argparse.Namespace, options: argparse.Namespace) -> Non
 
 
 def has_trace_times(options: argparse.Namespace) -> bool:
-    """Whether requests go out at the times of a trace."""
+    """Return whether requests go out at the times of a trace."""
     return options.dataset_name == "trace" and math.isinf(options.request_rate)
 
 
 def is_secure(options: argparse.Namespace) -> bool:
-    """Whether the server is asked over TLS."""
+    """Return whether the server is asked over TLS."""
     return urllib.parse.urlsplit(options.base_url).scheme == "https"
 
 

@@ -13,7 +13,7 @@ from jaxserve.bench.serve_plot import check_can_plot
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Checks that all files can be read or written; makes the directory of the results, and leaves no other trace.
+    """Check that all files can be read or written; makes the directory of the results, and leaves no other trace.
 
     Raises:
         BenchServeError: One cannot.
@@ -35,7 +35,7 @@ def check_files(options: argparse.Namespace) -> None:
 
 
 def save(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Writes the figures; those of single requests where they were asked for."""
+    """Write the figures; those of single requests where they were asked for."""
     kept = {name: value for name, value in found.items() if options.save_detailed or name not in DETAILS}
     path = _result_path(options, found["model_id"], found["date"])
     has_lines = options.append_result and path.exists() and path.stat().st_size > 0
@@ -44,7 +44,7 @@ def save(options: argparse.Namespace, found: dict[str, Any]) -> None:
 
 
 def time_text() -> str:
-    """The time, as in the names of results."""
+    """Return the time, as in the names of results."""
     return datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
@@ -68,7 +68,7 @@ def _check_readable(flag: str, path: Path) -> None:
 
 
 def _check_writable(flag: str, path: Path) -> None:
-    """Opens the file; one that was not there is gone again."""
+    """Open the file; one that was not there is gone again."""
     try:
         is_new = not path.exists()
         with path.open("ab"):

@@ -111,7 +111,7 @@ class GrpcBackend:
 
 
 async def grpc_model(channel: Any, model: str, metadata: Mapping[str, str]) -> model_pb2.Model:
-    """The server's model of a name, or its only one.
+    """Return the server's model of a name, or its only one.
 
     Raises:
         NotReadyError: The server cannot be reached, or says that it is not ready.
@@ -143,7 +143,7 @@ def grpc_tokens(channel: Any, vocab_size: int, metadata: Mapping[str, str]) -> T
 
 
 def extra_fields(text: str | None) -> dict[str, Any]:
-    """The fields of a JSON object given as text.
+    """Return the fields of a JSON object given as text.
 
     Raises:
         BenchServeError: It is none.

@@ -28,7 +28,7 @@ class HttpAnswer(NamedTuple):
     body: bytes
 
     def json(self) -> Any:
-        """The body.
+        """Return the body.
 
         Raises:
             BenchServeError: It is not JSON.
@@ -79,7 +79,7 @@ class HttpClient:
         body: Any = None,
         on_data: OnData | None = None,
     ) -> HttpAnswer:
-        """Sends a request, with ``body`` as JSON, and returns once all of the answer has come.
+        """Send a request, with ``body`` as JSON, and return once all of the answer has come.
 
         ``on_data`` gets the body of an answer with status 200, piece by piece.
 
@@ -96,7 +96,7 @@ class HttpClient:
         return await self._exchange(await self._connect(), message, on_data)
 
     def message(self, method: str, path: str, body: Any = None) -> bytes:
-        """The bytes of a request."""
+        """Return the bytes of a request."""
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}"
         if body is None:
             return f"{head}\r\n".encode()
@@ -104,7 +104,7 @@ class HttpClient:
         return f"{head}Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n".encode() + payload
 
     async def close(self) -> None:
-        """Closes all connections that wait for a request."""
+        """Close all connections that wait for a request."""
         while self._idle:
             self._idle.pop().close()
 
@@ -145,15 +145,15 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
 
     def can_go_on(self) -> bool:
-        """Whether it can take another request."""
+        """Return whether it can take another request."""
         return self._keeps_alive and not self._transport.is_closing()
 
     def close(self) -> None:
-        """Breaks it off: what is unsent is dropped."""
+        """Break it off: what is unsent is dropped."""
         self._transport.abort()
 
     async def exchange(self, message: bytes, on_data: OnData | None) -> HttpAnswer:
-        """Sends a request and waits for the end of the answer."""
+        """Send a request and wait for the end of the answer."""
         if self._transport.is_closing():
             raise _NothingCameError("the server closed the connection")
         self._done = asyncio.get_running_loop().create_future()

@@ -24,7 +24,7 @@ async def run_load(
     on_answer: Callable[[BenchAnswer], Any] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LoadResult:
-    """Sends each request when it is due, whether or not earlier ones were answered.
+    """Send each request when it is due, whether or not earlier ones were answered.
 
     Args:
         backend: How to ask.

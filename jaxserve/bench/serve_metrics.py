@@ -59,7 +59,7 @@ class Selection:
 
 
 def read_metrics(text: str) -> tuple[str, ...]:
-    """The metrics of a list with commas.
+    """Return the metrics of a list with commas.
 
     Raises:
         BenchServeError: There is none of that name.
@@ -72,7 +72,7 @@ def read_metrics(text: str) -> tuple[str, ...]:
 
 
 def read_percentiles(text: str) -> tuple[float, ...]:
-    """The percentiles of a list with commas.
+    """Return the percentiles of a list with commas.
 
     Raises:
         BenchServeError: One is not a number from 0 to 100.
@@ -87,7 +87,7 @@ def read_percentiles(text: str) -> tuple[float, ...]:
 
 
 def read_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """The milliseconds of pairs such as ``ttft:500``.
+    """Return the milliseconds of pairs such as ``ttft:500``.
 
     Raises:
         BenchServeError: A pair of another form, another metric, a number below 0, or a metric that comes twice.
@@ -180,7 +180,7 @@ def _word(percentile: float) -> str:
 
 
 def _is_within(answer: BenchAnswer, limits_ms: Mapping[str, float]) -> bool:
-    """Whether an answer keeps to all limits; one of a single token keeps to each of TPOT."""
+    """Return whether an answer keeps to all limits; one of a single token keeps to each of TPOT."""
     values_s = {"ttft": answer.ttft_s, "tpot": tpot_s(answer) or 0.0, "e2el": answer.latency_s}
     return all(values_s[name] <= limit / 1000 for name, limit in limits_ms.items())
 
@@ -204,7 +204,7 @@ def _peak_concurrency(good: Sequence[BenchAnswer]) -> int:
 
 
 def banner_lines(found: Mapping[str, Any], selection: Selection) -> list[str]:
-    """The figures as vLLM prints them."""
+    """Return the figures as vLLM prints them."""
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
     lines.append(_line("Successful requests:", found["completed"]))
     lines.append(_line("Failed requests:", found["failed"]))

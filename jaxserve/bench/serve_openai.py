@@ -17,7 +17,7 @@ class EventReader:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of each event that ends in what came."""
+        """Return the data of each event that ends in what came."""
         self._rest += data
         if b"\r" in self._rest:
             self._rest = self._rest.replace(b"\r\n", b"\n")
@@ -39,7 +39,7 @@ class StreamNotes:
     has_ended: bool = False
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Takes in a piece of the stream.
+        """Take in a piece of the stream.
 
         Raises:
             BenchServeError: An event is not what it should be, or is an error.
@@ -68,7 +68,7 @@ class StreamNotes:
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """The text of a completion's choice, or of a chat's, reasoning too."""
+    """Return the text of a completion's choice, or of a chat's, reasoning too."""
     if "delta" not in choice:
         return choice.get("text") or ""
     delta = choice["delta"] or {}

@@ -11,7 +11,7 @@ from jaxserve.bench.serve_answer import BenchServeError
 
 
 def check_can_plot(path: str) -> None:
-    """Checks that the library is there and knows the format that a file's name asks for, before a long run.
+    """Check that the library is there and knows the format that a file's name asks for, before a long run.
 
     Raises:
         BenchServeError: It is not, or does not.
@@ -26,7 +26,7 @@ def check_can_plot(path: str) -> None:
 
 
 def plot(found: Mapping[str, Any], path: str) -> None:
-    """Draws the figures of ``serve_metrics.figures`` to a file, whose ending says the format.
+    """Draw the figures of ``serve_metrics.figures`` to a file, whose ending says the format.
 
     Raises:
         BenchServeError: The file cannot be written.

@@ -60,7 +60,7 @@ class ReadyCheck:
             self._left_s = max(0.0, deadline_s - time.monotonic())
 
     async def wait_for_answer(self, backend: Backend, request: BenchRequest) -> None:
-        """Sends one request, again and again until it succeeds, whatever its failure.
+        """Send one request, again and again until it succeeds, whatever its failure.
 
         Raises:
             BenchServeError: It did not succeed in time.

@@ -48,7 +48,7 @@ def request_headers(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that were given."""
+    """Return the sampling parameters that were given."""
     names = (*SAMPLING_OPTIONS, "logprobs")
     sampling = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return sampling | ({"ignore_eos": True} if options.ignore_eos else {})
@@ -61,7 +61,7 @@ async def grpc_target(
     ready: ReadyCheck,
     stack: contextlib.AsyncExitStack,
 ) -> Target:
-    """The gRPC server that the flags name, once it is ready; what was opened is closed with the stack.
+    """Return the gRPC server that the flags name, once it is ready; what was opened is closed with the stack.
 
     Raises:
         BenchServeError: It was not in time, or does not know the model.
@@ -88,7 +88,7 @@ async def http_target(
     ready: ReadyCheck,
     stack: contextlib.AsyncExitStack,
 ) -> Target:
-    """The HTTP server that the flags name, once it says its model; what was opened is closed with the stack.
+    """Return the HTTP server that the flags name, once it says its model; what was opened is closed with the stack.
 
     Raises:
         BenchServeError: It was not in time, or does not say its model.

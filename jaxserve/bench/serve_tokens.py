@@ -51,7 +51,7 @@ class PromptTokens:
     found: TokenSource | None = None
 
     async def get(self) -> TokenSource:
-        """The tokens."""
+        """Return the tokens."""
         if self.found is None:
             self.found = await self.find()
         return self.found
@@ -130,7 +130,7 @@ def _tokens_of(answer: HttpAnswer) -> list[int]:
 
 
 def _field(answer: HttpAnswer, name: str, kind: type[T]) -> T:
-    """A field of a good answer."""
+    """Return a field of a good answer."""
     fields = answer.json() if answer.status == 200 else None
     value = fields.get(name) if isinstance(fields, dict) else None
     if not isinstance(value, kind):

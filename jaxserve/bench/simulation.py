@@ -114,7 +114,7 @@ class Simulation:
         self._slot_indices = [0] * settings.max_num_seqs
 
     def run(self) -> None:
-        """Replays the trace to its end."""
+        """Replay the trace to its end."""
         while True:
             self._add_arrivals()
             can_launch = len(self._flights) < self.settings.depth
@@ -150,7 +150,7 @@ class Simulation:
         )
 
     def _launch(self) -> bool:
-        """Plans a step and starts it when the device is free; returns whether there was one."""
+        """Plan a step and start it when the device is free; returns whether there was one."""
         start = time.perf_counter()
         plan = self.scheduler.schedule()
         host_s = time.perf_counter() - start
@@ -192,7 +192,7 @@ class Simulation:
 
 
 def make_scheduler(settings: Settings) -> Scheduler:
-    """The engine's own scheduler on a page allocator of its own."""
+    """Return the engine's own scheduler on a page allocator of its own."""
     limits = SchedulerLimits(
         settings.max_num_seqs, settings.max_num_batched_tokens, settings.long_prefill_token_threshold
     )

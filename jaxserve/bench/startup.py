@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Starts new processes and prints how long each took."""
+    """Start new processes and print how long each took."""
     arguments = engine_arguments(options)
     figures: dict[str, Any] = {}
     lines = []

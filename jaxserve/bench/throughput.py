@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Runs all requests and prints vLLM's line."""
+    """Run all requests and print vLLM's line."""
     params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True, detokenize=False)
     with LLM(**engine_arguments(options)) as llm:
         prompts = random_prompts(options.num_prompts, options.input_len, llm.vocab_size, seed=llm.config.seed)

@@ -67,7 +67,7 @@ class Reuse(NamedTuple):
 
 
 def read_trace(path: Path, max_requests: int | None = None) -> Trace:
-    """Reads an Azure trace (``.csv``) or a Mooncake trace (``.jsonl``), or its first ``max_requests`` requests.
+    """Read an Azure trace (``.csv``) or a Mooncake trace (``.jsonl``), or its first ``max_requests`` requests.
 
     Raises:
         TraceError: The file is missing, of neither kind, empty, or has a line that cannot be read.
@@ -158,7 +158,7 @@ def _checked_pieces(where: str, fields: Mapping[str, Any], num_prompt_tokens: in
 
 
 def scale_trace(trace: Trace, piece_tokens: int) -> Trace:
-    """The trace with ``piece_tokens`` tokens for every piece, and every length scaled alike (rounded up)."""
+    """Return the trace with ``piece_tokens`` tokens for every piece, and every length scaled alike (rounded up)."""
 
     def scaled(length: int) -> int:
         return -(-length * piece_tokens // trace.piece_tokens)
@@ -173,7 +173,7 @@ def scale_trace(trace: Trace, piece_tokens: int) -> Trace:
 
 
 def cut_trace(trace: Trace, max_length: int) -> tuple[Trace, int]:
-    """Cuts requests of more than ``max_length`` tokens, prompt and output together; also says how many were cut.
+    """Cut requests of more than ``max_length`` tokens, prompt and output together; also says how many were cut.
 
     The output is kept as far as one prompt token leaves room for it; of the prompt the first tokens stay.
     """
@@ -203,7 +203,8 @@ def pieces(trace: Trace, request: TraceRequest) -> Iterator[tuple[int, int]]:
 
 
 def symbolic_prompt(trace: Trace, index: int) -> list[int]:
-    """A prompt for code that compares tokens only: each is the name of its piece, or one of the request's own."""
+    """Return a prompt for code that compares tokens only: each is the name of its piece, or one of the request's
+    own."""
     request = trace.requests[index]
     if not request.piece_ids:
         return [MAX_PIECE_ID + 1 + index] * request.num_prompt_tokens
@@ -214,7 +215,7 @@ def symbolic_prompt(trace: Trace, index: int) -> list[int]:
 
 
 def random_prompt(trace: Trace, index: int, vocab_size: int, seed: int) -> list[int]:
-    """A prompt for a model: tokens drawn anew for each name of a piece; the first few ids are left out."""
+    """Return a prompt for a model: tokens drawn anew for each name of a piece; the first few ids are left out."""
     request = trace.requests[index]
     low = min(256, vocab_size // 2)
     if not request.piece_ids:

@@ -22,7 +22,7 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def report(options: argparse.Namespace, figures: dict[str, Any], lines: list[str]) -> None:
-    """Prints figures as text or JSON, and writes them where asked."""
+    """Print figures as text or JSON, and write them where asked."""
     print(json.dumps(figures) if options.json else "\n".join(lines), flush=True)
     if options.output_json is not None:
         Path(options.output_json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

@@ -35,11 +35,11 @@ class AdminClient:
         self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
 
     def load(self) -> admin_pb2.GetLoadResponse:
-        """How busy the server is."""
+        """Return how busy the server is."""
         return self._call(self._admin.GetLoad, admin_pb2.GetLoadRequest())
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Ends the server once its requests have ended.
+        """End the server once its requests have ended.
 
         Args:
             timeout_s: Seconds that they may take; None for the server's setting.
@@ -47,25 +47,25 @@ class AdminClient:
         self._call(self._admin.Drain, admin_pb2.DrainRequest(timeout_s=timeout_s))
 
     def reset_prefix_cache(self) -> None:
-        """Makes the server forget all cached pages."""
+        """Make the server forget all cached pages."""
         self._call(self._admin.ResetPrefixCache, admin_pb2.ResetPrefixCacheRequest())
 
     def abort(self, request_ids: Sequence[str]) -> list[str]:
-        """Ends requests by the server's names for them; returns those that ran or waited."""
+        """End requests by the server's names for them; returns those that ran or waited."""
         found = self._call(self._admin.Abort, admin_pb2.AbortRequest(request_ids=request_ids))
         return list(found.aborted_request_ids)
 
     def start_profile(self) -> str:
-        """Begins to record a profile of the engine; returns the server's folder for it."""
+        """Begin to record a profile of the engine; returns the server's folder for it."""
         return self._call(self._admin.StartProfile, admin_pb2.StartProfileRequest()).directory
 
     def stop_profile(self) -> str:
-        """Ends the recording; returns the server's folder that has it."""
+        """End the recording; returns the server's folder that has it."""
         return self._call(self._admin.StopProfile, admin_pb2.StopProfileRequest()).directory
 
     @contextlib.contextmanager
     def profile(self) -> Iterator[str]:
-        """Records a profile while the block runs; gives the server's folder for it."""
+        """Record a profile while the block runs; gives the server's folder for it."""
         directory = self.start_profile()
         try:
             yield directory
@@ -73,7 +73,7 @@ class AdminClient:
             self.stop_profile()
 
     def close(self) -> None:
-        """Ends the connection."""
+        """End the connection."""
         self._channel.close()
 
     def __enter__(self) -> "AdminClient":

@@ -76,7 +76,7 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, sampling_params: Sampling = None, **options: Unpack[RequestOptions]
     ) -> RequestOutput:
-        """All of a text."""
+        """Return all of a text."""
         request = generate_request(prompt, sampling_params, options)
         return whole_output(await self._call(self._generation.Generate, request))
 
@@ -97,7 +97,7 @@ class AsyncClient:
     async def chat(
         self, messages: Sequence[Message], sampling_params: Sampling = None, **options: Unpack[RequestOptions]
     ) -> ChatOutput:
-        """An answer in a conversation."""
+        """Return an answer in a conversation."""
         request = chat_request(messages, sampling_params, options)
         return whole_chat(await self._call(self._generation.Generate, request))
 
@@ -118,7 +118,7 @@ class AsyncClient:
     async def tokenize(
         self, text: str, *, add_special_tokens: bool = True, return_token_strings: bool = False, model: str = ""
     ) -> TokenizedText:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         request = tokenization_pb2.TokenizeRequest(
             model=model, text=text, add_special_tokens=add_special_tokens, return_token_strings=return_token_strings
         )
@@ -126,7 +126,7 @@ class AsyncClient:
         return TokenizedText(list(found.token_ids), list(found.token_strings), found.max_model_len)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, model: str = "") -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         request = tokenization_pb2.DetokenizeRequest(
             model=model, token_ids=token_id_list("token_ids", token_ids), skip_special_tokens=skip_special_tokens
         )
@@ -135,7 +135,7 @@ class AsyncClient:
     async def apply_chat_template(
         self, messages: Sequence[Message], *, model: str = "", **options: Unpack[ConversationOptions]
     ) -> RenderedPrompt:
-        """The prompt that a conversation becomes."""
+        """Return the prompt that a conversation becomes."""
         request = tokenization_pb2.ApplyChatTemplateRequest(model=model, messages=conversation(messages, options))
         found = await self._call(self._tokenization.ApplyChatTemplate, request)
         return RenderedPrompt(found.text, list(found.token_ids))
@@ -149,7 +149,7 @@ class AsyncClient:
         return (await self._call(self._models.GetModel, model_pb2.GetModelRequest(model=name))).model
 
     async def health(self, service: str = GENERATION) -> bool:
-        """Whether the server can generate; with the service ``""`` whether its process lives."""
+        """Return whether the server can generate; with the service ``""`` whether its process lives."""
         found = await self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service))
         return found.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -164,7 +164,7 @@ class AsyncClient:
             call.cancel()
 
     async def close(self) -> None:
-        """Ends the connection and the calls on it."""
+        """End the connection and the calls on it."""
         await self._channel.close()
 
     async def __aenter__(self) -> "AsyncClient":

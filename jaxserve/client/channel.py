@@ -17,14 +17,14 @@ _OPTIONS = (
 
 
 def open_channel(target: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
-    """A channel to ``host:port``, encrypted where there are credentials."""
+    """Return a channel to ``host:port``, encrypted where there are credentials."""
     if credentials is None:
         return grpc.insecure_channel(target, _OPTIONS)
     return grpc.secure_channel(target, credentials, _OPTIONS)
 
 
 def open_async_channel(target: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
-    """The same for asyncio."""
+    """Return the same for asyncio."""
     if credentials is None:
         return grpc.aio.insecure_channel(target, _OPTIONS)
     return grpc.aio.secure_channel(target, credentials, _OPTIONS)

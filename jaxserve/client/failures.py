@@ -50,7 +50,7 @@ Detail = TypeVar("Detail", bound=Message)
 
 
 def error_of(failure: Any) -> JaxserveError:
-    """The error that a failed call means.
+    """Return the error that a failed call means.
 
     Args:
         failure: What gRPC raised, of threads or asyncio: a ``grpc.RpcError`` with ``code()``, ``details()`` and
@@ -116,7 +116,7 @@ def _rich_status(metadata: Iterable[Any]) -> status_pb2.Status:
 
 
 def _found(status: status_pb2.Status, detail: Detail) -> Detail:
-    """The detail of that type, empty where there is none."""
+    """Return the detail of that type, empty where there is none."""
     for packed in status.details:
         if packed.Unpack(detail):
             break

@@ -81,7 +81,7 @@ Made = TypeVar("Made")
 
 
 def _as_request_errors(make: Callable[Argument, Made]) -> Callable[Argument, Made]:
-    """Lets a function that makes messages raise ``RequestError`` where protobuf refuses a value."""
+    """Let a function that makes messages raise ``RequestError`` where protobuf refuses a value."""
 
     @functools.wraps(make)
     def checked(*arguments: Argument.args, **options: Argument.kwargs) -> Made:
@@ -97,7 +97,7 @@ def _as_request_errors(make: Callable[Argument, Made]) -> Callable[Argument, Mad
 
 @_as_request_errors
 def generate_request(prompt: Prompt, sampling: Sampling, options: Mapping[str, Any]) -> generation_pb2.GenerateRequest:
-    """The message of a request.
+    """Return the message of a request.
 
     Raises:
         RequestError: A prompt or a parameter that is wrong.
@@ -119,7 +119,7 @@ def generate_request(prompt: Prompt, sampling: Sampling, options: Mapping[str, A
 def chat_request(
     messages: Sequence[Message], sampling: Sampling, options: Mapping[str, Any]
 ) -> generation_pb2.GenerateRequest:
-    """The message of a request whose prompt is a conversation.
+    """Return the message of a request whose prompt is a conversation.
 
     Raises:
         RequestError: The prompt is none, or something in it or a parameter is wrong.
@@ -131,7 +131,7 @@ def chat_request(
 
 @_as_request_errors
 def token_id_list(name: str, token_ids: Iterable[int]) -> sampling_pb2.TokenIds:
-    """The message of token ids, which may be integers of any library.
+    """Return the message of token ids, which may be integers of any library.
 
     Raises:
         RequestError: One is no integer: a float would lose its fraction, and ``True`` is not meant to be 1.
@@ -150,7 +150,7 @@ def token_id_list(name: str, token_ids: Iterable[int]) -> sampling_pb2.TokenIds:
 
 @_as_request_errors
 def conversation(messages: Sequence[Message], options: Mapping[str, Any]) -> chat_pb2.Conversation:
-    """The message of a conversation.
+    """Return the message of a conversation.
 
     Args:
         messages: In OpenAI's form.
@@ -180,7 +180,7 @@ def _without_prompt(sampling: Sampling, options: Mapping[str, Any]) -> generatio
 
 
 def _checked_messages(messages: Any) -> list[Message]:
-    """The messages, if they are a list of dicts: a text would else be taken apart into its characters."""
+    """Return the messages, if they are a list of dicts: a text would else be taken apart into its characters."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
         raise RequestError(f"{_EXPECTED_MESSAGES}, got {type(messages).__name__}", parameter="messages")
     found = list(cast("Iterable[Any]", messages))
@@ -193,7 +193,8 @@ def _checked_messages(messages: Any) -> list[Message]:
 
 
 def _sampling_message(sampling: SamplingParams | Mapping[str, Any]) -> sampling_pb2.SamplingParams:
-    """All parameters, or those that a dict has: what else holds, ``max_tokens`` above all, only the server knows."""
+    """Return all parameters, or those that a dict has: what else holds, ``max_tokens`` above all, only the server
+    knows."""
     is_whole = isinstance(sampling, SamplingParams)
     params = sampling if is_whole else SamplingParams(**{"max_tokens": None, **sampling})
     given = [field.name for field in dataclasses.fields(SamplingParams)] if is_whole else sampling

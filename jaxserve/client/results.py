@@ -89,7 +89,7 @@ class DeltaReader:
 
 
 def whole_output(message: generation_pb2.GenerateResponse) -> RequestOutput:
-    """A whole answer."""
+    """Return a whole answer."""
     made = _output(message.request_id, message.prompt)
     made.outputs = [completion_from_proto(completion) for completion in message.completions]
     made.finished = True
@@ -99,7 +99,7 @@ def whole_output(message: generation_pb2.GenerateResponse) -> RequestOutput:
 
 
 def whole_chat(message: generation_pb2.GenerateResponse) -> ChatOutput:
-    """A whole answer in a conversation."""
+    """Return a whole answer in a conversation."""
     return ChatOutput(whole_output(message), tuple(_parsed(one.message) for one in message.completions))
 
 

@@ -73,7 +73,7 @@ class Client:
     def generate(
         self, prompt: Prompt, sampling_params: Sampling = None, **options: Unpack[RequestOptions]
     ) -> RequestOutput:
-        """All of a text.
+        """Return all of a text.
 
         Args:
             prompt: Text, token ids or a conversation.
@@ -104,7 +104,7 @@ class Client:
     def chat(
         self, messages: Sequence[Message], sampling_params: Sampling = None, **options: Unpack[RequestOptions]
     ) -> ChatOutput:
-        """An answer in a conversation; arguments as ``generate``."""
+        """Return an answer in a conversation; arguments as ``generate``."""
         return whole_chat(self._call(self._generation.Generate, chat_request(messages, sampling_params, options)))
 
     def stream_chat(
@@ -122,7 +122,7 @@ class Client:
     def tokenize(
         self, text: str, *, add_special_tokens: bool = True, return_token_strings: bool = False, model: str = ""
     ) -> TokenizedText:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         request = tokenization_pb2.TokenizeRequest(
             model=model, text=text, add_special_tokens=add_special_tokens, return_token_strings=return_token_strings
         )
@@ -130,7 +130,7 @@ class Client:
         return TokenizedText(list(found.token_ids), list(found.token_strings), found.max_model_len)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, model: str = "") -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         request = tokenization_pb2.DetokenizeRequest(
             model=model, token_ids=token_id_list("token_ids", token_ids), skip_special_tokens=skip_special_tokens
         )
@@ -139,7 +139,7 @@ class Client:
     def apply_chat_template(
         self, messages: Sequence[Message], *, model: str = "", **options: Unpack[ConversationOptions]
     ) -> RenderedPrompt:
-        """The prompt that a conversation becomes; options: see ``ConversationOptions``."""
+        """Return the prompt that a conversation becomes; options: see ``ConversationOptions``."""
         request = tokenization_pb2.ApplyChatTemplateRequest(model=model, messages=conversation(messages, options))
         found = self._call(self._tokenization.ApplyChatTemplate, request)
         return RenderedPrompt(found.text, list(found.token_ids))
@@ -153,12 +153,12 @@ class Client:
         return self._call(self._models.GetModel, model_pb2.GetModelRequest(model=name)).model
 
     def health(self, service: str = GENERATION) -> bool:
-        """Whether the server can generate; with the service ``""`` whether its process lives."""
+        """Return whether the server can generate; with the service ``""`` whether its process lives."""
         found = self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service))
         return found.status == health_pb2.HealthCheckResponse.SERVING
 
     def close(self) -> None:
-        """Ends the connection and the calls on it."""
+        """End the connection and the calls on it."""
         self._channel.close()
 
     def __enter__(self) -> "Client":

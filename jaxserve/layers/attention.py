@@ -41,7 +41,8 @@ class AttentionSettings:
 
 
 def choose_attention(device: Device, dtype: str, name: str | None = None, **sizes: int) -> Choice:
-    """The implementation of paged attention for a device and a type of KV pages; see ``pallas_kernels.choose``."""
+    """Return the implementation of paged attention for a device and a type of KV pages; see
+    ``pallas_kernels.choose``."""
     return choose(
         "paged_attention",
         platform=device.platform,
@@ -109,7 +110,7 @@ class Attention(nnx.Module, ABC):
 
     @property
     def has_fused_norms(self) -> bool:
-        """Whether kernels can compute its norms together with what stands beside them."""
+        """Return whether kernels can compute its norms together with what stands beside them."""
         return True
 
     @property

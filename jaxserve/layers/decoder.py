@@ -46,7 +46,7 @@ class DecoderLayer(nnx.Module, ABC):
     @property
     @abstractmethod
     def has_fused_norms(self) -> bool:
-        """Whether kernels can compute all its norms together with what stands beside them."""
+        """Return whether kernels can compute all its norms together with what stands beside them."""
 
     @abstractmethod
     def projected(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
@@ -56,12 +56,14 @@ class DecoderLayer(nnx.Module, ABC):
     def after_attention(
         self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
     ) -> Float[Array, "T D"]:
-        """The layer's output, from its input and what the heads attended to; ``num_rows`` as in :meth:`projected`."""
+        """Return the layer's output, from its input and what the heads attended to; ``num_rows`` as in
+        :meth:`projected`."""
 
     def __call__(
         self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> tuple[Float[Array, "T D"], Pools]:
-        """The residual stream behind this layer, and the layer's pools with the step's keys and values written."""
+        """Return the residual stream behind this layer, and the layer's pools with the step's keys and values
+        written."""
         num_tokens, tile = inputs.num_tokens, settings.row_tile
         query, pools = self._written(x, pools, inputs, settings)
         attended = self.attention.attend(query, pools, inputs.batch, settings)
@@ -90,7 +92,7 @@ class PreNormLayer(DecoderLayer):
 
     @property
     def has_fused_norms(self) -> bool:
-        """Whether kernels can compute all its norms together with what stands beside them."""
+        """Return whether kernels can compute all its norms together with what stands beside them."""
         return self.attention.has_fused_norms
 
     def projected(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
@@ -100,7 +102,7 @@ class PreNormLayer(DecoderLayer):
     def after_attention(
         self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
     ) -> Float[Array, "T D"]:
-        """The layer's output, from its input and what the heads attended to."""
+        """Return the layer's output, from its input and what the heads attended to."""
         scale = self.residual_multiplier
         x = self.attention.output(attended, residual=x, scale=scale, num_rows=num_rows)
         return self.mlp(x, norm=self.mlp_norm, residual=x, scale=scale, num_rows=num_rows)

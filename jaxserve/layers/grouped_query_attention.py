@@ -77,7 +77,7 @@ class GroupedQueryAttention(Attention):
 
     @property
     def has_fused_norms(self) -> bool:
-        """Whether kernels can compute its norms together with what stands beside them."""
+        """Return whether kernels can compute its norms together with what stands beside them."""
         return self.qk_norm != "width"
 
     @property

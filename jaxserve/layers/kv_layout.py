@@ -39,7 +39,7 @@ class KVSpec(NamedTuple):
 
     @property
     def pool(self) -> PoolKind:
-        """The pools it needs."""
+        """Return the pools it needs."""
         return PoolKind(self.num_kv_heads, self.head_dim, self.dtype)
 
 
@@ -70,7 +70,8 @@ class KVLayout(NamedTuple):
     counts: tuple[int, ...]
 
     def stacked(self, num_pages: int) -> "KVLayout":
-        """The same with pools of one kind in the same arrays, of ``num_pages`` pages each, with those for padding."""
+        """Return the same with pools of one kind in the same arrays, of ``num_pages`` pages each, with those for
+        padding."""
         kinds = [*dict.fromkeys(self.pools)]
         places = [
             KVPlace(kinds.index(self.pools[pool]), table, num_pages * self.pools[:pool].count(self.pools[pool]))
@@ -80,7 +81,7 @@ class KVLayout(NamedTuple):
 
 
 def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None) -> KVLayout:
-    """The pools and page tables of layers.
+    """Return the pools and page tables of layers.
 
     Where all windows are the same, each layer has pools of its own, and all have one page table.
 

@@ -34,7 +34,7 @@ class RMSNorm(nnx.Module):
         return self.scaled(x, jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True))
 
     def scaled(self, x: Float[Array, "*B D"], mean_square: Float[Array, "*B 1"]) -> Float[Array, "*B D"]:
-        """The norm with a mean square computed elsewhere."""
+        """Return the norm with a mean square computed elsewhere."""
         normed = x.astype(jnp.float32) * lax.rsqrt(mean_square + self.eps)
         return (normed * self.weight[...].astype(jnp.float32)).astype(x.dtype)
 

@@ -26,7 +26,7 @@ class Parallel:
 
     @classmethod
     def from_layout(cls, layout: ShardingLayout, size: int) -> "Parallel":
-        """The view of a layout whose tensor axis has ``size`` devices."""
+        """Return the view of a layout whose tensor axis has ``size`` devices."""
         return cls(
             size=size,
             vocab=layout.mesh_axis("vocab"),
@@ -36,7 +36,7 @@ class Parallel:
 
     @classmethod
     def on_mesh(cls, layout: ShardingLayout, mesh: Mesh) -> "Parallel":
-        """The view of a layout on a mesh."""
+        """Return the view of a layout on a mesh."""
         axis = layout.mesh_axis("q_heads")
         return cls.from_layout(layout, 1 if axis is None else mesh.shape[axis])
 
@@ -69,7 +69,7 @@ class DtypePolicy:
 
     @classmethod
     def for_platform(cls, dtype: str, platform: str) -> "DtypePolicy":
-        """The policy that serves a model of type ``dtype`` best on a platform.
+        """Return the policy that serves a model of type ``dtype`` best on a platform.
 
         XLA on CPUs multiplies bfloat16 matrices fast but does everything else in it slowly, so only weights are kept
         in a 16-bit type there.
@@ -102,5 +102,6 @@ class Scope:
     module: str = ""
 
     def at(self, name: str) -> "Scope":
-        """The scope of a module inside this one, by its name there in checkpoints: ``mlp`` or ``model.layers.3``."""
+        """Return the scope of a module inside this one, by its name there in checkpoints: ``mlp`` or
+        ``model.layers.3``."""
         return dataclasses.replace(self, module=".".join(part for part in (self.module, name) if part))

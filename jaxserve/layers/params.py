@@ -55,12 +55,12 @@ class Split(NamedTuple):
     may_repeat: bool = False
 
     def fits(self, size: int) -> bool:
-        """Whether ``size`` devices can share the units."""
+        """Return whether ``size`` devices can share the units."""
         return size >= 1 and (self.num_units % size == 0 or (self.may_repeat and size % self.num_units == 0))
 
 
 def rows_of(modules: Sequence[str], counts: Sequence[int], units: Sequence[int]) -> list[Rows]:
-    """The rows of projections: each in a module of its own, or all in one, in order.
+    """Return the rows of projections: each in a module of its own, or all in one, in order.
 
     Args:
         modules: As many modules as projections, or one that holds all.
@@ -75,7 +75,7 @@ def rows_of(modules: Sequence[str], counts: Sequence[int], units: Sequence[int])
 
 
 def stack_rows(scope: Scope, rows: Sequence[Rows], tensor: str, width: int | None = None) -> TensorRecipe:
-    """How rows of several modules make one array, ordered by device.
+    """Return how rows of several modules make one array, ordered by device.
 
     Args:
         scope: Of the layer.
@@ -106,7 +106,7 @@ def stack_rows(scope: Scope, rows: Sequence[Rows], tensor: str, width: int | Non
 
 
 def padded_rows(scope: Scope, tensor: str, count: int, width: int) -> TensorRecipe:
-    """A tensor [count, width], padded with zero rows to a multiple of the number of devices."""
+    """Return a tensor [count, width], padded with zero rows to a multiple of the number of devices."""
     size = scope.parallel.size
     name = scope.at(tensor).module
     padded = -(-count // size) * size
@@ -114,7 +114,7 @@ def padded_rows(scope: Scope, tensor: str, count: int, width: int) -> TensorReci
 
 
 def vector(recipe: TensorRecipe, axis: str, scope: Scope, fill: float = 0.0) -> nnx.Param[Any]:
-    """A parameter that is kept as it is, such as a bias; without a checkpoint it is ``fill``.
+    """Return a parameter that is kept as it is, such as a bias; without a checkpoint it is ``fill``.
 
     Args:
         recipe: Where its elements come from.
@@ -128,7 +128,7 @@ def vector(recipe: TensorRecipe, axis: str, scope: Scope, fill: float = 0.0) -> 
 def weight(
     recipe: TensorRecipe, axes: tuple[str, str], parts: tuple[int, int], scope: Scope, is_gated: bool = False
 ) -> nnx.Param[Any]:
-    """A weight [out, in] that is multiplied with, kept by the scope's storage method; zeros before it is loaded.
+    """Return a weight [out, in] that is multiplied with, kept by the scope's storage method; zeros before it is loaded.
 
     Args:
         recipe: Where its rows come from.

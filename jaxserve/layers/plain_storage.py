@@ -19,12 +19,12 @@ def arrays(weight: Weight) -> dict[str, StoredArray]:
 
 
 def fill(weight: Weight, part: Float[np.ndarray, "outer inner"]) -> dict[str, np.ndarray]:
-    """A device's part, packed."""
+    """Return a device's part, packed."""
     return {"weight": _kernel(weight).pack(part, weight.is_gated)}
 
 
 def restore(weight: Weight, arrays: Mapping[str, np.ndarray]) -> Float[np.ndarray, "outer inner"]:
-    """A device's part as it was, bit for bit."""
+    """Return a device's part as it was, bit for bit."""
     return _kernel(weight).unpack(arrays["weight"], *weight.local, weight.is_gated)
 
 
@@ -36,7 +36,7 @@ def matmul(
     fused: Fused,
     num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "T results"]:
-    """The product, by the kernel."""
+    """Return the product, by the kernel."""
     return _kernel(weight).matmul(x, arrays["weight"], weight.local[0], fused=fused, num_rows=num_rows)
 
 

@@ -46,7 +46,7 @@ def attention_factor(config: RopeConfig) -> float:
 
 
 def length_regime(config: RopeConfig, length: int) -> int:
-    """A number that is the same for final lengths with the same frequencies: only their keys may be shared."""
+    """Return a number that is the same for final lengths with the same frequencies: only their keys may be shared."""
     if config.kind == "dynamic":
         return max(length - config.max_positions, 0)
     return int(config.kind == "longrope" and length > _original_positions(config))
@@ -123,7 +123,7 @@ def _yarn_correction_range(config: RopeConfig) -> tuple[float, float]:
     dim = config.rotary_dim
 
     def feature_with(rotations: float) -> float:
-        """The feature that turns this many times within the original length."""
+        """Return the feature that turns this many times within the original length."""
         turns = _original_positions(config) / (rotations * 2 * math.pi)
         return dim * math.log(turns) / (2 * math.log(config.theta))
 
@@ -135,7 +135,7 @@ def _yarn_correction_range(config: RopeConfig) -> tuple[float, float]:
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:
-    """How much longer contexts sharpen attention, as yarn's paper fits it."""
+    """Return how much longer contexts sharpen attention, as yarn's paper fits it."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -23,7 +23,8 @@ def add_tokens(
     states: States,
     row_tile: int | None = None,
 ) -> Float[Array, "R D"]:
-    """Each row's sum with ``states`` of its tokens added, in float32; next to nothing is done where no row has any.
+    """Return each row's sum with ``states`` of its tokens added, in float32; next to nothing is done where no row has
+    any.
 
     NaN in one row's tokens stays in that row's sum.
 
@@ -59,7 +60,7 @@ def _added_in_order(
     states: States,
     row_tile: int,
 ) -> Float[Array, "R D"]:
-    """All states first: what is multiplied where it is added may not be rounded in between."""
+    """Return all states first: what is multiplied where it is added may not be rounded in between."""
     start = jnp.min(jnp.where(first < end, first, len(hidden)))
     stop = jnp.max(jnp.where(first < end, end, 0))
     computed = map_rows(states, (hidden,), stop, row_tile)

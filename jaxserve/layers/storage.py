@@ -74,7 +74,7 @@ class StorageMethod(Protocol):
     """What the module of a method offers."""
 
     def arrays(self, weight: Weight) -> dict[str, StoredArray]:
-        """The arrays that a weight becomes."""
+        """Return the arrays that a weight becomes."""
         ...
 
     def fill(self, weight: Weight, part: Float[np.ndarray, "outer inner"]) -> dict[str, np.ndarray]:
@@ -103,7 +103,7 @@ class StorageMethod(Protocol):
 
 
 def load_method(name: str) -> StorageMethod:
-    """The module of a storage method."""
+    """Return the module of a storage method."""
     return cast(StorageMethod, importlib.import_module(METHODS[name]))
 
 
@@ -122,6 +122,6 @@ def rows(param: nnx.Param[Any], indices: Int[Array, " T"]) -> Float[Array, "T in
 
 
 def _arrays(param: nnx.Param[Any]) -> Arrays:
-    """The arrays that a stored weight's parameter holds, by name."""
+    """Return the arrays that a stored weight's parameter holds, by name."""
     value = param.get_value()
     return value if isinstance(value, Mapping) else {"weight": value}

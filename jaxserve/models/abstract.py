@@ -71,7 +71,7 @@ class AbstractModel(NamedTuple):
     has_fused_norms: bool
 
     def merge(self, arrays: Any) -> CausalLM:
-        """The module with its arrays, which come in the order of ``params``."""
+        """Return the module with its arrays, which come in the order of ``params``."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, arrays))
 
     @property
@@ -82,12 +82,12 @@ class AbstractModel(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def outline(config: ModelConfig, scope: Scope) -> CausalLM:
-    """The module without values; not to be changed."""
+    """Return the module without values; not to be changed."""
     return nnx.eval_shape(lambda: build_model(config, scope))
 
 
 def abstract_model(config: ModelConfig, scope: Scope, sharding: ShardingOf) -> AbstractModel:
-    """A model without values; ``sharding`` says where an array goes from its logical axes.
+    """Return a model without values; ``sharding`` says where an array goes from its logical axes.
 
     Raises:
         ConfigError: The model cannot be split that many ways.
@@ -118,7 +118,7 @@ def abstract_model(config: ModelConfig, scope: Scope, sharding: ShardingOf) -> A
 
 
 def check_tensor_size(config: ModelConfig, size: int) -> None:
-    """Raises ConfigError, saying which sizes work, unless the model can be split over ``size`` devices."""
+    """Raise ConfigError, saying which sizes work, unless the model can be split over ``size`` devices."""
     if size == 1:
         return
     splits = _splits(config)
@@ -132,7 +132,7 @@ def check_tensor_size(config: ModelConfig, size: int) -> None:
 
 
 def tensor_parallel_sizes(config: ModelConfig, limit: int = _MAX_TENSOR_SIZE) -> list[int]:
-    """Every number of tensor-parallel devices, up to ``limit``, that the model can be split over."""
+    """Return every number of tensor-parallel devices, up to ``limit``, that the model can be split over."""
     splits = _splits(config)
     return [size for size in range(1, limit + 1) if all(split.fits(size) for split in splits)]
 
@@ -144,7 +144,7 @@ def _splits(config: ModelConfig) -> list[Split]:
 
 
 def _arrays(name: str, variable: nnx.Variable[Any], sharding: ShardingOf) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of a parameter by path, in flat order."""
+    """Return the arrays of a parameter by path, in flat order."""
     metadata, value = variable.get_metadata(), variable.get_value()
     if "weight" not in metadata:
         return {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding(metadata["axes"]))}
@@ -159,7 +159,7 @@ def _arrays(name: str, variable: nnx.Variable[Any], sharding: ShardingOf) -> dic
 
 
 def _logical(variable: nnx.Variable[Any], arrays: tuple[str, ...], sharding: ShardingOf) -> LogicalParam:
-    """A parameter as checkpoints have it."""
+    """Return a parameter as checkpoints have it."""
     metadata = variable.get_metadata()
     weight: Weight | None = metadata.get("weight")
     recipe: TensorRecipe = metadata["recipe"]

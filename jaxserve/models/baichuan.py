@@ -20,7 +20,7 @@ _SECOND_GENERATION_VOCABULARY: Final = 125696
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
-    """Reads a config of BaiChuanForCausalLM (first release) or BaichuanForCausalLM (later ones, of both sizes).
+    """Read a config of BaiChuanForCausalLM (first release) or BaichuanForCausalLM (later ones, of both sizes).
 
     Raises:
         UnsupportedModelError: It is a Baichuan-13B or a Baichuan 2.
@@ -40,5 +40,5 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
 
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:
-    """The module: query, key and value projections are one tensor in checkpoints."""
+    """Return the module: query, key and value projections are one tensor in checkpoints."""
     return build_decoder(config, scope, partial(build_layer, qkv=("W_pack",)))

@@ -33,13 +33,14 @@ class Layer(Protocol):
 
     @property
     def has_fused_norms(self) -> bool:
-        """Whether kernels can compute all its norms together with what stands beside them."""
+        """Return whether kernels can compute all its norms together with what stands beside them."""
         ...
 
     def __call__(
         self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> tuple[Float[Array, "T D"], Pools]:
-        """The residual stream behind this layer, and the layer's pools with the step's keys and values written."""
+        """Return the residual stream behind this layer, and the layer's pools with the step's keys and values
+        written."""
         ...
 
 
@@ -84,7 +85,7 @@ class CausalLM(nnx.Module):
 
     @property
     def has_fused_norms(self) -> bool:
-        """Whether kernels can compute all norms together with what stands beside them."""
+        """Return whether kernels can compute all norms together with what stands beside them."""
         return all(layer.has_fused_norms for layer in self.layers)
 
     def hidden(

@@ -84,7 +84,8 @@ def build_layer(
     scale: float | None = None,
     residual_multiplier: float = 1.0,
 ) -> PreNormLayer:
-    """A layer of Llama; the options are those of ``GroupedQueryAttention``, ``GatedMLP`` and ``PreNormLayer``."""
+    """Return a layer of Llama; the options are those of ``GroupedQueryAttention``, ``GatedMLP`` and
+    ``PreNormLayer``."""
     return PreNormLayer(
         build_norm(config, scope.at("input_layernorm")),
         build_attention(config, index, scope.at("self_attn"), qkv=qkv, qk_norm=qk_norm, scale=scale),
@@ -95,7 +96,7 @@ def build_layer(
 
 
 def build_attention(config: DecoderConfig, index: int, scope: Scope, **options: Any) -> GroupedQueryAttention:
-    """The attention of a layer; ``options`` are further ones of ``GroupedQueryAttention``."""
+    """Return the attention of a layer; ``options`` are further ones of ``GroupedQueryAttention``."""
     return GroupedQueryAttention(
         config.hidden_size,
         config.num_heads,
@@ -112,11 +113,11 @@ def build_attention(config: DecoderConfig, index: int, scope: Scope, **options: 
 
 
 def build_mlp(config: DecoderConfig, scope: Scope, gate_up: Sequence[str] = ("gate_proj", "up_proj")) -> GatedMLP:
-    """The MLP of a layer."""
+    """Return the MLP of a layer."""
     sizes = (config.hidden_size, config.ffn_size)
     return GatedMLP(*sizes, activation=config.activation, bias=config.mlp_bias, scope=scope, gate_up=gate_up)
 
 
 def build_norm(config: DecoderConfig, scope: Scope) -> RMSNorm:
-    """A norm over the hidden size."""
+    """Return a norm over the hidden size."""
     return RMSNorm(config.hidden_size, eps=config.norm_eps, scope=scope)

@@ -31,7 +31,7 @@ class GraniteConfig(DecoderConfig):
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> GraniteConfig:
-    """Reads a config of GraniteForCausalLM; ``attention_multiplier`` replaces 1 / sqrt(H)."""
+    """Read a config of GraniteForCausalLM; ``attention_multiplier`` replaces 1 / sqrt(H)."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     has_bias = fields.flag("attention_bias", False)
     given = dataclasses.replace(
@@ -51,7 +51,7 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> GraniteConfig:
 
 
 def build(config: GraniteConfig, scope: Scope) -> CausalLM:
-    """The module, with the config's constants."""
+    """Return the module, with the config's constants."""
     layer = partial(build_layer, scale=config.attention_scale, residual_multiplier=config.residual_multiplier)
     return build_decoder(
         config,

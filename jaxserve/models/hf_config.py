@@ -15,7 +15,7 @@ _MAX_NUMBER: Final = 1e30
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
         ConfigError: The file is absent, unreadable, not JSON, or not an object.
@@ -43,7 +43,7 @@ class ConfigFields:
     """
 
     def __init__(self, raw: Mapping[str, Any], path: str, prefix: str = "", problems: list[str] | None = None) -> None:
-        """Wraps ``raw``.
+        """Wrap ``raw``.
 
         Args:
             raw: The object.
@@ -57,20 +57,20 @@ class ConfigFields:
         self._problems: list[str] = [] if problems is None else problems
 
     def raise_problems(self) -> None:
-        """Raises one ConfigError that lists every problem noted so far; returns if there is none."""
+        """Raise one ConfigError that lists every problem noted so far; returns if there is none."""
         if self._problems:
             raise ConfigError("\n  ".join([f"{self.path} cannot be used:", *self._problems]))
 
     def note(self, field: str, problem: str) -> None:
-        """Notes that a field cannot be used, and why."""
+        """Note that a field cannot be used, and why."""
         self._problems.append(f"{self._prefix}{field}: {problem}")
 
     def is_given(self, field: str) -> bool:
-        """Whether the field is there and not null."""
+        """Return whether the field is there and not null."""
         return self.raw.get(field) is not None
 
     def nested(self, field: str) -> "ConfigFields":
-        """The object in a field, or an empty one; problems are noted in this object's list."""
+        """Return the object in a field, or an empty one; problems are noted in this object's list."""
         value = self.raw.get(field)
         if value is not None and not isinstance(value, dict):
             self._reject(field, "an object")
@@ -78,7 +78,8 @@ class ConfigFields:
         return ConfigFields(inner, self.path, f"{self._prefix}{field}.", self._problems)
 
     def integer(self, field: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
-        """An integer from ``minimum`` to ``maximum``; ``default`` where missing, or a problem if that is None."""
+        """Return an integer from ``minimum`` to ``maximum``; ``default`` where missing, or a problem if that is
+        None."""
         value = self.raw.get(field)
         if value is None and default is not None:
             return default
@@ -88,13 +89,13 @@ class ConfigFields:
         return minimum
 
     def nullable_integer(self, field: str, absent: int | None, *, minimum: int = 1) -> int | None:
-        """An integer; None where the field is null, ``absent`` where there is no such field."""
+        """Return an integer; None where the field is null, ``absent`` where there is no such field."""
         if field not in self.raw:
             return absent
         return None if self.raw[field] is None else self.integer(field, minimum=minimum)
 
     def number(self, field: str, default: float | None = None, *, is_zero_allowed: bool = False) -> float:
-        """A number above 0 (up to 1e30); ``default`` where missing, or a problem if that is None."""
+        """Return a number above 0 (up to 1e30); ``default`` where missing, or a problem if that is None."""
         value = self.raw.get(field)
         if value is None and default is not None:
             return default
@@ -113,7 +114,7 @@ class ConfigFields:
         return default
 
     def text(self, field: str, default: str) -> str:
-        """A string."""
+        """Return a string."""
         value = self.raw.get(field)
         if isinstance(value, str):
             return value
@@ -130,7 +131,7 @@ class ConfigFields:
         return ()
 
     def items(self, field: str) -> tuple[object, ...] | None:
-        """The members of a list; None where the field is missing."""
+        """Return the members of a list; None where the field is missing."""
         value = self.raw.get(field)
         if isinstance(value, list):
             return tuple(value)
@@ -155,7 +156,7 @@ class ConfigFields:
 
 
 def check_not_quantized(fields: ConfigFields) -> None:
-    """Raises UnsupportedModelError, naming the method, if the weights are stored quantized.
+    """Raise UnsupportedModelError, naming the method, if the weights are stored quantized.
 
     Sections that change nothing (empty, or bitsandbytes with both of its loads off) pass.
     """
@@ -172,7 +173,7 @@ def check_not_quantized(fields: ConfigFields) -> None:
 
 
 def _quantization_method(section: object) -> str | None:
-    """A name for the quantization that a section of config.json describes, or None if it describes none."""
+    """Return a name for the quantization that a section of config.json describes, or None if it describes none."""
     if not isinstance(section, dict):
         return f"an unknown method ({section!r})"
     method = section.get("quant_method")

@@ -46,7 +46,7 @@ class FamilyDefaults:
 
 
 def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaults) -> DecoderConfig:
-    """A plain pre-norm decoder without biases and windows; the family replaces what it does otherwise.
+    """Return a plain pre-norm decoder without biases and windows; the family replaces what it does otherwise.
 
     Problems are noted in ``fields``: the result is usable only after ``fields.raise_problems()``.
     """
@@ -78,7 +78,7 @@ def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaul
 
 
 def read_windows(fields: ConfigFields, window: int | None, sliding: Sequence[bool]) -> tuple[int | None, ...]:
-    """Each layer's window, as ``layer_types`` says, or ``sliding`` where it is missing.
+    """Return each layer's window, as ``layer_types`` says, or ``sliding`` where it is missing.
 
     Args:
         fields: Of config.json.
@@ -99,7 +99,8 @@ def read_late_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None
 
 
 def read_one_window(fields: ConfigFields, window: int | None, num_layers: int) -> tuple[int | None, ...]:
-    """The same window in every layer, for a family that has no ``layer_types``: such a list must say the same."""
+    """Return the same window in every layer, for a family that has no ``layer_types``: such a list must say the
+    same."""
     types = _read_layer_types(fields, num_layers)
     if types is not None and any(slides != (window is not None) for slides in types):
         meaning = "full_attention" if window is None else "sliding_attention"
@@ -146,7 +147,7 @@ def _read_activation(fields: ConfigFields) -> str:
 
 
 def _read_dtype(fields: ConfigFields) -> str:
-    """Reads ``dtype``, or ``torch_dtype`` as it was called before transformers 5."""
+    """Read ``dtype``, or ``torch_dtype`` as it was called before transformers 5."""
     field = "dtype" if fields.is_given("dtype") else "torch_dtype"
     dtype = fields.text(field, "float32").removeprefix("torch.")
     if dtype not in _DTYPES:

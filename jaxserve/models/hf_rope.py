@@ -37,7 +37,7 @@ def longest_context(rope: RopeConfig) -> int:
 
 
 def read_rope(fields: ConfigFields, head_dim: int, defaults: RopeDefaults) -> RopeConfig:
-    """Reads ``rope_parameters`` (transformers 5), or ``rope_scaling`` and ``rope_theta`` (before).
+    """Read ``rope_parameters`` (transformers 5), or ``rope_scaling`` and ``rope_theta`` (before).
 
     Args:
         fields: Of config.json, where problems are noted.
@@ -73,7 +73,7 @@ def read_rope(fields: ConfigFields, head_dim: int, defaults: RopeDefaults) -> Ro
 
 
 def _read_long_rope(scaling: ConfigFields, rope: RopeConfig) -> RopeConfig:
-    """Adds what llama3, yarn and longrope need.
+    """Add what llama3, yarn and longrope need.
 
     Where longrope has no factor, or yarn a null, it is how far the context was stretched.
     """
@@ -104,7 +104,7 @@ def _read_long_rope(scaling: ConfigFields, rope: RopeConfig) -> RopeConfig:
 
 
 def _read_rope_kind(scaling: ConfigFields, defaults: RopeDefaults) -> RopeKind:
-    """Reads ``rope_type``, once called ``type``."""
+    """Read ``rope_type``, once called ``type``."""
     per_layer_type = [name for name, value in scaling.raw.items() if isinstance(value, dict)]
     for name in per_layer_type:
         scaling.note(name, "expected one rotary embedding for all layers, got one for this type of layer")

@@ -13,7 +13,7 @@ _DEFAULTS: Final = FamilyDefaults()
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
-    """Reads a config of LlamaForCausalLM: ``attention_bias`` is for all four projections."""
+    """Read a config of LlamaForCausalLM: ``attention_bias`` is for all four projections."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     has_bias = fields.flag("attention_bias", False)
     return dataclasses.replace(
@@ -26,5 +26,5 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
 
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:
-    """The module."""
+    """Return the module."""
     return build_decoder(config, scope)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(model: str | Path, dtype: str = "auto") -> CausalLM:
-    """A model on its own on one device, for a notebook: ``load_model(directory)(tokens)`` gives logits.
+    """Return a model on its own on one device, for a notebook: ``load_model(directory)(tokens)`` gives logits.
 
     Args:
         model: Hugging Face directory or hub id.
@@ -45,7 +45,7 @@ def load_model(model: str | Path, dtype: str = "auto") -> CausalLM:
 
 
 def read_model_config(directory: Path, overrides: Mapping[str, object] | None = None) -> ModelConfig:
-    """The model that a directory's ``config.json`` describes, with some of its values replaced.
+    """Return the model that a directory's ``config.json`` describes, with some of its values replaced.
 
     Raises:
         ConfigError: No readable config.json, or the model is not one that can run.
@@ -55,7 +55,7 @@ def read_model_config(directory: Path, overrides: Mapping[str, object] | None = 
 
 
 def check_weights(directory: Path, model: AbstractModel) -> None:
-    """Compares a checkpoint's list of tensors with the model's, before time is spent on anything else.
+    """Compare a checkpoint's list of tensors with the model's, before time is spent on anything else.
 
     Raises:
         CheckpointError: Files or tensors are missing, damaged, of other shapes, or not the model's.
@@ -65,7 +65,7 @@ def check_weights(directory: Path, model: AbstractModel) -> None:
 
 
 def load_weights(directory: Path, model: AbstractModel) -> tuple[jax.Array, ...]:
-    """Reads a model's parameters onto devices, each stored as soon as it is read.
+    """Read a model's parameters onto devices, each stored as soon as it is read.
 
     Args:
         directory: Where the checkpoint is.
@@ -97,7 +97,7 @@ def load_weights(directory: Path, model: AbstractModel) -> tuple[jax.Array, ...]
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, platform: str, has_bfloat16: bool = True) -> str:
-    """The type a model's weights are kept in: as asked for, or as the checkpoint says.
+    """Return the type a model's weights are kept in: as asked for, or as the checkpoint says.
 
     Raises:
         ConfigError: The type is unknown, or the platform does not support it.

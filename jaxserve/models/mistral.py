@@ -13,12 +13,12 @@ _DEFAULTS: Final = FamilyDefaults(num_kv_heads=8)
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
-    """Reads a config of MistralForCausalLM: a null ``sliding_window`` means none, a missing one 4096."""
+    """Read a config of MistralForCausalLM: a null ``sliding_window`` means none, a missing one 4096."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     window = fields.nullable_integer("sliding_window", 4096)
     return dataclasses.replace(base, sliding_windows=read_one_window(fields, window, base.num_layers))
 
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:
-    """The module."""
+    """Return the module."""
     return build_decoder(config, scope)

@@ -16,7 +16,7 @@ _DEFAULTS: Final = FamilyDefaults(norm_eps=1e-5, bos_token_id=None, eos_token_id
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
-    """Reads a config of Olmo2ForCausalLM: ``attention_bias`` is for all four projections."""
+    """Read a config of Olmo2ForCausalLM: ``attention_bias`` is for all four projections."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     has_bias = fields.flag("attention_bias", False)
     return dataclasses.replace(
@@ -28,7 +28,7 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
 
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:
-    """The module, of its own layers."""
+    """Return the module, of its own layers."""
     return build_decoder(config, scope, _build_layer)
 
 
@@ -47,7 +47,7 @@ class Olmo2Layer(DecoderLayer):
     def after_attention(
         self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
     ) -> Float[Array, "T D"]:
-        """The layer's output, from its input and what the heads attended to."""
+        """Return the layer's output, from its input and what the heads attended to."""
         x = x + self.attention_norm(self.attention.output(attended, num_rows=num_rows))
         return x + self.mlp_norm(self.mlp(x, num_rows=num_rows))
 

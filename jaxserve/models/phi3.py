@@ -19,12 +19,12 @@ _DEFAULTS: Final = FamilyDefaults(
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
-    """Reads a config of Phi3ForCausalLM: ``original_max_position_embeddings`` stands beside ``rope_scaling``."""
+    """Read a config of Phi3ForCausalLM: ``original_max_position_embeddings`` stands beside ``rope_scaling``."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     window = fields.nullable_integer("sliding_window", None)
     return dataclasses.replace(base, sliding_windows=read_one_window(fields, window, base.num_layers))
 
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:
-    """The module: query, key and value projections are one tensor in checkpoints, gate and up another."""
+    """Return the module: query, key and value projections are one tensor in checkpoints, gate and up another."""
     return build_decoder(config, scope, partial(build_layer, qkv=("qkv_proj",), gate_up=("gate_up_proj",)))

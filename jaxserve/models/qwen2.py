@@ -13,11 +13,11 @@ _DEFAULTS: Final = FamilyDefaults(num_kv_heads=32, bos_token_id=None, eos_token_
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
-    """Reads a config of Qwen2ForCausalLM."""
+    """Read a config of Qwen2ForCausalLM."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     return dataclasses.replace(base, qkv_bias=True, sliding_windows=read_late_windows(fields, base.num_layers))
 
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:
-    """The module."""
+    """Return the module."""
     return build_decoder(config, scope)

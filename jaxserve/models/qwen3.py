@@ -14,7 +14,7 @@ _DEFAULTS: Final = FamilyDefaults(num_kv_heads=32, head_dim=128, bos_token_id=No
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
-    """Reads a config of Qwen3ForCausalLM: ``attention_bias`` is for all four projections."""
+    """Read a config of Qwen3ForCausalLM: ``attention_bias`` is for all four projections."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     has_bias = fields.flag("attention_bias", False)
     return dataclasses.replace(
@@ -26,5 +26,5 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
 
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:
-    """The module, with a norm of each query and key head."""
+    """Return the module, with a norm of each query and key head."""
     return build_decoder(config, scope, partial(build_layer, qk_norm="head"))

@@ -29,11 +29,12 @@ class Family(Protocol):
     """What the file of a family holds."""
 
     def config_from_hf(self, fields: ConfigFields, architecture: str) -> ModelConfig:
-        """The model that ``config.json`` describes; problems are noted in ``fields`` and raised by the caller."""
+        """Return the model that ``config.json`` describes; problems are noted in ``fields`` and raised by the
+        caller."""
         ...
 
     def build(self, config: Any, scope: Scope) -> CausalLM:
-        """The module of a model that ``config_from_hf`` gave."""
+        """Return the module of a model that ``config_from_hf`` gave."""
         ...
 
 
@@ -43,7 +44,7 @@ def supported_architectures() -> tuple[str, ...]:
 
 
 def config_from_hf(raw: Mapping[str, Any], path: str) -> ModelConfig:
-    """The model that a Hugging Face config describes.
+    """Return the model that a Hugging Face config describes.
 
     Args:
         raw: The object in ``config.json``.
@@ -62,7 +63,7 @@ def config_from_hf(raw: Mapping[str, Any], path: str) -> ModelConfig:
 
 
 def build_model(config: ModelConfig, scope: Scope = Scope()) -> CausalLM:  # noqa: B008 - frozen
-    """The module of a model, with zeros for weights; ``build_model(config)(tokens)`` runs on one device.
+    """Return the module of a model, with zeros for weights; ``build_model(config)(tokens)`` runs on one device.
 
     Args:
         config: The model.
@@ -75,7 +76,7 @@ def build_model(config: ModelConfig, scope: Scope = Scope()) -> CausalLM:  # noq
 
 
 def family(architecture: str) -> Family:
-    """The file of the family that an architecture belongs to.
+    """Return the file of the family that an architecture belongs to.
 
     Raises:
         UnsupportedModelError: There is none; the message lists the architectures there are.
@@ -86,7 +87,7 @@ def family(architecture: str) -> Family:
 
 
 def _architecture(fields: ConfigFields) -> str:
-    """The first supported name in ``architectures``."""
+    """Return the first supported name in ``architectures``."""
     names = fields.items("architectures")
     fields.raise_problems()
     if not names:

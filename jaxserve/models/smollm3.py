@@ -20,7 +20,7 @@ _DEFAULTS: Final = FamilyDefaults(
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
-    """Reads a config of SmolLM3ForCausalLM; in ``no_rope_layers`` a 1 is a layer *with* a rotary embedding."""
+    """Read a config of SmolLM3ForCausalLM; in ``no_rope_layers`` a 1 is a layer *with* a rotary embedding."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     has_bias = fields.flag("attention_bias", False)
     rope_layers = _read_rope_layers(fields, base.num_layers)
@@ -49,5 +49,5 @@ def _read_rope_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]
 
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:
-    """The module."""
+    """Return the module."""
     return build_decoder(config, scope)

@@ -25,12 +25,12 @@ class CallReader:
         self._make_id = make_id
 
     def open(self, name: str, call_id: str | None = None) -> None:
-        """Begins a call; what was held is its beginning."""
+        """Begin a call; what was held is its beginning."""
         self.source.release()
         self.message.open_call(call_id or self._make_id(), name)
 
     def attempt(self, reading: Reading[None]) -> Reading[bool]:
-        """Reads what may be a call; returns whether it was one. If not, its text is content."""
+        """Read what may be a call; returns whether it was one. If not, its text is content."""
         num_calls = self.message.num_calls
         try:
             yield from reading
@@ -41,7 +41,7 @@ class CallReader:
         return self.message.num_calls > num_calls
 
     def read_content(self, marks: Sequence[str], separator: str = "") -> Reading[str]:
-        """Passes content on up to a mark; takes the mark and returns it, or "" at the end of the text.
+        """Pass content on up to a mark; takes the mark and returns it, or "" at the end of the text.
 
         The mark is held, with the white space before it and, right after a call, the separator: they are content only
         if no call follows. White space between a call and the end of the text is dropped.
@@ -68,7 +68,7 @@ class CallReader:
             yield
 
     def read_value(self, emit: Callable[[str], None]) -> Reading[None]:
-        """Passes on one JSON value.
+        """Pass on one JSON value.
 
         Raises:
           NotACall: It is malformed, or cut.
@@ -84,12 +84,12 @@ class CallReader:
                 raise NotACall
 
     def read_arguments(self) -> Reading[None]:
-        """Reads the arguments of the open call as they come, and closes the call."""
+        """Read the arguments of the open call as they come, and close the call."""
         yield from self.read_value(self.message.add_arguments)
         self.message.close_call(is_complete=True)
 
     def read_call(self, *, keys: Collection[str] | None = None, needs_arguments: bool = False) -> Reading[None]:
-        """Reads one object, its opening brace taken already.
+        """Read one object, its opening brace taken already.
 
         Args:
           keys: The keys that a call may have besides name and arguments; None allows any.
@@ -124,7 +124,7 @@ class CallReader:
             self._give(name, "{}")
 
     def _read_call_arguments(self, name: str) -> Reading[str]:
-        """Opens the call and passes its arguments on; returns them instead while the name is not known."""
+        """Open the call and pass its arguments on; returns them instead while the name is not known."""
         if name and (yield from self.source.peek()) == "{":
             self.open(name)
             yield from self.read_arguments()
@@ -142,7 +142,7 @@ class CallReader:
         self.message.close_call(is_complete=True)
 
     def _read_text(self, *, is_name: bool = False) -> Reading[str]:
-        """Reads a short JSON string; the name of a tool has no white space in it, and no tag."""
+        """Read a short JSON string; the name of a tool has no white space in it, and no tag."""
         yield from self.source.expect('"')
         written = '"'
         while True:
@@ -183,4 +183,4 @@ def _as_object(written: str) -> str:
 
 
 def _ignore(_: str) -> None:
-    """Drops text."""
+    """Drop text."""

@@ -32,7 +32,7 @@ class TagCallReader:
         self._schemas = schemas
 
     def read_function(self) -> Reading[None]:
-        """Reads one function, its opening mark taken already; it ends at its own or the call's closing tag."""
+        """Read one function, its opening mark taken already; it ends at its own or the call's closing tag."""
         source, message = self._reader.source, self._reader.message
         name = yield from source.read_name(">")
         is_opened = False
@@ -58,7 +58,7 @@ class TagCallReader:
             yield from self._read_parameter(value_types(self._schemas.get(name, {}), key))
 
     def _drop_cut_closing(self, is_opened: bool) -> Reading[None]:
-        """Takes what the end of the text left of a closing tag."""
+        """Take what the end of the text left of a closing tag."""
         if is_opened:
             for tag in (_FUNCTION_END, _CALL_END):
                 yield from self._reader.source.skip_closing(tag)
@@ -89,7 +89,7 @@ class _TrimmedValue:
         self.kept = ""
 
     def more(self, text: str) -> str:
-        """Takes text, returns what is certainly part of the value."""
+        """Take text, return what is certainly part of the value."""
         if not self._is_begun and text:
             self._is_begun = True
             text = text.removeprefix("\n")
@@ -99,7 +99,7 @@ class _TrimmedValue:
 
 
 def value_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """Returns the JSON types that a parameter may have by the schema; none when it does not say."""
+    """Return the JSON types that a parameter may have by the schema; none when it does not say."""
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):
         return frozenset()
@@ -134,7 +134,7 @@ def _type_of(value: Any) -> str:
 
 
 def _typed(written: str, types: frozenset[str]) -> str:
-    """Returns a value as JSON of the first type that it can be read as, a string in the end."""
+    """Return a value as JSON of the first type that it can be read as, a string in the end."""
     text = written.strip()
     word = text.lower()
     if "null" in types and word in ("null", "none"):

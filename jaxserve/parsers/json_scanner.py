@@ -40,7 +40,7 @@ class JsonScanner:
         self.is_broken = False
 
     def take(self, text: str) -> tuple[int, str]:
-        """Follows the value through a text, up to the value's end or the first character that cannot be part of it.
+        """Follow the value through a text, up to the value's end or the first character that cannot be part of it.
 
         Returns:
           How many characters belong to the value, and these as valid JSON.
@@ -61,7 +61,7 @@ class JsonScanner:
         return place, "".join(made)
 
     def _step(self, character: str) -> str | None:
-        """Returns the character as valid JSON; None when it is not part of the value."""
+        """Return the character as valid JSON; None when it is not part of the value."""
         if self._state == "number":
             kind = _NUMBER_CLASSES.get(character, character)
             if (following := _NUMBER_STEPS[self._number].get(kind)) is not None:
@@ -152,7 +152,7 @@ class JsonScanner:
 
 
 def whole_json(text: str) -> str:
-    """Returns a text that is one JSON value as valid JSON, white space around it removed; "" when it is none."""
+    """Return a text that is one JSON value as valid JSON, white space around it removed; "" when it is none."""
     scanner = JsonScanner()
     text = text.strip()
     count, made = scanner.take(f"{text} ")  # A number has no end of its own.

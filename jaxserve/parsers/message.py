@@ -46,7 +46,7 @@ class MessageDelta:
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether there is anything in it."""
+        """Return whether there is anything in it."""
         return bool(self.content or self.reasoning or self.tool_calls)
 
 
@@ -88,36 +88,36 @@ class MessageBuilder:
         return len(self._calls)
 
     def add_content(self, text: str) -> None:
-        """Appends to the content."""
+        """Append to the content."""
         if text:
             self._content.append(text)
             self.is_after_call = False
 
     def add_reasoning(self, text: str) -> None:
-        """Appends to the reasoning."""
+        """Append to the reasoning."""
         if text:
             self._reasoning.append(text)
 
     def open_call(self, call_id: str, name: str) -> None:
-        """Begins a call."""
+        """Begin a call."""
         self._calls.append(_Call(call_id, name))
         self._changed_calls[len(self._calls) - 1] = None
         self.is_call_open = True
 
     def add_arguments(self, text: str) -> None:
-        """Appends to the arguments of the open call."""
+        """Append to the arguments of the open call."""
         if text:
             self._calls[-1].arguments.append(text)
             self._changed_calls[len(self._calls) - 1] = None
 
     def close_call(self, *, is_complete: bool) -> None:
-        """Ends the open call."""
+        """End the open call."""
         self._calls[-1].is_complete = is_complete
         self.is_call_open = False
         self.is_after_call = True
 
     def take_delta(self) -> MessageDelta:
-        """Returns what was added since the last time."""
+        """Return what was added since the last time."""
         content = "".join(self._content[self._given_content :])
         reasoning = "".join(self._reasoning[self._given_reasoning :])
         self._given_content, self._given_reasoning = len(self._content), len(self._reasoning)
@@ -126,6 +126,6 @@ class MessageBuilder:
         return MessageDelta(content or None, reasoning or None, calls)
 
     def message(self) -> ParsedMessage:
-        """Returns everything so far."""
+        """Return everything so far."""
         calls = tuple(ToolCall(call.id, call.name, "".join(call.arguments), call.is_complete) for call in self._calls)
         return ParsedMessage("".join(self._content) or None, "".join(self._reasoning) or None, calls)

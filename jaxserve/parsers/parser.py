@@ -23,7 +23,7 @@ PIECE_LENGTH = 1024
 
 
 def tool_parser(name: str) -> type[ToolFormat]:
-    """Returns the format of tool calls by its vLLM name.
+    """Return the format of tool calls by its vLLM name.
 
     Raises:
       ConfigError: No such name.
@@ -32,7 +32,7 @@ def tool_parser(name: str) -> type[ToolFormat]:
 
 
 def reasoning_parser(name: str) -> type[ReasoningFormat]:
-    """Returns the format of reasoning by its vLLM name; it has `start_text` and `end_text`.
+    """Return the format of reasoning by its vLLM name; it has `start_text` and `end_text`.
 
     Raises:
       ConfigError: No such name.
@@ -41,7 +41,7 @@ def reasoning_parser(name: str) -> type[ReasoningFormat]:
 
 
 def starts_in_reasoning(prompt: str, name: str) -> bool | None:
-    """Returns whether a prompt's text ends with an open (True) or a just closed reasoning (False), None with neither.
+    """Return whether a prompt's text ends with an open (True) or a just closed reasoning (False), None with neither.
 
     Args:
       prompt: As rendered by the chat template.
@@ -57,7 +57,7 @@ def starts_in_reasoning(prompt: str, name: str) -> bool | None:
 
 
 def leading_reasoning(name: str) -> str:
-    """Returns the format of an answer that reasons as the named one does, but at its beginning alone.
+    """Return the format of an answer that reasons as the named one does, but at its beginning alone.
 
     What follows keeps to a grammar, and may hold the marks as its own text.
     """
@@ -158,12 +158,12 @@ class _Driver:
         self._resume()
 
     def feed(self, text: str) -> None:
-        """Appends text and reads on."""
+        """Append text and read on."""
         self._source.feed(text)
         self._resume()
 
     def finish(self) -> None:
-        """Reads to the end."""
+        """Read to the end."""
         self._source.end()
         self._resume()
 
@@ -172,7 +172,7 @@ class _Driver:
 
 
 def make_call_id(length: int | None = None) -> str:
-    """Returns a new id: vLLM's usual form, or so many letters and digits."""
+    """Return a new id: vLLM's usual form, or so many letters and digits."""
     if length is None:
         return f"chatcmpl-tool-{uuid.uuid4().hex}"
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length))

@@ -17,7 +17,7 @@ class ReasoningFormat(ABC):
 
     @classmethod
     def begins_inside(cls, starts_inside: bool | None) -> bool | None:
-        """Returns whether an answer begins inside the reasoning; None where it does if it begins with `start_text`.
+        """Return whether an answer begins inside the reasoning; None where it does if it begins with `start_text`.
 
         Args:
           starts_inside: As in `run`.
@@ -26,7 +26,7 @@ class ReasoningFormat(ABC):
 
     @abstractmethod
     def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
-        """Reads to the end of the text.
+        """Read to the end of the text.
 
         Args:
           source: The text.
@@ -46,7 +46,7 @@ class Qwen3Reasoning(ReasoningFormat):
     end_text: ClassVar[str] = "</think>"
 
     def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
-        """Reads to the end of the text."""
+        """Read to the end of the text."""
         is_started = yield from source.match([self.start_text])
         if is_started or starts_inside:
             yield from source.read_until(self.end_text, reasoning)
@@ -61,11 +61,11 @@ class DeepSeekR1Reasoning(ReasoningFormat):
 
     @classmethod
     def begins_inside(cls, starts_inside: bool | None) -> bool | None:
-        """Returns True unless the prompt has closed the reasoning."""
+        """Return True unless the prompt has closed the reasoning."""
         return starts_inside is not False
 
     def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
-        """Reads to the end of the text."""
+        """Read to the end of the text."""
         yield from Qwen3Reasoning().run(source, self.begins_inside(starts_inside), reasoning, content)
 
 
@@ -76,7 +76,7 @@ class ThinkReasoning(ReasoningFormat):
     end_text: ClassVar[str] = "</think>"
 
     def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
-        """Reads to the end of the text."""
+        """Read to the end of the text."""
         is_inside = bool((yield from source.match([self.start_text])) or starts_inside)
         is_going = True
         while is_going:

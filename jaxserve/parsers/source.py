@@ -26,7 +26,7 @@ class Source:
         self.is_ended = False
 
     def feed(self, text: str) -> None:
-        """Appends a piece."""
+        """Append a piece."""
         keep = self._position if self._held_from is None else self._held_from
         self._text = self._text[keep:] + text
         self._position -= keep
@@ -34,15 +34,15 @@ class Source:
             self._held_from = 0
 
     def end(self) -> None:
-        """Says that no piece follows."""
+        """Say that no piece follows."""
         self.is_ended = True
 
     def rest(self) -> str:
-        """Returns the unread text that is there."""
+        """Return the unread text that is there."""
         return self._text[self._position :]
 
     def advance(self, count: int) -> None:
-        """Takes characters as read."""
+        """Take characters as read."""
         self._position += count
 
     def hold(self) -> None:
@@ -50,13 +50,13 @@ class Source:
         self._held_from = self._position
 
     def release(self) -> str:
-        """Returns what was read since `hold`, and forgets it; empty when nothing is held."""
+        """Return what was read since `hold`, and forget it; empty when nothing is held."""
         held = "" if self._held_from is None else self._text[self._held_from : self._position]
         self._held_from = None
         return held
 
     def peek(self) -> Reading[str]:
-        """Reads the next character without taking it; empty at the end."""
+        """Read the next character without taking it; empty at the end."""
         while self._position == len(self._text):
             if self.is_ended:
                 return ""
@@ -64,13 +64,13 @@ class Source:
         return self._text[self._position]
 
     def peek_past_space(self) -> Reading[str]:
-        """Takes white space, then peeks."""
+        """Take white space, then peeks."""
         while (character := (yield from self.peek())).isspace():
             self.advance(1)
         return character
 
     def expect(self, character: str) -> Reading[None]:
-        """Takes white space and one character.
+        """Take white space and one character.
 
         Raises:
           NotACall: Another one, or the end.
@@ -80,7 +80,7 @@ class Source:
         self.advance(1)
 
     def match(self, options: Sequence[str]) -> Reading[str]:
-        """Takes white space and the first option that follows it; returns "" and takes nothing when none does."""
+        """Take white space and the first option that follows it; returns "" and takes nothing when none does."""
         while True:
             rest = self.rest()
             text = rest.lstrip()
@@ -93,14 +93,14 @@ class Source:
             yield
 
     def skip_closing(self, tag: str) -> Reading[None]:
-        """Takes a closing tag with the white space before it, if that is what follows; also one cut by the end."""
+        """Take a closing tag with the white space before it, if that is what follows; also one cut by the end."""
         taken = yield from self.match([tag])
         rest = self.rest().strip()
         if not taken and self.is_ended and rest and tag.startswith(rest):
             self.advance(len(self.rest()))
 
     def read_name(self, end: str, limit: int = 256) -> Reading[str]:
-        """Takes a name and the mark after it, returns the name.
+        """Take a name and the mark after it, return the name.
 
         Raises:
           NotACall: No mark within `limit` characters, or characters that no name has.
@@ -118,7 +118,7 @@ class Source:
         return name
 
     def read_until(self, end: str, emit: Callable[[str], None]) -> Reading[bool]:
-        """Passes text on up to a mark, and takes the mark.
+        """Pass text on up to a mark, and take the mark.
 
         Returns:
           Whether the mark came; at the end of the text everything has been passed on.
@@ -141,7 +141,7 @@ class Source:
 
 
 def partial_length(text: str, marks: Sequence[str]) -> int:
-    """Returns the length of the longest end of `text` that begins a mark without being one."""
+    """Return the length of the longest end of `text` that begins a mark without being one."""
     longest = min(len(text), max(map(len, marks), default=1) - 1)
     for length in range(longest, 0, -1):
         tail = text[-length:]

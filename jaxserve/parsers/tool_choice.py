@@ -9,7 +9,7 @@ _FORM = "{'type': 'function', 'function': {'name': …, 'parameters': {…}}}"
 
 
 def parameter_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the JSON schema of the parameters of each tool, by the tool's name.
+    """Return the JSON schema of the parameters of each tool, by the tool's name.
 
     Raises:
       RequestError: A tool of the wrong form, or two of the same name.
@@ -29,7 +29,7 @@ def parameter_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str,
 
 
 def chosen_function(tool_choice: str | Mapping[str, Any] | None, schemas: Mapping[str, Any]) -> str | None:
-    """Returns the function that a tool choice names; None for "auto", "none", "required" and None.
+    """Return the function that a tool choice names; None for "auto", "none", "required" and None.
 
     Raises:
       RequestError: Another choice, or a function that is not among the tools.
@@ -51,7 +51,7 @@ def tool_choice_schema(
     tool_choice: str | Mapping[str, Any] | None,
     parallel_tool_calls: bool | None = None,
 ) -> dict[str, Any] | None:
-    """Returns the JSON schema for `StructuredOutputsParams(json=…)` that makes the model call a tool.
+    """Return the JSON schema for `StructuredOutputsParams(json=…)` that makes the model call a tool.
 
     Args:
       tools: In OpenAI's form.

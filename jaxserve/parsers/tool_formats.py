@@ -29,14 +29,14 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def run(self, reader: CallReader) -> Reading[None]:
-        """Reads to the end of the text."""
+        """Read to the end of the text."""
 
 
 class HermesFormat(ToolFormat):
     """<tool_call>{"name": …, "arguments": {…}}</tool_call>, any number of times: Hermes, Qwen 2.5 and 3."""
 
     def run(self, reader: CallReader) -> Reading[None]:
-        """Reads to the end of the text."""
+        """Read to the end of the text."""
         while (yield from reader.read_content([_CALL_START])):
             if (yield from reader.attempt(_read_object(reader))):
                 yield from reader.source.skip_closing(_CALL_END)
@@ -49,7 +49,7 @@ class Qwen3Format(ToolFormat):
     """
 
     def run(self, reader: CallReader) -> Reading[None]:
-        """Reads to the end of the text."""
+        """Read to the end of the text."""
         tags = TagCallReader(reader, self.schemas)
         while mark := (yield from reader.read_content([_CALL_START, FUNCTION_START])):
             if mark == _CALL_START and not (yield from reader.source.match([FUNCTION_START])):
@@ -67,7 +67,7 @@ class Llama3JsonFormat(ToolFormat):
     """
 
     def run(self, reader: CallReader) -> Reading[None]:
-        """Reads to the end of the text."""
+        """Read to the end of the text."""
         while mark := (yield from reader.read_content(["<|python_tag|>", "{"], separator=";")):
             if mark != "{" and not (yield from reader.source.match(["{"])):
                 reader.message.add_content(reader.source.release())
@@ -91,7 +91,7 @@ class MistralFormat(ToolFormat):
     id_length: ClassVar[int | None] = 9
 
     def run(self, reader: CallReader) -> Reading[None]:
-        """Reads to the end of the text."""
+        """Read to the end of the text."""
         source = reader.source
         while (yield from reader.read_content(["[TOOL_CALLS]"])):
             if (yield from source.match(["["])):
@@ -121,7 +121,7 @@ class RequiredFormat(ToolFormat):
     """[{"name": …, "parameters": {…}}, …]: what `tool_choice="required"` constrains an answer to."""
 
     def run(self, reader: CallReader) -> Reading[None]:
-        """Reads to the end of the text."""
+        """Read to the end of the text."""
         reader.source.hold()
         if (yield from reader.source.match(["["])):
             yield from _read_list(reader)
@@ -134,7 +134,7 @@ class NamedFormat(ToolFormat):
     """The arguments of one function and nothing else: what a named `tool_choice` constrains an answer to."""
 
     def run(self, reader: CallReader) -> Reading[None]:
-        """Reads to the end of the text."""
+        """Read to the end of the text."""
         reader.source.hold()
         yield from reader.attempt(self._read(reader))
         yield from reader.read_content([])
@@ -163,7 +163,7 @@ def _read_object(reader: CallReader) -> Reading[None]:
 
 
 def _read_list(reader: CallReader) -> Reading[None]:
-    """Reads calls up to the closing bracket, the opening one taken already; stops at what is no call."""
+    """Read calls up to the closing bracket, the opening one taken already; stops at what is no call."""
     source = reader.source
     while (yield from reader.attempt(_read_object(reader))):
         if not (yield from source.match([","])):
@@ -174,7 +174,7 @@ def _read_list(reader: CallReader) -> Reading[None]:
 
 
 def _pass_object(reader: CallReader) -> Reading[None]:
-    """Passes a JSON object on as content, from its beginning, which is held, to its end or where it breaks."""
+    """Pass a JSON object on as content, from its beginning, which is held, to its end or where it breaks."""
     source, scanner = reader.source, JsonScanner()
     text = source.release()
     reader.message.add_content(text)

@@ -19,7 +19,7 @@ _PARITY = 0x1BD11BDA
 def draw(
     weights: Float[Array, "R V"], seeds: Int[Array, " R"], positions: Int[Array, " R"]
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-    """A token of each row in proportion to its weight, never one of weight zero.
+    """Return a token of each row in proportion to its weight, never one of weight zero.
 
     Returns:
         Tokens and their weights, which are not positive where a row has no weight at all, or weights that are NaN.

@@ -57,7 +57,7 @@ class GrammarSource(NamedTuple):
 
 
 def grammar_error(message: str, params: StructuredOutputsParams) -> RequestError:
-    """An error that names the parameter and shows its value."""
+    """Return an error that names the parameter and shows its value."""
     kind = params.kind
     value = getattr(params, kind)
     return RequestError(f"structured_outputs.{kind} {message}", parameter="structured_outputs", value={kind: value})
@@ -78,7 +78,7 @@ def content_key(params: StructuredOutputsParams, limits: GrammarLimits) -> tuple
 
 
 def write_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> GrammarSource:
-    """The grammar that the parameters ask for, not compiled yet.
+    """Return the grammar that the parameters ask for, not compiled yet.
 
     Args:
         params: What to keep to.
@@ -108,7 +108,7 @@ def _json_grammar(schema: dict[str, Any]) -> GrammarSource:
 
 
 def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
-    """The library's options of a JSON schema."""
+    """Return the library's options of a JSON schema."""
     if params.kind not in ("json", "json_object", "structural_tag"):
         given = [name for name in OPTIONS if getattr(params, name)]
         if given:
@@ -122,7 +122,7 @@ def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _schema(given: Any, params: StructuredOutputsParams, options: dict[str, Any]) -> dict[str, Any]:
-    """A schema with the options in it; options that it brings itself count first."""
+    """Return a schema with the options in it; options that it brings itself count first."""
     schema: Any = json.loads(given) if isinstance(given, str) else copy.deepcopy(given)
     if schema is True:
         schema = {}
@@ -136,7 +136,7 @@ def _schema(given: Any, params: StructuredOutputsParams, options: dict[str, Any]
 
 
 def _close(schema: Any) -> None:
-    """Forbids properties beyond those named, wherever a schema names some and says nothing of others."""
+    """Forbid properties beyond those named, wherever a schema names some and say nothing of others."""
     if isinstance(schema, list):
         for inner in schema:
             _close(inner)

@@ -50,14 +50,14 @@ class Vocabulary:
         self._greedy: LLTokenizer | None = None
 
     def build(self) -> LLTokenizer:
-        """The library's form of it: seconds for a large vocabulary."""
+        """Return the library's form of it: seconds for a large vocabulary."""
         wrapper: Any = self
         made = LLTokenizer(wrapper, n_vocab=len(self.tokens), eos_token=self.end_ids)
         self._greedy = made
         return made
 
     def release(self) -> None:
-        """Drops the reference to what `build` made; that one refers back, out of the garbage collector's sight."""
+        """Drop the reference to what `build` made; that one refers back, out of the garbage collector's sight."""
         self._greedy = None
 
     def __call__(self, text: str) -> list[int]:
@@ -84,7 +84,7 @@ class Vocabulary:
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher at the start of a text, its first mask computed.
+    """Return a matcher at the start of a text, its first mask computed.
 
     Raises:
         ValueError: The grammar is wrong, too large, or matches no text that the vocabulary can spell.
@@ -105,7 +105,7 @@ def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def check(tokenizer: LLTokenizer, grammar: str, is_ebnf: bool) -> dict[str, str]:
-    """The answer to one grammar: ``{"grammar": ...}`` or ``{"error": ...}``."""
+    """Return the answer to one grammar: ``{"grammar": ...}`` or ``{"error": ...}``."""
     try:
         if is_ebnf:
             grammar = any_to_lark(grammar)
@@ -118,7 +118,7 @@ def check(tokenizer: LLTokenizer, grammar: str, is_ebnf: bool) -> dict[str, str]
 
 
 def _limit_cpu(seconds: int) -> None:
-    """Lets the kernel end this process after some more seconds of work, should nobody be left to do it."""
+    """Let the kernel end this process after some more seconds of work, should nobody be left to do it."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + seconds + 1, hard))

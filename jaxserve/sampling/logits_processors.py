@@ -37,7 +37,7 @@ class LogitsProcessor(Protocol):
 
 
 def argument_names(processors: Iterable[LogitsProcessor]) -> dict[str, float]:
-    """Every argument and the value of requests that do not give it, in the order of ``Sampling.arguments``.
+    """Return every argument and the value of requests that do not give it, in the order of ``Sampling.arguments``.
 
     Raises:
         ConfigError: Two processors read an argument of the same name.

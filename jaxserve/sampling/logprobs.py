@@ -61,7 +61,7 @@ def token_logprobs(
 
 
 def top_by_blocks(scores: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R count"], Int[Array, "R count"]]:
-    """The largest of each row and where they are, as ``lax.top_k`` gives them, without sorting the row.
+    """Return the largest of each row and where they are, as ``lax.top_k`` gives them, without sorting the row.
 
     The largest ``count`` lie in the ``count`` blocks with the largest maxima, the first where some are equal.
     """

@@ -85,5 +85,5 @@ def _penalized(logits: Float[Array, "R V"], inputs: SamplerInputs, counts: Int[A
 
 
 def counted(counts: Int[Array, "slots V"], slots: Int[Array, " R"], tokens: Int[Array, " R"]) -> Int[Array, "slots V"]:
-    """Counts with one more of each row's token in its slot; slots out of range count nothing."""
+    """Count with one more of each row's token in its slot; slots out of range count nothing."""
     return counts.at[slots, tokens].add(1, mode="drop")

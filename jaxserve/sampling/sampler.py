@@ -50,17 +50,17 @@ class SamplerSettings:
 
     @property
     def is_normalized(self) -> bool:
-        """Whether logprobs are reported, and not logits."""
+        """Return whether logprobs are reported, and not logits."""
         return self.logprobs_mode.endswith("logprobs")
 
     @property
     def is_processed(self) -> bool:
-        """Whether the logits the token was chosen by are reported, and not the model's own."""
+        """Return whether the logits the token was chosen by are reported, and not the model's own."""
         return self.logprobs_mode.startswith("processed")
 
 
 def choose_truncation(device: Device, name: str | None = None) -> Choice:
-    """The implementation of truncation for a device; see ``pallas_kernels.choose``."""
+    """Return the implementation of truncation for a device; see ``pallas_kernels.choose``."""
     kind = device.device_kind
     return choose("truncation", platform=device.platform, device_kind=kind, dtype="float32", name=name)
 
@@ -78,7 +78,7 @@ def sample(
     variant: str | Int[Array, ""],
     settings: SamplerSettings,
 ) -> tuple[Int[Array, " R"], TokenLogprobs]:
-    """A token for each row.
+    """Return a token for each row.
 
     Args:
         logits: Scores, float32.
@@ -126,7 +126,8 @@ def _choose(condition: bool | Array, yes: Callable[[], Chosen], no: Callable[[],
 def _sampled(
     logits: Float[Array, "R V"], inputs: SamplerInputs, best: Int[Array, " R"], truncation: Truncation
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-    """A random token for rows with a temperature, the likeliest for the others; and the lowest score each row kept."""
+    """Return a random token for rows with a temperature, the likeliest for the others; and the lowest score each row
+    kept."""
     scores = _scaled(logits, inputs)
     weights = jnp.exp(scores - scores.max(1, keepdims=True))
     options = inputs.options

@@ -44,7 +44,7 @@ class Verification(NamedTuple):
         return KeptTokens(stays, (stays | is_first) & ~goes_on)
 
     def _firsts(self) -> Int[Array, " samples"]:
-        """The first sample of each sample's row."""
+        """Return the first sample of each sample's row."""
         place = jnp.arange(len(self.rows), dtype=jnp.int32)
         starts = jnp.append(True, self.rows[1:] != self.rows[:-1])
         return lax.cummax(jnp.where(starts, place, 0))

@@ -32,7 +32,7 @@ class Compiler(NamedTuple):
 
 
 def find_compiler(lowers_only: bool) -> Compiler:
-    """The device-less compiler, where this environment has one."""
+    """Return the device-less compiler, where this environment has one."""
     has_plugin = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None for version in (12, 13))
     if lowers_only or not has_plugin or sys.version_info < (3, 12):
         return Compiler()
@@ -44,7 +44,7 @@ def find_compiler(lowers_only: bool) -> Compiler:
 def run(
     parts: dict[str, Part], context: Context, compiler: Compiler, results: Results, show: Callable[[str], None]
 ) -> None:
-    """Checks every program of some parts and keeps a figure for each part, and one for each failure."""
+    """Check every program of some parts and keep a figure for each part, and one for each failure."""
     for name, part in parts.items():
         counts: collections.Counter[str] = collections.Counter()
         start = time.monotonic()
@@ -84,7 +84,7 @@ def _checks(name: str, part: Part, context: Context, compiler: Compiler) -> Iter
 
 
 def _check(program: Program, compiler: Compiler) -> str | None:
-    """Lowers or compiles; returns what else became of the program, where it was neither."""
+    """Lower or compiles; returns what else became of the program, where it was neither."""
     if compiler.mesh is None:
         if program.needs_wheels:
             return "left out, since JAX's CUDA wheels are not there"

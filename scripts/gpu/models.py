@@ -83,7 +83,7 @@ class Sizes(NamedTuple):
 
 
 def config_of(name: str, is_tiny: bool = False) -> dict[str, Any]:
-    """The config.json of a model, or of a tiny one of its kind."""
+    """Return the config.json of a model, or of a tiny one of its kind."""
     return CONFIGS[name] | (_TINY if is_tiny else {})
 
 
@@ -130,7 +130,7 @@ def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def write_checkpoint(directory: Path, config: dict[str, Any], shard_bytes: int = _SHARD_BYTES) -> int:
-    """Writes config.json and safetensors files, several at once; config.json last, so that it says all is there.
+    """Write config.json and safetensors files, several at once; config.json last, so that it says all is there.
 
     Weights are normal numbers of standard deviation 0.02, taken again and again from one random piece at ever other
     places; norms are 1. There is no tokenizer.
@@ -163,12 +163,13 @@ def write_checkpoint(directory: Path, config: dict[str, Any], shard_bytes: int =
 
 
 def has_checkpoint(directory: Path) -> bool:
-    """Whether one was written there to the end."""
+    """Return whether one was written there to the end."""
     return (directory / "config.json").exists()
 
 
 def make_room(folder: Path, num_bytes: int, keep: Path) -> bool:
-    """Whether there is disk for so many bytes, other checkpoints of the folder being removed where it must be."""
+    """Return whether there is disk for so many bytes, other checkpoints of the folder being removed where it must
+    be."""
     spare = 4 << 30
     for other in sorted(folder.glob("model-*")):
         if shutil.disk_usage(folder).free < num_bytes + spare and other != keep:

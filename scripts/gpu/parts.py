@@ -95,7 +95,7 @@ class Context:
 
     @property
     def folder(self) -> Path:
-        """The directory for checkpoints and caches."""
+        """Return the directory for checkpoints and caches."""
         return Path(self.work)
 
 

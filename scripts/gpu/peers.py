@@ -335,7 +335,7 @@ def _transformers(torch: Any, num_tokens: int, context: Context) -> Iterator[Fig
 
 
 def make_model(torch: Any, transformers: Any, config: dict[str, Any], device: str) -> Any:
-    """A Llama with the weights that transformers begins with, made on the device."""
+    """Return a Llama with the weights that transformers begins with, made on the device."""
     fields = {
         name: value for name, value in config.items() if name not in ("architectures", "model_type", "torch_dtype")
     }

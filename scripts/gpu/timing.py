@@ -82,7 +82,7 @@ class Rotation:
 
     @property
     def arguments(self) -> tuple[list[Any], list[Any]]:
-        """The shapes that ``program`` takes."""
+        """Return the shapes that ``program`` takes."""
         mine, other = self.split(self.struct)
         return [mine] * self.num_sets, [other] * self.num_sets
 

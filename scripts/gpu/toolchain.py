@@ -45,7 +45,7 @@ class Assembler(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The version and the path, for the results."""
+        """Return the version and the path, for the results."""
         return f"{'.'.join(map(str, self.version))} ({self.root / 'bin' / 'ptxas'})"
 
 

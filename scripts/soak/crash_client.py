@@ -14,7 +14,7 @@ from typing import Any
 
 
 def open_http(host: str, port: int, count: int, prompt: str) -> list[Any]:
-    """Sends requests for long streams over bare sockets."""
+    """Send requests for long streams over bare sockets."""
     body = json.dumps({"prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     message = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
@@ -27,7 +27,7 @@ def open_http(host: str, port: int, count: int, prompt: str) -> list[Any]:
 
 
 def open_grpc(target: str, count: int, message: bytes) -> list[Any]:
-    """Starts streams over one gRPC connection."""
+    """Start streams over one gRPC connection."""
     import grpc  # only here: it takes a while
 
     channel = grpc.insecure_channel(target)
@@ -36,7 +36,7 @@ def open_grpc(target: str, count: int, message: bytes) -> list[Any]:
 
 
 def main() -> None:
-    """Opens what the command line says and stays until it is killed."""
+    """Open what the command line says and stays until it is killed."""
     if sys.argv[1] == "--grpc":
         opened = open_grpc(sys.argv[2], int(sys.argv[3]), bytes.fromhex(sys.argv[4]))
     else:

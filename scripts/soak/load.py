@@ -89,7 +89,7 @@ class Load:
         }
 
     async def work(self, worker: int, until_s: float) -> None:
-        """Asks one thing after another until the time."""
+        """Ask one thing after another until the time."""
         generator = random.Random(f"{self._seed} {worker}")
         actions = self.actions()
         names, weights = list(actions), [weight for weight, _ in actions.values()]
@@ -107,7 +107,7 @@ class Load:
             self._report.note(name, outcome)
 
     async def close(self) -> None:
-        """Closes all connections and ends all children."""
+        """Close all connections and ends all children."""
         for child in self._children:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
@@ -139,7 +139,7 @@ class Load:
             return await client.request(method, path, body)
 
     async def http_stream(self, generator: random.Random) -> str:
-        """A completion as a stream."""
+        """Return a completion as a stream."""
         question = generator.choice(self._known)
         async with self._client(generator) as client:
             backend = OpenAIBackend(client, "/v1/completions", "", {"temperature": 0, "ignore_eos": True})
@@ -147,19 +147,19 @@ class Load:
         return _checked(answer, question.text, question.max_tokens)
 
     async def http_unary(self, generator: random.Random) -> str:
-        """A completion in one piece."""
+        """Return a completion in one piece."""
         question = generator.choice(self._known)
         answer = await self._ask(generator, "POST", "/v1/completions", question.completion())
         return _checked_body(answer, lambda found: found["choices"][0]["text"] == question.text)
 
     async def http_chat(self, generator: random.Random) -> str:
-        """A chat in one piece."""
+        """Return a chat in one piece."""
         question = generator.choice(self._known)
         answer = await self._ask(generator, "POST", "/v1/chat/completions", question.chat_completion())
         return _checked_body(answer, lambda found: found["choices"][0]["message"]["content"] == question.chat)
 
     async def http_chat_stream(self, generator: random.Random) -> str:
-        """A chat as a stream."""
+        """Return a chat as a stream."""
         question = generator.choice(self._known)
         async with self._client(generator) as client:
             fields = question.chat_completion()
@@ -183,7 +183,7 @@ class Load:
         return "answered"
 
     async def http_cancel(self, generator: random.Random) -> str:
-        """A stream, or an answer in one piece, that is cut off at some time."""
+        """Return a stream, or an answer in one piece, that is cut off at some time."""
         question = generator.choice(self._known)
         body = question.completion(**(_STREAM_FIELDS if generator.random() < 0.8 else {}))
         client = HttpClient(self._server.http)
@@ -197,7 +197,7 @@ class Load:
             await client.close()
 
     async def http_bad(self, generator: random.Random) -> str:
-        """A request that must be refused."""
+        """Return a request that must be refused."""
         bad = generator.choice(BAD)
         answer = await self._ask(generator, "POST", bad.path, bad.body)
         if answer.status == 429:
@@ -221,7 +221,7 @@ class Load:
         return "cut off"
 
     async def http_slow_reader(self, generator: random.Random) -> str:
-        """A stream read bit by bit through a small window, with logprobs, so that it is long."""
+        """Return a stream read bit by bit through a small window, with logprobs, so that it is long."""
         question = generator.choice(self._known)
         answer = BenchAnswer(0.0)
         notes = StreamNotes(answer)
@@ -236,7 +236,7 @@ class Load:
         return _checked(answer, question.text, question.max_tokens)
 
     async def http_half_open(self, generator: random.Random) -> str:
-        """A connection that says nothing, or half of something, or does not read its answer; then it is gone."""
+        """Return a connection that says nothing, or half of something, or does not read its answer; then it is gone."""
         _, writer = await asyncio.open_connection(self._host, self._port)
         question = generator.choice(self._known)
         body = question.completion(**_STREAM_FIELDS, logprobs=20)
@@ -255,19 +255,19 @@ class Load:
         return generation_pb2_grpc.GenerationServiceStub(generator.choice(self._channels))
 
     async def grpc_stream(self, generator: random.Random) -> str:
-        """A text as a stream."""
+        """Return a text as a stream."""
         question = generator.choice(self._known)
         backend = GrpcBackend(self._channels, "", {"temperature": 0.0, "ignore_eos": True}, {}, {})
         answer = await backend.send(BenchRequest(question.prompt, question.max_tokens))
         return _checked(answer, question.text, question.max_tokens)
 
     async def grpc_unary(self, generator: random.Random) -> str:
-        """A text in one piece."""
+        """Return a text in one piece."""
         question = generator.choice(self._known)
         return await self._grpc_unary(generator, question.grpc_request(), question.text)
 
     async def grpc_chat(self, generator: random.Random) -> str:
-        """A conversation in one piece."""
+        """Return a conversation in one piece."""
         question = generator.choice(self._known)
         return await self._grpc_unary(generator, question.grpc_chat(), question.chat)
 
@@ -281,7 +281,7 @@ class Load:
         return "answered"
 
     async def grpc_cancel(self, generator: random.Random) -> str:
-        """A call that is cancelled at some time."""
+        """Return a call that is cancelled at some time."""
         question = generator.choice(self._known)
         stub = self._stub(generator)
         try:
@@ -299,7 +299,7 @@ class Load:
         return "was faster"
 
     async def grpc_deadline(self, generator: random.Random) -> str:
-        """A call whose time is up at some time."""
+        """Return a call whose time is up at some time."""
         question = generator.choice(self._known)
         request = generation_pb2.StreamGenerateRequest(request=question.grpc_request())
         try:
@@ -312,7 +312,7 @@ class Load:
         return "in time"
 
     async def grpc_bad(self, generator: random.Random) -> str:
-        """A call that must be refused."""
+        """Return a call that must be refused."""
         bad = generator.choice(BAD_CALLS)
         try:
             await self._stub(generator).Generate(bad.request)
@@ -325,12 +325,12 @@ class Load:
     # ---------------------------------------------------------------- clients that crash
 
     async def crash_http(self, generator: random.Random) -> str:
-        """A process with streams that is killed."""
+        """Return a process with streams that is killed."""
         count, prompt = generator.randint(1, 4), generator.choice(self._known[:8]).prompt
         return await self._crash(generator, "-S", str(_CRASH_CLIENT), self._host, str(self._port), str(count), prompt)
 
     async def crash_grpc(self, generator: random.Random) -> str:
-        """The same over gRPC."""
+        """Return the same over gRPC."""
         count, question = generator.randint(1, 4), generator.choice(self._known)
         message = generation_pb2.StreamGenerateRequest(request=question.grpc_request()).SerializeToString().hex()
         return await self._crash(generator, str(_CRASH_CLIENT), "--grpc", self._server.grpc, str(count), message)
@@ -358,7 +358,7 @@ def _some_time(generator: random.Random) -> float:
 
 
 def _checked(answer: BenchAnswer, text: str, num_tokens: int | None) -> str:
-    """The outcome of a stream that should say a text."""
+    """Return the outcome of a stream that should say a text."""
     if answer.error.startswith(("HTTP 429", "gRPC RESOURCE_EXHAUSTED")):
         return "overloaded"
     if not answer.is_success:
@@ -371,7 +371,7 @@ def _checked(answer: BenchAnswer, text: str, num_tokens: int | None) -> str:
 
 
 def _checked_body(answer: HttpAnswer, is_right: Callable[[Any], bool], kind: str = "") -> str:
-    """The outcome of a request that should succeed."""
+    """Return the outcome of a request that should succeed."""
     if answer.status == 429:
         return "overloaded"
     if answer.status != 200 or not is_right(answer.json()):
@@ -380,7 +380,7 @@ def _checked_body(answer: HttpAnswer, is_right: Callable[[Any], bool], kind: str
 
 
 def _refused(error: grpc.aio.AioRpcError) -> str:
-    """The outcome of a call that failed where it might have succeeded."""
+    """Return the outcome of a call that failed where it might have succeeded."""
     if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
         return "overloaded"
     raise WrongError(f"{error.code().name}: {error.details()}")

@@ -83,27 +83,27 @@ class Report:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing went wrong."""
+        """Return whether nothing went wrong."""
         return self.num_problems == 0
 
     @property
     def num_requests(self) -> int:
-        """All that was asked."""
+        """Return all that was asked."""
         return sum(sum(counts.values()) for counts in self.outcomes.values())
 
     def note(self, kind: str, outcome: str) -> None:
-        """Counts a request."""
+        """Count a request."""
         counts = self.outcomes.setdefault(kind, {})
         counts[outcome] = counts.get(outcome, 0) + 1
 
     def complain(self, text: str) -> None:
-        """Notes what must not happen."""
+        """Note what must not happen."""
         self.num_problems += 1
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(text[:1000])
 
     def judge(self) -> None:
-        """Compares the state before, during and after."""
+        """Compare the state before, during and after."""
         for limit in LIMITS:
             found = rise(self.samples, limit.name)
             allowed = limit.absolute + limit.relative * found["mean"]
@@ -124,7 +124,7 @@ class Report:
         return {"is_clean": self.is_clean, "num_requests": self.num_requests, **dataclasses.asdict(self)}
 
     def lines(self) -> list[str]:
-        """A summary."""
+        """Return a summary."""
         lines = [f"{self.num_requests} requests in {self.duration_s:.0f} s"]
         for kind, counts in sorted(self.outcomes.items()):
             lines.append(f"  {kind:<26}" + ", ".join(f"{outcome} {count}" for outcome, count in sorted(counts.items())))

@@ -30,23 +30,23 @@ class Question(NamedTuple):
     chat: str = ""
 
     def completion(self, **fields: Any) -> dict[str, Any]:
-        """A request for the answer."""
+        """Return a request for the answer."""
         return {
             "prompt": self.prompt, "max_tokens": self.max_tokens, "temperature": 0, "ignore_eos": True, **fields
         }  # fmt: skip
 
     def chat_completion(self, **fields: Any) -> dict[str, Any]:
-        """A request for the answer to a message."""
+        """Return a request for the answer to a message."""
         messages = [{"role": "user", "content": self.prompt}]
         return {"messages": messages, "max_completion_tokens": 16, "temperature": 0, **fields}
 
     def grpc_request(self) -> generation_pb2.GenerateRequest:
-        """The request over gRPC."""
+        """Return the request over gRPC."""
         params = sampling_pb2.SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=self.max_tokens)
         return generation_pb2.GenerateRequest(text=self.prompt, sampling_params=params)
 
     def grpc_chat(self) -> generation_pb2.GenerateRequest:
-        """The conversation over gRPC."""
+        """Return the conversation over gRPC."""
         message = chat_pb2.ChatMessage(role="user", content=self.prompt)
         conversation = chat_pb2.Conversation(messages=[message])
         params = sampling_pb2.SamplingParams(temperature=0.0, max_tokens=16)
@@ -208,7 +208,7 @@ BAD_CALLS = (
 
 
 def half_a_request() -> bytes:
-    """The beginning of a request whose rest never comes."""
+    """Return the beginning of a request whose rest never comes."""
     body = json.dumps(_completion()).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     return head + body[: len(body) // 2]

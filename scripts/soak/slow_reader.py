@@ -29,7 +29,7 @@ class _Reading:
 
 
 async def read_slowly(host: str, port: int, message: bytes, on_data: Callable[[bytes, float], None]) -> int:
-    """Sends a request and reads the answer; returns its status.
+    """Send a request and read the answer; returns its status.
 
     Raises:
         ConnectionError: The connection ended before the answer.

@@ -46,7 +46,7 @@ def children_values(pid: int) -> dict[str, float]:
 
 
 async def server_values(server: RunningServer, client: HttpClient) -> dict[str, float]:
-    """All that is watched."""
+    """Return all that is watched."""
     answer = await client.request("GET", "/metrics")
     found = {name: float(value) for name, value in _LINE.findall(answer.body.decode()) if name in _NAMES}
     front, engine = process_values("front", server.process.pid), process_values("engine", server.engine_pid)
@@ -54,7 +54,7 @@ async def server_values(server: RunningServer, client: HttpClient) -> dict[str, 
 
 
 async def watch(server: RunningServer, samples: list[Sample], interval_s: float) -> None:
-    """Takes samples until it is cancelled."""
+    """Take samples until it is cancelled."""
     client = HttpClient(server.http)
     start_s = time.monotonic()
     try:
