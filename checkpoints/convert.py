@@ -46,11 +46,13 @@ def convert(source: str | Path, destination: str | Path, format: str, dtype: str
     """
     source, destination = Path(source), Path(destination)
     if format not in FORMATS:
-        raise CheckpointError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+        raise CheckpointError(f"unknown format {format!r}; supported: {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
-        raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise CheckpointError(f"unsupported dtype {dtype!r}; supported: {', '.join(DTYPES)}")
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
-        raise CheckpointError(f"{destination}: exists and is not an empty directory")
+        raise CheckpointError(
+            f"{destination}: is not an empty directory; pass a path that does not exist, or an empty directory"
+        )
     with open_checkpoint(source) as reader:
         destination.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
@@ -84,7 +86,7 @@ def _write(reader: CheckpointReader, folder: Path, format: str, dtype: np.dtype 
 def _groups(
     infos: Mapping[str, TensorInfo], source: Callable[[str], Callable[[], np.ndarray]]
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Host arrays (JAX would narrow 64-bit types), about 512 MiB at a time."""
+    """Yield tensors by name, about 512 MiB at a time, as NumPy arrays: JAX would narrow 64-bit types."""
     group: dict[str, np.ndarray] = {}
     group_bytes = 0
     for name, info in infos.items():
@@ -115,12 +117,12 @@ def _copy_files(source: Path, folder: Path, dtype: str | None) -> None:
 
 
 def _with_dtype(file: Path, dtype: str) -> str:
-    """Return the configuration with the new dtype in it (under `dtype`, and `torch_dtype` where that was used)."""
+    """Return the text of a config.json with `dtype` set, and `torch_dtype` where the file has it."""
     try:
         config: Any = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{file}: expected a JSON object")
+        raise CheckpointError(f"{file}: expected a JSON object, got a {type(config).__name__}")
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     return json.dumps(config, indent=2) + "\n"

@@ -19,7 +19,7 @@ MIN_RUN_BYTES = 4096
 
 
 class StridedLayout(NamedTuple):
-    """Where an array lies in a file: its first byte, dtype, shape, and strides counted in elements."""
+    """Position of an array in a file: first byte, dtype, shape, and strides counted in elements."""
 
     start_byte: int
     dtype: np.dtype
@@ -28,19 +28,19 @@ class StridedLayout(NamedTuple):
 
     @property
     def num_spanned(self) -> int:
-        """Elements from the first to the last one, both counted; 0 for an empty array."""
+        """Number of elements from the first to the last, both included; 0 for an empty array."""
         return num_spanned(self.shape, self.strides)
 
 
 def num_spanned(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements of storage from the first to the last element of a strided array, both counted."""
+    """Return the number of elements from the first to the last one of a strided array, both included."""
     if 0 in shape:
         return 0
     return 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous row-major array."""
+    """Return the strides, in elements, of a contiguous row-major array."""
     strides: list[int] = []
     step = 1
     for length in reversed(shape):
@@ -64,7 +64,7 @@ class RangeFile:
         try:
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path}: expected a regular file")
+                raise CheckpointError(f"{path}: not a regular file")
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
@@ -77,11 +77,11 @@ class RangeFile:
             self._descriptor = -1
 
     def read_bytes(self, start: int, count: int) -> bytes:
-        """`count` bytes from position `start`.
+        """Return `count` bytes from position `start`.
 
         Args:
             start: first byte.
-            count: how many.
+            count: number of bytes.
 
         Raises:
             CheckpointError: the file ends earlier, or cannot be read.
@@ -91,7 +91,7 @@ class RangeFile:
         return bytes(buffer)
 
     def read_box(self, layout: StridedLayout, index: Sequence[slice]) -> np.ndarray:
-        """Return a box of a strided array, as a new contiguous array.
+        """Read a box of a strided array into a new contiguous array.
 
         Bytes outside the box are read only where a row of the box is shorter than 4 KiB or fills half of what it
         spans; scratch memory is at most 2 MiB.

@@ -28,16 +28,16 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 def resolve_model(
     model: str, revision: str | None = None, download_dir: str | None = None, token: str | None = None
 ) -> Path:
-    """Return the directory of a model, downloaded first if need be.
+    """Return a local directory with the model's files, downloading them first when needed.
 
-    Of a hub repository come the configuration, the tokenizer and the safetensors weights; `pytorch_model*.bin` only
-    where there are no safetensors. Python files never come.
+    A download has the configuration, the tokenizer and the safetensors weights; `pytorch_model*.bin` only when the
+    repository has no safetensors. Python files are never downloaded.
 
     Args:
-        model: a directory, or a hub id such as `Qwen/Qwen3-0.6B`; an existing directory wins.
+        model: a directory, or a hub id such as `Qwen/Qwen3-0.6B`; an existing directory takes precedence.
         revision: branch, tag or commit of a hub id.
         download_dir: where downloads are kept; None for huggingface_hub's cache.
-        token: access token of the hub; None for the one that `hf auth login` or `HF_TOKEN` has set.
+        token: access token of the hub; None for the one set by `hf auth login` or `HF_TOKEN`.
 
     Raises:
         CheckpointError: neither a directory nor a hub id, a revision for a directory, not found, gated, offline and not
@@ -46,7 +46,9 @@ def resolve_model(
     directory = Path(model).expanduser()
     if model and directory.is_dir():
         if revision is not None:
-            raise CheckpointError(f"{model} is a directory; revision={revision!r} is for hub ids only")
+            raise CheckpointError(
+                f"{model} is a directory, so revision={revision!r} does not apply; pass a hub id or no revision"
+            )
         return directory
     if model and directory.exists():
         raise CheckpointError(f"{model} is a file; expected a model directory or a hub id such as 'Qwen/Qwen3-0.6B'")
@@ -57,8 +59,8 @@ def resolve_model(
         if any(True for pattern in weight_patterns for _ in snapshot.glob(pattern)):
             return snapshot
     raise CheckpointError(
-        f"hub repository {model!r} holds neither *.safetensors nor pytorch_model*.bin weights; "
-        f"it has {', '.join(sorted(file.name for file in snapshot.iterdir())) or 'no files of a model'}"
+        f"hub repository {model!r} has neither *.safetensors nor pytorch_model*.bin weights; "
+        f"it has {', '.join(sorted(file.name for file in snapshot.iterdir())) or 'no model files'}"
     )
 
 
@@ -91,7 +93,7 @@ def _download(
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
             f"{at} has not been downloaded yet and the hub cannot be reached (offline, or HF_HUB_OFFLINE is set); "
-            "pass a local directory or run once with the hub in reach"
+            "pass a local directory or download it first while online"
         ) from error
     except HfHubHTTPError as error:
         raise CheckpointError(f"the hub refused {at}: {error}") from error

@@ -1,4 +1,4 @@
-"""Loads checkpoint tensors straight into sharded JAX arrays: each device's part is read on its own, by byte range.
+"""Loads checkpoint tensors directly into sharded JAX arrays, reading each device's shard by byte range.
 
 Host memory beyond the arrays is one shard of one array (on CPU the shard's buffer becomes the device's buffer without a
 copy) plus the chunks in flight, a few times 2 MiB.
@@ -31,7 +31,7 @@ TARGET_DTYPES = SOURCE_DTYPES[:3]
 
 
 class _Copy(NamedTuple):
-    """One chunk to read and where it goes in the shard."""
+    """One chunk to read, and its position in the shard."""
 
     source: str
     source_index: Index
@@ -39,12 +39,12 @@ class _Copy(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """How an array is kept where that is not as it was stored.
+    """How a parameter is stored when its arrays differ from the array that the recipe describes.
 
     Attributes:
-        convert: Gives a device's part of each array that is kept, from the part as it was stored; all on the host.
-        arrays: Shape and sharding of each array that is kept, by name, in the order of ``convert``; device by device
-            they have the parts that the stored array's sharding has.
+        convert: Convert a device's shard of the recipe's array to its shard of each stored array, on the host.
+        arrays: Shape and sharding of each stored array, by name, in the order of ``convert``. Their sharding must give
+            each device the part that corresponds to its shard of the recipe's array.
     """
 
     convert: Callable[[np.ndarray], Sequence[np.ndarray]]
@@ -56,14 +56,14 @@ def load_array(
 ) -> jax.Array:
     """Load one array.
 
-    A shard that several local devices hold is read once. Values are converted chunk by chunk as numpy converts them: to
-    the nearest, and those too large for the target become infinite.
+    A shard that several local devices hold is read once. Values are converted chunk by chunk with NumPy's rules:
+    rounded to nearest, and infinite when too large for the target.
 
     Args:
-        reader: where the tensors are.
-        recipe: how the array is put together.
+        reader: the checkpoint.
+        recipe: the pieces of the array.
         dtype: float32, float16 or bfloat16; stored tensors may be these or float64.
-        sharding: of the array; only the parts of this process's devices are read.
+        sharding: sharding of the array; only shards of this process's devices are read.
 
     Raises:
         CheckpointError: a source tensor is missing or has another shape, a dtype is not one of those, or reading fails.
@@ -84,18 +84,18 @@ def load_arrays(
     """Load all arrays of a model, one after the other.
 
     Args:
-        reader: where the tensors are; `check_recipes` tells beforehand, and all at once, what does not fit.
+        reader: the checkpoint; call `check_recipes` first to report every mismatch in one error.
         recipes: by parameter name.
         dtypes: one for all, or one for each parameter.
         shardings: one for all, or one for each parameter.
-        progress: called after each array with bytes done and bytes in total (of the global arrays).
-        stored: how to keep some of them.
+        progress: called after each array with bytes loaded and total bytes (of the global arrays).
+        stored: storage of the parameters that are not stored as their recipe describes, by name.
 
     Returns:
-        The arrays by name, in the order of `recipes`; in place of a parameter that `stored` names come its arrays.
+        The arrays by name, in the order of `recipes`; a parameter in `stored` is replaced by its stored arrays.
 
     Raises:
-        CheckpointError: as `load_array`.
+        CheckpointError: as for `load_array`.
     """
     targets = {name: _checked_target(dtypes[name] if isinstance(dtypes, Mapping) else dtypes) for name in recipes}
     sizes = {name: recipe.num_elements * targets[name].itemsize for name, recipe in recipes.items()}
@@ -117,7 +117,7 @@ def load_arrays(
 def _load(
     reader: CheckpointReader, recipe: TensorRecipe, target: np.dtype, sharding: jax.sharding.Sharding, stored: Stored
 ) -> dict[str, jax.Array]:
-    """Load the arrays that a parameter is kept in."""
+    """Load the arrays that store one parameter."""
     _check_sources(reader, recipe)
     owners: dict[Bounds, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(recipe.shape).items():
@@ -137,7 +137,7 @@ def _load(
 def _checked_target(dtype: DTypeLike) -> np.dtype:
     target = np.dtype(dtype)
     if target not in TARGET_DTYPES:
-        raise CheckpointError(f"weights load as {_names(TARGET_DTYPES)}, got {target}")
+        raise CheckpointError(f"cannot load weights as {target}; supported: {_names(TARGET_DTYPES)}")
     return target
 
 
@@ -147,7 +147,7 @@ def _check_sources(reader: CheckpointReader, recipe: TensorRecipe) -> None:
         if info is None:
             raise CheckpointError(f"tensor {name!r} is not in the checkpoint")
         if info.shape != shape:
-            raise CheckpointError(f"tensor {name!r} is {list(info.shape)}, expected {list(shape)}")
+            raise CheckpointError(f"tensor {name!r} has shape {list(info.shape)}, expected {list(shape)}")
         if info.dtype not in SOURCE_DTYPES:
             raise CheckpointError(f"tensor {name!r} is stored as {info.dtype}, expected {_names(SOURCE_DTYPES)}")
 
@@ -157,7 +157,7 @@ def _names(dtypes: tuple[np.dtype, ...]) -> str:
 
 
 def _assemble(reader: CheckpointReader, recipe: TensorRecipe, bounds: Bounds, dtype: np.dtype) -> np.ndarray:
-    """Return the part of an array between `bounds`, read and converted on the host."""
+    """Read the part of an array between `bounds` and convert it, on the host."""
     shard = _aligned_zeros([stop - start for start, stop in bounds], dtype)
 
     def copy(chunk: _Copy) -> None:
@@ -176,7 +176,7 @@ def _assemble(reader: CheckpointReader, recipe: TensorRecipe, bounds: Bounds, dt
 
 
 def _chunks(piece: Piece, bounds: Bounds, itemsize: int) -> list[_Copy]:
-    """Return the copies for the part of a piece that lies between `bounds`, each of about 2 MiB at most."""
+    """Return the copies, each of at most about 2 MiB, for the part of a piece between `bounds`."""
     starts = [max(begin, start) for begin, (start, _) in zip(piece.target_start, bounds, strict=True)]
     stops = [
         min(begin + length, stop)
@@ -197,7 +197,7 @@ def _chunks(piece: Piece, bounds: Bounds, itemsize: int) -> list[_Copy]:
 
 
 def _tiles(lengths: list[int], itemsize: int) -> list[tuple[list[int], list[int]]]:
-    """Offsets and lengths of row-major tiles of about 2 MiB: leading axes are cut, the trailing ones stay whole."""
+    """Return offsets and lengths of row-major tiles of about 2 MiB; leading axes are cut, trailing ones stay whole."""
     steps = list(lengths)
     for axis in range(len(lengths)):
         rest_bytes = math.prod(lengths[axis + 1 :]) * itemsize
@@ -219,7 +219,7 @@ def _box(origin: list[int], offsets: list[int], lengths: list[int]) -> Index:
 
 
 def _aligned_zeros(shape: list[int], dtype: np.dtype) -> np.ndarray:
-    """Zeros at an address that XLA:CPU takes over without a copy."""
+    """Allocate zeros at an address that XLA:CPU can use as a device buffer without a copy."""
     num_bytes = math.prod(shape) * dtype.itemsize
     raw = np.zeros(num_bytes + ALIGNMENT_BYTES, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT_BYTES

@@ -1,7 +1,7 @@
-"""Orbax checkpoints whose leaves carry the tensor names of Hugging Face.
+"""Orbax checkpoints whose leaves have the tensor names of Hugging Face.
 
-Saving goes through Orbax, so other tools can restore them; reading goes through tensorstore, which Orbax stores arrays
-with, because it reads any box of an array: what was saved sharded over one mesh loads onto another. Both packages are
+Arrays are saved through Orbax, so that other tools can restore them, and read through tensorstore, Orbax's storage
+library, which can read any box of an array: a checkpoint saved from one mesh loads onto another. Both packages are
 imported on first use.
 """
 
@@ -23,7 +23,7 @@ _ITEM_FOLDERS = ("", "state", "pytree", "default")
 
 
 def find_orbax(path: Path) -> Path | None:
-    """Return the Orbax checkpoint that a directory is or that its folder `orbax` is, or None.
+    """Return the Orbax checkpoint in a directory: the directory itself, its folder `orbax`, or None.
 
     Args:
         path: a directory.
@@ -38,15 +38,15 @@ def save_orbax(path: str | Path, arrays: Mapping[str, jax.Array]) -> None:
     """Save arrays, sharded as they are, as an Orbax checkpoint.
 
     Args:
-        path: the directory to make; it appears only when everything is written.
+        path: the directory to create; it appears only after everything is written.
         arrays: by tensor name; any shapes, dtypes and shardings.
 
     Raises:
-        CheckpointError: the path exists, or there is nothing to save.
+        CheckpointError: the path exists, or `arrays` is empty.
     """
     path = Path(path).absolute()
     if path.exists():
-        raise CheckpointError(f"{path}: exists; a checkpoint is saved to a new directory")
+        raise CheckpointError(f"{path}: already exists; pass a path that does not exist")
     if not arrays:
         raise CheckpointError(f"{path}: no arrays to save")
     from orbax.checkpoint import v1 as ocp
@@ -59,15 +59,15 @@ def save_orbax_streamed(path: str | Path, groups: Iterable[Mapping[str, jax.Arra
     """Save arrays group by group as one Orbax checkpoint, holding one group in memory at a time.
 
     Args:
-        path: the directory to make; it appears only when everything is written.
-        groups: arrays by tensor name, no name twice.
+        path: the directory to create; it appears only after everything is written.
+        groups: arrays by tensor name; names must be unique.
 
     Raises:
-        CheckpointError: the path exists, or there is nothing to save.
+        CheckpointError: the path exists, or there are no arrays.
     """
     path = Path(path).absolute()
     if path.exists():
-        raise CheckpointError(f"{path}: exists; a checkpoint is saved to a new directory")
+        raise CheckpointError(f"{path}: already exists; pass a path that does not exist")
     from orbax.checkpoint import v1 as ocp
 
     is_empty = True
@@ -81,7 +81,7 @@ def save_orbax_streamed(path: str | Path, groups: Iterable[Mapping[str, jax.Arra
 
 
 def _saving_context(ocp: Any) -> Any:
-    """Orbax options: chunks small enough that a box of an array never costs the whole array."""
+    """Return an Orbax context whose chunks are small enough that reading a box never reads the whole array."""
     context = ocp.Context()
     context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
     return context
@@ -94,7 +94,7 @@ class OrbaxReader:
         path: the checkpoint's directory, saved by `save_orbax`, by Orbax's v1 API or by its StandardCheckpointer.
 
     Raises:
-        CheckpointError: this is no finished checkpoint, or its metadata or an array cannot be read.
+        CheckpointError: not a complete checkpoint, or its metadata or an array cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -138,7 +138,7 @@ class OrbaxReader:
             raise CheckpointError(f"{self._path}: tensor {name!r} cannot be read: {error}") from error
 
     def close(self) -> None:
-        """Let go of the stores."""
+        """Release the array stores."""
         self._stores.clear()
 
     def __enter__(self) -> "OrbaxReader":
@@ -146,7 +146,7 @@ class OrbaxReader:
         return self
 
     def __exit__(self, *details: object) -> None:
-        """Let go of the stores."""
+        """Release the array stores."""
         self.close()
 
 
@@ -155,8 +155,8 @@ def _find_tree(path: Path) -> Path:
         if (path / folder / _TREE_METADATA).is_file():
             return path / folder
     raise CheckpointError(
-        f"{path}: expected {_TREE_METADATA} in it or in {', '.join(_ITEM_FOLDERS[1:])}; this is not "
-        "a finished Orbax checkpoint of arrays"
+        f"{path}: not a complete Orbax checkpoint of arrays: found no {_TREE_METADATA} in it or in "
+        f"{', '.join(_ITEM_FOLDERS[1:])}"
     )
 
 
@@ -175,7 +175,7 @@ def _leaf_names(tree: Path, metadata: Mapping[str, Any]) -> list[str]:
         leaves = [leaf["key_metadata"] for leaf in metadata["tree_metadata"].values()]
         return [".".join(str(step["key"]) for step in steps) for steps in leaves]
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{tree / _TREE_METADATA}: a leaf without key_metadata") from error
+        raise CheckpointError(f"{tree / _TREE_METADATA}: a leaf has no key_metadata") from error
 
 
 def _spec(tree: Path, name: str, driver: str, is_ocdbt: bool) -> dict[str, Any]:
@@ -184,6 +184,6 @@ def _spec(tree: Path, name: str, driver: str, is_ocdbt: bool) -> dict[str, Any]:
         store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}, "path": f"{name}/"}
     else:
         if ".." in Path(name).parts or Path(name).is_absolute():
-            raise CheckpointError(f"{tree}: tensor name {name!r} is a path outside the checkpoint")
+            raise CheckpointError(f"{tree}: tensor name {name!r} points outside the checkpoint")
         store = {"driver": "file", "path": f"{root}/{name}/"}
     return {"driver": driver, "kvstore": store}

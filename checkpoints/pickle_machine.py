@@ -1,8 +1,8 @@
-"""A pickle machine without power: it reads a pickle as data and never imports, calls or builds anything by itself.
+"""Interprets a pickle as data, without importing, calling or building anything.
 
-`pickletools.genops` splits the stream into opcodes; this machine gives each the meaning it has for numbers, strings and
-containers. What a name, a persistent id or a call stands for is decided by the three functions given to it, and opcodes
-that exist only to build objects are refused.
+`pickletools.genops` splits the stream into opcodes; this interpreter gives each its meaning for numbers, strings and
+containers. Three functions passed to it interpret globals, persistent ids and calls; opcodes that only build objects
+are rejected.
 """
 
 import pickletools
@@ -23,16 +23,16 @@ _SKIPPED = frozenset({"PROTO", "FRAME"})
 
 
 class PickleError(ValueError):
-    """The pickle is damaged or uses something that a file of plain data does not need."""
+    """The pickle is damaged, or uses an opcode that plain data does not need."""
 
 
 class Interpretation(NamedTuple):
-    """What the reader of a pickle makes of its names, persistent ids and calls; each may raise.
+    """Functions that interpret the globals, persistent ids and calls of a pickle; each may raise.
 
     Attributes:
-        find: module and name of a global to a value that stands for it.
-        load: a persistent id to a value.
-        call: the value of a global and a tuple of arguments to a value.
+        find: Return a value for a global, from its module and name.
+        load: Return a value for a persistent id.
+        call: Return a value for a call, from the value of its global and the tuple of arguments.
     """
 
     find: Callable[[str, str], Any]
@@ -44,7 +44,7 @@ class PickleMachine:
     """Interprets one pickle.
 
     Args:
-        interpretation: what names, persistent ids and calls mean.
+        interpretation: how globals, persistent ids and calls are interpreted.
     """
 
     def __init__(self, interpretation: Interpretation) -> None:
@@ -84,7 +84,7 @@ class PickleMachine:
         """
         try:
             with warnings.catch_warnings():
-                # A damaged name can hold what Python takes for an odd escape sequence.
+                # A damaged name can contain what Python parses as an invalid escape sequence.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 for opcode, argument, _ in pickletools.genops(pickled):
                     if opcode.name == "STOP":
@@ -94,7 +94,7 @@ class PickleMachine:
             raise
         except (ValueError, IndexError, KeyError, TypeError, OverflowError, AttributeError) as error:
             raise PickleError(f"the pickle is damaged: {error!r}") from error
-        raise PickleError("the pickle is damaged: it has no end")
+        raise PickleError("the pickle is damaged: no STOP opcode")
 
     def _step(self, opcode: str, argument: Any) -> None:
         if opcode in self._actions:
@@ -190,9 +190,9 @@ class PickleMachine:
     def _update(self, items: list[Any]) -> None:
         target = checked(self._stack[-1], dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
-            # Only plain keys: to hash a tuple nested over itself takes exponential time.
+            # Plain keys only: hashing a tuple nested over itself takes exponential time.
             if not isinstance(key, str | int):
-                raise PickleError(f"the pickle is damaged: a dictionary key that is a {type(key).__name__}")
+                raise PickleError(f"the pickle is damaged: a dictionary key of type {type(key).__name__}")
             target[key] = value
 
     # names, persistent ids, calls
@@ -212,21 +212,21 @@ class PickleMachine:
         self._stack.append(self._meaning.call(function, checked(arguments, tuple)))
 
     def _build(self) -> None:
-        """Attributes for a dictionary: torch puts the versions of its modules there. Data needs none of them."""
+        """Ignore attributes of a dictionary: torch stores module versions there."""
         self._stack.pop()
         checked(self._stack[-1], dict)
 
 
 def checked(value: Any, kind: type) -> Any:
-    """Return the value, if it is of that type.
+    """Return the value after checking its type.
 
     Args:
         value: anything from a pickle.
-        kind: the type that belongs there.
+        kind: the expected type.
 
     Raises:
         PickleError: it is of another type.
     """
     if not isinstance(value, kind):
-        raise PickleError(f"the pickle is damaged: a {type(value).__name__} where a {kind.__name__} belongs")
+        raise PickleError(f"the pickle is damaged: expected a {kind.__name__}, got a {type(value).__name__}")
     return value

@@ -1,4 +1,4 @@
-"""A progress bar for loads that take long enough to ask for one."""
+"""A progress bar for loads that take longer than 1.5 s."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -13,15 +13,15 @@ DELAY_S = 1.5
 def progress_bar(
     total_bytes: int, description: str = "Loading weights", is_forced: bool = False
 ) -> Iterator[Callable[[int, int], None]]:
-    """Show bytes loaded on stderr, once the load has taken 1.5 s.
+    """Show loaded bytes on stderr once the load has taken 1.5 s.
 
     Args:
-        total_bytes: what the load comes to.
+        total_bytes: bytes of the whole load.
         description: text before the bar.
-        is_forced: show the bar from the start.
+        is_forced: show the bar immediately.
 
     Yields:
-        The function to pass as `progress`: takes bytes done and bytes in total.
+        The function to pass as `progress`: it takes loaded bytes and total bytes.
     """
     delay_s = 0.0 if is_forced else DELAY_S
     with tqdm(

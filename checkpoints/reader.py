@@ -1,4 +1,4 @@
-"""The interface of all checkpoint readers, and `open_checkpoint`, which finds the reader for a directory or file."""
+"""The interface of all checkpoint readers, and `open_checkpoint`, which selects the reader for a directory or file."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -44,16 +44,16 @@ class CheckpointReader(Protocol):
 
 
 class ShardedReader:
-    """Several files as one checkpoint.
+    """Reads several files as one checkpoint.
 
     Args:
         directory: the folder of the files, for messages.
         shards: readers by file name; closed with this reader.
-        weight_map: the file of each tensor, as an index file states it; None if there is no index. Tensors that lie
-            in the files and not in the index are offered too, so that a stale index shows as unexpected tensors.
+        weight_map: the file of each tensor, from an index file; None without one. Tensors that are in the files but
+            not in the index are included, so that a stale index is reported as unexpected tensors.
 
     Raises:
-        CheckpointError: the index names tensors that are not in their files, or two files hold one tensor.
+        CheckpointError: the index names tensors missing from their files, or two files have the same tensor.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ShardedReader:
         absent = [name for name, file in stated.items() if name not in shards[file].tensors]
         if absent:
             lines = [f"{name} (in {stated[name]})" for name in absent]
-            raise CheckpointError(f"{directory}: the index names tensors that their files do not hold: {_some(lines)}")
+            raise CheckpointError(f"{directory}: the index lists tensors that are not in their files: {_some(lines)}")
         for name, file in stated.items():
             self._homes[name] = shards[file]
         for file, shard in shards.items():
@@ -73,7 +73,7 @@ class ShardedReader:
                 if name not in self._homes:
                     self._homes[name] = shard
                 elif name not in stated:
-                    raise CheckpointError(f"{directory}: tensor {name!r} lies in {file} and in another file")
+                    raise CheckpointError(f"{directory}: tensor {name!r} is in {file} and in another file")
         self.tensors: Mapping[str, TensorInfo] = {name: home.tensors[name] for name, home in self._homes.items()}
 
     def read(self, name: str, index: Index) -> np.ndarray:
@@ -102,7 +102,7 @@ class ShardedReader:
 def open_checkpoint(path: str | Path) -> CheckpointReader:
     """Open a checkpoint directory, or a single `.safetensors` or `.bin` file.
 
-    In a directory the first of these is taken: `model.safetensors`, `model.safetensors.index.json`, an Orbax
+    In a directory the first of these is used: `model.safetensors`, `model.safetensors.index.json`, an Orbax
     checkpoint (the directory itself or its folder `orbax`), other `*.safetensors` files without an index (Mistral's
     `consolidated*` left out), `pytorch_model.bin`, `pytorch_model.bin.index.json`.
 
@@ -110,7 +110,7 @@ def open_checkpoint(path: str | Path) -> CheckpointReader:
         path: the directory or file.
 
     Raises:
-        CheckpointError: nothing of this is there, or what is there is damaged.
+        CheckpointError: none of these exists, or the one found is damaged.
     """
     path = Path(path)
     if path.is_file():
@@ -146,12 +146,12 @@ def read_index(path: str | Path) -> dict[str, str]:
         path: `model.safetensors.index.json` or `pytorch_model.bin.index.json`; the files it names need not exist.
 
     Raises:
-        CheckpointError: unreadable, not an index, or a file name that is a path.
+        CheckpointError: unreadable, not an index, or a file name is a path.
     """
     path = Path(path)
     try:
         if path.stat().st_size > MAX_INDEX_BYTES:
-            raise CheckpointError(f"{path}: larger than {MAX_INDEX_BYTES} bytes, this is not an index")
+            raise CheckpointError(f"{path}: larger than {MAX_INDEX_BYTES} bytes, the limit for an index file")
         index = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
@@ -164,7 +164,9 @@ def read_index(path: str | Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: expected an object with a weight_map from tensor names to file names")
     for file in weight_map.values():
         if not isinstance(file, str) or file in ("", ".", "..") or any(mark in file for mark in "/\\\0"):
-            raise CheckpointError(f"{path}: weight_map names {file!r}, expected a file in the same directory")
+            raise CheckpointError(
+                f"{path}: weight_map names {file!r}, expected the name of a file in the same directory"
+            )
     return weight_map
 
 
@@ -173,7 +175,7 @@ def _open_indexed(directory: Path, index_name: str, open_shard: Callable[[Path],
     files = sorted(set(weight_map.values()))
     absent = [file for file in files if not (directory / file).exists()]
     if absent:
-        raise CheckpointError(f"{directory / index_name}: names files that are not there: {_some(absent)}")
+        raise CheckpointError(f"{directory / index_name}: lists files that do not exist: {_some(absent)}")
     return _open_shards(directory, files, weight_map, open_shard)
 
 

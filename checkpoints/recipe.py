@@ -1,7 +1,7 @@
-"""How a model's array is put together from rectangular pieces of checkpoint tensors.
+"""How a model's array is assembled from rectangular pieces of checkpoint tensors.
 
-One form expresses a plain copy, a vocabulary padded with zeros, KV heads repeated for more devices than heads, and
-fused projections (Phi-3's `qkv_proj`, Baichuan's `W_pack`) whose rows are reordered per device. Nothing is ever
+One form covers a plain copy, a vocabulary padded with zeros, KV heads repeated for more devices than heads, and
+fused projections (Phi-3's `qkv_proj`, Baichuan's `W_pack`) whose rows are reordered per device. Nothing is
 transposed: weights stay `[out, in]` as Hugging Face stores them.
 """
 
@@ -22,16 +22,16 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorRecipe:
-    """One array of the model.
+    """The pieces of one array of the model.
 
     Attributes:
         shape: shape of the array.
         pieces: boxes copied into it, a later one over an earlier one; elements that no piece covers are zero.
-        sources: name and expected full shape of every tensor that a piece takes from.
+        sources: name and expected full shape of every tensor that a piece copies from.
 
     Raises:
-        ValueError: a piece has another rank than the array, leaves its source or the array, or takes from a tensor that
-            `sources` does not list.
+        ValueError: a piece has a different rank than the array, reaches outside its source or the array, or copies
+            from a tensor that is not in `sources`.
     """
 
     shape: tuple[int, ...]
@@ -42,21 +42,21 @@ class TensorRecipe:
         source_shapes = dict(self.sources)
         for piece in self.pieces:
             if piece.source not in source_shapes:
-                raise ValueError(f"{piece} takes from a tensor that is not among the sources {sorted(source_shapes)}")
+                raise ValueError(f"{piece}: its source is not in sources {sorted(source_shapes)}")
             source_shape = source_shapes[piece.source]
             if not _is_box_inside(piece.source_start, piece.shape, source_shape):
-                raise ValueError(f"{piece} does not lie inside its source of shape {list(source_shape)}")
+                raise ValueError(f"{piece} reaches outside its source of shape {list(source_shape)}")
             if not _is_box_inside(piece.target_start, piece.shape, self.shape):
-                raise ValueError(f"{piece} does not lie inside the array of shape {list(self.shape)}")
+                raise ValueError(f"{piece} reaches outside the array of shape {list(self.shape)}")
 
     @property
     def num_elements(self) -> int:
-        """Elements of the array."""
+        """Number of elements of the array."""
         return math.prod(self.shape)
 
 
 def whole(source: str, shape: Sequence[int]) -> TensorRecipe:
-    """Return the recipe of an array that is a checkpoint tensor as it is stored.
+    """Return the recipe of an array that equals one checkpoint tensor.
 
     Args:
         source: name of the tensor.

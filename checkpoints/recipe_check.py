@@ -1,4 +1,4 @@
-"""Compares what a model needs with what a checkpoint offers, and reports every difference in one error."""
+"""Compares the tensors that a model needs with those of a checkpoint, and reports every difference in one error."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,16 @@ MAX_LISTED = 20
 def check_recipes(
     available: Mapping[str, TensorInfo | None], recipes: Mapping[str, TensorRecipe], ignored: Sequence[str] = ()
 ) -> None:
-    """Check that a checkpoint has exactly the tensors that the recipes take from, in the expected shapes.
+    """Check that a checkpoint has exactly the tensors that the recipes read, in the expected shapes.
 
     Args:
-        available: the checkpoint's tensors; None where only a name is known, as from an index file.
+        available: the checkpoint's tensors; None when only the name is known (from an index file).
         recipes: by parameter name.
-        ignored: regular expressions; a tensor that no recipe uses and whose whole name one of them matches is fine.
+        ignored: regular expressions; unused tensors whose full name matches one are allowed.
 
     Raises:
-        CheckpointError: lists all missing, unexpected and wrong-shape tensors, at most 20 of a kind with their count.
+        CheckpointError: tensors are missing, unexpected or of the wrong shape; lists at most 20 of each kind and the
+            total.
     """
     needed = {source: shape for recipe in recipes.values() for source, shape in recipe.sources}
     missing = [f"{name} {list(shape)}" for name, shape in needed.items() if name not in available]
@@ -34,7 +35,7 @@ def check_recipes(
     if found:
         counts = ", ".join(f"{len(names)} {kind}" for kind, names in found)
         lines = "".join(f"\n  {kind}: {_listed(names)}" for kind, names in found)
-        raise CheckpointError(f"the checkpoint's tensors do not fit the model: {counts}{lines}")
+        raise CheckpointError(f"the checkpoint's tensors do not match the model: {counts}{lines}")
 
 
 def _wrong_shapes(available: Mapping[str, TensorInfo | None], recipes: Mapping[str, TensorRecipe]) -> list[str]:
@@ -43,7 +44,7 @@ def _wrong_shapes(available: Mapping[str, TensorInfo | None], recipes: Mapping[s
         for name, shape in recipe.sources:
             info = available.get(name)
             if info is not None and info.shape != shape:
-                wrong[f"{name} is {list(info.shape)}, expected {list(shape)}"] = None
+                wrong[f"{name} has shape {list(info.shape)}, expected {list(shape)}"] = None
     return list(wrong)
 
 

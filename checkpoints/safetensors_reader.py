@@ -1,7 +1,7 @@
-"""Reads safetensors files: the header is checked completely before a byte of any tensor is read.
+"""Reads safetensors files; the header is fully validated before any tensor is read.
 
-The format, after its specification: 8 bytes little-endian header length, a JSON object from tensor name to dtype, shape
-and `data_offsets` relative to the header's end, then the data without holes or overlaps up to the end of the file.
+The format, following its specification: an 8-byte little-endian header length, a JSON object from tensor name to dtype,
+shape and `data_offsets` relative to the header's end, then the data without gaps or overlaps to the end of the file.
 """
 
 import json
@@ -55,7 +55,7 @@ class SafetensorsReader:
         path: the file.
 
     Raises:
-        CheckpointError: the file is missing, truncated or its header breaks a rule of the format; the message names
+        CheckpointError: the file is missing, truncated or its header violates the format; the message names
             the file and the tensor.
     """
 
@@ -97,7 +97,7 @@ class SafetensorsReader:
 
 def _read_header(file: RangeFile) -> dict[str, StridedLayout]:
     if file.num_bytes < LENGTH_BYTES:
-        raise CheckpointError(f"{file.path}: {file.num_bytes} bytes are too few for a safetensors file")
+        raise CheckpointError(f"{file.path}: not a safetensors file: only {file.num_bytes} bytes")
     header_bytes = int.from_bytes(file.read_bytes(0, LENGTH_BYTES), "little")
     if header_bytes > MAX_HEADER_BYTES:
         raise CheckpointError(
@@ -119,7 +119,7 @@ def _parse_json(path: Path, text: bytes) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) != len(pairs):
             repeated, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise CheckpointError(f"{path}: header has {repeated!r} twice")
+            raise CheckpointError(f"{path}: the header has {repeated!r} twice")
         return table
 
     try:
@@ -127,9 +127,9 @@ def _parse_json(path: Path, text: bytes) -> dict[str, Any]:
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: header is not valid JSON: {error}") from error
+        raise CheckpointError(f"{path}: the header is not valid JSON: {error}") from error
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: header is a JSON {type(header).__name__}, expected an object")
+        raise CheckpointError(f"{path}: the header is a JSON {type(header).__name__}, expected an object")
     return header
 
 
@@ -143,7 +143,7 @@ def _is_count(value: object) -> bool:
 
 
 def _parse_entry(where: str, entry: object) -> tuple[np.dtype, tuple[int, ...], int, int]:
-    """Check one header entry; returns dtype, shape and the first and last+1 byte of its data."""
+    """Check one header entry; return the dtype, the shape, and the start and end byte of its data."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
         raise CheckpointError(f"{where}: expected an object with dtype, shape and data_offsets")
     dtype_name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -155,7 +155,7 @@ def _parse_entry(where: str, entry: object) -> tuple[np.dtype, tuple[int, ...], 
         raise CheckpointError(f"{where}: data_offsets {str(offsets)[:80]} are not two integers >= 0")
     begin, end = offsets
     if begin > end:
-        raise CheckpointError(f"{where}: data_offsets begin at {begin} after their end {end}")
+        raise CheckpointError(f"{where}: data_offsets begin ({begin}) after their end ({end})")
     dtype = DTYPES[dtype_name]
     expected = math.prod(shape) * dtype.itemsize
     if end - begin != expected:
@@ -168,14 +168,14 @@ def _parse_entry(where: str, entry: object) -> tuple[np.dtype, tuple[int, ...], 
 def _check_coverage(
     path: Path, entries: Mapping[str, tuple[np.dtype, tuple[int, ...], int, int]], data_bytes: int
 ) -> None:
-    """The tensors must lie side by side and end where the file ends."""
+    """Check that the tensors are contiguous and end at the end of the file."""
     position = 0
     previous = "the header"
     for name, (_, _, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
         if end > data_bytes:
             raise CheckpointError(
-                f"{path}: tensor {name!r} ends at byte {end} of the data, but the file holds only {data_bytes}: "
-                "the file is truncated"
+                f"{path}: the file is truncated: tensor {name!r} ends at byte {end} of the data, but the file "
+                f"has only {data_bytes}"
             )
         if begin < position:
             raise CheckpointError(f"{path}: tensor {name!r} overlaps {previous!r}")

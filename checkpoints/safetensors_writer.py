@@ -30,28 +30,28 @@ class _Tensor(NamedTuple):
 def save_safetensors(
     path: str | Path, tensors: Iterable[NamedTensor], max_shard_bytes: int = 5_000_000_000
 ) -> list[Path]:
-    """Write `model.safetensors`, or `model-00001-of-0000N.safetensors` and their index where one file is not enough.
+    """Write `model.safetensors`, or `model-00001-of-0000N.safetensors` and an index when one file is too large.
 
-    Files get their final names only when all of them are complete; the index comes last.
+    Files are renamed to their final names only after all of them are complete; the index comes last.
 
     Args:
-        path: the directory, made if it is not there.
-        tensors: name, shape and dtype, and the array or a function that makes it. Functions are called one at a time,
-            so that no more than one tensor is in memory.
-        max_shard_bytes: most tensor bytes in a file; a larger tensor gets a file of its own.
+        path: the directory; created if it does not exist.
+        tensors: name, shape and dtype, and the array or a function that returns it. Functions are called one at a
+            time, so that at most one tensor is in memory.
+        max_shard_bytes: largest number of tensor bytes in a file; a larger tensor gets a file of its own.
 
     Returns:
         The files written, the index included.
 
     Raises:
-        CheckpointError: no tensors, a name twice, a dtype the format lacks, an array unlike its info, or a checkpoint
-            that is already there.
+        CheckpointError: no tensors, a duplicate name, a dtype that the format lacks, an array that does not match its
+            info, or a checkpoint that already exists.
     """
     path = Path(path)
     shards = _plan_shards(path, [_Tensor(*tensor) for tensor in tensors], max_shard_bytes)
     path.mkdir(parents=True, exist_ok=True)
     if present := sorted(file.name for file in (*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json"))):
-        raise CheckpointError(f"{path}: already holds {', '.join(present)}")
+        raise CheckpointError(f"{path}: already has {', '.join(present)}; pass a directory without a checkpoint")
     count = len(shards)
     names = [
         "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
@@ -74,7 +74,7 @@ def save_safetensors(
 
 
 def _plan_shards(path: Path, tensors: list[_Tensor], max_shard_bytes: int) -> list[list[_Tensor]]:
-    """Tensors of each file, in the given order."""
+    """Return the tensors of each file, in the given order."""
     if not tensors:
         raise CheckpointError(f"{path}: no tensors to save")
     seen: set[str] = set()
@@ -82,10 +82,10 @@ def _plan_shards(path: Path, tensors: list[_Tensor], max_shard_bytes: int) -> li
     room = max_shard_bytes
     for tensor in tensors:
         if tensor.name in seen or tensor.name == "__metadata__":
-            raise CheckpointError(f"{path}: tensor {tensor.name!r} is given twice or has a reserved name")
+            raise CheckpointError(f"{path}: tensor {tensor.name!r} is a duplicate or a reserved name")
         if tensor.info.dtype not in _DTYPE_NAMES:
             raise CheckpointError(
-                f"{path}: tensor {tensor.name!r} has dtype {tensor.info.dtype}, which safetensors lacks"
+                f"{path}: tensor {tensor.name!r} has dtype {tensor.info.dtype}, which safetensors does not support"
             )
         seen.add(tensor.name)
         if tensor.info.num_bytes > room and shards[-1]:
@@ -104,7 +104,7 @@ def _index_text(shards: Sequence[Sequence[_Tensor]], names: Sequence[str]) -> by
 
 
 def _write_file(file: Path, tensors: Sequence[_Tensor]) -> None:
-    # Wide elements first, so that every tensor starts at a multiple of its element size.
+    # Largest elements first, so that every tensor starts at a multiple of its element size.
     ordered = sorted(tensors, key=lambda tensor: -tensor.info.dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -119,7 +119,7 @@ def _write_file(file: Path, tensors: Sequence[_Tensor]) -> None:
 
 
 class _Pending(NamedTuple):
-    """A tensor whose bytes are made when it is its turn."""
+    """A tensor whose bytes are produced when it is written."""
 
     file: Path
     tensor: _Tensor
@@ -129,8 +129,8 @@ class _Pending(NamedTuple):
         array = np.asarray(source() if callable(source) else source)
         if array.shape != info.shape or array.dtype != info.dtype:
             raise CheckpointError(
-                f"{self.file.parent}: tensor {name!r} is {array.dtype} {list(array.shape)}, announced as {info.dtype} "
-                f"{list(info.shape)}"
+                f"{self.file.parent}: tensor {name!r} is {array.dtype} {list(array.shape)}, but was declared as "
+                f"{info.dtype} {list(info.shape)}"
             )
         return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 

@@ -1,4 +1,4 @@
-"""What a reader knows of a tensor before reading it, and index arithmetic shared by readers and the loader."""
+"""Shapes and dtypes of stored tensors, and index arithmetic shared by readers and the loader."""
 
 import math
 from collections.abc import Sequence
@@ -18,19 +18,19 @@ class TensorInfo(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Size of the whole tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def index_bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
-    """Start and stop along each axis of a tuple of slices.
+    """Return start and stop along each axis of a tuple of slices.
 
     Args:
         index: one slice of step 1 for each axis; open ends allowed.
-        shape: shape of the array that is indexed.
+        shape: shape of the indexed array.
 
     Raises:
-        ValueError: the index has another rank than the shape, or a step other than 1.
+        ValueError: the index does not have the rank of the shape, or has a step other than 1.
     """
     if len(index) != len(shape):
         raise ValueError(f"expected an index of {len(shape)} slices for shape {list(shape)}, got {len(index)}")
@@ -44,5 +44,5 @@ def index_bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
 
 
 def whole_index(shape: Sequence[int]) -> Index:
-    """Return the index that takes everything of an array of this shape."""
+    """Return the index that selects a whole array of this shape."""
     return tuple(slice(0, length) for length in shape)

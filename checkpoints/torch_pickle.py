@@ -1,6 +1,6 @@
-"""What the pickle inside a torch checkpoint means: tensors over storages, in plain dictionaries.
+"""Interprets the pickle inside a torch checkpoint: tensors over storages, in plain dictionaries.
 
-Every name that such a file has no reason to hold is refused where it is mentioned, before anything could use it.
+Globals that a tensor file does not need are rejected as soon as the pickle refers to them.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ MAX_RANK = 32
 
 
 class StorageRef(NamedTuple):
-    """A storage that the pickle mentions: its key in the archive, element type and length in elements."""
+    """A storage in the pickle: its key in the archive, element type and length in elements."""
 
     key: str
     dtype: np.dtype
@@ -37,7 +37,7 @@ class TensorRef(NamedTuple):
 
 @dataclass(frozen=True)
 class _Global:
-    """A name that tensor files may mention."""
+    """A global that tensor files may refer to."""
 
     module: str
     name: str
@@ -57,7 +57,7 @@ _STORAGE_DTYPES: Mapping[str, np.dtype] = MappingProxyType(
         "BoolStorage": np.dtype(np.bool_),
     }
 )
-# Types younger than the storage classes: the storage is untyped bytes and the tensor names its dtype.
+# Dtypes newer than the storage classes: the storage is untyped bytes and the tensor names its dtype.
 _TORCH_DTYPES: Mapping[str, np.dtype] = MappingProxyType(
     {
         "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
@@ -82,11 +82,11 @@ def read_tensor_table(pickled: bytes, where: str) -> dict[str, TensorRef]:
 
     Args:
         pickled: the bytes of the pickle.
-        where: the file, for messages.
+        where: the file, for error messages.
 
     Raises:
-        CheckpointError: the pickle mentions a name other than tensors and containers, is damaged, or is something
-            other than a dictionary from names to tensors.
+        CheckpointError: the pickle refers to a global other than tensors and containers, is damaged, or is not a
+            dictionary from names to tensors.
     """
     try:
         table = PickleMachine(Interpretation(_find, _load_storage, _call)).run(pickled)
@@ -96,7 +96,9 @@ def read_tensor_table(pickled: bytes, where: str) -> dict[str, TensorRef]:
         raise CheckpointError(f"{where}: expected a dictionary of tensors, the pickle holds a {type(table).__name__}")
     for name, value in table.items():
         if not isinstance(name, str):
-            raise CheckpointError(f"{where}: expected a dictionary of tensors by name, got a key that is no string")
+            raise CheckpointError(
+                f"{where}: expected a dictionary of tensors by name, got a key of type {type(name).__name__}"
+            )
         if not isinstance(value, TensorRef):
             raise CheckpointError(
                 f"{where}: expected a dictionary of tensors, but entry {name[:80]!r} is a {type(value).__name__}"
@@ -108,17 +110,17 @@ def _find(module: str, name: str) -> _Global:
     found = _Global(module, name)
     if found not in _ALLOWED:
         raise PickleError(
-            f"pickle refers to '{module[:80]}.{name[:80]}', which is not a tensor or container; nothing of it was run"
+            f"pickle refers to '{module[:80]}.{name[:80]}', which is not a tensor or a container; nothing was executed"
         )
     return found
 
 
 def _load_storage(persistent_id: Any) -> StorageRef:
     if not isinstance(persistent_id, tuple) or len(persistent_id) != 5:
-        raise PickleError("the pickle is damaged: a persistent id that is not a storage")
+        raise PickleError("the pickle is damaged: a persistent id is not a storage")
     kind, storage, key, _, num_elements = persistent_id
     if kind != "storage" or not isinstance(storage, _Global) or storage not in _STORAGES:
-        raise PickleError("the pickle is damaged: a persistent id that is not a storage")
+        raise PickleError("the pickle is damaged: a persistent id is not a storage")
     return StorageRef(checked(key, str), _STORAGES[storage], _count(num_elements))
 
 
@@ -136,7 +138,7 @@ def _call(function: Any, arguments: tuple[Any, ...]) -> dict[Any, Any] | TensorR
 
 
 def _tensor(dtype: np.dtype, arguments: tuple[Any, ...]) -> TensorRef:
-    """Return a tensor from storage, offset, size, strides and what follows."""
+    """Return a tensor from storage, offset, size, strides and the rest of torch's arguments."""
     storage, offset, shape, strides = arguments[:4]
     if len(checked(shape, tuple)) != len(checked(strides, tuple)) or len(shape) > MAX_RANK:
         raise PickleError(f"the pickle is damaged: a tensor of rank {len(shape)} with {len(strides)} strides")
@@ -147,5 +149,5 @@ def _tensor(dtype: np.dtype, arguments: tuple[Any, ...]) -> TensorRef:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise PickleError("the pickle is damaged: a size, stride or offset that is not an integer >= 0")
+        raise PickleError("the pickle is damaged: a size, stride or offset is not an integer >= 0")
     return value

@@ -22,13 +22,13 @@ _DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, V
 
 
 class TorchReader:
-    """Reads one `.bin` file; every tensor is read by byte range, views and shared storages included.
+    """Reads one `.bin` file; every tensor is read by byte range, including views and shared storages.
 
     Args:
         path: the file.
 
     Raises:
-        CheckpointError: the file is missing, truncated, of the format before torch 1.6, or its pickle mentions
+        CheckpointError: the file is missing, truncated or in the format before torch 1.6, or its pickle refers to
             anything but tensors and containers.
     """
 
@@ -48,7 +48,7 @@ class TorchReader:
         }
 
     def _layout(self, name: str, tensor: TensorRef) -> StridedLayout:
-        """Where a tensor lies in the file; within its storage when that is stored compressed."""
+        """Return the tensor's layout in the file, or within its storage when that is compressed."""
         where = f"{self._file.path}: tensor {name!r}"
         storage = tensor.storage
         num_stored = storage.num_elements * storage.dtype.itemsize
@@ -84,7 +84,7 @@ class TorchReader:
         return _box_of(self._inflate(key), layout, index)
 
     def _inflate(self, key: str) -> np.ndarray:
-        """Return the bytes of a compressed storage (torch never writes one); the last is kept for the next box."""
+        """Return the bytes of a compressed storage, which torch never writes; the last one is cached."""
         last = self._last_inflated
         if last is None or last[0] != key:
             last = (key, np.frombuffer(self._archive.read_storage(key), np.uint8))
@@ -106,14 +106,14 @@ class TorchReader:
 
 
 class _Archive:
-    """The zip directory of a torch file: one folder with `data.pkl` and the storages under `data/`."""
+    """The directory of a torch zip file: one folder with `data.pkl` and the storages under `data/`."""
 
     def __init__(self, file: RangeFile) -> None:
         self._file = file
         if file.read_bytes(0, min(4, file.num_bytes)) != _ZIP_MAGIC:
             raise CheckpointError(
-                f"{file.path}: not a torch checkpoint in the zip format of torch 1.6 and later; an older one must be "
-                "saved again with a newer torch or converted to safetensors"
+                f"{file.path}: not a torch checkpoint in the zip format of torch 1.6 and later; save an older "
+                "checkpoint again with a newer torch, or convert it to safetensors"
             )
         try:
             with zipfile.ZipFile(file.path) as archive:
@@ -122,14 +122,17 @@ class _Archive:
             raise CheckpointError(f"{file.path}: damaged or truncated zip archive: {error}") from error
         for entry in self._entries.values():
             if entry.flag_bits & _ENCRYPTED or entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise CheckpointError(f"{file.path}: entry {entry.filename!r} is neither stored nor deflated")
+                raise CheckpointError(
+                    f"{file.path}: entry {entry.filename!r} has compression method "
+                    f"{entry.compress_type}, expected stored or deflated"
+                )
         pickles = [name for name in self._entries if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise CheckpointError(f"{file.path}: expected one data.pkl in the archive, found {len(pickles)}")
         self._folder = pickles[0].removesuffix("data.pkl")
         order = self._entries.get(f"{self._folder}byteorder")
         if order is not None and self._read_entry(order, 64) != b"little":
-            raise CheckpointError(f"{file.path}: tensors are not stored in little-endian byte order")
+            raise CheckpointError(f"{file.path}: tensors are in big-endian byte order, which is not supported")
 
     def read_pickle(self) -> bytes:
         """Return the bytes of `data.pkl`."""
@@ -143,23 +146,23 @@ class _Archive:
         return entry
 
     def read_storage(self, key: str) -> bytes:
-        """Return all bytes of a compressed storage; its stated size is bound by what deflate can reach."""
+        """Return all bytes of a compressed storage; its declared size is checked against deflate's maximum ratio."""
         entry = self.storage_entry(key, str(self._file.path))
         return self._read_entry(entry, entry.compress_size * MAX_DEFLATE_RATIO)
 
     def data_start(self, entry: zipfile.ZipInfo, where: str) -> int:
-        """Position in the file of the first byte of an entry that is stored uncompressed."""
+        """Return the file position of the first byte of an uncompressed entry."""
         header = self._file.read_bytes(entry.header_offset, _LOCAL_HEADER.size)
         magic, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
         start = entry.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
         if magic != _ZIP_MAGIC or start + entry.file_size > self._file.num_bytes:
-            raise CheckpointError(f"{where}: entry {entry.filename!r} of the archive does not lie inside the file")
+            raise CheckpointError(f"{where}: entry {entry.filename!r} of the archive reaches outside the file")
         return start
 
     def _read_entry(self, entry: zipfile.ZipInfo, limit: int) -> bytes:
         if entry.file_size > limit:
             raise CheckpointError(
-                f"{self._file.path}: entry {entry.filename!r} of the archive states {entry.file_size} bytes, "
+                f"{self._file.path}: entry {entry.filename!r} of the archive declares {entry.file_size} bytes, "
                 f"expected at most {limit}"
             )
         try:

@@ -1,4 +1,4 @@
-"""Device meshes, layouts as data, and the collectives they imply. Imports nothing else of this project."""
+"""Device meshes, sharding layouts as data, and collectives. Imports no other package of this project."""
 
 from sharding.axes import LOGICAL_AXES, MESH_AXES
 from sharding.layout import LayoutError, ShardingLayout, stacked

@@ -1,4 +1,4 @@
-"""The two vocabularies of a layout: axes of the device mesh and logical axes of arrays."""
+"""Names of the device mesh's axes and of the logical axes of arrays."""
 
 from typing import Literal, get_args
 

@@ -1,4 +1,4 @@
-"""Collectives that a layout may turn off: with no mesh axis, each returns what it was given."""
+"""Collectives that do nothing when the layout maps them to no mesh axis."""
 
 import jax
 from jax import lax
@@ -6,20 +6,20 @@ from jaxtyping import Array, Float, Int, Shaped
 
 
 def all_reduce(x: Float[Array, "..."], axis: str | None) -> Float[Array, "..."]:
-    """Sum of ``x`` over the devices along a mesh axis."""
+    """Return the sum of ``x`` over the devices along a mesh axis."""
     return x if axis is None else lax.psum(x, axis)
 
 
 def all_gather(x: Shaped[Array, "..."], axis: str | None, dimension: int) -> Shaped[Array, "..."]:
-    """``x`` of all devices along a mesh axis, concatenated in device order along ``dimension``."""
+    """Concatenate ``x`` of all devices along a mesh axis, in device order, along ``dimension``."""
     return x if axis is None else lax.all_gather(x, axis, axis=dimension, tiled=True)
 
 
 def axis_index(axis: str | None) -> Int[Array, ""] | int:
-    """This device's index along a mesh axis; 0 without one."""
+    """Return this device's index along a mesh axis; 0 without an axis."""
     return 0 if axis is None else lax.axis_index(axis)
 
 
 def axis_size(axis: str | None) -> int:
-    """Devices along a mesh axis; 1 without one."""
+    """Return the number of devices along a mesh axis; 1 without an axis."""
     return 1 if axis is None else jax.lax.axis_size(axis)

@@ -1,4 +1,4 @@
-"""A layout is data: which mesh axis each logical axis of an array is split over."""
+"""Sharding layouts: which mesh axis each logical axis of an array is split over."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from sharding.axes import LOGICAL_AXES, MESH_AXES
 
 
 class LayoutError(ValueError):
-    """A layout names an unknown axis, or puts one mesh axis on two dimensions of an array."""
+    """A layout names an unknown axis, or maps two dimensions of an array to one mesh axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,11 +18,11 @@ class ShardingLayout:
     """A frozen map from logical axes to mesh axes.
 
     Attributes:
-        name: The layout's name in ``sharding.registry``.
-        rules: Mesh axis of each split logical axis; one left out is replicated.
-        all_reduces_per_layer: All-reduces a decoder layer does over ``tensor`` (norms over all heads add one).
-        all_reduces_per_step: All-reduces a step does besides.
-        all_gathers_per_step: All-gathers a step does.
+        name: Name of the layout in ``sharding.registry``.
+        rules: Mesh axis of each split logical axis; logical axes that are not listed are replicated.
+        all_reduces_per_layer: All-reduces over ``tensor`` per decoder layer (query/key norms over all heads add one).
+        all_reduces_per_step: Further all-reduces per step.
+        all_gathers_per_step: All-gathers per step.
     """
 
     name: str
@@ -40,31 +40,31 @@ class ShardingLayout:
         object.__setattr__(self, "rules", MappingProxyType(dict(self.rules)))
 
     def mesh_axis(self, logical: str) -> str | None:
-        """Return the mesh axis a logical axis is split over, or None."""
+        """Return the mesh axis that a logical axis is split over, or None."""
         if logical not in LOGICAL_AXES:
             raise LayoutError(f"layout {self.name!r}: unknown logical axis {logical!r}; known: {LOGICAL_AXES}")
         return self.rules.get(logical)
 
     def spec(self, *axes: str | None) -> PartitionSpec:
-        """Return the partition of an array from its logical axes, one a dimension (None: replicated).
+        """Return the partition of an array from its logical axes, one per dimension (None: replicated).
 
         Raises:
-            LayoutError: Two dimensions land on the same mesh axis.
+            LayoutError: Two dimensions map to the same mesh axis.
         """
         entries = [None if axis is None else self.mesh_axis(axis) for axis in axes]
         used = [entry for entry in entries if entry is not None]
         if len(used) != len(set(used)):
-            raise LayoutError(f"layout {self.name!r} puts two dimensions of {axes} on one mesh axis: {entries}")
+            raise LayoutError(f"layout {self.name!r} maps two dimensions of {axes} to one mesh axis: {entries}")
         while entries and entries[-1] is None:
             entries.pop()
         return PartitionSpec(*entries)
 
     def sharding(self, mesh: Mesh, *axes: str | None) -> NamedSharding:
-        """``spec`` bound to a mesh."""
+        """Return ``spec`` bound to a mesh."""
         return NamedSharding(mesh, self.spec(*axes))
 
     def on(self, mesh: Mesh) -> "ShardingLayout":
-        """This layout without the rules whose mesh axis has one device, so that their collectives vanish."""
+        """Return this layout without rules for mesh axes of one device, whose collectives would do nothing."""
         sizes = dict(mesh.shape)
         kept = {logical: axis for logical, axis in self.rules.items() if sizes[axis] > 1}
         if kept == dict(self.rules):
@@ -75,7 +75,7 @@ class ShardingLayout:
 
 
 def stacked(sharding: Sharding) -> Sharding:
-    """Return the sharding of arrays behind a new first dimension that is not split."""
+    """Return the sharding of arrays with a new leading dimension that is not split."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))

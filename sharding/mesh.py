@@ -1,4 +1,4 @@
-"""The named device mesh, its slices, and virtual CPU devices to try layouts on."""
+"""The named device mesh, its data slices, and virtual CPU devices for testing layouts."""
 
 import dataclasses
 import os
@@ -11,11 +11,11 @@ from jax.sharding import AxisType, Mesh
 
 from sharding.axes import MESH_AXES
 
-Device = Any  # jax.Device, which type checkers take for a variable
+Device = Any  # jax.Device, which type checkers treat as a variable
 
 
 class MeshError(ValueError):
-    """The devices asked for cannot be had."""
+    """A mesh size is invalid, or there are too few devices."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,12 @@ class MeshShape:
         for axis in MESH_AXES:
             size = getattr(self, axis)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise MeshError(f"mesh axis {axis!r}: expected a whole number of devices >= 1, got {size!r}")
+                raise MeshError(f"mesh axis {axis!r}: expected an integer >= 1, got {size!r}")
         for axis in ("stage", "expert"):
             if getattr(self, axis) > 1:
-                raise MeshError(f"mesh axis {axis!r}: only 1 device is supported yet, got {getattr(self, axis)}")
+                raise MeshError(
+                    f"mesh axis {axis!r}: got size {getattr(self, axis)}, but only size 1 is supported so far"
+                )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -43,24 +45,24 @@ class MeshShape:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the whole mesh."""
+        """Number of devices of the whole mesh."""
         return int(np.prod(self.sizes))
 
 
 def ensure_cpu_devices(num_devices: int) -> None:
-    """Ask for virtual CPU devices, where the CPU is the platform and no JAX backend is up yet.
+    """Request virtual CPU devices if the platform is CPU and no JAX backend has been initialized.
 
-    Must run before the first JAX operation of the process. Keeps a larger number that is set already; on a platform
-    other than CPU the setting is without effect.
+    Call before the first JAX operation of the process. Keeps a larger number that is already configured; on platforms
+    other than CPU it has no effect.
 
     Args:
-        num_devices: How many devices the mesh needs.
+        num_devices: Number of devices that the mesh needs.
 
     Raises:
-        MeshError: A backend is already up with fewer devices.
+        MeshError: A backend with fewer devices is already initialized.
     """
-    # JAX's CPU collectives deadlock when many sharded steps are queued on few threads; read once, when the backend
-    # starts.
+    # JAX's CPU collectives deadlock when many sharded steps are queued on few threads. The flag is read once, when
+    # the backend starts.
     os.environ.setdefault("PJRT_NPROC", str(max(16, os.cpu_count() or 1)))
     if num_devices <= max(1, _configured_cpu_devices()):
         return
@@ -89,7 +91,7 @@ def make_mesh(shape: MeshShape, devices: list[Device] | None = None) -> Mesh:
 
 
 def data_slices(mesh: Mesh) -> list[Mesh]:
-    """One sub-mesh for each index along ``data``, each with all four axes (``data`` of size 1)."""
+    """Return one sub-mesh per index along ``data``, each with all four axes (``data`` of size 1)."""
     return [
         Mesh(mesh.devices[i : i + 1], MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
         for i in range(mesh.devices.shape[0])
@@ -97,7 +99,7 @@ def data_slices(mesh: Mesh) -> list[Mesh]:
 
 
 def _configured_cpu_devices() -> int:
-    """Virtual CPU devices that settings ask for already."""
+    """Return the number of virtual CPU devices in the current settings."""
     flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     set_so_far: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     return max(set_so_far, int(flag[1]) if flag else 0)
@@ -111,4 +113,4 @@ def _too_few(asked: int, found: int | None = None) -> str:
         if platform == "cpu"
         else ""
     )
-    return f"{asked} devices asked for, but JAX runs with {found} {platform} device(s){hint}"
+    return f"the mesh needs {asked} devices, but JAX has {found} {platform} device(s){hint}"

@@ -1,4 +1,4 @@
-"""What a program communicates, counted in its jaxpr, where every collective stands as it was written."""
+"""Communication of a program, counted in its jaxpr, which lists collectives explicitly."""
 
 import collections
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _KINDS = {
 
 
 class Collective(NamedTuple):
-    """One collective equation: its kind, mesh axes, bytes a device receives, and how often it runs a call."""
+    """One collective equation: kind, mesh axes, bytes received per device, and executions per call."""
 
     kind: str
     axes: tuple[str, ...]
@@ -30,7 +30,7 @@ class Collective(NamedTuple):
 
 
 def collectives(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[Collective]:
-    """Collectives of a jaxpr and of all jaxprs inside it; a scan's count for each round, a while body's once."""
+    """Yield the collectives of a jaxpr and of its inner jaxprs; a scan's counted per iteration, a while body's once."""
     for equation in jaxpr.eqns:
         kind = _KINDS.get(equation.primitive.name)
         if kind is not None:
@@ -44,7 +44,7 @@ def collectives(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[Collective]:
 
 
 def count_collectives(traced: jax.stages.Traced) -> dict[str, int]:
-    """Return how many collectives of each kind one call of a traced function does."""
+    """Return the number of collectives of each kind in one call of a traced function."""
     counts: collections.Counter[str] = collections.Counter()
     for collective in collectives(traced.jaxpr.jaxpr):
         counts[collective.kind] += collective.times
@@ -52,7 +52,7 @@ def count_collectives(traced: jax.stages.Traced) -> dict[str, int]:
 
 
 def bytes_per_device(shape: tuple[int, ...], itemsize: int, sharding: jax.sharding.Sharding) -> int:
-    """Bytes of one array on each device of its sharding."""
+    """Return the bytes of one array on each device of its sharding."""
     local = sharding.shard_shape(shape)
     size = itemsize
     for dimension in local:

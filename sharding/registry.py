@@ -1,4 +1,4 @@
-"""The table of layouts: name -> module with a ``LAYOUT``."""
+"""The table of sharding layouts: name -> module with a ``LAYOUT``."""
 
 import importlib
 
@@ -11,11 +11,11 @@ LAYOUTS = {
 
 
 def get_layout(name: str) -> ShardingLayout:
-    """Return the layout of that name.
+    """Return the layout with this name.
 
     Raises:
-        LayoutError: No layout has it; the message lists those that exist.
+        LayoutError: Unknown name; the message lists the layouts.
     """
     if name not in LAYOUTS:
-        raise LayoutError(f"unknown layout {name!r}; layouts: {', '.join(LAYOUTS)}")
+        raise LayoutError(f"unknown layout {name!r}; supported layouts: {', '.join(LAYOUTS)}")
     return importlib.import_module(LAYOUTS[name]).LAYOUT

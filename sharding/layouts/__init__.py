@@ -1,1 +1,1 @@
-"""One file a layout, each listed in ``sharding.registry``."""
+"""Sharding layouts, one per file, listed in ``sharding.registry``."""

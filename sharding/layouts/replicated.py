@@ -1,4 +1,4 @@
-"""Every array whole on every device; no collectives."""
+"""Every array replicated on every device; no collectives."""
 
 from sharding.layout import ShardingLayout
 

@@ -108,13 +108,13 @@ def test_an_empty_destination_is_used(source: Path, tmp_path: Path) -> None:
 
 
 def test_bad_requests(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="format must be one of orbax, safetensors, got 'gguf'"):
+    with pytest.raises(CheckpointError, match="unknown format 'gguf'; supported: orbax, safetensors"):
         convert(source, tmp_path / "new", "gguf")
-    with pytest.raises(CheckpointError, match="dtype must be one of float32, float16, bfloat16, got 'int8'"):
+    with pytest.raises(CheckpointError, match="unsupported dtype 'int8'; supported: float32, float16, bfloat16"):
         convert(source, tmp_path / "new", "orbax", dtype="int8")
-    with pytest.raises(CheckpointError, match="source: exists and is not an empty directory"):
+    with pytest.raises(CheckpointError, match="source: is not an empty directory"):
         convert(source, source, "orbax")
-    with pytest.raises(CheckpointError, match="model.safetensors: exists and is not an empty directory"):
+    with pytest.raises(CheckpointError, match="model.safetensors: is not an empty directory"):
         convert(source, source / "model.safetensors", "orbax")
     with pytest.raises(CheckpointError, match="absent: no such directory"):
         convert(tmp_path / "absent", tmp_path / "new", "orbax")

@@ -98,10 +98,10 @@ def test_an_error_while_reading(numbers: RangeFile) -> None:
 
 
 def test_paths_that_are_no_files(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="expected a regular file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         RangeFile(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CheckpointError, match="expected a regular file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         RangeFile(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="absent: cannot be opened: No such file"):
         RangeFile(tmp_path / "absent")

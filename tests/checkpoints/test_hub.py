@@ -177,7 +177,7 @@ def test_refusals(hub: str, tmp_path: Path) -> None:
         resolve_model("meta/gated", download_dir=str(tmp_path))
     with pytest.raises(CheckpointError, match="'no/such' is neither an existing directory nor a hub repository"):
         resolve_model("no/such", download_dir=str(tmp_path))
-    with pytest.raises(CheckpointError, match="holds neither .*safetensors nor pytorch_model.* it has config.json"):
+    with pytest.raises(CheckpointError, match="has neither .*safetensors nor pytorch_model.* it has config.json"):
         resolve_model("someone/empty", download_dir=str(tmp_path))
 
 
@@ -188,7 +188,7 @@ def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model("~/models") == tmp_path / "models"
     monkeypatch.chdir(tmp_path)
     assert resolve_model("models") == Path("models")
-    with pytest.raises(CheckpointError, match="is a directory; revision='main' is for hub ids only"):
+    with pytest.raises(CheckpointError, match="is a directory, so revision='main' does not apply"):
         resolve_model("models", revision="main")
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="is a file; expected a model directory or a hub id"):

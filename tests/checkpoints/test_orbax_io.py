@@ -120,9 +120,9 @@ def test_chunks_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_saving_over_something_or_nothing(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="exists; a checkpoint is saved to a new directory"):
+    with pytest.raises(CheckpointError, match="already exists; pass a path that does not exist"):
         save_orbax(tmp_path, {"w": jnp.zeros(3)})
-    with pytest.raises(CheckpointError, match="exists; a checkpoint is saved to a new directory"):
+    with pytest.raises(CheckpointError, match="already exists; pass a path that does not exist"):
         save_orbax_streamed(tmp_path, [{"w": jnp.zeros(3)}])
     with pytest.raises(CheckpointError, match="no arrays to save"):
         save_orbax(tmp_path / "c", {})
@@ -144,13 +144,13 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="_METADATA: expected an object with tree_metadata"):
         open_checkpoint(tmp_path / "c")
     metadata.write_text('{"tree_metadata": {"a": {}}}')
-    with pytest.raises(CheckpointError, match="_METADATA: a leaf without key_metadata"):
+    with pytest.raises(CheckpointError, match="_METADATA: a leaf has no key_metadata"):
         open_checkpoint(tmp_path / "c")
     metadata.write_text('{"tree_metadata": {"a": {"key_metadata": [{"key": "../../x"}]}}, "use_ocdbt": false}')
-    with pytest.raises(CheckpointError, match=r"tensor name '\.\./\.\./x' is a path outside the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"tensor name '\.\./\.\./x' points outside the checkpoint"):
         open_checkpoint(tmp_path / "c")
     metadata.unlink()
-    with pytest.raises(CheckpointError, match="not a finished Orbax checkpoint of arrays|a finished Orbax checkpoint"):
+    with pytest.raises(CheckpointError, match="not a complete Orbax checkpoint"):
         open_checkpoint(tmp_path / "c")
 
 

@@ -47,7 +47,7 @@ def test_tensors_that_the_index_leaves_out_are_offered(tmp_path: Path) -> None:
 def test_the_index_decides_between_files(tmp_path: Path) -> None:
     save_file({"a": A, "b": B}, tmp_path / "1.safetensors")
     save_file({"a": C}, tmp_path / "2.safetensors")
-    with pytest.raises(CheckpointError, match=r"tensor 'a' lies in 2\.safetensors and in another file"):
+    with pytest.raises(CheckpointError, match=r"tensor 'a' is in 2\.safetensors and in another file"):
         open_checkpoint(tmp_path)
     index = {"weight_map": {"a": "2.safetensors", "b": "1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -59,11 +59,11 @@ def test_an_index_that_names_what_is_not_there(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     sharded(tmp_path, {**GOOD_MAP, "d": "model-1.safetensors", "e": "model-2.safetensors"})
     with pytest.raises(
-        CheckpointError, match=r"do not hold: d \(in model-1\.safetensors\), e \(in model-2\.safetensors\)$"
+        CheckpointError, match=r"are not in their files: d \(in model-1\.safetensors\), e \(in model-2\.safetensors\)$"
     ):
         open_checkpoint(tmp_path)
     sharded(tmp_path, {**GOOD_MAP, "d": "model-3.safetensors", "e": "model-4.safetensors"})
-    with pytest.raises(CheckpointError, match=r"not there: model-3\.safetensors, model-4\.safetensors$"):
+    with pytest.raises(CheckpointError, match=r"not exist: model-3\.safetensors, model-4\.safetensors$"):
         open_checkpoint(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -78,7 +78,7 @@ def test_long_lists_are_cut(tmp_path: Path) -> None:
 def test_file_names_that_are_paths(tmp_path: Path, file: object) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(CheckpointError, match="weight_map names .*, expected a file in the same directory"):
+    with pytest.raises(CheckpointError, match="weight_map names .*, expected the name of a file in the same directory"):
         open_checkpoint(tmp_path)
 
 
@@ -107,7 +107,7 @@ def test_read_index_alone(tmp_path: Path, shared_data: Path, monkeypatch: pytest
         read_index(tmp_path / "absent.json")
     (tmp_path / "i.json").write_text(json.dumps({"weight_map": GOOD_MAP}))
     monkeypatch.setattr("checkpoints.reader.MAX_INDEX_BYTES", 10)
-    with pytest.raises(CheckpointError, match=r"i\.json: larger than 10 bytes, this is not an index"):
+    with pytest.raises(CheckpointError, match=r"i\.json: larger than 10 bytes, the limit for an index file"):
         read_index(tmp_path / "i.json")
 
 

@@ -13,22 +13,22 @@ def test_whole() -> None:
 
 
 def test_a_piece_outside_its_source() -> None:
-    with pytest.raises(ValueError, match=r"does not lie inside its source of shape \[4, 4\]"):
+    with pytest.raises(ValueError, match=r"reaches outside its source of shape \[4, 4\]"):
         TensorRecipe((4, 4), (Piece("w", (2, 0), (0, 0), (3, 4)),), (("w", (4, 4)),))
-    with pytest.raises(ValueError, match="does not lie inside its source"):
+    with pytest.raises(ValueError, match="reaches outside its source"):
         TensorRecipe((4, 4), (Piece("w", (-1, 0), (0, 0), (3, 4)),), (("w", (4, 4)),))
 
 
 def test_a_piece_outside_the_array() -> None:
-    with pytest.raises(ValueError, match=r"does not lie inside the array of shape \[2, 4\]"):
+    with pytest.raises(ValueError, match=r"reaches outside the array of shape \[2, 4\]"):
         TensorRecipe((2, 4), (Piece("w", (0, 0), (0, 0), (3, 4)),), (("w", (4, 4)),))
 
 
 def test_a_piece_of_another_rank() -> None:
-    with pytest.raises(ValueError, match="does not lie inside"):
+    with pytest.raises(ValueError, match="reaches outside its source"):
         TensorRecipe((4,), (Piece("w", (0, 0), (0,), (4,)),), (("w", (4, 4)),))
 
 
 def test_a_piece_of_an_unlisted_tensor() -> None:
-    with pytest.raises(ValueError, match=r"not among the sources \['w'\]"):
+    with pytest.raises(ValueError, match=r"its source is not in sources \['w'\]"):
         TensorRecipe((4,), (Piece("v", (0,), (0,), (4,)),), (("w", (4,)),))

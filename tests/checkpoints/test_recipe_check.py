@@ -14,10 +14,10 @@ def test_everything_in_one_error() -> None:
     with pytest.raises(CheckpointError) as caught:
         check_recipes(available, recipes, ignored=[r"rope\.\d"])
     assert str(caught.value) == (
-        "the checkpoint's tensors do not fit the model: 1 missing, 1 unexpected, 1 of wrong shape\n"
+        "the checkpoint's tensors do not match the model: 1 missing, 1 unexpected, 1 of wrong shape\n"
         "  missing: b [4]\n"
         "  unexpected: x\n"
-        "  of wrong shape: c is [5, 5], expected [5, 6]"
+        "  of wrong shape: c has shape [5, 5], expected [5, 6]"
     )
 
 

@@ -92,11 +92,11 @@ def changed(name: str, **fields: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (b"{", "header is not valid JSON"),
-        (b"\xff\xfe{}", "header is not valid JSON"),
-        (b"[" * 200_000, "header is not valid JSON"),
-        (b"[]", "header is a JSON list, expected an object"),
-        (b'{"a": 1, "a": 2}', "header has 'a' twice"),
+        (b"{", "the header is not valid JSON"),
+        (b"\xff\xfe{}", "the header is not valid JSON"),
+        (b"[" * 200_000, "the header is not valid JSON"),
+        (b"[]", "the header is a JSON list, expected an object"),
+        (b'{"a": 1, "a": 2}', "the header has 'a' twice"),
         ({**GOOD, "__metadata__": {"format": 1}}, "__metadata__ must map strings to strings"),
         ({**GOOD, "__metadata__": []}, "__metadata__ must map strings to strings"),
         ({"a": 5}, "tensor 'a': expected an object with dtype, shape and data_offsets"),
@@ -112,11 +112,14 @@ def changed(name: str, **fields: object) -> dict[str, Any]:
         (changed("a", data_offsets=[0, 24, 30]), "tensor 'a': data_offsets .* are not two integers"),
         (changed("a", data_offsets=[-24, 0]), "tensor 'a': data_offsets .* are not two integers"),
         (changed("a", data_offsets=["0", "24"]), "tensor 'a': data_offsets .* are not two integers"),
-        (changed("a", data_offsets=[24, 0]), "tensor 'a': data_offsets begin at 24 after their end 0"),
+        (changed("a", data_offsets=[24, 0]), r"tensor 'a': data_offsets begin \(24\) after their end \(0\)"),
         (changed("a", shape=[2, 4]), r"tensor 'a': data_offsets span 24 bytes, expected 32 for F32 \[2, 4\]"),
         (changed("a", shape=[1 << 62, 1 << 62]), "tensor 'a': data_offsets span 24 bytes, expected"),
         (changed("b", data_offsets=[20, 28]), "tensor 'b' overlaps 'a'"),
-        (changed("b", data_offsets=[28, 36]), "tensor 'b' ends at byte 36 of the data, but the file holds only 32"),
+        (
+            changed("b", data_offsets=[28, 36]),
+            "the file is truncated: tensor 'b' ends at byte 36 of the data, but the file has only 32",
+        ),
         ({"a": GOOD["a"]}, "8 bytes after the last tensor belong to no tensor"),
         ({"b": GOOD["b"]}, "24 bytes before tensor 'b' belong to no tensor"),
     ],
@@ -128,14 +131,14 @@ def test_bad_headers(tmp_path: Path, header: object, message: str) -> None:
 
 @pytest.mark.parametrize("data_bytes", [0, 23, 31])
 def test_truncated_data(tmp_path: Path, data_bytes: int) -> None:
-    with pytest.raises(CheckpointError, match=rf"holds only {data_bytes}: the file is truncated"):
+    with pytest.raises(CheckpointError, match=rf"the file is truncated: .* has only {data_bytes}$"):
         SafetensorsReader(write(tmp_path / "f.safetensors", GOOD, data_bytes))
 
 
 def test_bad_lengths(tmp_path: Path) -> None:
     path = tmp_path / "f.safetensors"
     path.write_bytes(b"1234567")
-    with pytest.raises(CheckpointError, match="7 bytes are too few for a safetensors file"):
+    with pytest.raises(CheckpointError, match="not a safetensors file: only 7 bytes"):
         SafetensorsReader(path)
     with pytest.raises(CheckpointError, match=f"header length {2**64 - 1} is above the limit of {MAX_HEADER_BYTES} "):
         SafetensorsReader(write(path, GOOD, length=2**64 - 1))

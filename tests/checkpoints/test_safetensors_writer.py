@@ -112,14 +112,14 @@ def test_bad_requests(tmp_path: Path) -> None:
     info = info_of(array)
     with pytest.raises(CheckpointError, match="no tensors to save"):
         save_safetensors(tmp_path, [])
-    with pytest.raises(CheckpointError, match="tensor 'a' is given twice"):
+    with pytest.raises(CheckpointError, match="tensor 'a' is a duplicate"):
         save_safetensors(tmp_path, [("a", info, array), ("a", info, array)])
-    with pytest.raises(CheckpointError, match="tensor '__metadata__' is given twice or has a reserved name"):
+    with pytest.raises(CheckpointError, match="tensor '__metadata__' is a duplicate or a reserved name"):
         save_safetensors(tmp_path, [("__metadata__", info, array)])
-    with pytest.raises(CheckpointError, match="tensor 'a' has dtype complex128, which safetensors lacks"):
+    with pytest.raises(CheckpointError, match="tensor 'a' has dtype complex128, which safetensors does not support"):
         save_safetensors(tmp_path, [("a", TensorInfo((4,), np.dtype(np.complex128)), array)])
-    with pytest.raises(CheckpointError, match=r"tensor 'a' is float32 \[4\], announced as float32 \[5\]"):
+    with pytest.raises(CheckpointError, match=r"tensor 'a' is float32 \[4\], but was declared as float32 \[5\]"):
         save_safetensors(tmp_path, [("a", TensorInfo((5,), np.dtype(np.float32)), array)])
     save_safetensors(tmp_path, [("a", info, array)])
-    with pytest.raises(CheckpointError, match=r"already holds model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"already has model\.safetensors"):
         save_safetensors(tmp_path, [("a", info, array)])

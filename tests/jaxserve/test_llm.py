@@ -432,8 +432,8 @@ def test_a_model_that_is_nowhere(no_compiling: None) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tensor_parallel_size": 16}, "16 devices asked for, but JAX runs with 8 cpu device.*jax_num_cpu_devices"),
-        ({"data_parallel_size": 9}, "9 devices asked for, but JAX runs with 8"),
+        ({"tensor_parallel_size": 16}, "16 devices, but JAX has 8 cpu device.*jax_num_cpu_devices"),
+        ({"data_parallel_size": 9}, "9 devices, but JAX has 8"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size 3 does not fit .*expected one of 1, 2, 4$"),
         ({"tensor_parallel_size": 2, "layout": "replicated"}, "layout 'replicated' does not split over 2 devices"),
         ({"layout": "diagonal"}, "unknown layout 'diagonal'; layouts: .*tensor_parallel"),

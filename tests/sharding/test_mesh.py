@@ -14,13 +14,13 @@ from tests.conftest import NUM_CPU_DEVICES
 @pytest.mark.parametrize("axis", MESH_AXES)
 @pytest.mark.parametrize("size", [0, -1, True])
 def test_axis_sizes_are_whole_numbers(axis: str, size: int) -> None:
-    with pytest.raises(MeshError, match=rf"mesh axis '{axis}': expected a whole number of devices >= 1, got {size!r}"):
+    with pytest.raises(MeshError, match=rf"mesh axis '{axis}': expected an integer >= 1, got {size!r}"):
         MeshShape(**{axis: size})
 
 
 @pytest.mark.parametrize("axis", ["stage", "expert"])
 def test_axes_of_later_issues_have_one_device(axis: str) -> None:
-    with pytest.raises(MeshError, match=f"mesh axis '{axis}': only 1 device is supported yet, got 2"):
+    with pytest.raises(MeshError, match=f"mesh axis '{axis}': got size 2, but only size 1 is supported so far"):
         MeshShape(**{axis: 2})
 
 
@@ -43,13 +43,13 @@ def test_mesh_takes_the_first_devices_or_those_given() -> None:
 @pytest.mark.parametrize("shape", [MeshShape(tensor=16), MeshShape(data=3, tensor=3)])
 def test_more_devices_than_exist(shape: MeshShape) -> None:
     asked = shape.num_devices
-    message = rf"{asked} devices asked for, but JAX runs with 8 cpu device\(s\); set jax.config.update"
+    message = rf"{asked} devices, but JAX has 8 cpu device\(s\); set jax.config.update"
     with pytest.raises(MeshError, match=rf"{message}\('jax_num_cpu_devices', {asked}\) before the first JAX operation"):
         make_mesh(shape)
 
 
 def test_more_devices_than_given() -> None:
-    with pytest.raises(MeshError, match="4 devices asked for, but JAX runs with 3"):
+    with pytest.raises(MeshError, match="the mesh needs 4 devices, but JAX has 3"):
         make_mesh(MeshShape(tensor=4), jax.devices()[:3])
 
 
@@ -67,7 +67,7 @@ def test_devices_cannot_be_added_to_a_running_backend() -> None:
     ensure_cpu_devices(NUM_CPU_DEVICES)
     ensure_cpu_devices(2)
     assert jax.device_count() == NUM_CPU_DEVICES
-    with pytest.raises(MeshError, match="9 devices asked for, but JAX runs with 8 cpu"):
+    with pytest.raises(MeshError, match="the mesh needs 9 devices, but JAX has 8 cpu"):
         ensure_cpu_devices(9)
 
 
