@@ -82,8 +82,8 @@ def attention_settings(program: ModelProgram, shape: BatchShape) -> AttentionSet
     """What is fixed about attention in steps of a shape."""
     tile = program.row_tile
     assert tile is None or (shape.num_rows % tile == 0 and shape.num_tokens % tile == 0), (shape, tile)
-    places = program.kv_layout.places
-    return AttentionSettings(program.kernel, program.page_size, shape.decode_only, program.layer_tile, places)
+    indices = program.kv_layout.layer_indices
+    return AttentionSettings(program.kernel, program.page_size, shape.decode_only, program.layer_tile, indices)
 
 
 class StepSettings(NamedTuple):

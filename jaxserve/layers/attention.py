@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.kv_layout import KVPlace, KVSpec
+from jaxserve.layers.kv_layout import KVIndices, KVSpec
 from jaxserve.layers.linear import RowParallelLinear
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
@@ -22,26 +22,26 @@ Pools = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """What is fixed when a step is compiled.
+    """Attention settings that are fixed when a step is compiled.
 
     Attributes:
         kernel: Implementation of paged attention.
-        page_size: Tokens a page.
-        decode_only: Whether rows have one token each.
-        row_tile: Rows that are computed together wherever the number of rows could change a result; None computes all
-            at once. See :mod:`jaxserve.layers.rows`.
-        places: Which pools and which page table each layer uses; None: each its own pools, and all the same table.
+        page_size: Tokens per page.
+        decode_only: Whether every row has one token.
+        row_tile: Rows per tile wherever the number of rows could change a result; None computes all rows at once. See
+            :mod:`jaxserve.layers.rows`.
+        layer_indices: Pools and page table of each layer; None: layer i uses pool i, and all layers share table 0.
     """
 
     kernel: PagedAttention
     page_size: int
     decode_only: bool
     row_tile: int | None = None
-    places: tuple[KVPlace, ...] | None = None
+    layer_indices: tuple[KVIndices, ...] | None = None
 
 
 def choose_attention(device: Device, dtype: str, name: str | None = None, **sizes: int) -> Choice:
-    """Return the implementation of paged attention for a device and a type of KV pages; see
+    """Choose the implementation of paged attention for a device and a dtype of KV pages; see
     ``pallas_kernels.choose``."""
     return choose(
         "paged_attention",
@@ -54,12 +54,13 @@ def choose_attention(device: Device, dtype: str, name: str | None = None, **size
 
 
 def select_attention(device: Device, dtype: str, name: str | None = None, **sizes: int) -> PagedAttention:
-    """``choose_attention`` without its reasons."""
+    """Return only the implementation that ``choose_attention`` chooses."""
     return cast(PagedAttention, choose_attention(device, dtype, name, **sizes).implementation)
 
 
 class AttentionInputs(NamedTuple):
-    """What all layers with the same page table share: the batch, its tokens in use, and the rotation of each."""
+    """Inputs shared by all layers with the same page table: the batch, the tokens in use, and their cosines and
+    sines."""
 
     batch: AttentionBatch
     num_tokens: Int[Array, ""]
@@ -68,19 +69,19 @@ class AttentionInputs(NamedTuple):
 
 
 class Attention(nnx.Module, ABC):
-    """What all kinds of attention over paged keys and values have in common; how heads come about is a subclass's.
+    """Base class of attention over paged keys and values; subclasses compute the heads.
 
-    A subclass declares its parameters, among them ``out``, which projects what all heads attended to.
+    A subclass declares its parameters, among them ``out``, the output projection of all heads.
 
     Args:
         num_heads: N, query heads.
         num_kv_heads: K, key/value heads; divides N.
         head_dim: H.
-        scope: Of its module.
-        scale: Multiplies query-key products; None means 1 / sqrt(H).
-        soft_cap: Products become cap * tanh(product / cap); None means no cap.
-        window: Latest tokens that a query sees, itself included; None for all.
-        is_rotated: Whether queries and keys turn with their positions.
+        scope: Scope of the module.
+        scale: Factor of the query-key scores; None means 1 / sqrt(H).
+        soft_cap: Scores become cap * tanh(score / cap); None means no cap.
+        window: Number of latest tokens that a query sees, itself included; None for all.
+        is_rotated: Whether RoPE is applied to queries and keys.
     """
 
     out: RowParallelLinear
@@ -110,7 +111,7 @@ class Attention(nnx.Module, ABC):
 
     @property
     def has_fused_norms(self) -> bool:
-        """Return whether kernels can compute its norms together with what stands beside them."""
+        """Whether kernels can fuse its norms with the neighbouring matmuls."""
         return True
 
     @property
@@ -122,19 +123,19 @@ class Attention(nnx.Module, ABC):
     def project(
         self, x: Float[Array, "T D"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
     ) -> Float[Array, "T width"]:
-        """Queries, keys and values of normed tokens, each with its heads one after the other.
+        """Project normalized tokens to queries, keys and values, each with its heads one after the other.
 
-        Nothing is said of rows from ``num_rows`` on, where that is given.
+        With ``num_rows``, the values of later rows are undefined.
         """
 
     def heads(self, qkv: Float[Array, "T width"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]) -> Heads:
-        """What was projected, by head, normed and rotated."""
+        """Split the projection into heads, normalize them and apply RoPE."""
         return split_heads(qkv, self._rotation(cos, sin), self.head_norms, self.num_heads, self.num_kv_heads)
 
     def write_projected(
         self, qkv: Float[Array, "T width"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> tuple[Float[Array, "T N H"], Pools]:
-        """Queries, and this layer's pools with the step's keys and values, by the kernel's own writer."""
+        """Return the queries, and this layer's pools with the step's keys and values, using the kernel's own writer."""
         return settings.kernel.writer.write(
             qkv,
             pools,
@@ -149,7 +150,7 @@ class Attention(nnx.Module, ABC):
     def attend(
         self, query: Float[Array, "T N H"], pools: Pools, batch: AttentionBatch, settings: AttentionSettings
     ) -> Float[Array, "T N H"]:
-        """What each head attends to, in pools that have the step's keys and values already."""
+        """Attend to pools that already have the step's keys and values."""
         return settings.kernel.attend(
             query,
             pools,
@@ -171,7 +172,7 @@ class Attention(nnx.Module, ABC):
         scale: float = 1.0,
         num_rows: Int[Array, ""] | None = None,
     ) -> Float[Array, "T D"]:
-        """Compute ``residual + scale * projection`` of all heads together, of ``num_rows`` rows where that is given."""
+        """Compute ``residual + scale * projection`` of all heads; later rows than ``num_rows`` are undefined."""
         attended = attended.reshape(attended.shape[0], -1)
         return self.out(attended, residual=residual, scale=scale, num_rows=num_rows)
 

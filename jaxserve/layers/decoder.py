@@ -1,4 +1,4 @@
-"""One decoder layer: attention and MLP, each on a residual branch."""
+"""One decoder layer: attention and MLP, each in a residual branch."""
 
 from abc import ABC, abstractmethod
 from functools import partial
@@ -15,14 +15,14 @@ from pallas_kernels.qkv_write import Heads
 
 
 class DecoderLayer(nnx.Module, ABC):
-    """Two residual branches; where their norms stand is a subclass's.
+    """Two residual branches; subclasses place the norms.
 
     Args:
         attention_norm: Norm of the attention branch.
         attention: Attention.
         mlp_norm: Norm of the MLP branch.
         mlp: MLP.
-        residual_multiplier: Multiplies each branch before it is added.
+        residual_multiplier: Factor of each branch before it is added.
     """
 
     def __init__(
@@ -40,30 +40,28 @@ class DecoderLayer(nnx.Module, ABC):
 
     @property
     def kv_spec(self) -> KVSpec:
-        """What the layer keeps of a token."""
+        """The layer's KV cache per token."""
         return self.attention.kv_spec
 
     @property
     @abstractmethod
     def has_fused_norms(self) -> bool:
-        """Return whether kernels can compute all its norms together with what stands beside them."""
+        """Whether kernels can fuse all its norms with the neighbouring matmuls."""
 
     @abstractmethod
     def projected(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
-        """Queries, keys and values of the layer's input; nothing is said of rows from ``num_rows`` on."""
+        """Compute queries, keys and values of the layer's input; rows from ``num_rows`` on are undefined."""
 
     @abstractmethod
     def after_attention(
         self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
     ) -> Float[Array, "T D"]:
-        """Return the layer's output, from its input and what the heads attended to; ``num_rows`` as in
-        :meth:`projected`."""
+        """Return the layer's output from its input and the attention output; ``num_rows`` as in :meth:`projected`."""
 
     def __call__(
         self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> tuple[Float[Array, "T D"], Pools]:
-        """Return the residual stream behind this layer, and the layer's pools with the step's keys and values
-        written."""
+        """Return the residual stream after this layer, and the layer's pools with the step's keys and values."""
         num_tokens, tile = inputs.num_tokens, settings.row_tile
         query, pools = self._written(x, pools, inputs, settings)
         attended = self.attention.attend(query, pools, inputs.batch, settings)
@@ -73,9 +71,9 @@ class DecoderLayer(nnx.Module, ABC):
     def _written(
         self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> tuple[Float[Array, "T N H"], Pools]:
-        """Queries, and the layer's pools with the step's keys and values.
+        """Return the queries, and the layer's pools with the step's keys and values, in one fused kernel if available.
 
-        In one kernel where there is one; but rows that are computed in tiles are normed and turned in them.
+        In tiled (deterministic) mode, normalization and RoPE run inside each tile.
         """
         num_tokens, tile = inputs.num_tokens, settings.row_tile
         if settings.kernel.writer is not None and tile is None:
@@ -88,21 +86,21 @@ class DecoderLayer(nnx.Module, ABC):
 
 
 class PreNormLayer(DecoderLayer):
-    """Norms stand before each branch (Llama)."""
+    """Norms precede each branch (Llama)."""
 
     @property
     def has_fused_norms(self) -> bool:
-        """Return whether kernels can compute all its norms together with what stands beside them."""
+        """Whether kernels can fuse all its norms with the neighbouring matmuls."""
         return self.attention.has_fused_norms
 
     def projected(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
-        """Queries, keys and values of the normed input."""
+        """Compute queries, keys and values of the normalized input."""
         return self.attention.project(x, norm=self.attention_norm, num_rows=num_rows)
 
     def after_attention(
         self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
     ) -> Float[Array, "T D"]:
-        """Return the layer's output, from its input and what the heads attended to."""
+        """Return the layer's output from its input and the attention output."""
         scale = self.residual_multiplier
         x = self.attention.output(attended, residual=x, scale=scale, num_rows=num_rows)
         return self.mlp(x, norm=self.mlp_norm, residual=x, scale=scale, num_rows=num_rows)

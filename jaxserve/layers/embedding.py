@@ -1,4 +1,4 @@
-"""Token embedding and output head, their vocabulary split over a mesh axis."""
+"""Token embedding and output head, with the vocabulary split over a mesh axis."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -14,7 +14,7 @@ from sharding.collectives import all_gather, all_reduce, axis_index
 
 
 class VocabEmbedding(nnx.Module):
-    """A table [V, D] that embeds tokens, scores them, or both (tied); its rows are padded to split evenly."""
+    """A table [V, D] that embeds tokens, computes logits, or both (tied); padded with rows so that it splits evenly."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, scope: Scope):
         parallel = scope.parallel
@@ -24,7 +24,7 @@ class VocabEmbedding(nnx.Module):
         self.mesh_axis, self.dtype = parallel.vocab, scope.policy.activations_dtype
 
     def __call__(self, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
-        """Embeddings of token ids; each device looks up the rows it has."""
+        """Look up token embeddings; each device contributes the rows it holds."""
         if self.mesh_axis is None:
             return rows(self.weight, tokens).astype(self.dtype)
         local = tokens - axis_index(self.mesh_axis) * self.num_rows
@@ -35,9 +35,9 @@ class VocabEmbedding(nnx.Module):
     def logits(
         self, hidden: Float[Array, "R D"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
     ) -> Float[Array, "R V"]:
-        """Scores of the whole vocabulary in float32, on every device, of normed hidden states.
+        """Compute float32 logits of the whole vocabulary, on every device, from hidden states that ``norm`` normalizes.
 
-        Nothing is said of rows from ``num_rows`` on, where that is given.
+        With ``num_rows``, the values of later rows are undefined.
         """
         fused = Fused(norm=fused_norm(norm))
         scores = matmul(self.weight, hidden, fused=fused, num_rows=num_rows)

@@ -1,4 +1,4 @@
-"""Grouped-query attention (arXiv:2305.13245), of which multi-head and multi-query attention are cases."""
+"""Grouped-query attention (arXiv:2305.13245); multi-head and multi-query attention are special cases."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -17,20 +17,20 @@ QkNorm = Literal["none", "head", "width"]
 
 
 class GroupedQueryAttention(Attention):
-    """Attention with a fused projection: on each device its query, key and value heads, in this order.
+    """Attention with a fused projection; each device has its query, key and value heads, in this order.
 
     Args:
         hidden_size: D.
         num_heads: N, query heads.
         num_kv_heads: K, key/value heads; divides N.
         head_dim: H.
-        scope: Of its module.
-        qkv: Query, key and value projections in checkpoints: three modules, or one whose rows are all of q, k, then v.
+        scope: Scope of the module.
+        qkv: Query, key and value projections in checkpoints: three modules, or one with the rows of q, k, then v.
         qkv_bias: Whether these have a bias.
-        out_bias: Whether the output projection has one.
+        out_bias: Whether the output projection has a bias.
         qk_norm: RMSNorm of queries and keys: none, over each head (Qwen3), or over all heads at once (OLMo-2).
-        norm_eps: Of that.
-        options: Further ones of ``Attention``.
+        norm_eps: Epsilon of that norm.
+        options: Further options of ``Attention``.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class GroupedQueryAttention(Attention):
 
     @property
     def has_fused_norms(self) -> bool:
-        """Return whether kernels can compute its norms together with what stands beside them."""
+        """Whether kernels can fuse its norms with the neighbouring matmuls."""
         return self.qk_norm != "width"
 
     @property
@@ -90,7 +90,7 @@ class GroupedQueryAttention(Attention):
     def project(
         self, x: Float[Array, "T D"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
     ) -> Float[Array, "T width"]:
-        """Queries, keys and values of normed tokens, each with its heads one after the other."""
+        """Project normalized tokens to queries, keys and values, each with its heads one after the other."""
         qkv = self.qkv(x, norm=norm, num_rows=num_rows)
         if self.qk_norm != "width":
             return qkv

@@ -1,10 +1,10 @@
-"""Which pools and which page table each layer's keys and values are in.
+"""Assigns each layer's keys and values to pools and page tables.
 
-Layers with the same window hold the same pages of a context, so they can share a page table; layers with another window
-hold fewer or more. So that memory goes to whichever needs it, all tables take their pages from one supply: a page is a
-place in every pool, and in each pool one layer of the table that holds the page keeps its keys and values there (as in
-vLLM's hybrid KV cache manager). For that, tables have equally many layers, and a model may have several tables for one
-window: 21 layers that see everything and 7 with a window make four tables, over 7 pools.
+Layers with the same window hold the same pages of a context, so they can share a page table; layers with other windows
+hold more or fewer. All tables take their pages from one supply, so that memory goes to whichever layers need it: a page
+is an index into every pool, and in each pool one layer of the table that holds the page stores its keys and values
+there (as in vLLM's hybrid KV cache manager). This requires tables with equally many layers, so a model may have several
+tables for one window: 21 layers without a window and 7 with one make four tables, over 7 pools.
 """
 
 import collections
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class PoolKind(NamedTuple):
-    """What a token takes in a pool of keys and in one of values: heads on a device, their size H, element type."""
+    """Shape of one token in a pool of keys and a pool of values: heads per device, head size H, element type."""
 
     num_kv_heads: int
     head_dim: int
@@ -21,14 +21,14 @@ class PoolKind(NamedTuple):
 
 
 class KVSpec(NamedTuple):
-    """What a layer keeps of a token.
+    """The KV cache that one layer needs per token.
 
     Attributes:
-        num_heads: Query heads on a device that read it.
-        num_kv_heads: Key/value heads on a device.
+        num_heads: Query heads per device that read it.
+        num_kv_heads: Key/value heads per device.
         head_dim: H.
         dtype: Element type.
-        window: Latest tokens that a query sees, itself included; None for all.
+        window: Number of latest tokens that a query sees, itself included; None for all.
     """
 
     num_heads: int
@@ -39,14 +39,14 @@ class KVSpec(NamedTuple):
 
     @property
     def pool(self) -> PoolKind:
-        """Return the pools it needs."""
+        """The kind of pools that the layer needs."""
         return PoolKind(self.num_kv_heads, self.head_dim, self.dtype)
 
 
-class KVPlace(NamedTuple):
-    """Where a layer's keys and values are: indices of its pools and of its page table.
+class KVIndices(NamedTuple):
+    """Indices of one layer's pools and page table.
 
-    The pools begin at page ``first_page`` of their arrays, which may hold others too (``stacked``).
+    The layer's pages begin at ``first_page`` of the pool arrays, which other layers may share (``KVLayout.stacked``).
     """
 
     pool: int
@@ -58,43 +58,44 @@ class KVLayout(NamedTuple):
     """Pools and page tables of a model.
 
     Attributes:
-        places: Where each layer's keys and values are.
-        pools: What a token takes in each pool.
-        windows: For each page table, the latest tokens that its layers see; None for all.
-        counts: Of each entry of ``pools``, how many lie in the same arrays, one after the other.
+        layer_indices: Pools and page table of each layer.
+        pools: Kind of each pool.
+        windows: For each page table, the number of latest tokens that its layers see; None for all.
+        counts: For each entry of ``pools``, the number of pools stacked in the same arrays.
     """
 
-    places: tuple[KVPlace, ...]
+    layer_indices: tuple[KVIndices, ...]
     pools: tuple[PoolKind, ...]
     windows: tuple[int | None, ...]
     counts: tuple[int, ...]
 
     def stacked(self, num_pages: int) -> "KVLayout":
-        """Return the same with pools of one kind in the same arrays, of ``num_pages`` pages each, with those for
-        padding."""
+        """Return the same layout with pools of one kind stacked in the same arrays, ``num_pages`` pages each including
+        padding pages."""
         kinds = [*dict.fromkeys(self.pools)]
-        places = [
-            KVPlace(kinds.index(self.pools[pool]), table, num_pages * self.pools[:pool].count(self.pools[pool]))
-            for pool, table, _ in self.places
+        indices = [
+            KVIndices(kinds.index(self.pools[pool]), table, num_pages * self.pools[:pool].count(self.pools[pool]))
+            for pool, table, _ in self.layer_indices
         ]
-        return KVLayout(tuple(places), tuple(kinds), self.windows, tuple(self.pools.count(kind) for kind in kinds))
+        return KVLayout(tuple(indices), tuple(kinds), self.windows, tuple(self.pools.count(kind) for kind in kinds))
 
 
 def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None) -> KVLayout:
-    """Return the pools and page tables of layers.
+    """Assign pools and page tables to the layers of a model.
 
-    Where all windows are the same, each layer has pools of its own, and all have one page table.
+    If all windows are equal, each layer has its own pools, and all layers share one page table.
 
     Args:
-        specs: What each layer keeps of a token.
-        max_model_len: Tokens of the longest context, all of which a longer window sees; None for no limit.
+        specs: KV cache of each layer.
+        max_model_len: Longest context in tokens; a window of at least this size is treated as no window. None: no
+            limit.
     """
     layers_of = collections.defaultdict[int | None, list[int]](list)
     for layer, spec in enumerate(specs):
         sees_all = spec.window is None or (max_model_len is not None and spec.window >= max_model_len)
         layers_of[None if sees_all else spec.window].append(layer)
     size = _table_size([len(layers) for layers in layers_of.values()])
-    places, pools, windows = dict[int, KVPlace](), list[PoolKind](), list[int | None]()
+    indices, pools, windows = dict[int, KVIndices](), list[PoolKind](), list[int | None]()
     known = dict[tuple[PoolKind, int], int]()
     for window, layers in layers_of.items():
         for start in range(0, len(layers), size):
@@ -105,17 +106,17 @@ def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None) -> KVL
                 if pool == len(pools):
                     pools.append(kind)
                 num_alike[kind] += 1
-                places[layer] = KVPlace(pool, len(windows))
+                indices[layer] = KVIndices(pool, len(windows))
             windows.append(window)
-    ordered = tuple(places[layer] for layer in range(len(specs)))
+    ordered = tuple(indices[layer] for layer in range(len(specs)))
     return KVLayout(ordered, tuple(pools), tuple(windows), (1,) * len(pools))
 
 
 def _table_size(counts: list[int]) -> int:
-    """Layers of a page table: the most with which at most an eighth is added to fill the last table of each window.
+    """Return the largest number of layers per page table that pads the tables of each window by at most an eighth.
 
     Args:
-        counts: Layers with each window.
+        counts: Number of layers with each window.
     """
 
     def padded(size: int) -> int:

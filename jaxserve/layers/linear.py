@@ -16,16 +16,17 @@ from sharding.collectives import all_reduce
 
 
 class ColumnParallelLinear(nnx.Module):
-    """``x @ W.T + b`` with the outputs of W split: each device computes its own.
+    """``x @ W.T + b`` with the outputs of W split: each device computes its own outputs.
 
     Args:
-        inner: Features.
-        rows: The checkpoint's modules whose outputs these are.
+        inner: Number of input features.
+        rows: The checkpoint's modules that these outputs come from.
         outer_axis: Logical axis of the outputs.
-        mesh_axis: Mesh axis that they are split over; None for none.
-        bias: Whether there is one.
-        activation: Of gates, the first half of each device's outputs, which multiply the other half; None for no gates.
-        scope: The place that the modules are named in.
+        mesh_axis: Mesh axis that the outputs are split over; None for none.
+        bias: Whether there is a bias.
+        activation: Activation of gates, the first half of each device's outputs, which multiply the second half; None
+            for no gates.
+        scope: Scope that the modules' names are relative to.
     """
 
     def __init__(
@@ -47,22 +48,22 @@ class ColumnParallelLinear(nnx.Module):
     def __call__(
         self, x: Float[Array, "T inner"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
     ) -> Float[Array, "T results"]:
-        """Compute a device's outputs from the normed rows; of ``num_rows`` rows alone where that is given."""
+        """Compute this device's outputs from normalized rows; rows from ``num_rows`` on are undefined."""
         bias = None if self.bias is None else self.bias[...]
         fused = Fused(norm=fused_norm(norm), bias=bias, activation=self.activation)
         return matmul(self.weight, x, fused=fused, num_rows=num_rows).astype(self.dtype)
 
 
 class RowParallelLinear(nnx.Module):
-    """``x @ W.T + b`` with the features of W split: devices' partial sums are added up.
+    """``x @ W.T + b`` with the input features of W split: the devices' partial sums are added.
 
     Args:
-        inner: Features on all devices.
-        outer: Outputs.
-        inner_axis: Logical axis of the features.
+        inner: Number of input features on all devices.
+        outer: Number of outputs.
+        inner_axis: Logical axis of the input features.
         mesh_axis: Mesh axis that they are split over; None for none.
-        bias: Whether there is one.
-        scope: Of its module.
+        bias: Whether there is a bias.
+        scope: Scope of the module.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class RowParallelLinear(nnx.Module):
         scale: float = 1.0,
         num_rows: Int[Array, ""] | None = None,
     ) -> Float[Array, "T outer"]:
-        """Compute ``residual + scale * (x @ W.T + b)``, of ``num_rows`` rows alone where that is given."""
+        """Compute ``residual + scale * (x @ W.T + b)``; rows from ``num_rows`` on are undefined."""
         bias = None if self.bias is None else self.bias[...]
         if self.mesh_axis is None:
             fused = Fused(bias=bias, scale=scale, residual=residual)
@@ -101,5 +102,5 @@ class RowParallelLinear(nnx.Module):
 
 
 def fused_norm(norm: RMSNorm | None) -> Norm | None:
-    """What a kernel needs of a norm."""
+    """Return a norm in the form that the linear kernels take."""
     return None if norm is None else Norm(norm.weight[...], norm.eps)

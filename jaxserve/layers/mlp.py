@@ -18,9 +18,9 @@ class GatedMLP(nnx.Module):
         hidden_size: D.
         ffn_size: F.
         activation: One of ``pallas_kernels.linear.ACTIVATIONS``.
-        bias: Whether the projections have one.
-        scope: Of its module.
-        gate_up: Gate and up projections in checkpoints: two modules, or one whose rows are all of gate, then up.
+        bias: Whether the projections have a bias.
+        scope: Scope of the module.
+        gate_up: Gate and up projections in checkpoints: two modules, or one with the rows of gate, then up.
     """
 
     def __init__(
@@ -57,6 +57,6 @@ class GatedMLP(nnx.Module):
         scale: float = 1.0,
         num_rows: Int[Array, ""] | None = None,
     ) -> Float[Array, "T D"]:
-        """Compute ``residual + scale * mlp(norm(x))``, of ``num_rows`` rows alone where that is given."""
+        """Compute ``residual + scale * mlp(norm(x))``; rows from ``num_rows`` on are undefined."""
         gated = self.gate_up(x, norm=norm, num_rows=num_rows)
         return self.down(gated, residual=residual, scale=scale, num_rows=num_rows)

@@ -1,4 +1,4 @@
-"""What the engine and the rotary embedding know of a model; ``jaxserve.models`` reads it from ``config.json``."""
+"""Model configuration for the engine and the rotary embedding; ``jaxserve.models`` reads it from ``config.json``."""
 
 import dataclasses
 from abc import ABC
@@ -12,13 +12,13 @@ class RopeConfig:
     """Rotary embedding of one model, in the terms of Hugging Face's ``rope_scaling``.
 
     Attributes:
-        kind: Which scaling; fields that a kind does not use keep their defaults.
+        kind: Kind of scaling; fields that it does not use keep their defaults.
         theta: Base of the frequencies.
-        rotary_dim: Leading features of a head that are rotated (even, at most the head's).
+        rotary_dim: Number of leading features of a head that are rotated (even, at most the head's).
         max_positions: ``max_position_embeddings`` of the model, in tokens.
-        factor: Scaling factor; in longrope only the attention factor follows from it.
+        factor: Scaling factor; longrope uses it for the attention factor only.
         original_max_positions: Positions the model was first trained on, in tokens.
-        attention_factor: Multiplies cos and sin; None derives it as the kind's paper does.
+        attention_factor: Factor of cos and sin; None uses the formula of the kind's paper.
         beta_fast: Yarn: rotations above which a frequency is kept.
         beta_slow: Yarn: rotations below which a frequency is fully interpolated.
         mscale: Yarn: numerator of DeepSeek's attention factor (0: unused).
@@ -50,18 +50,18 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(ABC):
-    """What the engine knows of a model beside its module; families add what their layers need.
+    """The properties of a model that the engine needs; families add what their layers need.
 
     Attributes:
         architecture: Hugging Face's class name, such as ``LlamaForCausalLM``.
         vocab_size: V, rows of the embedding as stored.
         hidden_size: D.
         num_layers: L.
-        max_positions: Longest context in tokens, with what linear, dynamic and yarn scalings add to it.
+        max_positions: Longest context in tokens, including the extension by linear, dynamic and yarn scaling.
         rope: Rotary embedding.
-        bos_token_id: First token of a text, where the model has one.
+        bos_token_id: First token of a text, if the model has one.
         eos_token_ids: Tokens that end a generation.
-        dtype: Element type the checkpoint says it was made in.
+        dtype: Element type that the checkpoint declares.
     """
 
     architecture: str

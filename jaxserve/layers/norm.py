@@ -1,4 +1,4 @@
-"""Root-mean-square norm (arXiv:1910.07467), over features a device has whole or over a split width."""
+"""Root-mean-square norm (arXiv:1910.07467), over features of one device or over a split width."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -15,11 +15,12 @@ class RMSNorm(nnx.Module):
     """``x / rms(x) * weight`` over the last axis, in float32.
 
     Args:
-        features: On all devices, without copies.
+        features: Number of features on all devices, without copies.
         eps: Added to the mean square.
-        scope: Of its module.
+        scope: Scope of the module.
         axis: Logical axis of the features.
-        unit: Features that stay together where devices share them, such as a head's; None where each has all.
+        unit: Features that stay together when devices share them, such as a head's; None if each device has all
+            features.
     """
 
     def __init__(self, features: int, *, eps: float, scope: Scope, axis: str = "embed", unit: int | None = None):
@@ -34,7 +35,7 @@ class RMSNorm(nnx.Module):
         return self.scaled(x, jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True))
 
     def scaled(self, x: Float[Array, "*B D"], mean_square: Float[Array, "*B 1"]) -> Float[Array, "*B D"]:
-        """Return the norm with a mean square computed elsewhere."""
+        """Normalize with a mean square computed elsewhere."""
         normed = x.astype(jnp.float32) * lax.rsqrt(mean_square + self.eps)
         return (normed * self.weight[...].astype(jnp.float32)).astype(x.dtype)
 
@@ -42,7 +43,7 @@ class RMSNorm(nnx.Module):
 def split_mean_squares(
     first: Float[Array, "T A"], second: Float[Array, "T C"], mesh_axis: str | None
 ) -> tuple[Float[Array, "T 1"], Float[Array, "T 1"]]:
-    """Mean squares of two arrays whose last axis is split over a mesh axis, in one all-reduce."""
+    """Compute mean squares of two arrays whose last axis is split over a mesh axis, with one all-reduce."""
     sums = jnp.stack([jnp.sum(jnp.square(x.astype(jnp.float32)), -1) for x in (first, second)], -1)
     sums = all_reduce(sums, mesh_axis)
     devices = axis_size(mesh_axis)

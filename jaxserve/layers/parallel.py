@@ -1,4 +1,4 @@
-"""What a layer needs to know of its surroundings: how it is split, how it is stored, and its name in checkpoints."""
+"""How a layer is split and stored, and its name in checkpoints."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from sharding import ShardingLayout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How parameters are split, from a device's point of view; the default is one device with everything.
+    """How parameters are split, seen from one device; by default one device has everything.
 
     Attributes:
         size: Devices along the layout's tensor axis.
@@ -41,24 +41,25 @@ class Parallel:
         return cls.from_layout(layout, 1 if axis is None else mesh.shape[axis])
 
     def parts(self, mesh_axis: str | None) -> int:
-        """Devices that something on a mesh axis is split over: all of the tensor axis, or one."""
+        """Return the number of devices that a mesh axis splits over: the size of the tensor axis, or 1 for None."""
         return 1 if mesh_axis is None else self.size
 
     def heads_per_device(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
-        """Query and KV heads on each device: with fewer KV heads than devices, some devices hold the same one."""
+        """Return query and KV heads per device; with fewer KV heads than devices, several devices hold the same
+        head."""
         return num_heads // self.size, max(1, num_kv_heads // self.size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DtypePolicy:
-    """Element types of a model on a platform; products always accumulate in float32.
+    """Element types of a model on a platform; matmuls always accumulate in float32.
 
     Attributes:
-        weights: Parameters as stored, and the operands of their products.
-        activations: The residual stream, norms and what flows between layers.
+        weights: Stored parameters, and the operands of matmuls.
+        activations: The residual stream, norms and activations between layers.
         kv: The pages of keys and values.
         linear: Implementation of the operation ``linear``, which multiplies by weights.
-        storage: How weights are stored; see :mod:`jaxserve.layers.storage`.
+        storage: Storage method of weights; see :mod:`jaxserve.layers.storage`.
     """
 
     weights: str = "float32"
@@ -69,10 +70,10 @@ class DtypePolicy:
 
     @classmethod
     def for_platform(cls, dtype: str, platform: str) -> "DtypePolicy":
-        """Return the policy that serves a model of type ``dtype`` best on a platform.
+        """Return the fastest policy for a model of type ``dtype`` on a platform.
 
-        XLA on CPUs multiplies bfloat16 matrices fast but does everything else in it slowly, so only weights are kept
-        in a 16-bit type there.
+        XLA on CPUs is fast at bfloat16 matmuls and slow at everything else in bfloat16, so only weights are kept in a
+        16-bit type there.
         """
         if dtype == "float32" or platform != "cpu":
             return cls(weights=dtype, activations=dtype, kv=dtype)
@@ -89,12 +90,12 @@ class DtypePolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scope:
-    """The place that a layer is made for; the default is a whole model on one device.
+    """Where a layer is in the model, and how it is split and stored; by default a whole model on one device.
 
     Attributes:
         parallel: How parameters are split.
         policy: Element types, and how weights are stored.
-        module: What checkpoints call the module here, such as ``model.layers.3.self_attn``; empty for the model itself.
+        module: Name of the module in checkpoints, such as ``model.layers.3.self_attn``; empty for the model itself.
     """
 
     parallel: Parallel = Parallel()
@@ -102,6 +103,5 @@ class Scope:
     module: str = ""
 
     def at(self, name: str) -> "Scope":
-        """Return the scope of a module inside this one, by its name there in checkpoints: ``mlp`` or
-        ``model.layers.3``."""
+        """Return the scope of a submodule, by its name relative to this one: ``mlp`` or ``model.layers.3``."""
         return dataclasses.replace(self, module=".".join(part for part in (self.module, name) if part))

@@ -1,12 +1,12 @@
-"""Parameters, declared once by the layer that uses them: axes, place in checkpoints, and how they are stored.
+"""Parameters, declared once by the layer that uses them: logical axes, source in checkpoints, and storage.
 
-Everything else that is known of a parameter (its shape, sharding and memory, how it is loaded and packed) is derived
-from the declaration, by a walk over a module without values; see :mod:`jaxserve.models.abstract`.
+Everything else about a parameter (shape, sharding, memory, loading, packing) is derived from the declaration, by a walk
+over a module without values; see :mod:`jaxserve.models.abstract`.
 
-A parameter's *global* array is cut into equal parts along its sharded axis, one a device. Where several projections
+A parameter's *global* array is cut into equal parts along its sharded axis, one per device. Where several projections
 share one matrix (query, key and value; gate and up), its rows are therefore ordered by device first: each device's
-part holds its own query heads, then its key heads, then its value heads. Key/value heads are repeated where there
-are fewer than devices. Weights stay ``[out, in]``, as Hugging Face stores them.
+part holds its own query heads, then its key heads, then its value heads. Key/value heads are repeated if there are
+fewer than devices. Weights stay ``[out, in]``, as Hugging Face stores them.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,16 @@ from jaxserve.layers.storage import Weight, load_method
 
 
 class Rows(NamedTuple):
-    """Rows of a checkpoint's module that devices share, in whole units.
+    """Rows of a checkpoint's module, split over devices in whole units.
 
-    Of n devices, each has ``max(1, units // n)`` units in order; with fewer units than devices, several have the same.
+    Each of n devices has ``max(1, units // n)`` consecutive units; with fewer units than devices, several devices have
+    the same unit.
 
     Attributes:
-        module: Its name in checkpoints, inside the scope of the layer that uses it; empty for the scope's own.
-        num_rows: Number of them.
+        module: Name in checkpoints, relative to the scope of the layer; empty for the scope itself.
+        num_rows: Number of rows.
         unit: Rows that stay together, such as a head's.
-        start: First of the rows in the module.
+        start: Index of the first row in the module.
         total: Rows of the whole module; None: ``num_rows``.
     """
 
@@ -42,11 +43,11 @@ class Rows(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Equal units of a layer that devices share.
+    """A requirement that devices share equal units of a layer.
 
     Attributes:
-        num_units: Number of them.
-        text: The number and what it counts, for messages.
+        num_units: Number of units.
+        text: Number and name of the units, for messages.
         may_repeat: Whether more devices than units may hold copies.
     """
 
@@ -60,10 +61,10 @@ class Split(NamedTuple):
 
 
 def rows_of(modules: Sequence[str], counts: Sequence[int], units: Sequence[int]) -> list[Rows]:
-    """Return the rows of projections: each in a module of its own, or all in one, in order.
+    """Return the rows of projections: each in its own module, or all in one module, in order.
 
     Args:
-        modules: As many modules as projections, or one that holds all.
+        modules: One module per projection, or one that holds all.
         counts: Rows of each projection.
         units: Rows that stay together in each.
     """
@@ -75,13 +76,13 @@ def rows_of(modules: Sequence[str], counts: Sequence[int], units: Sequence[int])
 
 
 def stack_rows(scope: Scope, rows: Sequence[Rows], tensor: str, width: int | None = None) -> TensorRecipe:
-    """Return how rows of several modules make one array, ordered by device.
+    """Return the recipe of an array of rows of several modules, ordered by device.
 
     Args:
-        scope: Of the layer.
-        rows: Of each module.
-        tensor: The modules' tensor, such as ``weight``.
-        width: Features of a row; None for vectors.
+        scope: Scope of the layer.
+        rows: Rows of each module.
+        tensor: Name of the modules' tensor, such as ``weight``.
+        width: Features per row; None for vectors.
 
     Raises:
         ConfigError: The devices cannot share the rows equally.
@@ -95,7 +96,7 @@ def stack_rows(scope: Scope, rows: Sequence[Rows], tensor: str, width: int | Non
         for each in rows:
             units = each.num_rows // each.unit
             if units % size and size % units:
-                raise ConfigError(f"{scope.at(each.module).module}: {size} devices cannot share {units} parts")
+                raise ConfigError(f"{scope.at(each.module).module}: {units} units cannot be split over {size} devices")
             count = max(1, units // size) * each.unit
             start = each.start + device * units // size * each.unit
             name = scope.at(each.module).at(tensor).module
@@ -114,12 +115,12 @@ def padded_rows(scope: Scope, tensor: str, count: int, width: int) -> TensorReci
 
 
 def vector(recipe: TensorRecipe, axis: str, scope: Scope, fill: float = 0.0) -> nnx.Param[Any]:
-    """Return a parameter that is kept as it is, such as a bias; without a checkpoint it is ``fill``.
+    """Return a parameter that is stored as it is, such as a bias; without a checkpoint its value is ``fill``.
 
     Args:
-        recipe: Where its elements come from.
+        recipe: Source of its elements.
         axis: Its logical axis.
-        scope: Of its layer.
+        scope: Scope of its layer.
         fill: Its value before it is loaded.
     """
     return nnx.Param(jnp.full(recipe.shape, fill, scope.policy.weights), axes=(axis,), recipe=recipe)
@@ -128,17 +129,17 @@ def vector(recipe: TensorRecipe, axis: str, scope: Scope, fill: float = 0.0) -> 
 def weight(
     recipe: TensorRecipe, axes: tuple[str, str], parts: tuple[int, int], scope: Scope, is_gated: bool = False
 ) -> nnx.Param[Any]:
-    """Return a weight [out, in] that is multiplied with, kept by the scope's storage method; zeros before it is loaded.
+    """Return a matmul weight [out, in], stored by the scope's storage method; zeros before it is loaded.
 
     Args:
-        recipe: Where its rows come from.
-        axes: Logical axes of outputs and features.
-        parts: Devices that each of them is split over.
-        scope: Of its layer.
-        is_gated: Whether it is multiplied with an activation.
+        recipe: Source of its rows.
+        axes: Logical axes of outputs and input features.
+        parts: Number of devices that each of them is split over.
+        scope: Scope of its layer.
+        is_gated: Whether the matmul is followed by gating with an activation.
 
     Returns:
-        The parameter: its value is the method's array, or all of them by name; ``storage.matmul`` multiplies with it.
+        The parameter: its value is the method's array, or all its arrays by name; use it with ``storage.matmul``.
     """
     outer, inner = recipe.shape
     policy = scope.policy

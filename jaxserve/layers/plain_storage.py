@@ -1,4 +1,4 @@
-"""Weights as checkpoints have them, each device's part packed as the implementation of ``linear`` wants it."""
+"""Unquantized weights, each device's part packed for the implementation of ``linear``."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -12,19 +12,19 @@ from pallas_kernels.registry import load
 
 
 def arrays(weight: Weight) -> dict[str, StoredArray]:
-    """One array: the devices' packed parts side by side."""
+    """Return one array: the devices' packed parts side by side."""
     first, second, *rest = _kernel(weight).packed_shape(*weight.local, weight.dtype, weight.is_gated)
     shape = (first * weight.parts[0], second * weight.parts[1], *rest)
     return {"weight": StoredArray(shape, weight.dtype, (*weight.axes, *[None] * len(rest)))}
 
 
 def fill(weight: Weight, part: Float[np.ndarray, "outer inner"]) -> dict[str, np.ndarray]:
-    """Return a device's part, packed."""
+    """Pack one device's part."""
     return {"weight": _kernel(weight).pack(part, weight.is_gated)}
 
 
 def restore(weight: Weight, arrays: Mapping[str, np.ndarray]) -> Float[np.ndarray, "outer inner"]:
-    """Return a device's part as it was, bit for bit."""
+    """Unpack one device's part, bit for bit."""
     return _kernel(weight).unpack(arrays["weight"], *weight.local, weight.is_gated)
 
 
@@ -36,12 +36,12 @@ def matmul(
     fused: Fused,
     num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "T results"]:
-    """Return the product, by the kernel."""
+    """Multiply by the packed weight, using the kernel."""
     return _kernel(weight).matmul(x, arrays["weight"], weight.local[0], fused=fused, num_rows=num_rows)
 
 
 def rows(weight: Weight, arrays: Arrays, indices: Int[Array, " T"]) -> Float[Array, "T inner"]:
-    """Rows, by the kernel."""
+    """Read rows of the packed weight, using the kernel."""
     return _kernel(weight).rows(arrays["weight"], indices, weight.local[1])
 
 

@@ -1,10 +1,9 @@
-"""Rotary position embedding: each pair of features (i, i + R) of a head turns by position times its own frequency.
+"""Rotary position embedding: rotates each pair of features (i, i + R) of a head by position times a frequency.
 
-The frequencies depend on the model alone, except under dynamic NTK and longrope, where they depend on how long the
-text gets. Cached keys cannot be turned again, so those two take the request's *final* length (prompt plus
-``max_tokens``), the same for each of its tokens. R below is half of ``rotary_dim``. Constants are rounded to
-float32 where transformers rounds them, because at position 100,000 a frequency off by one part in 10^7 is an angle
-off by 0.01.
+The frequencies depend on the model alone, except for dynamic NTK and longrope, where they depend on the length of the
+context. Cached keys cannot be rotated again, so those two use the request's *final* length (prompt plus
+``max_tokens``) for each of its tokens. R below is half of ``rotary_dim``. Constants are rounded to float32 where
+transformers rounds them, because at position 100,000 a relative frequency error of 10^-7 is an angle error of 0.01.
 """
 
 import math
@@ -20,11 +19,11 @@ from jaxserve.layers.model_config import RopeConfig
 def rope_cos_sin(
     config: RopeConfig, positions: Int[Array, " T"], lengths: Int[Array, " T"]
 ) -> tuple[Float[Array, "T R"], Float[Array, "T R"]]:
-    """Cosines and sines of every token's angles, times the attention factor, in float32.
+    """Return cosines and sines of every token's angles, times the attention factor, in float32.
 
     Args:
         config: The model's rotary embedding.
-        positions: Place of each token in its text, from 0.
+        positions: Position of each token in its sequence, from 0.
         lengths: Final length in tokens of the request that each token belongs to; read by dynamic and longrope only.
     """
     angles = positions.astype(jnp.float32)[:, None] * _frequencies(config, lengths)
@@ -33,7 +32,7 @@ def rope_cos_sin(
 
 
 def attention_factor(config: RopeConfig) -> float:
-    """What cosines and sines are multiplied by: as configured, else as the papers of yarn and longrope derive it."""
+    """Return the factor of cosines and sines: as configured, or as derived in the papers of yarn and longrope."""
     if config.attention_factor is not None:
         return config.attention_factor
     if config.kind == "yarn":
@@ -46,14 +45,15 @@ def attention_factor(config: RopeConfig) -> float:
 
 
 def length_regime(config: RopeConfig, length: int) -> int:
-    """Return a number that is the same for final lengths with the same frequencies: only their keys may be shared."""
+    """Return an id of the frequencies for a final length; contexts may share cached keys only if their ids are
+    equal."""
     if config.kind == "dynamic":
         return max(length - config.max_positions, 0)
     return int(config.kind == "longrope" and length > _original_positions(config))
 
 
 def _frequencies(config: RopeConfig, lengths: Int[Array, " T"]) -> Float[Array, "T R"] | Float[Array, "1 R"]:
-    """Radians per position: one row for all tokens, or one a token where the length decides."""
+    """Return radians per position: one row for all tokens, or one per token if the length matters."""
     if config.kind == "dynamic":
         return _dynamic_frequencies(config, lengths)
     if config.kind == "longrope":
@@ -63,7 +63,7 @@ def _frequencies(config: RopeConfig, lengths: Int[Array, " T"]) -> Float[Array, 
 
 
 def _constant_frequencies(config: RopeConfig) -> np.ndarray:
-    """Radians per position, float32 ``[R]``, of the kinds that ignore the length."""
+    """Return radians per position, float32 ``[R]``, of the kinds that ignore the length."""
     plain = 1.0 / _wavelength_powers(config)
     if config.kind == "linear":
         return plain / np.float32(config.factor)
@@ -75,17 +75,18 @@ def _constant_frequencies(config: RopeConfig) -> np.ndarray:
 
 
 def _exponents(config: RopeConfig) -> np.ndarray:
-    """Feature number over rotary_dim, ``0, 2/d, 4/d, ...``, rounded to float32 as transformers does."""
+    """Return feature index / rotary_dim, ``0, 2/d, 4/d, ...``, rounded to float32 as in transformers."""
     return np.arange(0, config.rotary_dim, 2, dtype=np.float32) / np.float32(config.rotary_dim)
 
 
 def _wavelength_powers(config: RopeConfig) -> np.ndarray:
-    """``theta ** exponent`` in float32 ``[R]``: the wavelength in positions, over 2 pi."""
+    """Return ``theta ** exponent`` in float32 ``[R]``: the wavelength in positions, divided by 2 pi."""
     return np.power(config.theta, _exponents(config).astype(np.float64)).astype(np.float32)
 
 
 def _dynamic_frequencies(config: RopeConfig, lengths: Int[Array, " T"]) -> Float[Array, "T R"]:
-    """Dynamic NTK: a text beyond the trained length raises the base, so that its slowest feature still spans it."""
+    """Scale by dynamic NTK: a context beyond the trained length raises the base, so that the slowest feature spans
+    it."""
     dim = config.rotary_dim
     beyond = jnp.maximum(lengths - config.max_positions, 0).astype(jnp.float32)
     stretch = 1.0 + beyond * np.float32(config.factor / config.max_positions)
@@ -94,12 +95,12 @@ def _dynamic_frequencies(config: RopeConfig, lengths: Int[Array, " T"]) -> Float
 
 
 def _longrope_frequencies(config: RopeConfig, factors: tuple[float, ...]) -> jax.Array:
-    """Longrope: each frequency has its own divisor."""
+    """Scale by longrope: each frequency has its own divisor."""
     return jnp.asarray(1.0 / (np.asarray(factors, np.float32) * _wavelength_powers(config)))
 
 
 def _llama3_frequencies(config: RopeConfig, plain: np.ndarray) -> np.ndarray:
-    """Llama 3.1: long wavelengths are stretched by ``factor``, short ones kept, those between are blended."""
+    """Scale as Llama 3.1: long wavelengths are multiplied by ``factor``, short ones kept, those between blended."""
     original = _original_positions(config)
     wavelengths = (np.float32(2 * math.pi) / plain).astype(np.float32)
     low, high = config.low_freq_factor, config.high_freq_factor
@@ -110,7 +111,7 @@ def _llama3_frequencies(config: RopeConfig, plain: np.ndarray) -> np.ndarray:
 
 
 def _yarn_frequencies(config: RopeConfig) -> np.ndarray:
-    """Yarn: features that turn often within the original length are kept, those that turn rarely are stretched."""
+    """Scale by yarn: features with many rotations within the original length are kept, those with few interpolated."""
     powers = _wavelength_powers(config)
     low, high = _yarn_correction_range(config)
     ramp = (np.arange(config.rotary_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
@@ -119,11 +120,11 @@ def _yarn_frequencies(config: RopeConfig) -> np.ndarray:
 
 
 def _yarn_correction_range(config: RopeConfig) -> tuple[float, float]:
-    """First and last feature of the blend between kept and stretched ones."""
+    """Return the first and last feature of yarn's blend between kept and interpolated ones."""
     dim = config.rotary_dim
 
     def feature_with(rotations: float) -> float:
-        """Return the feature that turns this many times within the original length."""
+        """Return the feature with this many rotations within the original length."""
         turns = _original_positions(config) / (rotations * 2 * math.pi)
         return dim * math.log(turns) / (2 * math.log(config.theta))
 
@@ -135,10 +136,10 @@ def _yarn_correction_range(config: RopeConfig) -> tuple[float, float]:
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:
-    """Return how much longer contexts sharpen attention, as yarn's paper fits it."""
+    """Return yarn's attention factor for longer contexts, as fitted in its paper."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _original_positions(config: RopeConfig) -> int:
-    """Positions the model was first trained on."""
+    """Return the number of positions that the model was first trained on."""
     return config.max_positions if config.original_max_positions is None else config.original_max_positions

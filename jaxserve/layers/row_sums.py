@@ -1,7 +1,7 @@
 """Sums over the tokens of each row of a step.
 
-In the deterministic mode tokens are added one after the other, so that a sum has the same bits whatever chunks its
-tokens come in. Else it is a product with ones: a loop would not fit into the CUDA graph that a step is.
+In deterministic mode tokens are added one after the other, so that a sum has the same bits however its tokens are split
+into chunks. Otherwise it is a matmul with ones: a loop would not fit into the CUDA graph of a step.
 """
 
 from collections.abc import Callable
@@ -23,17 +23,16 @@ def add_tokens(
     states: States,
     row_tile: int | None = None,
 ) -> Float[Array, "R D"]:
-    """Return each row's sum with ``states`` of its tokens added, in float32; next to nothing is done where no row has
-    any.
+    """Add ``states`` of each row's tokens to its sum, in float32; almost free if no row has tokens to add.
 
-    NaN in one row's tokens stays in that row's sum.
+    NaN in one row's tokens affects that row's sum only.
 
     Args:
-        sums: What there is so far.
-        hidden: A row for each of the step's tokens.
-        first: First token that is added to each row's sum.
-        end: The token behind the last; nothing is added where it is not larger than ``first``.
-        states: What is added, from ``hidden``; it must not communicate.
+        sums: Sums so far.
+        hidden: Hidden state of each of the step's tokens.
+        first: Index of the first token to add for each row.
+        end: Index after the last token to add; nothing is added unless it is larger than ``first``.
+        states: Computes what is added from ``hidden``; must not communicate.
         row_tile: See ``map_rows``; None computes all at once.
     """
     if row_tile is not None:
@@ -60,7 +59,7 @@ def _added_in_order(
     states: States,
     row_tile: int,
 ) -> Float[Array, "R D"]:
-    """Return all states first: what is multiplied where it is added may not be rounded in between."""
+    """Compute all states before adding: fusing the multiply into the addition could skip a rounding."""
     start = jnp.min(jnp.where(first < end, first, len(hidden)))
     stop = jnp.max(jnp.where(first < end, end, 0))
     computed = map_rows(states, (hidden,), stop, row_tile)

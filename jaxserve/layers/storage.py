@@ -1,7 +1,7 @@
-"""Storage methods: how a weight that layers multiply with is kept in memory.
+"""Storage methods: how a matmul weight is kept in memory.
 
-A method turns one logical weight ``[out, in]`` into one array or several, fills them from the weight as checkpoints
-have it, multiplies with them, and gives the logical weight back. There is a line for each in ``METHODS``.
+A method stores one logical weight ``[out, in]`` as one or more arrays, fills them from the checkpoint's weight,
+multiplies by them, and restores the logical weight. ``METHODS`` has one line per method.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Weight:
         dtype: Element type of the weight.
         kernel: Implementation of the operation ``linear``.
         method: Name of the storage method.
-        is_gated: Whether it is multiplied with an activation.
+        is_gated: Whether the matmul is followed by gating with an activation.
     """
 
     outer: int
@@ -47,7 +47,7 @@ class Weight:
 
     @property
     def local(self) -> tuple[int, int]:
-        """Outputs and features on one device."""
+        """Outputs and features per device."""
         return self.outer // self.parts[0], self.inner // self.parts[1]
 
 
@@ -66,23 +66,25 @@ class StoredArray(NamedTuple):
 
 
 Arrays = Mapping[str, Any]
-"""A stored weight's arrays by name; the array of a method that has one is called ``weight``."""
+"""A stored weight's arrays by name; a method's only array is called ``weight``."""
 
 
 @runtime_checkable
 class StorageMethod(Protocol):
-    """What the module of a method offers."""
+    """The functions that the module of a method provides."""
 
     def arrays(self, weight: Weight) -> dict[str, StoredArray]:
-        """Return the arrays that a weight becomes."""
+        """Return shape, dtype and axes of the arrays that store a weight."""
         ...
 
     def fill(self, weight: Weight, part: Float[np.ndarray, "outer inner"]) -> dict[str, np.ndarray]:
-        """One device's part of each array, from its part of the weight; on the host. It may be the same memory."""
+        """Convert one device's part of the weight to its part of each array, on the host. May return the same
+        memory."""
         ...
 
     def restore(self, weight: Weight, arrays: Mapping[str, np.ndarray]) -> Float[np.ndarray, "outer inner"]:
-        """One device's part of the weight, from its part of each array; on the host. What was lost is not restored."""
+        """Convert one device's part of each array back to its part of the weight, on the host; lossy methods stay
+        lossy."""
         ...
 
     def matmul(
@@ -94,11 +96,12 @@ class StorageMethod(Protocol):
         fused: Fused,
         num_rows: Int[Array, ""] | None = None,
     ) -> Float[Array, "T results"]:
-        """One device's product ``x @ weight.T`` with what is fused; see :class:`pallas_kernels.linear.LinearKernel`."""
+        """Compute one device's ``x @ weight.T`` with fused operations; see
+        :class:`pallas_kernels.linear.LinearKernel`."""
         ...
 
     def rows(self, weight: Weight, arrays: Arrays, indices: Int[Array, " T"]) -> Float[Array, "T inner"]:
-        """Rows of one device's part of the weight, in its dtype; indices are in range."""
+        """Read rows of one device's part of the weight, in its dtype; indices are in range."""
         ...
 
 
@@ -110,13 +113,13 @@ def load_method(name: str) -> StorageMethod:
 def matmul(
     param: nnx.Param[Any], x: Float[Array, "T inner"], *, fused: Fused, num_rows: Int[Array, ""] | None = None
 ) -> Float[Array, "T results"]:
-    """One device's product with a stored weight; see :class:`StorageMethod`."""
+    """Multiply by one device's part of a stored weight; see :class:`StorageMethod`."""
     weight: Weight = param.get_metadata("weight")
     return load_method(weight.method).matmul(weight, _arrays(param), x, fused=fused, num_rows=num_rows)
 
 
 def rows(param: nnx.Param[Any], indices: Int[Array, " T"]) -> Float[Array, "T inner"]:
-    """Rows of one device's part of a stored weight; see :class:`StorageMethod`."""
+    """Read rows of one device's part of a stored weight; see :class:`StorageMethod`."""
     weight: Weight = param.get_metadata("weight")
     return load_method(weight.method).rows(weight, _arrays(param), indices)
 

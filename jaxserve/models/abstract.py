@@ -1,4 +1,4 @@
-"""A model without values: the one truth that loading, shardings, memory and packing are derived from."""
+"""A model without values, from which loading, sharding, memory and packing are derived."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -19,19 +19,19 @@ from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.registry import build_model
 
 ShardingOf = Callable[[tuple[str | None, ...]], jax.sharding.Sharding]
-"""Where an array goes, from its logical axes."""
+"""Returns the sharding of an array with the given logical axes."""
 
 _MAX_TENSOR_SIZE = 64
 
 
 class LogicalParam(NamedTuple):
-    """A parameter as checkpoints have it.
+    """A parameter as it is in checkpoints.
 
     Attributes:
-        recipe: Where its elements come from.
-        struct: Shape, type and sharding.
-        arrays: Paths of the arrays that it is kept in.
-        stored: How a storage method keeps it; None: as it is.
+        recipe: Source of its elements.
+        struct: Shape, dtype and sharding.
+        arrays: Paths of the arrays that store it.
+        stored: How a storage method stores it; None: unchanged.
     """
 
     recipe: TensorRecipe
@@ -40,7 +40,7 @@ class LogicalParam(NamedTuple):
     stored: Weight | None
 
     def fill(self, part: np.ndarray) -> list[np.ndarray]:
-        """One device's part of each array, from its part of the parameter."""
+        """Convert one device's part of the parameter to its part of each array."""
         if self.stored is None:
             return [part]
         filled = load_method(self.stored.method).fill(self.stored, part)
@@ -51,14 +51,14 @@ class AbstractModel(NamedTuple):
     """A module without values.
 
     Attributes:
-        graphdef: Its structure.
-        treedef: Its state's structure.
-        params: Shape, type and sharding of each array by its path, in flat order.
-        logical: Each parameter as checkpoints have it, by its path.
-        ignored: Regular expressions of whole names of tensors that no parameter needs.
-        kv_specs: What each layer keeps of a token.
-        layer_width: Results of all products of the widest layer, in elements a token on one device.
-        has_fused_norms: Whether kernels can compute all norms together with what stands beside them.
+        graphdef: Structure of the module.
+        treedef: Structure of its state.
+        params: Shape, dtype and sharding of each array by its path, in flat order.
+        logical: Each parameter as it is in checkpoints, by its path.
+        ignored: Regular expressions of full names of tensors that no parameter needs.
+        kv_specs: KV cache of each layer.
+        layer_width: Matmul outputs of the widest layer, in elements per token on one device.
+        has_fused_norms: Whether kernels can fuse all norms with the neighbouring matmuls.
     """
 
     graphdef: nnx.GraphDef
@@ -71,26 +71,26 @@ class AbstractModel(NamedTuple):
     has_fused_norms: bool
 
     def merge(self, arrays: Any) -> CausalLM:
-        """Return the module with its arrays, which come in the order of ``params``."""
+        """Return the module with these arrays, given in the order of ``params``."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, arrays))
 
     @property
     def recipes(self) -> dict[str, TensorRecipe]:
-        """Where each parameter comes from, by its path."""
+        """The source of each parameter, by its path."""
         return {path: param.recipe for path, param in self.logical.items()}
 
 
 @functools.lru_cache(maxsize=8)
 def outline(config: ModelConfig, scope: Scope) -> CausalLM:
-    """Return the module without values; not to be changed."""
+    """Return the module without values; do not modify it."""
     return nnx.eval_shape(lambda: build_model(config, scope))
 
 
 def abstract_model(config: ModelConfig, scope: Scope, sharding: ShardingOf) -> AbstractModel:
-    """Return a model without values; ``sharding`` says where an array goes from its logical axes.
+    """Return a model without values; ``sharding`` returns the sharding of an array from its logical axes.
 
     Raises:
-        ConfigError: The model cannot be split that many ways.
+        ConfigError: The model cannot be split over that many devices.
     """
     check_tensor_size(config, scope.parallel.size)
     module = nnx.clone(outline(config, scope))
@@ -103,7 +103,7 @@ def abstract_model(config: ModelConfig, scope: Scope, sharding: ShardingOf) -> A
         logical[name] = _logical(variable, tuple(arrays), sharding)
     for _, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Variable):
-            variable.del_metadata("recipe")  # equal layers are traced once: nothing of theirs may differ
+            variable.del_metadata("recipe")  # equal layers are traced once, so nothing in them may differ
     graphdef, state = nnx.split(module)
     return AbstractModel(
         graphdef,
@@ -118,7 +118,7 @@ def abstract_model(config: ModelConfig, scope: Scope, sharding: ShardingOf) -> A
 
 
 def check_tensor_size(config: ModelConfig, size: int) -> None:
-    """Raise ConfigError, saying which sizes work, unless the model can be split over ``size`` devices."""
+    """Raise ConfigError, listing the valid sizes, unless the model can be split over ``size`` devices."""
     if size == 1:
         return
     splits = _splits(config)
@@ -126,8 +126,8 @@ def check_tensor_size(config: ModelConfig, size: int) -> None:
         *first, last = dict.fromkeys(split.text for split in splits)
         sizes = ", ".join(map(str, tensor_parallel_sizes(config)))
         raise ConfigError(
-            f"tensor_parallel_size {size} does not fit {config.architecture} with {', '.join(first)} and {last}: "
-            f"expected one of {sizes}"
+            f"tensor_parallel_size={size} does not divide {', '.join(first)} and {last} of {config.architecture}; "
+            f"valid sizes: {sizes}"
         )
 
 
@@ -138,7 +138,7 @@ def tensor_parallel_sizes(config: ModelConfig, limit: int = _MAX_TENSOR_SIZE) ->
 
 
 def _splits(config: ModelConfig) -> list[Split]:
-    """What the devices must share, in the layers' order."""
+    """Return the divisibility requirements of the layers, in their order."""
     modules = nnx.iter_modules(outline(config, Scope()))
     return list(dict.fromkeys(split for _, module in modules for split in getattr(module, "splits", ())))
 
@@ -159,7 +159,7 @@ def _arrays(name: str, variable: nnx.Variable[Any], sharding: ShardingOf) -> dic
 
 
 def _logical(variable: nnx.Variable[Any], arrays: tuple[str, ...], sharding: ShardingOf) -> LogicalParam:
-    """Return a parameter as checkpoints have it."""
+    """Return a parameter as it is in checkpoints."""
     metadata = variable.get_metadata()
     weight: Weight | None = metadata.get("weight")
     recipe: TensorRecipe = metadata["recipe"]
@@ -169,6 +169,6 @@ def _logical(variable: nnx.Variable[Any], arrays: tuple[str, ...], sharding: Sha
 
 
 def _width(layer: nnx.Module) -> int:
-    """Results of all products of a layer, in elements a token on one device."""
+    """Return the matmul outputs of a layer, in elements per token on one device."""
     weights = [variable.get_metadata().get("weight") for _, variable in nnx.to_flat_state(nnx.state(layer))]
     return sum(weight.local[0] for weight in weights if weight is not None)

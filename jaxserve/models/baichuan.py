@@ -1,7 +1,7 @@
 """Baichuan-7B: Llama with query, key and value in one matrix, ``W_pack``.
 
-The larger model (ALiBi instead of a rotary embedding) and the second generation (a head that normalises its rows) carry
-the same names in their configs, and are refused by what else is there.
+Baichuan-13B (ALiBi instead of RoPE) and Baichuan 2 (a head that normalizes its rows) use the same names in their
+configs; they are rejected by their other fields.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     """Read a config of BaiChuanForCausalLM (first release) or BaichuanForCausalLM (later ones, of both sizes).
 
     Raises:
-        UnsupportedModelError: It is a Baichuan-13B or a Baichuan 2.
+        UnsupportedModelError: The model is Baichuan-13B or Baichuan 2.
     """
     hidden_size = fields.raw.get("hidden_size")
     if architecture == "BaichuanForCausalLM" and hidden_size is not None and hidden_size != _ROTARY_HIDDEN_SIZE:
@@ -33,7 +33,7 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
         )
     if fields.raw.get("vocab_size") == _SECOND_GENERATION_VOCABULARY or "z_loss_weight" in fields.raw:
         raise UnsupportedModelError(
-            f"{fields.path}: this is a Baichuan 2, whose output head normalises its rows (NormHead); that is not "
+            f"{fields.path}: this is a Baichuan 2, whose output head normalizes its rows (NormHead), which is not "
             f"supported; expected Baichuan-7B of the first generation"
         )
     return read_decoder(fields, architecture, _DEFAULTS)

@@ -1,4 +1,4 @@
-"""The decoder-only language model that every family composes its layers in."""
+"""The decoder-only language model that every family builds from its layers."""
 
 import functools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools, select_attention
 from jaxserve.layers.embedding import VocabEmbedding
-from jaxserve.layers.kv_layout import KVPlace, KVSpec
+from jaxserve.layers.kv_layout import KVIndices, KVSpec
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.rope import rope_cos_sin
@@ -24,41 +24,40 @@ _NOTEBOOK_PAGE_SIZE = 64
 
 @runtime_checkable
 class Layer(Protocol):
-    """What the layers of a model have in common."""
+    """The interface of a model's layers."""
 
     @property
     def kv_spec(self) -> KVSpec:
-        """What the layer keeps of a token."""
+        """The layer's KV cache per token."""
         ...
 
     @property
     def has_fused_norms(self) -> bool:
-        """Return whether kernels can compute all its norms together with what stands beside them."""
+        """Whether kernels can fuse all its norms with the neighbouring matmuls."""
         ...
 
     def __call__(
         self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> tuple[Float[Array, "T D"], Pools]:
-        """Return the residual stream behind this layer, and the layer's pools with the step's keys and values
-        written."""
+        """Return the residual stream after this layer, and the layer's pools with the step's keys and values."""
         ...
 
 
 class CausalLM(nnx.Module):
-    """Embedding, decoder layers, norm and head; the file of a family says which.
+    """Embedding, decoder layers, norm and head; a family's file chooses them.
 
-    Parameters are declared with global shapes; inside a ``shard_map`` the same attributes hold a device's shards. On
-    its own, ``build_model(config)`` is the whole model on one device, and ``model(tokens)`` gives logits.
+    Parameters are declared with global shapes; inside a ``shard_map`` the same attributes hold a device's shards.
+    ``build_model(config)`` is the whole model on one device, and ``model(tokens)`` returns logits.
 
     Args:
         config: The model.
-        embed: Embeds tokens.
+        embed: Token embedding.
         layers: The decoder layers, of any kinds.
-        norm: Norm in front of the head.
-        head: Scores the vocabulary; None for the embedding.
-        ignored: Regular expressions; tensors of a checkpoint whose whole names match one carry no weights.
-        embedding_multiplier: Multiplies embeddings.
-        logits_divisor: Divides the logits.
+        norm: Norm before the head.
+        head: Computes logits; None uses the embedding.
+        ignored: Regular expressions; checkpoint tensors whose full names match one are ignored.
+        embedding_multiplier: Factor of the embeddings.
+        logits_divisor: Divisor of the logits.
     """
 
     def __init__(
@@ -80,12 +79,12 @@ class CausalLM(nnx.Module):
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
-        """What each layer keeps of a token."""
+        """KV cache of each layer."""
         return tuple(layer.kv_spec for layer in self.layers)
 
     @property
     def has_fused_norms(self) -> bool:
-        """Return whether kernels can compute all norms together with what stands beside them."""
+        """Whether kernels can fuse all norms with the neighbouring matmuls."""
         return all(layer.has_fused_norms for layer in self.layers)
 
     def hidden(
@@ -97,15 +96,15 @@ class CausalLM(nnx.Module):
         batches: Sequence[AttentionBatch],
         settings: AttentionSettings,
     ) -> tuple[Float[Array, "T D"], list[Pools]]:
-        """Hidden states before the head's norm, and the pools with the step's keys and values written.
+        """Compute hidden states before the head's norm, and the pools with the step's keys and values.
 
         Args:
             tokens: Token ids.
-            positions: Place of each token in its row's context.
-            lengths: Tokens its request will have at the end (rotary scalings that depend on length follow it).
-            pools: Key and value pages; see ``AttentionSettings.places``.
-            batches: For each page table, where each token stands and what it sees.
-            settings: What is fixed at compile time.
+            positions: Position of each token in its sequence.
+            lengths: Final length of each token's request (used by RoPE scalings that depend on the length).
+            pools: Key and value pages; see ``AttentionSettings.layer_indices``.
+            batches: For each page table, where each token is and what it attends to.
+            settings: Settings fixed at compile time.
         """
         x, inputs = self.embedded(tokens, positions, lengths, batches, settings)
         return self.through(x, pools, inputs, settings)
@@ -118,7 +117,8 @@ class CausalLM(nnx.Module):
         batches: Sequence[AttentionBatch],
         settings: AttentionSettings,
     ) -> tuple[Float[Array, "T D"], tuple[AttentionInputs, ...]]:
-        """What the first layer starts from, and what the layers of each page table share; see :meth:`hidden`."""
+        """Compute the first layer's input, and the inputs shared by the layers of each page table; see
+        :meth:`hidden`."""
         num_tokens = batches[0].query_lens.sum()
         x, cos, sin = map_rows(self._embed, (tokens, positions, lengths), num_tokens, settings.row_tile)
         return x, tuple(AttentionInputs(batch, num_tokens, cos, sin) for batch in batches)
@@ -131,18 +131,18 @@ class CausalLM(nnx.Module):
         settings: AttentionSettings,
         layers: slice = slice(None),
     ) -> tuple[Float[Array, "T D"], list[Pools]]:
-        """Hidden states behind some of the layers, and all pools with the keys and values that these write.
+        """Compute hidden states after some of the layers, and all pools with the keys and values that these write.
 
         Args:
-            x: Hidden states in front of them.
-            pools: Of the whole model.
-            inputs: What the layers of each page table share.
-            settings: What is fixed at compile time.
-            layers: Which; all, where it is not given.
+            x: Hidden states before these layers.
+            pools: Pools of the whole model.
+            inputs: Inputs shared by the layers of each page table.
+            settings: Settings fixed at compile time.
+            layers: The layers to run; by default all.
         """
         written = list(pools)
         for index in range(len(self.layers))[layers]:
-            pool, table, first_page = settings.places[index] if settings.places else KVPlace(index, 0)
+            pool, table, first_page = settings.layer_indices[index] if settings.layer_indices else KVIndices(index, 0)
             own = inputs[table]._replace(batch=inputs[table].batch._replace(first_page=jnp.int32(first_page)))
             layer = nnx.split(self.layers[index])
             x, written[pool] = _run_layer(*layer, x, written[pool], own, settings)
@@ -151,25 +151,25 @@ class CausalLM(nnx.Module):
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int[Array, ""] | None = None, row_tile: int | None = None
     ) -> Float[Array, "R V"]:
-        """Scores of the vocabulary, float32, from hidden states.
+        """Compute float32 logits from hidden states.
 
         Args:
             hidden: Hidden states before the head's norm.
-            num_rows: Rows in use, the first of the R; nothing is said of the others. None: all.
-            row_tile: Rows that are computed together; None computes all at once.
+            num_rows: Rows in use, the first of the R; other rows are undefined. None: all.
+            row_tile: Rows computed together; None computes all at once.
         """
         if row_tile is None:
             return self._scores(hidden, num_rows)
         return map_rows(self._scores, (hidden,), len(hidden) if num_rows is None else num_rows, row_tile)
 
     def final(self, hidden: Float[Array, "R D"]) -> Float[Array, "R D"]:
-        """What the head reads, and what stands for a text as a vector: hidden states behind the head's norm."""
+        """Apply the head's norm: the input of the head, and the hidden states used for pooling."""
         return self.norm(hidden)
 
     def _embed(
         self, tokens: Int[Array, " T"], positions: Int[Array, " T"], lengths: Int[Array, " T"]
     ) -> tuple[Float[Array, "T D"], Float[Array, "T half"], Float[Array, "T half"]]:
-        """What the layers start from: embeddings, and the rotation of queries and keys."""
+        """Compute the layers' input: embeddings, and the cosines and sines of RoPE."""
         x = self.embed(tokens)
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
@@ -181,7 +181,7 @@ class CausalLM(nnx.Module):
         return scores if self.logits_divisor == 1.0 else scores / self.logits_divisor
 
     def __call__(self, tokens: Int[Array, "B T"] | Int[np.ndarray, "B T"]) -> Float[Array, "B T V"]:
-        """Logits of every token of B sequences, each over its own past; private pages, freed at the end."""
+        """Compute logits of every token of B sequences, each attending to its own past, in temporary pages."""
         num_rows, length = tokens.shape
         kernel = select_attention(jax.devices()[0], self.kv_specs[0].dtype)
         batch, num_pages = _private_batch(num_rows, length, _NOTEBOOK_PAGE_SIZE)
@@ -205,12 +205,12 @@ def _run_layer(
     inputs: AttentionInputs,
     settings: AttentionSettings,
 ) -> tuple[Float[Array, "T D"], Pools]:
-    """One layer. Within a step this is inlined; being a function of its own lets equal layers be traced once."""
+    """Run one layer. It is inlined in a step; as its own function it lets equal layers be traced once."""
     return nnx.merge(graphdef, state)(x, pools, inputs, settings)
 
 
 def _private_batch(num_rows: int, length: int, page_size: int) -> tuple[AttentionBatch, int]:
-    """Rows of equal length, each with pages of its own, all of it new; and the number of pages."""
+    """Return rows of equal length, each with its own new pages, and the number of pages."""
     row_pages = -(-length // page_size)
     table = np.arange(num_rows * row_pages, dtype=np.int32).reshape(num_rows, row_pages)
     position = np.tile(np.arange(length), num_rows)

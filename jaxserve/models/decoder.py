@@ -1,4 +1,4 @@
-"""A dense decoder as most families compose it; a family's own file names what it does otherwise."""
+"""The dense decoder of most families; a family's own file has its differences."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -24,13 +24,13 @@ class DecoderConfig(ModelConfig):
         head_dim: H; need not be D / N.
         ffn_size: F.
         norm_eps: Added to the mean square in every RMSNorm.
-        activation: Hugging Face's ``hidden_act``, one name for each function: silu, gelu, gelu_pytorch_tanh or relu.
-        tie_embeddings: The head is the embedding.
-        qkv_bias: Query, key and value projections have a bias.
-        out_bias: The attention's output projection has a bias.
-        mlp_bias: The three MLP projections have a bias.
-        rope_layers: For each layer, whether it rotates (SmolLM3 leaves some out).
-        sliding_windows: For each layer, how many latest tokens a query sees (itself included), or None for all.
+        activation: Hugging Face's ``hidden_act``, one of: silu, gelu, gelu_pytorch_tanh or relu.
+        tie_embeddings: Whether the head is the embedding.
+        qkv_bias: Whether query, key and value projections have a bias.
+        out_bias: Whether the attention's output projection has a bias.
+        mlp_bias: Whether the three MLP projections have a bias.
+        rope_layers: For each layer, whether it applies RoPE (SmolLM3 skips some).
+        sliding_windows: For each layer, the number of latest tokens that a query sees, itself included; None for all.
     """
 
     num_heads: int
@@ -48,17 +48,17 @@ class DecoderConfig(ModelConfig):
 
 
 LayerBuilder = Callable[[Any, int, Scope], Layer]
-"""Makes a layer from the family's config, its index and its scope."""
+"""Builds a layer from the family's config, its index and its scope."""
 
 
 def build_decoder(config: DecoderConfig, scope: Scope, layer: LayerBuilder | None = None, **options: Any) -> CausalLM:
-    """Embedding, layers, norm and head in the names of Llama's checkpoints.
+    """Build embedding, layers, norm and head with the names of Llama's checkpoints.
 
     Args:
         config: The model.
-        scope: Of the model.
-        layer: Makes each layer; None: ``build_layer``.
-        options: Of ``CausalLM``.
+        scope: Scope of the model.
+        layer: Builds each layer; None: ``build_layer``.
+        options: Options of ``CausalLM``.
     """
     layer, sizes = layer or build_layer, (config.vocab_size, config.hidden_size)
     inner = scope.at("model")
@@ -84,8 +84,7 @@ def build_layer(
     scale: float | None = None,
     residual_multiplier: float = 1.0,
 ) -> PreNormLayer:
-    """Return a layer of Llama; the options are those of ``GroupedQueryAttention``, ``GatedMLP`` and
-    ``PreNormLayer``."""
+    """Build a Llama layer; the options are those of ``GroupedQueryAttention``, ``GatedMLP`` and ``PreNormLayer``."""
     return PreNormLayer(
         build_norm(config, scope.at("input_layernorm")),
         build_attention(config, index, scope.at("self_attn"), qkv=qkv, qk_norm=qk_norm, scale=scale),
@@ -96,7 +95,7 @@ def build_layer(
 
 
 def build_attention(config: DecoderConfig, index: int, scope: Scope, **options: Any) -> GroupedQueryAttention:
-    """Return the attention of a layer; ``options`` are further ones of ``GroupedQueryAttention``."""
+    """Build the attention of a layer; ``options`` are further options of ``GroupedQueryAttention``."""
     return GroupedQueryAttention(
         config.hidden_size,
         config.num_heads,
@@ -113,11 +112,11 @@ def build_attention(config: DecoderConfig, index: int, scope: Scope, **options: 
 
 
 def build_mlp(config: DecoderConfig, scope: Scope, gate_up: Sequence[str] = ("gate_proj", "up_proj")) -> GatedMLP:
-    """Return the MLP of a layer."""
+    """Build the MLP of a layer."""
     sizes = (config.hidden_size, config.ffn_size)
     return GatedMLP(*sizes, activation=config.activation, bias=config.mlp_bias, scope=scope, gate_up=gate_up)
 
 
 def build_norm(config: DecoderConfig, scope: Scope) -> RMSNorm:
-    """Return a norm over the hidden size."""
+    """Build a norm over the hidden size."""
     return RMSNorm(config.hidden_size, eps=config.norm_eps, scope=scope)

@@ -15,13 +15,13 @@ _DEFAULTS: Final = FamilyDefaults()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraniteConfig(DecoderConfig):
-    """A dense decoder and its constants.
+    """A dense decoder with Granite's constants.
 
     Attributes:
-        attention_scale: Multiplies query-key products, in place of 1 / sqrt(H).
-        embedding_multiplier: Multiplies embeddings.
-        residual_multiplier: Multiplies each branch before it is added.
-        logits_divisor: Divides the logits.
+        attention_scale: Factor of query-key scores, replacing 1 / sqrt(H).
+        embedding_multiplier: Factor of the embeddings.
+        residual_multiplier: Factor of each branch before it is added.
+        logits_divisor: Divisor of the logits.
     """
 
     attention_scale: float

@@ -1,6 +1,6 @@
-"""Hugging Face's ``config.json``, read as plain JSON: no code of the checkpoint or of transformers runs.
+"""Reads Hugging Face's ``config.json`` as plain JSON: no code of the checkpoint or of transformers runs.
 
-Every problem of a file is collected and reported in one error, so that a user fixes it once.
+All problems of a file are collected and reported in one error.
 """
 
 import json
@@ -36,10 +36,10 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 
 class ConfigFields:
-    """Typed access to the fields of one JSON object; a missing or wrongly typed field is noted and read as a stand-in.
+    """Typed access to the fields of one JSON object; a missing or invalid field is recorded and replaced by a default.
 
-    The caller reads all that it needs and then calls :meth:`raise_problems`; what it built before is usable only if
-    that returns. A null is taken as a missing field unless a method says otherwise.
+    The caller reads all fields and then calls :meth:`raise_problems`; what it built before is usable only if that
+    returns. null counts as missing unless a method says otherwise.
     """
 
     def __init__(self, raw: Mapping[str, Any], path: str, prefix: str = "", problems: list[str] | None = None) -> None:
@@ -47,9 +47,9 @@ class ConfigFields:
 
         Args:
             raw: The object.
-            path: File it came from, for messages.
-            prefix: Put before field names in messages (``rope_scaling.``).
-            problems: List to note problems in; a new one by default.
+            path: File of the object, for messages.
+            prefix: Prepended to field names in messages (``rope_scaling.``).
+            problems: List to record problems in; a new one by default.
         """
         self.raw = raw
         self.path = path
@@ -57,12 +57,12 @@ class ConfigFields:
         self._problems: list[str] = [] if problems is None else problems
 
     def raise_problems(self) -> None:
-        """Raise one ConfigError that lists every problem noted so far; returns if there is none."""
+        """Raise one ConfigError that lists every recorded problem; return if there is none."""
         if self._problems:
             raise ConfigError("\n  ".join([f"{self.path} cannot be used:", *self._problems]))
 
     def note(self, field: str, problem: str) -> None:
-        """Note that a field cannot be used, and why."""
+        """Record a problem of a field."""
         self._problems.append(f"{self._prefix}{field}: {problem}")
 
     def is_given(self, field: str) -> bool:
@@ -70,7 +70,7 @@ class ConfigFields:
         return self.raw.get(field) is not None
 
     def nested(self, field: str) -> "ConfigFields":
-        """Return the object in a field, or an empty one; problems are noted in this object's list."""
+        """Return the object in a field, or an empty one; its problems are recorded in this object's list."""
         value = self.raw.get(field)
         if value is not None and not isinstance(value, dict):
             self._reject(field, "an object")
@@ -78,8 +78,7 @@ class ConfigFields:
         return ConfigFields(inner, self.path, f"{self._prefix}{field}.", self._problems)
 
     def integer(self, field: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
-        """Return an integer from ``minimum`` to ``maximum``; ``default`` where missing, or a problem if that is
-        None."""
+        """Return an integer from ``minimum`` to ``maximum``; ``default`` if missing, or a problem if that is None."""
         value = self.raw.get(field)
         if value is None and default is not None:
             return default
@@ -89,13 +88,13 @@ class ConfigFields:
         return minimum
 
     def nullable_integer(self, field: str, absent: int | None, *, minimum: int = 1) -> int | None:
-        """Return an integer; None where the field is null, ``absent`` where there is no such field."""
+        """Return an integer; None if the field is null, ``absent`` if it is missing."""
         if field not in self.raw:
             return absent
         return None if self.raw[field] is None else self.integer(field, minimum=minimum)
 
     def number(self, field: str, default: float | None = None, *, is_zero_allowed: bool = False) -> float:
-        """Return a number above 0 (up to 1e30); ``default`` where missing, or a problem if that is None."""
+        """Return a number above 0 (up to 1e30); ``default`` if missing, or a problem if that is None."""
         value = self.raw.get(field)
         if value is None and default is not None:
             return default
@@ -105,7 +104,7 @@ class ConfigFields:
         return 1.0
 
     def flag(self, field: str, default: bool) -> bool:
-        """True or false."""
+        """Return a boolean; ``default`` if missing."""
         value = self.raw.get(field)
         if isinstance(value, bool):
             return value
@@ -123,7 +122,7 @@ class ConfigFields:
         return default
 
     def numbers(self, field: str, count: int) -> tuple[float, ...]:
-        """Exactly ``count`` numbers above 0."""
+        """Return exactly ``count`` numbers above 0."""
         value = self.raw.get(field)
         if isinstance(value, list) and len(value) == count and all(_holds_number(each) and each > 0 for each in value):
             return tuple(float(each) for each in value)
@@ -131,7 +130,7 @@ class ConfigFields:
         return ()
 
     def items(self, field: str) -> tuple[object, ...] | None:
-        """Return the members of a list; None where the field is missing."""
+        """Return the members of a list; None if the field is missing."""
         value = self.raw.get(field)
         if isinstance(value, list):
             return tuple(value)
@@ -140,7 +139,7 @@ class ConfigFields:
         return None
 
     def token_ids(self, field: str, absent: tuple[int, ...]) -> tuple[int, ...]:
-        """One token id or a list of them; none where the field is null, ``absent`` where there is no such field."""
+        """Return one token id or a list of them as a tuple; empty if the field is null, ``absent`` if it is missing."""
         value = self.raw.get(field, list(absent))
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= _MAX_INTEGER for each in ids):
@@ -158,7 +157,7 @@ class ConfigFields:
 def check_not_quantized(fields: ConfigFields) -> None:
     """Raise UnsupportedModelError, naming the method, if the weights are stored quantized.
 
-    Sections that change nothing (empty, or bitsandbytes with both of its loads off) pass.
+    Sections without effect (empty, or bitsandbytes with both loads off) are accepted.
     """
     for field in ("quantization_config", "quantization", "compression_config"):
         section = fields.raw.get(field)
@@ -167,13 +166,13 @@ def check_not_quantized(fields: ConfigFields) -> None:
         method = _quantization_method(section)
         if method is not None:
             raise UnsupportedModelError(
-                f"{fields.path}: its {field} says that the weights are quantized with {method}; "
+                f"{fields.path}: {field} declares weights quantized with {method}, which is not supported; "
                 f"expected weights in float32, float16 or bfloat16"
             )
 
 
 def _quantization_method(section: object) -> str | None:
-    """Return a name for the quantization that a section of config.json describes, or None if it describes none."""
+    """Return the name of the quantization in a section of config.json, or None if it has none."""
     if not isinstance(section, dict):
         return f"an unknown method ({section!r})"
     method = section.get("quant_method")

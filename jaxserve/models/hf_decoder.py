@@ -19,20 +19,20 @@ ACTIVATIONS: Final[Mapping[str, str]] = {
     "gelu_pytorch_tanh": "gelu_pytorch_tanh",
     "relu": "relu",
 }
-"""Hugging Face's names of the activations there are; where two mean the same function, both give one name."""
+"""Hugging Face's names of the supported activations; synonyms map to one name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FamilyDefaults:
-    """What a family's class in transformers takes for a field that config.json leaves out.
+    """Defaults of a family's class in transformers for fields that config.json omits.
 
     Attributes:
-        num_kv_heads: Key/value heads; None means one a query head.
+        num_kv_heads: Key/value heads; None means one per query head.
         head_dim: H; None means D / N.
         norm_eps: Added to the mean square in every RMSNorm.
-        rope: Of the rotary embedding.
+        rope: Defaults of the rotary embedding.
         tie_embeddings: Whether the head is the embedding.
-        bos_token_id: First token of a text.
+        bos_token_id: First token of a sequence.
         eos_token_ids: Tokens that end a generation.
     """
 
@@ -46,9 +46,9 @@ class FamilyDefaults:
 
 
 def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaults) -> DecoderConfig:
-    """Return a plain pre-norm decoder without biases and windows; the family replaces what it does otherwise.
+    """Read a plain pre-norm decoder without biases and windows; the family replaces what differs.
 
-    Problems are noted in ``fields``: the result is usable only after ``fields.raise_problems()``.
+    Problems are recorded in ``fields``: the result is usable only after ``fields.raise_problems()``.
     """
     hidden_size = fields.integer("hidden_size")
     num_layers = fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
@@ -78,38 +78,40 @@ def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaul
 
 
 def read_windows(fields: ConfigFields, window: int | None, sliding: Sequence[bool]) -> tuple[int | None, ...]:
-    """Return each layer's window, as ``layer_types`` says, or ``sliding`` where it is missing.
+    """Return each layer's window according to ``layer_types``, or to ``sliding`` if that is missing.
 
     Args:
-        fields: Of config.json.
-        window: Tokens a sliding layer sees; None if the model has no window.
-        sliding: For each layer, whether it slides where ``layer_types`` does not say.
+        fields: Fields of config.json.
+        window: Tokens that a sliding layer sees; None if the model has no window.
+        sliding: For each layer, whether it slides if ``layer_types`` is missing.
     """
     types = _read_layer_types(fields, len(sliding))
     if types is not None and any(types) and window is None:
-        fields.note("layer_types", "has sliding_attention, but the other fields of the model give it no sliding window")
+        fields.note("layer_types", "has sliding_attention, but the model has no sliding_window")
     return tuple(window if slides else None for slides in (sliding if types is None else types))
 
 
 def read_late_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
-    """Qwen's windows: off unless ``use_sliding_window``; then in the layers from ``max_window_layers`` on."""
+    """Read Qwen's windows: off unless ``use_sliding_window``; then in the layers from ``max_window_layers`` on."""
     first = fields.integer("max_window_layers", 28, minimum=0)
     window = fields.nullable_integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
     return read_windows(fields, window, [window is not None and layer >= first for layer in range(num_layers)])
 
 
 def read_one_window(fields: ConfigFields, window: int | None, num_layers: int) -> tuple[int | None, ...]:
-    """Return the same window in every layer, for a family that has no ``layer_types``: such a list must say the
-    same."""
+    """Return the same window for every layer of a family without ``layer_types``; a ``layer_types`` that differs is a
+    problem."""
     types = _read_layer_types(fields, num_layers)
     if types is not None and any(slides != (window is not None) for slides in types):
         meaning = "full_attention" if window is None else "sliding_attention"
-        fields.note("layer_types", f"expected {meaning} in every layer: this architecture attends alike in all of them")
+        fields.note(
+            "layer_types", f"expected {meaning} in every layer: all layers of this architecture have the same attention"
+        )
     return (window,) * num_layers
 
 
 def _read_layer_types(fields: ConfigFields, num_layers: int) -> tuple[bool, ...] | None:
-    """For each layer, whether it slides; None where config.json has no such list or a wrong one."""
+    """Return for each layer whether it slides; None if config.json has no such list or an invalid one."""
     types = fields.items("layer_types")
     if types is None:
         return None
@@ -118,7 +120,7 @@ def _read_layer_types(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]
         fields.note("layer_types", f"expected full_attention or sliding_attention, got {', '.join(unknown)}")
         return None
     if len(types) != num_layers:
-        fields.note("layer_types", f"expected {num_layers} entries, one a layer, got {len(types)}")
+        fields.note("layer_types", f"expected {num_layers} entries, one per layer, got {len(types)}")
         return None
     return tuple(each == "sliding_attention" for each in types)
 
@@ -127,7 +129,7 @@ def _read_head_dim(fields: ConfigFields, hidden_size: int, num_heads: int, defau
     if fields.is_given("head_dim") or defaults.head_dim is not None:
         return fields.integer("head_dim", defaults.head_dim)
     if hidden_size % num_heads:
-        fields.note("head_dim", f"is missing, and hidden_size {hidden_size} is no multiple of {num_heads} heads")
+        fields.note("head_dim", f"is missing, and hidden_size {hidden_size} is not divisible by {num_heads} heads")
     return max(1, hidden_size // num_heads)
 
 

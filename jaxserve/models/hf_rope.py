@@ -1,4 +1,4 @@
-"""The rotary embedding in ``config.json``, in its old and new forms."""
+"""Reads the rotary embedding in ``config.json``, in its old and new forms."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ _KINDS: Final[tuple[RopeKind, ...]] = get_args(RopeKind)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeDefaults:
-    """What a family's class in transformers takes for a rotary field that config.json leaves out.
+    """Defaults of a family's class in transformers for rotary fields that config.json omits.
 
     Attributes:
         theta: Base of the frequencies.
         original_positions: Positions the model was first trained on; None means ``max_position_embeddings``.
         names: Names of scalings that mean another one in this family.
-        is_partial: Whether ``partial_rotary_factor`` is a field of the family.
+        is_partial: Whether the family has the field ``partial_rotary_factor``.
     """
 
     theta: float = 10000.0
@@ -29,7 +29,7 @@ class RopeDefaults:
 
 
 def longest_context(rope: RopeConfig) -> int:
-    """Longest context in tokens: as in vLLM, three kinds stretch what ``max_position_embeddings`` says."""
+    """Return the longest context in tokens; as in vLLM, three kinds extend ``max_position_embeddings``."""
     if rope.kind not in ("linear", "dynamic", "yarn"):
         return rope.max_positions
     stretched = (rope.original_max_positions or rope.max_positions) * rope.factor
@@ -40,9 +40,9 @@ def read_rope(fields: ConfigFields, head_dim: int, defaults: RopeDefaults) -> Ro
     """Read ``rope_parameters`` (transformers 5), or ``rope_scaling`` and ``rope_theta`` (before).
 
     Args:
-        fields: Of config.json, where problems are noted.
+        fields: Fields of config.json, where problems are recorded.
         head_dim: H.
-        defaults: Of the family.
+        defaults: Defaults of the family.
     """
     scaling = fields.nested("rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters")
     kind = _read_rope_kind(scaling, defaults)
@@ -73,9 +73,9 @@ def read_rope(fields: ConfigFields, head_dim: int, defaults: RopeDefaults) -> Ro
 
 
 def _read_long_rope(scaling: ConfigFields, rope: RopeConfig) -> RopeConfig:
-    """Add what llama3, yarn and longrope need.
+    """Add the parameters of llama3, yarn and longrope.
 
-    Where longrope has no factor, or yarn a null, it is how far the context was stretched.
+    A longrope without a factor, or a yarn with a null one, uses the ratio of the extended to the original context.
     """
     if rope.kind == "llama3":
         low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
@@ -104,7 +104,7 @@ def _read_long_rope(scaling: ConfigFields, rope: RopeConfig) -> RopeConfig:
 
 
 def _read_rope_kind(scaling: ConfigFields, defaults: RopeDefaults) -> RopeKind:
-    """Read ``rope_type``, once called ``type``."""
+    """Read ``rope_type``, formerly ``type``."""
     per_layer_type = [name for name, value in scaling.raw.items() if isinstance(value, dict)]
     for name in per_layer_type:
         scaling.note(name, "expected one rotary embedding for all layers, got one for this type of layer")

@@ -13,7 +13,7 @@ _DEFAULTS: Final = FamilyDefaults()
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
-    """Read a config of LlamaForCausalLM: ``attention_bias`` is for all four projections."""
+    """Read a config of LlamaForCausalLM: ``attention_bias`` applies to all four projections."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     has_bias = fields.flag("attention_bias", False)
     return dataclasses.replace(

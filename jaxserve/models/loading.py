@@ -1,4 +1,4 @@
-"""Weights from a checkpoint onto devices, for the engine and for a model on its own in a notebook."""
+"""Loads weights from a checkpoint onto devices, for the engine and for use in a notebook."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(model: str | Path, dtype: str = "auto") -> CausalLM:
-    """Return a model on its own on one device, for a notebook: ``load_model(directory)(tokens)`` gives logits.
+    """Load a model on one device, for a notebook: ``load_model(directory)(tokens)`` returns logits.
 
     Args:
         model: Hugging Face directory or hub id.
         dtype: As in ``EngineConfig``.
 
     Raises:
-        ConfigError: The model is not one that can run, or not in this type.
+        ConfigError: The model or the dtype is not supported.
         CheckpointError: The checkpoint cannot be read.
     """
     directory = resolve_model(str(model))
@@ -45,20 +45,20 @@ def load_model(model: str | Path, dtype: str = "auto") -> CausalLM:
 
 
 def read_model_config(directory: Path, overrides: Mapping[str, object] | None = None) -> ModelConfig:
-    """Return the model that a directory's ``config.json`` describes, with some of its values replaced.
+    """Return the model that a directory's ``config.json`` describes, with some values replaced.
 
     Raises:
-        ConfigError: No readable config.json, or the model is not one that can run.
+        ConfigError: No readable config.json, or the model is not supported.
     """
     path = directory / "config.json"
     return config_from_hf({**read_config_json(path), **(overrides or {})}, str(path))
 
 
 def check_weights(directory: Path, model: AbstractModel) -> None:
-    """Compare a checkpoint's list of tensors with the model's, before time is spent on anything else.
+    """Compare a checkpoint's list of tensors with the model's, before any expensive work.
 
     Raises:
-        CheckpointError: Files or tensors are missing, damaged, of other shapes, or not the model's.
+        CheckpointError: Files or tensors are missing, damaged, unexpected or of the wrong shape.
     """
     with open_checkpoint(directory) as reader:
         check_recipes(reader.tensors, model.recipes, model.ignored)
@@ -68,14 +68,14 @@ def load_weights(directory: Path, model: AbstractModel) -> tuple[jax.Array, ...]
     """Read a model's parameters onto devices, each stored as soon as it is read.
 
     Args:
-        directory: Where the checkpoint is.
-        model: Its module without values.
+        directory: The checkpoint.
+        model: The module without values.
 
     Returns:
         The arrays in the order of ``model.params``.
 
     Raises:
-        CheckpointError: Files or tensors are missing, damaged, of other shapes, or not the model's.
+        CheckpointError: Files or tensors are missing, damaged, unexpected or of the wrong shape.
     """
     logical = model.logical
     with open_checkpoint(directory) as reader:
@@ -97,21 +97,22 @@ def load_weights(directory: Path, model: AbstractModel) -> tuple[jax.Array, ...]
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, platform: str, has_bfloat16: bool = True) -> str:
-    """Return the type a model's weights are kept in: as asked for, or as the checkpoint says.
+    """Return the dtype of a model's weights: the requested one, or for "auto" the checkpoint's.
 
     Raises:
-        ConfigError: The type is unknown, or the platform does not support it.
+        ConfigError: The dtype is unknown, or the platform does not support it.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     dtype = DTYPES[dtype]
     if dtype != "auto":
         if dtype == "float16" and platform == "cpu":
-            raise ConfigError("dtype='float16' is not supported on CPUs; expected 'float32', 'bfloat16' or 'auto'")
+            raise ConfigError("dtype='float16' is not supported on CPUs; use 'float32', 'bfloat16' or 'auto'")
         return dtype
     if platform != "cpu" or config.dtype == "float32" or (config.dtype == "bfloat16" and has_bfloat16):
         return config.dtype
     logger.info(
-        "dtype: this CPU has no fast products of %s, the checkpoint's type; float32 holds it exactly", config.dtype
+        "this CPU has no fast %s matmul (the checkpoint's dtype); using float32, which represents it exactly",
+        config.dtype,
     )
     return "float32"

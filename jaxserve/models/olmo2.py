@@ -1,4 +1,4 @@
-"""OLMo-2: norms after each branch, and queries and keys normalised over all their heads at once."""
+"""OLMo-2: norms after each branch, and queries and keys normalized over all heads at once."""
 
 import dataclasses
 from typing import Final
@@ -16,7 +16,7 @@ _DEFAULTS: Final = FamilyDefaults(norm_eps=1e-5, bos_token_id=None, eos_token_id
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
-    """Read a config of Olmo2ForCausalLM: ``attention_bias`` is for all four projections."""
+    """Read a config of Olmo2ForCausalLM: ``attention_bias`` applies to all four projections."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     has_bias = fields.flag("attention_bias", False)
     return dataclasses.replace(
@@ -33,21 +33,21 @@ def build(config: DecoderConfig, scope: Scope) -> CausalLM:
 
 
 class Olmo2Layer(DecoderLayer):
-    """Norms stand at the end of each branch."""
+    """Norms follow each branch."""
 
     @property
     def has_fused_norms(self) -> bool:
-        """No kernel fuses a norm that follows a product."""
+        """Return False: no kernel fuses a norm that follows a matmul."""
         return False
 
     def projected(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
-        """Queries, keys and values of the layer's input, which no norm precedes."""
+        """Compute queries, keys and values of the layer's input, without a norm."""
         return self.attention.project(x, num_rows=num_rows)
 
     def after_attention(
         self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
     ) -> Float[Array, "T D"]:
-        """Return the layer's output, from its input and what the heads attended to."""
+        """Return the layer's output from its input and the attention output."""
         x = x + self.attention_norm(self.attention.output(attended, num_rows=num_rows))
         return x + self.mlp_norm(self.mlp(x, num_rows=num_rows))
 

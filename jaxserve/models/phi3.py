@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4 dense: fused projections, longrope, a rotary embedding that may leave features out."""
+"""Phi-3, Phi-3.5 and Phi-4 dense: fused projections, longrope, and optionally a partial rotary embedding."""
 
 import dataclasses
 from functools import partial
@@ -19,7 +19,7 @@ _DEFAULTS: Final = FamilyDefaults(
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
-    """Read a config of Phi3ForCausalLM: ``original_max_position_embeddings`` stands beside ``rope_scaling``."""
+    """Read a config of Phi3ForCausalLM: ``original_max_position_embeddings`` is next to ``rope_scaling``, not in it."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     window = fields.nullable_integer("sliding_window", None)
     return dataclasses.replace(base, sliding_windows=read_one_window(fields, window, base.num_layers))

@@ -1,4 +1,4 @@
-"""Qwen3 dense: a head size of its own, and each query and key head normalised before it is rotated."""
+"""Qwen3 dense: an explicit head size, and each query and key head normalized before RoPE."""
 
 import dataclasses
 from functools import partial
@@ -14,7 +14,7 @@ _DEFAULTS: Final = FamilyDefaults(num_kv_heads=32, head_dim=128, bos_token_id=No
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
-    """Read a config of Qwen3ForCausalLM: ``attention_bias`` is for all four projections."""
+    """Read a config of Qwen3ForCausalLM: ``attention_bias`` applies to all four projections."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     has_bias = fields.flag("attention_bias", False)
     return dataclasses.replace(

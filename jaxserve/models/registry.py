@@ -1,4 +1,4 @@
-"""Architectures there are: one line each, from the name in ``config.json`` to the file of its family."""
+"""Supported architectures, one line each: from the name in ``config.json`` to the family's module."""
 
 import importlib
 from collections.abc import Mapping
@@ -26,20 +26,20 @@ FAMILIES: Final[dict[str, str]] = {
 
 @runtime_checkable
 class Family(Protocol):
-    """What the file of a family holds."""
+    """The functions that the module of a family provides."""
 
     def config_from_hf(self, fields: ConfigFields, architecture: str) -> ModelConfig:
-        """Return the model that ``config.json`` describes; problems are noted in ``fields`` and raised by the
+        """Return the model that ``config.json`` describes; problems are recorded in ``fields`` and raised by the
         caller."""
         ...
 
     def build(self, config: Any, scope: Scope) -> CausalLM:
-        """Return the module of a model that ``config_from_hf`` gave."""
+        """Build the module of a model that ``config_from_hf`` returned."""
         ...
 
 
 def supported_architectures() -> tuple[str, ...]:
-    """Names that ``architectures`` in config.json may hold, in alphabetical order."""
+    """Return the supported names of ``architectures`` in config.json, in alphabetical order."""
     return tuple(sorted(FAMILIES))
 
 
@@ -48,10 +48,10 @@ def config_from_hf(raw: Mapping[str, Any], path: str) -> ModelConfig:
 
     Args:
         raw: The object in ``config.json``.
-        path: Where it was read, for messages.
+        path: Its file, for messages.
 
     Raises:
-        UnsupportedModelError: The architecture is unknown, a variant that is not built, or its weights are quantized.
+        UnsupportedModelError: The architecture or variant is not supported, or its weights are quantized.
         ConfigError: Fields are missing or wrong; one error lists all of them.
     """
     fields = ConfigFields(raw, path)
@@ -63,7 +63,7 @@ def config_from_hf(raw: Mapping[str, Any], path: str) -> ModelConfig:
 
 
 def build_model(config: ModelConfig, scope: Scope = Scope()) -> CausalLM:  # noqa: B008 - frozen
-    """Return the module of a model, with zeros for weights; ``build_model(config)(tokens)`` runs on one device.
+    """Build the module of a model, with zeros for weights; ``build_model(config)(tokens)`` runs on one device.
 
     Args:
         config: The model.
@@ -76,10 +76,10 @@ def build_model(config: ModelConfig, scope: Scope = Scope()) -> CausalLM:  # noq
 
 
 def family(architecture: str) -> Family:
-    """Return the file of the family that an architecture belongs to.
+    """Return the module of the family that an architecture belongs to.
 
     Raises:
-        UnsupportedModelError: There is none; the message lists the architectures there are.
+        UnsupportedModelError: The architecture is unknown; the message lists the supported ones.
     """
     if architecture not in FAMILIES:
         raise UnsupportedModelError(_unsupported(architecture))

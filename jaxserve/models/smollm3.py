@@ -1,4 +1,4 @@
-"""SmolLM3: Llama that leaves some layers without positions, and may give those a sliding window."""
+"""SmolLM3: Llama with some layers without RoPE, which may have a sliding window."""
 
 import dataclasses
 from typing import Final
@@ -37,7 +37,7 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
 
 
 def _read_rope_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
-    """For each layer, whether it rotates: as listed, else all but every ``no_rope_layer_interval``-th."""
+    """Return for each layer whether it applies RoPE: as listed, or all but every ``no_rope_layer_interval``-th."""
     marks = fields.items("no_rope_layers")
     if marks is None:
         interval = fields.integer("no_rope_layer_interval", 4)

@@ -1,1 +1,1 @@
-"""From logits to tokens, on the device."""
+"""Sampling: from logits to tokens, on the device."""

@@ -1,9 +1,9 @@
-"""Random choice of tokens by weight.
+"""Random sampling of tokens by weight.
 
-A race (exponential clocks): the token wins whose random waiting time, divided by its weight, is shortest; each wins in
-proportion to its weight. First blocks of tokens race by their sums, then the tokens of the winning block. Waiting times
-come from a counter-based generator (Threefry-2x32 with 20 rounds, SC '11) keyed by seed and position, so that a row's
-token depends on that pair and its weights alone.
+The method is exponential clocks: each token gets an exponentially distributed waiting time divided by its weight, and
+the shortest wins, so that each token wins in proportion to its weight. First blocks of tokens compete by the sums of
+their weights, then the tokens of the winning block. The random bits come from a counter-based generator (Threefry-2x32
+with 20 rounds, SC '11) keyed by seed and position, so that a row's token depends only on these and its weights.
 """
 
 import jax.numpy as jnp
@@ -19,10 +19,10 @@ _PARITY = 0x1BD11BDA
 def draw(
     weights: Float[Array, "R V"], seeds: Int[Array, " R"], positions: Int[Array, " R"]
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-    """Return a token of each row in proportion to its weight, never one of weight zero.
+    """Sample one token per row in proportion to its weight, never one of weight zero.
 
     Returns:
-        Tokens and their weights, which are not positive where a row has no weight at all, or weights that are NaN.
+        Tokens and their weights, which are not positive if all of a row's weights are zero or NaN.
     """
     rows, size = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -size % _BLOCK))).reshape(rows, -1, _BLOCK)
@@ -39,7 +39,7 @@ def draw(
 def threefry(
     key: tuple[UInt[Array, "..."], UInt[Array, "..."]], counter: tuple[UInt[Array, "..."], UInt[Array, "..."]]
 ) -> tuple[UInt[Array, "..."], UInt[Array, "..."]]:
-    """Two words of random bits for each key and counter; all straight-line, so that it fuses into what uses it."""
+    """Return two words of random bits for each key and counter; without loops, so that it fuses into its consumer."""
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(_PARITY))
     first, second = counter[0] + keys[0], counter[1] + keys[1]
     for i in range(5):
@@ -51,6 +51,6 @@ def threefry(
 
 
 def _waiting_time(bits: UInt[Array, "..."]) -> Float[Array, "..."]:
-    """Exponentially distributed; short times, by which unlikely tokens win, are as fine as 32 bits allow."""
+    """Return exponentially distributed times; short times, by which unlikely tokens win, have 32 bits of resolution."""
     uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
     return -jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24))

@@ -1,4 +1,4 @@
-"""What a request asks its text to keep to, written as a grammar for llguidance."""
+"""Converts a request's structured output parameters to a grammar for llguidance."""
 
 import copy
 import dataclasses
@@ -14,7 +14,7 @@ from jaxserve.structured_params import StructuredOutputsParams
 FREE_TEXT = r"/(.|\n)*/"
 OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
 
-# Where a JSON schema holds further schemas: by name, or directly (one or a list).
+# Keywords of a JSON schema that hold further schemas: by name, or directly (one or a list).
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 _SCHEMAS = (
     *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
@@ -25,15 +25,15 @@ _SCHEMAS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrammarLimits:
-    """What compiling a grammar may take.
+    """Limits on compiling grammars.
 
     Attributes:
         max_bytes: Longest schema, pattern, grammar or list of choices, as UTF-8.
-        time_s: Seconds until a grammar counts as too complex.
-        memory_bytes: Memory of the process that tries a grammar out, its vocabulary included.
-        max_cached: Compiled grammars kept.
-        max_cached_bytes: Sum of their texts.
-        max_waiting: Grammars waiting to be compiled.
+        time_s: Seconds after which a grammar is rejected as too complex.
+        memory_bytes: Memory limit of the process that tests a grammar, vocabulary included.
+        max_cached: Number of compiled grammars to cache.
+        max_cached_bytes: Total bytes of their sources.
+        max_waiting: Number of grammars that may wait for compilation.
     """
 
     max_bytes: int = 1 << 18
@@ -45,7 +45,7 @@ class GrammarLimits:
 
 
 class GrammarSource(NamedTuple):
-    """A grammar's text.
+    """The source of a grammar.
 
     Attributes:
         text: In llguidance's notation: Lark with extensions, or JSON.
@@ -64,7 +64,7 @@ def grammar_error(message: str, params: StructuredOutputsParams) -> RequestError
 
 
 def content_key(params: StructuredOutputsParams, limits: GrammarLimits) -> tuple[str, ...]:
-    """Strings that differ wherever two parameters ask for different grammars.
+    """Return strings that differ whenever two parameters need different grammars.
 
     Raises:
         RequestError: The content is longer than the limit.
@@ -73,19 +73,19 @@ def content_key(params: StructuredOutputsParams, limits: GrammarLimits) -> tuple
     text = value if isinstance(value, str) else json.dumps(value)
     num_bytes = len(text.encode())
     if num_bytes > limits.max_bytes:
-        raise grammar_error(f"has {num_bytes} bytes; at most {limits.max_bytes} are allowed", params)
+        raise grammar_error(f"is {num_bytes} bytes long; the limit is {limits.max_bytes}", params)
     return (params.kind, text, *(repr(getattr(params, name)) for name in OPTIONS))
 
 
 def write_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> GrammarSource:
-    """Return the grammar that the parameters ask for, not compiled yet.
+    """Convert the parameters to a grammar that is not compiled yet.
 
     Args:
-        params: What to keep to.
-        special_tokens: Ids by name of the tokens whose text is not matched as text.
+        params: The structured output parameters.
+        special_tokens: Ids by name of the tokens that are not matched as text.
 
     Raises:
-        RequestError: Options that say nothing about this kind, or a structural tag of the wrong form.
+        RequestError: Options that do not apply to this kind, or an invalid structural tag.
     """
     kind, options = params.kind, _json_options(params)
     if kind == "json":
@@ -108,13 +108,13 @@ def _json_grammar(schema: dict[str, Any]) -> GrammarSource:
 
 
 def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
-    """Return the library's options of a JSON schema."""
+    """Return llguidance's options of a JSON schema."""
     if params.kind not in ("json", "json_object", "structural_tag"):
         given = [name for name in OPTIONS if getattr(params, name)]
         if given:
-            raise grammar_error(f"is no JSON, and takes no {' or '.join(given)}", params)
+            raise grammar_error(f"is not a JSON schema, so {' or '.join(given)} does not apply", params)
     if params.whitespace_pattern is not None and params.disable_any_whitespace:
-        raise grammar_error("takes whitespace_pattern or disable_any_whitespace, not both", params)
+        raise grammar_error("accepts whitespace_pattern or disable_any_whitespace, not both", params)
     options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
     if params.whitespace_pattern is not None:
         options["whitespace_pattern"] = params.whitespace_pattern
@@ -122,12 +122,12 @@ def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _schema(given: Any, params: StructuredOutputsParams, options: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with the options in it; options that it brings itself count first."""
+    """Return a schema with the options added; options in the schema itself take precedence."""
     schema: Any = json.loads(given) if isinstance(given, str) else copy.deepcopy(given)
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise grammar_error(f"must hold JSON schemas that some text matches: objects, got {schema!r}", params)
+        raise grammar_error(f"must contain JSON schemas that are objects, got {schema!r}", params)
     if params.disable_additional_properties:
         _close(schema)
     own = schema.get("x-guidance")
@@ -136,7 +136,7 @@ def _schema(given: Any, params: StructuredOutputsParams, options: dict[str, Any]
 
 
 def _close(schema: Any) -> None:
-    """Forbid properties beyond those named, wherever a schema names some and say nothing of others."""
+    """Forbid additional properties wherever a schema lists properties and does not mention others."""
     if isinstance(schema, list):
         for inner in schema:
             _close(inner)
@@ -154,7 +154,7 @@ def _close(schema: Any) -> None:
 
 
 def _tagged_text(params: StructuredOutputsParams, options: dict[str, Any], special_tokens: Mapping[str, int]) -> str:
-    """Free text in which each trigger leads into one of its tags: beginning, JSON, end."""
+    """Return a grammar of free text in which each trigger starts one of its tags: beginning, JSON, end."""
     described = json.loads(params.structural_tag or "")
     triggers, structures = _tag_parts(described, params)
     lines = ["%llguidance {}", f"TEXT: {FREE_TEXT}"]
@@ -162,7 +162,9 @@ def _tagged_text(params: StructuredOutputsParams, options: dict[str, Any], speci
         begin, end = tag["begin"], tag["end"]
         trigger = next((text for text in triggers if begin.startswith(text)), None)
         if not trigger:
-            raise grammar_error(f"needs a trigger that the tag beginning {begin!r} starts with: {triggers}", params)
+            raise grammar_error(
+                f"has a tag with begin={begin!r}, which starts with none of the triggers {triggers}", params
+            )
         schema = json.dumps(_schema(tag["schema"], params, options))
         head = f"head_{place}"
         if trigger in special_tokens:
@@ -176,15 +178,17 @@ def _tagged_text(params: StructuredOutputsParams, options: dict[str, Any], speci
 
 
 def _tag_parts(described: Any, params: StructuredOutputsParams) -> tuple[list[str], list[dict[str, Any]]]:
-    """Triggers and tags, of the right types."""
+    """Return triggers and tags after checking their types."""
     triggers = described.get("triggers") if isinstance(described, dict) else None
     structures = described.get("structures") if isinstance(described, dict) else None
     if not isinstance(triggers, list) or not isinstance(structures, list) or not structures:
         raise grammar_error("must be a JSON object with the lists 'structures' (not empty) and 'triggers'", params)
     if not all(isinstance(trigger, str) for trigger in triggers):
-        raise grammar_error(f"needs texts as triggers, got {triggers}", params)
+        raise grammar_error(f"must have strings as triggers, got {triggers}", params)
     for tag in structures:
         texts = [tag.get(name) for name in ("begin", "end")] if isinstance(tag, dict) else [None]
         if not all(isinstance(text, str) for text in texts) or "schema" not in tag:
-            raise grammar_error(f"needs tags with the texts 'begin' and 'end' and a 'schema', got {tag!r}", params)
+            raise grammar_error(
+                f"must have tags with the strings 'begin' and 'end' and a 'schema', got {tag!r}", params
+            )
     return triggers, structures

@@ -1,8 +1,8 @@
-"""Compiles grammars with llguidance, in a process of its own first: a small grammar can hang or crash it.
+"""Compiles grammars with llguidance in a separate process first, because a small grammar can hang or crash it.
 
-`python -P grammar_check.py` is that process. It imports nothing of ours, reads one JSON line with the vocabulary, and
-then answers each JSON line that holds a grammar with one JSON line: the grammar in llguidance's form, or what is wrong.
-It has less stack and memory than the engine; so a grammar that passes here can be compiled there.
+`python -P grammar_check.py` is that process. It imports nothing of this project, reads one JSON line with the
+vocabulary, and answers each JSON line with a grammar by one JSON line: the grammar in llguidance's form, or the error.
+It has less stack and memory than the engine, so a grammar that passes here can be compiled there.
 """
 
 import base64
@@ -19,21 +19,21 @@ from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
 STACK_BYTES = 1 << 20
-"""Stack of the checking thread; a thread of the engine has at least twice as much, and usually 8 MiB."""
+"""Stack size of the checking thread; a thread of the engine has at least twice as much, and usually 8 MiB."""
 SPECIAL_MARK = b"\xff"
-"""Begins no text in UTF-8."""
+"""A byte that starts no UTF-8 string."""
 MAX_SKIPPED = 4
-"""Tokens at the beginning of a text that may belong to what stands before it, plus one."""
+"""Number of leading tokens of a text that may merge with the text before it, plus one."""
 
 
 class Vocabulary:
-    """Tokens as llguidance wants them: bytes by id, and a function that tokenizes the text a grammar forces.
+    """The vocabulary in llguidance's form: bytes by id, and a function that tokenizes text that a grammar forces.
 
     Args:
         tokens: Bytes of each id. After `SPECIAL_MARK`, the name of a token that is not matched as text; b"" for an id
-            that is never allowed but as end.
-        end_ids: Ids that end a text; at least one.
-        encode: Ids of a text. May be wrong about white space: what does not spell the text is not used.
+            that is only allowed as an end of sequence.
+        end_ids: End-of-sequence ids; at least one.
+        encode: Tokenizes a string. It may be wrong about white space: a result that does not spell the text is ignored.
     """
 
     is_tokenizer_wrapper = True
@@ -50,28 +50,29 @@ class Vocabulary:
         self._greedy: LLTokenizer | None = None
 
     def build(self) -> LLTokenizer:
-        """Return the library's form of it: seconds for a large vocabulary."""
+        """Build llguidance's object, which takes seconds for a large vocabulary."""
         wrapper: Any = self
         made = LLTokenizer(wrapper, n_vocab=len(self.tokens), eos_token=self.end_ids)
         self._greedy = made
         return made
 
     def release(self) -> None:
-        """Drop the reference to what `build` made; that one refers back, out of the garbage collector's sight."""
+        """Drop the reference to the object of `build`; it refers back to this one, invisible to the garbage
+        collector."""
         self._greedy = None
 
     def __call__(self, text: str) -> list[int]:
-        """Ids that spell a text. The library calls this and takes no exception."""
+        """Return ids that spell a text. llguidance calls this and accepts no exception."""
         try:
             found = self._spelt(text)
-        except Exception:  # whatever a tokenizer may raise
+        except Exception:  # a tokenizer may raise anything
             found = None
         if found is not None:
             return found
         return [] if self._greedy is None else self._greedy.greedy_tokenize(text)
 
     def _spelt(self, text: str) -> list[int] | None:
-        """Ids from the tokenizer; from the middle of a text where it begins texts with a space."""
+        """Return the tokenizer's ids; from the middle of a text if the tokenizer starts texts with a space."""
         if self._encode is None:
             return None
         raw = text.encode()
@@ -84,10 +85,10 @@ class Vocabulary:
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Return a matcher at the start of a text, its first mask computed.
+    """Return a matcher at the start of a completion, with its first mask computed.
 
     Raises:
-        ValueError: The grammar is wrong, too large, or matches no text that the vocabulary can spell.
+        ValueError: The grammar is invalid, too large, or matches no text that the vocabulary can spell.
     """
     limits = LLParserLimits(
         max_items_in_row=10_000, max_lexer_states=100_000, max_grammar_size=200_000, verbose_errors=False
@@ -105,20 +106,20 @@ def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def check(tokenizer: LLTokenizer, grammar: str, is_ebnf: bool) -> dict[str, str]:
-    """Return the answer to one grammar: ``{"grammar": ...}`` or ``{"error": ...}``."""
+    """Return the result of one grammar: ``{"grammar": ...}`` or ``{"error": ...}``."""
     try:
         if is_ebnf:
             grammar = any_to_lark(grammar)
         make_matcher(tokenizer, grammar).deep_copy()
     except RecursionError:
         return {"error": "it is nested too deeply"}
-    except Exception as error:  # the library's converter raises bare Exception
+    except Exception as error:  # llguidance's converter raises bare Exception
         return {"error": str(error)[:500]}
     return {"grammar": grammar}
 
 
 def _limit_cpu(seconds: int) -> None:
-    """Let the kernel end this process after some more seconds of work, should nobody be left to do it."""
+    """Limit this process to some more seconds of CPU time, so that it ends even if its parent is gone."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + seconds + 1, hard))

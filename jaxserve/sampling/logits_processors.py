@@ -1,4 +1,4 @@
-"""Functions of the user's own that change logits: given when the engine is made, traced into every step."""
+"""User-defined functions that change logits: given when the engine is created, traced into every step."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol, runtime_checkable
@@ -10,43 +10,43 @@ from jaxserve.errors import ConfigError
 
 @runtime_checkable
 class LogitsProcessor(Protocol):
-    """Changes logits between the logit bias and the penalties; JAX traces it, once for each compiled program.
+    """Changes logits between the logit bias and the penalties; JAX traces it once for each compiled program.
 
     Attributes:
-        arguments: Names of the numbers it reads from a request's ``SamplingParams.extra_args``, and for each the value
-            of requests that do not give it, which should change nothing. Without any it applies to every row of every
-            step, and no step takes the simpler samplers.
+        arguments: Names of the numbers it reads from a request's ``SamplingParams.extra_args``, each with its value for
+            requests that do not set it, which should have no effect. A processor without arguments applies to every row
+            of every step, and rules out the simpler samplers.
     """
 
     @property
     def arguments(self) -> Mapping[str, float]:
-        """See above."""
+        """Names and defaults of the arguments; see the class."""
         ...
 
     def __call__(
         self, logits: Float[Array, "R V"], arguments: dict[str, Float[Array, " R"]], positions: Int[Array, " R"]
     ) -> Float[Array, "R V"]:
-        """Logits of the same shape, float32; a row may depend on nothing of other rows.
+        """Return logits of the same shape, float32; a row must not depend on other rows.
 
         Args:
-            logits: Scores; -inf for tokens that are not allowed.
-            arguments: Each argument's value in every row.
-            positions: Position of the token to come in its context, the prompt included.
+            logits: Logits; -inf for tokens that are not allowed.
+            arguments: Each argument's value for every row.
+            positions: Position of the next token in its context, prompt included.
         """
         ...
 
 
 def argument_names(processors: Iterable[LogitsProcessor]) -> dict[str, float]:
-    """Return every argument and the value of requests that do not give it, in the order of ``Sampling.arguments``.
+    """Return every argument with its default, in the order of ``Sampling.arguments``.
 
     Raises:
-        ConfigError: Two processors read an argument of the same name.
+        ConfigError: Two processors have an argument of the same name.
     """
     found: dict[str, float] = {}
     for processor in processors:
         for name, neutral in processor.arguments.items():
             if name in found:
-                raise ConfigError(f"logits_processors: two processors read the argument {name!r}; expected one of them")
+                raise ConfigError(f"logits_processors: two processors have an argument named {name!r}; rename one")
             found[name] = float(neutral)
     return found
 
@@ -57,7 +57,7 @@ def apply_processors(
     arguments: Float[Array, "R arguments"],
     positions: Int[Array, " R"],
 ) -> Float[Array, "R V"]:
-    """Logits as the processors, one after the other, leave them."""
+    """Apply the processors one after the other."""
     start = 0
     for processor in processors:
         names = [*processor.arguments]

@@ -1,4 +1,4 @@
-"""Log-probabilities that are reported with tokens."""
+"""Log-probabilities of tokens."""
 
 from typing import NamedTuple
 
@@ -14,11 +14,11 @@ class TokenLogprobs(NamedTuple):
     """Log-probabilities, or logits, of some tokens of each row.
 
     Attributes:
-        chosen: Those of the row's token.
-        ranks: Its rank from 1: how many tokens score higher, and one.
-        top_ids: The best tokens, in order.
-        top: Theirs; -inf where the vocabulary has fewer tokens.
-        tracked: Those of the tokens that the row's request tracks.
+        chosen: Value of the row's token.
+        ranks: Its rank from 1: one plus the number of tokens that score higher.
+        top_ids: The most likely tokens, in order.
+        top: Their values; -inf beyond the vocabulary size.
+        tracked: Values of the tokens that the row's request tracks.
     """
 
     chosen: Float[Array, " R"]
@@ -35,14 +35,14 @@ def token_logprobs(
     max_logprobs: int = MAX_LOGPROBS,
     is_normalized: bool = True,
 ) -> TokenLogprobs:
-    """Log-probabilities of given tokens and of the likeliest ones, ranked by scores: two may round to one logprob.
+    """Return log-probabilities of given tokens and of the most likely ones, ranked by logits: logprobs can tie.
 
     Args:
         scores: Logits.
-        tokens: The row's token.
-        tracked_ids: Further tokens.
-        max_logprobs: How many of the likeliest.
-        is_normalized: Whether to give log-probabilities; else the scores themselves.
+        tokens: The token of each row.
+        tracked_ids: Further tokens of each row.
+        max_logprobs: Number of most likely tokens.
+        is_normalized: Whether to return log-probabilities; otherwise the logits.
     """
     chosen = jnp.take_along_axis(scores, tokens[:, None], axis=1)
     ranks = 1 + jnp.sum(scores > chosen, axis=1, dtype=jnp.int32)
@@ -61,9 +61,9 @@ def token_logprobs(
 
 
 def top_by_blocks(scores: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R count"], Int[Array, "R count"]]:
-    """Return the largest of each row and where they are, as ``lax.top_k`` gives them, without sorting the row.
+    """Return the largest values of each row and their indices, as ``lax.top_k``, without sorting the row.
 
-    The largest ``count`` lie in the ``count`` blocks with the largest maxima, the first where some are equal.
+    The largest ``count`` values are in the ``count`` blocks with the largest maxima, earlier blocks first on ties.
     """
     rows, size = scores.shape
     if count * _BLOCK >= size:
@@ -79,7 +79,7 @@ def top_by_blocks(scores: Float[Array, "R V"], count: int) -> tuple[Float[Array,
 
 
 def no_logprobs(num_rows: int, max_logprobs: int, num_tracked: int) -> TokenLogprobs:
-    """Zeros in place of logprobs."""
+    """Return zeros in place of logprobs."""
     return TokenLogprobs(
         jnp.zeros(num_rows),
         jnp.zeros(num_rows, jnp.int32),

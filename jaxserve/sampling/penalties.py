@@ -1,7 +1,7 @@
-"""What a request's own numbers do to its logits before a token is chosen: masks, bias, penalties.
+"""Applies a request's masks, bias and penalties to its logits before sampling.
 
 In vLLM's order: masks, logit bias, the engine's processors, then the repetition penalty on tokens of prompt or output,
-then frequency and presence penalties on tokens of the output. NaN passes through all of them, so that no mask hides it.
+then frequency and presence penalties on tokens of the output. NaN propagates through all of them, so no mask hides it.
 """
 
 from collections.abc import Iterable
@@ -14,20 +14,20 @@ from jaxserve.sampling.logits_processors import LogitsProcessor, apply_processor
 from jaxserve.sampling_options import OptionValues
 
 IN_PROMPT = 1 << 30
-"""Added to a token's count where the prompt has it."""
+"""Added to a token's count if it is in the prompt."""
 
 MAX_TRACKED = 128
-"""Most tokens whose logprobs a request can ask for by their ids."""
+"""Largest number of tokens whose logprobs a request can ask for by their ids."""
 
 
 class SlotTables(NamedTuple):
-    """What the device knows of the request in each slot, a row a slot.
+    """Data on the device for the request in each slot, one row per slot.
 
     Attributes:
-        token_counts: How often the output has each token, plus ``IN_PROMPT`` if the prompt has it; only kept for
-            requests with penalties.
+        token_counts: Occurrences of each token in the output, plus ``IN_PROMPT`` if it is in the prompt; maintained
+            only for requests with penalties.
         bias: Added to the logits; zeros for requests without a bias.
-        tracked_ids: Tokens whose logprobs are reported, padded with 0; only kept for requests that have some.
+        tracked_ids: Tokens whose logprobs are reported, padded with 0; set only for requests that have some.
     """
 
     token_counts: Int[Array, "slots V"]
@@ -36,16 +36,16 @@ class SlotTables(NamedTuple):
 
 
 class SamplerInputs(NamedTuple):
-    """Numbers of each row; see ``jaxserve.scheduling.plan.Sampling``.
+    """Sampling parameters of each row; see ``jaxserve.scheduling.plan.Sampling``.
 
     Attributes:
-        options: An array [R] of each of ``SAMPLING_OPTIONS``, float32 or int32.
+        options: An array [R] for each of ``SAMPLING_OPTIONS``, float32 or int32.
         seeds: 32-bit seeds.
-        positions: Those of the tokens to come.
+        positions: Positions of the next tokens.
         slots: The rows' slots; out of range for an empty row.
-        arguments: Numbers for the engine's logits processors.
-        drafts: Tokens before the token to come that the slot's counts do not have, padded with ids out of the
-            vocabulary; None where no row can have any.
+        arguments: Arguments of the engine's logits processors.
+        drafts: Draft tokens before the next token that the slot's counts do not include, padded with ids outside the
+            vocabulary; None if no row can have any.
     """
 
     options: OptionValues
@@ -63,7 +63,7 @@ def adjust(
     tables: SlotTables,
     processors: Iterable[LogitsProcessor],
 ) -> Float[Array, "R V"]:
-    """Logits with everything applied that may change which token is the likeliest."""
+    """Apply everything that can change the argmax."""
     bits = (mask[:, :, None] >> jnp.arange(32)) & 1
     is_allowed = bits.reshape(mask.shape[0], -1)[:, : logits.shape[1]] == 1
     logits = jnp.where(is_allowed | jnp.isnan(logits), logits, -jnp.inf)
@@ -85,5 +85,5 @@ def _penalized(logits: Float[Array, "R V"], inputs: SamplerInputs, counts: Int[A
 
 
 def counted(counts: Int[Array, "slots V"], slots: Int[Array, " R"], tokens: Int[Array, " R"]) -> Int[Array, "slots V"]:
-    """Count with one more of each row's token in its slot; slots out of range count nothing."""
+    """Return the counts with each row's token added in its slot; out-of-range slots are skipped."""
     return counts.at[slots, tokens].add(1, mode="drop")

@@ -1,7 +1,7 @@
-"""Choosing tokens from logits, inside the step.
+"""Samples tokens from logits, inside the step.
 
-A row's choice depends on its logits, its numbers, its slot's tables and the pair (seed, position) alone, never on other
-rows.
+A row's token depends only on its logits, its parameters, its slot's tables and the pair (seed, position), never on
+other rows.
 """
 
 import dataclasses
@@ -24,22 +24,22 @@ from sharding.mesh import Device
 
 VARIANTS = ("greedy", "sampled", "full")
 NO_TOKEN = -1
-"""Sampled, as ``argmax`` gives it, where a row's logits have NaN, or nothing to choose from."""
+"""The token, as ``argmax`` returns it, of a row whose logits have NaN or no finite value."""
 
 Chosen = TypeVar("Chosen", bound=PyTree)
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplerSettings:
-    """What is fixed when a step is compiled.
+    """Sampler settings that are fixed when a step is compiled.
 
     Attributes:
-        max_logprobs: Alternatives reported with each token, where any are.
-        logprobs_mode: One of ``LOGPROBS_MODES``: of the model's own logits (raw), or of those the token was chosen by,
-            behind masks, bias, processors, penalties, temperature and truncation (processed).
-        processors: The engine's own changes to logits.
+        max_logprobs: Number of alternatives reported with each token, if any.
+        logprobs_mode: One of ``LOGPROBS_MODES``: of the model's logits (raw), or of the logits that the token was
+            sampled from, after masks, bias, processors, penalties, temperature and truncation (processed).
+        processors: The engine's logits processors.
         truncation: Implementation of min-p, top-k and top-p.
-        argmax: Implementation of the choice of the likeliest token.
+        argmax: Implementation of argmax.
     """
 
     max_logprobs: int = MAX_LOGPROBS
@@ -50,23 +50,23 @@ class SamplerSettings:
 
     @property
     def is_normalized(self) -> bool:
-        """Return whether logprobs are reported, and not logits."""
+        """Whether logprobs are reported, and not logits."""
         return self.logprobs_mode.endswith("logprobs")
 
     @property
     def is_processed(self) -> bool:
-        """Return whether the logits the token was chosen by are reported, and not the model's own."""
+        """Whether the processed logits are reported, and not the model's own."""
         return self.logprobs_mode.startswith("processed")
 
 
 def choose_truncation(device: Device, name: str | None = None) -> Choice:
-    """Return the implementation of truncation for a device; see ``pallas_kernels.choose``."""
+    """Choose the implementation of truncation for a device; see ``pallas_kernels.choose``."""
     kind = device.device_kind
     return choose("truncation", platform=device.platform, device_kind=kind, dtype="float32", name=name)
 
 
 def select_truncation(device: Device, name: str | None = None) -> Truncation:
-    """``choose_truncation`` without its reasons."""
+    """Return only the implementation that ``choose_truncation`` chooses."""
     return cast(Truncation, choose_truncation(device, name).implementation)
 
 
@@ -78,19 +78,19 @@ def sample(
     variant: str | Int[Array, ""],
     settings: SamplerSettings,
 ) -> tuple[Int[Array, " R"], TokenLogprobs]:
-    """Return a token for each row.
+    """Sample a token for each row.
 
     Args:
-        logits: Scores, float32.
-        inputs: Numbers of each row.
-        mask: Allowed tokens as bits, used by ``full`` alone.
-        tables: What is known of the rows' slots, used by ``full`` alone.
-        variant: ``greedy`` (every row takes the likeliest token), ``sampled``, or ``full`` (all that a request can ask
-            for); or its index in ``VARIANTS``, known only when the step runs.
-        settings: What is fixed.
+        logits: Logits, float32.
+        inputs: Sampling parameters of each row.
+        mask: Allowed tokens as bits, used by ``full`` only.
+        tables: Data of the rows' slots, used by ``full`` only.
+        variant: ``greedy`` (argmax for every row), ``sampled``, or ``full`` (everything that a request can ask for); or
+            its index in ``VARIANTS``, known only at run time.
+        settings: Settings fixed at compile time.
 
     Returns:
-        Tokens, ``NO_TOKEN`` for rows with NaN among their logits or nothing to choose from; and logprobs (zeros unless
+        Tokens, ``NO_TOKEN`` for rows with NaN among their logits or with all tokens masked; and logprobs (zeros unless
         ``full``).
     """
     is_greedy, is_full = _takes(variant, "greedy"), _takes(variant, "full")
@@ -117,7 +117,7 @@ def _takes(variant: str | Int[Array, ""], name: str) -> bool | Array:
 
 
 def _choose(condition: bool | Array, yes: Callable[[], Chosen], no: Callable[[], Chosen]) -> Chosen:
-    """One of two results, chosen now or when the step runs."""
+    """Return one of two results, decided at trace time or at run time."""
     if isinstance(condition, bool):
         return yes() if condition else no()
     return lax.cond(condition, yes, no)
@@ -126,8 +126,8 @@ def _choose(condition: bool | Array, yes: Callable[[], Chosen], no: Callable[[],
 def _sampled(
     logits: Float[Array, "R V"], inputs: SamplerInputs, best: Int[Array, " R"], truncation: Truncation
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-    """Return a random token for rows with a temperature, the likeliest for the others; and the lowest score each row
-    kept."""
+    """Sample a token for rows with a temperature and take the argmax of the others; also return the lowest score that
+    each row kept."""
     scores = _scaled(logits, inputs)
     weights = jnp.exp(scores - scores.max(1, keepdims=True))
     options = inputs.options
@@ -144,6 +144,6 @@ def _scaled(logits: Float[Array, "R V"], inputs: SamplerInputs) -> Float[Array, 
 
 
 def _processed(logits: Float[Array, "R V"], inputs: SamplerInputs, floor: Float[Array, " R"]) -> Float[Array, "R V"]:
-    """What a row's token was drawn from; rows without a temperature keep all that is allowed."""
+    """Return the logits that a row's token was sampled from; rows without a temperature keep all allowed tokens."""
     scores = _scaled(logits, inputs)
     return jnp.where(scores >= floor[:, None], scores, -jnp.inf)

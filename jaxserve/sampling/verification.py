@@ -1,8 +1,8 @@
-"""Which tokens stay of those sampled after drafts.
+"""Verifies draft tokens against sampled ones (speculative decoding).
 
-A row of a step may carry drafts: tokens that somebody expects to follow its latest token. It samples after the latest
-token and after each draft, all at once. What was sampled after a draft stays only where the tokens before it are what
-would have been sampled one by one: where each draft up to it equals the token sampled before it.
+A row of a step may carry drafts: tokens that are predicted to follow its latest token. The step samples after the
+latest token and after each draft, all at once. A token sampled after a draft is kept only if sampling one by one would
+have led there: if each draft up to it equals the token sampled before that draft.
 """
 
 from typing import NamedTuple
@@ -13,15 +13,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 NOWHERE = int(np.iinfo(np.int32).max)
-"""An index out of range of every array: scatters drop it."""
+"""An index out of range of every array, which scatters drop."""
 
 
 class Verification(NamedTuple):
     """How the samples of a step belong together.
 
     Attributes:
-        rows: Row of each sample, ascending; a sample that is not in use has the number of rows.
-        followed: The token it is sampled after: its row's latest, for the first sample of a row, or a draft.
+        rows: Row of each sample, ascending; the number of rows for an unused sample.
+        followed: The token before each sample: its row's latest for the first sample of a row, otherwise a draft.
     """
 
     rows: Int[Array, " samples"]
@@ -34,7 +34,7 @@ class Verification(NamedTuple):
         return jnp.where(drafts > first[:, None], self.followed[jnp.maximum(drafts, 0)], NOWHERE)
 
     def keep(self, tokens: Int[Array, " samples"]) -> "KeptTokens":
-        """Return which of the sampled ``tokens`` stay; no token (below 0) stays, nor does what comes after it."""
+        """Return which of the sampled ``tokens`` are kept; a failed sample (below 0) and those after it are not."""
         first = self._firsts()
         is_first = first == jnp.arange(len(tokens))
         is_wrong = (tokens < 0) | (~is_first & (self.followed != jnp.roll(tokens, 1)))
@@ -44,18 +44,18 @@ class Verification(NamedTuple):
         return KeptTokens(stays, (stays | is_first) & ~goes_on)
 
     def _firsts(self) -> Int[Array, " samples"]:
-        """Return the first sample of each sample's row."""
+        """Return the index of the first sample of each sample's row."""
         place = jnp.arange(len(self.rows), dtype=jnp.int32)
         starts = jnp.append(True, self.rows[1:] != self.rows[:-1])
         return lax.cummax(jnp.where(starts, place, 0))
 
 
 class KeptTokens(NamedTuple):
-    """The outcome of a verification.
+    """The result of a verification.
 
     Attributes:
-        stays: Whether each sampled token stays.
-        is_latest: Whether it is the last of its row that stays; the first sample of a row where none does.
+        stays: Whether each sampled token is kept.
+        is_latest: Whether it is the last kept token of its row; the first sample of a row where none is kept.
     """
 
     stays: Bool[Array, " samples"]

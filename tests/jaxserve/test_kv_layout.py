@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.layers.kv_layout import KVPlace, KVSpec, lay_out_kv
+from jaxserve.layers.kv_layout import KVIndices, KVSpec, lay_out_kv
 
 WIDE = KVSpec(8, 4, 16, "float32", None)
 NARROW = KVSpec(8, 1, 16, "float32", None)
@@ -19,7 +19,7 @@ def windowed(*windows: int | None) -> list[KVSpec]:
 def test_layers_with_one_window_have_one_table_and_pools_of_their_own() -> None:
     for window in (None, 7):
         layout = lay_out_kv(windowed(*[window] * 5))
-        assert layout.places == tuple(KVPlace(layer, 0) for layer in range(5))
+        assert layout.layer_indices == tuple(KVIndices(layer, 0) for layer in range(5))
         assert (layout.pools, layout.windows) == ((WIDE.pool,) * 5, (window,))
 
 
@@ -42,7 +42,7 @@ def test_kinds_of_layers_have_pools_of_their_own() -> None:
     assert layout.pools == (WIDE.pool, NARROW.pool, WIDE.pool) and layout.windows == (None,)
     stacked = layout.stacked(10)
     assert (stacked.pools, stacked.counts) == ((WIDE.pool, NARROW.pool), (2, 1))
-    assert stacked.places == (KVPlace(0, 0), KVPlace(1, 0), KVPlace(0, 0, 10))
+    assert stacked.layer_indices == (KVIndices(0, 0), KVIndices(1, 0), KVIndices(0, 0, 10))
 
 
 @given(
@@ -52,12 +52,12 @@ def test_kinds_of_layers_have_pools_of_their_own() -> None:
 def test_layers_share_only_what_they_may(kinds: list[tuple[KVSpec, int | None]], is_stacked: bool) -> None:
     specs = [spec._replace(window=window) for spec, window in kinds]
     layout = lay_out_kv(specs)
-    sizes = collections.Counter(place.table for place in layout.places)
+    sizes = collections.Counter(place.table for place in layout.layer_indices)
     assert len(layout.windows) * max(sizes.values()) <= len(specs) + len(specs) // 8
     if is_stacked:
         layout = layout.stacked(4)
-    for spec, place in zip(specs, layout.places, strict=True):
+    for spec, place in zip(specs, layout.layer_indices, strict=True):
         assert layout.windows[place.table] == spec.window
         assert layout.pools[place.pool] == spec.pool
         assert place.first_page in range(0, 4 * layout.counts[place.pool], 4)
-    assert len(set(layout.places)) == len(specs), "layers of one table never share pools"
+    assert len(set(layout.layer_indices)) == len(specs), "layers of one table never share pools"

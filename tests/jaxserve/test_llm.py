@@ -434,7 +434,7 @@ def test_a_model_that_is_nowhere(no_compiling: None) -> None:
     [
         ({"tensor_parallel_size": 16}, "16 devices, but JAX has 8 cpu device.*jax_num_cpu_devices"),
         ({"data_parallel_size": 9}, "9 devices, but JAX has 8"),
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size 3 does not fit .*expected one of 1, 2, 4$"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide .*valid sizes: 1, 2, 4$"),
         ({"tensor_parallel_size": 2, "layout": "replicated"}, "layout 'replicated' does not split over 2 devices"),
         ({"layout": "diagonal"}, "unknown layout 'diagonal'; layouts: .*tensor_parallel"),
         ({"attention_backend": "flash9"}, "flash9"),

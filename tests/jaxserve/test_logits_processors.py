@@ -58,7 +58,7 @@ def test_names_are_in_order_and_unique() -> None:
         ("boost", 0.0),
         ("boosted_token", 0.0),
     ]
-    with pytest.raises(ConfigError, match="two processors read the argument 'factor'; expected one of them"):
+    with pytest.raises(ConfigError, match="two processors have an argument named 'factor'; rename one"):
         argument_names([Scale(), Boost(), Scale()])
 
 

@@ -303,7 +303,7 @@ def test_all_problems_come_in_one_error() -> None:
         (
             "LlamaForCausalLM",
             {"num_attention_heads": 7},
-            "head_dim: is missing, and hidden_size 64 is no multiple of 7",
+            "head_dim: is missing, and hidden_size 64 is not divisible by 7",
         ),
         (
             "LlamaForCausalLM",
@@ -339,7 +339,7 @@ def test_all_problems_come_in_one_error() -> None:
         (
             "Qwen2ForCausalLM",
             {"layer_types": ["full_attention"]},
-            "layer_types: expected 6 entries, one a layer, got 1",
+            "layer_types: expected 6 entries, one per layer, got 1",
         ),
         ("Qwen2ForCausalLM", {"layer_types": ["mamba"] * 6}, "expected full_attention or sliding_attention, got mamba"),
         ("Qwen2ForCausalLM", {"layer_types": 3}, "layer_types: expected a list, got 3"),
@@ -411,7 +411,9 @@ def test_quantized_checkpoints_are_refused_by_method(folder: str, shared_data: P
     ids=str,
 )
 def test_other_quantization_sections(section: dict[str, Any], method: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"quantized with {method}; expected weights in float32"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"quantized with {method}, which is not supported; expected weights in float32"
+    ):
         read(**section)
 
 
@@ -442,7 +444,7 @@ def test_baichuan_7b_is_a_llama_with_other_names(shared_data: Path) -> None:
         ({"hidden_size": 5120, "num_attention_heads": 40}, r"hidden_size 5120 has ALiBi positions \(Baichuan-13B\)"),
         (
             {"hidden_size": 4096, "vocab_size": 125696},
-            r"Baichuan 2, whose output head normalises its rows \(NormHead\)",
+            r"Baichuan 2, whose output head normalizes its rows \(NormHead\)",
         ),
         ({"hidden_size": 4096, "z_loss_weight": 0}, "Baichuan 2"),
     ],

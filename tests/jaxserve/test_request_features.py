@@ -259,7 +259,7 @@ def test_a_logits_processor_acts_on_requests_that_name_its_arguments() -> None:
     [
         (["nowhere:Favour"], "'nowhere:Favour' is no 'module:name' that can be imported"),
         ([print], "expected functions of logits with a mapping `arguments`"),
-        ([Favour, Favour], "two processors read the argument 'favoured'"),
+        ([Favour, Favour], "two processors have an argument named 'favoured'"),
     ],
 )
 def test_what_is_no_logits_processor_is_refused(processors: list[Any], message: str) -> None:
