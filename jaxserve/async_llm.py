@@ -33,18 +33,19 @@ _Read = Callable[[], PromptInput]
 
 
 class AsyncLLM:
-    """A model ready to generate text for many requests at a time, each a stream of outputs.
+    """A model that generates text for many concurrent requests, each a stream of outputs.
 
-    A thread of its own steps the model; prompts are tokenized on others. Several event loops may use one engine.
+    A separate thread steps the model; prompts are tokenized on other threads. Several event loops may share one engine.
 
     Args:
-        model: Directory, hub id, or ``demo`` for the model that comes with the package.
-        **arguments: Those of ``LLM``; unless given, ``disable_log_stats`` is False, as in vLLM: outputs carry
-            ``metrics``, and a line in the log says every ten seconds how the engine does.
+        model: Directory, hub id, or ``demo`` for the model included in the package.
+        **arguments: Arguments of ``LLM``; ``disable_log_stats`` defaults to False, as in vLLM: outputs have
+            ``metrics``, and statistics are logged every ten seconds.
 
-    Raises:
-        ConfigError: An unknown or unsupported setting, or a model that cannot run or does not fit.
-        CheckpointError: A checkpoint that cannot be read.
+        Raises:
+            ConfigError: An unknown or unsupported setting, or a model that is not supported or does not fit into
+                memory.
+            CheckpointError: The checkpoint cannot be read.
 
     Example:
         >>> async def main():
@@ -65,7 +66,8 @@ class AsyncLLM:
         self._thread = EngineThread(self._engine, stats)
         self._preparation = Preparation(self._thread)
         self._preparing: set[tuple[str | None, Stream]] = set()
-        # At the interpreter's exit the thread must end before JAX does; a forgotten engine must not keep its memory.
+        # At exit the thread must end before JAX shuts down. The reference is weak so that unused engines free their
+        # memory.
         atexit.register(self._thread.stop)
         weakref.finalize(self, self._thread.stop).atexit = False
 
@@ -76,10 +78,10 @@ class AsyncLLM:
         await asyncio.to_thread(self.shutdown)
 
     def shutdown(self, timeout: float = 0.0) -> None:
-        """End the engine and free the devices' memory; shutting down again is without effect.
+        """Shut down the engine and free the devices' memory; later calls do nothing.
 
-        New requests are refused at once. Those that run may go on for ``timeout`` seconds; then they end with what they
-        have, finish reason ``abort``. Blocks meanwhile: on an event loop with a timeout, call it by
+        New requests are rejected immediately. Running ones may continue for ``timeout`` seconds; then they finish with
+        the tokens so far and the finish reason ``abort``. This call blocks: on an event loop, use
         ``asyncio.to_thread``.
         """
         self._thread.stop(timeout)
@@ -88,29 +90,28 @@ class AsyncLLM:
 
     @property
     def is_running(self) -> bool:
-        """Return whether it takes requests."""
+        """Whether the engine accepts requests."""
         return self._thread.is_running
 
     @property
     def errored(self) -> bool:
-        """Return whether it stopped after a failure."""
+        """Whether the engine stopped after a failure."""
         return self._thread.failure is not None
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer: transformers' object, or jaxserve's own where transformers would read the files
-        wrong."""
+        """Return transformers' tokenizer, or jaxserve's own if transformers would read the files incorrectly."""
         return self._started.public_tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests without parameters use: the model's generation_config.json."""
+        """Return the parameters of requests without any: those of the model's generation_config.json."""
         return self._started.default_params
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests that run or wait."""
+        """Return the number of running and waiting requests."""
         return self._engine.num_unfinished
 
     def get_metrics(self) -> list[Metric]:
-        """Numbers about the engine: ``Counter``, ``Gauge`` and ``Histogram`` objects. Waits for nothing."""
+        """Return the engine's metrics: ``Counter``, ``Gauge`` and ``Histogram`` objects. Does not block."""
         return self._engine.metrics()
 
     def generate(
@@ -122,22 +123,22 @@ class AsyncLLM:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate text for one prompt. The request begins when the first output is asked for.
+        """Generate a completion of one prompt. The request starts when the first output is awaited.
 
-        Outputs are of the kind that ``sampling_params.output_kind`` names. A reader who falls behind gets fewer and
-        longer ones. Closing the generator, or cancelling who reads it, ends the request.
+        ``sampling_params.output_kind`` selects the kind of outputs. A slow reader gets fewer and longer outputs.
+        Closing the generator, or cancelling its task, aborts the request.
 
         Args:
             prompt: A string, a list of token ids, ``{"prompt": …}`` or ``{"prompt_token_ids": …}``.
-            sampling_params: None takes the model's defaults.
-            request_id: Its name, for ``abort``; none that runs may have it. None makes one.
+            sampling_params: None uses the model's defaults.
+            request_id: A unique id, for ``abort``. None generates one.
             priority: The lowest run first; needs ``scheduling_policy="priority"``.
-            timeout_s: Seconds that it may take, from when it begins; None: any time.
+            timeout_s: Seconds from the start until the request times out; None: no limit.
 
         Raises:
-            RequestError: While it is read: a bad prompt or parameter, or a request that failed. Others go on.
-            DeadlineError: While it is read: its time was up.
-            EngineDeadError: While it is read: the engine failed or was shut down.
+            RequestError: While iterating: an invalid prompt or parameter, or a failed request. Others continue.
+            DeadlineError: While iterating: the request timed out.
+            EngineDeadError: While iterating: the engine failed or was shut down.
         """
         return self._stream(functools.partial(parse_prompt, prompt, sampling_params), request_id, priority, timeout_s)
 
@@ -152,7 +153,7 @@ class AsyncLLM:
         chat_template: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate the next message of one conversation; else as ``generate``.
+        """Generate the next message of one conversation; otherwise as ``generate``.
 
         Args:
             messages: A list of ``{"role": …, "content": …}``.
@@ -168,7 +169,9 @@ class AsyncLLM:
         def render() -> PromptInput:
             conversations = split_conversations(messages)
             if len(conversations) != 1:
-                raise RequestError(f"chat takes one conversation, got {len(conversations)}")
+                raise RequestError(
+                    f"AsyncLLM.chat takes one conversation, got {len(conversations)}; call it once for each"
+                )
             template = self._chat_template if chat_template is None else read_template(chat_template)
             return chat_prompt(
                 self._started.tokenizer, conversations[0], sampling_params, chat_template=template, **options
@@ -184,9 +187,9 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Make a vector of one prompt, up to the whole context long: one output, ``outputs.data`` is the vector.
+        """Embed one prompt, up to the whole context long: yields one output, whose ``outputs.data`` is the vector.
 
-        Without ``pooling_params`` it is the last token's hidden state, scaled to length 1. Else as ``generate``.
+        By default it is the last token's hidden state, scaled to length 1. Otherwise as ``generate``.
         """
         read = functools.partial(parse_prompt, prompt, pooling_params or PoolingParams(), PoolingParams)
         async with contextlib.aclosing(self._stream(read, request_id, priority)) as outputs:
@@ -194,9 +197,9 @@ class AsyncLLM:
                 yield PoolingRequestOutput.of(output)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests by name; their streams end with what there is, finish reason ``abort``.
+        """Abort requests by id; their streams end with the tokens so far and the finish reason ``abort``.
 
-        A name that nothing has is no error. When this returns their pages are free.
+        Unknown ids are ignored. When this returns the pages of the requests are free.
         """
         names = {request_id} if isinstance(request_id, str) else set(request_id)
         for name, stream in tuple(self._preparing):
@@ -205,13 +208,13 @@ class AsyncLLM:
             await asyncio.wrap_future(self._thread.abort(names))
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget every cached page; texts that run go on. Returns whether it did."""
+        """Clear the prefix cache; running requests continue. Returns whether it was cleared."""
         return await asyncio.wrap_future(self._thread.call(self._engine.reset_prefix_cache))
 
     async def _stream(
         self, read: _Read, request_id: str | None, priority: int, timeout_s: float | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Prepares a request, lets it run, and gives its outputs until it ends or nobody reads them."""
+        """Prepare and submit a request, and yield its outputs until it finishes or the reader closes the stream."""
         stream = Stream(asyncio.get_running_loop(), not self.config.disable_log_stats)
         try:
             await self._submit(stream, read, request_id, priority, deadline_after(timeout_s))

@@ -10,11 +10,11 @@ from jaxserve.field_checks import sequence, text
 TEXT_PARTS = MappingProxyType(
     {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 )
-"""Types of content parts that are text, and the key that has it."""
+"""Types of text content parts, and the key of the text."""
 
 
 def part_text(part: Any) -> str | None:
-    """Return the text of a content part, which may be a bare string and have no type; None if it is no text."""
+    """Return the text of a content part, which may be a bare string or have no type; None if it is not text."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
@@ -29,11 +29,11 @@ def check_messages(name: str, value: Any) -> list[Mapping[str, Any]]:
     """Check the messages of one conversation.
 
     Args:
-        name: Of the parameter, such as ``messages``.
-        value: As the user gave it.
+        name: Name of the parameter, such as ``messages``.
+        value: The user's value.
 
-    Raises:
-        RequestError: Names the message, and what in it is wrong.
+        Raises:
+            RequestError: A message is invalid; the error names the message and the field.
     """
     messages = list(sequence(name, value))
     if not messages:
@@ -59,7 +59,9 @@ def check_messages(name: str, value: Any) -> list[Mapping[str, Any]]:
 def _check_part(where: str, part: Any) -> None:
     kind: Any = cast("Mapping[str, Any]", part).get("type", "text") if isinstance(part, Mapping) else "text"
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
-        message = f"{where}: parts of type {str(kind)[:40]!r} are not supported, only {', '.join(TEXT_PARTS)}"
+        message = (
+            f"{where}: parts of type {str(kind)[:40]!r} are not supported; supported types: {', '.join(TEXT_PARTS)}"
+        )
         raise RequestError(message, parameter="messages", value=part)
     if part_text(part) is None:
         raise _wrong(where, f"text, or an object with text as {TEXT_PARTS[kind]!r}", part)

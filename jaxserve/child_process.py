@@ -1,4 +1,4 @@
-"""Child processes that run jobs which may hang, crash or take too much memory: each job has a time limit."""
+"""Runs jobs that may hang, crash or need too much memory in child processes; each job has a time limit."""
 
 import concurrent.futures
 import contextlib
@@ -14,16 +14,16 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 READY = "ready"
-"""The line with which a child of a ``ProcessPool`` says that it takes jobs."""
+"""The line that a child of a ``ProcessPool`` writes when it is ready for jobs."""
 _START_LIMIT_S = 60.0
 
 
 class LineProcess:
-    """A Python process that answers each line with a line. If an answer is late, the process is killed.
+    """A Python process that responds to each line with one line. If a response is late, the process is killed.
 
     Args:
         arguments: Arguments of the interpreter: a script, or ``-m`` and a module.
-        is_quiet: Whether to drop what the process writes to standard error.
+        is_quiet: Whether to discard the process's standard error.
     """
 
     def __init__(self, arguments: Sequence[str], *, is_quiet: bool = False):
@@ -36,11 +36,11 @@ class LineProcess:
         )
 
     def ask(self, line: str, limit_s: float) -> str | None:
-        """Return the answer to a line, both without newline; None if the process has ended or was too late.
+        """Send a line and return the response, both without newline; None if the process has exited or timed out.
 
         Args:
             line: The line.
-            limit_s: Seconds that the answer may take.
+            limit_s: Seconds until the process is killed.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         timer = threading.Timer(limit_s, self._process.kill)
@@ -65,11 +65,11 @@ class LineProcess:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Kill the process, from any thread; a line in it gets no answer."""
+        """Kill the process, from any thread; a pending line gets no response."""
         self._process.kill()
 
     def close(self) -> None:
-        """Kill the process and close its pipes; not while another thread waits for an answer."""
+        """Kill the process and close its pipes; call it only when no other thread waits for a response."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -79,13 +79,13 @@ class LineProcess:
 
 
 class ProcessPool:
-    """Child processes that answer JSON lines: each runs one job at a time, and is used again.
+    """Child processes that respond to JSON lines; each runs one job at a time and is reused.
 
     Args:
         arguments: Arguments of the interpreter, as for ``LineProcess``.
-        setup: The first line that each process gets; it answers ``READY``.
-        max_idle: Processes kept for later jobs.
-        starts_ahead: Whether to start processes before there are jobs for them.
+        setup: The first line sent to each process; it responds with ``READY``.
+        max_idle: Number of idle processes to keep for later jobs.
+        starts_ahead: Whether to start processes before the first job.
         is_quiet: As for ``LineProcess``.
     """
 
@@ -113,11 +113,11 @@ class ProcessPool:
                 self._starter.submit(self._add_idle)
 
     def run(self, job: str, limit_s: float) -> Any:
-        """Return the answer to a job; None if it took more time or memory than allowed, or the pool was closed.
+        """Return the response to a job; None if it exceeded its time or memory, or the pool was closed.
 
         Args:
             job: A JSON object.
-            limit_s: Seconds that the answer may take.
+            limit_s: Seconds until the job is killed.
 
         Raises:
             RuntimeError: The pool is closed, or no process could be started.
@@ -130,14 +130,14 @@ class ProcessPool:
             self._give_back(process)
 
     def kill(self) -> None:
-        """Kill all processes; running jobs fail. Does not wait."""
+        """Kill all processes without waiting; running jobs fail."""
         with self._lock:
             self._is_closed = True
             for process in self._all:
                 process.kill()
 
     def close(self) -> None:
-        """End all processes, once no thread is in ``run`` any more."""
+        """Stop all processes; call it only when no thread is in ``run``."""
         self.kill()
         self._starter.shutdown(cancel_futures=True)
         for process in self._all:
@@ -165,7 +165,7 @@ class ProcessPool:
         try:
             process = self._start()
         except (OSError, RuntimeError):
-            logger.exception("a child process did not start; the next job tries again")
+            logger.exception("a child process did not start; the next job will retry")
             return
         self._give_back(process)
 
@@ -180,9 +180,9 @@ class ProcessPool:
         with self._lock:
             self._all.remove(process)
         process.close()
-        raise RuntimeError(f"a child process did not start: {self._arguments[-1]}")
+        raise RuntimeError(f"a child process did not start: {self._arguments[-1]}; see its standard error")
 
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment, in which a child finds the same modules."""
+    """Return an environment in which a child process finds the same modules."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; exits with 2 and a line on standard error where it cannot."""
+    """Run a command; on an error exit with status 2 and one line on standard error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if given[:1] == ["serve"]:
@@ -49,7 +49,7 @@ def _fail(message: str) -> int:
 
 
 def _parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
-    """Knows every command; only where one is wanted that needs JAX are its modules loaded."""
+    """Build the parser of all commands; modules that need JAX are imported only for commands that need them."""
     parser = FlagParser(prog="jaxserve", description="LLM inference in JAX.", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
@@ -70,7 +70,7 @@ def _add_benches(benches: Any) -> None:
     for module in (latency, throughput, startup, serve):
         bench = benches.add_parser(module.NAME, help=module.HELP, description=module.HELP, allow_abbrev=False)
         module.add_arguments(bench)
-        if module is serve:  # which measures a server that has an engine already
+        if module is serve:  # it benchmarks a running server, so it needs no engine flags
             bench.set_defaults(run=module.run, quiet=False)
             continue
         add_engine_arguments(bench)
@@ -78,39 +78,41 @@ def _add_benches(benches: Any) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser, run: Any) -> None:
-    parser.add_argument("--quiet", action="store_true", help="leave out the log of the start")
+    parser.add_argument("--quiet", action="store_true", help="do not log the start-up")
     parser.set_defaults(run=run)
 
 
 def _add_generate(commands: Any) -> None:
     parser = commands.add_parser(
-        "generate", help="generate text", description="Generates text from prompts.", allow_abbrev=False
+        "generate", help="generate text", description="Generate completions of prompts.", allow_abbrev=False
     )
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
-    parser.add_argument("--prompts", metavar="FILE", help="a file with a prompt in each line; - for standard input")
-    parser.add_argument("--prompt-token-ids", metavar="FILE", help="a JSON file with a list of lists of token ids")
-    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message")
-    parser.add_argument("--json", action="store_true", help="print one JSON line for each prompt")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="prompt; may be repeated")
+    parser.add_argument("--prompts", metavar="FILE", help="file with one prompt per line; - for standard input")
+    parser.add_argument("--prompt-token-ids", metavar="FILE", help="JSON file with a list of lists of token ids")
+    parser.add_argument("--chat", action="store_true", help="treat each prompt as a user message of a chat")
+    parser.add_argument("--json", action="store_true", help="print one JSON line per prompt")
     add_engine_arguments(parser)
     add_sampling_arguments(parser)
     _add_common(parser, _generate)
 
 
 def _add_convert(commands: Any) -> None:
-    help_ = "write a checkpoint in another format"
+    help_ = "convert a checkpoint to another format"
     parser = commands.add_parser("convert", help=help_, description=help_, allow_abbrev=False)
     parser.add_argument("source", help="model directory or hub id")
-    parser.add_argument("destination", help="directory to write; must not hold anything yet")
+    parser.add_argument("destination", help="directory to write; must be empty or not exist")
     parser.add_argument("--format", required=True, choices=("orbax", "safetensors"), help="format to write")
-    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="type of the weights written")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="dtype of the written weights (default: unchanged)"
+    )
     _add_common(parser, _convert)
 
 
 def _add_eval(commands: Any) -> None:
-    help_ = "accuracy of the demo model on questions it was not trained on"
+    help_ = "measure the demo model's accuracy on held-out questions"
     parser = commands.add_parser("eval", help=help_, description=help_, allow_abbrev=False)
     parser.add_argument("suite", choices=("demo",), help="what to evaluate")
-    parser.add_argument("--items", type=int, default=500, help="questions of each task (default: %(default)s)")
+    parser.add_argument("--items", type=int, default=500, help="questions per task (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     add_engine_arguments(parser)
     _add_common(parser, _evaluate)
@@ -155,12 +157,12 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
     if options.prompt_token_ids is not None:
         prompts += json.loads(Path(options.prompt_token_ids).read_text(encoding="utf-8"))
     if not prompts:
-        raise ValueError("no prompts: expected --prompt TEXT, --prompts FILE or --prompt-token-ids FILE")
+        raise ValueError("no prompts; pass --prompt TEXT, --prompts FILE or --prompt-token-ids FILE")
     return prompts
 
 
 def _stream(llm: "LLM", prompt: Any, params: SamplingParams | None) -> None:
-    """Print a text while it comes."""
+    """Print a completion while it is generated."""
     start, shown, output = time.monotonic(), 0, None
     print(prompt if isinstance(prompt, str) else "", end="", flush=True)
     for output in llm.stream(prompt, params):

@@ -1,4 +1,4 @@
-"""Flags of the command line, made from the fields they set, so that both have the same names and meanings."""
+"""Command-line flags, generated from the fields that they set, so that names and meanings agree."""
 
 import argparse
 import ast
@@ -18,27 +18,27 @@ from jaxserve.config import EngineConfig
 from jaxserve.sampling_params import SamplingParams
 
 _LENGTH_FIELDS = ("max_model_len",)
-_NO_FLAG = {"seed", "output_kind"}  # --seed is the engine's; the command decides what it prints when
+_NO_FLAG = {"seed", "output_kind"}  # --seed sets the engine's; output_kind is the command's choice
 _Part = tuple[Sequence[str], Any]
-_PARTS_HELP = "What takes a JSON object can be given part by part too: --hf-overrides.rope_theta 1e6"
+_PARTS_HELP = "Flags that take a JSON object also accept single keys: --hf-overrides.rope_theta 1e6"
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser whose flags for JSON objects can be given part by part too, as vLLM's.
+    """A parser whose flags for JSON objects also accept single keys, as in vLLM.
 
-    ``--flag.name.inner VALUE`` is ``--flag '{"name": {"inner": VALUE}}'``; the value is JSON, or text where it is none.
-    ``--flag.name+ a,b`` adds texts to a list. Parts and the whole flag are merged, and what comes later wins.
+    ``--flag.name.inner VALUE`` is ``--flag '{"name": {"inner": VALUE}}'``; the value is JSON, or a string if it is not
+    valid JSON. ``--flag.name+ a,b`` appends strings to a list. Single keys and whole objects are merged; later ones
+    win.
     """
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  (theirs is overloaded)
         self, args: Iterable[str] | None = None, namespace: Any = None
     ) -> Any:
-        """As in ``argparse``."""
+        """Parse arguments as ``argparse`` does, after merging keys of objects."""
         return super().parse_known_args(self._with_wholes(sys.argv[1:] if args is None else args), namespace)
 
     def _with_wholes(self, arguments: Iterable[str]) -> list[str]:
-        """Return the arguments, each part of an object replaced by all that was given of it so far; the last one
-        counts."""
+        """Return the arguments with each key of an object replaced by the whole object so far; the last one counts."""
         given = collections.defaultdict[str, list[_Part]](list)
         found, left = list[str](), iter(arguments)
         for argument in left:
@@ -58,15 +58,15 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class _More(list[str]):
-    """Texts that a list gets behind those it has."""
+    """Strings to append to a list."""
 
 
 def _noted(given: list[_Part], keys: Sequence[str], text: str) -> str:
-    """Add what a flag says; returns the object that all it has said makes, or a text that is no object as it is.
+    """Add one occurrence of a flag; return the merged object as JSON, or the text itself if it is not an object.
 
     Args:
-        given: What it has said: names that lead to a value, none where that is the whole object, and the value.
-        keys: The names.
+        given: Earlier occurrences: keys that lead to a value (none for the whole object), and the value.
+        keys: The keys of this occurrence.
         text: The value.
     """
     if keys and keys[-1].endswith("+"):
@@ -86,7 +86,7 @@ def _noted(given: list[_Part], keys: Sequence[str], text: str) -> str:
 
 
 def _placed(old: Any, keys: Sequence[str], value: Any) -> Any:
-    """Return a value with another one merged in, at the end of some names."""
+    """Return ``old`` with a value merged in under nested keys."""
     if keys:
         around = old if isinstance(old, dict) else {}
         return {**around, keys[0]: _placed(around.get(keys[0]), keys[1:], value)}
@@ -105,7 +105,7 @@ def _json_or_text(text: str) -> Any:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """A flag for each field of ``EngineConfig``, named as vLLM names it."""
+    """Add a flag for each field of ``EngineConfig``, with vLLM's name."""
     group = parser.add_argument_group("engine", _PARTS_HELP)
     group.add_argument("--model", default="demo", help=f"{field_docs(EngineConfig)['model']} (default: %(default)s)")
     names = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
@@ -113,7 +113,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dataclass_arguments(group: Any, cls: type, names: Iterable[str]) -> None:
-    """A flag for each named field of a dataclass, with what its documentation says of it."""
+    """Add a flag for each named field of a dataclass, with the field's documentation as help."""
     docs, types_ = field_docs(cls), typing.get_type_hints(cls)
     for name in names:
         _add_flag(group, name, types_[name], docs[name])
@@ -126,21 +126,21 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """A flag for each field of ``SamplingParams`` but the seed, which is the engine's."""
-    group = parser.add_argument_group("sampling (what is not given comes from the model's generation_config.json)")
+    """Add a flag for each field of ``SamplingParams`` except the seed, which is the engine's."""
+    group = parser.add_argument_group("sampling (defaults come from the model's generation_config.json)")
     names = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in _NO_FLAG]
     add_dataclass_arguments(group, SamplingParams, names)
 
 
 def sampling_arguments(options: argparse.Namespace) -> SamplingParams | None:
-    """Return the sampling parameters that were given; None where none was."""
+    """Return the sampling parameters that were given; None if there were none."""
     names = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in _NO_FLAG]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return SamplingParams(**given) if given else None
 
 
 def _add_flag(group: Any, name: str, kind: Any, help_: str) -> None:
-    """A flag for a field of type ``kind``: the first of its types that a flag can be made for, in the order below."""
+    """Add a flag for a field of type ``kind``, for the first of its types that a flag supports, in the order below."""
     add = functools.partial(group.add_argument, "--" + name.replace("_", "-"), help=help_.replace("%", "%%"))
     kinds = _alternatives(kind)
     literals = [value for one in kinds if typing.get_origin(one) is typing.Literal for value in typing.get_args(one)]
@@ -162,18 +162,18 @@ def _add_flag(group: Any, name: str, kind: Any, help_: str) -> None:
 
 
 def _alternatives(kind: Any) -> list[Any]:
-    """Return the types of a union; of another type, that type alone."""
+    """Return the types of a union, or the type itself."""
     is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
     return list(typing.get_args(kind)) if is_union else [kind]
 
 
 def _is_object(kind: Any) -> bool:
-    """Return whether its values are written as JSON objects."""
+    """Return whether values of this type are written as JSON objects."""
     return typing.get_origin(kind) in (dict, collections.abc.Mapping) or dataclasses.is_dataclass(kind)
 
 
 def _is_list(kind: Any, item: type) -> bool:
-    """Return whether its values are several of ``item``; those of anything are written as text."""
+    """Return whether values of this type are lists of ``item``; items of type Any are strings."""
     is_list = typing.get_origin(kind) in (list, tuple, collections.abc.Sequence)
     return is_list and (item in typing.get_args(kind) or (item is str and Any in typing.get_args(kind)))
 
@@ -189,8 +189,9 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """What a dataclass says of each field, on one line: below the field, or among the attributes in its docstring."""
-    text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:")[2]  # Python 3.13 strips the indent by itself
+    """Return the documentation of each field of a dataclass, on one line, from below the field or from
+    ``Attributes:``."""
+    text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:")[2]  # Python 3.13 already strips the indent
     found = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE))
     (definition,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(definition, ast.ClassDef)

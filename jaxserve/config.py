@@ -9,68 +9,69 @@ from jaxserve.config_checks import NEUTRAL, check_neutral, check_settings, parse
 from jaxserve.errors import ConfigError
 
 SERVING_DEFAULTS = MappingProxyType({"disable_log_stats": False})
-"""Where engines that serve have other defaults than those of ``LLM``."""
+"""Settings whose defaults for serving engines differ from those of ``LLM``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How an engine is built. ``None`` means: chosen for the model and the device, and logged at start-up.
+    """Settings of an engine. ``None`` means: chosen for the model and the device, and logged at start-up.
 
     Attributes:
-        model: Directory, hub id, or ``demo`` for the model that comes with the package.
-        tokenizer: Directory or hub id of the tokenizer; None takes the model's.
-        trust_remote_code: Accepted for compatibility; no remote code ever runs here.
-        hf_token: Token for the hub.
+        model: Directory, hub id, or ``demo`` for the model included in the package.
+        tokenizer: Directory or hub id of the tokenizer; None uses the model's.
+        trust_remote_code: Accepted for compatibility; remote code is never run.
+        hf_token: Access token for the hub.
         revision: Revision of the model on the hub.
         tokenizer_revision: Revision of the tokenizer on the hub.
-        download_dir: Where downloads are kept.
+        download_dir: Directory for downloads.
         hf_overrides: Values that replace those of ``config.json``.
-        generation_config: ``auto`` reads the model's generation_config.json for default sampling parameters, ``vllm``
-            does not, anything else is a directory that has one. Its ``max_new_tokens`` is then the most that any
-            request of a server gets; the model's own is only a default.
-        override_generation_config: Default sampling parameters that win over the file's, under its names, such as
-            ``{"temperature": 0.5}``; null takes a value out of it. Its ``max_new_tokens`` limits servers, too.
-        chat_template: A Jinja template, or a file that holds one, in place of the model's own.
-        dtype: ``auto`` takes the checkpoint's type.
-        tensor_parallel_size: Devices each layer is split over.
-        data_parallel_size: Copies of the model, each with pages and a scheduler of its own.
+        generation_config: Source of default sampling parameters: ``auto`` reads the model's generation_config.json,
+            ``vllm`` uses none, anything else is a directory with that file. ``max_new_tokens`` in such a directory also
+            limits every request of a server; the model's own is only a default.
+        override_generation_config: Default sampling parameters that replace the file's, such as
+            ``{"temperature": 0.5}``; null removes a value. ``max_new_tokens`` also limits every request of a server.
+        chat_template: A Jinja template, or a file with one, that replaces the model's own.
+        dtype: Element type of the weights; ``auto`` uses the checkpoint's.
+        tensor_parallel_size: Number of devices that each layer is split over.
+        data_parallel_size: Number of replicas of the model, each with its own KV pages and scheduler.
         layout: Name of the sharding layout.
-        seed: Seed for requests that bring none.
-        gpu_memory_utilization: Share of a device's memory to use, in (0, 1].
-        kv_cache_memory_bytes: Memory of the KV pages on each device; None takes what is left (on CPUs at most 1 GiB).
-        num_gpu_blocks_override: Number of KV pages, whatever the memory says.
-        block_size: Tokens a page.
+        seed: Seed of requests without one.
+        gpu_memory_utilization: Fraction of a device's memory to use, in (0, 1].
+        kv_cache_memory_bytes: Bytes of KV pages per device; None uses the remaining memory (on CPUs at most 1 GiB).
+        num_gpu_blocks_override: Number of KV pages, regardless of memory.
+        block_size: Tokens per page.
         max_model_len: Longest context in tokens; None is the model's own, -1 or ``auto`` the longest that fits.
-        max_num_seqs: Most sequences in a step.
-        max_num_batched_tokens: Most query tokens in a step.
-        compile_sizes: Batch shapes to compile, in place of the default ladder: ``{"decode": [2, 64], "mixed": [8192]}``
+        max_num_seqs: Largest number of sequences per step.
+        max_num_batched_tokens: Largest number of query tokens per step.
+        compile_sizes: Batch shapes to compile instead of the default ones: ``{"decode": [2, 64], "mixed": [8192]}``
             lists rows of decode steps and query tokens of mixed steps (prefill and decode). The largest mixed size must
-            be ``max_num_batched_tokens``; decode steps with more rows than listed run as mixed steps; a key left out
-            keeps its ladder. Fewer shapes start faster and pad more.
-        long_prefill_token_threshold: Most tokens of one prompt in a step, so that others get on; 0: any number.
-        scheduling_policy: ``fcfs`` runs requests in the order they come, ``priority`` the lowest ``priority`` first.
-        enable_prefix_caching: Keep the pages of texts that have ended, for later requests that begin the same.
-        deterministic: A greedy or seeded request gives the same bits alone or in any batch. None: where native kernels
-            run all of a model, since it costs nothing there; elsewhere True makes steps up to three times as long.
-        async_scheduling: Launch a step before the tokens of the step before are known.
-        max_logprobs: Most alternatives a request may ask logprobs of at each position; -1 for the whole vocabulary.
-        logprobs_mode: What logprobs report: ``raw_logprobs`` before masks, penalties and temperature,
-            ``processed_logprobs`` behind them, ``raw_logits`` and ``processed_logits`` the scores themselves.
-        logits_processors: Functions that change scores in the step (``LogitsProcessor``), or their ``module:name``.
-        reasoning_parser: How the model marks its reasoning, for ``parse_message`` and ``thinking_token_budget``;
-            structured outputs then begin behind it.
-        tool_call_parser: How the model writes tool calls, for ``parse_message``.
-        attention_backend: Name of the kernels that run attention: triton, mosaic, jax-triton, native, xla,
-            pallas-interpret or mosaic-interpret; None takes the first that can run on the device.
-        kernels: Take ``native`` kernels (of the CPU) or ``xla`` for all operations that have both, and fail where these
-            cannot run; None takes the best for each. ``attention_backend`` wins for attention.
-        num_threads: Threads of the native CPU kernels, for the whole process; None takes the CPUs that the process may
-            run on, or fewer where its cgroup has a quota.
-        disable_log_stats: Leave out the periodic log line and per-request metrics.
-        compilation_cache_dir: Where compiled programs are kept for the next start; empty for nowhere.
-        warm_up: Run every program once before the engine is ready: what XLA makes only when a program first runs, such
-            as kernels of its library of dots, then costs no request any time. The start takes as much longer: 0.01 to
-            0.15 s with native kernels, under a second with XLA's on two cores.
+            be ``max_num_batched_tokens``; decode steps with more rows than listed run as mixed steps; a missing key
+            keeps the default. Fewer shapes start faster and pad more.
+        long_prefill_token_threshold: Largest number of tokens of one prompt per step, so that others make progress; 0:
+            no limit.
+        scheduling_policy: ``fcfs`` runs requests in order of arrival, ``priority`` the lowest ``priority`` first.
+        enable_prefix_caching: Keep the pages of finished requests for later requests with the same prefix.
+        deterministic: Make the bits of a greedy or seeded request's results independent of the batch. None: on if
+            native kernels run the whole model, where it is free; elsewhere True makes steps up to three times as slow.
+        async_scheduling: Launch a step before the tokens of the previous step are known.
+        max_logprobs: Largest number of logprobs per position that a request may ask for; -1 for the whole vocabulary.
+        logprobs_mode: Values of logprobs: ``raw_logprobs`` before masks, penalties and temperature,
+            ``processed_logprobs`` after them, ``raw_logits`` and ``processed_logits`` the logits themselves.
+        logits_processors: Functions that change logits in the step (``LogitsProcessor``), or their ``module:name``.
+        reasoning_parser: Format of the model's reasoning, for ``parse_message`` and ``thinking_token_budget``;
+            structured outputs then start after the reasoning.
+        tool_call_parser: Format of the model's tool calls, for ``parse_message``.
+        attention_backend: Attention kernels: triton, mosaic, jax-triton, native, xla, pallas-interpret or
+            mosaic-interpret; None uses the first that the device supports.
+        kernels: ``native`` (CPU) or ``xla`` forces these kernels for all operations that have both, and fails if they
+            cannot run; None uses the best for each. ``attention_backend`` takes precedence for attention.
+        num_threads: Threads of the native CPU kernels, for the whole process; None uses the CPUs available to the
+            process, or fewer if its cgroup has a quota.
+        disable_log_stats: Disable the periodic log line and per-request metrics.
+        compilation_cache_dir: Directory that keeps compiled programs for the next start; empty disables it.
+        warm_up: Run every program once before the engine is ready, so that no request waits for work that XLA delays
+            until a program first runs, such as compiling matmul kernels. Adds 0.01 to 0.15 s to the start with native
+            kernels, and less than 1 s with XLA's on two cores.
     """
 
     model: str
@@ -119,7 +120,7 @@ class EngineConfig:
         """Return the settings, from the arguments of ``LLM``.
 
         Raises:
-            ConfigError: An unknown argument (the nearest known one is suggested), one that nothing here does yet, or a
+            ConfigError: An unknown argument (the nearest known one is suggested), one that is not implemented, or a
                 value out of range.
         """
         known = {field.name for field in dataclasses.fields(cls)}

@@ -1,4 +1,4 @@
-"""The checks behind ``EngineConfig``: one table a kind of value. Values come as users gave them: no type is assumed."""
+"""Checks of ``EngineConfig``, one table per kind of value. Values come from users, so no type is assumed."""
 
 import math
 import re
@@ -25,7 +25,7 @@ STEP_KINDS = ("decode", "mixed")
 KERNELS = ("native", "xla")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
-# Arguments of vLLM's that nothing here does yet: each takes the value that asks for nothing.
+# vLLM's arguments that are not implemented here: only the value that has no effect is accepted.
 NEUTRAL: MappingProxyType[str, tuple[Any, ...]] = MappingProxyType(
     {
         "runner": ("auto", "generate"),
@@ -102,7 +102,7 @@ _TYPED_FIELDS: MappingProxyType[str, type] = MappingProxyType(
 
 
 def check_settings(values: Mapping[str, Any], optional: frozenset[str]) -> dict[str, Any]:
-    """Return all settings checked; those that have several spellings in the usual one.
+    """Return all settings after checking them; alternative spellings are converted to the usual one.
 
     Args:
         values: Every setting.
@@ -163,13 +163,13 @@ def _check_compile_sizes(name: str, values: Mapping[str, Any]) -> None:
         if kind not in STEP_KINDS:
             raise ConfigError(f'{name}: expected {{"decode": [...], "mixed": [...]}}, got key {kind!r}')
         if not isinstance(sizes, list) or not sizes:
-            raise ConfigError(f"{name}.{kind}: expected a list of at least one whole number, got {sizes!r}")
+            raise ConfigError(f"{name}.{kind}: expected a list of at least one integer, got {sizes!r}")
         for i, size in enumerate(sizes):
             _check_whole(f"{name}.{kind}[{i}]", size, 1)
 
 
 def parse_length(name: str, value: Any) -> int:
-    """Return a number of tokens: a whole number, or text such as ``1k``, ``25.6k``, ``1K`` (1024) or ``auto`` (-1)."""
+    """Return a number of tokens: an integer, or a string such as ``1k``, ``25.6k``, ``1K`` (1024) or ``auto`` (-1)."""
     if isinstance(value, str):
         text = value.strip()
         if text.lower() == "auto":
@@ -186,9 +186,9 @@ def parse_length(name: str, value: Any) -> int:
 
 
 def check_neutral(name: str, value: Any) -> None:
-    """Reject any value but the neutral ones of an argument that nothing here does yet."""
+    """Reject any value of an unimplemented argument except those that have no effect."""
     if not any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL[name]):
-        raise ConfigError(f"{name}={value!r} is not supported yet; only {name}={NEUTRAL[name][0]!r} is")
+        raise ConfigError(f"{name}={value!r} is not supported yet; use {name}={NEUTRAL[name][0]!r}")
 
 
 def check_type(name: str, value: Any, kind: type) -> None:
@@ -199,4 +199,4 @@ def check_type(name: str, value: Any, kind: type) -> None:
 
 def _check_whole(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}: expected a whole number >= {least}, got {value!r}")
+        raise ConfigError(f"{name}: expected an integer >= {least}, got {value!r}")

@@ -1,10 +1,10 @@
-"""The errors that users meet. Each says what was expected and what came; all but one are `ValueError`s."""
+"""Exceptions of the public API. Messages say what was expected and what was given; most are `ValueError`s."""
 
 from typing import Any
 
 
 class JaxserveError(Exception):
-    """Base of every error that jaxserve raises on purpose."""
+    """Base class of all errors that jaxserve raises deliberately."""
 
 
 class ConfigError(JaxserveError, ValueError):
@@ -12,20 +12,21 @@ class ConfigError(JaxserveError, ValueError):
 
 
 class UnsupportedModelError(ConfigError):
-    """The checkpoint's architecture is not one that jaxserve can run."""
+    """jaxserve does not support the checkpoint's architecture."""
 
 
 class MemoryPlanError(ConfigError):
-    """The model, or one request of the longest length, does not fit into the memory there is."""
+    """The model, or one request of the longest length, does not fit into memory."""
 
 
 class RequestError(JaxserveError, ValueError):
-    """A prompt or a sampling parameter is wrong. Only this request fails; the engine goes on.
+    """A prompt or a sampling parameter is invalid. Only this request fails; the engine continues.
 
     Args:
-      message: What was expected and what came.
-      parameter: Name of the argument at fault. When given, the text ends in "(parameter=…, value=…)" as in vLLM.
-      value: The argument's value, None where it says nothing more; long ones are shortened in the text alone.
+      message: What was expected and what was given.
+      parameter: Name of the invalid argument. When given, the text ends in "(parameter=…, value=…)" as in vLLM.
+      value: The argument's value, None if it adds nothing to the message; long values are shortened in the message
+          only.
     """
 
     def __init__(self, message: str, *, parameter: str | None = None, value: Any = None) -> None:
@@ -38,15 +39,15 @@ class RequestError(JaxserveError, ValueError):
 
 
 class RequestFailedError(RequestError):
-    """The engine failed at a request that was good. Only this request fails; the engine goes on."""
+    """The engine failed on a valid request. Only this request fails; the engine continues."""
 
 
 class OverloadedError(JaxserveError):
-    """The queue is full; nothing of the request was done.
+    """A queue limit is reached; the request was rejected without any work.
 
     Args:
-      message: Which limit, and what came.
-      retry_after_s: Seconds after which another try makes sense.
+      message: The limit and the current number.
+      retry_after_s: Seconds after which to retry.
     """
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
@@ -55,19 +56,19 @@ class OverloadedError(JaxserveError):
 
 
 class DeadlineError(JaxserveError, TimeoutError):
-    """The request's time was up before it ended."""
+    """The request timed out before it finished."""
 
 
 SHUT_DOWN = "the engine stopped: it was shut down"
-"""What an engine says that was closed."""
+"""The message of an engine that was shut down."""
 
 
 class EngineDeadError(JaxserveError, RuntimeError):
-    """The engine stopped after a failure; the first failure is the `__cause__`. Make a new engine."""
+    """The engine stopped after a failure; the first failure is the `__cause__`. Create a new engine to continue."""
 
 
 def unforeseen(error: BaseException) -> str:
-    """What users are told of an error that nobody foresaw: its text may be of the inside, and is in the log alone."""
+    """Return the message for an unexpected error: its details may be internal, so they are only in the log."""
     return f"{type(error).__name__}, see the log"
 
 

@@ -1,6 +1,6 @@
 """Checks of single values, and dataclasses whose fields are checked before the object exists.
 
-Values come as users gave them: no type is assumed. Every message says what was expected and what came.
+Values come from users, so no type is assumed. Every message says what was expected and what was given.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ Values = dict[str, Any]
 
 
 def checks_fields(check: Callable[[Values], Values]) -> Callable[[type[T]], type[T]]:
-    """Decorate a keyword-only dataclass: names and values are checked before its generated `__init__` sees them.
+    """Decorate a keyword-only dataclass to check names and values before its generated `__init__` receives them.
 
     Args:
       check: Takes the values of all fields and returns those to store.
@@ -48,12 +48,12 @@ def checks_fields(check: Callable[[Values], Values]) -> Callable[[type[T]], type
 
 def _unknown(owner: str, name: str, value: object, known: list[str]) -> RequestError:
     near = difflib.get_close_matches(name[:100], known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(known)}"
+    hint = f"; did you mean {near[0]!r}?" if near else f"; fields: {', '.join(known)}"
     return RequestError(f"{owner} has no field {name!r}{hint}", parameter=name, value=value)
 
 
 def changed_fields(instance: Any) -> str:
-    """Text such as `SamplingParams(seed=3)`: the fields of a dataclass that don't have their default."""
+    """Return text such as `SamplingParams(seed=3)`: the fields of a dataclass that differ from their defaults."""
     changed = [
         f"{field.name}={getattr(instance, field.name)!r}"
         for field in dataclasses.fields(instance)
@@ -63,7 +63,7 @@ def changed_fields(instance: Any) -> str:
 
 
 def number(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> float:
-    """Return a finite number from `low` (or above it) to `high`."""
+    """Return a finite number from `low` (exclusive with `above_low`) to `high`."""
     span = f"{'(' if above_low else '['}{low:g}, {high:g}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         message = f"{name} must be a number in {span}, got {type(value).__name__}"
@@ -78,7 +78,7 @@ def number(name: str, value: object, low: float, high: float, *, above_low: bool
 
 
 def integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    """Return a whole number from `low` to `high`."""
+    """Return an integer from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise RequestError(f"{name} must be an int, got {type(value).__name__}", parameter=name, value=value)
     whole = int(value)
@@ -90,14 +90,14 @@ def integer(name: str, value: object, low: int, high: int | None = None) -> int:
 
 
 def flag(name: str, value: object) -> bool:
-    """True or False, nothing that only counts as one."""
+    """Return True or False; other values, even 0 and 1, are rejected."""
     if not isinstance(value, bool):
         raise RequestError(f"{name} must be True or False, got {type(value).__name__}", parameter=name, value=value)
     return value
 
 
 def text(name: str, value: object) -> str:
-    """Text that UTF-8 can hold; it may be empty."""
+    """Return a string that UTF-8 can encode; it may be empty."""
     if not isinstance(value, str):
         raise RequestError(f"{name} must be a string, got {type(value).__name__}", parameter=name, value=value)
     try:
@@ -108,7 +108,7 @@ def text(name: str, value: object) -> str:
 
 
 def texts(name: str, value: object, *, may_be_one: bool = False) -> tuple[str, ...]:
-    """Strings that are not empty, each once; with `may_be_one` a single string counts as a list of it."""
+    """Return non-empty strings without duplicates; with `may_be_one` a single string counts as a list of one."""
     kind = "a string or a list of strings" if may_be_one else "a list of strings"
     items = (value,) if may_be_one and isinstance(value, str) else sequence(name, value)
     for item in items:
@@ -122,7 +122,7 @@ def texts(name: str, value: object, *, may_be_one: bool = False) -> tuple[str, .
 
 
 def token_ids(name: str, value: object) -> tuple[int, ...]:
-    """Whole numbers from 0; the vocabulary's end is not known here."""
+    """Return integers >= 0; the vocabulary size is not known here."""
     items = sequence(name, value)
     if all(type(item) is int for item in items) and min(items, default=0) >= 0:
         return tuple(items)
@@ -130,21 +130,21 @@ def token_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def sequence(name: str, value: object) -> Sequence[Any]:
-    """Return a list or a tuple or the like, no string."""
+    """Return a list, a tuple or another sequence that is not a string."""
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise RequestError(f"{name} must be a list, got {type(value).__name__}", parameter=name, value=value)
     return cast("Sequence[Any]", value)
 
 
 def mapping(name: str, value: object) -> Mapping[Any, Any]:
-    """Return a dict or the like."""
+    """Return a dict or another mapping."""
     if not isinstance(value, Mapping):
         raise RequestError(f"{name} must be a dict, got {type(value).__name__}", parameter=name, value=value)
     return cast("Mapping[Any, Any]", value)
 
 
 def instance_of(cls: type[T], name: str, value: object) -> T:
-    """Return an instance of a dataclass with checked fields, or one made of a dict of its fields."""
+    """Return an instance of a dataclass with checked fields, built from a dict of its fields if needed."""
     if isinstance(value, cls):
         return value
     if not isinstance(value, Mapping):
@@ -155,12 +155,12 @@ def instance_of(cls: type[T], name: str, value: object) -> T:
 
 
 def json_copy(name: str, value: object, max_nesting: int, _level: int = 1) -> Any:
-    """Return a copy of what JSON can hold: None, booleans, numbers, text, lists, and dicts with text as keys.
+    """Return a copy of a JSON value: None, booleans, numbers, strings, lists, and dicts with string keys.
 
     Args:
-      name: What messages call it.
+      name: Name of the value in messages.
       value: Tuples count as lists.
-      max_nesting: How deep lists and dicts may stand in each other; a list of numbers is 1 deep.
+      max_nesting: Deepest nesting of lists and dicts; a list of numbers is 1 deep.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -181,7 +181,7 @@ def json_copy(name: str, value: object, max_nesting: int, _level: int = 1) -> An
 
 
 def parse_json(name: str, value: str, max_nesting: int) -> Any:
-    """What a JSON text holds."""
+    """Parse a JSON text."""
     try:
         found = json.loads(value)
     except ValueError as error:

@@ -25,15 +25,16 @@ logger = logging.getLogger(__name__)
 
 
 class LLM:
-    """A model ready to generate text.
+    """A model that generates text.
 
     Args:
-        model: Directory, hub id, or ``demo`` for the model that comes with the package.
-        **arguments: Settings under vLLM's names; see ``EngineConfig``.
+        model: Directory, hub id, or ``demo`` for the model included in the package.
+        **arguments: Settings with vLLM's names; see ``EngineConfig``.
 
-    Raises:
-        ConfigError: An unknown or unsupported setting, or a model that cannot run or does not fit.
-        CheckpointError: A checkpoint that cannot be read.
+        Raises:
+            ConfigError: An unknown or unsupported setting, or a model that is not supported or does not fit into
+                memory.
+            CheckpointError: The checkpoint cannot be read.
 
     Example:
         >>> with LLM("demo") as llm:
@@ -62,35 +63,34 @@ class LLM:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Number of token ids."""
         return self._started.plan.config.vocab_size
 
     @property
     def plan(self) -> EnginePlan:
-        """Return how the model was fitted to the devices."""
+        """Memory plan and shapes of the engine."""
         return self._started.plan
 
     @property
     def load_s(self) -> float:
-        """Seconds spent reading weights at the start."""
+        """Seconds spent loading weights at start-up."""
         return self._started.load_s
 
     @property
     def compile_s(self) -> float:
-        """Seconds spent tracing and compiling at the start, partly beside the reading."""
+        """Seconds spent tracing and compiling at start-up, partly overlapping with loading."""
         return self._started.compile_s
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer: transformers' object, or jaxserve's own where transformers would read the files
-        wrong."""
+        """Return transformers' tokenizer, or jaxserve's own if transformers would read the files incorrectly."""
         return self._started.public_tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What ``generate`` uses when it is given none: the model's generation_config.json and what overrides it."""
+        """Return the default parameters of ``generate``: the model's generation_config.json with its overrides."""
         return self._started.default_params
 
     def get_metrics(self) -> list[Metric]:
-        """Numbers about the engine, each with ``name`` and ``value``."""
+        """Return the engine's metrics, each with ``name`` and ``value``."""
         return self.engine.metrics()
 
     def generate(
@@ -101,19 +101,19 @@ class LLM:
         use_tqdm: bool | Callable[..., tqdm] = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate text for each prompt, all of them together.
+        """Generate completions of all prompts in one batch.
 
         Args:
             prompts: A string, a list of token ids, ``{"prompt": …}``, ``{"prompt_token_ids": …}``, or a list of those.
-            sampling_params: For all prompts, or one for each; None takes the model's defaults.
-            use_tqdm: Whether to show a progress bar, or what makes it.
-            priority: One number for each prompt, the lowest first; needs ``scheduling_policy="priority"``.
+            sampling_params: For all prompts, or one for each; None uses the model's defaults.
+            use_tqdm: Whether to show a progress bar, or a function that creates it.
+            priority: One number per prompt, the lowest run first; needs ``scheduling_policy="priority"``.
 
         Returns:
             Outputs in the order of the prompts.
 
         Raises:
-            RequestError: A bad prompt or parameter; the message names its index. Nothing has run then.
+            RequestError: An invalid prompt or parameter; the message names its index. No request has run.
         """
         inputs = parse_prompts(prompts, sampling_params)
         return self._runner.run(inputs, priorities_for_each(priority, len(inputs)), use_tqdm)
@@ -126,20 +126,20 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Make a vector of each prompt from the model's last hidden states, all of them together.
+        """Embed each prompt, using the model's last hidden states, in one batch.
 
         Args:
             prompts: As in ``generate``; up to the whole context long.
             use_tqdm: As in ``generate``.
-            pooling_params: For all prompts, or one for each; None takes the last token's state, scaled to length 1.
+            pooling_params: For all prompts, or one for each; None uses the last token's state, scaled to length 1.
             priority: As in ``generate``.
 
         Returns:
             Outputs in the order of the prompts; the vector is ``outputs.embedding``.
 
         Raises:
-            RequestError: A bad prompt or parameter; the message names its index. Nothing has run then.
-            RequestFailedError: A vector is not numbers.
+            RequestError: An invalid prompt or parameter; the message names its index. No request has run.
+            RequestFailedError: A vector has non-finite values.
         """
         outputs = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, priority=priority)
         return [EmbeddingRequestOutput.of(output) for output in outputs]
@@ -153,7 +153,7 @@ class LLM:
         pooling_task: str | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """As ``embed``, with the vector in ``outputs.data``; ``embed`` is the only ``pooling_task``."""
+        """Embed prompts as ``embed``, with the vector in ``outputs.data``; ``embed`` is the only ``pooling_task``."""
         check_pooling_task(pooling_task)
         inputs = parse_prompts(prompts, pooling_params, PoolingParams)
         return self._runner.pool(inputs, priorities_for_each(priority, len(inputs)), use_tqdm)
@@ -161,40 +161,42 @@ class LLM:
     def beam_search(
         self, prompts: Any, params: BeamSearchParams, *, use_tqdm: bool = False, concurrency_limit: int | None = None
     ) -> list[BeamSearchOutput]:
-        """Return the likeliest texts for each prompt.
+        """Search the most likely completions of each prompt.
 
         Args:
             prompts: As in ``generate``.
-            params: How many texts, how long, and how they compare.
+            params: Beam width, length and scoring.
             use_tqdm: Whether to show a progress bar.
-            concurrency_limit: Most prompts searched for at the same time; None for all.
+            concurrency_limit: Largest number of prompts searched at the same time; None for all.
 
-        Returns:
-            For each prompt up to ``beam_width`` texts, best first, their tokens with the prompt's in front.
+            Returns:
+                For each prompt up to ``beam_width`` sequences, best first; their tokens include the prompt's.
         """
         return BeamSearch(self.engine, params).run(parse_prompts(prompts), use_tqdm, concurrency_limit)
 
     def parse_message(
         self, text: str, tools: Sequence[Mapping[str, Any]] | None = None, *, prompt: str = ""
     ) -> ParsedMessage:
-        """What a model's answer holds: reasoning, content, tool calls.
+        """Parse a completion into reasoning, content and tool calls.
 
         Args:
-            text: The answer, generated with ``skip_special_tokens=False`` where the model's marks are special tokens.
-            tools: The tools that were offered, each with its JSON schema; formats without types take them from there.
-            prompt: The text before the answer, which may have begun the reasoning.
+            text: The completion, generated with ``skip_special_tokens=False`` if the model's markers are special
+                tokens.
+            tools: The offered tools with their JSON schemas, which formats without types need.
+            prompt: The text before the completion, which may open the reasoning.
 
         Raises:
-            ConfigError: The engine was made without ``reasoning_parser`` and without ``tool_call_parser``.
+            ConfigError: The engine has neither ``reasoning_parser`` nor ``tool_call_parser``.
         """
         reasoning, calls = self.config.reasoning_parser, self.config.tool_call_parser
         if reasoning is None and calls is None:
-            raise ConfigError("parse_message needs an engine with a reasoning_parser or a tool_call_parser")
+            raise ConfigError("parse_message needs an engine with reasoning_parser or tool_call_parser set")
         begun = None if reasoning is None else starts_in_reasoning(prompt, reasoning)
         return MessageParser(reasoning, calls, schemas=tools, prompt_ends_in_reasoning=begun).parse(text)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached page (after a change of weights, say); texts that run go on. Returns whether it did."""
+        """Clear the prefix cache, for example after changing weights; running requests continue. Returns whether it
+        was cleared."""
         return self.engine.reset_prefix_cache()
 
     def chat(
@@ -217,12 +219,13 @@ class LLM:
             messages: A list of ``{"role": …, "content": …}``, or a list of such lists.
             sampling_params: As in ``generate``.
             use_tqdm: As in ``generate``.
-            chat_template: A Jinja template in place of the model's.
-            chat_template_content_format: What it sees of contents: ``string``, ``openai`` (lists of parts), ``auto``.
-            add_generation_prompt: End the prompt where the assistant's message begins.
-            continue_final_message: Leave the last message open, to be continued.
-            tools: Passed to the template.
-            chat_template_kwargs: Further variables for the template.
+            chat_template: A Jinja template that replaces the model's.
+            chat_template_content_format: Form of message contents in the template: ``string``, ``openai`` (lists of
+                parts), or ``auto``.
+            add_generation_prompt: End the prompt with the start of the assistant's message.
+            continue_final_message: Continue the last message instead of starting a new one.
+            tools: Tools for the template.
+            chat_template_kwargs: Further variables of the template.
             priority: As in ``generate``.
         """
         inputs = chat_prompts(
@@ -241,8 +244,9 @@ class LLM:
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
-        """Generate text for one prompt: outputs of the kind it asks for as they come. Closing it ends the request."""
+        """Generate a completion of one prompt and yield outputs as they come. Closing the generator aborts the
+        request."""
         inputs = parse_prompts(prompt, sampling_params)
         if len(inputs) != 1:
-            raise RequestError(f"stream takes one prompt, got {len(inputs)}")
+            raise RequestError(f"LLM.stream takes one prompt, got {len(inputs)}; call it once for each")
         return self._runner.stream(inputs[0])

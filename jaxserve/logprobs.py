@@ -1,4 +1,4 @@
-"""Log probabilities as requests return them: vLLM's classes and field names (`vllm/logprobs.py`)."""
+"""Log-probabilities in outputs: vLLM's classes and field names (`vllm/logprobs.py`)."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Sequence as AbstractSequence
@@ -8,26 +8,26 @@ from typing import overload
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log probability of one token at one position."""
+    """Log-probability of one token at one position."""
 
     logprob: float
     rank: int | None = None
-    """1 for the most likely token of the vocabulary, 2 for the next; None where it is not known."""
+    """1 for the most likely token of the vocabulary, 2 for the next; None if unknown."""
     decoded_token: str | None = None
-    """The token's own text; U+FFFD where it holds only part of a character."""
+    """The text of the token; U+FFFD if it is only part of a character."""
 
 
 @dataclass(slots=True)
 class FlatLogprobs(AbstractSequence[dict[int, Logprob]]):
-    """The log probabilities of many positions in a few long lists, which the garbage collector need not walk.
+    """The log-probabilities of many positions in a few long lists, which saves work for the garbage collector.
 
-    Reads like a list with a dict for each position; grows at the end only. An empty dict stands for None.
+    Reads like a list with one dict per position; can only grow at the end. An empty dict stands for None.
     """
 
     start_indices: list[int] = field(default_factory=list[int])
-    """Where each position's entries begin in the lists below."""
+    """Start of each position's entries in the lists below."""
     end_indices: list[int] = field(default_factory=list[int])
-    """Where they end."""
+    """End of each position's entries."""
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     ranks: list[int | None] = field(default_factory=list[int | None])
@@ -35,7 +35,7 @@ class FlatLogprobs(AbstractSequence[dict[int, Logprob]]):
 
     @classmethod
     def of(cls, positions: Iterable[Mapping[int, Logprob] | None]) -> "FlatLogprobs":
-        """Make one of a dict for each position."""
+        """Build one from a dict per position."""
         made = cls()
         made.extend(positions)
         return made

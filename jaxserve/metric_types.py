@@ -8,42 +8,42 @@ from typing import ClassVar
 
 HELP = MappingProxyType(
     {
-        "num_requests_running": "Sequences that hold a place in the steps.",
-        "num_requests_waiting": "Sequences that wait for a place.",
-        "kv_cache_usage_perc": "Share of the KV pages that running sequences hold; 1 is all.",
-        "num_preemptions": "Times that a sequence lost its pages to another.",
-        "prompt_tokens": "Tokens of prompts, counted when the first token behind them comes.",
-        "prompt_tokens_cached": "Those of them that the prefix cache had.",
+        "num_requests_running": "Number of running sequences.",
+        "num_requests_waiting": "Number of waiting sequences.",
+        "kv_cache_usage_perc": "Fraction of the KV pages in use by running sequences; 1 is 100 percent.",
+        "num_preemptions": "Number of preemptions: a sequence lost its pages to another one.",
+        "prompt_tokens": "Number of prompt tokens, counted when prefill is done.",
+        "prompt_tokens_cached": "Number of those prompt tokens found in the prefix cache.",
         "generation_tokens": "Tokens generated.",
-        "prefix_cache_queries": "Tokens looked up in the prefix cache.",
-        "prefix_cache_hits": "Tokens found in the prefix cache.",
-        "compiles_after_ready": "Programs compiled while the engine stepped; there should be none.",
-        "corrupted_requests": "Requests that failed because the model's scores were not numbers (NaN).",
+        "prefix_cache_queries": "Number of tokens looked up in the prefix cache.",
+        "prefix_cache_hits": "Number of tokens found in the prefix cache.",
+        "compiles_after_ready": "Number of programs compiled after the engine was ready; expected to be 0.",
+        "corrupted_requests": "Number of requests that failed because of NaN logits.",
         "steps": "Steps launched.",
-        "decode_rows": "Rows of those steps that decoded one token.",
-        "request_success": "Samples that ended, by their finish reason.",
-        "time_to_first_token_seconds": "From a request's arrival to its first token.",
-        "inter_token_latency_seconds": "From one token of a text to the next.",
-        "request_time_per_output_token_seconds": "Mean time a token of a text, the first not counted.",
-        "e2e_request_latency_seconds": "From a request's arrival to its last token.",
-        "request_queue_time_seconds": "From a request's place in the queue to its first step.",
-        "request_inference_time_seconds": "From a request's first step to its last token.",
-        "request_prefill_time_seconds": "From a request's first step to its first token.",
-        "request_decode_time_seconds": "From a request's first token to its last.",
-        "request_prompt_tokens": "Tokens of a request's prompt.",
-        "request_generation_tokens": "Tokens of a generated text.",
-        "request_max_num_generation_tokens": "Tokens of the longest text of a request.",
-        "request_prefill_kv_computed_tokens": "Tokens of a request's prompt that the prefix cache did not have.",
-        "request_params_n": "Samples that a request asked for.",
-        "request_params_max_tokens": "Most tokens that a request allowed a text.",
-        "iteration_tokens_total": "Tokens of a step: one a generated token, and the prompts that it completed.",
+        "decode_rows": "Number of rows of those steps that decoded one token.",
+        "request_success": "Number of finished samples, by finish reason.",
+        "time_to_first_token_seconds": "Seconds from a request's arrival to its first token.",
+        "inter_token_latency_seconds": "Seconds between consecutive tokens of a completion.",
+        "request_time_per_output_token_seconds": "Mean seconds per output token of a completion, excluding the first.",
+        "e2e_request_latency_seconds": "Seconds from a request's arrival to its last token.",
+        "request_queue_time_seconds": "Seconds from queueing a request to its first step.",
+        "request_inference_time_seconds": "Seconds from a request's first step to its last token.",
+        "request_prefill_time_seconds": "Seconds from a request's first step to its first token.",
+        "request_decode_time_seconds": "Seconds from a request's first token to its last.",
+        "request_prompt_tokens": "Number of prompt tokens of a request.",
+        "request_generation_tokens": "Number of tokens of a completion.",
+        "request_max_num_generation_tokens": "Number of tokens of the longest completion of a request.",
+        "request_prefill_kv_computed_tokens": "Number of prompt tokens of a request that were not in the prefix cache.",
+        "request_params_n": "The parameter n of a request.",
+        "request_params_max_tokens": "The parameter max_tokens of a request.",
+        "iteration_tokens_total": "Number of tokens per step: generated tokens, and prompts whose prefill ended.",
     }
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Counter:
-    """A number that only grows while the engine lives."""
+    """A number that only increases."""
 
     name: str
     labels: dict[str, str]
@@ -53,7 +53,7 @@ class Counter:
 
 @dataclasses.dataclass(frozen=True)
 class Gauge:
-    """A number of this moment."""
+    """A number that can go up and down."""
 
     name: str
     labels: dict[str, str]
@@ -63,14 +63,14 @@ class Gauge:
 
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-    """How often values came that were at most so large.
+    """Counts of values by upper bound.
 
     Attributes:
-        name: Its name.
-        labels: What tells it from others of that name.
-        count: Values seen.
-        sum: Their sum.
-        buckets: Upper bound, as text, up to ``+Inf`` -> values seen that were at most that.
+        name: Name of the metric.
+        labels: Labels that distinguish metrics of the same name.
+        count: Number of values.
+        sum: Sum of the values.
+        buckets: Upper bound, as text, up to ``+Inf`` -> number of values that are at most that bound.
     """
 
     name: str
@@ -93,8 +93,8 @@ class Distribution:
     """Collects the values of a histogram.
 
     Args:
-        name: The histogram's, without prefix.
-        bounds: Upper bounds of its buckets, rising; one without bound is added.
+        name: Name of the histogram, without prefix.
+        bounds: Upper bounds of its buckets, ascending; ``+Inf`` is added.
     """
 
     def __init__(self, name: str, bounds: Sequence[float]):
@@ -104,12 +104,12 @@ class Distribution:
         self._sum = 0.0
 
     def observe(self, value: int | float, times: int = 1) -> None:
-        """Add a value, or the same one several times."""
+        """Add a value, once or several times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     def snapshot(self, prefix: str) -> Histogram:
-        """Return the histogram so far; another thread may go on adding values meanwhile."""
+        """Return the histogram so far; other threads may keep adding values."""
         total, buckets = 0, dict[str, int]()
         for bound, count in zip([*self._bounds, "+Inf"], self._counts.copy(), strict=True):
             total += count
@@ -122,12 +122,12 @@ def prometheus_text(
     labels: Mapping[str, str] = MappingProxyType({}),
     help_lines: Mapping[str, str] = HELP,
 ) -> str:
-    """Metrics in Prometheus' text format 0.0.4.
+    """Format metrics in Prometheus' text format 0.0.4.
 
     Args:
-        metrics: As ``get_metrics`` gives them: those of one name behind each other.
-        labels: Added to each, such as ``model_name``.
-        help_lines: What metrics are, by name without prefix.
+        metrics: As returned by ``get_metrics``: metrics of the same name are adjacent.
+        labels: Added to each metric, such as ``model_name``.
+        help_lines: Help text of metrics, by name without prefix.
     """
     lines: list[str] = []
     described = ""

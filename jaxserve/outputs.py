@@ -1,4 +1,4 @@
-"""What a request returns: vLLM's classes and field names (`vllm/outputs.py`)."""
+"""The results of requests: vLLM's classes and field names (`vllm/outputs.py`)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,11 +14,11 @@ class CompletionOutput:
     """One of the `n` sequences generated from a prompt."""
 
     index: int
-    """0 to n - 1."""
+    """Index of the sequence, 0 to n - 1."""
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    """Sum over the sampled tokens; None unless log probabilities were asked for."""
+    """Sum over the sampled tokens; None unless logprobs were requested."""
     logprobs: SampleLogprobs | None = None
     finish_reason: FinishReason | None = None
     """None while it is being generated."""
@@ -26,7 +26,7 @@ class CompletionOutput:
     """The stop string or stop token id; None for the end-of-sequence token and for other finish reasons."""
 
     def finished(self) -> bool:
-        """Return whether no more tokens will come."""
+        """Return whether the sequence is finished."""
         return self.finish_reason is not None
 
     def extend(self, delta: "CompletionOutput") -> None:
@@ -40,7 +40,7 @@ class CompletionOutput:
         self.stop_reason = delta.stop_reason
 
     def __repr__(self) -> str:
-        """Return the text and how it ended; token ids and log probabilities as counts."""
+        """Return the text and the finish reason; token ids and logprobs as counts."""
         parts = [f"index={self.index}", f"text={self.text!r}", f"token_ids={_listed(self.token_ids)}"]
         if self.cumulative_logprob is not None:
             parts.append(f"cumulative_logprob={self.cumulative_logprob:.4f}")
@@ -54,47 +54,47 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of `time.monotonic()`; None for what has not happened."""
+    """Times of a request's events, in seconds of `time.monotonic()`; None for events that have not happened."""
 
     arrival_s: float
     queued_s: float | None = None
-    """Checked, tokenized and put into the waiting queue."""
+    """When it was checked, tokenized and queued."""
     scheduled_s: float | None = None
-    """First part of the prompt put into a step."""
+    """When its first chunk of prefill was scheduled."""
     first_token_s: float | None = None
     finished_s: float | None = None
 
     @property
     def time_to_first_token_s(self) -> float | None:
-        """From arrival to the first token on the host."""
+        """Seconds from arrival to the first token on the host."""
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
     @property
     def latency_s(self) -> float | None:
-        """From arrival to the end."""
+        """Seconds from arrival to the end."""
         return None if self.finished_s is None else self.finished_s - self.arrival_s
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """A prompt and everything generated from it so far."""
+    """A prompt and all completions so far."""
 
     request_id: str
     prompt: str | None
-    """None when token ids were given without text."""
+    """None if the prompt was given as token ids only."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    """`n` items, ordered by index."""
+    """`n` completions, ordered by index."""
     finished: bool
     prompt_logprobs: PromptLogprobs | None = None
     metrics: RequestMetrics | None = None
     """None unless the engine runs with `disable_log_stats=False`."""
     num_cached_tokens: int | None = None
-    """Prompt tokens whose keys and values were found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     error: str | None = None
-    """What went wrong, where a finish reason is `error`."""
+    """The error message if a finish reason is `error`."""
     embedding: list[float] | None = None
-    """The prompt's vector, where one was asked for in place of a text; `outputs` then has one without tokens."""
+    """The prompt's vector, if the request asks for one instead of text; `outputs` then has one item without tokens."""
 
     def __repr__(self) -> str:
         """Return all fields, with long lists shortened."""
@@ -120,16 +120,16 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchSequence:
-    """One of the texts that a beam search found."""
+    """One of the sequences that a beam search found."""
 
     tokens: list[int]
-    """The prompt and what was generated."""
+    """The prompt and the completion."""
     logprobs: list[dict[int, Logprob]]
-    """One dict a generated token: the candidates of that step."""
+    """One dict per generated token: the candidates of that step."""
     cum_logprob: float = 0.0
     """Sum over the generated tokens."""
     text: str | None = None
-    """Of all `tokens`, the prompt included; None without a tokenizer."""
+    """The text of all `tokens`, the prompt included; None without a tokenizer."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -144,7 +144,7 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True, slots=True)
 class PoolingOutput:
-    """What `encode` gives for a prompt."""
+    """The result of `encode` for a prompt."""
 
     data: list[float]
     """The vector."""
@@ -152,7 +152,7 @@ class PoolingOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """What `embed` gives for a prompt."""
+    """The result of `embed` for a prompt."""
 
     embedding: list[float]
 
@@ -162,30 +162,30 @@ class EmbeddingOutput:
         return len(self.embedding)
 
     def __repr__(self) -> str:
-        """Return the vector's length."""
+        """Return the length of the vector."""
         return f"EmbeddingOutput(hidden_size={self.hidden_size})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingRequestOutput:
-    """A prompt and the vector made of it."""
+    """A prompt and its vector."""
 
     request_id: str
     outputs: PoolingOutput
     prompt_token_ids: list[int]
     finished: bool
     num_cached_tokens: int = 0
-    """Prompt tokens whose keys and values were found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
 
     @classmethod
     def of(cls, output: RequestOutput) -> "PoolingRequestOutput":
-        """Return the vector of a request that asked for one.
+        """Convert the output of a pooling request.
 
         Raises:
-            RequestFailedError: It was aborted before it had one.
+            RequestFailedError: The request was aborted before its vector was computed.
         """
         if output.embedding is None:
-            raise RequestFailedError(f"request {output.request_id} was aborted")
+            raise RequestFailedError(f"request {output.request_id} was aborted before its vector was computed")
         return cls(
             request_id=output.request_id,
             outputs=PoolingOutput(output.embedding),
@@ -204,11 +204,11 @@ class EmbeddingRequestOutput:
     prompt_token_ids: list[int]
     finished: bool
     num_cached_tokens: int = 0
-    """Prompt tokens whose keys and values were found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
 
     @classmethod
     def of(cls, output: PoolingRequestOutput) -> "EmbeddingRequestOutput":
-        """Return the same, with the vector under its name."""
+        """Convert the output of a pooling request."""
         return cls(
             request_id=output.request_id,
             outputs=EmbeddingOutput(output.outputs.data),

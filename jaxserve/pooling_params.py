@@ -1,4 +1,4 @@
-"""How the hidden states of a prompt become one vector: vLLM's names (`vllm/pooling_params.py`)."""
+"""Parameters that reduce a prompt's hidden states to one vector: vLLM's names (`vllm/pooling_params.py`)."""
 
 import dataclasses
 from typing import Literal
@@ -16,7 +16,7 @@ def _checked(values: Values) -> Values:
         message = f"pooling must be one of {', '.join(POOLINGS)}; got {pooling!r}"
         raise RequestError(message, parameter="pooling", value=pooling)
     if dimensions is not None:
-        message = f"dimensions must be None: a generative model's vectors cannot be shortened; got {dimensions!r}"
+        message = f"dimensions must be None: the vectors of a generative model cannot be shortened; got {dimensions!r}"
         raise RequestError(message, parameter="dimensions", value=dimensions)
     return {**values, "normalize": flag("normalize", values["normalize"])}
 
@@ -24,9 +24,9 @@ def _checked(values: Values) -> Values:
 @checks_fields(_checked)
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class PoolingParams:
-    """How a prompt becomes a vector. Immutable.
+    """Pooling settings of one request. Immutable.
 
-    The hidden states are those that the head reads, behind the last norm: `last_hidden_state` of transformers.
+    The hidden states are the input of the head, after the last norm: `last_hidden_state` of transformers.
 
     Raises:
       RequestError: A value of the wrong type or out of range, or an unknown name.
@@ -37,18 +37,18 @@ class PoolingParams:
     normalize: bool = True
     """Scale the vector to length 1."""
     dimensions: None = None
-    """Length of the vector, for models trained to have it shortened: no generative model is, so None alone."""
+    """Length of the vector, for models trained with Matryoshka embeddings: generative models are not, so only None."""
 
     def __repr__(self) -> str:
         return changed_fields(self)
 
 
 def check_pooling_task(task: object) -> None:
-    """Reject what a generative model cannot do.
+    """Reject tasks that a generative model cannot do.
 
     Raises:
       RequestError: The task is neither None nor `embed`.
     """
     if task not in (None, "embed"):
-        message = f"pooling_task must be 'embed', since a generative model has no head for another; got {task!r}"
+        message = f"pooling_task must be 'embed', the only task of a generative model; got {task!r}"
         raise RequestError(message, parameter="pooling_task", value=task)

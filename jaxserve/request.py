@@ -1,6 +1,6 @@
-"""Prompts as users write them, turned into one plain list: the first check that every front door makes.
+"""Converts prompts as users write them to a plain list: the first check, shared by all APIs.
 
-`SamplingParams` is in `jaxserve.sampling_params`, what comes back in `jaxserve.outputs`.
+`SamplingParams` is in `jaxserve.sampling_params`, results are in `jaxserve.outputs`.
 """
 
 import numbers
@@ -26,30 +26,30 @@ _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFit:
-    """How a prompt is made to fit the context."""
+    """How a prompt is fitted into the context."""
 
     is_strict: bool = False
-    """Whether more output tokens than there is room for are an error; else they are cut."""
+    """Whether it is an error if the output may exceed the context; otherwise `max_tokens` is reduced."""
     truncate_prompt_tokens: int | None = None
-    """Keep this many tokens, the last ones; -1: as many as leave room for the output."""
+    """Keep only the last tokens of the prompt, this many; -1: as many as leave room for the output."""
     add_special_tokens: bool = True
-    """Put around a text what the model expects around one."""
+    """Whether the tokenizer adds the model's special tokens to text."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptInput:
-    """One prompt: text to be tokenized, or token ids (with the text they came from, if it was given)."""
+    """One prompt: text to be tokenized, or token ids with their text, if it was given."""
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...] | None
-    """When not None these are used and `prompt` is only shown. Each is ≥ 0; the engine checks the vocabulary's end."""
+    """If not None these are used, and `prompt` is only returned. Each is >= 0; the engine checks the upper bound."""
     params: SamplingParams | PoolingParams | None
     """None: the model's defaults."""
     cache_salt: str | None = None
-    """Cached keys and values are shared between prompts of the same salt only."""
+    """Only requests with the same salt share cached pages."""
     fit: PromptFit = PromptFit()
     is_chat: bool = False
-    """Whether it is a conversation, which a template wrote."""
+    """Whether the prompt is a conversation rendered by a template."""
 
 
 def parse_prompts(prompts: Any, params: Any = None, kind: ParamsKind = SamplingParams) -> list[PromptInput]:
@@ -57,15 +57,15 @@ def parse_prompts(prompts: Any, params: Any = None, kind: ParamsKind = SamplingP
 
     Args:
       prompts: A string, a list of token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a sequence of those.
-        The dicts may have a `cache_salt` too. An empty sequence is no prompts.
-      params: `SamplingParams` for all prompts, a sequence with one (or None) a prompt, or None.
-      kind: `PoolingParams` where `params` are to be those.
+        The dicts may also have `cache_salt`. An empty sequence means no prompts.
+      params: `SamplingParams` for all prompts, a sequence with one (or None) per prompt, or None.
+      kind: `PoolingParams` if `params` must be of that class.
 
     Returns:
-      One `PromptInput` a prompt, in order.
+      One `PromptInput` per prompt, in order.
 
     Raises:
-      RequestError: Naming the index of the first bad prompt, or both lengths when those of prompts and params differ.
+      RequestError: A prompt is invalid (the message has its index), or the numbers of prompts and params differ.
     """
     items = _items(prompts)
     return [
@@ -75,7 +75,7 @@ def parse_prompts(prompts: Any, params: Any = None, kind: ParamsKind = SamplingP
 
 
 def parse_prompt(prompt: Any, params: Any = None, kind: ParamsKind = SamplingParams) -> PromptInput:
-    """Read the prompt argument of `AsyncLLM.generate` and `AsyncLLM.encode`: one prompt; else as `parse_prompts`."""
+    """Read the prompt argument of `AsyncLLM.generate` and `AsyncLLM.encode`: one prompt, as for `parse_prompts`."""
     inputs = parse_prompts(prompt, params, kind)
     if len(inputs) != 1:
         name = "generate" if kind is SamplingParams else "encode"
@@ -93,15 +93,15 @@ def params_for_each(params: Any, num_prompts: int) -> list[SamplingParams | None
 
 
 def check_length(num_prompt_tokens: int, num_output_tokens: int, max_model_len: int) -> None:
-    """Reject a prompt and an output that the context does not hold together.
+    """Reject a prompt and output that together exceed the context.
 
     Args:
-      num_prompt_tokens: Of the prompt.
+      num_prompt_tokens: Tokens of the prompt.
       num_output_tokens: Tokens to be generated; at least 1.
-      max_model_len: Longest context.
+      max_model_len: Longest context in tokens.
 
     Raises:
-      RequestError: They are too many.
+      RequestError: The context is too short.
     """
     room = max_model_len - num_prompt_tokens
     if num_output_tokens <= room:
@@ -134,10 +134,10 @@ def _for_each(params: Any, num_prompts: int, kind: type[Params]) -> "list[Params
 
 
 def priorities_for_each(priority: Any, num_prompts: int) -> list[int]:
-    """Return the priority of each prompt, 0 for each where None is given; the lower runs first.
+    """Return the priority of each prompt, 0 if None is given; the lowest run first.
 
     Raises:
-      RequestError: No list, one of another length, or an item that is no int.
+      RequestError: Not a list, wrong length, or an item is not an int.
     """
     if priority is None:
         return [0] * num_prompts
@@ -172,7 +172,7 @@ def _parse_mapping(index: int, item: Mapping[str, Any], params: SamplingParams |
     unknown = sorted(set(item) - set(_KEYS), key=str)
     if unknown:
         known = ", ".join(map(repr, _KEYS))
-        raise RequestError(f"prompt {index}: key {unknown[0]!r} is not supported, only {known}")
+        raise RequestError(f"prompt {index}: key {unknown[0]!r} is not supported; supported keys: {known}")
     text, token_ids = item.get("prompt"), item.get("prompt_token_ids")
     if text is None and token_ids is None:
         raise RequestError(f"prompt {index}: the mapping has neither 'prompt' nor 'prompt_token_ids'")
@@ -190,7 +190,7 @@ def _salt(index: int, salt: Any) -> str | None:
     if salt is None:
         return None
     if not isinstance(salt, str) or not salt:
-        raise RequestError(f"prompt {index}: 'cache_salt' must be a string that is not empty, got {salt!r}")
+        raise RequestError(f"prompt {index}: 'cache_salt' must be a non-empty string, got {salt!r}")
     return _text(index, salt)
 
 

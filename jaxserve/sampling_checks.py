@@ -1,4 +1,4 @@
-"""The checks behind `SamplingParams` and `BeamSearchParams`: each field alone, then what must hold between fields.
+"""Checks of `SamplingParams` and `BeamSearchParams`: each field, then conditions between fields.
 
 Messages follow vLLM's (`vllm/sampling_params.py`).
 """
@@ -33,23 +33,23 @@ MAX_ARGUMENT_NESTING = 64
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 1024
 MAX_TEXT_LENGTH = 256
-# A length to this power is still a finite float.
+# A length raised to this power is still a finite float.
 MAX_LENGTH_PENALTY = 32.0
 
 
 class RequestOutputKind(enum.Enum):
-    """What each output of a streamed request holds."""
+    """The content of each output of a streamed request."""
 
     CUMULATIVE = 0
     """Everything so far."""
     DELTA = 1
-    """What is new since the last output."""
+    """The new tokens since the last output."""
     FINAL_ONLY = 2
-    """One output, at the end."""
+    """One output with everything, at the end."""
 
 
 def _optional_integer(name: str, value: object, high: int | None = None, low: int = 0) -> int | None:
-    """Return a whole number, or None, for which -1 also stands."""
+    """Return an integer, or None for None and -1."""
     if value is None or (isinstance(value, numbers.Integral) and int(value) == -1):
         return None
     return integer(name, value, low, high)
@@ -66,7 +66,8 @@ def _optional_flag(name: str, value: object) -> bool | None:
 
 
 def _optional_texts(name: str, value: object, most: int, *, may_be_one: bool = False) -> tuple[str, ...]:
-    """At most so many texts of at most ``MAX_TEXT_LENGTH`` characters; every step looks for them."""
+    """Return at most `most` strings of at most ``MAX_TEXT_LENGTH`` characters, a limit because every step matches
+    them."""
     found = () if value is None else texts(name, value, may_be_one=may_be_one)
     if len(found) > most:
         raise RequestError(f"{name} must have at most {most} strings, got {len(found)}", parameter=name, value=value)
@@ -86,7 +87,7 @@ def _allowed_token_ids(name: str, value: object) -> tuple[int, ...] | None:
         return None
     found = tuple(dict.fromkeys(token_ids(name, value)))
     if not found:
-        raise RequestError(f"{name} cannot be an empty list: no token would be left", parameter=name, value=value)
+        raise RequestError(f"{name} cannot be an empty list: no token would be allowed", parameter=name, value=value)
     return found
 
 
@@ -121,7 +122,7 @@ def _token_id(name: str, key: object) -> int:
             message = f"{name} must have token ids as keys, got {key!r}"
             raise RequestError(message, parameter=name, value=key) from None
     if isinstance(key, bool) or not isinstance(key, numbers.Integral) or key < 0:
-        message = f"{name} must have token ids from 0 as keys, got {key!r:.80}"
+        message = f"{name} must have token ids >= 0 as keys, got {key!r:.80}"
         raise RequestError(message, parameter=name, value=key)
     return int(key)
 
@@ -178,7 +179,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
 
 
 def checked_sampling(values: Values) -> Values:
-    """Return the fields of `SamplingParams`, checked each alone and then together."""
+    """Return the fields of `SamplingParams` after checking each alone and all together."""
     checked = {name: _CHECKS[name](name, value) for name, value in values.items()}
     if checked["max_tokens"] is not None and checked["min_tokens"] > checked["max_tokens"]:
         message = f"min_tokens must be at most max_tokens={checked['max_tokens']}, got {checked['min_tokens']}"
@@ -200,7 +201,7 @@ def _check_logprobs(checked: Values) -> None:
         message = f"logprobs must be left out beside logprob_token_ids, or be their number {len(tracked)}; got {count}"
         raise RequestError(message, parameter="logprobs", value=count)
     if checked["prompt_logprobs"] is not None and checked["skip_reading_prefix_cache"] is False:
-        message = "skip_reading_prefix_cache cannot be False with prompt_logprobs: cached tokens would have none"
+        message = "skip_reading_prefix_cache cannot be False with prompt_logprobs: cached tokens have no logprobs"
         raise RequestError(message, parameter="skip_reading_prefix_cache", value=False)
 
 
@@ -218,5 +219,5 @@ _BEAM_CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
 
 
 def checked_beam_search(values: Values) -> Values:
-    """Return the fields of `BeamSearchParams`, each checked."""
+    """Return the fields of `BeamSearchParams` after checking each."""
     return {name: _BEAM_CHECKS[name](name, value) for name, value in values.items()}

@@ -1,8 +1,8 @@
-"""The numeric options of sampling, a row each: all that must know every one of them is derived from this table.
+"""The numeric sampling options, one row each; everything that must list all of them is derived from this table.
 
-``SamplingParams`` has a field of the same name, with its default and what it means to a user. From the row come the
-validation in the Python API and both servers, the fields of requests and of ``generation_config.json``, the numbers
-that a plan carries, the arrays that the sampler reads, and which steps must do the option's work.
+``SamplingParams`` has a field of the same name, with its default and documentation. The row determines the validation
+in the Python API and both servers, the fields of requests and of ``generation_config.json``, the numbers in a plan, the
+arrays that the sampler reads, and which steps must apply the option.
 """
 
 import collections
@@ -18,32 +18,32 @@ from jaxserve.field_checks import integer, number
 logger = logging.getLogger(__name__)
 
 MAX_TEMPERATURE = 2.0
-# A positive temperature below this divides logits into the range where float32 loses them; vLLM has the same floor.
+# Smaller positive temperatures divide logits into the range where float32 loses precision; vLLM has the same floor.
 MIN_TEMPERATURE = 0.01
-# Bias, repetition penalty and temperature together still leave a logit finite in float32.
+# Bias, repetition penalty and temperature together keep a logit finite in float32.
 MAX_FACTOR = 1e15
 MAX_TOP_K = 2**31 - 1
 
 
 class Effect(enum.Enum):
-    """What an option changes where it is not neutral: it decides how much the steps of such a request compute."""
+    """What an option changes when it is not neutral: this determines how much the steps of such a request compute."""
 
     DRAW = "draw"
-    """How a row with a temperature draws its token: without a temperature it changes nothing and is made neutral."""
+    """How a row with a temperature samples its token; without a temperature it has no effect and is made neutral."""
     LOGITS = "logits"
-    """The logits, and so which token is the most likely."""
+    """The logits, and so the argmax."""
     PENALTY = "penalty"
-    """The logits, by the tokens so far: the device counts them."""
+    """The logits, depending on the tokens so far, which the device counts."""
 
 
 class SamplingOption(NamedTuple):
     """A row of the table.
 
     Attributes:
-        neutral: The value that changes nothing. Where it is an int, the option is int32 on the device, else float32.
-        check: Takes the field's name and what the user gave; returns the value to store, which that type can hold.
-        effect: What it changes.
-        in_generation_config: Whether a model's ``generation_config.json`` may give it, as in vLLM.
+        neutral: The value without effect. If it is an int, the option is int32 on the device, otherwise float32.
+        check: Takes the field's name and the user's value; returns the value to store, in that type.
+        effect: What the option changes.
+        in_generation_config: Whether a model's ``generation_config.json`` may set it, as in vLLM.
     """
 
     neutral: float
@@ -53,12 +53,10 @@ class SamplingOption(NamedTuple):
 
 
 def check_temperature(name: str, value: object) -> float:
-    """Return a temperature; small positive ones are raised."""
+    """Return a temperature; raise small positive ones to the minimum."""
     temperature = number(name, value, 0.0, MAX_TEMPERATURE)
     if 0.0 < temperature < MIN_TEMPERATURE:
-        logger.warning(
-            "temperature %g is too small for stable sampling and is raised to %g", temperature, MIN_TEMPERATURE
-        )
+        logger.warning("temperature %g is too small for stable sampling; using %g", temperature, MIN_TEMPERATURE)
         return MIN_TEMPERATURE
     return temperature
 
@@ -87,11 +85,11 @@ SAMPLING_OPTIONS: Mapping[str, SamplingOption] = MappingProxyType(
 OptionValues = collections.namedtuple(
     "OptionValues", SAMPLING_OPTIONS, defaults=[option.neutral for option in SAMPLING_OPTIONS.values()]
 )
-"""A value of each option by its name: a request's own, neutral where not given; or on the device an array of each."""
+"""A value of each option by its name: a request's own or the neutral one; on the device an array of each."""
 
 
 def has_effect(values: OptionValues, *effects: Effect) -> bool:
-    """Return whether a request's option with one of the effects is not neutral."""
+    """Return whether an option with one of the effects is not neutral."""
     return any(
         option.effect in effects and getattr(values, name) != option.neutral
         for name, option in SAMPLING_OPTIONS.items()
@@ -99,5 +97,5 @@ def has_effect(values: OptionValues, *effects: Effect) -> bool:
 
 
 def neutral_values(effect: Effect) -> dict[str, float]:
-    """Return the options with an effect, and the value of each that changes nothing."""
+    """Return the options with an effect, each with its neutral value."""
     return {name: option.neutral for name, option in SAMPLING_OPTIONS.items() if option.effect is effect}

@@ -1,6 +1,6 @@
-"""How one request is sampled and when it ends: vLLM's names, defaults and checks (`vllm/sampling_params.py`).
+"""Sampling parameters and stop conditions of a request: vLLM's names, defaults and checks (`vllm/sampling_params.py`).
 
-Everything is checked and normalised once, before the object exists, so the rest of the engine reads plain values.
+Everything is checked and normalized once, before the object exists, so the engine reads plain values.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ GENERATION_CONFIG_KEYS = MappingProxyType(
         "max_new_tokens": "max_tokens",
     }
 )
-"""vLLM's keys of generation_config.json -> field."""
+"""vLLM's keys of generation_config.json, each with its field."""
 
 
 @checks_fields(checked_sampling)
@@ -29,80 +29,82 @@ class SamplingParams:
     """Sampling settings of one request, with vLLM's names and defaults. Immutable; `clone` makes a changed copy.
 
     Raises:
-      RequestError: A value of the wrong type or out of range, or an unknown name (the nearest is suggested).
+      RequestError: A value has the wrong type or is out of range, or a name is unknown (the nearest is suggested).
     """
 
     n: int = 1
-    """Sequences to generate from the prompt, 1 to 16384; 1 when greedy."""
+    """Number of completions of the prompt, 1 to 16384; must be 1 when greedy."""
     presence_penalty: float = 0.0
-    """Taken from the logits of tokens that the output has, in [-2, 2]."""
+    """Subtracted from the logits of tokens that are in the output, in [-2, 2]."""
     frequency_penalty: float = 0.0
-    """Taken from the logits of tokens for each time the output has them, in [-2, 2]."""
+    """Subtracted from the logits of tokens once per occurrence in the output, in [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Above 1 makes tokens of prompt and output less likely (positive logits are divided, others multiplied by it)."""
+    """Above 1 makes tokens of prompt and output less likely: divides positive logits and multiplies negative ones."""
     temperature: float = 1.0
-    """0 is greedy; else 0.01 to 2 (smaller positive values are raised to 0.01 with a warning)."""
+    """0 is greedy; otherwise 0.01 to 2 (smaller positive values are raised to 0.01 with a warning)."""
     top_p: float = 1.0
-    """Sample from the smallest set of tokens whose probability reaches this, in (0, 1]."""
+    """Sample from the smallest set of most likely tokens whose total probability reaches this, in (0, 1]."""
     top_k: int = 0
     """Sample from this many most likely tokens; 0 or -1: from all."""
     min_p: float = 0.0
-    """Drop tokens less likely than this share of the most likely one's probability, in [0, 1]."""
+    """Exclude tokens less likely than this fraction of the most likely one's probability, in [0, 1]."""
     seed: int | None = None
-    """0 to 2**63 - 1 for a repeatable request; None or -1: from the engine's seed."""
+    """0 to 2**63 - 1 for a reproducible request; None or -1: derived from the engine's seed."""
     stop: str | Sequence[str] | None = None
-    """Up to 64 strings of up to 256 characters that end the text, stored as a tuple; it is cut before the first."""
+    """Up to 64 stop strings of up to 256 characters, stored as a tuple; the text is cut before the first match."""
     stop_token_ids: Sequence[int] | None = None
-    """Token ids that end the sequence, stored as a tuple."""
+    """Token ids that end the completion, stored as a tuple."""
     ignore_eos: bool = False
-    """Go on after the end-of-sequence token."""
+    """Continue after the end-of-sequence token."""
     max_tokens: int | None = 16
-    """Most tokens to generate; None or -1: as many as the context holds."""
+    """Largest number of tokens to generate; None or -1: as many as fit the context."""
     min_tokens: int = 0
-    """No end of sequence and no stop string before this many tokens."""
+    """Ignore the end of sequence and stop strings before this many tokens."""
     logprobs: int | None = None
-    """Log probabilities of this many most likely tokens (and of the sampled one) a position; -1: of all; True is 1."""
+    """Number of most likely tokens to return logprobs of per position (and the sampled one); -1: all; True is 1."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt."""
+    """Number of most likely tokens to return logprobs of per prompt token."""
     logprob_token_ids: Sequence[int] | None = None
-    """Log probabilities of these tokens, at most 128, in place of the most likely; stored as a tuple."""
+    """Return logprobs of these tokens, at most 128, instead of the most likely ones; stored as a tuple."""
     flat_logprobs: bool = False
-    """Give log probabilities as `FlatLogprobs`, a few long lists, in place of a dict a position."""
+    """Return logprobs as `FlatLogprobs`, a few long lists, instead of one dict per position."""
     detokenize: bool = True
-    """Make text; False leaves `CompletionOutput.text` empty."""
+    """Convert tokens to text; False leaves `CompletionOutput.text` empty."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Omit special tokens from the text."""
     spaces_between_special_tokens: bool = True
-    """As in vLLM it concerns slow tokenizers alone; the fast and sentencepiece ones here put no such spaces."""
+    """No effect, as with vLLM's fast tokenizers: these and sentencepiece add no such spaces."""
     include_stop_str_in_output: bool = False
-    """Cut the text after the stop string, not before it."""
+    """Cut the text after the stop string instead of before it."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What each streamed output holds: CUMULATIVE all so far, DELTA what is new, FINAL_ONLY comes once; or its name."""
+    """Content of each streamed output: CUMULATIVE everything so far, DELTA new tokens, FINAL_ONLY one output; or its
+    name."""
     structured_outputs: StructuredOutputsParams | None = None
-    """What the text must keep to, such as a JSON schema; or a dict of its fields."""
+    """Constraint on the output, such as a JSON schema; or a dict of its fields."""
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
-    """Added to the logits of these token ids (which may be written as text)."""
+    """Added to the logits of these token ids (keys may be strings)."""
     allowed_token_ids: Sequence[int] | None = None
     """The only tokens that may be sampled, stored as a tuple."""
     bad_words: Sequence[str] | None = None
-    """Up to 1024 texts whose last token is never sampled behind their others, stored as a tuple."""
+    """Up to 1024 strings whose last token is not sampled after their other tokens, stored as a tuple."""
     thinking_token_budget: int | None = None
-    """Most tokens of a model's thinking, after which its end is forced; None or -1: no limit."""
+    """Largest number of reasoning tokens, after which the end of reasoning is forced; None or -1: no limit."""
     repetition_detection: RepetitionDetectionParams | None = None
-    """When a text that repeats itself ends; or a dict of its fields."""
+    """When to stop a completion that repeats itself; or a dict of its fields."""
     skip_reading_prefix_cache: bool | None = None
-    """Compute the whole prompt, whatever the cache holds; None: only with `prompt_logprobs`, which need it."""
+    """Compute the whole prompt instead of reading the prefix cache; None: only with `prompt_logprobs`, which need
+    it."""
     extra_args: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
     """JSON values for custom logits processors, by name."""
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any], **changes: Any) -> "SamplingParams":
-        """Make the defaults that a model ships with.
+        """Build the default parameters of a model.
 
         Args:
-          config: Contents of `generation_config.json`. `do_sample: false` means temperature 0; keys that don't concern
-            sampling are left out.
-          **changes: Fields that win over the file.
+          config: Contents of `generation_config.json`. `do_sample: false` means temperature 0; keys that do not concern
+            sampling are ignored.
+          **changes: Fields that replace the file's.
 
         Raises:
           RequestError: As the constructor.
@@ -114,9 +116,9 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **values: Any) -> "SamplingParams":
-        """Make what a web request asks for: None means the default, and `logit_bias` is cut to [-100, 100].
+        """Build the parameters of a web request: None means the default, and `logit_bias` is clipped to [-100, 100].
 
-        `max_tokens=None` keeps its meaning, as many as the context holds.
+        `max_tokens=None` keeps its meaning: as many as fit the context.
 
         Raises:
           RequestError: As the constructor.
@@ -135,31 +137,31 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Return whether each token is the most likely one."""
+        """Whether each sampled token is the argmax."""
         return self.temperature == 0.0
 
     @property
     def num_logprobs(self) -> int | None:
-        """Entries asked for at each sampled position, beside the sampled token; -1: all; None: no log probabilities."""
+        """Number of logprobs per sampled position, besides the sampled token; -1: all; None: no logprobs."""
         if self.logprob_token_ids is not None:
             return len(self.logprob_token_ids)
         return self.logprobs
 
     @property
     def needs_logprobs(self) -> bool:
-        """Return whether any log probabilities are to be returned."""
+        """Whether any logprobs are returned."""
         return self.num_logprobs is not None or self.prompt_logprobs is not None
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Return whether it may start from keys and values computed for others."""
+        """Whether it may reuse keys and values computed for other requests."""
         if self.skip_reading_prefix_cache is None:
             return self.prompt_logprobs is None
         return not self.skip_reading_prefix_cache
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` with the type it really has after normalisation."""
+        """`stop`, with its type after normalization."""
         return tuple(self.stop or ())
 
     def __repr__(self) -> str:
@@ -169,38 +171,38 @@ class SamplingParams:
 @checks_fields(checked_beam_search)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
-    """How a beam search goes, with vLLM's names and defaults. Immutable.
+    """Parameters of a beam search, with vLLM's names and defaults. Immutable.
 
     Raises:
-      RequestError: A value missing, of the wrong type or out of range, or an unknown name.
+      RequestError: A value is missing, has the wrong type or is out of range, or a name is unknown.
     """
 
     beam_width: int
-    """Texts kept at each step and returned, 1 to 16384."""
+    """Sequences kept at each step and returned, 1 to 16384."""
     max_tokens: int
-    """Most tokens to generate."""
+    """Largest number of tokens to generate."""
     ignore_eos: bool = False
-    """Go on after the end-of-sequence token."""
+    """Continue after the end-of-sequence token."""
     temperature: float = 0.0
-    """As in `SamplingParams`; it matters only where the engine's log probabilities are processed ones."""
+    """As in `SamplingParams`; it matters only if the engine's logprobs are processed ones."""
     length_penalty: float = 1.0
-    """Texts are compared by log probability / length to this power, in [-32, 32]."""
+    """Sequences are compared by logprob / length to this power, in [-32, 32]."""
     include_stop_str_in_output: bool = False
-    """Keep the end-of-sequence token that ends a text."""
+    """Keep the end-of-sequence token at the end of a sequence."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Omit special tokens from the text."""
 
 
 def check_against(params: SamplingParams, *, vocab_size: int, max_logprobs: int) -> None:
-    """Check what depends on the engine.
+    """Check parameters against limits of the engine.
 
     Args:
-      params: Checked by itself already.
-      vocab_size: Token ids are below it.
-      max_logprobs: Most log probabilities a position; -1: as many as the vocabulary has tokens.
+      params: Already checked by themselves.
+      vocab_size: Number of token ids.
+      max_logprobs: Largest number of logprobs per position; -1: the vocabulary size.
 
-    Raises:
-      RequestError: More log probabilities than that, or a token id out of the vocabulary.
+      Raises:
+        RequestError: Too many logprobs, or a token id outside the vocabulary.
     """
     limit = vocab_size if max_logprobs == -1 else max_logprobs
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):

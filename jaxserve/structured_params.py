@@ -1,4 +1,4 @@
-"""Parameters with fields of their own: vLLM's names, defaults and checks (`vllm/sampling_params.py`)."""
+"""Parameters that are objects: vLLM's names, defaults and checks (`vllm/sampling_params.py`)."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +19,9 @@ from jaxserve.field_checks import (
 )
 
 MAX_JSON_NESTING = 64
-"""How deep objects and arrays of a JSON schema may stand in each other."""
+"""Deepest nesting of objects and arrays in a JSON schema."""
 MAX_TAG_NESTING = 80
-"""The same for a structural tag, which wraps schemas."""
+"""Deepest nesting in a structural tag, which wraps schemas."""
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
@@ -29,7 +29,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 def _json_schema(name: str, value: object) -> str | dict[str, Any]:
     if isinstance(value, str):
         if not isinstance(parse_json(name, _filled(name, value), MAX_JSON_NESTING), dict | bool):
-            raise RequestError(f"{name} must be a JSON schema: an object", parameter=name, value=value)
+            raise RequestError(f"{name} must be a JSON schema, which is an object", parameter=name, value=value)
         return value
     return json_copy(name, mapping(name, value), MAX_JSON_NESTING)
 
@@ -55,7 +55,7 @@ def _choice(name: str, value: object) -> tuple[str, ...]:
 
 def _json_object(name: str, value: object) -> bool:
     if not flag(name, value):
-        message = f"{name} must be True where it is given; for free text leave structured_outputs out"
+        message = f"{name} must be True if given; for unconstrained text omit structured_outputs"
         raise RequestError(message, parameter=name, value=value)
     return True
 
@@ -81,7 +81,7 @@ _STRUCTURE_CHECKS: dict[str, Callable[[str, object], Any]] = {
 def _checked_structure(values: Values) -> Values:
     given = [name for name in KINDS if values[name] is not None]
     if len(given) != 1:
-        message = f"structured_outputs takes exactly one of {', '.join(KINDS)}; got {' and '.join(given) or 'none'}"
+        message = f"structured_outputs must have exactly one of {', '.join(KINDS)}; got {' and '.join(given) or 'none'}"
         raise RequestError(message, parameter="structured_outputs", value={name: values[name] for name in given})
     return {
         name: check(f"structured_outputs.{name}", values[name]) if values[name] is not None or check is flag else None
@@ -92,32 +92,32 @@ def _checked_structure(values: Values) -> Values:
 @checks_fields(_checked_structure)
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class StructuredOutputsParams:
-    """What a text must keep to; exactly one of the first six fields. Immutable.
+    """Constraint on a completion; exactly one of the first six fields is set. Immutable.
 
-    Whether a schema, pattern or grammar can be compiled is found when the request is submitted.
+    Schemas, patterns and grammars are compiled when the request is submitted.
 
     Raises:
       RequestError: None or several kinds, a value of the wrong type, empty or nested too deeply, or an unknown name.
     """
 
     json: str | Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
-    """A JSON schema, as text or as a dict; at most 64 levels deep."""
+    """A JSON schema, as a string or a dict; at most 64 levels deep."""
     regex: str | None = None
-    """A regular expression that the whole text matches."""
+    """A regular expression that matches the whole completion."""
     choice: Sequence[str] | None = None
-    """Texts, of which the text is one; stored as a tuple."""
+    """Strings, one of which is the completion; stored as a tuple."""
     grammar: str | None = None
     """A context-free grammar in Lark or EBNF notation."""
     json_object: bool | None = None
     """True: any JSON object."""
     structural_tag: str | None = None
-    """Tags, as JSON text, within which the text keeps to a schema; at most 80 levels deep."""
+    """Tags, as a JSON string, inside which the text follows a schema; at most 80 levels deep."""
     whitespace_pattern: str | None = None
-    """A regular expression for the white space between the parts of JSON."""
+    """A regular expression for the white space between tokens of JSON."""
     disable_any_whitespace: bool = False
     """Write JSON without optional white space."""
     disable_additional_properties: bool = False
-    """Take objects of a schema that says nothing of further properties to have none."""
+    """Forbid additional properties in objects whose schema does not mention them."""
 
     @property
     def kind(self) -> str:
@@ -145,18 +145,18 @@ def _checked_repetition(values: Values) -> Values:
 @checks_fields(_checked_repetition)
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class RepetitionDetectionParams:
-    """When a text that repeats itself ends, with finish reason ``repetition``: vLLM's names and rules. Immutable.
+    """When to stop a completion that repeats itself, with finish reason ``repetition``: vLLM's rules. Immutable.
 
     Raises:
-      RequestError: No whole number, sizes out of order, a count below 2 with a size above 0, or an unknown name.
+      RequestError: Not an integer, sizes out of order, a count below 2 with a size above 0, or an unknown name.
     """
 
     max_pattern_size: int = 0
-    """Longest pattern looked for, in tokens; 0 looks for none."""
+    """Longest pattern to detect, in tokens; 0 disables detection."""
     min_pattern_size: int = 0
-    """Shortest pattern looked for; 0 means 1."""
+    """Shortest pattern to detect, in tokens; 0 means 1."""
     min_count: int = 0
-    """How often in a row a pattern must stand at the end of the output; at least 2."""
+    """How many times in a row a pattern must occur at the end of the output; at least 2."""
 
     def __repr__(self) -> str:
         return changed_fields(self)

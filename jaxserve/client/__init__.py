@@ -1,4 +1,4 @@
-"""A typed client of jaxserve's gRPC server. It needs no JAX.
+"""A typed client of jaxserve's gRPC server, independent of JAX.
 
 with Client("localhost:8001") as client:
     print(client.generate("Once upon a time").outputs[0].text)

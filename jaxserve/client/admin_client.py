@@ -1,4 +1,4 @@
-"""The client of operators."""
+"""The client of the admin API."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -13,13 +13,13 @@ from jaxserve.server.proto.jaxserve.v1 import admin_pb2, admin_pb2_grpc
 
 
 class AdminClient:
-    """Operates a server; errors as those of ``Client``.
+    """Controls a server; raises the same errors as ``Client``.
 
     Args:
         target: ``host:port`` of the server's admin listener.
         api_key: A key with the scope ``admin``.
-        credentials: For TLS, such as ``grpc.ssl_channel_credentials(…)``; None for none.
-        timeout_s: Seconds that a call may take; None for any time.
+        credentials: TLS credentials, such as ``grpc.ssl_channel_credentials(…)``; None for plain text.
+        timeout_s: Seconds after which a call times out; None for no limit.
     """
 
     def __init__(
@@ -35,37 +35,37 @@ class AdminClient:
         self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
 
     def load(self) -> admin_pb2.GetLoadResponse:
-        """Return how busy the server is."""
+        """Return the server's load."""
         return self._call(self._admin.GetLoad, admin_pb2.GetLoadRequest())
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """End the server once its requests have ended.
+        """Stop accepting requests, wait for in-flight ones, and stop the server.
 
         Args:
-            timeout_s: Seconds that they may take; None for the server's setting.
+            timeout_s: Seconds to wait before they are aborted; None for the server's setting.
         """
         self._call(self._admin.Drain, admin_pb2.DrainRequest(timeout_s=timeout_s))
 
     def reset_prefix_cache(self) -> None:
-        """Make the server forget all cached pages."""
+        """Clear the server's prefix cache."""
         self._call(self._admin.ResetPrefixCache, admin_pb2.ResetPrefixCacheRequest())
 
     def abort(self, request_ids: Sequence[str]) -> list[str]:
-        """End requests by the server's names for them; returns those that ran or waited."""
+        """Abort requests by the server's ids; return the ids that were running or waiting."""
         found = self._call(self._admin.Abort, admin_pb2.AbortRequest(request_ids=request_ids))
         return list(found.aborted_request_ids)
 
     def start_profile(self) -> str:
-        """Begin to record a profile of the engine; returns the server's folder for it."""
+        """Start recording a profile of the engine; return the server's folder for it."""
         return self._call(self._admin.StartProfile, admin_pb2.StartProfileRequest()).directory
 
     def stop_profile(self) -> str:
-        """End the recording; returns the server's folder that has it."""
+        """Stop recording; return the server's folder with the profile."""
         return self._call(self._admin.StopProfile, admin_pb2.StopProfileRequest()).directory
 
     @contextlib.contextmanager
     def profile(self) -> Iterator[str]:
-        """Record a profile while the block runs; gives the server's folder for it."""
+        """Record a profile while the block runs; yield the server's folder for it."""
         directory = self.start_profile()
         try:
             yield directory
@@ -73,7 +73,7 @@ class AdminClient:
             self.stop_profile()
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._channel.close()
 
     def __enter__(self) -> "AdminClient":

@@ -1,4 +1,4 @@
-"""The client for programs with asyncio."""
+"""The asyncio client."""
 
 import asyncio
 import contextlib
@@ -46,15 +46,15 @@ from jaxserve.server.proto.jaxserve.v1 import (
 
 
 class AsyncClient:
-    """Calls a server; methods and errors as those of ``Client``.
+    """Calls a server; methods and errors are those of ``Client``.
 
-    Make it where its event loop runs. To end a stream early use ``contextlib.aclosing``, or cancel the task that reads.
+    Create it inside its event loop. To stop a stream early use ``contextlib.aclosing``, or cancel the reading task.
 
     Args:
         target: ``host:port`` of the server's gRPC listener.
         api_key: The caller's key.
-        credentials: For TLS, such as ``grpc.ssl_channel_credentials(…)``; None for none.
-        timeout_s: Seconds that a call may take; None for any time.
+        credentials: TLS credentials, such as ``grpc.ssl_channel_credentials(…)``; None for plain text.
+        timeout_s: Seconds after which a call times out; None for no limit.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, sampling_params: Sampling = None, **options: Unpack[RequestOptions]
     ) -> RequestOutput:
-        """Return all of a text."""
+        """Return the whole completion of a prompt."""
         request = generate_request(prompt, sampling_params, options)
         return whole_output(await self._call(self._generation.Generate, request))
 
@@ -88,7 +88,7 @@ class AsyncClient:
         stream_interval: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """What is new of a text, as it comes."""
+        """Yield deltas of a completion as they are generated."""
         reader, request = DeltaReader(), generate_request(prompt, sampling_params, options)
         async with contextlib.aclosing(self._parts(request, stream_interval)) as parts:
             async for part in parts:
@@ -97,7 +97,7 @@ class AsyncClient:
     async def chat(
         self, messages: Sequence[Message], sampling_params: Sampling = None, **options: Unpack[RequestOptions]
     ) -> ChatOutput:
-        """Return an answer in a conversation."""
+        """Return the response to a conversation."""
         request = chat_request(messages, sampling_params, options)
         return whole_chat(await self._call(self._generation.Generate, request))
 
@@ -109,7 +109,7 @@ class AsyncClient:
         stream_interval: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[ChatDelta, None]:
-        """What is new of an answer in a conversation."""
+        """Yield deltas of the response to a conversation."""
         reader, request = DeltaReader(), chat_request(messages, sampling_params, options)
         async with contextlib.aclosing(self._parts(request, stream_interval)) as parts:
             async for part in parts:
@@ -118,7 +118,7 @@ class AsyncClient:
     async def tokenize(
         self, text: str, *, add_special_tokens: bool = True, return_token_strings: bool = False, model: str = ""
     ) -> TokenizedText:
-        """Return the tokens of a text."""
+        """Tokenize a text."""
         request = tokenization_pb2.TokenizeRequest(
             model=model, text=text, add_special_tokens=add_special_tokens, return_token_strings=return_token_strings
         )
@@ -126,7 +126,7 @@ class AsyncClient:
         return TokenizedText(list(found.token_ids), list(found.token_strings), found.max_model_len)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, model: str = "") -> str:
-        """Return the text of tokens."""
+        """Convert token ids to text."""
         request = tokenization_pb2.DetokenizeRequest(
             model=model, token_ids=token_id_list("token_ids", token_ids), skip_special_tokens=skip_special_tokens
         )
@@ -135,26 +135,26 @@ class AsyncClient:
     async def apply_chat_template(
         self, messages: Sequence[Message], *, model: str = "", **options: Unpack[ConversationOptions]
     ) -> RenderedPrompt:
-        """Return the prompt that a conversation becomes."""
+        """Return the prompt that the chat template renders."""
         request = tokenization_pb2.ApplyChatTemplateRequest(model=model, messages=conversation(messages, options))
         found = await self._call(self._tokenization.ApplyChatTemplate, request)
         return RenderedPrompt(found.text, list(found.token_ids))
 
     async def models(self) -> list[model_pb2.Model]:
-        """What the server runs, under each of its names."""
+        """Return the served models, one entry per served name."""
         return list((await self._call(self._models.ListModels, model_pb2.ListModelsRequest())).models)
 
     async def model(self, name: str = "") -> model_pb2.Model:
-        """One model by its name; the only one without."""
+        """Return one model by its name; without a name the only model."""
         return (await self._call(self._models.GetModel, model_pb2.GetModelRequest(model=name))).model
 
     async def health(self, service: str = GENERATION) -> bool:
-        """Return whether the server can generate; with the service ``""`` whether its process lives."""
+        """Return whether the server can generate; for the service ``""``, whether its process is alive."""
         found = await self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service))
         return found.status == health_pb2.HealthCheckResponse.SERVING
 
     async def watch_health(self, service: str = GENERATION) -> AsyncIterator[bool]:
-        """The same, and again each time that it changes."""
+        """Yield the health now and whenever it changes."""
         call = self._health.Watch(health_pb2.HealthCheckRequest(service=service), metadata=self._how["metadata"])
         try:
             with _errors_of_waits():
@@ -164,7 +164,7 @@ class AsyncClient:
             call.cancel()
 
     async def close(self) -> None:
-        """End the connection and the calls on it."""
+        """Close the connection and abort its calls."""
         await self._channel.close()
 
     async def __aenter__(self) -> "AsyncClient":
@@ -195,10 +195,10 @@ class AsyncClient:
 
 @contextlib.contextmanager
 def _errors_of_waits() -> Iterator[None]:
-    """As ``errors_of_calls``, and for calls that end with their connection.
+    """Convert failures like ``errors_of_calls``, including calls aborted by closing the connection.
 
-    Where a connection is closed gRPC raises ``CancelledError`` in those that wait for its calls. From a task that
-    nobody cancelled, ``asyncio.TaskGroup`` and others would take that for no failure at all.
+    For these gRPC raises ``CancelledError`` in the waiting task. In a task that nobody cancelled, ``asyncio.TaskGroup``
+    would take that for success.
     """
     try:
         with errors_of_calls():

@@ -1,4 +1,4 @@
-"""How clients connect."""
+"""Opens the gRPC connections of clients."""
 
 import grpc
 import grpc.aio
@@ -7,7 +7,7 @@ from jaxserve.errors import ConfigError
 
 Metadata = tuple[tuple[str, str], ...]
 
-# Answers may be long: the server, not the client, bounds them. Pings find a server that is gone.
+# Responses may be long: the server limits them, not the client. Keepalive pings detect a dead server.
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -17,24 +17,24 @@ _OPTIONS = (
 
 
 def open_channel(target: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
-    """Return a channel to ``host:port``, encrypted where there are credentials."""
+    """Open a channel to ``host:port``, encrypted if credentials are given."""
     if credentials is None:
         return grpc.insecure_channel(target, _OPTIONS)
     return grpc.secure_channel(target, credentials, _OPTIONS)
 
 
 def open_async_channel(target: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
-    """Return the same for asyncio."""
+    """Open a channel for asyncio; see ``open_channel``."""
     if credentials is None:
         return grpc.aio.insecure_channel(target, _OPTIONS)
     return grpc.aio.secure_channel(target, credentials, _OPTIONS)
 
 
 def call_metadata(api_key: str | None) -> Metadata:
-    """What each call carries: the key without white space around it, as the server reads it.
+    """Return the metadata of each call: the key, without surrounding white space, as the server reads it.
 
     Raises:
-        ConfigError: The key has characters that metadata cannot carry. They are not shown: they may be most of it.
+        ConfigError: The key has characters that metadata cannot carry. They are not shown because the key is secret.
     """
     if api_key is None:
         return ()

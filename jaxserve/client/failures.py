@@ -1,4 +1,4 @@
-"""Statuses of calls as jaxserve's errors."""
+"""Converts statuses of calls to jaxserve's errors."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,9 +27,9 @@ from jaxserve.server.errors import (
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _WRAPPERS = ("request", "sampling_params", "messages")
-"""Messages around a parameter, which users of the client do not see."""
+"""Pattern of messages that end with a parameter, which the client moves to the exception's field."""
 
-# By the reason of jaxserve's own servers; by the code where something between them and the client answers.
+# By the ErrorInfo reason of jaxserve's servers; by status code if a proxy in between responded.
 _BY_REASON: Mapping[str, type[JaxserveError]] = MappingProxyType(
     {"ENGINE_DEAD": EngineDeadError, "REQUEST_FAILED": RequestFailedError}
 )
@@ -50,22 +50,22 @@ Detail = TypeVar("Detail", bound=Message)
 
 
 def error_of(failure: Any) -> JaxserveError:
-    """Return the error that a failed call means.
+    """Convert a failed call to an exception.
 
     Args:
-        failure: What gRPC raised, of threads or asyncio: a ``grpc.RpcError`` with ``code()``, ``details()`` and
+        failure: The exception of gRPC's sync or asyncio API: a ``grpc.RpcError`` with ``code()``, ``details()`` and
             ``trailing_metadata()``.
 
     Returns:
         ``RequestError`` with the parameter's name, ``OverloadedError`` and ``UnavailableError`` with the seconds after
-        which another try makes sense, and so on; a plain ``JaxserveError`` for what the server did not foresee.
+        which to retry, and so on; a plain ``JaxserveError`` for unexpected failures.
     """
     code, text = failure.code(), str(failure.details() or "")
     status = _rich_status(failure.trailing_metadata() or ())
     reason = _found(status, error_details_pb2.ErrorInfo()).reason
     cls = _BY_REASON.get(reason) or _BY_CODE.get(code)
     if cls is OverloadedError and not reason and "larger than max" in text:
-        cls = RequestError  # gRPC's own word for a message that is too long
+        cls = RequestError  # gRPC's own status for a message that is too long
     if cls is None:
         named = _found(status, error_details_pb2.RequestInfo()).request_id
         return JaxserveError(f"{code.name}: {text}" + (f" (request {named})" if named else ""))
@@ -82,10 +82,10 @@ def error_of(failure: Any) -> JaxserveError:
 
 @contextlib.contextmanager
 def errors_of_calls() -> Iterator[None]:
-    """Around calls.
+    """Convert gRPC failures in the block.
 
     Raises:
-        JaxserveError: What ``error_of`` makes of a failure in the block.
+        JaxserveError: The result of ``error_of``.
     """
     try:
         yield
@@ -105,7 +105,7 @@ def _parameter(path: str) -> str:
 
 
 def _rich_status(metadata: Iterable[Any]) -> status_pb2.Status:
-    """Google's status among the metadata; an empty one where there is none that can be read."""
+    """Return Google's rich status from the metadata; empty if it is missing or cannot be parsed."""
     for key, value in metadata:
         if key == _DETAILS_KEY:
             try:
@@ -116,7 +116,7 @@ def _rich_status(metadata: Iterable[Any]) -> status_pb2.Status:
 
 
 def _found(status: status_pb2.Status, detail: Detail) -> Detail:
-    """Return the detail of that type, empty where there is none."""
+    """Return the detail of that type; empty if there is none."""
     for packed in status.details:
         if packed.Unpack(detail):
             break

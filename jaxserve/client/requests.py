@@ -1,4 +1,4 @@
-"""What a client's caller gives, as messages of the protocol."""
+"""Builds protocol messages from the arguments of the client's methods."""
 
 import dataclasses
 import functools
@@ -14,25 +14,25 @@ from jaxserve.server.sampling_codec import LIST_FIELDS, OWN_FIELDS, PYTHON_FIELD
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
-"""Text, token ids, or a conversation in OpenAI's form."""
+"""A string, token ids, or a conversation in OpenAI's form."""
 Sampling = SamplingParams | Mapping[str, Any] | None
-"""How to sample: parameters, which say all, or a dict of fields, beside which the model's own defaults hold."""
+"""Complete sampling parameters, or a dict of some fields; the model's defaults apply to the others."""
 
 _MESSAGE_TEXTS = ("content", "name", "tool_call_id", "reasoning")
 _EXPECTED_MESSAGES = "expected a list of messages, such as [{'role': 'user', 'content': 'Hi'}]"
 
 
 class ConversationOptions(TypedDict, total=False):
-    """What a conversation may say beside its messages; what is left out is up to the server.
+    """Options of a conversation; the server's defaults apply to missing ones.
 
     Attributes:
         tools: Functions that the model may call, in OpenAI's form.
         tool_choice: ``auto``, ``none``, ``required``, the name of a function, or OpenAI's object with it.
         parallel_tool_calls: Whether the model may call several functions at once.
-        add_generation_prompt: End the prompt where the assistant's message begins.
-        continue_final_message: Leave the last message open, to be continued.
-        chat_template_kwargs: Further variables for the template.
-        include_reasoning: Whether the model's reasoning is given.
+        add_generation_prompt: End the prompt with the start of the assistant's message.
+        continue_final_message: Continue the last message instead of starting a new one.
+        chat_template_kwargs: Further variables of the template.
+        include_reasoning: Whether to return the model's reasoning.
     """
 
     tools: Sequence[Mapping[str, Any]]
@@ -45,17 +45,17 @@ class ConversationOptions(TypedDict, total=False):
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a request may say beside its prompt and sampling; what is left out is up to the server.
+    """Options of a request; the server's defaults apply to missing ones.
 
-    The fields behind the first six are those of ``ConversationOptions``, for prompts that are conversations.
+    All fields after the first six are those of ``ConversationOptions`` and apply only to conversations.
 
     Attributes:
         model: Name of the model.
-        priority: Lower runs sooner, where the server schedules by priority.
-        cache_salt: Cached keys and values are shared between requests of the same salt only.
-        return_prompt: Whether outputs have the prompt's token ids and text; True where it is left out.
-        add_special_tokens: Put around a text what the model expects around one.
-        truncate_prompt_tokens: Keep this many tokens of the prompt, the last ones; -1: as many as the context holds.
+        priority: Lower values run first if the server schedules by priority.
+        cache_salt: Only requests with the same salt share cached pages.
+        return_prompt: Whether outputs have the prompt's token ids and text; by default True.
+        add_special_tokens: Whether the tokenizer adds the model's special tokens to text.
+        truncate_prompt_tokens: Keep only the last tokens of the prompt, this many; -1: as many as fit the context.
     """
 
     model: str
@@ -81,7 +81,7 @@ Made = TypeVar("Made")
 
 
 def _as_request_errors(make: Callable[Argument, Made]) -> Callable[Argument, Made]:
-    """Let a function that makes messages raise ``RequestError`` where protobuf refuses a value."""
+    """Decorate a function that builds messages to raise ``RequestError`` when protobuf rejects a value."""
 
     @functools.wraps(make)
     def checked(*arguments: Argument.args, **options: Argument.kwargs) -> Made:
@@ -90,23 +90,27 @@ def _as_request_errors(make: Callable[Argument, Made]) -> Callable[Argument, Mad
         except RequestError:
             raise
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise RequestError(f"the request cannot be written as a message: {error!r}") from error
+            raise RequestError(f"the request cannot be encoded as a protobuf message: {error!r}") from error
 
     return checked
 
 
 @_as_request_errors
 def generate_request(prompt: Prompt, sampling: Sampling, options: Mapping[str, Any]) -> generation_pb2.GenerateRequest:
-    """Return the message of a request.
+    """Build the message of a request.
 
     Raises:
-        RequestError: A prompt or a parameter that is wrong.
+        RequestError: A prompt or a parameter is invalid.
     """
     if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
         return chat_request(cast("Sequence[Message]", prompt), sampling, options)
     chat = {name: value for name, value in options.items() if name in _CHAT_OPTIONS}
     if chat:
-        raise RequestError(f"only conversations have {', '.join(chat)}", parameter=next(iter(chat)), value=chat)
+        raise RequestError(
+            f"{', '.join(chat)} applies only to conversations (a list of messages as the prompt)",
+            parameter=next(iter(chat)),
+            value=chat,
+        )
     made = _without_prompt(sampling, options)
     if isinstance(prompt, str):
         made.text = prompt
@@ -119,10 +123,10 @@ def generate_request(prompt: Prompt, sampling: Sampling, options: Mapping[str, A
 def chat_request(
     messages: Sequence[Message], sampling: Sampling, options: Mapping[str, Any]
 ) -> generation_pb2.GenerateRequest:
-    """Return the message of a request whose prompt is a conversation.
+    """Build the message of a request whose prompt is a conversation.
 
     Raises:
-        RequestError: The prompt is none, or something in it or a parameter is wrong.
+        RequestError: The conversation or a parameter is invalid.
     """
     made = _without_prompt(sampling, {name: value for name, value in options.items() if name not in _CHAT_OPTIONS})
     made.messages.CopyFrom(conversation(messages, options))
@@ -131,10 +135,10 @@ def chat_request(
 
 @_as_request_errors
 def token_id_list(name: str, token_ids: Iterable[int]) -> sampling_pb2.TokenIds:
-    """Return the message of token ids, which may be integers of any library.
+    """Build the message of token ids, which may be integers of any library.
 
     Raises:
-        RequestError: One is no integer: a float would lose its fraction, and ``True`` is not meant to be 1.
+        RequestError: An id is not an integer; floats and booleans are rejected too.
     """
     found: list[int] = []
     for token_id in token_ids:
@@ -150,14 +154,14 @@ def token_id_list(name: str, token_ids: Iterable[int]) -> sampling_pb2.TokenIds:
 
 @_as_request_errors
 def conversation(messages: Sequence[Message], options: Mapping[str, Any]) -> chat_pb2.Conversation:
-    """Return the message of a conversation.
+    """Build the message of a conversation.
 
     Args:
         messages: In OpenAI's form.
         options: See ``ConversationOptions``.
 
     Raises:
-        RequestError: No messages, or a message or a tool with something that the protocol has no place for.
+        RequestError: No messages, or a message or a tool has a field that the protocol lacks.
     """
     made = chat_pb2.Conversation(
         messages=[_chat_message(message) for message in _checked_messages(messages)],
@@ -180,7 +184,7 @@ def _without_prompt(sampling: Sampling, options: Mapping[str, Any]) -> generatio
 
 
 def _checked_messages(messages: Any) -> list[Message]:
-    """Return the messages, if they are a list of dicts: a text would else be taken apart into its characters."""
+    """Return the messages after checking that they are a list of dicts: iterating a string would yield characters."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
         raise RequestError(f"{_EXPECTED_MESSAGES}, got {type(messages).__name__}", parameter="messages")
     found = list(cast("Iterable[Any]", messages))
@@ -193,8 +197,8 @@ def _checked_messages(messages: Any) -> list[Message]:
 
 
 def _sampling_message(sampling: SamplingParams | Mapping[str, Any]) -> sampling_pb2.SamplingParams:
-    """Return all parameters, or those that a dict has: what else holds, ``max_tokens`` above all, only the server
-    knows."""
+    """Build the message of all parameters, or of a dict's; only the server knows the defaults of the others, such as
+    ``max_tokens``."""
     is_whole = isinstance(sampling, SamplingParams)
     params = sampling if is_whole else SamplingParams(**{"max_tokens": None, **sampling})
     given = [field.name for field in dataclasses.fields(SamplingParams)] if is_whole else sampling
@@ -220,7 +224,7 @@ def _chat_message(message: Message) -> chat_pb2.ChatMessage:
         elif name == "tool_calls":
             made.tool_calls.extend(_tool_call(call) for call in value)
         else:
-            raise RequestError(f"the protocol has no {name!r} in messages", parameter="messages", value=message)
+            raise RequestError(f"messages have an unsupported field {name!r}", parameter="messages", value=message)
     return made
 
 

@@ -1,4 +1,4 @@
-"""Answers of a server as typed results: those of ``LLM`` where it has them."""
+"""Typed results of the client; the classes of ``LLM`` where they exist."""
 
 import dataclasses
 
@@ -10,11 +10,11 @@ from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2
 
 @dataclasses.dataclass(frozen=True)
 class ChatOutput:
-    """A whole answer in a conversation.
+    """The whole response to a conversation.
 
     Attributes:
-        output: The texts as the model wrote them.
-        messages: The same taken apart: one a text, in their order.
+        output: The completions as generated.
+        messages: Each completion parsed to a message, in order.
     """
 
     output: RequestOutput
@@ -23,11 +23,11 @@ class ChatOutput:
 
 @dataclasses.dataclass(frozen=True)
 class ChatDelta:
-    """What is new of an answer in a conversation.
+    """A delta of the response to a conversation.
 
     Attributes:
-        output: What is new of the texts as the model wrote them.
-        messages: Index of a text -> what is new of it, taken apart; texts without news are left out.
+        output: The new tokens and text as generated.
+        messages: Index of a completion -> delta of its parsed message; completions without a delta are omitted.
     """
 
     output: RequestOutput
@@ -36,11 +36,11 @@ class ChatDelta:
 
 @dataclasses.dataclass(frozen=True)
 class TokenizedText:
-    """A text's tokens.
+    """The tokens of a text.
 
     Attributes:
-        token_ids: Their ids.
-        token_strings: Their texts; empty unless they were asked for.
+        token_ids: Token ids.
+        token_strings: The string of each token; empty unless requested.
         max_model_len: Longest context of the model in tokens.
     """
 
@@ -51,10 +51,10 @@ class TokenizedText:
 
 @dataclasses.dataclass(frozen=True)
 class RenderedPrompt:
-    """The prompt that a conversation becomes.
+    """A rendered prompt.
 
     Attributes:
-        text: Its text.
+        text: The text of the prompt.
         token_ids: Its token ids.
     """
 
@@ -63,13 +63,13 @@ class RenderedPrompt:
 
 
 class DeltaReader:
-    """Reads the messages of a stream: each gives what is new, and all of them the prompt."""
+    """Converts the messages of a stream to deltas; the prompt comes in the first one and is repeated in each delta."""
 
     def __init__(self) -> None:
         self._prompt = generation_pb2.PromptInfo()
 
     def output(self, message: generation_pb2.StreamGenerateResponse) -> RequestOutput:
-        """What is new in a message."""
+        """Return the delta of a message."""
         is_first = message.HasField("prompt")
         if is_first:
             self._prompt = message.prompt
@@ -83,13 +83,13 @@ class DeltaReader:
         return made
 
     def chat(self, message: generation_pb2.StreamGenerateResponse) -> ChatDelta:
-        """What is new in a message of a conversation."""
+        """Return the delta of a conversation's message."""
         parts = {one.index: _delta(one.message) for one in message.completions if one.HasField("message")}
         return ChatDelta(self.output(message), parts)
 
 
 def whole_output(message: generation_pb2.GenerateResponse) -> RequestOutput:
-    """Return a whole answer."""
+    """Return a whole completion."""
     made = _output(message.request_id, message.prompt)
     made.outputs = [completion_from_proto(completion) for completion in message.completions]
     made.finished = True
@@ -99,7 +99,7 @@ def whole_output(message: generation_pb2.GenerateResponse) -> RequestOutput:
 
 
 def whole_chat(message: generation_pb2.GenerateResponse) -> ChatOutput:
-    """Return a whole answer in a conversation."""
+    """Return the whole response to a conversation."""
     return ChatOutput(whole_output(message), tuple(_parsed(one.message) for one in message.completions))
 
 

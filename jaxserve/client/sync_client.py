@@ -1,4 +1,4 @@
-"""The client for programs with threads."""
+"""The blocking client, for programs with threads."""
 
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -43,16 +43,16 @@ GENERATION = "jaxserve.v1.GenerationService"
 
 
 class Client:
-    """Calls a server. May be used by several threads.
+    """Calls a server. Thread-safe.
 
-    All methods raise what ``jaxserve.client.failures.error_of`` makes of a status: ``RequestError``,
-    ``OverloadedError``, ``DeadlineError``, ``UnavailableError`` and the like.
+    All methods raise the exceptions of ``jaxserve.client.failures.error_of``: ``RequestError``, ``OverloadedError``,
+    ``DeadlineError``, ``UnavailableError`` and others.
 
     Args:
         target: ``host:port`` of the server's gRPC listener.
         api_key: The caller's key.
-        credentials: For TLS, such as ``grpc.ssl_channel_credentials(…)``; None for none.
-        timeout_s: Seconds that a call may take; None for any time.
+        credentials: TLS credentials, such as ``grpc.ssl_channel_credentials(…)``; None for plain text.
+        timeout_s: Seconds after which a call times out; None for no limit.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Client:
     def generate(
         self, prompt: Prompt, sampling_params: Sampling = None, **options: Unpack[RequestOptions]
     ) -> RequestOutput:
-        """Return all of a text.
+        """Return the whole completion of a prompt.
 
         Args:
-            prompt: Text, token ids or a conversation.
-            sampling_params: How to sample.
+            prompt: A string, token ids or a conversation.
+            sampling_params: Sampling parameters.
             **options: See ``RequestOptions``.
         """
         return whole_output(self._call(self._generation.Generate, generate_request(prompt, sampling_params, options)))
@@ -90,7 +90,7 @@ class Client:
         stream_interval: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[RequestOutput]:
-        """What is new of a text, as it comes. Closing the iterator early ends the request.
+        """Yield deltas of a completion as they are generated. Closing the iterator early aborts the request.
 
         Args:
             prompt: Text, token ids or a conversation.
@@ -104,7 +104,7 @@ class Client:
     def chat(
         self, messages: Sequence[Message], sampling_params: Sampling = None, **options: Unpack[RequestOptions]
     ) -> ChatOutput:
-        """Return an answer in a conversation; arguments as ``generate``."""
+        """Return the response to a conversation; arguments as ``generate``."""
         return whole_chat(self._call(self._generation.Generate, chat_request(messages, sampling_params, options)))
 
     def stream_chat(
@@ -115,14 +115,14 @@ class Client:
         stream_interval: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[ChatDelta]:
-        """What is new of an answer in a conversation; arguments as ``stream``."""
+        """Yield deltas of the response to a conversation; arguments as ``stream``."""
         reader, request = DeltaReader(), chat_request(messages, sampling_params, options)
         yield from map(reader.chat, self._parts(request, stream_interval))
 
     def tokenize(
         self, text: str, *, add_special_tokens: bool = True, return_token_strings: bool = False, model: str = ""
     ) -> TokenizedText:
-        """Return the tokens of a text."""
+        """Tokenize a text."""
         request = tokenization_pb2.TokenizeRequest(
             model=model, text=text, add_special_tokens=add_special_tokens, return_token_strings=return_token_strings
         )
@@ -130,7 +130,7 @@ class Client:
         return TokenizedText(list(found.token_ids), list(found.token_strings), found.max_model_len)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, model: str = "") -> str:
-        """Return the text of tokens."""
+        """Convert token ids to text."""
         request = tokenization_pb2.DetokenizeRequest(
             model=model, token_ids=token_id_list("token_ids", token_ids), skip_special_tokens=skip_special_tokens
         )
@@ -139,26 +139,26 @@ class Client:
     def apply_chat_template(
         self, messages: Sequence[Message], *, model: str = "", **options: Unpack[ConversationOptions]
     ) -> RenderedPrompt:
-        """Return the prompt that a conversation becomes; options: see ``ConversationOptions``."""
+        """Return the prompt that the chat template renders; options: see ``ConversationOptions``."""
         request = tokenization_pb2.ApplyChatTemplateRequest(model=model, messages=conversation(messages, options))
         found = self._call(self._tokenization.ApplyChatTemplate, request)
         return RenderedPrompt(found.text, list(found.token_ids))
 
     def models(self) -> list[model_pb2.Model]:
-        """What the server runs, under each of its names."""
+        """Return the served models, one entry per served name."""
         return list(self._call(self._models.ListModels, model_pb2.ListModelsRequest()).models)
 
     def model(self, name: str = "") -> model_pb2.Model:
-        """One model by its name; the only one without."""
+        """Return one model by its name; without a name the only model."""
         return self._call(self._models.GetModel, model_pb2.GetModelRequest(model=name)).model
 
     def health(self, service: str = GENERATION) -> bool:
-        """Return whether the server can generate; with the service ``""`` whether its process lives."""
+        """Return whether the server can generate; for the service ``""``, whether its process is alive."""
         found = self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service))
         return found.status == health_pb2.HealthCheckResponse.SERVING
 
     def close(self) -> None:
-        """End the connection and the calls on it."""
+        """Close the connection and abort its calls."""
         self._channel.close()
 
     def __enter__(self) -> "Client":

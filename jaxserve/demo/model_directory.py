@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> Tokenizer:
-    """Return the tokenizer; encoding a text puts ``<s>`` before it."""
+    """Return the tokenizer, which adds ``<s>`` at the start of a text."""
     tokenizer = Tokenizer(models.BPE(vocab=TOKEN_IDS, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=False))
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -85,7 +85,7 @@ def config() -> dict[str, object]:
 
 
 def write_model_directory(directory: Path) -> None:
-    """Write the Hugging Face directory but for its weights: configuration, tokenizer, chat template."""
+    """Write the Hugging Face directory without the weights: configuration, tokenizer, chat template."""
     directory.mkdir(parents=True, exist_ok=True)
     build_tokenizer().save(str(directory / "tokenizer.json"))
     tokenizer_config = {

@@ -1,12 +1,12 @@
-"""The demo model's four tasks: questions, right answers, the held-out split and the checker.
+"""The demo model's four tasks: questions, correct answers, the held-out split and the checker.
 
 * ``sum``: two numbers of 1 to 3 digits.
 * ``sort``: 3 to 8 numbers from 0 to 99, ascending.
 * ``reverse``: a word of 3 to 12 lowercase letters, last letter first.
 * ``count``: how many letters a word of 3 to 12 letters has.
 
-One problem (a task with its operands) can be asked in several wordings. Whether it is held out depends on the problem
-alone, so a held-out problem is trained on in none of them.
+One problem (a task with its operands) has several wordings. Whether it is held out depends only on the problem, so a
+held-out problem is never trained on in any wording.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class UnknownQuestionError(ValueError):
-    """A question that is in none of the demo model's wordings."""
+    """The question has none of the demo model's wordings."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Problem:
     operands: tuple[str, ...]
 
     def answer(self) -> str:
-        """Return the right answer as text."""
+        """Return the correct answer as text."""
         if self.task == "sum":
             return str(sum(int(operand) for operand in self.operands))
         (operand,) = self.operands
@@ -67,7 +67,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Item:
-    """A question as a user would type it, with its right answer."""
+    """A question as a user would type it, with its correct answer."""
 
     task: str
     question: str
@@ -96,23 +96,23 @@ def is_held_out(question: str) -> bool:
 
 
 def held_out(task: str, count: int, seed: int = 0) -> list[Item]:
-    """Return `count` items of one task, no problem twice, that training never sees.
+    """Return `count` held-out items of one task, all of different problems.
 
     Raises:
         ValueError: the task is unknown.
     """
     if task not in TASKS:
-        raise ValueError(f"expected a task out of {', '.join(TASKS)}, got {task!r}")
+        raise ValueError(f"unknown task {task!r}; tasks: {', '.join(TASKS)}")
     source = random.Random(f"held out {task} {seed}")
     return list(islice(_distinct_held_out(task, source), count))
 
 
 def training_items(seed: int = 0, weights: dict[str, float] | None = None) -> Iterator[Item]:
-    """Yield items without end, none of them held out, drawn from a seed.
+    """Yield training items forever, none of them held out.
 
     Args:
         seed: the same seed gives the same items.
-        weights: how often each task is drawn, relative to the others; all alike when None.
+        weights: relative frequency of each task; equal when None.
     """
     source = random.Random(f"training {seed}")
     frequency = dict.fromkeys(TASKS, 1.0) if weights is None else weights
@@ -141,7 +141,7 @@ def chat_messages(item: Item) -> list[dict[str, str]]:
 
 
 def is_correct(item: Item, text: str) -> bool:
-    """Return whether a generated text is the item's answer; only space around it is forgiven."""
+    """Return whether a completion is the item's answer, ignoring surrounding white space."""
     return text.strip() == item.answer
 
 

@@ -1,7 +1,7 @@
-"""The text that the demo model learns from: its vocabulary, and examples packed into rows.
+"""The training text of the demo model: its vocabulary, and examples packed into rows.
 
-A token is one ASCII character; anything else is its UTF-8 bytes. There are no merges, so that digits and letters are
-always seen one by one.
+A token is one ASCII character; other characters are their UTF-8 bytes. There are no merges, so that digits and letters
+are always separate tokens.
 """
 
 import random
@@ -21,7 +21,7 @@ TOKEN_IDS: dict[str, int] = {piece: index for index, piece in enumerate(PIECES)}
 """Token id of each piece."""
 
 ROW_TOKENS = 96
-"""Tokens in a packed row; no single turn is longer."""
+"""Tokens per packed row; every single turn is shorter."""
 
 
 class Example:
@@ -58,18 +58,18 @@ def completion_example(item: tasks.Item) -> Example:
 
 @dataclass(frozen=True)
 class TextMix:
-    """What a stream of examples is made of."""
+    """Composition of a stream of examples."""
 
     task_weights: tuple[float, ...]
-    """How often each of `TASKS` is asked, relative to the others."""
+    """Relative frequency of each of `TASKS`."""
     single_chats: float
-    """Share of chats of one turn."""
+    """Fraction of chats of one turn."""
     double_chats: float
-    """Share of chats of two turns; what remains are completions."""
+    """Fraction of chats of two turns; the rest are completions."""
 
 
 def training_examples(mix: TextMix, seed: int) -> Iterator[Example]:
-    """Yield examples without end, drawn from a seed."""
+    """Yield examples forever, generated from a seed."""
     items = tasks.training_items(seed, dict(zip(tasks.TASKS, mix.task_weights, strict=True)))
     source = random.Random(f"forms {seed}")
     while True:
@@ -85,7 +85,8 @@ def training_examples(mix: TextMix, seed: int) -> Iterator[Example]:
 
 
 class Batch:
-    """Several examples a row: token ids, the example each belongs to (0 is padding), the loss mask; [rows, tokens]."""
+    """Several examples per row: token ids, the index of each token's example (0 is padding), the loss mask; [rows,
+    tokens]."""
 
     def __init__(self, num_rows: int) -> None:
         """Start with rows of padding."""
@@ -107,7 +108,7 @@ class Batch:
 
 
 def packed_batches(examples: Iterable[Example], num_rows: int) -> Iterator[Batch]:
-    """Yield batches of examples in order, each put into the first row with room; the last batch is padded."""
+    """Yield batches of examples in order, each example in the first row with room; the last batch is padded."""
     batch, used, segment = Batch(num_rows), [0] * num_rows, 0
     for example in examples:
         size = len(example.token_ids)

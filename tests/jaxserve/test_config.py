@@ -86,7 +86,7 @@ NOT_BUILT = {
 @pytest.mark.parametrize("name", NOT_BUILT)
 def test_what_is_not_built_takes_its_neutral_value_alone(name: str) -> None:
     wanted, neutral = NOT_BUILT[name]
-    with pytest.raises(ConfigError, match=f"^{name}=.*is not supported yet; only {name}="):
+    with pytest.raises(ConfigError, match=f"^{name}=.*is not supported yet; use {name}="):
         make(**{name: wanted})
     assert make(**{name: neutral}) == make()
 
@@ -103,8 +103,8 @@ def test_a_number_is_not_a_neutral_flag() -> None:
     [
         ("scheduling_policy", "lifo", "expected one of fcfs, priority, got 'lifo'"),
         ("logprobs_mode", "cooked", "expected one of raw_logprobs, processed_logprobs, raw_logits, processed_logits"),
-        ("max_logprobs", -2, "expected a whole number >= -1, got -2"),
-        ("long_prefill_token_threshold", -1, "expected a whole number >= 0, got -1"),
+        ("max_logprobs", -2, "expected an integer >= -1, got -2"),
+        ("long_prefill_token_threshold", -1, "expected an integer >= 0, got -1"),
     ],
 )
 def test_a_setting_says_which_values_it_takes(name: str, value: object, expected: str) -> None:
@@ -128,15 +128,15 @@ WRONG = [
     ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization: .*got nan"),
     ({"gpu_memory_utilization": "0.5"}, "gpu_memory_utilization: .*got '0.5'"),
     ({"gpu_memory_utilization": True}, "gpu_memory_utilization: .*got True"),
-    ({"tensor_parallel_size": 0}, "tensor_parallel_size: expected a whole number >= 1, got 0"),
+    ({"tensor_parallel_size": 0}, "tensor_parallel_size: expected an integer >= 1, got 0"),
     ({"tensor_parallel_size": 2.0}, "tensor_parallel_size: .*got 2.0"),
-    ({"data_parallel_size": -1}, "data_parallel_size: expected a whole number >= 1, got -1"),
-    ({"max_num_seqs": 0}, "max_num_seqs: expected a whole number >= 1, got 0"),
+    ({"data_parallel_size": -1}, "data_parallel_size: expected an integer >= 1, got -1"),
+    ({"max_num_seqs": 0}, "max_num_seqs: expected an integer >= 1, got 0"),
     ({"max_num_seqs": True}, "max_num_seqs: .*got True"),
     ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens: .*got 'many'"),
-    ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override: expected a whole number >= 1, got 0"),
+    ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override: expected an integer >= 1, got 0"),
     ({"kv_cache_memory_bytes": 1.5}, "kv_cache_memory_bytes: .*got 1.5"),
-    ({"seed": -1}, "seed: expected a whole number >= 0, got -1"),
+    ({"seed": -1}, "seed: expected an integer >= 0, got -1"),
     ({"trust_remote_code": "yes"}, "trust_remote_code: expected bool, got 'yes'"),
     ({"disable_log_stats": 1}, "disable_log_stats: expected bool, got 1"),
     ({"async_scheduling": "on"}, "async_scheduling: expected bool, got 'on'"),
@@ -162,13 +162,13 @@ WRONG = [
         r"compile_sizes: expected \{\"decode\": \[...\], \"mixed\": \[...\]\}, got key 'prefill'",
     ),
     ({"compile_sizes": {1: [2]}}, "compile_sizes: .*got key 1"),
-    ({"compile_sizes": {"decode": 2}}, r"compile_sizes\.decode: expected a list of at least one whole number, got 2"),
+    ({"compile_sizes": {"decode": 2}}, r"compile_sizes\.decode: expected a list of at least one integer, got 2"),
     ({"compile_sizes": {"decode": "2"}}, r"compile_sizes\.decode: expected a list .*got '2'"),
     ({"compile_sizes": {"mixed": []}}, r"compile_sizes\.mixed: expected a list of at least one .*got \[\]"),
     ({"compile_sizes": {"mixed": None}}, r"compile_sizes\.mixed: expected a list .*got None"),
     ({"compile_sizes": {"mixed": (2,)}}, r"compile_sizes\.mixed: expected a list .*got \(2,\)"),
-    ({"compile_sizes": {"mixed": [2, 0]}}, r"compile_sizes\.mixed\[1\]: expected a whole number >= 1, got 0"),
-    ({"compile_sizes": {"mixed": [2.0]}}, r"compile_sizes\.mixed\[0\]: expected a whole number >= 1, got 2.0"),
+    ({"compile_sizes": {"mixed": [2, 0]}}, r"compile_sizes\.mixed\[1\]: expected an integer >= 1, got 0"),
+    ({"compile_sizes": {"mixed": [2.0]}}, r"compile_sizes\.mixed\[0\]: expected an integer >= 1, got 2.0"),
     ({"compile_sizes": {"decode": [True]}}, r"compile_sizes\.decode\[0\]: .*got True"),
     ({"compile_sizes": {"decode": ["2"]}}, r"compile_sizes\.decode\[0\]: .*got '2'"),
     ({"tokenizer": 7}, "tokenizer: expected str, got 7"),

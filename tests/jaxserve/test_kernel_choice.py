@@ -78,7 +78,7 @@ def test_threads_are_a_setting():
     "settings, message",
     [
         ({"kernels": "cuda"}, "kernels: expected one of native, xla, got 'cuda'"),
-        ({"num_threads": 0}, "num_threads: expected a whole number >= 1, got 0"),
+        ({"num_threads": 0}, "num_threads: expected an integer >= 1, got 0"),
     ],
 )
 def test_other_values_are_refused(settings, message):

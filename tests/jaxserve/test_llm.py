@@ -615,7 +615,7 @@ def test_a_prompt_that_becomes_no_tokens(broken: Path) -> None:
 
 
 def test_wrong_types_of_settings_come_first(tiny_model: Path, without_type_checks: None) -> None:
-    with pytest.raises(ConfigError, match="max_num_seqs: expected a whole number"):
+    with pytest.raises(ConfigError, match="max_num_seqs: expected an integer"):
         LLM(str(tiny_model), max_num_seqs="4")
     with pytest.raises(ConfigError, match="model: expected str, got None"):
         LLM(None)  # pyright: ignore[reportArgumentType]

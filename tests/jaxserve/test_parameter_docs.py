@@ -40,5 +40,7 @@ def test_cells_are_intact(script: ModuleType) -> None:
 
 
 def test_a_line(script: ModuleType) -> None:
-    assert "| `beam_width` | `int` | required | Texts kept at each step and returned, 1 to 16384. |" in script.page()
-    assert r"| `seed` | `int \| None` | `None` | 0 to 2**63 - 1 for a repeatable request" in script.page()
+    assert (
+        "| `beam_width` | `int` | required | Sequences kept at each step and returned, 1 to 16384. |" in script.page()
+    )
+    assert r"| `seed` | `int \| None` | `None` | 0 to 2**63 - 1 for a reproducible request" in script.page()

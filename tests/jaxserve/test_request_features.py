@@ -294,7 +294,7 @@ def test_a_thinking_budget_needs_a_parser() -> None:
     with LLM("demo", **SETTINGS) as made:
         with pytest.raises(RequestError, match="thinking_token_budget needs an engine with a reasoning_parser"):
             made.generate(LONG, GREEDY.clone(thinking_token_budget=4))
-        with pytest.raises(ConfigError, match="needs an engine with a reasoning_parser or a tool_call_parser"):
+        with pytest.raises(ConfigError, match="needs an engine with reasoning_parser or tool_call_parser set"):
             made.parse_message("hello")
 
 

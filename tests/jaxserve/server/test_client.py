@@ -150,9 +150,9 @@ def test_what_the_protocol_has_no_place_for() -> None:
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
     with pytest.raises(RequestError, match="content parts must be"):
         generate_request([image], None, {})
-    with pytest.raises(RequestError, match="no 'audio' in messages"):
+    with pytest.raises(RequestError, match="messages have an unsupported field 'audio'"):
         generate_request([{**USER, "audio": {}}], None, {})
-    with pytest.raises(RequestError, match="only conversations have tools"):
+    with pytest.raises(RequestError, match="tools applies only to conversations"):
         generate_request("Hi", None, {"tools": [TOOL]})
     with pytest.raises(ValueError, match="nothing"):
         generate_request("Hi", None, {"nothing": 1})

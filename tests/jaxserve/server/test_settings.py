@@ -244,7 +244,7 @@ def test_help_says_where_a_default_is_not_that_of_vllm(capsys: pytest.CaptureFix
         parsed("--help")
     shown = " ".join(capsys.readouterr().out.split())
     assert 'None: no other page may, unlike in vLLM, whose default is ``["*"]``: all may.' in shown
-    assert "What takes a JSON object can be given part by part too" in shown
+    assert "Flags that take a JSON object also accept single keys" in shown
 
 
 def test_what_a_broken_file_says_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
