@@ -29,12 +29,12 @@ sys.path.insert(0, str(REPOSITORY))
 
 import numpy as np  # noqa: E402  (after the path)
 
-from jaxserve.bench.serve_answer import Backend, BenchAnswer, BenchRequest  # noqa: E402
 from jaxserve.bench.serve_grpc import GrpcBackend, grpc_model, open_channels  # noqa: E402
 from jaxserve.bench.serve_http import HttpClient  # noqa: E402
 from jaxserve.bench.serve_load import run_load  # noqa: E402
 from jaxserve.bench.serve_metrics import output_length  # noqa: E402
 from jaxserve.bench.serve_openai import OpenAIBackend  # noqa: E402
+from jaxserve.bench.serve_records import Backend, BenchRequest, BenchResponse  # noqa: E402
 from jaxserve.bench.serve_tokens import plain_range  # noqa: E402
 from scripts.server_child import RunningServer, as_flags, running_server  # noqa: E402
 
@@ -171,7 +171,7 @@ async def _all_at_once(backend: Backend, requests: list[BenchRequest]) -> Any:
     return await run_load(backend, requests, [0.0] * len(requests))
 
 
-def count_wrong(answers: list[BenchAnswer], expected: dict[str, Any]) -> int:
+def count_wrong(answers: list[BenchResponse], expected: dict[str, Any]) -> int:
     """Answer that failed, or are not what they should be."""
     return sum(
         not answer.is_success or answer.text != text or output_length(answer) != count

@@ -1,4 +1,4 @@
-"""Accuracy of the demo model: the end-to-end check of whatever lies between a prompt and its text."""
+"""Accuracy of the demo model: an end-to-end check of everything between a prompt and its completion."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ from jaxserve.sampling_params import SamplingParams
 
 
 def demo_accuracy(llm: LLM, num_items: int) -> dict[str, dict[str, float]]:
-    """Share of right answers on ``num_items`` held-out questions of each task, asked in chat and completion form."""
+    """Return the accuracy on ``num_items`` held-out questions per task, asked in chat and completion form."""
     params = SamplingParams(temperature=0.0, max_tokens=64)
     found: dict[str, dict[str, float]] = {}
     for task in TASKS:

@@ -1,4 +1,4 @@
-"""Time of one batch, from prompts to last token."""
+"""Latency of one batch, from prompts to the last token."""
 
 import argparse
 import time
@@ -11,22 +11,22 @@ from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 
 NAME = "latency"
-HELP = "time of one batch of requests"
+HELP = "measure the latency of one batch of requests"
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """vLLM's flags."""
-    parser.add_argument("--input-len", type=int, default=32, help="prompt tokens (default: %(default)s)")
-    parser.add_argument("--output-len", type=int, default=128, help="new tokens (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=8, help="requests at once (default: %(default)s)")
-    parser.add_argument("--num-iters-warmup", type=int, default=3, help="runs not counted (default: %(default)s)")
-    parser.add_argument("--num-iters", type=int, default=10, help="runs counted (default: %(default)s)")
+    """Add vLLM's flags."""
+    parser.add_argument("--input-len", type=int, default=32, help="prompt tokens per request (default: %(default)s)")
+    parser.add_argument("--output-len", type=int, default=128, help="output tokens per request (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=8, help="requests per batch (default: %(default)s)")
+    parser.add_argument("--num-iters-warmup", type=int, default=3, help="warm-up runs (default: %(default)s)")
+    parser.add_argument("--num-iters", type=int, default=10, help="measured runs (default: %(default)s)")
     add_output_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the batch again and again and print how long it took."""
+    """Run the batch repeatedly and print its latency."""
     params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True, detokenize=False)
     latencies = []
     with LLM(**engine_arguments(options)) as llm:

@@ -1,8 +1,8 @@
-"""A load test of a server, as ``vllm bench serve``: over HTTP against any with OpenAI's API, and over our gRPC.
+"""A load test of a server, like ``vllm bench serve``: over HTTP for any server with OpenAI's API, or over our gRPC.
 
-Once the server is ready (``serve_ready``): one test request, warm-ups, then requests at times fixed beforehand
-(``serve_schedule``); each chunk of an answer is noted with its time, and what vLLM prints and saves is computed from
-the notes (``serve_metrics``).
+Once the server is ready (``serve_ready``), it sends a test request, warm-up requests, then requests at precomputed
+times (``serve_schedule``). Each chunk of a response is recorded with its time, and vLLM's metrics are computed from
+these records (``serve_metrics``).
 """
 
 import argparse
@@ -14,7 +14,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxserve.bench.serve_answer import Backend, BenchAnswer, BenchRequest, BenchServeError
 from jaxserve.bench.serve_arguments import add_arguments, complete, read_pairs
 from jaxserve.bench.serve_datasets import make_requests
 from jaxserve.bench.serve_effects import has_trace_times
@@ -31,6 +30,7 @@ from jaxserve.bench.serve_metrics import (
 )
 from jaxserve.bench.serve_plot import plot
 from jaxserve.bench.serve_ready import ReadyCheck
+from jaxserve.bench.serve_records import Backend, BenchRequest, BenchResponse, BenchServeError
 from jaxserve.bench.serve_schedule import Rate, arrival_times
 from jaxserve.bench.serve_target import grpc_target, http_target, request_headers
 from jaxserve.bench.serve_tokens import local_tokens
@@ -38,12 +38,12 @@ from jaxserve.bench.serve_tokens import local_tokens
 __all__ = ["HELP", "NAME", "add_arguments", "measure", "run"]
 
 NAME = "serve"
-HELP = "load test of a server over HTTP or gRPC: throughput, and times as its users see them"
+HELP = "load test a server over HTTP or gRPC: throughput and client-side latency"
 MAX_ERRORS = 10
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures, prints vLLM's lines, and writes what was asked for."""
+    """Run the load test, print vLLM's report, and write the requested files."""
     options = complete(options)
     found = asyncio.run(measure(options))
     if options.save_result or options.append_result:
@@ -53,10 +53,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run a load test, print its course and result, and return all figures.
+    """Run a load test, print its progress and report, and return all metrics.
 
     Raises:
-        BenchServeError: Settings or data are wrong, or the server does not answer.
+        BenchServeError: Settings or data are invalid, or the server does not respond.
     """
     rate = Rate(
         options.request_rate,
@@ -75,7 +75,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     extra = extra_fields(options.extra_body)
     metadata = read_pairs("--metadata", options.metadata)
     for name in metadata.keys() & {*_about(options, "", 0), *figures([], 1.0, selection)}:
-        raise BenchServeError(f"--metadata: {name} is a figure of the load test: choose another name")
+        raise BenchServeError(f"--metadata: {name} is a key of the result; choose another name")
     headers = request_headers(options)
     check_files(options)
     tokens = local_tokens(options.tokenizer) if options.tokenizer is not None else None
@@ -111,7 +111,7 @@ async def _measure(
     due_s = recorded_s or arrival_times(len(requests), rate, options.seed)
     print("\n".join(_traffic_lines(rate, bool(recorded_s), options.max_concurrency)))
     gc.collect()
-    gc.freeze()  # what is there stays: no collection walks through it while times are taken
+    gc.freeze()  # so that collections during the measurement skip existing objects
     with tqdm(total=len(requests), disable=options.disable_tqdm) as bar:
         try:
             result = await run_load(backend, requests, due_s, options.max_concurrency, lambda _: bar.update())
@@ -135,7 +135,7 @@ def _traffic_lines(rate: Rate, is_recorded: bool, max_concurrency: int | None) -
     return [speed, f"Burstiness factor: {rate.burstiness} ({process})", last]
 
 
-def _print_errors(answers: list[BenchAnswer]) -> None:
+def _print_errors(answers: list[BenchResponse]) -> None:
     errors = [answer.error for answer in answers if not answer.is_success]
     if errors:
         print(f"Failed requests during benchmark run detected (capping to {MAX_ERRORS}):")
@@ -143,7 +143,7 @@ def _print_errors(answers: list[BenchAnswer]) -> None:
 
 
 def _about(options: argparse.Namespace, model: str, num_prompts: int, has_words: bool = False) -> dict[str, Any]:
-    """What was measured, under vLLM's keys. Where a trace's own times held, no rate did."""
+    """Return the settings of the measurement, under vLLM's keys. With a trace's own times there is no rate."""
     about: dict[str, Any] = {
         "date": time_text(),
         "endpoint_type": options.backend,

@@ -5,9 +5,9 @@ import urllib.parse
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxserve.bench.serve_answer import BenchServeError
 from jaxserve.bench.serve_effects import check_effects
 from jaxserve.bench.serve_metrics import GOODPUT_METRICS, HEADERS
+from jaxserve.bench.serve_records import BenchServeError
 from jaxserve.sampling_options import SAMPLING_OPTIONS
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions", "vllm": "/v1/completions"}
@@ -16,7 +16,7 @@ DATASETS = ("random", "sharegpt", "custom", "trace")
 
 
 class _DataFlag(NamedTuple):
-    """A flag that one kind of data understands; its default holds for that kind alone."""
+    """A flag of one kind of data set, with its default."""
 
     dataset: str
     kind: type
@@ -25,31 +25,33 @@ class _DataFlag(NamedTuple):
 
 
 _DATA_FLAGS = {
-    "random_input_len": _DataFlag("random", int, 1024, "prompt tokens behind the prefix"),
+    "random_input_len": _DataFlag("random", int, 1024, "prompt tokens after the prefix"),
     "random_output_len": _DataFlag("random", int, 128, "new tokens"),
-    "random_range_ratio": _DataFlag("random", float, 0.0, "lengths go from (1 - RATIO) to (1 + RATIO) of these"),
-    "random_prefix_len": _DataFlag("random", int, 0, "tokens that all prompts begin with"),
-    "sharegpt_output_len": _DataFlag("sharegpt", int, None, "new tokens, in place of the recorded answers' lengths"),
-    "custom_output_len": _DataFlag("custom", int, 256, "new tokens; -1: output_tokens of each line"),
-    "trace_speed": _DataFlag("trace", float, 1.0, "replay so many times as fast as recorded"),
-    "trace_piece_tokens": _DataFlag("trace", int, None, "scale lengths so that a piece of 512 has so many tokens"),
-    "trace_max_len": _DataFlag("trace", int, None, "cut requests to so many tokens, prompt and output together"),
+    "random_range_ratio": _DataFlag("random", float, 0.0, "lengths vary from (1 - RATIO) to (1 + RATIO) of these"),
+    "random_prefix_len": _DataFlag("random", int, 0, "tokens of a prefix that all prompts share"),
+    "sharegpt_output_len": _DataFlag(
+        "sharegpt", int, None, "output tokens (default: lengths of the recorded responses)"
+    ),
+    "custom_output_len": _DataFlag("custom", int, 256, "output tokens; -1: output_tokens of each line"),
+    "trace_speed": _DataFlag("trace", float, 1.0, "replay this many times as fast as recorded"),
+    "trace_piece_tokens": _DataFlag("trace", int, None, "scale lengths so that a piece of 512 tokens has this many"),
+    "trace_max_len": _DataFlag("trace", int, None, "truncate requests to this many tokens, prompt and output together"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """vLLM's flags."""
+    """Add vLLM's flags."""
     _add_server(parser.add_argument_group("server"))
     _add_data(parser.add_argument_group("requests"))
     _add_traffic(parser.add_argument_group("traffic"))
-    sampling = parser.add_argument_group("sampling (what is not given is the server's default)")
+    sampling = parser.add_argument_group("sampling (defaults are the server's)")
     for name, option in SAMPLING_OPTIONS.items():
         kind = type(option.neutral)
         sampling.add_argument(_flag(name), type=kind, metavar=kind.__name__.upper(), help=f"{name} of each request")
-    sampling.add_argument("--logprobs", type=int, metavar="INT", help="log probabilities of so many tokens a position")
-    help_ = "go on after the end-of-sequence token (default: with random prompts and traces)"
+    sampling.add_argument("--logprobs", type=int, metavar="INT", help="number of logprobs per position")
+    help_ = "continue after the end-of-sequence token (default: with random prompts and traces)"
     sampling.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=None, help=help_)
-    sampling.add_argument("--extra-body", metavar="JSON", help="further fields of each request; they win over others")
+    sampling.add_argument("--extra-body", metavar="JSON", help="further fields of each request; they override others")
     _add_output(parser.add_argument_group("output"))
 
 
@@ -57,7 +59,7 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
     """Return the flags with the defaults that depend on others.
 
     Raises:
-        BenchServeError: Flags that exclude each other, or mean nothing together.
+        BenchServeError: Flags that exclude each other, or have no effect together.
     """
     found = argparse.Namespace(**vars(options))
     for name, flag in _DATA_FLAGS.items():
@@ -65,7 +67,7 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
             if getattr(found, name) is None:
                 setattr(found, name, flag.default)
         elif getattr(found, name) is not None:
-            raise BenchServeError(f"{_flag(name)} is for --dataset-name {flag.dataset}, not {found.dataset_name}")
+            raise BenchServeError(f"{_flag(name)} applies to --dataset-name {flag.dataset}, not {found.dataset_name}")
     if (found.dataset_name == "random") != (found.dataset_path is None):
         raise BenchServeError(f"--dataset-path: --dataset-name {found.dataset_name} goes "
                               + ("without it" if found.dataset_name == "random" else "with it"))  # fmt: skip
@@ -80,15 +82,15 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def _complete_lengths(found: argparse.Namespace, given: argparse.Namespace) -> None:
-    """Return the general lengths to the data's own flags."""
+    """Copy the general lengths to the flags of the data set."""
     for general in ("input_len", "output_len"):
         value, name = getattr(found, general), f"{found.dataset_name}_{general}"
         if value is None:
             continue
         if name not in _DATA_FLAGS:
-            raise BenchServeError(f"{_flag(general)} means nothing with --dataset-name {found.dataset_name}")
+            raise BenchServeError(f"{_flag(general)} has no effect with --dataset-name {found.dataset_name}")
         if getattr(given, name) is not None:
-            raise BenchServeError(f"{_flag(general)} and {_flag(name)} are the same: give one")
+            raise BenchServeError(f"{_flag(general)} and {_flag(name)} set the same value: pass only one")
         setattr(found, name, value)
 
 
@@ -107,14 +109,14 @@ def _complete_server(found: argparse.Namespace) -> None:
         form = "http://HOST:PORT or https://HOST:PORT" if is_grpc else "http://HOST:PORT/PATH without ? and #"
         raise BenchServeError(f"--base-url: expected {form}, got {found.base_url}")
     if is_grpc and (found.endpoint is not None or found.insecure):
-        raise BenchServeError("--endpoint and --insecure are for HTTP, not --backend grpc")
+        raise BenchServeError("--endpoint and --insecure apply to HTTP, not --backend grpc")
     if is_grpc:
         return
     if found.endpoint is None:
         found.endpoint = ENDPOINTS[found.backend]
     if found.endpoint.endswith("chat/completions") != (found.backend == "openai-chat"):
         raise BenchServeError(
-            f"--endpoint: {found.endpoint} is not for --backend {found.backend}: chats are openai-chat's"
+            f"--endpoint: {found.endpoint} does not match --backend {found.backend}; chats need openai-chat"
         )
 
 
@@ -133,10 +135,10 @@ def _check_ranges(found: argparse.Namespace) -> None:
 
 
 def read_pairs(flag: str, pairs: Sequence[str] | None) -> dict[str, str]:
-    """Return the values of pairs such as ``name=value``.
+    """Parse pairs such as ``name=value``.
 
     Raises:
-        BenchServeError: One has another form, or a name comes twice.
+        BenchServeError: A pair is malformed, or a name is repeated.
     """
     found: dict[str, str] = {}
     for pair in pairs or ():
@@ -144,7 +146,7 @@ def read_pairs(flag: str, pairs: Sequence[str] | None) -> dict[str, str]:
         if not separator or not name.strip():
             raise BenchServeError(f"{flag}: expected NAME=VALUE, got {pair!r}")
         if name.strip() in found:
-            raise BenchServeError(f"{flag}: {name.strip()} is given twice")
+            raise BenchServeError(f"{flag}: {name.strip()} is repeated")
         found[name.strip()] = value.strip()
     return found
 
@@ -154,21 +156,27 @@ def _flag(name: str) -> str:
 
 
 def _add_server(group: Any) -> None:
-    group.add_argument("--backend", choices=BACKENDS, default="openai", help="how to ask (default: %(default)s)")
-    group.add_argument("--base-url", metavar="URL", help="address, such as http://127.0.0.1:8000")
-    group.add_argument("--host", help="in place of --base-url (default: 127.0.0.1)")
-    group.add_argument("--port", type=int, help="in place of --base-url (default: 8000; for gRPC 8001)")
-    group.add_argument("--endpoint", metavar="PATH", help="(default: /v1/completions; for openai-chat its own)")
-    group.add_argument("--model", help="the model's name (default: the server's first)")
-    help_ = "model directory or hub id whose tokenizer makes random prompts (default: the server's own)"
-    group.add_argument("--tokenizer", help=help_)
-    group.add_argument("--api-key", metavar="KEY", help="(default: the environment variable OPENAI_API_KEY)")
+    group.add_argument("--backend", choices=BACKENDS, default="openai", help="API to use (default: %(default)s)")
+    group.add_argument("--base-url", metavar="URL", help="server address, such as http://127.0.0.1:8000")
+    group.add_argument("--host", help="server host, if there is no --base-url (default: 127.0.0.1)")
+    group.add_argument("--port", type=int, help="server port, if there is no --base-url (default: 8000; for gRPC 8001)")
     group.add_argument(
-        "--header", nargs="*", action="extend", metavar="NAME=VALUE", help="sent with each request; gRPC: metadata"
+        "--endpoint", metavar="PATH", help="path (default: /v1/completions; for openai-chat /v1/chat/completions)"
     )
-    group.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
-    group.add_argument("--ssl-ca-certs", metavar="FILE", help="certificates of those who may sign the server's")
-    help_ = "seconds to wait for the server and a first test request that succeeds (default: they must at once)"
+    group.add_argument("--model", help="model name (default: the server's first)")
+    help_ = "model directory or hub id of the tokenizer for random prompts (default: the server's own)"
+    group.add_argument("--tokenizer", help=help_)
+    group.add_argument("--api-key", metavar="KEY", help="API key (default: the environment variable OPENAI_API_KEY)")
+    group.add_argument(
+        "--header",
+        nargs="*",
+        action="extend",
+        metavar="NAME=VALUE",
+        help="HTTP header or gRPC metadata of each request",
+    )
+    group.add_argument("--insecure", action="store_true", help="do not verify the server's certificate")
+    group.add_argument("--ssl-ca-certs", metavar="FILE", help="CA certificates that verify the server's")
+    help_ = "seconds to wait until the server is ready and a test request succeeds (default: 0)"
     group.add_argument("--ready-check-timeout-sec", type=int, default=0, metavar="INT", help=help_)
 
 
@@ -177,10 +185,12 @@ def _add_data(group: Any) -> None:
     help_ = "ShareGPT's JSON, or CSV of lengths; JSONL with prompts; a trace of Mooncake, Azure or BurstGPT"
     group.add_argument("--dataset-path", metavar="FILE", help=help_)
     group.add_argument("--num-prompts", type=int, default=1000, help="requests (default: %(default)s)")
-    group.add_argument("--seed", type=int, help="of prompts and times (default: 0)")
+    group.add_argument("--seed", type=int, help="seed of prompts and times (default: 0)")
     group.add_argument("--disable-shuffle", action="store_true", help="keep the order of the file")
-    group.add_argument("--input-len", type=int, help="the same as --random-input-len")
-    group.add_argument("--output-len", type=int, help="the same as --random-output-len and so on")
+    group.add_argument("--input-len", type=int, help="alias of --random-input-len")
+    group.add_argument(
+        "--output-len", type=int, help="alias of --random-output-len, --sharegpt-output-len or --custom-output-len"
+    )
     for name, flag in _DATA_FLAGS.items():
         default = "" if flag.default is None else f" (default: {flag.default})"
         group.add_argument(
@@ -193,30 +203,34 @@ def _add_data(group: Any) -> None:
 
 def _add_traffic(group: Any) -> None:
     infinite = float("inf")
-    help_ = "requests a second (default: inf, all at once; for traces: their own times)"
+    help_ = "requests per second (default: inf, all at once; for traces: their own times)"
     group.add_argument("--request-rate", type=float, default=infinite, help=help_)
-    help_ = "gamma shape of the gaps: 1 Poisson, less in bursts, inf even (default: %(default)s)"
+    help_ = "shape of the gamma distribution of gaps: 1 Poisson, below 1 bursts, inf even (default: %(default)s)"
     group.add_argument("--burstiness", type=float, default=1.0, help=help_)
-    help_ = "most requests at a time; others wait in the client (default: any number)"
+    help_ = "limit of concurrent requests; others wait in the client (default: no limit)"
     group.add_argument("--max-concurrency", type=int, help=help_)
-    group.add_argument("--num-warmups", type=int, default=0, help="requests before the measurement")
+    group.add_argument("--num-warmups", type=int, default=0, help="warm-up requests before the measurement")
     group.add_argument("--ramp-up-strategy", choices=("linear", "exponential"), help="how the rate grows")
     group.add_argument("--ramp-up-start-rps", type=float, metavar="RPS", help="rate of the first request")
     group.add_argument("--ramp-up-end-rps", type=float, metavar="RPS", help="rate of the last request")
 
 
 def _add_output(group: Any) -> None:
-    help_ = f"some of {', '.join(HEADERS)}, with commas (default: %(default)s)"
+    help_ = f"comma-separated metrics out of {', '.join(HEADERS)} (default: %(default)s)"
     group.add_argument("--percentile-metrics", default="ttft,tpot,itl", metavar="LIST", help=help_)
-    group.add_argument("--metric-percentiles", default="99", metavar="LIST", help="with commas (default: %(default)s)")
-    help_ = f"milliseconds that a good request may take of {', '.join(GOODPUT_METRICS)}"
+    group.add_argument(
+        "--metric-percentiles", default="99", metavar="LIST", help="comma-separated (default: %(default)s)"
+    )
+    help_ = f"largest milliseconds of a good request, METRIC:MS, for {', '.join(GOODPUT_METRICS)}"
     group.add_argument("--goodput", nargs="+", action="extend", default=[], metavar="METRIC:MS", help=help_)
-    group.add_argument("--save-result", action="store_true", help="write the figures as JSON")
-    group.add_argument("--append-result", action="store_true", help="write them as a further line of the file")
-    group.add_argument("--save-detailed", action="store_true", help="write those of each request too")
-    group.add_argument("--result-dir", metavar="DIRECTORY", help="where to write (default: here)")
+    group.add_argument("--save-result", action="store_true", help="write the result as JSON")
+    group.add_argument("--append-result", action="store_true", help="append the result as a line to the file")
+    group.add_argument("--save-detailed", action="store_true", help="also write the metrics of each request")
+    group.add_argument("--result-dir", metavar="DIRECTORY", help="directory of the result (default: current directory)")
     group.add_argument("--result-filename", metavar="FILE", help="(default: LABEL-RATEqps-MODEL-TIME.json)")
-    group.add_argument("--label", help="begins the name of the file (default: the backend)")
-    group.add_argument("--metadata", nargs="*", action="extend", metavar="NAME=VALUE", help="further values to write")
-    group.add_argument("--plot", metavar="FILE.png", help="draw the times; needs jaxserve[research]")
+    group.add_argument("--label", help="start of the file name (default: the backend)")
+    group.add_argument(
+        "--metadata", nargs="*", action="extend", metavar="NAME=VALUE", help="further values of the result"
+    )
+    group.add_argument("--plot", metavar="FILE.png", help="plot the latencies; needs jaxserve[research]")
     group.add_argument("--disable-tqdm", action="store_true", help="show no progress")

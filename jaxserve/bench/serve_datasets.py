@@ -1,4 +1,4 @@
-"""The requests of a load test: random ones, ShareGPT's, those of a file, or those of a recorded trace."""
+"""The requests of a load test: random, from ShareGPT, from a file, or from a recorded trace."""
 
 import argparse
 import asyncio
@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.bench.serve_answer import BenchRequest, BenchServeError
 from jaxserve.bench.serve_effects import has_trace_times
+from jaxserve.bench.serve_records import BenchRequest, BenchServeError
 from jaxserve.bench.serve_tokens import PromptTokens, TokenSource
 from jaxserve.bench.traces import Trace, TraceError, TraceRequest, cut_trace, random_prompt, read_trace, scale_trace
 
-MAX_SHAREGPT_PROMPT, MAX_SHAREGPT_TOTAL, MIN_SHAREGPT = 1024, 2048, 4  # as vLLM sorts out
+MAX_SHAREGPT_PROMPT, MAX_SHAREGPT_TOTAL, MIN_SHAREGPT = 1024, 2048, 4  # vLLM's filter
 _LENGTH_COLUMNS = ("num_prefill_tokens", "num_decode_tokens")
 _BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 
@@ -24,16 +24,16 @@ _BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 async def make_requests(
     options: argparse.Namespace, prompt_tokens: PromptTokens, needs_text: bool
 ) -> list[BenchRequest]:
-    """Return the requests that the flags ask for, in the order in which they go out.
+    """Build the requests that the flags describe, in the order in which they are sent.
 
     Args:
         options: The flags of the load test.
-        prompt_tokens: What random prompts are made of; not looked for where none are.
-        needs_text: Prompts must be text, not token ids.
+        prompt_tokens: Source of random prompts' tokens; not searched for unless needed.
+        needs_text: Whether prompts must be text, not token ids.
 
     Raises:
-        BenchServeError: The data is not there, or not what it should be.
-        TraceError: The same of a trace.
+        BenchServeError: The data is missing or invalid.
+        TraceError: A trace is missing or invalid.
     """
     if options.dataset_name == "custom":
         return await _custom(options, prompt_tokens, needs_text)
@@ -50,21 +50,23 @@ async def make_requests(
 
 
 async def _custom(options: argparse.Namespace, prompt_tokens: PromptTokens, needs_text: bool) -> list[BenchRequest]:
-    """Return the prompts of a file; with a tokenizer only where token ids must become text."""
+    """Read the prompts of a file; the tokenizer is needed only to convert token ids to text."""
     requests = _as_many(_shuffled(list(custom_requests(options)), options), options)
     if needs_text and not all(isinstance(request.prompt, str) for request in requests):
         tokens = await prompt_tokens.get()
         return await _with_text(requests, TokenSource(()) if tokens.are_words else tokens)
     if options.tokenizer is not None:
-        raise BenchServeError("--tokenizer does nothing here: the prompts go out as they are in the file")
+        raise BenchServeError("--tokenizer has no effect: prompts are sent as they are in the file")
     return requests
 
 
 async def _with_text(requests: list[BenchRequest], tokens: TokenSource) -> list[BenchRequest]:
-    """Return the requests with text for token ids."""
+    """Convert the token ids of requests to text."""
     decode = tokens.decode
     if decode is None:
-        raise BenchServeError("these prompts are token ids and nobody here can make text of them: give --tokenizer")
+        raise BenchServeError(
+            "these prompts are token ids, and no tokenizer can convert them to text; pass --tokenizer"
+        )
     limit = asyncio.Semaphore(64)
 
     async def as_text(request: BenchRequest) -> BenchRequest:
@@ -79,7 +81,8 @@ async def _with_text(requests: list[BenchRequest], tokens: TokenSource) -> list[
 
 
 def random_requests(options: argparse.Namespace, tokens: TokenSource) -> list[BenchRequest]:
-    """Random tokens: lengths evenly from ``length * (1 - ratio)`` to ``length * (1 + ratio)``, behind one prefix."""
+    """Draw random tokens: lengths uniform from ``length * (1 - ratio)`` to ``length * (1 + ratio)``, after one
+    prefix."""
     generator = np.random.default_rng(options.seed)
     ids = np.asarray(tokens.token_ids)
     prefix = generator.choice(ids, options.random_prefix_len).tolist()
@@ -100,17 +103,17 @@ def _lengths(generator: np.random.Generator, length: int, ratio: float, count: i
 def trace_requests(options: argparse.Namespace, tokens: TokenSource) -> list[BenchRequest]:
     """Return the first requests of a trace, at the trace's own times unless a rate was given.
 
-    Pieces that the trace says are shared are the same tokens.
+    Pieces that the trace marks as shared have the same tokens.
     """
     trace = read_any_trace(Path(options.dataset_path), options.num_prompts)
     if len(trace.requests) < options.num_prompts:
-        print(f"The trace has {len(trace.requests)} requests: each is sent once")
+        print(f"The trace has only {len(trace.requests)} requests: each is sent once")
     if options.trace_piece_tokens is not None:
         trace = scale_trace(trace, options.trace_piece_tokens)
     if options.trace_max_len is not None:
         trace, num_cut = cut_trace(trace, options.trace_max_len)
         if num_cut:
-            print(f"Requests cut to {options.trace_max_len} tokens: {num_cut} of {len(trace.requests)}")
+            print(f"Requests truncated to {options.trace_max_len} tokens: {num_cut} of {len(trace.requests)}")
     found = []
     for index, request in enumerate(trace.requests):
         drawn = random_prompt(trace, index, len(tokens.token_ids), options.seed)
@@ -121,7 +124,7 @@ def trace_requests(options: argparse.Namespace, tokens: TokenSource) -> list[Ben
 
 
 def read_any_trace(path: Path, max_requests: int) -> Trace:
-    """Read a trace of Mooncake, Azure or BurstGPT (whose failed requests, without an answer, are left out).
+    """Read a trace of Mooncake, Azure or BurstGPT (omitting its failed requests).
 
     Raises:
         TraceError: The file is none of them, or has a line that cannot be read.
@@ -132,7 +135,7 @@ def read_any_trace(path: Path, max_requests: int) -> Trace:
             found = [_burstgpt_request(path, i, row) for i, row in enumerate(rows, 2)]
             found = [one for one in found if one.num_output_tokens][:max_requests]
             if not found:
-                raise TraceError(f"{path}: expected at least one request that was answered, got none")
+                raise TraceError(f"{path}: expected at least one successful request, got none")
             start_s = found[0].arrival_s
             return Trace(path.stem, [one._replace(arrival_s=one.arrival_s - start_s) for one in found])
     return read_trace(path, max_requests)
@@ -147,7 +150,7 @@ def _burstgpt_request(path: Path, line: int, row: dict[str, str]) -> TraceReques
 
 
 def length_requests(options: argparse.Namespace, tokens: TokenSource) -> list[BenchRequest]:
-    """Random tokens of recorded lengths: a CSV file with the columns num_prefill_tokens and num_decode_tokens."""
+    """Draw random tokens of recorded lengths: a CSV file with the columns num_prefill_tokens and num_decode_tokens."""
     path = Path(options.dataset_path)
     rows = _shuffled(_csv_rows(path), options)[: options.num_prompts]
     generator = np.random.default_rng(options.seed)
@@ -161,13 +164,13 @@ def length_requests(options: argparse.Namespace, tokens: TokenSource) -> list[Be
 
 
 async def sharegpt_requests(options: argparse.Namespace, tokens: TokenSource) -> AsyncIterator[BenchRequest]:
-    """First questions of ShareGPT's conversations, each with as many new tokens as its recorded answer has.
+    """Yield first questions of ShareGPT's conversations, with as many output tokens as the recorded response has.
 
-    As in vLLM, those that are very short, or long, are left out.
+    As in vLLM, very short and long ones are omitted.
     """
     count = tokens.count
     if count is None and options.sharegpt_output_len is None:
-        raise BenchServeError("nobody here can count tokens: give --tokenizer or --sharegpt-output-len")
+        raise BenchServeError("no tokenizer to count tokens; pass --tokenizer or --sharegpt-output-len")
     num_found = 0
     for turns in _shuffled(_conversations(Path(options.dataset_path)), options):
         if num_found == options.num_prompts:
@@ -183,7 +186,7 @@ async def sharegpt_requests(options: argparse.Namespace, tokens: TokenSource) ->
 
 
 def _conversations(path: Path) -> list[tuple[str, str]]:
-    """First question and answer of each conversation that has both."""
+    """Return the first question and response of each conversation that has both."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         turns = [[turn["value"] for turn in item["conversations"][:2]] for item in found if item.get("conversations")]
@@ -193,7 +196,8 @@ def _conversations(path: Path) -> list[tuple[str, str]]:
 
 
 def custom_requests(options: argparse.Namespace) -> Iterator[BenchRequest]:
-    """Prompts of a JSONL file: ``prompt`` is text or token ids, ``output_tokens`` for --custom-output-len -1."""
+    """Yield prompts of a JSONL file: ``prompt`` is text or token ids, ``output_tokens`` is for --custom-output-len
+    -1."""
     path = Path(options.dataset_path)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -232,9 +236,9 @@ def _shuffled(items: list[Any], options: argparse.Namespace) -> list[Any]:
 
 
 def _as_many(requests: list[BenchRequest], options: argparse.Namespace) -> list[BenchRequest]:
-    """As many as asked for: those of small data come again."""
+    """Return the requested number of requests, repeating those of small data sets."""
     if not requests:
-        raise BenchServeError(f"{options.dataset_path}: holds no request that can be used")
+        raise BenchServeError(f"{options.dataset_path}: has no usable request")
     if len(requests) < options.num_prompts:
-        print(f"The data has {len(requests)} requests: they are sent again and again, {options.num_prompts} in all")
+        print(f"The data has only {len(requests)} requests: they are repeated, {options.num_prompts} in total")
     return [requests[i % len(requests)] for i in range(options.num_prompts)]

@@ -1,4 +1,4 @@
-"""Flags of ``jaxserve bench serve`` that would do nothing are refused: none is accepted and ignored."""
+"""Rejects flags of ``jaxserve bench serve`` that would have no effect."""
 
 import argparse
 import math
@@ -6,13 +6,13 @@ import urllib.parse
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxserve.bench.serve_answer import BenchServeError
+from jaxserve.bench.serve_records import BenchServeError
 
 _DEFAULTS = {"burstiness": 1.0}
 
 
 class _Rule(NamedTuple):
-    """Flags that do nothing where ``is_idle``, and why."""
+    """Flags that have no effect if ``is_idle``, and the reason."""
 
     names: tuple[str, ...]
     is_idle: bool
@@ -20,29 +20,29 @@ class _Rule(NamedTuple):
 
 
 def check_effects(given: argparse.Namespace, options: argparse.Namespace) -> None:
-    """Reject each flag that does nothing together with the others.
+    """Reject each flag that has no effect together with the others.
 
     Args:
-        given: The flags as they were given.
-        options: The same with all defaults.
+        given: The flags as given.
+        options: The flags with all defaults.
 
     Raises:
-        BenchServeError: There is one.
+        BenchServeError: A flag has no effect.
     """
     for rule in (*_server_rules(options), *_data_rules(options), *_traffic_rules(options), *_output_rules(options)):
         for name in rule.names if rule.is_idle else ():
             value = getattr(given, name)
             if value is not None and value is not False and value != _DEFAULTS.get(name):
-                raise BenchServeError(f"--{name.replace('_', '-')} does nothing here: {rule.reason}")
+                raise BenchServeError(f"--{name.replace('_', '-')} has no effect: {rule.reason}")
 
 
 def has_trace_times(options: argparse.Namespace) -> bool:
-    """Return whether requests go out at the times of a trace."""
+    """Return whether requests are sent at the times of a trace."""
     return options.dataset_name == "trace" and math.isinf(options.request_rate)
 
 
 def is_secure(options: argparse.Namespace) -> bool:
-    """Return whether the server is asked over TLS."""
+    """Return whether the connection uses TLS."""
     return urllib.parse.urlsplit(options.base_url).scheme == "https"
 
 
@@ -50,8 +50,8 @@ def _server_rules(options: argparse.Namespace) -> list[_Rule]:
     headers = {pair.partition("=")[0].strip().lower() for pair in options.header or ()}
     return [
         _Rule(("insecure", "ssl_ca_certs"), not is_secure(options), "--base-url does not begin with https://"),
-        _Rule(("ssl_ca_certs",), options.insecure, "--insecure does not look at certificates"),
-        _Rule(("api_key",), "authorization" in headers, "--header gives Authorization"),
+        _Rule(("ssl_ca_certs",), options.insecure, "--insecure disables the check of certificates"),
+        _Rule(("api_key",), "authorization" in headers, "--header sets Authorization"),
     ]
 
 
@@ -63,7 +63,7 @@ def _data_rules(options: argparse.Namespace) -> list[_Rule]:
     draws = draws_times or draws_tokens or not options.disable_shuffle
     return [
         _Rule(("disable_shuffle",), name in ("random", "trace"), f"--dataset-name {name} is never shuffled"),
-        _Rule(("seed",), not draws, "neither prompts nor their order nor their times are drawn"),
+        _Rule(("seed",), not draws, "neither prompts nor their order nor their times are random"),
     ]
 
 
@@ -72,10 +72,12 @@ def _traffic_rules(options: argparse.Namespace) -> list[_Rule]:
     is_at_once = math.isinf(options.request_rate) and options.ramp_up_strategy is None and not is_trace
     ramp = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
     return [
-        _Rule(ramp, is_trace, "a trace goes out at its own times, or at --request-rate"),
-        _Rule(("burstiness",), has_times, "a trace goes out at its own times without --request-rate"),
-        _Rule(("burstiness",), is_at_once, "all requests go out at once without --request-rate or --ramp-up-strategy"),
-        _Rule(("trace_speed",), is_trace and not has_times, "--request-rate takes the place of the trace's times"),
+        _Rule(ramp, is_trace, "a trace is sent at its own times, or at --request-rate"),
+        _Rule(("burstiness",), has_times, "a trace is sent at its own times without --request-rate"),
+        _Rule(
+            ("burstiness",), is_at_once, "all requests are sent at once without --request-rate or --ramp-up-strategy"
+        ),
+        _Rule(("trace_speed",), is_trace and not has_times, "--request-rate replaces the trace's times"),
     ]
 
 
@@ -85,5 +87,5 @@ def _output_rules(options: argparse.Namespace) -> list[_Rule]:
     has_whole_path = options.result_filename is not None and Path(options.result_filename).is_absolute()
     return [
         _Rule(names, not is_saved, "nothing is saved without --save-result or --append-result"),
-        _Rule(("result_dir",), has_whole_path, "--result-filename is a whole path"),
+        _Rule(("result_dir",), has_whole_path, "--result-filename is an absolute path"),
     ]

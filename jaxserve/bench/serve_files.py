@@ -1,4 +1,4 @@
-"""The files of a load test: checked before it, so that a wrong one loses no measurement, and written after it."""
+"""The files of a load test: checked before it, so that an error loses no measurement, and written after it."""
 
 import argparse
 import datetime
@@ -6,17 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxserve.bench.serve_answer import BenchServeError
 from jaxserve.bench.serve_effects import has_trace_times
 from jaxserve.bench.serve_metrics import DETAILS
 from jaxserve.bench.serve_plot import check_can_plot
+from jaxserve.bench.serve_records import BenchServeError
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Check that all files can be read or written; makes the directory of the results, and leaves no other trace.
+    """Check that all files can be read or written; creates the directory of the results, but no file.
 
     Raises:
-        BenchServeError: One cannot.
+        BenchServeError: A file cannot be read or written.
     """
     for name in ("dataset_path", "ssl_ca_certs"):
         if getattr(options, name) is not None:
@@ -30,12 +30,12 @@ def check_files(options: argparse.Namespace) -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise BenchServeError(f"--result-dir: {directory} cannot be made: {error.strerror}") from error
+            raise BenchServeError(f"--result-dir: {directory} cannot be created: {error.strerror}") from error
         _check_writable("--result-filename", path)
 
 
 def save(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Write the figures; those of single requests where they were asked for."""
+    """Write the result, with the metrics of each request if requested."""
     kept = {name: value for name, value in found.items() if options.save_detailed or name not in DETAILS}
     path = _result_path(options, found["model_id"], found["date"])
     has_lines = options.append_result and path.exists() and path.stat().st_size > 0
@@ -44,7 +44,7 @@ def save(options: argparse.Namespace, found: dict[str, Any]) -> None:
 
 
 def time_text() -> str:
-    """Return the time, as in the names of results."""
+    """Return the current time in the form used in file names."""
     return datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
@@ -68,7 +68,7 @@ def _check_readable(flag: str, path: Path) -> None:
 
 
 def _check_writable(flag: str, path: Path) -> None:
-    """Open the file; one that was not there is gone again."""
+    """Open the file for appending; remove it again if it did not exist."""
     try:
         is_new = not path.exists()
         with path.open("ab"):

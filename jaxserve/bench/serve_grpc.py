@@ -1,4 +1,4 @@
-"""Asking a server over jaxserve's gRPC."""
+"""Load-test backend for jaxserve's gRPC API."""
 
 import json
 import time
@@ -10,8 +10,8 @@ import grpc
 import grpc.aio
 from google.protobuf import json_format
 
-from jaxserve.bench.serve_answer import BenchAnswer, BenchRequest, BenchServeError
 from jaxserve.bench.serve_ready import NotReadyError
+from jaxserve.bench.serve_records import BenchRequest, BenchResponse, BenchServeError
 from jaxserve.bench.serve_tokens import TokenSource, plain_range
 from jaxserve.server.proto.jaxserve.v1 import (
     generation_pb2,
@@ -24,12 +24,12 @@ from jaxserve.server.proto.jaxserve.v1 import (
 
 STREAMS_A_CONNECTION = 128
 MAX_CONNECTIONS = 8
-MAX_RECONNECT_MS = 1000  # gRPC waits longer and longer, up to two minutes, for a server that is not there yet
+MAX_RECONNECT_MS = 1000  # gRPC's backoff grows to two minutes otherwise
 _NOT_READY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 def open_channels(target: str, count: int, is_secure: bool = False, ca_file: str | None = None) -> list[Any]:
-    """Connections to a server, each with a socket of its own."""
+    """Open connections to a server, each with its own socket."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
     options.append(("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_MS))
     if not is_secure:
@@ -43,14 +43,14 @@ class GrpcBackend:
 
     Args:
         channels: Connections to the server.
-        model: The model's name; empty for the server's own.
+        model: Name of the model; empty for the server's default.
         sampling: Fields of the sampling parameters.
         fields: Further fields of each ``GenerateRequest``, in protobuf's JSON form.
-        metadata: Sent with each call, as for ``authorization``.
-        clock: Times of messages.
+        metadata: Sent with each call, such as ``authorization``.
+        clock: Returns the time of messages.
 
     Raises:
-        BenchServeError: A field that there is not.
+        BenchServeError: A field is unknown.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class GrpcBackend:
         except json_format.ParseError as error:
             raise BenchServeError(f"expected fields of a gRPC GenerateRequest: {error}") from error
 
-    async def send(self, request: BenchRequest) -> BenchAnswer:
-        """Asks, and waits for the whole answer. A failure is noted in the answer, never raised."""
+    async def send(self, request: BenchRequest) -> BenchResponse:
+        """Send a request and wait for the whole response. A failure is recorded in it, never raised."""
         message = self._message(request)
         call = self._calls[self._turn % len(self._calls)]
         self._turn += 1
-        answer = BenchAnswer(self._clock(), request.num_prompt_tokens)
+        answer = BenchResponse(self._clock(), request.num_prompt_tokens)
         try:
             async for news in call(message, metadata=self._metadata):
                 self._note(answer, news)
@@ -90,7 +90,7 @@ class GrpcBackend:
             answer.error = "the stream ended without a text"
         return answer
 
-    def _note(self, answer: BenchAnswer, news: Any) -> None:
+    def _note(self, answer: BenchResponse, news: Any) -> None:
         if news.completions:
             answer.chunk_s.append(self._clock())
             answer.texts.append(news.completions[0].text)
@@ -111,11 +111,11 @@ class GrpcBackend:
 
 
 async def grpc_model(channel: Any, model: str, metadata: Mapping[str, str]) -> model_pb2.Model:
-    """Return the server's model of a name, or its only one.
+    """Return the server's model of this name, or its only one.
 
     Raises:
-        NotReadyError: The server cannot be reached, or says that it is not ready.
-        BenchServeError: It does not know the model.
+        NotReadyError: The server cannot be reached, or reports that it is not ready.
+        BenchServeError: The model is unknown.
     """
     stub: Any = model_pb2_grpc.ModelServiceStub(channel)
     pairs = tuple((name.lower(), value) for name, value in metadata.items())
@@ -123,12 +123,12 @@ async def grpc_model(channel: Any, model: str, metadata: Mapping[str, str]) -> m
         answer = await stub.GetModel(model_pb2.GetModelRequest(model=model), metadata=pairs, timeout=60)
     except grpc.aio.AioRpcError as error:
         kind = NotReadyError if error.code() in _NOT_READY else BenchServeError
-        raise kind(f"the server does not say its model: {error.code().name}: {error.details()}") from error
+        raise kind(f"the server does not report its model: {error.code().name}: {error.details()}") from error
     return answer.model
 
 
 def grpc_tokens(channel: Any, vocab_size: int, metadata: Mapping[str, str]) -> TokenSource:
-    """Tokens of the server's model, and its tokenizer."""
+    """Return the token ids of the server's model, with its tokenizer."""
     stub: Any = tokenization_pb2_grpc.TokenizationServiceStub(channel)
     pairs = tuple((name.lower(), value) for name, value in metadata.items())
 
@@ -143,10 +143,10 @@ def grpc_tokens(channel: Any, vocab_size: int, metadata: Mapping[str, str]) -> T
 
 
 def extra_fields(text: str | None) -> dict[str, Any]:
-    """Return the fields of a JSON object given as text.
+    """Parse a JSON object.
 
     Raises:
-        BenchServeError: It is none.
+        BenchServeError: The text is not a JSON object.
     """
     try:
         found = json.loads(text or "{}")

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client: many streams at once at little cost, each piece of an answer handed on as it comes.
+"""A small HTTP/1.1 client for many concurrent streams, which passes on each piece of a body as it arrives.
 
-A general client spends more on each event of a stream than the engine does on the token in it, and on few cores that
-time is the server's. This one reads with httptools, in the callback of the socket: no task wakes up for an event.
+A general client spends more CPU time on each event of a stream than the engine on its token, and on few cores it takes
+that time from the server. This one parses with httptools in the callback of the socket, without waking a task.
 """
 
 import asyncio
@@ -14,21 +14,21 @@ from typing import Any, NamedTuple
 
 import httptools
 
-from jaxserve.bench.serve_answer import BenchServeError
+from jaxserve.bench.serve_records import BenchServeError
 
 OnData = Callable[[bytes, float], None]
-"""Gets each piece of a body and the time at which it came."""
+"""Called with each piece of a body and its arrival time."""
 
 
-class HttpAnswer(NamedTuple):
-    """An answer; the body is empty where it went to a callback."""
+class HttpResponse(NamedTuple):
+    """A response; the body is empty if a callback received it."""
 
     status: int
     headers: dict[str, str]
     body: bytes
 
     def json(self) -> Any:
-        """Return the body.
+        """Parse the body as JSON.
 
         Raises:
             BenchServeError: It is not JSON.
@@ -36,20 +36,20 @@ class HttpAnswer(NamedTuple):
         try:
             return json.loads(self.body)
         except ValueError as error:
-            raise BenchServeError(f"expected an answer in JSON, got {self.body[:200]!r}") from error
+            raise BenchServeError(f"expected a JSON response, got {self.body[:200]!r}") from error
 
 
 class HttpClient:
-    """Connections to one server, used again once an answer has come.
+    """A pool of connections to one server, reused after each response.
 
     Args:
-        base_url: Such as ``http://127.0.0.1:8000``; a path in it goes before those of requests.
+        base_url: Such as ``http://127.0.0.1:8000``; its path is prepended to those of requests.
         headers: Sent with each request.
         ssl_context: For https.
-        clock: Times of pieces.
+        clock: Returns the time of pieces.
 
     Raises:
-        BenchServeError: The address is none.
+        BenchServeError: The address is invalid.
     """
 
     def __init__(
@@ -78,21 +78,21 @@ class HttpClient:
         path: str,
         body: Any = None,
         on_data: OnData | None = None,
-    ) -> HttpAnswer:
-        """Send a request, with ``body`` as JSON, and return once all of the answer has come.
+    ) -> HttpResponse:
+        """Send a request, with ``body`` as JSON, and return after the whole response.
 
-        ``on_data`` gets the body of an answer with status 200, piece by piece.
+        ``on_data`` receives the body of a response with status 200, piece by piece.
 
         Raises:
-            OSError: There is no server, or the connection broke.
+            OSError: The server cannot be reached, or the connection broke.
         """
         message = self.message(method, path, body)
         while self._idle:
             connection = self._idle.pop()
             try:
                 return await self._exchange(connection, message, on_data)
-            except _NothingCameError:
-                continue  # the server had closed it: nothing of the request was answered
+            except _NoResponseError:
+                continue  # the server had already closed this kept-alive connection: retry
         return await self._exchange(await self._connect(), message, on_data)
 
     def message(self, method: str, path: str, body: Any = None) -> bytes:
@@ -104,7 +104,7 @@ class HttpClient:
         return f"{head}Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n".encode() + payload
 
     async def close(self) -> None:
-        """Close all connections that wait for a request."""
+        """Close all idle connections."""
         while self._idle:
             self._idle.pop().close()
 
@@ -115,7 +115,7 @@ class HttpClient:
         )
         return connection
 
-    async def _exchange(self, connection: "_Connection", message: bytes, on_data: OnData | None) -> HttpAnswer:
+    async def _exchange(self, connection: "_Connection", message: bytes, on_data: OnData | None) -> HttpResponse:
         is_done = False
         try:
             answer = await connection.exchange(message, on_data)
@@ -128,34 +128,34 @@ class HttpClient:
                 connection.close()
 
 
-class _NothingCameError(ConnectionError):
-    """The connection was closed before a byte of an answer came."""
+class _NoResponseError(ConnectionError):
+    """The connection was closed before any byte of a response."""
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: an exchange at a time."""
+    """One connection, with one exchange at a time."""
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
         self._transport: Any = None
-        self._done: asyncio.Future[HttpAnswer] | None = None
+        self._done: asyncio.Future[HttpResponse] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Asyncio says that the connection is there."""
         self._transport = transport
 
     def can_go_on(self) -> bool:
-        """Return whether it can take another request."""
+        """Return whether it can send another request."""
         return self._keeps_alive and not self._transport.is_closing()
 
     def close(self) -> None:
-        """Break it off: what is unsent is dropped."""
+        """Abort the connection: unsent data is dropped."""
         self._transport.abort()
 
-    async def exchange(self, message: bytes, on_data: OnData | None) -> HttpAnswer:
-        """Send a request and wait for the end of the answer."""
+    async def exchange(self, message: bytes, on_data: OnData | None) -> HttpResponse:
+        """Send a request and wait for the end of the response."""
         if self._transport.is_closing():
-            raise _NothingCameError("the server closed the connection")
+            raise _NoResponseError("the server closed the connection")
         self._done = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
         self._on_data, self._headers, self._body = on_data, {}, []
@@ -172,9 +172,9 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
-            self._fail(error.__context__)  # what the reader of the body raised
+            self._fail(error.__context__)  # an exception of on_data
         except httptools.HttpParserError as error:
-            self._fail(ConnectionError(f"the answer is not HTTP: {error}"))
+            self._fail(ConnectionError(f"the response is not HTTP: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Asyncio says that the connection is gone."""
@@ -182,11 +182,11 @@ class _Connection(asyncio.Protocol):
             return
         has_end = "content-length" in self._headers or "chunked" in self._headers.get("transfer-encoding", "")
         if self._status and not has_end and exc is None:
-            self.on_message_complete()  # such a body ends where the connection does
+            self.on_message_complete()  # a body without a length ends with the connection
         elif self._has_begun:
-            self._fail(exc or ConnectionError("the server closed the connection in the middle of an answer"))
+            self._fail(exc or ConnectionError("the server closed the connection in the middle of a response"))
         else:
-            self._fail(_NothingCameError("the server closed the connection without an answer"))
+            self._fail(_NoResponseError("the server closed the connection without a response"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """The parser found a header."""
@@ -207,8 +207,8 @@ class _Connection(asyncio.Protocol):
         """The parser found the end."""
         if self._done is not None and not self._done.done():
             self._keeps_alive = self._parser.should_keep_alive()
-            self._done.set_result(HttpAnswer(self._status, self._headers, b"".join(self._body)))
+            self._done.set_result(HttpResponse(self._status, self._headers, b"".join(self._body)))
 
     def _fail(self, error: BaseException | None) -> None:
         if self._done is not None and not self._done.done():
-            self._done.set_exception(error or ConnectionError("the answer could not be read"))
+            self._done.set_exception(error or ConnectionError("the response could not be read"))

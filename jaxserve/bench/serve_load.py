@@ -1,4 +1,4 @@
-"""Sending the requests of a load test when they are due, and waiting for all answers."""
+"""Sends the requests of a load test at their due times and waits for all responses."""
 
 import asyncio
 import contextlib
@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxserve.bench.serve_answer import Backend, BenchAnswer, BenchRequest
+from jaxserve.bench.serve_records import Backend, BenchRequest, BenchResponse
 
 
 class LoadResult(NamedTuple):
-    """Answers in the order of their requests, and the seconds from the first due time to the last answer."""
+    """Responses in the order of their requests, and the seconds from the first due time to the last response."""
 
-    answers: list[BenchAnswer]
+    answers: list[BenchResponse]
     duration_s: float
 
 
@@ -21,23 +21,23 @@ async def run_load(
     requests: Sequence[BenchRequest],
     due_s: Sequence[float],
     max_concurrency: int | None = None,
-    on_answer: Callable[[BenchAnswer], Any] | None = None,
+    on_answer: Callable[[BenchResponse], Any] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LoadResult:
-    """Send each request when it is due, whether or not earlier ones were answered.
+    """Send each request when it is due, whether or not earlier ones have finished.
 
     Args:
-        backend: How to ask.
-        requests: What to ask.
-        due_s: When each is due, in seconds from now, ascending.
-        max_concurrency: Most requests at a time; others wait here, and note how long. None: any number.
-        on_answer: Told of each answer.
-        clock: Monotonic seconds.
+        backend: Sends requests.
+        requests: The requests.
+        due_s: Due time of each request, in seconds from now, ascending.
+        max_concurrency: Limit of concurrent requests; others wait here, and their wait is recorded. None: no limit.
+        on_answer: Called with each response.
+        clock: Returns monotonic seconds.
     """
     limit = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     start_s = clock()
 
-    async def ask(request: BenchRequest, arrived_s: float) -> BenchAnswer:
+    async def ask(request: BenchRequest, arrived_s: float) -> BenchResponse:
         async with limit:
             answer = await backend.send(request)
         answer.queue_s = answer.start_s - arrived_s

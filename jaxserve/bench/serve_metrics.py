@@ -1,7 +1,8 @@
-"""What the answers of a load test come to: vLLM's figures under its names, and its lines of text.
+"""Metrics of a load test: vLLM's, with its names and its text report.
 
-As in vLLM: a gap (ITL) lies between two chunks, so one with several tokens counts as one gap, as users see it; the time
-per output token (TPOT) divides by the tokens that the server counted; peak tokens a second counts chunks.
+As in vLLM, an inter-token latency (ITL) is the time between two chunks, so a chunk with several tokens counts once, as
+users see it; the time per output token (TPOT) divides by the server's token count; peak tokens per second counts
+chunks.
 """
 
 import collections
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.bench.serve_answer import BenchAnswer, BenchServeError
+from jaxserve.bench.serve_records import BenchResponse, BenchServeError
 
 WIDTH = 50
 HEADERS = {
@@ -22,28 +23,28 @@ HEADERS = {
     "client_queue_time": ("Client Queue Time", "Client-side Queueing"),
     "e2el_including_client_queue": ("E2EL incl. Client Queue", "Queue-inclusive End-to-end Latency"),
 }
-"""Metrics that percentiles can be had of: name in text, and headline."""
+"""Metrics that have percentiles: name in text, and headline."""
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 DETAILS = (
     *("input_lens", "output_lens", "start_times", "queue_times", "ttfts", "itls", "latencies"),
     *("generated_texts", "errors"),
 )
-"""Keys with an entry for each request, which ``--save-detailed`` alone keeps."""
+"""Keys with one entry per request, which only ``--save-detailed`` keeps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """Which figures are asked for.
+    """The metrics to report.
 
     Attributes:
-        metrics: Of ``HEADERS``.
+        metrics: Keys of ``HEADERS``.
         percentiles: In 0..100.
-        goodput: Milliseconds that each of some metrics may take in a good request; empty: goodput is not asked for.
-        max_concurrency: Most requests at a time; None: any number.
-        request_rate: Requests a second; infinite: all at once.
+        goodput: Largest milliseconds of some metrics in a good request; empty: no goodput.
+        max_concurrency: Limit of concurrent requests; None: no limit.
+        request_rate: Requests per second; infinite: all at once.
 
     Raises:
-        BenchServeError: A metric of queueing in the client where nothing queues there.
+        BenchServeError: A metric of the client's queue without a concurrency limit.
     """
 
     metrics: tuple[str, ...] = ("ttft", "tpot", "itl")
@@ -59,20 +60,20 @@ class Selection:
 
 
 def read_metrics(text: str) -> tuple[str, ...]:
-    """Return the metrics of a list with commas.
+    """Parse a comma-separated list of metrics.
 
     Raises:
-        BenchServeError: There is none of that name.
+        BenchServeError: A metric is unknown.
     """
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
         if name not in HEADERS:
-            raise BenchServeError(f"percentile-metrics: expected some of {', '.join(HEADERS)}, got {name!r}")
+            raise BenchServeError(f"percentile-metrics: unknown metric {name!r}; metrics: {', '.join(HEADERS)}")
     return names
 
 
 def read_percentiles(text: str) -> tuple[float, ...]:
-    """Return the percentiles of a list with commas.
+    """Parse a comma-separated list of percentiles.
 
     Raises:
         BenchServeError: One is not a number from 0 to 100.
@@ -82,47 +83,47 @@ def read_percentiles(text: str) -> tuple[float, ...]:
     except ValueError:
         found = (-1.0,)
     if not all(0 <= value <= 100 for value in found):
-        raise BenchServeError(f"metric-percentiles: expected numbers from 0 to 100 with commas, got {text!r}")
+        raise BenchServeError(f"metric-percentiles: expected comma-separated numbers from 0 to 100, got {text!r}")
     return found
 
 
 def read_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """Return the milliseconds of pairs such as ``ttft:500``.
+    """Parse pairs such as ``ttft:500``, in milliseconds.
 
     Raises:
-        BenchServeError: A pair of another form, another metric, a number below 0, or a metric that comes twice.
+        BenchServeError: A pair is malformed, or a metric is unknown, negative or repeated.
     """
     found: dict[str, float] = {}
     for pair in pairs:
         name, _, value = pair.partition(":")
         if name in found:
-            raise BenchServeError(f"goodput: {name} is given twice")
+            raise BenchServeError(f"goodput: {name} is repeated")
         try:
             found[name] = float(value)
         except ValueError:
             raise BenchServeError(f"goodput: expected METRIC:MILLISECONDS such as ttft:500, got {pair!r}") from None
         if name not in GOODPUT_METRICS or not found[name] >= 0:
             raise BenchServeError(
-                f"goodput: expected {', '.join(GOODPUT_METRICS)} with milliseconds from 0, got {pair!r}"
+                f"goodput: expected {', '.join(GOODPUT_METRICS)} with milliseconds >= 0, got {pair!r}"
             )
     return found
 
 
-def output_length(answer: BenchAnswer) -> int:
-    """Tokens of an answer: what the server counted; where it did not, its chunks."""
+def output_length(answer: BenchResponse) -> int:
+    """Return the tokens of a response: the server's count, or its chunks if it sent none."""
     if not answer.is_success:
         return 0
     return len(answer.chunk_s) if answer.num_output_tokens is None else answer.num_output_tokens
 
 
-def tpot_s(answer: BenchAnswer) -> float | None:
-    """Time per output token behind the first; None where there is but one."""
+def tpot_s(answer: BenchResponse) -> float | None:
+    """Return the mean time per output token after the first; None for fewer than two tokens."""
     length = output_length(answer)
     return (answer.latency_s - answer.ttft_s) / (length - 1) if length > 1 else None
 
 
-def figures(answers: Sequence[BenchAnswer], duration_s: float, selection: Selection) -> dict[str, Any]:
-    """vLLM's figures. Those of single requests have an entry for each, in the order in which they were sent."""
+def figures(answers: Sequence[BenchResponse], duration_s: float, selection: Selection) -> dict[str, Any]:
+    """Compute vLLM's metrics. Those of single requests have one entry per request, in the order they were sent."""
     good = [answer for answer in answers if answer.is_success]
     num_input = sum(answer.num_prompt_tokens for answer in good)
     lengths = [output_length(answer) for answer in answers]
@@ -154,7 +155,7 @@ def figures(answers: Sequence[BenchAnswer], duration_s: float, selection: Select
     return found
 
 
-def _values_s(name: str, good: Sequence[BenchAnswer]) -> list[float]:
+def _values_s(name: str, good: Sequence[BenchResponse]) -> list[float]:
     if name == "itl":
         return [gap for answer in good for gap in answer.itls_s]
     if name == "tpot":
@@ -179,21 +180,21 @@ def _word(percentile: float) -> str:
     return str(int(percentile)) if int(percentile) == percentile else str(percentile)
 
 
-def _is_within(answer: BenchAnswer, limits_ms: Mapping[str, float]) -> bool:
-    """Return whether an answer keeps to all limits; one of a single token keeps to each of TPOT."""
+def _is_within(answer: BenchResponse, limits_ms: Mapping[str, float]) -> bool:
+    """Return whether a response meets all limits; one with a single token meets any limit of TPOT."""
     values_s = {"ttft": answer.ttft_s, "tpot": tpot_s(answer) or 0.0, "e2el": answer.latency_s}
     return all(values_s[name] <= limit / 1000 for name, limit in limits_ms.items())
 
 
-def _peak_chunks(good: Sequence[BenchAnswer]) -> float:
-    """Most chunks in a second, the seconds counted from the first request."""
+def _peak_chunks(good: Sequence[BenchResponse]) -> float:
+    """Return the largest number of chunks per second, in seconds counted from the first request."""
     start = min((answer.start_s for answer in good), default=0.0)
     counts = collections.Counter(int(time - start) for answer in good for time in answer.chunk_s)
     return float(max(counts.values(), default=0))
 
 
-def _peak_concurrency(good: Sequence[BenchAnswer]) -> int:
-    """Most requests at a time, of those that succeeded."""
+def _peak_concurrency(good: Sequence[BenchResponse]) -> int:
+    """Return the largest number of concurrent requests among the successful ones."""
     changes = [(answer.start_s, 1) for answer in good]
     changes += [(answer.start_s + answer.latency_s, -1) for answer in good]
     peak = now = 0
@@ -204,7 +205,7 @@ def _peak_concurrency(good: Sequence[BenchAnswer]) -> int:
 
 
 def banner_lines(found: Mapping[str, Any], selection: Selection) -> list[str]:
-    """Return the figures as vLLM prints them."""
+    """Format the metrics as vLLM prints them."""
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
     lines.append(_line("Successful requests:", found["completed"]))
     lines.append(_line("Failed requests:", found["failed"]))

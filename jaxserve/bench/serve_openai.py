@@ -1,4 +1,4 @@
-"""Asking any server with OpenAI's HTTP API, and reading its stream of events."""
+"""Load-test backend for OpenAI's HTTP API and its event streams."""
 
 import dataclasses
 import json
@@ -6,18 +6,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxserve.bench.serve_answer import BenchAnswer, BenchRequest, BenchServeError
 from jaxserve.bench.serve_http import HttpClient
+from jaxserve.bench.serve_records import BenchRequest, BenchResponse, BenchServeError
 
 
 class EventReader:
-    """Takes a stream of server-sent events apart, however it was cut on its way."""
+    """Splits a stream of server-sent events, however the network divided it."""
 
     def __init__(self):
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the data of each event that ends in what came."""
+        """Return the data of each event that this piece completes."""
         self._rest += data
         if b"\r" in self._rest:
             self._rest = self._rest.replace(b"\r\n", b"\n")
@@ -32,17 +32,17 @@ class EventReader:
 
 @dataclasses.dataclass
 class StreamNotes:
-    """Fills an answer with what the events of its stream say. Each event with a choice is a chunk, as in vLLM."""
+    """Records the events of a stream in a response. Each event with a choice is a chunk, as in vLLM."""
 
-    answer: BenchAnswer
+    answer: BenchResponse
     events: EventReader = dataclasses.field(default_factory=EventReader)
     has_ended: bool = False
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Take in a piece of the stream.
+        """Read a piece of the stream.
 
         Raises:
-            BenchServeError: An event is not what it should be, or is an error.
+            BenchServeError: An event is malformed, or reports an error.
         """
         for event in self.events.feed(data):
             if event == b"[DONE]":
@@ -68,7 +68,7 @@ class StreamNotes:
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """Return the text of a completion's choice, or of a chat's, reasoning too."""
+    """Return the text of a completion's or a chat's choice, including reasoning."""
     if "delta" not in choice:
         return choice.get("text") or ""
     delta = choice["delta"] or {}
@@ -76,7 +76,7 @@ def _text(choice: dict[str, Any]) -> str:
 
 
 def error_text(fields: Any) -> str:
-    """What an error object says, whichever of the usual forms it has."""
+    """Return the message of an error object, in any of the usual forms."""
     error = fields.get("error", fields) if isinstance(fields, dict) else fields
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
@@ -86,13 +86,13 @@ class OpenAIBackend:
 
     Args:
         client: Connections to the server.
-        endpoint: Path, such as ``/v1/completions``; one that ends in ``chat/completions`` gets chats.
-        model: The model's name.
+        endpoint: Path, such as ``/v1/completions``; one that ends in ``chat/completions`` receives chats.
+        model: Name of the model.
         fields: Further fields of each request.
-        clock: When requests are sent: the one of ``client``.
+        clock: Returns the time; must be the clock of ``client``.
 
     Raises:
-        BenchServeError: The path is of neither kind.
+        BenchServeError: The path does not end in completions.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class OpenAIBackend:
         self._fields = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **fields}
         self._clock = clock
 
-    async def send(self, request: BenchRequest) -> BenchAnswer:
-        """Asks, and waits for the whole answer. A failure is noted in the answer, never raised."""
+    async def send(self, request: BenchRequest) -> BenchResponse:
+        """Send a request and wait for the whole response. A failure is recorded in it, never raised."""
         body = self._body(request)
-        answer = BenchAnswer(self._clock(), request.num_prompt_tokens)
+        answer = BenchResponse(self._clock(), request.num_prompt_tokens)
         notes = StreamNotes(answer)
         try:
             found = await self._client.request("POST", self._endpoint, body, notes.feed)

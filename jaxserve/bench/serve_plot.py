@@ -1,4 +1,4 @@
-"""A picture of a load test: how its times are distributed, and how it went on."""
+"""Plots of a load test: distributions of latencies, and the load over time."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -7,26 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.bench.serve_answer import BenchServeError
+from jaxserve.bench.serve_records import BenchServeError
 
 
 def check_can_plot(path: str) -> None:
-    """Check that the library is there and knows the format that a file's name asks for, before a long run.
+    """Check that matplotlib is installed and supports the file's format, before a long run.
 
     Raises:
-        BenchServeError: It is not, or does not.
+        BenchServeError: It is missing, or does not support the format.
     """
     try:
         figure = importlib.import_module("matplotlib.figure").Figure()
     except ImportError as error:
-        raise BenchServeError("plot: needs matplotlib: pip install 'jaxserve[research]'") from error
+        raise BenchServeError("plot needs matplotlib; run pip install 'jaxserve[research]'") from error
     formats = sorted(figure.canvas.get_supported_filetypes())
     if Path(path).suffix[1:].lower() not in formats:
         raise BenchServeError(f"plot: expected a file whose name ends in one of .{', .'.join(formats)}, got {path}")
 
 
 def plot(found: Mapping[str, Any], path: str) -> None:
-    """Draw the figures of ``serve_metrics.figures`` to a file, whose ending says the format.
+    """Plot the metrics of ``serve_metrics.figures`` to a file, in the format of its suffix.
 
     Raises:
         BenchServeError: The file cannot be written.
@@ -50,12 +50,12 @@ def _distribution(axes: Any, title: str, values_s: Sequence[float]) -> None:
     for share, style in ((50, ":"), (99, "--")):
         value = float(np.percentile(values, share))
         axes.axvline(value, color="grey", linestyle=style, linewidth=1, label=f"P{share} {value:.1f} ms")
-    axes.set(title=title, xlabel="ms", ylabel="share of all", ylim=(0, 1))
+    axes.set(title=title, xlabel="ms", ylabel="fraction", ylim=(0, 1))
     axes.legend()
 
 
 def _course(axes: Any, found: Mapping[str, Any], good: Sequence[int]) -> None:
-    """Chunks a second, and requests at a time."""
+    """Plot chunks per second and concurrent requests over time."""
     start_s = min((found["start_times"][i] for i in good), default=0.0)
     first = [found["start_times"][i] - start_s for i in good]
     last = [begin + found["latencies"][i] for begin, i in zip(first, good, strict=True)]
@@ -65,10 +65,10 @@ def _course(axes: Any, found: Mapping[str, Any], good: Sequence[int]) -> None:
         for time in begin + found["ttfts"][i] + np.cumsum([0.0, *found["itls"][i]])
     ]
     seconds = np.arange(0, int(max(last, default=0.0)) + 2)
-    axes.stairs(np.histogram(chunks, seconds)[0], seconds, label="chunks a second")
-    axes.set(title="course", xlabel="s", ylabel="chunks a second")
+    axes.stairs(np.histogram(chunks, seconds)[0], seconds, label="chunks/s")
+    axes.set(title="over time", xlabel="s", ylabel="chunks/s")
     times = np.sort([*first, *last])
     running = np.searchsorted(np.sort(first), times, "right") - np.searchsorted(np.sort(last), times, "right")
     beside = axes.twinx()
     beside.step(times, running, where="post", color="tab:orange")
-    beside.set_ylabel("requests at a time", color="tab:orange")
+    beside.set_ylabel("concurrent requests", color="tab:orange")

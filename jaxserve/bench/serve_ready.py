@@ -1,4 +1,4 @@
-"""Waiting for the server that is to be measured: it may not listen yet, or still load its model."""
+"""Waits until the server under test listens and has loaded its model."""
 
 import asyncio
 import ssl
@@ -6,27 +6,27 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from jaxserve.bench.serve_answer import Backend, BenchRequest, BenchServeError
-from jaxserve.bench.serve_http import HttpAnswer, HttpClient
+from jaxserve.bench.serve_http import HttpClient, HttpResponse
+from jaxserve.bench.serve_records import Backend, BenchRequest, BenchServeError
 
 RETRY_S = 1.0
 ANSWER_S = 60.0
-"""The longest that a question without generation may take, whatever the limit."""
+"""Largest time of a call without generation, whatever the limit."""
 NOT_READY = (502, 503, 504)
-"""What a server says that is not ready, or a proxy in front of one."""
+"""Statuses of a server that is not ready, or of a proxy in front of it."""
 
 T = TypeVar("T")
 
 
 class NotReadyError(BenchServeError):
-    """The server cannot be reached, or says that it is not ready."""
+    """The server cannot be reached, or reports that it is not ready."""
 
 
 class ReadyCheck:
-    """How long the server may keep a load test waiting, all waits together.
+    """Limit of the total time that a load test waits for the server.
 
     Args:
-        timeout_s: Seconds; 0: it must be ready at once.
+        timeout_s: Seconds; 0: it must be ready immediately.
     """
 
     def __init__(self, timeout_s: float):
@@ -34,14 +34,14 @@ class ReadyCheck:
         self._has_told = False
 
     async def wait(self, ask: Callable[[], Awaitable[T]], limit_s: float | None = ANSWER_S) -> T:
-        """What ``ask`` finds, asked again and again while the server is not ready.
+        """Return the result of ``ask``, retried while the server is not ready.
 
         Args:
-            ask: Raises ``NotReadyError`` where asking again may help.
-            limit_s: What each try may take; None: as long as it likes.
+            ask: Raises ``NotReadyError`` if a retry may help.
+            limit_s: Time limit of each try; None: no limit.
 
         Raises:
-            BenchServeError: The server was not ready in time, or something else is wrong.
+            BenchServeError: The server was not ready in time, or ``ask`` failed.
         """
         deadline_s = time.monotonic() + self._left_s
         if limit_s is not None and self._left_s > 0:
@@ -60,7 +60,7 @@ class ReadyCheck:
             self._left_s = max(0.0, deadline_s - time.monotonic())
 
     async def wait_for_answer(self, backend: Backend, request: BenchRequest) -> None:
-        """Send one request, again and again until it succeeds, whatever its failure.
+        """Send one request, retried until it succeeds, whatever its failure.
 
         Raises:
             BenchServeError: It did not succeed in time.
@@ -69,7 +69,7 @@ class ReadyCheck:
         async def ask() -> None:
             answer = await backend.send(request)
             if not answer.is_success:
-                raise NotReadyError(f"the test run failed, is the server there and right? {answer.error}")
+                raise NotReadyError(f"the test request failed: {answer.error}")
 
         await self.wait(ask, None)
 
@@ -84,22 +84,22 @@ async def _within(limit_s: float | None, ask: Callable[[], Awaitable[T]]) -> T:
         async with asyncio.timeout(limit_s):
             return await ask()
     except TimeoutError as error:
-        raise NotReadyError(f"no answer from the server within {limit_s:.0f} s") from error
+        raise NotReadyError(f"no response from the server within {limit_s:.0f} s") from error
 
 
-async def ask_http(client: HttpClient, method: str, path: str, body: Any = None) -> HttpAnswer:
-    """What a server that is ready answers, whatever its status.
+async def ask_http(client: HttpClient, method: str, path: str, body: Any = None) -> HttpResponse:
+    """Return the response of a server that is ready, whatever its status.
 
     Raises:
-        NotReadyError: The server cannot be reached, or says that it is not ready.
-        BenchServeError: Its certificate is not to be trusted.
+        NotReadyError: The server cannot be reached, or reports that it is not ready.
+        BenchServeError: Its certificate cannot be verified.
     """
     try:
         answer = await client.request(method, path, body)
     except ssl.SSLCertVerificationError as error:
-        raise BenchServeError(f"cannot trust {client.base_url}: {error}") from error
+        raise BenchServeError(f"cannot verify the certificate of {client.base_url}: {error}") from error
     except OSError as error:
         raise NotReadyError(f"cannot reach {client.base_url}: {error}") from error
     if answer.status in NOT_READY:
-        raise NotReadyError(f"{client.base_url}{path} answers with status {answer.status}: {answer.body[:200]!r}")
+        raise NotReadyError(f"{client.base_url}{path} responds with status {answer.status}: {answer.body[:200]!r}")
     return answer

@@ -1,4 +1,4 @@
-"""When requests are sent: fixed before the first, so that no answer delays a request (an open loop)."""
+"""Send times of requests, computed before the first one, so that no response delays a request (an open loop)."""
 
 import dataclasses
 import itertools
@@ -7,25 +7,25 @@ from typing import Literal
 
 import numpy as np
 
-from jaxserve.bench.serve_answer import BenchServeError
+from jaxserve.bench.serve_records import BenchServeError
 
 RampUp = Literal["linear", "exponential"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """How fast requests come.
+    """The rate of requests over time.
 
     Attributes:
-        request_rate: Requests a second; infinite: all at once.
-        burstiness: Shape of the gamma distribution of the gaps between requests: 1 is a Poisson process, less comes in
-            bursts, infinite is evenly spaced.
-        ramp_up: How the rate changes from ``start_rps`` to ``end_rps``; None: it does not.
+        request_rate: Requests per second; infinite: all at once.
+        burstiness: Shape of the gamma distribution of the gaps between requests: 1 is a Poisson process, smaller
+            values come in bursts, infinite is evenly spaced.
+        ramp_up: How the rate changes from ``start_rps`` to ``end_rps``; None: constant.
         start_rps: Rate of the first request.
         end_rps: Rate of the last.
 
     Raises:
-        BenchServeError: A number out of range, or two that exclude each other.
+        BenchServeError: A number is out of range, or two settings exclude each other.
     """
 
     request_rate: float = math.inf
@@ -36,7 +36,7 @@ class Rate:
 
     def __post_init__(self):
         if not self.request_rate > 0:
-            raise BenchServeError(f"request rate: expected requests a second above 0, got {self.request_rate}")
+            raise BenchServeError(f"request rate: expected requests per second above 0, got {self.request_rate}")
         if not self.burstiness > 0:
             raise BenchServeError(f"burstiness: expected a number above 0, got {self.burstiness}")
         start, end = self.start_rps, self.end_rps
@@ -45,14 +45,14 @@ class Rate:
                 raise BenchServeError("ramp-up-start-rps and ramp-up-end-rps need ramp-up-strategy")
             return
         if not math.isinf(self.request_rate):
-            raise BenchServeError("ramp-up-strategy: the ramp sets the rate; leave out request-rate")
+            raise BenchServeError("ramp-up-strategy: the ramp sets the rate; omit request-rate")
         if start is None or end is None or not 0 < start <= end < math.inf:
             raise BenchServeError(
                 f"ramp-up: expected rates 0 < ramp-up-start-rps <= ramp-up-end-rps, got {start} and {end}"
             )
 
     def at(self, index: int, count: int) -> float:
-        """Requests a second around request ``index`` of ``count``."""
+        """Return the requests per second around request ``index`` of ``count``."""
         if self.ramp_up is None or self.start_rps is None or self.end_rps is None:
             return self.request_rate
         progress = index / max(count - 1, 1)
@@ -62,9 +62,9 @@ class Rate:
 
 
 def arrival_times(count: int, rate: Rate, seed: int) -> list[float]:
-    """Seconds from the start at which each request is sent, as vLLM draws them.
+    """Return the seconds from the start at which each request is sent, drawn as in vLLM.
 
-    At a fixed rate all are scaled so that the last comes after ``count / request_rate`` seconds, whatever was drawn.
+    At a fixed rate all are scaled so that the last one is sent after exactly ``count / request_rate`` seconds.
     """
     generator = np.random.default_rng(seed)
     rates = [rate.at(i, count) for i in range(count)]

@@ -1,4 +1,4 @@
-"""The server to measure: how to ask it, and what it says of itself once it is ready."""
+"""The server under test: its API, its model, and the tokens of random prompts."""
 
 import argparse
 import contextlib
@@ -8,7 +8,6 @@ import ssl
 import urllib.parse
 from typing import Any, NamedTuple
 
-from jaxserve.bench.serve_answer import Backend, BenchServeError
 from jaxserve.bench.serve_arguments import read_pairs
 from jaxserve.bench.serve_effects import is_secure
 from jaxserve.bench.serve_grpc import (
@@ -22,12 +21,13 @@ from jaxserve.bench.serve_grpc import (
 from jaxserve.bench.serve_http import HttpClient
 from jaxserve.bench.serve_openai import OpenAIBackend
 from jaxserve.bench.serve_ready import ReadyCheck, ask_http
+from jaxserve.bench.serve_records import Backend, BenchServeError
 from jaxserve.bench.serve_tokens import PromptTokens, TokenSource, server_tokens
 from jaxserve.sampling_options import SAMPLING_OPTIONS
 
 
 class Target(NamedTuple):
-    """A server to measure: how to ask it, its model, and the tokens of random prompts."""
+    """A server under test: the backend, its model, and the tokens of random prompts."""
 
     backend: Backend
     model: str
@@ -35,10 +35,10 @@ class Target(NamedTuple):
 
 
 def request_headers(options: argparse.Namespace) -> dict[str, str]:
-    """Sent with each request, the key among them.
+    """Return the headers of each request, including the API key.
 
     Raises:
-        BenchServeError: A header is not ``NAME=VALUE``, or comes twice.
+        BenchServeError: A header is not ``NAME=VALUE``, or is repeated.
     """
     headers = read_pairs("--header", options.header)
     api_key = options.api_key or os.environ.get("OPENAI_API_KEY")
@@ -48,7 +48,7 @@ def request_headers(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling parameters that were given."""
+    """Return the given sampling parameters."""
     names = (*SAMPLING_OPTIONS, "logprobs")
     sampling = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return sampling | ({"ignore_eos": True} if options.ignore_eos else {})
@@ -61,10 +61,10 @@ async def grpc_target(
     ready: ReadyCheck,
     stack: contextlib.AsyncExitStack,
 ) -> Target:
-    """Return the gRPC server that the flags name, once it is ready; what was opened is closed with the stack.
+    """Connect to the gRPC server of the flags once it is ready; the stack closes what was opened.
 
     Raises:
-        BenchServeError: It was not in time, or does not know the model.
+        BenchServeError: It was not ready in time, or the model is unknown.
     """
     target = urllib.parse.urlsplit(options.base_url).netloc
     most = min(options.num_prompts, options.max_concurrency or options.num_prompts)
@@ -88,10 +88,10 @@ async def http_target(
     ready: ReadyCheck,
     stack: contextlib.AsyncExitStack,
 ) -> Target:
-    """Return the HTTP server that the flags name, once it says its model; what was opened is closed with the stack.
+    """Connect to the HTTP server of the flags once it reports its model; the stack closes what was opened.
 
     Raises:
-        BenchServeError: It was not in time, or does not say its model.
+        BenchServeError: It was not ready in time, or does not report its model.
     """
     try:
         context = ssl.create_default_context(cafile=options.ssl_ca_certs) if is_secure(options) else None
@@ -113,5 +113,5 @@ async def _first_model(client: HttpClient) -> str:
     answer = await ask_http(client, "GET", "/v1/models")
     models = answer.json().get("data") if answer.status == 200 else None
     if not models:
-        raise BenchServeError(f"the server does not say its models (status {answer.status}): give --model")
+        raise BenchServeError(f"the server does not list its models (status {answer.status}); pass --model")
     return models[0]["id"]

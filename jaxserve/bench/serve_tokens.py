@@ -1,4 +1,4 @@
-"""Where random prompts get their tokens from: a tokenizer here, else the server's own, else plain words."""
+"""Sources of random prompts' tokens: a local tokenizer, else the server's own, else plain words."""
 
 import dataclasses
 import itertools
@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from checkpoints import resolve_model
-from jaxserve.bench.serve_answer import BenchServeError
-from jaxserve.bench.serve_http import HttpAnswer, HttpClient
+from jaxserve.bench.serve_http import HttpClient, HttpResponse
 from jaxserve.bench.serve_ready import ask_http
+from jaxserve.bench.serve_records import BenchServeError
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.text.tokenizer import load_tokenizer
 
 WORDS = tuple(first + second for first, second in itertools.product(string.ascii_lowercase, repeat=2))
-"""Short words: about a token each, whatever the tokenizer."""
+"""Short words of about one token each, whatever the tokenizer."""
 _NO_PATH = (404, 405)
 
 T = TypeVar("T")
@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class TokenSource:
-    """Tokens to draw from, and what else can be done with them.
+    """Tokens for random prompts, and optional operations on them.
 
     Attributes:
         token_ids: Ids to draw from; without a tokenizer, indices of ``WORDS``.
-        decode: Ids to text; None: nobody can tell.
-        count: The tokens of a text; None: nobody can tell.
-        are_words: Whether they are words in place of tokens, so that lengths are but about right.
+        decode: Converts ids to text; None if unavailable.
+        count: Counts the tokens of a text; None if unavailable.
+        are_words: Whether these are words instead of tokens, so that lengths are approximate.
     """
 
     token_ids: Sequence[int]
@@ -40,11 +40,11 @@ class TokenSource:
 
 @dataclasses.dataclass
 class PromptTokens:
-    """The tokens of a load test, looked for when they are needed first.
+    """The tokens of a load test, found at first use.
 
     Attributes:
-        find: Looks for them.
-        found: What was found; None: nobody has needed them yet.
+        find: Finds the tokens.
+        found: The result; None before the first use.
     """
 
     find: Callable[[], Awaitable[TokenSource]]
@@ -58,15 +58,15 @@ class PromptTokens:
 
 
 def plain_range(vocab_size: int) -> range:
-    """Token ids below a vocabulary's size without the first few, where special tokens live."""
+    """Return the token ids below a vocabulary's size without the first few, which are often special tokens."""
     return range(min(256, vocab_size // 2), vocab_size)
 
 
 def local_tokens(model: str) -> TokenSource:
-    """Tokens of the tokenizer of a model directory, a hub id, or ``demo``.
+    """Return the tokens of a model directory, a hub id, or ``demo``.
 
     Raises:
-        ConfigError: There is no tokenizer that can be read.
+        ConfigError: No tokenizer can be read.
     """
     tokenizer = load_tokenizer(MODEL_DIRECTORY if model == "demo" else resolve_model(model))
 
@@ -81,17 +81,17 @@ def local_tokens(model: str) -> TokenSource:
 
 
 async def server_tokens(client: HttpClient, model: str) -> TokenSource:
-    """Tokens of the server's own tokenizer, by vLLM's ``/tokenize``.
+    """Return the tokens of the server's own tokenizer, using vLLM's ``/tokenize``.
 
-    The ids are those that plain words turn into: special tokens are none of them. Where the server has no such path,
-    as that of another engine, plain words take their place, and a line on standard error says so.
+    The ids are those of plain words, so that there are no special tokens. If the server has no such path, as with other
+    engines, plain words are used instead, and a line on standard error says so.
 
     Raises:
-        NotReadyError: The server cannot be reached, or says that it is not ready.
-        BenchServeError: It has the path, and answers with something else than tokens.
+        NotReadyError: The server cannot be reached, or reports that it is not ready.
+        BenchServeError: It has the path, but its response is invalid.
     """
 
-    async def tokenize(text: str) -> HttpAnswer:
+    async def tokenize(text: str) -> HttpResponse:
         body = {"model": model, "prompt": text, "add_special_tokens": False}
         return await ask_http(client, "POST", "/tokenize", body)
 
@@ -105,7 +105,7 @@ async def server_tokens(client: HttpClient, model: str) -> TokenSource:
     answer = await tokenize(" ".join(WORDS))
     if answer.status in _NO_PATH:
         reason = f"{client.base_url} has no /tokenize (status {answer.status})"
-        print(f"{reason}: plain words take the place of tokens, lengths are about right", file=sys.stderr, flush=True)
+        print(f"{reason}: using plain words instead of tokens; lengths are approximate", file=sys.stderr, flush=True)
         return word_tokens()
     found = _tokens_of(answer)
     if not found:
@@ -114,7 +114,7 @@ async def server_tokens(client: HttpClient, model: str) -> TokenSource:
 
 
 def word_tokens() -> TokenSource:
-    """Words in place of tokens."""
+    """Return words instead of tokens."""
 
     async def decode(token_ids: list[int]) -> str:
         return " ".join(WORDS[i] for i in token_ids)
@@ -122,15 +122,15 @@ def word_tokens() -> TokenSource:
     return TokenSource(range(len(WORDS)), decode, are_words=True)
 
 
-def _tokens_of(answer: HttpAnswer) -> list[int]:
+def _tokens_of(answer: HttpResponse) -> list[int]:
     found = _field(answer, "tokens", list)
     if not all(type(token) is int for token in found):
         raise _wrong_answer(answer)
     return found
 
 
-def _field(answer: HttpAnswer, name: str, kind: type[T]) -> T:
-    """Return a field of a good answer."""
+def _field(answer: HttpResponse, name: str, kind: type[T]) -> T:
+    """Return a field of a successful response."""
     fields = answer.json() if answer.status == 200 else None
     value = fields.get(name) if isinstance(fields, dict) else None
     if not isinstance(value, kind):
@@ -138,6 +138,6 @@ def _field(answer: HttpAnswer, name: str, kind: type[T]) -> T:
     return value
 
 
-def _wrong_answer(answer: HttpAnswer) -> BenchServeError:
+def _wrong_answer(answer: HttpResponse) -> BenchServeError:
     what = f"status {answer.status}: {answer.body[:200]!r}"
-    return BenchServeError(f"the server's tokenizer answered with {what}; --tokenizer takes its place")
+    return BenchServeError(f"the server's tokenizer responded with {what}; pass --tokenizer to use another")

@@ -1,7 +1,6 @@
-"""Replays a trace through the engine's own scheduler and page allocator, against a model of how long steps take.
+"""Replays a trace through the engine's own scheduler and page allocator, with a model of step times.
 
-Times of requests are simulated: they come from the model, not from a device. Host times (of `schedule` and `complete`)
-are measured.
+Times of requests are simulated by that model. Host times (of `schedule` and `complete`) are measured.
 """
 
 import collections
@@ -21,16 +20,16 @@ from jaxserve.scheduling.sequence import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """Seconds of a step, as a sum.
+    """The time of a step in seconds, as a sum.
 
     Attributes:
-        step_s: Each step: reading the weights, launching, sampling.
-        prefill_token_s: Each token of a row of several: its share of the matrix multiplications.
-        decode_row_s: Each row of one token.
-        context_token_s: Each token of context that a row reads.
-        pair_s: Each pair of a prompt token and a token it attends to.
-        host_s: The host's part of a step, from what it learns of earlier ones to the launch; at depth 2 the step
-            that runs meanwhile hides it.
+        step_s: Per step: reading the weights, launching, sampling.
+        prefill_token_s: Per token of a row with several tokens: its share of the matmuls.
+        decode_row_s: Per row of one token.
+        context_token_s: Per token of context that a row reads.
+        pair_s: Per pair of a prompt token and a token that it attends to.
+        host_s: The host's part of a step, from earlier results to the launch; at depth 2 it overlaps with the step
+            running meanwhile.
     """
 
     step_s: float
@@ -56,7 +55,7 @@ class CostModel:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the scheduler gets, and the costs. ``priorities``: one for each request, or none for all alike."""
+    """Settings of the scheduler, and the costs. ``priorities``: one per request, or none for equal priorities."""
 
     cost: CostModel
     num_pages: int
@@ -70,7 +69,7 @@ class Settings:
 
 
 class _Flight(NamedTuple):
-    """A launched step, the tokens of each row that it will return, and when it ends."""
+    """A launched step, the tokens of each row that it will return, and its end time."""
 
     plan: StepPlan
     tokens: list[list[int]]
@@ -78,7 +77,7 @@ class _Flight(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """State at the end of a step."""
+    """The state at the end of a step."""
 
     time_s: float
     num_running: int
@@ -90,11 +89,11 @@ class Simulation:
     """One replay of a trace at ``rate`` times its speed; `run` it once, then read the attributes.
 
     Attributes:
-        arrival_s: When each request came; ``scheduled_s``, ``first_s`` and ``last_s``: when it was first admitted, and
-            when its first and last tokens came.
+        arrival_s: Arrival of each request; ``scheduled_s``, ``first_s`` and ``last_s``: its first step, first token and
+            last token.
         moments: State after each step.
-        host_s: Measured seconds of `schedule` and `complete` for each step.
-        num_rows: Rows of each step.
+        host_s: Measured seconds of `schedule` and `complete` per step.
+        num_rows: Rows per step.
     """
 
     def __init__(self, trace: Trace, rate: float, settings: Settings):
@@ -127,7 +126,7 @@ class Simulation:
                 self._now_s = arrival
             else:
                 break
-        assert not self.scheduler.num_unfinished, "the scheduler left sequences waiting for ever"
+        assert not self.scheduler.num_unfinished, "the scheduler left sequences waiting forever"
 
     def _add_arrivals(self) -> None:
         while self._num_added < len(self.arrival_s) and self.arrival_s[self._num_added] <= self._now_s:
@@ -150,7 +149,7 @@ class Simulation:
         )
 
     def _launch(self) -> bool:
-        """Plan a step and start it when the device is free; returns whether there was one."""
+        """Plan a step and start it when the device is free; return whether there was one."""
         start = time.perf_counter()
         plan = self.scheduler.schedule()
         host_s = time.perf_counter() - start
@@ -163,7 +162,7 @@ class Simulation:
             index = slots[sequence.slot] = self._indices[sequence]
             if math.isnan(self.scheduled_s[index]):
                 self.scheduled_s[index] = self._now_s
-        first_token = 2 * MAX_PIECE_ID  # each request's own, so that outputs are shared with nobody
+        first_token = 2 * MAX_PIECE_ID  # unique per request, so that outputs are never shared
         tokens = [[first_token + slots[row.slot]] if row.num_samples else [] for row in plan.rows]
         cost = self.settings.cost
         starts = self._starts.advance(plan).tolist()
@@ -192,7 +191,7 @@ class Simulation:
 
 
 def make_scheduler(settings: Settings) -> Scheduler:
-    """Return the engine's own scheduler on a page allocator of its own."""
+    """Return the engine's own scheduler on a new page allocator."""
     limits = SchedulerLimits(
         settings.max_num_seqs, settings.max_num_batched_tokens, settings.long_prefill_token_threshold
     )

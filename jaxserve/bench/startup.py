@@ -1,4 +1,5 @@
-"""Seconds from a new process to the first token, with nothing compiled yet and with the cache of an earlier start."""
+"""Seconds from starting a process to the first token, without compiled programs and with the cache of an earlier
+start."""
 
 import argparse
 import json
@@ -14,7 +15,7 @@ from jaxserve.bench.workload import add_output_arguments, report
 from jaxserve.cli_arguments import engine_arguments
 
 NAME = "startup"
-HELP = "seconds from a new process to the first token, cold and warm"
+HELP = "measure the seconds from process start to the first token, cold and warm"
 _CHILD = """
 import json, sys, time
 start = time.time()
@@ -29,14 +30,14 @@ llm.close()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """vLLM's flags."""
+    """Add vLLM's flags."""
     parser.add_argument("--num-iters-cold", type=int, default=1, help="cold starts (default: %(default)s)")
     parser.add_argument("--num-iters-warm", type=int, default=3, help="warm starts (default: %(default)s)")
     add_output_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Start new processes and print how long each took."""
+    """Start new processes and print their start-up times."""
     arguments = engine_arguments(options)
     figures: dict[str, Any] = {}
     lines = []
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _start(arguments: dict[str, Any]) -> dict[str, float]:
-    """One start in a process of its own."""
+    """Measure one start in a separate process."""
     start = time.time()
     done = subprocess.run(
         [sys.executable, "-c", _CHILD], input=json.dumps(arguments), capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""Tokens a second of many requests handed over at once."""
+"""Throughput of many requests submitted at once."""
 
 import argparse
 import time
@@ -9,14 +9,14 @@ from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 
 NAME = "throughput"
-HELP = "tokens a second of many requests at once"
+HELP = "measure the throughput of many requests submitted at once"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """vLLM's flags."""
+    """Add vLLM's flags."""
     parser.add_argument("--num-prompts", type=int, default=100, help="requests (default: %(default)s)")
-    parser.add_argument("--input-len", type=int, default=128, help="prompt tokens (default: %(default)s)")
-    parser.add_argument("--output-len", type=int, default=128, help="new tokens (default: %(default)s)")
+    parser.add_argument("--input-len", type=int, default=128, help="prompt tokens per request (default: %(default)s)")
+    parser.add_argument("--output-len", type=int, default=128, help="output tokens per request (default: %(default)s)")
     add_output_arguments(parser)
 
 

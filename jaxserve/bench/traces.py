@@ -1,8 +1,8 @@
-"""Recorded request traces: reading them, scaling them down, and how much of their prompts was there before.
+"""Recorded request traces: reading, scaling, and the reuse of their prompts' prefixes.
 
-A trace says when requests came and how long they were. Mooncake's (FAST '25) also name each prompt's pieces of 512
-tokens: equal names mean equal tokens behind equal tokens, which is all that a prefix cache looks at. The last piece may
-be shorter. Azure's say nothing about sharing.
+A trace has the arrival time and the lengths of each request. Mooncake's (FAST '25) also have an id for each piece of
+512 prompt tokens: equal ids mean equal tokens after equal prefixes, which is all that a prefix cache compares. The last
+piece may be shorter. Azure's have no information about sharing.
 """
 
 import csv
@@ -24,7 +24,7 @@ _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 class TraceError(JaxserveError, ValueError):
-    """A trace file is not what it should be; the text names the file and the line."""
+    """A trace file is invalid; the message names the file and the line."""
 
 
 class TraceRequest(NamedTuple):
@@ -34,7 +34,7 @@ class TraceRequest(NamedTuple):
         arrival_s: Seconds since the trace's first request.
         num_prompt_tokens: At least 1.
         num_output_tokens: At least 1.
-        piece_ids: Names of the prompt's pieces; empty where the trace does not say what prompts share.
+        piece_ids: Ids of the prompt's pieces; empty if the trace does not say what prompts share.
     """
 
     arrival_s: float
@@ -44,7 +44,7 @@ class TraceRequest(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Requests in the order of their arrival, and how many tokens a piece of a prompt has."""
+    """Requests in order of arrival, and the tokens per piece of a prompt."""
 
     name: str
     requests: list[TraceRequest]
@@ -52,14 +52,14 @@ class Trace(NamedTuple):
 
 
 class Reuse(NamedTuple):
-    """Prompt tokens of a trace, and those of them that a cache without limits would have held."""
+    """Prompt tokens of a trace, and how many of them an unlimited cache would have."""
 
     num_prompt_tokens: int
     num_reused_tokens: int
 
     @property
     def rate(self) -> float:
-        """Reused share, in 0..1."""
+        """Reused fraction, in 0..1."""
         return self.num_reused_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
 
@@ -139,7 +139,7 @@ def _checked_count(where: str, name: str, value: object) -> int:
 def _checked_time(where: str, arrival_s: float, last_s: float) -> float:
     if not arrival_s >= last_s:
         raise TraceError(
-            f"{where}: expected requests in the order of their times, got one {last_s - arrival_s:g} s back"
+            f"{where}: expected ascending times, but this one is {last_s - arrival_s:g} s before the previous one"
         )
     return arrival_s
 
@@ -158,7 +158,7 @@ def _checked_pieces(where: str, fields: Mapping[str, Any], num_prompt_tokens: in
 
 
 def scale_trace(trace: Trace, piece_tokens: int) -> Trace:
-    """Return the trace with ``piece_tokens`` tokens for every piece, and every length scaled alike (rounded up)."""
+    """Return the trace with ``piece_tokens`` tokens per piece and all lengths scaled accordingly (rounded up)."""
 
     def scaled(length: int) -> int:
         return -(-length * piece_tokens // trace.piece_tokens)
@@ -173,9 +173,9 @@ def scale_trace(trace: Trace, piece_tokens: int) -> Trace:
 
 
 def cut_trace(trace: Trace, max_length: int) -> tuple[Trace, int]:
-    """Cut requests of more than ``max_length`` tokens, prompt and output together; also says how many were cut.
+    """Truncate requests of more than ``max_length`` tokens, prompt and output together; also return how many.
 
-    The output is kept as far as one prompt token leaves room for it; of the prompt the first tokens stay.
+    The output keeps its length as far as one prompt token fits before it; the prompt keeps its first tokens.
     """
     requests = [_cut_request(request, trace.piece_tokens, max_length) for request in trace.requests]
     num_cut = sum(before is not after for before, after in zip(trace.requests, requests, strict=True))
@@ -195,7 +195,7 @@ def _cut_request(request: TraceRequest, piece_tokens: int, max_length: int) -> T
 
 
 def pieces(trace: Trace, request: TraceRequest) -> Iterator[tuple[int, int]]:
-    """Name and length of each piece of a request's prompt."""
+    """Yield the id and length of each piece of a request's prompt."""
     left = request.num_prompt_tokens
     for name in request.piece_ids:
         yield name, min(left, trace.piece_tokens)
@@ -203,8 +203,8 @@ def pieces(trace: Trace, request: TraceRequest) -> Iterator[tuple[int, int]]:
 
 
 def symbolic_prompt(trace: Trace, index: int) -> list[int]:
-    """Return a prompt for code that compares tokens only: each is the name of its piece, or one of the request's
-    own."""
+    """Return a prompt for code that only compares tokens: each token is the id of its piece, or unique to the
+    request."""
     request = trace.requests[index]
     if not request.piece_ids:
         return [MAX_PIECE_ID + 1 + index] * request.num_prompt_tokens
@@ -215,7 +215,7 @@ def symbolic_prompt(trace: Trace, index: int) -> list[int]:
 
 
 def random_prompt(trace: Trace, index: int, vocab_size: int, seed: int) -> list[int]:
-    """Return a prompt for a model: tokens drawn anew for each name of a piece; the first few ids are left out."""
+    """Return a prompt for a model: random tokens for each piece id, excluding the first few ids."""
     request = trace.requests[index]
     low = min(256, vocab_size // 2)
     if not request.piece_ids:
@@ -228,11 +228,11 @@ def random_prompt(trace: Trace, index: int, vocab_size: int, seed: int) -> list[
 
 
 def trace_reuse(trace: Trace, page_size: int) -> Reuse:
-    """What an endless prefix cache of whole pages would find: prompts in their order, none cached before it came.
+    """Return the hits of an unlimited prefix cache of whole pages, with prompts processed one after the other.
 
-    A page counts when it and all before it were in an earlier prompt; at least one token of each prompt does not count.
+    A page is a hit when it and all before it were in an earlier prompt; at least one token of each prompt is not a hit.
     """
-    longest: dict[tuple[int, int], tuple[int, int]] = {}  # (node, piece's name) -> (the node behind it, tokens seen)
+    longest: dict[tuple[int, int], tuple[int, int]] = {}  # (node, piece id) -> (next node, tokens seen)
     total = reused = 0
     for request in trace.requests:
         node = matched = 0

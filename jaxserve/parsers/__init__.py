@@ -1,4 +1,4 @@
-"""A model's answers taken apart: reasoning, content and tool calls, streamed or whole. Plain Python, no JAX.
+"""Parses completions into reasoning, content and tool calls, streamed or whole. Plain Python, no JAX.
 
 parser = MessageParser("qwen3", "hermes")
 for piece in pieces:

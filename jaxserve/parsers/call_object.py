@@ -1,4 +1,4 @@
-"""Calls written as JSON objects with a name and arguments, and the text around calls."""
+"""Tool calls written as JSON objects with a name and arguments, and the content around calls."""
 
 import json
 from collections.abc import Callable, Collection, Sequence
@@ -14,9 +14,9 @@ MAX_NAME_LENGTH = 256
 class CallReader:
     """Reads calls, and content between them, from a source into a message.
 
-    A call opens when its name is known and its arguments have begun as they must. Until then its text is held, and is
-    content if it turns out to be no call. Once open it stays a call: if it breaks off, it ends there, incomplete, and
-    reading goes on as content with the character that broke it.
+    A call opens when its name is known and its arguments have started correctly. Until then its text is held, and
+    becomes content if it turns out not to be a call. An open call stays a call: if it is malformed, it ends there,
+    incomplete, and reading continues as content with the offending character.
     """
 
     def __init__(self, source: Source, message: MessageBuilder, make_id: Callable[[], str]) -> None:
@@ -25,12 +25,12 @@ class CallReader:
         self._make_id = make_id
 
     def open(self, name: str, call_id: str | None = None) -> None:
-        """Begin a call; what was held is its beginning."""
+        """Open a call; the held text is its beginning."""
         self.source.release()
         self.message.open_call(call_id or self._make_id(), name)
 
     def attempt(self, reading: Reading[None]) -> Reading[bool]:
-        """Read what may be a call; returns whether it was one. If not, its text is content."""
+        """Read a possible call; return whether it was one. If not, its text becomes content."""
         num_calls = self.message.num_calls
         try:
             yield from reading
@@ -41,10 +41,10 @@ class CallReader:
         return self.message.num_calls > num_calls
 
     def read_content(self, marks: Sequence[str], separator: str = "") -> Reading[str]:
-        """Pass content on up to a mark; takes the mark and returns it, or "" at the end of the text.
+        """Pass content on up to a marker; take the marker and return it, or "" at the end of the text.
 
-        The mark is held, with the white space before it and, right after a call, the separator: they are content only
-        if no call follows. White space between a call and the end of the text is dropped.
+        The marker is held, with the white space before it and, right after a call, the separator: they become content
+        only if no call follows. White space between a call and the end of the text is dropped.
         """
         source = self.source
         while True:
@@ -71,7 +71,7 @@ class CallReader:
         """Pass on one JSON value.
 
         Raises:
-          NotACall: It is malformed, or cut.
+          NotACall: It is malformed or truncated.
         """
         scanner = JsonScanner()
         while not scanner.is_done:
@@ -84,16 +84,16 @@ class CallReader:
                 raise NotACall
 
     def read_arguments(self) -> Reading[None]:
-        """Read the arguments of the open call as they come, and close the call."""
+        """Read and pass on the arguments of the open call, and close the call."""
         yield from self.read_value(self.message.add_arguments)
         self.message.close_call(is_complete=True)
 
     def read_call(self, *, keys: Collection[str] | None = None, needs_arguments: bool = False) -> Reading[None]:
-        """Read one object, its opening brace taken already.
+        """Read one object whose opening brace was already taken.
 
         Args:
           keys: The keys that a call may have besides name and arguments; None allows any.
-          needs_arguments: Whether an object without arguments is no call. If not, its arguments are {}.
+          needs_arguments: Whether an object without arguments is not a call; otherwise its arguments are {}.
         """
         source = self.source
         name, early, is_opened, is_first = "", "", False, True
@@ -124,7 +124,7 @@ class CallReader:
             self._give(name, "{}")
 
     def _read_call_arguments(self, name: str) -> Reading[str]:
-        """Open the call and pass its arguments on; returns them instead while the name is not known."""
+        """Open the call and pass its arguments on; return them instead while the name is not known."""
         if name and (yield from self.source.peek()) == "{":
             self.open(name)
             yield from self.read_arguments()
@@ -142,7 +142,7 @@ class CallReader:
         self.message.close_call(is_complete=True)
 
     def _read_text(self, *, is_name: bool = False) -> Reading[str]:
-        """Read a short JSON string; the name of a tool has no white space in it, and no tag."""
+        """Read a short JSON string; a tool's name has no white space and no tag."""
         yield from self.source.expect('"')
         written = '"'
         while True:
@@ -172,7 +172,7 @@ def _first_mark(text: str, marks: Sequence[str]) -> tuple[int, str]:
 
 
 def _as_object(written: str) -> str:
-    """Arguments that were not written as an object: null stands for none, a string may hold the object's text."""
+    """Convert arguments that are not an object: null means none, a string may contain the object's text."""
     if written == "null":
         return "{}"
     if written.startswith('"'):
@@ -183,4 +183,4 @@ def _as_object(written: str) -> str:
 
 
 def _ignore(_: str) -> None:
-    """Drop text."""
+    """Discard text."""

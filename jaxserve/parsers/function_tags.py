@@ -1,4 +1,4 @@
-"""Calls in tags: <function=name><parameter=key>value</parameter></function>, with types from the tools' schemas."""
+"""Tool calls in tags: <function=name><parameter=key>value</parameter></function>, with types from the schemas."""
 
 import json
 import re
@@ -21,10 +21,10 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class TagCallReader:
-    """Reads calls in tags into JSON arguments.
+    """Converts calls in tags to JSON arguments.
 
-    A value is a string unless the tool's schema allows another type that it can be read as. String values are passed
-    on as they come, others when they are whole.
+    A value is a string unless the tool's schema allows another type that it can be parsed as. String values are passed
+    on as they arrive, others when they are complete.
     """
 
     def __init__(self, reader: CallReader, schemas: Schemas) -> None:
@@ -32,7 +32,7 @@ class TagCallReader:
         self._schemas = schemas
 
     def read_function(self) -> Reading[None]:
-        """Read one function, its opening mark taken already; it ends at its own or the call's closing tag."""
+        """Read one function, whose opening marker was already taken; it ends at its own or the call's closing tag."""
         source, message = self._reader.source, self._reader.message
         name = yield from source.read_name(">")
         is_opened = False
@@ -58,7 +58,7 @@ class TagCallReader:
             yield from self._read_parameter(value_types(self._schemas.get(name, {}), key))
 
     def _drop_cut_closing(self, is_opened: bool) -> Reading[None]:
-        """Take what the end of the text left of a closing tag."""
+        """Take the part of a closing tag that precedes the end of the text."""
         if is_opened:
             for tag in (_FUNCTION_END, _CALL_END):
                 yield from self._reader.source.skip_closing(tag)
@@ -89,7 +89,7 @@ class _TrimmedValue:
         self.kept = ""
 
     def more(self, text: str) -> str:
-        """Take text, return what is certainly part of the value."""
+        """Append text and return what is certainly part of the value."""
         if not self._is_begun and text:
             self._is_begun = True
             text = text.removeprefix("\n")
@@ -99,7 +99,7 @@ class _TrimmedValue:
 
 
 def value_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """Return the JSON types that a parameter may have by the schema; none when it does not say."""
+    """Return the JSON types that the schema allows for a parameter; empty if it does not say."""
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):
         return frozenset()
@@ -134,7 +134,7 @@ def _type_of(value: Any) -> str:
 
 
 def _typed(written: str, types: frozenset[str]) -> str:
-    """Return a value as JSON of the first type that it can be read as, a string in the end."""
+    """Return a value as JSON of the first type that it can be parsed as, otherwise as a string."""
     text = written.strip()
     word = text.lower()
     if "null" in types and word in ("null", "none"):

@@ -1,9 +1,9 @@
-"""One JSON value, recognised a character at a time."""
+"""Recognizes one JSON value, a character at a time."""
 
 import re
 
 MAX_DEPTH = 200
-"""Nesting beyond it counts as malformed: a reader of the arguments could not follow."""
+"""Deeper nesting is malformed, because readers of the arguments would fail on it."""
 
 _STRING_RUN = re.compile(r'[^"\\\x00-\x1f]+')
 _SPACE = " \t\n\r"
@@ -28,22 +28,22 @@ _NUMBER_CLASSES = {**dict.fromkeys("123456789", "1"), "E": "e"}
 
 
 class JsonScanner:
-    """Follows one JSON value. Strict, but for one thing: a raw control character in a string is taken and escaped."""
+    """Scans one JSON value. Strict, except that a raw control character in a string is accepted and escaped."""
 
     def __init__(self) -> None:
         self._stack: list[str] = []
         self._state = "value"
         self._is_key = False
-        self._pending: str = ""  # Rest of a literal, or of a \\uXXXX escape (one character for each missing digit).
+        self._pending: str = ""  # The rest of a literal, or of a \\uXXXX escape (one character per missing digit).
         self._number = ""
         self.is_done = False
         self.is_broken = False
 
     def take(self, text: str) -> tuple[int, str]:
-        """Follow the value through a text, up to the value's end or the first character that cannot be part of it.
+        """Scan the value through a text, up to its end or the first character that cannot be part of it.
 
         Returns:
-          How many characters belong to the value, and these as valid JSON.
+          The number of characters that belong to the value, and these as valid JSON.
         """
         place = 0
         made: list[str] = []
@@ -152,8 +152,8 @@ class JsonScanner:
 
 
 def whole_json(text: str) -> str:
-    """Return a text that is one JSON value as valid JSON, white space around it removed; "" when it is none."""
+    """Return a text that is one JSON value as valid JSON, without surrounding white space; otherwise ""."""
     scanner = JsonScanner()
     text = text.strip()
-    count, made = scanner.take(f"{text} ")  # A number has no end of its own.
+    count, made = scanner.take(f"{text} ")  # a number has no terminator, so a space ends it.
     return made if scanner.is_done and count == len(text) else ""

@@ -1,15 +1,15 @@
-"""What a model's answer consists of: as a whole, and as what one more piece of text adds."""
+"""Parsed messages, and the deltas that each piece of text adds."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model asks for.
+    """A tool call of the model.
 
-    `arguments` is JSON text as the model wrote it (raw control characters in strings are escaped, so that it is JSON).
-    Where a call broke off, because the answer was cut or went wrong, `is_complete` is False and `arguments` is the part
-    before the break: the beginning of a JSON object.
+    `arguments` is JSON as the model wrote it (raw control characters in strings are escaped to make it valid). If the
+    call was truncated or malformed, `is_complete` is False and `arguments` has the part before the error: the beginning
+    of a JSON object.
     """
 
     id: str
@@ -20,7 +20,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ParsedMessage:
-    """An answer, taken apart. Parts that did not appear are None or empty."""
+    """A parsed completion. Missing parts are None or empty."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -29,7 +29,7 @@ class ParsedMessage:
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """An addition to the call at `index`. The call's first delta, and no other, has its id and name."""
+    """An addition to the call at `index`. Only the call's first delta has its id and name."""
 
     index: int
     id: str | None = None
@@ -39,14 +39,14 @@ class ToolCallDelta:
 
 @dataclass(frozen=True)
 class MessageDelta:
-    """An addition to an answer; joined, the deltas' texts are those of the `ParsedMessage`."""
+    """An addition to a message; concatenating the deltas' texts gives those of the `ParsedMessage`."""
 
     content: str | None = None
     reasoning: str | None = None
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
     def __bool__(self) -> bool:
-        """Return whether there is anything in it."""
+        """Return whether the delta adds anything."""
         return bool(self.content or self.reasoning or self.tool_calls)
 
 
@@ -60,7 +60,7 @@ class _Call:
     num_given: int = 0
 
     def delta(self, index: int) -> ToolCallDelta:
-        """What has not been given out yet."""
+        """Return what has not been returned yet."""
         new = "".join(self.arguments[self.num_given :])
         self.num_given = len(self.arguments)
         first = not self.is_announced
@@ -69,7 +69,7 @@ class _Call:
 
 
 class MessageBuilder:
-    """Collects an answer while it is read. Each text given to it is final."""
+    """Builds a message while its completion is read. Each text passed to it is final."""
 
     def __init__(self) -> None:
         self._content: list[str] = []
@@ -80,11 +80,11 @@ class MessageBuilder:
         self._changed_calls: dict[int, None] = {}
         self.is_call_open = False
         self.is_after_call = False
-        """Whether a call has come, and no content since."""
+        """Whether the latest part is a call, without content after it."""
 
     @property
     def num_calls(self) -> int:
-        """Calls so far, an open one included."""
+        """Number of calls so far, including an open one."""
         return len(self._calls)
 
     def add_content(self, text: str) -> None:
@@ -99,7 +99,7 @@ class MessageBuilder:
             self._reasoning.append(text)
 
     def open_call(self, call_id: str, name: str) -> None:
-        """Begin a call."""
+        """Open a call."""
         self._calls.append(_Call(call_id, name))
         self._changed_calls[len(self._calls) - 1] = None
         self.is_call_open = True
@@ -111,13 +111,13 @@ class MessageBuilder:
             self._changed_calls[len(self._calls) - 1] = None
 
     def close_call(self, *, is_complete: bool) -> None:
-        """End the open call."""
+        """Close the open call."""
         self._calls[-1].is_complete = is_complete
         self.is_call_open = False
         self.is_after_call = True
 
     def take_delta(self) -> MessageDelta:
-        """Return what was added since the last time."""
+        """Return what was added since the last call of this method."""
         content = "".join(self._content[self._given_content :])
         reasoning = "".join(self._reasoning[self._given_reasoning :])
         self._given_content, self._given_reasoning = len(self._content), len(self._reasoning)
@@ -126,6 +126,6 @@ class MessageBuilder:
         return MessageDelta(content or None, reasoning or None, calls)
 
     def message(self) -> ParsedMessage:
-        """Return everything so far."""
+        """Return the message so far."""
         calls = tuple(ToolCall(call.id, call.name, "".join(call.arguments), call.is_complete) for call in self._calls)
         return ParsedMessage("".join(self._content) or None, "".join(self._reasoning) or None, calls)

@@ -1,4 +1,4 @@
-"""From a model's answer to reasoning, content and tool calls, as a whole or piece by piece."""
+"""Parses a completion into reasoning, content and tool calls, as a whole or incrementally."""
 
 import difflib
 import secrets
@@ -19,36 +19,36 @@ from jaxserve.parsers.tool_formats import TOOL_FORMATS, NamedFormat, RequiredFor
 Format = TypeVar("Format")
 
 PIECE_LENGTH = 1024
-"""Longer pieces are read in parts: the work for a part may grow with the square of its length."""
+"""Longer pieces are read in parts, because the work per part may be quadratic in its length."""
 
 
 def tool_parser(name: str) -> type[ToolFormat]:
-    """Return the format of tool calls by its vLLM name.
+    """Return the tool-call format with this vLLM name.
 
     Raises:
-      ConfigError: No such name.
+      ConfigError: The name is unknown.
     """
     return _named(TOOL_FORMATS, name, "tool_call_parser")
 
 
 def reasoning_parser(name: str) -> type[ReasoningFormat]:
-    """Return the format of reasoning by its vLLM name; it has `start_text` and `end_text`.
+    """Return the reasoning format with this vLLM name; it has `start_text` and `end_text`.
 
     Raises:
-      ConfigError: No such name.
+      ConfigError: The name is unknown.
     """
     return _named(REASONING_FORMATS, name, "reasoning_parser")
 
 
 def starts_in_reasoning(prompt: str, name: str) -> bool | None:
-    """Return whether a prompt's text ends with an open (True) or a just closed reasoning (False), None with neither.
+    """Return whether a prompt ends with open (True) or just closed reasoning (False); None for neither.
 
     Args:
       prompt: As rendered by the chat template.
       name: The reasoning format.
 
     Raises:
-      ConfigError: No such format.
+      ConfigError: The format is unknown.
     """
     reasoning, prompt = reasoning_parser(name), prompt.rstrip()
     if prompt.endswith(reasoning.start_text):
@@ -57,36 +57,36 @@ def starts_in_reasoning(prompt: str, name: str) -> bool | None:
 
 
 def leading_reasoning(name: str) -> str:
-    """Return the format of an answer that reasons as the named one does, but at its beginning alone.
+    """Return the format of a completion that reasons like the named format, but only at its beginning.
 
-    What follows keeps to a grammar, and may hold the marks as its own text.
+    What follows is constrained by a grammar, and may contain the markers as ordinary text.
     """
     return "qwen3" if name == "think" else name
 
 
 class MessageParser:
-    """Takes one answer apart.
+    """Parses one completion.
 
-    The result depends on the text alone, not on its grouping into pieces: the deltas' texts joined are what `message()`
-    and `parse()` give. Nothing that a delta has said is taken back.
+    The result depends only on the text, not on its division into pieces: concatenating the deltas gives the texts of
+    `message()` and `parse()`. Nothing in a delta is ever retracted.
 
     White space between content and a call after it, or between the last call and the end, belongs to the format and is
-    dropped; all other text outside of calls is content, and so is what looks like a call but is none. See `CallReader`
-    for calls that break off.
+    dropped; all other text outside of calls is content, including text that only resembles a call. See `CallReader` for
+    malformed calls.
 
     Args:
       reasoning: Name of a reasoning format, or None to leave reasoning in the content.
-      tools: Name of a tool format, or None to leave calls in the content. Its marks may be special tokens: generate
-        with `skip_special_tokens=False`.
-      schemas: The tools as offered to the model, in OpenAI's form.
-      tool_choice: As in OpenAI's API. "none" leaves calls in the content. "required" and a named function read what
-        `tool_choice_schema` constrains the answer to, whatever `tools` is.
-      prompt_ends_in_reasoning: What `starts_in_reasoning` says of the prompt.
-      make_id: Makes the ids of calls; by default as vLLM's.
+        tools: Name of a tool-call format, or None to leave calls in the content. Its markers may be special tokens:
+          generate with `skip_special_tokens=False`.
+        schemas: The tools as offered to the model, in OpenAI's form.
+        tool_choice: As in OpenAI's API. "none" leaves calls in the content. "required" and a named function parse the
+          output that `tool_choice_schema` constrains, whatever `tools` is.
+        prompt_ends_in_reasoning: The result of `starts_in_reasoning` for the prompt.
+        make_id: Makes the ids of calls; by default in vLLM's form.
 
     Raises:
       ConfigError: An unknown format.
-      RequestError: Tools or a tool choice of the wrong form.
+      RequestError: The tools or the tool choice are invalid.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class MessageParser:
         self._feed = content
 
     def feed(self, text: str) -> MessageDelta:
-        """Read the next piece of the completion, return what it adds to the message."""
+        """Read the next piece of the completion and return what it adds to the message."""
         self._read(text)
         return self._message.take_delta()
 
     def finish(self, text: str = "") -> MessageDelta:
-        """Read the last piece of the completion, return what it and the text held back so far add."""
+        """Read the last piece of the completion and return what it and the held text add."""
         self._read(text)
         self._is_finished = True
         for driver in (self._thoughts, self._calls):
@@ -150,7 +150,7 @@ class MessageParser:
 
 
 class _Driver:
-    """A reading and the source that it reads from."""
+    """A reading generator and its source."""
 
     def __init__(self, source: Source, reading: Reading[None]) -> None:
         self._source = source
@@ -158,7 +158,7 @@ class _Driver:
         self._resume()
 
     def feed(self, text: str) -> None:
-        """Append text and read on."""
+        """Append text and continue reading."""
         self._source.feed(text)
         self._resume()
 
@@ -172,7 +172,7 @@ class _Driver:
 
 
 def make_call_id(length: int | None = None) -> str:
-    """Return a new id: vLLM's usual form, or so many letters and digits."""
+    """Return a new call id: in vLLM's form, or a number of letters and digits."""
     if length is None:
         return f"chatcmpl-tool-{uuid.uuid4().hex}"
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length))

@@ -1,4 +1,4 @@
-"""How models mark their reasoning. Each format splits an answer into reasoning and the rest."""
+"""Formats of reasoning. Each splits a completion into reasoning and the rest."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -10,14 +10,14 @@ Emit = Callable[[str], None]
 
 
 class ReasoningFormat(ABC):
-    """A way to mark reasoning."""
+    """A format of reasoning."""
 
     start_text: ClassVar[str]
     end_text: ClassVar[str]
 
     @classmethod
     def begins_inside(cls, starts_inside: bool | None) -> bool | None:
-        """Return whether an answer begins inside the reasoning; None where it does if it begins with `start_text`.
+        """Return whether a completion begins inside the reasoning; None if it does only if it begins with `start_text`.
 
         Args:
           starts_inside: As in `run`.
@@ -30,16 +30,16 @@ class ReasoningFormat(ABC):
 
         Args:
           source: The text.
-          starts_inside: Whether the prompt has opened the reasoning already; None when it says nothing about it.
-          reasoning: Gets the reasoning, without its tags.
-          content: Gets the rest.
+          starts_inside: Whether the prompt has already opened the reasoning; None if it has no markers.
+          reasoning: Receives the reasoning, without its tags.
+          content: Receives the rest.
         """
 
 
 class Qwen3Reasoning(ReasoningFormat):
-    """<think>…</think> at the beginning of the answer, if at all.
+    """<think>…</think> at the beginning of the completion, if at all.
 
-    With `enable_thinking=False` the template writes an empty pair into the prompt, and none is in the answer.
+    With `enable_thinking=False` the template writes an empty pair into the prompt, and the completion has none.
     """
 
     start_text: ClassVar[str] = "<think>"
@@ -54,7 +54,7 @@ class Qwen3Reasoning(ReasoningFormat):
 
 
 class DeepSeekR1Reasoning(ReasoningFormat):
-    """Reasoning up to </think>, with or without <think> before it, unless the prompt has closed it already."""
+    """Reasoning up to </think>, with or without <think> before it, unless the prompt has already closed it."""
 
     start_text: ClassVar[str] = "<think>"
     end_text: ClassVar[str] = "</think>"

@@ -1,23 +1,23 @@
-"""Text that arrives in pieces, read as if it were all there.
+"""Text that arrives in pieces, read as if it were complete.
 
-A format is a generator that reads a `Source` and yields whenever it needs more text. It sees one sequence of
-characters, never the pieces, so what it makes of them cannot depend on the grouping.
+A format is a generator that reads a `Source` and yields whenever it needs more text. It sees a sequence of characters,
+never the pieces, so its results cannot depend on how the text is divided.
 """
 
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 Result = TypeVar("Result")
-# Yields when the text so far is used up and not at its end; the driver resumes it after the next piece.
+# Yields when the available text is used up before the end; the driver resumes it after the next piece.
 Reading = Generator[None, None, Result]
 
 
 class NotACall(Exception):
-    """What was being read as a tool call is none, or breaks off."""
+    """The text that was being read as a tool call is not one, or is malformed."""
 
 
 class Source:
-    """The unread rest of a text. Text may be held: read already, but still needed if it turns out to be no call."""
+    """The unread rest of a text. Held text was already read, but becomes content if it turns out not to be a call."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -34,23 +34,23 @@ class Source:
             self._held_from = 0
 
     def end(self) -> None:
-        """Say that no piece follows."""
+        """Mark the end of the text."""
         self.is_ended = True
 
     def rest(self) -> str:
-        """Return the unread text that is there."""
+        """Return the unread text that is available."""
         return self._text[self._position :]
 
     def advance(self, count: int) -> None:
-        """Take characters as read."""
+        """Mark characters as read."""
         self._position += count
 
     def hold(self) -> None:
-        """From here on, remembers what is read."""
+        """Start holding the text that is read."""
         self._held_from = self._position
 
     def release(self) -> str:
-        """Return what was read since `hold`, and forget it; empty when nothing is held."""
+        """Return the text read since `hold` and stop holding; empty when nothing is held."""
         held = "" if self._held_from is None else self._text[self._held_from : self._position]
         self._held_from = None
         return held
@@ -64,7 +64,7 @@ class Source:
         return self._text[self._position]
 
     def peek_past_space(self) -> Reading[str]:
-        """Take white space, then peeks."""
+        """Take white space, then peek."""
         while (character := (yield from self.peek())).isspace():
             self.advance(1)
         return character
@@ -73,14 +73,14 @@ class Source:
         """Take white space and one character.
 
         Raises:
-          NotACall: Another one, or the end.
+          NotACall: Another character, or the end.
         """
         if (yield from self.peek_past_space()) != character:
             raise NotACall
         self.advance(1)
 
     def match(self, options: Sequence[str]) -> Reading[str]:
-        """Take white space and the first option that follows it; returns "" and takes nothing when none does."""
+        """Take white space and the first option that follows it; return "" and take nothing if none does."""
         while True:
             rest = self.rest()
             text = rest.lstrip()
@@ -93,17 +93,17 @@ class Source:
             yield
 
     def skip_closing(self, tag: str) -> Reading[None]:
-        """Take a closing tag with the white space before it, if that is what follows; also one cut by the end."""
+        """Take a closing tag and the white space before it, if they follow; also a tag truncated by the end."""
         taken = yield from self.match([tag])
         rest = self.rest().strip()
         if not taken and self.is_ended and rest and tag.startswith(rest):
             self.advance(len(self.rest()))
 
     def read_name(self, end: str, limit: int = 256) -> Reading[str]:
-        """Take a name and the mark after it, return the name.
+        """Take a name and the marker after it; return the name.
 
         Raises:
-          NotACall: No mark within `limit` characters, or characters that no name has.
+          NotACall: No marker within `limit` characters, or characters that no name has.
         """
         name = ""
         while not name.endswith(end):
@@ -118,10 +118,10 @@ class Source:
         return name
 
     def read_until(self, end: str, emit: Callable[[str], None]) -> Reading[bool]:
-        """Pass text on up to a mark, and take the mark.
+        """Pass text on up to a marker, and take the marker.
 
         Returns:
-          Whether the mark came; at the end of the text everything has been passed on.
+          Whether the marker was found; if not, all text has been passed on.
         """
         while True:
             text = self.rest()
@@ -141,7 +141,7 @@ class Source:
 
 
 def partial_length(text: str, marks: Sequence[str]) -> int:
-    """Return the length of the longest end of `text` that begins a mark without being one."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of a marker."""
     longest = min(len(text), max(map(len, marks), default=1) - 1)
     for length in range(longest, 0, -1):
         tail = text[-length:]

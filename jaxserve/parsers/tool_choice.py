@@ -1,4 +1,4 @@
-"""Tools as requests offer them, and the JSON schema that forces an answer to call one."""
+"""Tools of requests, and the JSON schema that forces the model to call one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -12,7 +12,7 @@ def parameter_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str,
     """Return the JSON schema of the parameters of each tool, by the tool's name.
 
     Raises:
-      RequestError: A tool of the wrong form, or two of the same name.
+      RequestError: A tool is invalid, or two have the same name.
     """
     schemas: dict[str, dict[str, Any]] = {}
     for tool in cast("Sequence[Any]", tools):
@@ -32,7 +32,7 @@ def chosen_function(tool_choice: str | Mapping[str, Any] | None, schemas: Mappin
     """Return the function that a tool choice names; None for "auto", "none", "required" and None.
 
     Raises:
-      RequestError: Another choice, or a function that is not among the tools.
+      RequestError: The choice is invalid, or names a function that is not among the tools.
     """
     if tool_choice is None or tool_choice in ("auto", "none", "required"):
         return None
@@ -42,7 +42,7 @@ def chosen_function(tool_choice: str | Mapping[str, Any] | None, schemas: Mappin
         expected = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': …}}"
         raise RequestError(f"tool_choice must be {expected}", parameter="tool_choice", value=tool_choice)
     if name not in schemas:
-        raise RequestError("tool_choice names a function that tools lacks", parameter="tool_choice", value=name)
+        raise RequestError("tool_choice names a function that is not in tools", parameter="tool_choice", value=name)
     return name
 
 
@@ -60,11 +60,12 @@ def tool_choice_schema(
       parallel_tool_calls: False allows one call only.
 
     Returns:
-      The schema, None when nothing is forced. `MessageParser` with the same tool choice reads the answer.
+      The schema; None when nothing is forced. `MessageParser` with the same tool choice parses the completion.
 
     Raises:
-      RequestError: Tools or a choice of the wrong form, a function that is not there, no tools to choose from, or two
-        tools that define the same "$defs" name differently.
+      RequestError: The tools or the choice are invalid, the function is unknown, there are no tools, or two tools
+          define
+        the same "$defs" name differently.
     """
     schemas = parameter_schemas(tools)
     if (name := chosen_function(tool_choice, schemas)) is not None:
@@ -78,7 +79,7 @@ def tool_choice_schema(
     for name, schema in schemas.items():
         for defined, one in cast("Mapping[str, Any]", schema.get("$defs") or {}).items():
             if definitions.setdefault(defined, one) != one:
-                raise RequestError("two tools define this differently in $defs", parameter="tools", value=defined)
+                raise RequestError("two tools define this name differently in $defs", parameter="tools", value=defined)
         parameters = {key: value for key, value in schema.items() if key != "$defs"}
         properties = {"name": {"type": "string", "enum": [name]}, "parameters": parameters}
         calls.append({"properties": properties, "required": list(properties), "additionalProperties": False})

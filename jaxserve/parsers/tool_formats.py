@@ -1,4 +1,4 @@
-"""How models write tool calls. Each format reads a whole answer: calls, and the content around them."""
+"""Formats of tool calls. Each reads a whole completion: calls, and the content around them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ _CALL_KEYS = frozenset(["name", "type", "id"])
 
 
 class ToolFormat(ABC):
-    """A way to write calls.
+    """A format of tool calls.
 
     Args:
-      schemas: The parameters of the tools that the model was offered; JSON formats do without, as JSON has types.
+      schemas: The parameters of the offered tools; JSON formats ignore them, because JSON has types.
     """
 
     id_length: ClassVar[int | None] = None
-    """Length of the alphanumeric ids that the model's template asks for; None for vLLM's usual ids."""
+    """Length of the alphanumeric ids that the model's template requires; None for vLLM's usual ids."""
 
     def __init__(self, schemas: Schemas) -> None:
         self.schemas = schemas
@@ -43,9 +43,9 @@ class HermesFormat(ToolFormat):
 
 
 class Qwen3Format(ToolFormat):
-    """Hermes' form, or tags as Qwen 3 Coder writes them in place of the JSON object (`TagCallReader`).
+    """Hermes' form, or the tags of Qwen 3 Coder instead of the JSON object (`TagCallReader`).
 
-    As in vLLM the tags also count without the outer <tool_call>.
+    As in vLLM the tags are also recognized without the outer <tool_call>.
     """
 
     def run(self, reader: CallReader) -> Reading[None]:
@@ -63,7 +63,7 @@ class Qwen3Format(ToolFormat):
 class Llama3JsonFormat(ToolFormat):
     """{"name": …, "parameters": {…}}, with or without <|python_tag|>, several separated by semicolons: Llama 3.1 on.
 
-    Other JSON objects are content, with all that is nested in them.
+    Other JSON objects are content, including everything nested in them.
     """
 
     def run(self, reader: CallReader) -> Reading[None]:
@@ -118,7 +118,7 @@ class MistralFormat(ToolFormat):
 
 
 class RequiredFormat(ToolFormat):
-    """[{"name": …, "parameters": {…}}, …]: what `tool_choice="required"` constrains an answer to."""
+    """[{"name": …, "parameters": {…}}, …]: the output that `tool_choice="required"` constrains."""
 
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
@@ -131,7 +131,7 @@ class RequiredFormat(ToolFormat):
 
 
 class NamedFormat(ToolFormat):
-    """The arguments of one function and nothing else: what a named `tool_choice` constrains an answer to."""
+    """The arguments of one function and nothing else: the output that a named `tool_choice` constrains."""
 
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
@@ -163,7 +163,8 @@ def _read_object(reader: CallReader) -> Reading[None]:
 
 
 def _read_list(reader: CallReader) -> Reading[None]:
-    """Read calls up to the closing bracket, the opening one taken already; stops at what is no call."""
+    """Read calls up to the closing bracket, whose opening one was already taken; stop at anything that is not a
+    call."""
     source = reader.source
     while (yield from reader.attempt(_read_object(reader))):
         if not (yield from source.match([","])):
@@ -174,7 +175,7 @@ def _read_list(reader: CallReader) -> Reading[None]:
 
 
 def _pass_object(reader: CallReader) -> Reading[None]:
-    """Pass a JSON object on as content, from its beginning, which is held, to its end or where it breaks."""
+    """Pass a JSON object on as content, from its held beginning to its end or its first error."""
     source, scanner = reader.source, JsonScanner()
     text = source.release()
     reader.message.add_content(text)

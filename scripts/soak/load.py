@@ -14,10 +14,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from jaxserve.bench.serve_answer import BenchAnswer, BenchRequest, BenchServeError
 from jaxserve.bench.serve_grpc import GrpcBackend, open_channels
-from jaxserve.bench.serve_http import HttpAnswer, HttpClient
+from jaxserve.bench.serve_http import HttpClient, HttpResponse
 from jaxserve.bench.serve_openai import OpenAIBackend, StreamNotes
+from jaxserve.bench.serve_records import BenchRequest, BenchResponse, BenchServeError
 from jaxserve.server.proto.jaxserve.v1 import generation_pb2, generation_pb2_grpc
 from scripts.server_child import RunningServer
 from scripts.soak.report import Report
@@ -134,7 +134,7 @@ class Load:
             else:
                 await client.close()
 
-    async def _ask(self, generator: random.Random, method: str, path: str, body: Any = None) -> HttpAnswer:
+    async def _ask(self, generator: random.Random, method: str, path: str, body: Any = None) -> HttpResponse:
         async with self._client(generator) as client:
             return await client.request(method, path, body)
 
@@ -223,7 +223,7 @@ class Load:
     async def http_slow_reader(self, generator: random.Random) -> str:
         """Return a stream read bit by bit through a small window, with logprobs, so that it is long."""
         question = generator.choice(self._known)
-        answer = BenchAnswer(0.0)
+        answer = BenchResponse(0.0)
         notes = StreamNotes(answer)
         message = HttpClient(self._server.http).message(
             "POST", "/v1/completions", question.completion(**_STREAM_FIELDS, logprobs=20)
@@ -357,7 +357,7 @@ def _some_time(generator: random.Random) -> float:
     return 10 ** generator.uniform(-3.5, 0.3)
 
 
-def _checked(answer: BenchAnswer, text: str, num_tokens: int | None) -> str:
+def _checked(answer: BenchResponse, text: str, num_tokens: int | None) -> str:
     """Return the outcome of a stream that should say a text."""
     if answer.error.startswith(("HTTP 429", "gRPC RESOURCE_EXHAUSTED")):
         return "overloaded"
@@ -370,7 +370,7 @@ def _checked(answer: BenchAnswer, text: str, num_tokens: int | None) -> str:
     return "answered"
 
 
-def _checked_body(answer: HttpAnswer, is_right: Callable[[Any], bool], kind: str = "") -> str:
+def _checked_body(answer: HttpResponse, is_right: Callable[[Any], bool], kind: str = "") -> str:
     """Return the outcome of a request that should succeed."""
     if answer.status == 429:
         return "overloaded"

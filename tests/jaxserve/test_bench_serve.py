@@ -13,9 +13,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from jaxserve.bench.serve_answer import BenchAnswer, BenchRequest
 from jaxserve.bench.serve_load import run_load
 from jaxserve.bench.serve_metrics import DETAILS
+from jaxserve.bench.serve_records import BenchRequest, BenchResponse
 from jaxserve.cli import main
 from jaxserve.server.proto.jaxserve.v1 import (
     generation_pb2,
@@ -120,7 +120,7 @@ def test_a_test_run_that_fails_ends_it(capsys: pytest.CaptureFixture[str]) -> No
     with fake_server(_failing(0)) as server, pytest.raises(SystemExit, match="2"):
         main(["bench", "serve", "--base-url", server.url, *SMALL])
     assert len(server.bodies("/v1/completions")) == 1
-    assert "the test run failed, is the server there and right? HTTP 429: queue is full (1)" in capsys.readouterr().err
+    assert "the test request failed: HTTP 429: queue is full (1)" in capsys.readouterr().err
 
 
 def test_the_test_run_is_repeated_until_its_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_a_server_that_is_not_ready_is_an_error_without_a_limit(
     with fake_server(_starting(3)) as server, pytest.raises(SystemExit, match="2"):
         main(["bench", "serve", "--base-url", server.url, *model, *SMALL])
     assert [seen.path for seen in server.seen] == [path]
-    assert f"{server.url}{path} answers with status 503: b'{{" in capsys.readouterr().err
+    assert f"{server.url}{path} responds with status 503: b'{{" in capsys.readouterr().err
 
 
 def test_a_server_without_a_tokenizer_gets_words_and_the_result_says_so(
@@ -219,7 +219,7 @@ def test_a_server_that_does_not_say_its_models(capsys: pytest.CaptureFixture[str
 
     with fake_server(script) as server, pytest.raises(SystemExit, match="2"):
         main(["bench", "serve", "--base-url", server.url, *SMALL])
-    assert "the server does not say its models (status 404): give --model" in capsys.readouterr().err
+    assert "the server does not list its models (status 404); pass --model" in capsys.readouterr().err
 
 
 def test_keys_headers_and_further_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +278,7 @@ def test_a_plot_without_its_library(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "serve", "--plot", "a.png"])
-    assert "plot: needs matplotlib: pip install 'jaxserve[research]'" in capsys.readouterr().err
+    assert "plot needs matplotlib; run pip install 'jaxserve[research]'" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the load itself
@@ -295,11 +295,11 @@ class FakeBackend:
     def clock(self) -> float:
         return self.now_s
 
-    async def send(self, request: BenchRequest) -> BenchAnswer:
+    async def send(self, request: BenchRequest) -> BenchResponse:
         self.num_open += 1
         self.peak = max(self.peak, self.num_open)
         self.sent.append(request.max_tokens)
-        answer = BenchAnswer(self.now_s)
+        answer = BenchResponse(self.now_s)
         for _ in range(request.max_tokens):
             await asyncio.sleep(0)
             self.now_s += 1.0
@@ -321,7 +321,7 @@ def test_no_request_waits_for_an_answer() -> None:
 def test_at_most_so_many_at_a_time(limit: int) -> None:
     backend = FakeBackend()
     asked = [BenchRequest("a", i % 4 + 1) for i in range(20)]
-    told: list[BenchAnswer] = []
+    told: list[BenchResponse] = []
     result = asyncio.run(run_load(backend, asked, [0.0] * 20, limit, told.append, backend.clock))
     assert backend.peak == limit
     assert backend.sent == [one.max_tokens for one in asked]  # first come, first served
@@ -440,7 +440,7 @@ def test_a_grpc_server_may_be_given_up(tmp_path: Path, capsys: pytest.CaptureFix
     with grpc_server(FakeGeneration(), models) as target:
         with pytest.raises(SystemExit, match="2"):
             bench(tmp_path, *flags, "--base-url", target)
-        assert "the server does not say its model: UNAVAILABLE: the engine is starting" in capsys.readouterr().err
+        assert "the server does not report its model: UNAVAILABLE: the engine is starting" in capsys.readouterr().err
         limit = ("--ready-check-timeout-sec", 60)
         with pytest.raises(SystemExit, match="2"):  # at once: waiting would not help
             bench(tmp_path, *flags, "--base-url", target, "--model", "other", *limit)
@@ -461,7 +461,7 @@ def test_grpc_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
             bench(tmp_path, *flags, "--random-input-len", 4, "--dataset-name", "custom", "--dataset-path", "a")
     with pytest.raises(SystemExit, match="2"):
         bench(tmp_path, *flags)
-    assert "the server does not say its model: UNAVAILABLE" in capsys.readouterr().err
+    assert "the server does not report its model: UNAVAILABLE" in capsys.readouterr().err
 
 
 def test_rates_are_checked_before_anything_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
@@ -469,4 +469,4 @@ def test_rates_are_checked_before_anything_is_sent(capsys: pytest.CaptureFixture
         with pytest.raises(SystemExit, match="2"):
             main(["bench", "serve", "--base-url", server.url, "--request-rate", "0"])
         assert not server.seen
-    assert "request rate: expected requests a second above 0" in capsys.readouterr().err
+    assert "request rate: expected requests per second above 0" in capsys.readouterr().err

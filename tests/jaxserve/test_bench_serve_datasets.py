@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.bench.serve_answer import BenchRequest, BenchServeError
 from jaxserve.bench.serve_arguments import add_arguments, complete, read_pairs
 from jaxserve.bench.serve_datasets import make_requests
 from jaxserve.bench.serve_http import HttpClient
 from jaxserve.bench.serve_ready import NotReadyError
+from jaxserve.bench.serve_records import BenchRequest, BenchServeError
 from jaxserve.bench.serve_tokens import (
     WORDS,
     PromptTokens,
@@ -92,7 +92,7 @@ def test_words_take_the_place_of_tokens() -> None:
 
 
 def test_chats_need_text() -> None:
-    with pytest.raises(BenchServeError, match="nobody here can make text of them: give --tokenizer"):
+    with pytest.raises(BenchServeError, match="no tokenizer can convert them to text; pass --tokenizer"):
         requests("--num-prompts", 1, needs_text=True)
 
 
@@ -141,14 +141,18 @@ def tokens_of(status: int, body: Any) -> TokenSource:
 @pytest.mark.parametrize("status", [404, 405])
 def test_a_server_without_a_tokenizer_gets_words(status: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert tokens_of(status, {}).are_words
-    assert f"has no /tokenize (status {status}): plain words take the place of tokens" in capsys.readouterr().err
+    assert f"has no /tokenize (status {status}): using plain words instead of tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("status", "body", "match"),
     [
-        (503, {"error": "starting"}, r"/tokenize answers with status 503: .*starting"),
-        (500, {"error": "it broke"}, r"the server's tokenizer answered with status 500: .*it broke.*; --tokenizer"),
+        (503, {"error": "starting"}, r"/tokenize responds with status 503: .*starting"),
+        (
+            500,
+            {"error": "it broke"},
+            r"the server's tokenizer responded with status 500: .*it broke.*; pass --tokenizer",
+        ),
         (401, {"error": "who?"}, r"status 401: .*who\?"),
         (429, {}, "status 429"),
         (200, {"tokens": []}, r"status 200: .*tokens"),
@@ -196,11 +200,11 @@ def test_prompts_of_a_file_need_no_tokenizer_but_to_make_text_of_ids(tmp_path: P
     for needs_text in (False, True):
         asked = asyncio.run(make_requests(options(*flags), PromptTokens(nobody_looks), needs_text))
         assert [one.prompt for one in asked] == ["one", "one"]
-        with pytest.raises(BenchServeError, match="--tokenizer does nothing here: the prompts go out as they are"):
+        with pytest.raises(BenchServeError, match="--tokenizer has no effect: prompts are sent as they are"):
             requests(*flags, "--tokenizer", "demo", needs_text=needs_text)
     path.write_text('{"prompt": "one"}\n{"prompt": [5, 6]}\n')
     assert [one.prompt for one in requests(*flags, tokens=word_tokens())] == ["one", [5, 6]]
-    with pytest.raises(BenchServeError, match="nobody here can make text of them"):  # words are not these ids' text
+    with pytest.raises(BenchServeError, match="no tokenizer can convert them to text"):  # words are not these ids' text
         requests(*flags, tokens=word_tokens(), needs_text=True)
     _, second = requests(*flags, "--tokenizer", "demo", tokens=local_tokens("demo"), needs_text=True)
     assert isinstance(second.prompt, str)
@@ -213,7 +217,7 @@ def test_prompts_of_a_file_need_no_tokenizer_but_to_make_text_of_ids(tmp_path: P
         ('{"text": "a"}', "prompts.jsonl:1: expected a JSON object with prompt"),
         ('{"prompt": ""}', "expected text or token ids, and output tokens"),
         ('{"prompt": [1, "a"]}', "expected text or token ids, and output tokens"),
-        ("", "holds no request that can be used"),
+        ("", "has no usable request"),
     ],
 )
 def test_wrong_custom_files(tmp_path: Path, text: str, match: str) -> None:
@@ -241,7 +245,7 @@ def test_sharegpt(tmp_path: Path) -> None:
     # Without a tokenizer nothing is left out, and the server counts.
     found = requests(*flags, "--disable-shuffle", "--sharegpt-output-len", 50)
     assert found == [BenchRequest("hi", 50)]
-    with pytest.raises(BenchServeError, match="nobody here can count tokens: give --tokenizer or --sharegpt-output"):
+    with pytest.raises(BenchServeError, match="no tokenizer to count tokens; pass --tokenizer or --sharegpt-output"):
         requests(*flags)
 
 
@@ -278,7 +282,7 @@ def mooncake(tmp_path: Path) -> Path:
 def test_traces_keep_their_times_and_what_they_share(mooncake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--dataset-name", "trace", "--dataset-path", mooncake, "--num-prompts", 9)
     first, second, third = requests(*flags)
-    assert capsys.readouterr().out == "The trace has 3 requests: each is sent once\n"
+    assert capsys.readouterr().out == "The trace has only 3 requests: each is sent once\n"
     assert [one.arrival_s for one in (first, second, third)] == [0.0, 0.5, 2.0]
     assert [one.num_prompt_tokens for one in (first, second, third)] == [1024, 1000, 512]
     assert [one.max_tokens for one in (first, second, third)] == [10, 20, 30]
@@ -294,7 +298,7 @@ def test_traces_are_scaled_cut_and_sped_up(mooncake: Path, capsys: pytest.Captur
     assert "cut" not in capsys.readouterr().out
     found = requests(*flags, "--num-prompts", 2, "--trace-max-len", 20)
     assert [len(one.prompt) for one in found] == [19, 19]
-    assert "Requests cut to 20 tokens: 2 of 2" in capsys.readouterr().out
+    assert "Requests truncated to 20 tokens: 2 of 2" in capsys.readouterr().out
 
 
 def test_a_rate_takes_the_place_of_a_traces_times(mooncake: Path) -> None:
@@ -316,7 +320,7 @@ def test_azure_and_burstgpt(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="burst.csv:2: expected numbers in Timestamp, Request tokens"):
         requests("--dataset-name", "trace", "--dataset-path", burst)
     burst.write_text("Timestamp,Request tokens,Response tokens\n1,1,0\n")
-    with pytest.raises(TraceError, match="at least one request that was answered"):
+    with pytest.raises(TraceError, match="at least one successful request"):
         requests("--dataset-name", "trace", "--dataset-path", burst)
 
 
@@ -353,16 +357,19 @@ def test_defaults_depend_on_each_other() -> None:
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
-        (["--trace-speed", "2"], "--trace-speed is for --dataset-name trace, not random"),
+        (["--trace-speed", "2"], "--trace-speed applies to --dataset-name trace, not random"),
         (["--dataset-path", "a"], "--dataset-path: --dataset-name random goes without it"),
         (["--dataset-name", "trace"], "--dataset-path: --dataset-name trace goes with it"),
-        (["--dataset-name", "trace", "--dataset-path", "a", "--input-len", "5"], "--input-len means nothing with"),
-        (["--input-len", "5", "--random-input-len", "6"], "--input-len and --random-input-len are the same: give one"),
+        (["--dataset-name", "trace", "--dataset-path", "a", "--input-len", "5"], "--input-len has no effect with"),
+        (
+            ["--input-len", "5", "--random-input-len", "6"],
+            "--input-len and --random-input-len set the same value: pass only one",
+        ),
         (["--num-prompts", "0"], "--num-prompts: expected at least 1, got 0"),
         (["--max-concurrency", "0"], "--max-concurrency: expected at least 1"),
         (["--random-range-ratio", "1"], "--random-range-ratio: expected 0 <= RATIO < 1"),
         (["--base-url", "a", "--port", "1"], "--base-url and --host, --port exclude each other"),
-        (["--backend", "grpc", "--endpoint", "/v1"], "--endpoint and --insecure are for HTTP"),
+        (["--backend", "grpc", "--endpoint", "/v1"], "--endpoint and --insecure apply to HTTP"),
         (["--dataset-name", "trace", "--dataset-path", "a", "--trace-speed", "0"], "--trace-speed: expected a number"),
     ],
 )
@@ -380,45 +387,45 @@ SECURE = ["--base-url", "https://a"]
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
-        ([*TRACE, "--ramp-up-strategy", "linear"], "--ramp-up-strategy does nothing here: a trace goes out at its own"),
-        ([*TRACE, "--ramp-up-start-rps", "1"], "--ramp-up-start-rps does nothing here: a trace"),
-        ([*TRACE, "--ramp-up-end-rps", "1", "--request-rate", "2"], "--ramp-up-end-rps does nothing here: a trace"),
-        ([*TRACE, "--burstiness", "2"], "--burstiness does nothing here: a trace goes out at its own times without"),
+        ([*TRACE, "--ramp-up-strategy", "linear"], "--ramp-up-strategy has no effect: a trace is sent at its own"),
+        ([*TRACE, "--ramp-up-start-rps", "1"], "--ramp-up-start-rps has no effect: a trace"),
+        ([*TRACE, "--ramp-up-end-rps", "1", "--request-rate", "2"], "--ramp-up-end-rps has no effect: a trace"),
+        ([*TRACE, "--burstiness", "2"], "--burstiness has no effect: a trace is sent at its own times without"),
         (
             [*TRACE, "--trace-speed", "2", "--request-rate", "5"],
-            "--trace-speed does nothing here: --request-rate takes",
+            "--trace-speed has no effect: --request-rate replaces",
         ),
-        ([*TRACE, "--disable-shuffle"], "--disable-shuffle does nothing here: --dataset-name trace is never shuffled"),
-        (["--disable-shuffle"], "--disable-shuffle does nothing here: --dataset-name random is never shuffled"),
-        (["--burstiness", "2"], "--burstiness does nothing here: all requests go out at once without --request-rate"),
-        ([*CUSTOM, "--disable-shuffle", "--seed", "0"], "--seed does nothing here: neither prompts nor their order"),
-        ([*SHAREGPT, "--disable-shuffle", "--seed", "5"], "--seed does nothing here"),
+        ([*TRACE, "--disable-shuffle"], "--disable-shuffle has no effect: --dataset-name trace is never shuffled"),
+        (["--disable-shuffle"], "--disable-shuffle has no effect: --dataset-name random is never shuffled"),
+        (["--burstiness", "2"], "--burstiness has no effect: all requests are sent at once without --request-rate"),
+        ([*CUSTOM, "--disable-shuffle", "--seed", "0"], "--seed has no effect: neither prompts nor their order"),
+        ([*SHAREGPT, "--disable-shuffle", "--seed", "5"], "--seed has no effect"),
         (
             [*CUSTOM, "--disable-shuffle", "--seed", "1", "--request-rate", "2", "--burstiness", "inf"],
-            "--seed does noth",
+            "--seed has no",
         ),
-        (["--insecure"], "--insecure does nothing here: --base-url does not begin with https"),
-        (["--ssl-ca-certs", "a"], "--ssl-ca-certs does nothing here: --base-url does not begin"),
-        (["--backend", "grpc", "--ssl-ca-certs", "a"], "--ssl-ca-certs does nothing here: --base-url does not begin"),
-        ([*SECURE, "--insecure", "--ssl-ca-certs", "a"], "--ssl-ca-certs does nothing here: --insecure does not look"),
+        (["--insecure"], "--insecure has no effect: --base-url does not begin with https"),
+        (["--ssl-ca-certs", "a"], "--ssl-ca-certs has no effect: --base-url does not begin"),
+        (["--backend", "grpc", "--ssl-ca-certs", "a"], "--ssl-ca-certs has no effect: --base-url does not begin"),
+        ([*SECURE, "--insecure", "--ssl-ca-certs", "a"], "--ssl-ca-certs has no effect: --insecure disables the check"),
         (
             ["--api-key", "a", "--header", "authorization=b"],
-            "--api-key does nothing here: --header gives Authorization",
+            "--api-key has no effect: --header sets Authorization",
         ),
-        (["--save-detailed"], "--save-detailed does nothing here: nothing is saved without --save-result"),
-        (["--result-dir", "a"], "--result-dir does nothing here: nothing is saved"),
-        (["--result-filename", "a"], "--result-filename does nothing here: nothing is saved"),
-        (["--label", "a"], "--label does nothing here: nothing is saved"),
-        (["--metadata", "a=b"], "--metadata does nothing here: nothing is saved"),
+        (["--save-detailed"], "--save-detailed has no effect: nothing is saved without --save-result"),
+        (["--result-dir", "a"], "--result-dir has no effect: nothing is saved"),
+        (["--result-filename", "a"], "--result-filename has no effect: nothing is saved"),
+        (["--label", "a"], "--label has no effect: nothing is saved"),
+        (["--metadata", "a=b"], "--metadata has no effect: nothing is saved"),
         (
             ["--save-result", "--result-dir", "a", "--result-filename", "/b"],
-            "--result-dir does nothing here: --result-filename is a whole path",
+            "--result-dir has no effect: --result-filename is an absolute path",
         ),
         (["--base-url", "http://a/?b=c"], "--base-url: expected http://HOST:PORT/PATH without"),
         (["--base-url", "http://a/b", "--backend", "grpc"], "--base-url: expected http://HOST:PORT or https://"),
         (["--base-url", "grpc://a", "--backend", "grpc"], "--base-url: expected http://HOST:PORT or https://"),
-        (["--endpoint", "/v1/chat/completions"], "/v1/chat/completions is not for --backend openai: chats are"),
-        (["--backend", "openai-chat", "--endpoint", "/v1/completions"], "is not for --backend openai-chat"),
+        (["--endpoint", "/v1/chat/completions"], "/v1/chat/completions does not match --backend openai; chats need"),
+        (["--backend", "openai-chat", "--endpoint", "/v1/completions"], "does not match --backend openai-chat"),
     ],
 )
 def test_no_flag_is_accepted_and_ignored(flags: list[str], match: str) -> None:
@@ -459,5 +466,5 @@ def test_pairs() -> None:
     assert read_pairs("--header", ["a=b=c", " d = e"]) == {"a": "b=c", "d": "e"}
     with pytest.raises(BenchServeError, match="--header: expected NAME=VALUE, got 'ab'"):
         read_pairs("--header", ["ab"])
-    with pytest.raises(BenchServeError, match="--header: a is given twice"):
+    with pytest.raises(BenchServeError, match="--header: a is repeated"):
         read_pairs("--header", ["a=1", "a=2"])

@@ -68,7 +68,7 @@ def test_what_is_read_is_checked_before_the_load(tmp_path: Path, capsys: pytest.
 def test_names_of_further_values_must_be_free(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("request_rate", "ttfts", "p99_itl_ms"):
         text = refused(capsys, "--save-result", "--metadata", f"{name}=5")
-        assert f"--metadata: {name} is a figure of the load test" in text
+        assert f"--metadata: {name} is a key of the result" in text
 
 
 def test_checks_leave_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from jaxserve.bench.serve_answer import BenchAnswer, BenchRequest, BenchServeError
 from jaxserve.bench.serve_http import HttpClient
 from jaxserve.bench.serve_openai import EventReader, OpenAIBackend
+from jaxserve.bench.serve_records import BenchRequest, BenchResponse, BenchServeError
 from tests.jaxserve.fake_openai import FakeServer, Script, Seen, Wire, completion, echo_script, fake_server, usage
 
 T = TypeVar("T")
@@ -34,10 +34,10 @@ def ask(
     fields: dict[str, Any] | None = None,
     clock: Callable[[], float] = time.perf_counter,
     **request: Any,
-) -> BenchAnswer:
+) -> BenchResponse:
     """One completion from a server that follows a script."""
 
-    async def work(client: HttpClient) -> BenchAnswer:
+    async def work(client: HttpClient) -> BenchResponse:
         backend = OpenAIBackend(client, "/v1/completions", "fake", fields or {}, clock)
         return await backend.send(BenchRequest(**{"prompt": [1, 2, 3], "max_tokens": 4, **request}))
 
@@ -98,7 +98,7 @@ def test_an_answer_that_breaks_off_is_an_error() -> None:
         await wire.raw(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc")
         wire.writer.close()
 
-    with fake_server(script) as server, pytest.raises(ConnectionError, match="in the middle of an answer"):
+    with fake_server(script) as server, pytest.raises(ConnectionError, match="in the middle of a response"):
         talk(server, lambda client: client.request("GET", "/v1/models"))
 
 
@@ -108,7 +108,7 @@ def test_what_is_not_http_is_an_error() -> None:
 
     answer = ask(script)
     assert not answer.is_success
-    assert "ConnectionError: the answer is not HTTP" in answer.error
+    assert "ConnectionError: the response is not HTTP" in answer.error
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://"])
@@ -121,7 +121,7 @@ def test_an_answer_that_is_not_json() -> None:
     async def script(seen: Seen, wire: Wire) -> None:
         await wire.raw(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n<>")
 
-    with fake_server(script) as server, pytest.raises(BenchServeError, match="expected an answer in JSON, got b'<>'"):
+    with fake_server(script) as server, pytest.raises(BenchServeError, match="expected a JSON response, got b'<>'"):
         talk(server, lambda client: client.request("GET", "/")).json()
 
 
@@ -241,7 +241,7 @@ def test_no_server_is_noted() -> None:
 
 
 def test_chats() -> None:
-    async def work(client: HttpClient) -> BenchAnswer:
+    async def work(client: HttpClient) -> BenchResponse:
         backend = OpenAIBackend(client, "/v1/chat/completions", "fake", {"top_p": 0.5})
         return await backend.send(BenchRequest("hello you", 2))
 

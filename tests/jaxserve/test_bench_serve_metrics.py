@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from jaxserve.bench.serve_answer import BenchAnswer, BenchServeError
 from jaxserve.bench.serve_metrics import (
     Selection,
     banner_lines,
@@ -15,19 +14,20 @@ from jaxserve.bench.serve_metrics import (
     read_percentiles,
     tpot_s,
 )
+from jaxserve.bench.serve_records import BenchResponse, BenchServeError
 
 
-def answer(start_s: float, chunk_s: list[float], num_output: int | None = None, **changes: Any) -> BenchAnswer:
+def answer(start_s: float, chunk_s: list[float], num_output: int | None = None, **changes: Any) -> BenchResponse:
     """An answer with chunks at these times."""
     texts = [f"<{i}>" for i in range(len(chunk_s))]
-    return BenchAnswer(start_s, 7, chunk_s=chunk_s, texts=texts, num_output_tokens=num_output, **changes)
+    return BenchResponse(start_s, 7, chunk_s=chunk_s, texts=texts, num_output_tokens=num_output, **changes)
 
 
 # Two answers of 4 and 3 chunks, and one that failed; binary fractions, so that differences are exact.
 ANSWERS = [
     answer(10.0, [10.5, 10.75, 11.0, 11.5], num_output=4),
     answer(10.25, [10.5, 11.5, 12.5], num_output=9, queue_s=0.25),
-    BenchAnswer(10.5, 7, error="HTTP 400: no"),
+    BenchResponse(10.5, 7, error="HTTP 400: no"),
 ]
 
 
@@ -112,7 +112,7 @@ def test_a_single_token_keeps_to_every_limit_of_tpot() -> None:
 
 
 def test_nothing_but_failures() -> None:
-    found = figures([BenchAnswer(0.0, error="no")], 1.0, Selection())
+    found = figures([BenchResponse(0.0, error="no")], 1.0, Selection())
     assert (found["completed"], found["failed"], found["mean_ttft_ms"], found["p99_itl_ms"]) == (0, 1, 0.0, 0.0)
     assert (found["max_concurrent_requests"], found["max_output_tokens_per_s"]) == (0, 0.0)
 
@@ -162,16 +162,16 @@ def test_lists_of_flags() -> None:
     assert read_metrics("ttft, itl") == ("ttft", "itl")
     assert read_percentiles("25,99.9") == (25.0, 99.9)
     assert read_goodput(["ttft:500", "e2el:2e3"]) == {"ttft": 500.0, "e2el": 2000.0}
-    with pytest.raises(BenchServeError, match="percentile-metrics: expected some of ttft, .* got 'tttf'"):
+    with pytest.raises(BenchServeError, match="percentile-metrics: unknown metric 'tttf'; metrics: ttft,"):
         read_metrics("ttft,tttf")
     for text in ("a", "101", ""):
-        with pytest.raises(BenchServeError, match="metric-percentiles: expected numbers from 0 to 100"):
+        with pytest.raises(BenchServeError, match="metric-percentiles: expected comma-separated numbers from 0 to 100"):
             read_percentiles(text)
     for pair in ("ttft", "ttft:fast"):
         with pytest.raises(BenchServeError, match="goodput: expected METRIC:MILLISECONDS"):
             read_goodput([pair])
-    with pytest.raises(BenchServeError, match="goodput: ttft is given twice"):
+    with pytest.raises(BenchServeError, match="goodput: ttft is repeated"):
         read_goodput(["ttft:1", "ttft:2"])
     for pair in ("itl:5", "ttft:-1", "ttft:nan"):
-        with pytest.raises(BenchServeError, match="goodput: expected ttft, tpot, e2el with milliseconds from 0"):
+        with pytest.raises(BenchServeError, match="goodput: expected ttft, tpot, e2el with milliseconds >= 0"):
             read_goodput([pair])

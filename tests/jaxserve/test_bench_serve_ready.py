@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.bench.serve_answer import BenchServeError
 from jaxserve.bench.serve_http import HttpClient
 from jaxserve.bench.serve_ready import NotReadyError, ReadyCheck, ask_http
+from jaxserve.bench.serve_records import BenchServeError
 from tests.jaxserve.fake_openai import Script, Seen, Wire, fake_server
 
 
@@ -85,7 +85,7 @@ def test_a_server_that_never_answers_is_given_up() -> None:
     async def script(seen: Seen, wire: Wire) -> None:
         await asyncio.sleep(60)
 
-    with pytest.raises(NotReadyError, match="no answer from the server within"):
+    with pytest.raises(NotReadyError, match="no response from the server within"):
         ask(script, ReadyCheck(0.1))
 
 
@@ -94,7 +94,7 @@ def test_statuses_of_servers_that_are_not_ready(status: int) -> None:
     async def script(seen: Seen, wire: Wire) -> None:
         await wire.answer(status, "starting")
 
-    with pytest.raises(NotReadyError, match=f"/v1/models answers with status {status}: .*starting"):
+    with pytest.raises(NotReadyError, match=f"/v1/models responds with status {status}: .*starting"):
         ask(script, ReadyCheck(0.0))
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxserve.bench.serve_answer import BenchServeError
+from jaxserve.bench.serve_records import BenchServeError
 from jaxserve.bench.serve_schedule import Rate, arrival_times
 
 COUNT = 20_000
@@ -61,13 +61,13 @@ def test_ramps(strategy: str, middle: float) -> None:
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"request_rate": 0.0}, "request rate: expected requests a second above 0, got 0.0"),
+        ({"request_rate": 0.0}, "request rate: expected requests per second above 0, got 0.0"),
         ({"request_rate": math.nan}, "request rate"),
         ({"burstiness": -1.0}, "burstiness: expected a number above 0"),
         ({"start_rps": 1.0}, "need ramp-up-strategy"),
         ({"ramp_up": "linear", "start_rps": 1.0}, "expected rates 0 < ramp-up-start-rps <= ramp-up-end-rps"),
         ({"ramp_up": "linear", "start_rps": 3.0, "end_rps": 2.0}, "got 3.0 and 2.0"),
-        ({"ramp_up": "linear", "start_rps": 1.0, "end_rps": 2.0, "request_rate": 5.0}, "leave out request-rate"),
+        ({"ramp_up": "linear", "start_rps": 1.0, "end_rps": 2.0, "request_rate": 5.0}, "omit request-rate"),
     ],
 )
 def test_wrong_rates(fields: dict[str, float], match: str) -> None:

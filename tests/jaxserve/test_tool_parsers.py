@@ -546,12 +546,12 @@ CONFLICT = [
     [
         (TOOLS, "always", "tool_choice must be 'auto', 'none', 'required' or"),
         (TOOLS, {"type": "function"}, "tool_choice must be"),
-        (TOOLS, {"function": {"name": "f"}}, "tool_choice names a function that tools lacks"),
+        (TOOLS, {"function": {"name": "f"}}, "tool_choice names a function that is not in tools"),
         ([], "required", "tool_choice='required' needs tools"),
         ([{"name": "f"}], "required", "a tool must be"),
         ([{"function": {"name": "f", "parameters": []}}, {"function": {"name": "f"}}], "auto", "the same name"),
         ([{"function": {"name": "f", "parameters": 5}}], "auto", "a tool must be"),
-        (CONFLICT, "required", r"two tools define this differently in \$defs"),
+        (CONFLICT, "required", r"two tools define this name differently in \$defs"),
     ],
 )
 def test_bad_tools_and_choices(tools: Any, choice: Any, message: str) -> None:

@@ -128,7 +128,7 @@ def test_a_wrong_completion_request_names_the_field(change: dict[str, Any], para
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "tool_choice must be"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
-            *("tool_choice", "a function that tools lacks"),
+            *("tool_choice", "a function that is not in tools"),
         ),
         (
             {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
