@@ -1,4 +1,4 @@
-"""GPU kernels, their plain references and XLA forms behind one registry. Imports nothing else of this project."""
+"""GPU and CPU kernels with plain references, selected from one registry. Imports nothing else of this project."""
 
 from pallas_kernels.paged_attention import AttentionBatch, PagedAttention, PoolSpec
 from pallas_kernels.registry import OPERATIONS, Choice, UnsupportedKernelError, choose, select

@@ -1,4 +1,4 @@
-"""The place of each row's largest number, for greedy sampling: interface, cases and a plain reference."""
+"""Argmax of each row, for greedy sampling: interface, cases and a plain reference."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -13,18 +13,18 @@ from pallas_kernels.operation import Comparison, Cost
 
 @runtime_checkable
 class ArgmaxKernel(Protocol):
-    """What an implementation module offers."""
+    """The functions of an implementation module."""
 
     def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
         """Return why it cannot run on such a device, or None."""
         ...
 
     def argmax(self, scores: Float[Array, "R V"], num_rows: Int[Array, ""] | None = None) -> Int[Array, " R"]:
-        """Return the first place of each row's largest number; -1 for a row with NaN, or with nothing above -inf.
+        """Return the first index of each row's maximum; -1 for a row with NaN, or with nothing above -inf.
 
         Args:
             scores: In float32.
-            num_rows: Rows in use, the first of the R; nothing is said of the others. None: all.
+            num_rows: Rows in use, the first of the R; the results of other rows are undefined. None: all.
         """
         ...
 
@@ -83,13 +83,13 @@ def prepare(implementation: Any, case: Case, inputs: Inputs) -> Inputs:
 
 
 def run(implementation: ArgmaxKernel, case: Case, prepared: Inputs) -> Int[Array, " R"]:
-    """Find the places."""
+    """Compute the indices."""
     del case
     return implementation.argmax(*prepared)
 
 
 def expected(case: Case, inputs: Inputs) -> Int[Array, " R"]:
-    """Find them by comparing every number with the largest."""
+    """Compute the indices by comparing every number with the maximum."""
     del case
     scores = inputs.scores
     largest = jnp.max(scores, axis=1, keepdims=True)
@@ -99,7 +99,7 @@ def expected(case: Case, inputs: Inputs) -> Int[Array, " R"]:
 
 
 def compare(case: Case, inputs: Inputs, found: Int[Array, " R"], expected: Int[Array, " R"]) -> Comparison:
-    """Compare places: each is right or wrong."""
+    """Compare indices exactly."""
     del inputs
     num_rows = case.num_rows - case.num_padding
     wrong = np.flatnonzero(np.asarray(found != expected)[:num_rows])
@@ -113,12 +113,12 @@ def cost(case: Case) -> Cost:
 
 
 def sizes(case: Case) -> dict[str, int]:
-    """Nothing that an implementation refuses."""
+    """Return no sizes: implementations accept all."""
     del case
     return {}
 
 
 def dtype(case: Case) -> str:
-    """Always float32."""
+    """Return float32, the only dtype."""
     del case
     return "float32"

@@ -1,4 +1,4 @@
-"""The place of each row's largest number, in a native kernel for x86 CPUs, called through ``jax.ffi``."""
+"""Argmax of each row, in a native kernel for x86 CPUs, called through ``jax.ffi``."""
 
 import jax
 import jax.numpy as jnp

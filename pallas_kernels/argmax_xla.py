@@ -1,4 +1,4 @@
-"""The place of each row's largest number, in plain XLA."""
+"""Argmax of each row, in plain XLA."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -29,9 +29,9 @@ def first_largest(scores: Float[Array, "R n"]) -> Int[Array, " R"]:
 def _broken_rows(scores: Float[Array, "R V"], chosen: Int[Array, " R"]) -> Bool[Array, " R"]:
     """Return whether a row has NaN, or nothing above -inf; ``chosen`` is the row's ``first_largest``.
 
-    ``argmax`` takes a NaN where there is one, so that its score tells and nothing is read twice. On CPUs ``top_k`` puts
-    NaNs with a minus sign last, as x86 makes them, and XLA's maximum of many numbers passes over NaNs; a sum does not,
-    and costs a tenth of a percent of a step. It takes a row with both infinities for one with NaN.
+    ``argmax`` selects a NaN if there is one, so that the selected score shows it and nothing is read twice. On CPUs
+    ``top_k`` puts NaNs with a minus sign last, as x86 makes them, and XLA's maximum of many numbers passes over NaNs;
+    a sum does not, and costs a tenth of a percent of a step. It takes a row with both infinities for one with NaN.
     """
     score = jnp.take_along_axis(scores, chosen[:, None], axis=1)[:, 0]
     sums = lax.platform_dependent(scores, score, cpu=lambda x, _: x.sum(1), default=lambda _, score: score)

@@ -1,4 +1,4 @@
-"""Triton kernels of paged attention. Imports triton: come here only through ``jax_triton.kernels``.
+"""Triton kernels of paged attention. Imports triton: import this module only through ``jax_triton.kernels``.
 
 Constants come in two tuples. SHAPE: key/value heads, query heads of each, tokens of a page, width of a head. SCORING:
 scale, window (0: none), soft cap (0: none).
@@ -24,14 +24,14 @@ def _walk(
     positions,  # [rows] last token that each row sees
     pools,  # pointers to keys and values of this head, [P, K, p, H]
     table,  # pointer to the pages of this context
-    start,  # first tile and the one behind the last
+    start,  # first tile and the one after the last
     stop,
     SHAPE: tl.constexpr,
     SCORING: tl.constexpr,
     TILE: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """A running softmax with more tiles of context in it; without IS_MASKED all rows see all of these tokens."""
+    """Update a running softmax with more tiles of context; without IS_MASKED all rows see all of these tokens."""
     maximum, total, summed = state
     WINDOW: tl.constexpr = SCORING[1]
     dims = tl.arange(0, query.shape[1])
@@ -150,7 +150,7 @@ def combine_kernel(
 @triton.jit
 @no_type_check
 def _prefill_place(lens_ptr, bounds_ptr, tile, ROWS: tl.constexpr, QUERIES: tl.constexpr):
-    """The row of a tile of queries, and its first query in that row; a tile too many gets a query behind all rows."""
+    """The row of a tile of queries, and its first query in that row; an excess tile gets a query after all rows."""
     row = tl.arange(0, ROWS)
     is_prefill = (row >= tl.load(bounds_ptr)) & (row < tl.load(bounds_ptr + 1))
     tiles = tl.cdiv(tl.load(lens_ptr + row, mask=is_prefill, other=0), QUERIES)
@@ -169,7 +169,7 @@ def prefill_kernel(
     context_lens_ptr,  # [R] int32
     starts_ptr,  # [R] int32
     lens_ptr,  # [R] int32
-    bounds_ptr,  # [2] int32: first prefill row and the one behind the last
+    bounds_ptr,  # [2] int32: first prefill row and the one after the last
     table_width,  # M
     out_ptr,  # [T, N, H]
     SHAPE: tl.constexpr,

@@ -1,6 +1,6 @@
-"""What Pallas-Triton attention kernels share: tiles of paged keys and values, and a softmax over them.
+"""Shared by Pallas-Triton attention kernels: tiles of paged keys and values, and a softmax over them.
 
-Every array inside such a kernel has a power of two of elements; heads whose width is none are padded by masked loads.
+Every array inside such a kernel has a power of two of elements; heads of other widths are padded by masked loads.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention_scores import LOG2_E, MASKED
 
-_LEAST_WIDTH = 16  # of an operand of a matrix product
+_LEAST_WIDTH = 16  # of an operand of a matmul
 
 
 class Scoring(NamedTuple):
-    """How products of queries and keys become scores, in units of log 2."""
+    """Scale, window and soft cap of attention scores, in units of log 2."""
 
     scale: float
     window: int | None
@@ -40,12 +40,12 @@ class Softmax(NamedTuple):
 
     @classmethod
     def empty(cls, num_rows: int, width: int) -> "Softmax":
-        """Nothing seen yet."""
+        """Return the softmax of no tokens."""
         lines = jnp.full((num_rows,), MASKED, jnp.float32), jnp.zeros((num_rows,), jnp.float32)
         return cls(*lines, jnp.zeros((num_rows, width), jnp.float32))
 
     def seeing(self, scores: Float[Array, "rows S"], values: Float[Array, "S H"]) -> "Softmax":
-        """With one more tile."""
+        """Return the softmax with one more tile."""
         maximum = jnp.maximum(self.maximum, jnp.max(scores, axis=1))
         kept = jnp.exp2(self.maximum - maximum)
         weights = jnp.exp2(scores - maximum[:, None])
@@ -59,10 +59,10 @@ class Softmax(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """How a row's context is read: ``tile`` tokens at a time, which lie in one page or in several.
+    """How a row's context is read: ``tile`` tokens at a time, from one page or several.
 
     Attributes:
-        page_size: Tokens a page.
+        page_size: Tokens per page.
         num_columns: Pages that a row of the page table names.
         head_dim: Width of a head.
         tile: Tokens that are read at once.
@@ -93,7 +93,7 @@ class Pages(NamedTuple):
             refs: The page table, the pool of keys and that of values.
             row: Row of the page table.
             head: Key/value head.
-            tiles: The first tile, and the one behind the last.
+            tiles: The first tile, and the one after the last.
             begun: The softmax so far.
             score: Scores of a tile, from its number and its keys.
         """
@@ -101,7 +101,7 @@ class Pages(NamedTuple):
 
         def see(i: Int[Array, ""], state: tuple[Softmax, Int[Array, "..."]]) -> tuple[Softmax, Int[Array, "..."]]:
             softmax, ids = state
-            following = self._ids(table_ref, row, i + 1)  # a round ahead: only who knows a page can ask for it
+            following = self._ids(table_ref, row, i + 1)  # one iteration ahead: the load of a page needs its id
             keys, values = self._load(key_ref, ids, head, i), self._load(value_ref, ids, head, i)
             return softmax.seeing(score(i, keys), values), following
 
@@ -109,13 +109,13 @@ class Pages(NamedTuple):
         return lax.fori_loop(start, stop, see, (begun, self._ids(table_ref, row, start)))[0]
 
     def _ids(self, table_ref: Any, row: Int[Array, ""], i: Int[Array, ""]) -> Int[Array, "..."]:
-        """Return the page of each of tile i's tokens, or the one page of all; behind the table its last column."""
+        """Return the page of each of tile i's tokens, or the one page of all; after the table its last column."""
         first = i * self.tile
         position = first if self.page_size % self.tile == 0 else first + jnp.arange(self.tile)
         return table_ref[row, jnp.minimum(lax.div(position, self.page_size), self.num_columns - 1)]
 
     def _load(self, pool_ref: Any, ids: Int[Array, "..."], head: Int[Array, ""], i: Int[Array, ""]) -> Array:
-        """Keys or values of tile i: [tile, width]."""
+        """Load keys or values of tile i: [tile, width]."""
         offsets = lax.rem(i * self.tile, self.page_size) + jnp.arange(self.tile)
         if self.page_size % self.tile:
             offsets = lax.rem(i * self.tile + jnp.arange(self.tile), self.page_size)
@@ -148,12 +148,12 @@ def require_indexable(*pools: Any) -> None:
 
 
 def padded(width: int) -> int:
-    """Return the least power of two that holds ``width`` and is wide enough for a matrix product."""
+    """Return the least power of two that holds ``width`` and is wide enough for a matmul."""
     return max(_LEAST_WIDTH, pl.next_power_of_2(width))
 
 
 def dot(left: Float[Array, "M C"], right: Float[Array, "..."], contracted: int) -> Float[Array, "M N"]:
-    """Product over the right side's axis ``contracted``, in float32; float32 operands are not rounded."""
+    """Multiply over the right side's axis ``contracted``, in float32; float32 operands are not rounded."""
     return lax.dot_general(
         left,
         right,
@@ -166,7 +166,7 @@ def dot(left: Float[Array, "M C"], right: Float[Array, "..."], contracted: int) 
 def load_heads(
     ref: Any, index: tuple[Int[Array, "..."], ...], is_used: Bool[Array, " rows"], head_dim: int
 ) -> Float[Array, "rows H"]:
-    """Rows of ``ref`` at ``index``, zeros where unused and behind the head's width."""
+    """Load rows of ``ref`` at ``index``, with zeros for unused rows and beyond the head's width."""
     columns = jnp.arange(padded(head_dim))[None, :]
     mask = is_used[:, None] & (columns < head_dim)
     return pltriton.load(ref.at[*index, columns], mask=mask, other=0)
@@ -179,12 +179,12 @@ def store_heads(
     is_used: Bool[Array, " rows"],
     head_dim: int,
 ) -> None:
-    """Put rows of ``value`` at ``index`` of ``ref``, those that are used."""
+    """Store the used rows of ``value`` at ``index`` of ``ref``."""
     columns = jnp.arange(padded(head_dim))[None, :]
     mask = is_used[:, None] & (columns < head_dim)
     pltriton.store(ref.at[*index, columns], value.astype(ref.dtype), mask=mask)
 
 
 def ceil_div(dividend: jax.Array, divisor: jax.Array | int) -> jax.Array:
-    """Quotient of numbers that are not negative, rounded up."""
+    """Divide non-negative integers, rounding up."""
     return lax.div(dividend + divisor - 1, divisor)

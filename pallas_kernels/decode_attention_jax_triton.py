@@ -1,4 +1,4 @@
-"""Paged decode attention in Triton: a program reads one split of one row's context for one key/value head.
+"""Paged decode attention in Triton: one program per row, key/value head and split of the row's context.
 
 The same algorithm as the Pallas kernel ``decode_attention_triton``: the query heads of a key/value head stand together
 in the rows of a product, splits cut the context's real length, and their parts in float32 are weighted by their
@@ -27,7 +27,7 @@ def decode_attention(
     soft_cap: float | None,
     num_splits: int,
 ) -> Float[Array, "R N H"]:
-    """Attention of one query a row, the last token of a context.
+    """Compute attention of one query per row, the last token of a context.
 
     Args:
         query: A row each; its result depends on that row's data and ``num_splits`` alone.
@@ -37,7 +37,7 @@ def decode_attention(
         rows: Which of those each query belongs to.
         lens: Tokens of each context; 0 gives zeros.
         scale: Factor of the scores.
-        window: How many last tokens are seen; None: all.
+        window: Number of latest tokens that are seen; None: all.
         soft_cap: Bound of the scores, or None.
         num_splits: Programs that share a context.
     """

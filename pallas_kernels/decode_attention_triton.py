@@ -1,8 +1,8 @@
-"""Paged decode attention in Pallas-Triton: one query a row, its context in splits that run beside each other.
+"""Paged decode attention in Pallas-Triton: one query per row, its context in splits that run in parallel.
 
 A program takes one row, one key/value head with all query heads that share it, and one split of the row's context.
-Splits are of the row's own length, not of the page table's, so that short rows use them too. Each gives its part's mean
-and the logarithm of its sum; a second kernel puts them together.
+Splits are of the row's own length, not of the page table's, so that short rows use them too. Each computes its part's
+mean and the logarithm of its sum; a second kernel combines them.
 """
 
 import functools
@@ -30,9 +30,9 @@ from pallas_kernels.attention_tiles import (
 
 _TILE = 64  # tokens of context a round reads
 _WIDE_TILE = 32  # with heads wider than 256 bytes
-_FULL_TILE = 16  # in float32, whose products take no tensor cores but many registers
+_FULL_TILE = 16  # in float32, whose matmuls use no tensor cores but many registers
 _NUM_WARPS = 4
-_LARGE_COMBINE = 8192  # numbers of partial results from which more warps put them together
+_LARGE_COMBINE = 8192  # partial results from which more warps combine them
 
 
 class _Plan(NamedTuple):
@@ -45,7 +45,7 @@ class _Plan(NamedTuple):
     num_splits: int
 
     def split_tiles(self, length: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
-        """Return the first tile that is seen of a context, the one behind the last, and how many a split takes."""
+        """Return the first tile that is seen of a context, the one after the last, and how many a split takes."""
         tile, window = self.pages.tile, self.scoring.window
         first = jnp.int32(0) if window is None else lax.div(jnp.maximum(length - window, 0), tile)
         last = ceil_div(length, tile)
@@ -66,19 +66,19 @@ def decode_attention(
     num_splits: int,
     interpret: bool = False,
 ) -> Float[Array, "R N H"]:
-    """Attention of one query a row over a paged context.
+    """Compute attention of one query per row over a paged context.
 
     Args:
         query: Row r's is the last token of its context.
-        key_pool: Keys; those of tokens behind a context's end do not count.
+        key_pool: Keys; those after a context's end are ignored.
         value_pool: Values, all of them finite.
         page_table: Pages of contexts in order.
         rows: Row of the page table that each row's context has.
         lens: Tokens of each row's context; 0 gives zeros.
-        scale: What products are multiplied by.
-        window: Last tokens that are seen, or None for all.
-        soft_cap: Scores are bounded by it smoothly, or None.
-        num_splits: Parts of a context that run beside each other. A row's result depends on its own context and this
+        scale: Factor of the scores.
+        window: Number of latest tokens that are seen, or None for all.
+        soft_cap: Smooth bound of the scores, or None.
+        num_splits: Parts of a context that run in parallel. A row's result depends on its own context and this
             number, not on other rows.
         interpret: Run in plain JAX, on any platform.
     """
@@ -120,7 +120,8 @@ def _tile(head_dim: int, dtype: jnp.dtype) -> int:
 
 
 def _num_stages(pages: Pages, dtype: jnp.dtype) -> int:
-    """Stages of the pipeline, one more than tiles on their way: 50 to 75 KB of shared memory, so that three fit."""
+    """Return the stages of the pipeline, one more than tiles in flight: 50 to 75 KB of shared memory, so that three
+    fit."""
     return 4 if pages.width * dtype.itemsize <= 128 else 3
 
 

@@ -1,4 +1,4 @@
-"""Product of each row with its expert's matrix (mixture of experts): interface, cases and a plain reference."""
+"""Matmul of each row with its expert's matrix (mixture of experts): interface, cases and a plain reference."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -14,10 +14,10 @@ from pallas_kernels.operation import Comparison, Cost, Tolerance, add_twins, com
 
 @runtime_checkable
 class GroupedMatmul(Protocol):
-    """What an implementation module offers."""
+    """The functions of an implementation module."""
 
     def unsupported(self, platform: str, device_kind: str, dtype: str, *, num_experts: int = 1) -> str | None:
-        """Why it cannot run on such a device, or None."""
+        """Return why it cannot run on such a device, or None."""
         ...
 
     def grouped_matmul(
@@ -28,13 +28,14 @@ class GroupedMatmul(Protocol):
         *,
         is_gated: bool = False,
     ) -> Float[Array, "T F"]:
-        """``lhs[t] @ rhs[expert of t].T`` in lhs's type, accumulated in float32.
+        """Compute ``lhs[t] @ rhs[expert of t].T`` in lhs's dtype, accumulated in float32.
 
         Args:
             lhs: Rows in the order of their experts.
-            rhs: A matrix [out, in] per expert: F rows; gated, F rows of the gate and behind them F rows of the up
+            rhs: A matrix [out, in] per expert: F rows; gated, F rows of the gate, then F rows of the up
                 projection, and the result is ``silu(gate) * up``.
-            group_sizes: Rows of each expert. They may add up to less than T: rows behind them get anything finite.
+            group_sizes: Rows of each expert. Their sum may be less than T: the results of later rows are undefined but
+                finite.
             is_gated: Whether rhs holds two projections.
         """
         ...
@@ -54,12 +55,12 @@ class Case(NamedTuple):
 
     @property
     def experts(self) -> int:
-        """Matrices of rhs."""
+        """Number of matrices in rhs."""
         return self.num_experts if self.group_sizes is None else len(self.group_sizes)
 
     @property
     def num_rows(self) -> int:
-        """Rows of lhs."""
+        """Number of rows of lhs."""
         return self.num_tokens * self.experts_per_token
 
 
@@ -96,7 +97,7 @@ DEVICE_CASES: Mapping[str, Case] = {
 
 
 def _layers(name: str, num_tokens: int, num_experts: int, top: int, width: int, inner: int) -> dict[str, Case]:
-    """Both products of a layer of experts."""
+    """Return both matmuls of a layer of experts."""
     gate_up = Case(num_tokens, None, width, inner, is_gated=True, num_experts=num_experts, experts_per_token=top)
     down = gate_up._replace(num_in=inner, num_out=width, is_gated=False)
     return {f"{name}_gate_up_{num_tokens}": gate_up, f"{name}_down_{num_tokens}": down}
@@ -120,7 +121,7 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(case: Case, key: jax.Array) -> Inputs:
-    """Random rows and matrices; each token takes different experts where they are chosen at random."""
+    """Make random rows and matrices; each token takes different experts where they are chosen at random."""
     keys = jax.random.split(key, 3)
     shape = (case.experts, case.num_out * (1 + case.is_gated), case.num_in)
     rhs = jax.random.normal(keys[1], shape, case.dtype) * jnp.asarray(case.num_in**-0.5, case.dtype)
@@ -134,7 +135,7 @@ def make_inputs(case: Case, key: jax.Array) -> Inputs:
 
 
 def prepare(implementation: Any, case: Case, inputs: Inputs) -> Inputs:
-    """Nothing to do: weights are taken as checkpoints store them."""
+    """Return the inputs: weights are used as checkpoints store them."""
     return inputs
 
 
@@ -144,7 +145,7 @@ def run(implementation: Any, case: Case, prepared: Inputs) -> Float[Array, "T F"
 
 
 def expected(case: Case, inputs: Inputs) -> Float[Array, "T F"]:
-    """One product per expert over all rows, of which its own are taken; zeros after the last expert's rows."""
+    """Multiply all rows by each expert and select its own; zeros after the last expert's rows."""
     ends = jnp.cumsum(inputs.group_sizes)
     row = jnp.arange(case.num_rows)
     lhs = inputs.lhs.astype(jnp.float32)
@@ -169,14 +170,14 @@ def compare(case: Case, inputs: Inputs, found: Float[Array, "T F"], expected: Fl
 
 
 def tolerance(case: Case) -> Tolerance:
-    """Rounding of the result, and of gate and up where an implementation rounds them."""
+    """Allow for rounding of the result, and of gate and up where an implementation rounds them."""
     return Tolerance(
         {"float32": 1e-5, "float16": 3e-3, "bfloat16": 1e-2}[case.dtype], floor=1e-3 * min(_PIECE, case.num_out) ** 0.5
     )
 
 
 def cost(case: Case) -> Cost:
-    """Rows in and out, and once the matrices of all experts that have rows (as many as are likely, where random)."""
+    """Count rows in and out, and each used expert's matrix once (the expected number for random choices)."""
     if case.group_sizes is None:
         missed = (1 - case.experts_per_token / case.experts) ** case.num_tokens
         touched, used = round(case.experts * (1 - missed)), case.num_rows
@@ -193,5 +194,5 @@ def sizes(case: Case) -> dict[str, int]:
 
 
 def dtype(case: Case) -> str:
-    """Of all operands."""
+    """Return the dtype of all operands."""
     return case.dtype

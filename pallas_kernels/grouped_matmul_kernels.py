@@ -1,4 +1,4 @@
-"""The Triton kernel of ``grouped_matmul_triton``. Imports triton: come here only through ``jax_triton.kernels``."""
+"""The Triton kernel of ``grouped_matmul_triton``. Imports triton: import it only through ``jax_triton.kernels``."""
 
 from typing import no_type_check
 
@@ -11,9 +11,9 @@ _NEIGHBOURS = tl.constexpr(8)  # row tiles whose programs run together, so that 
 @triton.jit
 @no_type_check
 def _place(sizes_ptr, tile, num_rows, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Expert, first row and end of the expert's rows of a row tile.
+    """Return the expert, first row and end of the expert's rows of a row tile.
 
-    Tiles behind those of all experts own the rows behind, as if they were of one expert more; the rest own no row.
+    Tiles after those of all experts own the remaining rows, like one more expert; excess tiles own no row.
     """
     SLOTS: tl.constexpr = triton.next_power_of_2(EXPERTS + 1)
     expert = tl.arange(0, SLOTS)

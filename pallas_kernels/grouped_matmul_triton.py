@@ -1,4 +1,4 @@
-"""Grouped product in a Triton kernel: one launch over tiles of all experts, the SwiGLU of a gated one included.
+"""Grouped matmul in a Triton kernel: one launch over tiles of all experts, including the SwiGLU of gated ones.
 
 The grid has as many row tiles as any split of the rows among experts can need; each program finds its expert from the
 group sizes itself, and those left over own no row.
@@ -26,7 +26,7 @@ class Tiling(NamedTuple):
 
 
 def unsupported(platform: str, device_kind: str, dtype: str, *, num_experts: int = 1) -> str | None:
-    """Why it cannot run on such a device, or None."""
+    """Return why it cannot run on such a device, or None."""
     if dtype not in ("bfloat16", "float16", "float32"):
         return f"operands are bfloat16, float16 or float32, not {dtype}"
     if num_experts > _MOST_EXPERTS:
@@ -37,7 +37,8 @@ def unsupported(platform: str, device_kind: str, dtype: str, *, num_experts: int
 def grouped_matmul(
     lhs: Float[Array, "T D"], rhs: Float[Array, "E rows D"], group_sizes: Int[Array, " E"], *, is_gated: bool = False
 ) -> Float[Array, "T F"]:
-    """``lhs[t] @ rhs[expert of t].T``; see ``grouped_matmul.GroupedMatmul``. Rows behind all experts get zeros."""
+    """Compute ``lhs[t] @ rhs[expert of t].T``; see ``grouped_matmul.GroupedMatmul``. Rows after all experts get
+    zeros."""
     num_rows, num_in = lhs.shape
     num_experts = rhs.shape[0]
     num_out = rhs.shape[1] // 2 if is_gated else rhs.shape[1]
@@ -64,7 +65,7 @@ def grouped_matmul(
 
 
 def choose_tiling(num_rows: int, num_experts: int, *, is_gated: bool, is_single: bool) -> Tiling:
-    """Row tiles that most experts' rows fit in, up to 128."""
+    """Choose row tiles that fit most experts' rows, up to 128."""
     if is_single:
         return Tiling(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
     usual = 1.5 * num_rows / num_experts

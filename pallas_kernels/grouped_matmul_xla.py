@@ -1,4 +1,4 @@
-"""Grouped product in plain XLA: ``lax.ragged_dot``. Runs anywhere; on NVIDIA GPUs XLA makes a masked dense product."""
+"""Grouped matmul in plain XLA: ``lax.ragged_dot``. Runs anywhere; on NVIDIA GPUs XLA makes a masked dense product."""
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,14 @@ _ROWS_BY_EXPERT = lax.RaggedDotDimensionNumbers(
 
 
 def unsupported(platform: str, device_kind: str, dtype: str, *, num_experts: int = 1) -> str | None:
-    """Why it cannot run on such a device, or None."""
+    """Return why it cannot run on such a device, or None."""
     return None
 
 
 def grouped_matmul(
     lhs: Float[Array, "T D"], rhs: Float[Array, "E rows D"], group_sizes: Int[Array, " E"], *, is_gated: bool = False
 ) -> Float[Array, "T F"]:
-    """``lhs[t] @ rhs[expert of t].T``; see ``grouped_matmul.GroupedMatmul``."""
+    """Compute ``lhs[t] @ rhs[expert of t].T``; see ``grouped_matmul.GroupedMatmul``."""
     product = lax.ragged_dot_general(
         lhs,
         rhs,

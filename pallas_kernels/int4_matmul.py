@@ -1,4 +1,4 @@
-"""Product with weights of four bits (W4A16): interface, packing, cases and a plain reference.
+"""Matmul with 4-bit weights (W4A16): interface, packing, cases and a plain reference.
 
 A weight is ``(value - zero) * scale``: values are 0..15, and each group of consecutive input features has a scale and a
 zero point of its own per output feature (AWQ and GPTQ checkpoints). ``pack`` brings them once, when a model is loaded,
@@ -41,10 +41,10 @@ class PackedInt4(NamedTuple):
 
 @runtime_checkable
 class Int4Matmul(Protocol):
-    """What an implementation module offers."""
+    """The functions of an implementation module."""
 
     def unsupported(self, platform: str, device_kind: str, dtype: str, *, group_size: int = 128) -> str | None:
-        """Why it cannot run on such a device, or None."""
+        """Return why it cannot run on such a device, or None."""
         ...
 
     def matmul(self, x: Float[Array, "T D"], weights: PackedInt4) -> Float[Array, "T F"]:

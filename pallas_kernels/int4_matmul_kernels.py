@@ -10,7 +10,7 @@ from triton import knobs
 def nibble_ptx(float_type: str, magic: int, nibble: int) -> str:
     """PTX that makes of nibble j of words $1 and $2 a register $0 of two 16-bit floats, less $3, times $4.
 
-    The nibbles are put behind the exponent of a number whose last place is worth 1; zero points in $3 stand there too.
+    The nibbles are put after the exponent of a number whose last place is worth 1; zero points in $3 stand there too.
 
     Args:
         float_type: ``bf16x2`` or ``f16x2``.
@@ -100,7 +100,7 @@ def int4_matmul_kernel(
         for nibble in tl.static_range(8):
             first = tile * TILE + nibble * PLANE
             if (nibble * PLANE) % GROUP == 0:  # a group begins
-                group = tl.minimum(first, IN - 1) // GROUP * OUT + columns  # x is 0 behind the last
+                group = tl.minimum(first, IN - 1) // GROUP * OUT + columns  # x is 0 after the last
                 scale = tl.load(scales_ptr + group, mask=is_column, other=0).to(FLOAT)
                 scale = tl.broadcast_to(scale[None, :], [PLANE, BLOCK_N])
                 zero = tl.full([BLOCK_N], 8, tl.int32)

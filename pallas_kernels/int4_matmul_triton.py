@@ -1,8 +1,8 @@
-"""Four-bit weights in a Triton kernel: they are read packed, and become 16-bit floats in registers.
+"""4-bit weights in a Triton kernel: read packed, and converted to 16-bit floats in registers.
 
 Few rows are bound by the bytes of the weights: a program owns 64 or 128 output columns and a share of the input
 features (split-K), and the shares' partial sums in float32 are added in a fixed order. From ``_MOST_ROWS`` rows on the
-product is bound by arithmetic; then the weights are written out once and XLA's own product is taken.
+matmul is bound by arithmetic; then the weights are dequantized once and XLA's own matmul is used.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ _LEAST_TILES = 2  # tiles of input features that a split is worth
 
 
 class Tiling(NamedTuple):
-    """How a product is cut; follows from its widths and from which tile of rows its rows fit in."""
+    """The tiling of a matmul, chosen from its widths and its tile of rows."""
 
     block_m: int
     block_n: int
@@ -30,14 +30,14 @@ class Tiling(NamedTuple):
 
 
 def unsupported(platform: str, device_kind: str, dtype: str, *, group_size: int = 128) -> str | None:
-    """Why it cannot run on such a device, or None."""
+    """Return why it cannot run on such a device, or None."""
     if dtype not in ("bfloat16", "float16", "float32"):
         return f"activations are bfloat16, float16 or float32, not {dtype}"
     return unsupported_group(group_size) or jax_triton.unsupported(platform, device_kind)
 
 
 def matmul(x: Float[Array, "T D"], weights: PackedInt4) -> Float[Array, "T F"]:
-    """``x @ weights`` in x's type, accumulated in float32."""
+    """Compute ``x @ weights`` in x's dtype, accumulated in float32."""
     num_rows, num_in = x.shape
     num_out = weights.words.shape[1]
     if num_rows >= _MOST_ROWS:
@@ -66,7 +66,7 @@ def matmul(x: Float[Array, "T D"], weights: PackedInt4) -> Float[Array, "T F"]:
 
 
 def choose_tiling(num_rows: int, num_in: int, num_out: int) -> Tiling:
-    """Tiles of 16 to 128 rows, and splits enough to occupy the chip."""
+    """Choose tiles of 16 to 128 rows, and enough splits to occupy the chip."""
     block_m = next((block for block in (16, 32, 64) if num_rows <= block), 128)
     block_n = 128 if num_out >= 8192 or block_m >= 64 else 64
     tiles = -(-num_in // TILE)

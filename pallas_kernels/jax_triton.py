@@ -1,6 +1,6 @@
-"""Kernels written in Triton, called from JAX: the only place that knows jax-triton.
+"""Calls kernels written in Triton from JAX; the only module that uses jax-triton.
 
-Both packages are optional (``pip install jaxserve[cuda13]``) and imported when a kernel is first asked for; modules
+Both packages are optional (``pip install jaxserve[cuda13]``) and imported when a kernel is first used; modules
 that hold ``@triton.jit`` functions (``*_kernels.py``) are imported the same way, through ``kernels``.
 """
 
@@ -13,14 +13,14 @@ from typing import Any
 
 from jaxtyping import Array, PyTree
 
-_MOST_REGISTERS = 248  # without a limit of ours ptxas sets itself a low one and spills
+_MOST_REGISTERS = 248  # ptxas's default limit is low, so that it spills
 PTX_VERSION = 85  # of CUDA 12.5: XLA assembles with the first ptxas on PATH, which may be older than Triton's own
 _HOPPER = re.compile(r"NVIDIA G?H(20|100|200|800)\b")  # tiles fill its shared memory; newer ones need newer PTX
 _OLDEST_JAX_TRITON = (0, 4)
 
 
 def unsupported(platform: str, device_kind: str) -> str | None:
-    """Why Triton kernels cannot run on a device, or None; names the package that is missing."""
+    """Return why Triton kernels cannot run on a device, or None; names a missing package."""
     if platform not in ("gpu", "cuda") or not _HOPPER.search(device_kind):
         return f"Triton kernels are tuned and compiled for NVIDIA Hopper GPUs, not for {device_kind} ({platform})"
     return _missing()
@@ -62,7 +62,7 @@ def call(
 
 
 def backend_options(num_warps: int, num_stages: int) -> dict[str, Any]:
-    """Options of Triton's compiler; fused multiply-add is asked for, since its default depends on the version."""
+    """Return options of Triton's compiler; fused multiply-add is set because its default depends on the version."""
     return {
         "num_warps": num_warps,
         "num_stages": num_stages,

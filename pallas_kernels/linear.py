@@ -1,4 +1,5 @@
-"""Matrix multiplication of activations by a stored weight, with what stands around it: interface, cases, reference.
+"""Matrix multiplication of activations by a stored weight, fused with neighbouring operations: interface, cases,
+reference.
 
 An implementation owns how it stores a weight: ``packed_shape``, ``pack`` and its inverse ``unpack`` on the host,
 ``rows`` and ``matmul`` inside programs. Only the linear layers, the embedding and the loader call these.
@@ -26,21 +27,21 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Norm(NamedTuple):
-    """Root-mean-square norm of each row before the product (arXiv:1910.07467)."""
+    """Root-mean-square norm of each row before the matmul (arXiv:1910.07467)."""
 
     weight: Float[Array, " inner"]
     eps: float
 
 
 class Fused(NamedTuple):
-    """What is computed with a product.
+    """The operations fused with a matmul.
 
     Attributes:
         norm: Norm of the rows, before it.
-        bias: Added to the product.
-        activation: One of ``ACTIVATIONS``, for a gated weight: the first half of product and bias are gates, and the
+        bias: Added to the matmul.
+        activation: One of ``ACTIVATIONS``, for a gated weight: the first half of matmul plus bias are gates, and the
             result is ``activation(gates)`` times the other half. Nothing else follows then.
-        scale: Multiplies product and bias.
+        scale: Factor of matmul plus bias.
         residual: Added at the end.
     """
 
@@ -53,7 +54,7 @@ class Fused(NamedTuple):
 
 @runtime_checkable
 class LinearKernel(Protocol):
-    """What an implementation module offers."""
+    """The functions of an implementation module."""
 
     def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
         """Return why it cannot run on such a device, or None; the dtype is that of the weight."""
@@ -67,13 +68,13 @@ class LinearKernel(Protocol):
         ...
 
     def pack(self, weight: Float[np.ndarray, "outer inner"], is_gated: bool = False) -> Float[np.ndarray, "..."]:
-        """Return a weight as it is stored, in its own dtype; it may be the same array."""
+        """Pack a weight, in its own dtype; may return the same array."""
         ...
 
     def unpack(
         self, packed: Float[np.ndarray, "..."], outer: int, inner: int, is_gated: bool = False
     ) -> Float[np.ndarray, "outer inner"]:
-        """Return the weight that was packed, bit for bit."""
+        """Unpack a weight, bit for bit."""
         ...
 
     def rows(self, packed: Float[Array, "..."], indices: Int[Array, " T"], inner: int) -> Float[Array, "T inner"]:
@@ -94,18 +95,18 @@ class LinearKernel(Protocol):
         Args:
             x: Activations.
             packed: The weight.
-            outer: Its outputs; with an activation half as many are results.
-            fused: What is computed with it.
-            num_rows: Rows in use, the first of the T; nothing is said of the others' results. None: all.
+            outer: Number of its outputs; with an activation the result has half as many.
+            fused: The fused operations.
+            num_rows: Rows in use, the first of the T; the results of other rows are undefined. None: all.
 
         Returns:
-            The product, accumulated in float32: float32, or the residual's dtype where there is one.
+            The result, accumulated in float32: float32, or the residual's dtype if there is one.
         """
         ...
 
 
 class Case(NamedTuple):
-    """A product of [num_rows, num_in] with a weight [num_out, num_in]; the last ``num_padding`` rows are not in use."""
+    """A matmul of [num_rows, num_in] with a weight [num_out, num_in]; the last ``num_padding`` rows are not in use."""
 
     num_rows: int
     num_in: int = 64
@@ -165,7 +166,7 @@ class Inputs(NamedTuple):
     residual: Float[Array, "T outer"] | None
 
     def fused(self, case: Case) -> Fused:
-        """What the case fuses."""
+        """Return the fused operations of the case."""
         norm = None if self.norm_weight is None else Norm(self.norm_weight, _EPS)
         return Fused(norm, self.bias, case.activation, case.scale, self.residual)
 
@@ -185,7 +186,7 @@ def make_inputs(case: Case, key: jax.Array) -> Inputs:
 
 
 def prepare(implementation: LinearKernel, case: Case, inputs: Inputs) -> Inputs:
-    """Pack the weight; of shapes alone, give the packed one's."""
+    """Pack the weight; for shapes, return the packed shape."""
     is_gated = case.activation is not None
     shape = implementation.packed_shape(case.num_out, case.num_in, case.dtype, is_gated)
     struct = jax.ShapeDtypeStruct(shape, case.dtype)
@@ -241,13 +242,13 @@ def cost(case: Case) -> Cost:
 
 
 def sizes(case: Case) -> dict[str, int]:
-    """Nothing that an implementation refuses."""
+    """Return no sizes: implementations accept all."""
     del case
     return {}
 
 
 def dtype(case: Case) -> str:
-    """Return the weight's."""
+    """Return the dtype of the weight."""
     return case.dtype
 
 

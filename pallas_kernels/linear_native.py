@@ -44,7 +44,7 @@ def packed_shape(outer: int, inner: int, dtype: str, is_gated: bool = False) -> 
 
 
 def pack(weight: Float[np.ndarray, "outer inner"], is_gated: bool = False) -> Float[np.ndarray, "panels steps 32 kp"]:
-    """Return a weight in panels, aligned so that XLA takes it over without a copy."""
+    """Return a weight in panels, aligned so that XLA uses it without a copy."""
     weight = np.ascontiguousarray(weight)
     outer, inner = weight.shape
     packed = _aligned(packed_shape(outer, inner, str(weight.dtype), is_gated), weight.dtype)
@@ -55,7 +55,7 @@ def pack(weight: Float[np.ndarray, "outer inner"], is_gated: bool = False) -> Fl
 def unpack(
     packed: Float[np.ndarray, "panels steps 32 kp"], outer: int, inner: int, is_gated: bool = False
 ) -> Float[np.ndarray, "outer inner"]:
-    """Return the weight that was packed, bit for bit."""
+    """Unpack a weight, bit for bit."""
     packed = np.ascontiguousarray(packed)
     weight = _aligned((outer, inner), packed.dtype)
     _convert(packed, weight, weight.shape, packed.shape, is_gated, is_inverse=True)

@@ -1,4 +1,4 @@
-"""Lowering for NVIDIA GPUs on a machine that has none: what a kernel's compiler front end accepts, found anywhere."""
+"""Lowering for NVIDIA GPUs on a machine that has none: checks anywhere what a kernel's compiler front end accepts."""
 
 import warnings
 from collections.abc import Callable

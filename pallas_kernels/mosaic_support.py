@@ -1,4 +1,4 @@
-"""Pallas Mosaic GPU where the installed JAX has it in the form that the kernels need, and where they can run."""
+"""Pallas Mosaic GPU: access to it, and the conditions under which the kernels can run."""
 
 import importlib
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.attention_scores import LOG2_E
 
-_JAX = (0, 11)  # 0.12 refuses to lower how decode stores the parts of split contexts
+_JAX = (0, 11)  # 0.12 cannot lower how decode stores the parts of split contexts
 _HOPPER = ("H100", "H200", "H800", "GH200")
 _DTYPES = ("bfloat16", "float16")
 _MOST_SHARED = 64 * 128  # query heads that share a key/value head, times their width: what registers hold
@@ -20,14 +20,14 @@ _SIZES = {"head_dim": (64, 128, 256), "page_size": (16, 32, 64, 128)}
 
 
 class Scoring(NamedTuple):
-    """How products of queries and keys become scores, in units of log 2, so that weights are powers of 2."""
+    """Scale, window and soft cap of attention scores, in units of log 2, so that weights are powers of 2."""
 
     scale: float
     window: int | None
     soft_cap: float | None
 
     def __call__(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Scores; the cap's tanh is written with a power of 2, whose fast form is exact enough."""
+        """Return scores; the cap's tanh is written with a power of 2, whose fast form is exact enough."""
         if self.soft_cap is None:
             return products * (self.scale * LOG2_E)
         power = jnp.exp2(products * (2 * LOG2_E * self.scale / self.soft_cap))
@@ -35,29 +35,30 @@ class Scoring(NamedTuple):
 
 
 def mosaic_gpu() -> ModuleType:
-    """Pallas's Mosaic GPU module, imported at its first use: older JAX releases lack it or parts of it."""
+    """Return Pallas's Mosaic GPU module, imported at first use: older JAX releases lack it or parts of it."""
     return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 
 
 def interpreter(*, detect_races: bool = False) -> Any:
-    """What makes a kernel run on a CPU, step by step. An exception inside leaves state of JAX behind; see the tests."""
+    """Return the parameters that run a kernel on a CPU, step by step. An exception inside leaves JAX in an
+    inconsistent state; see the tests."""
     return mosaic_gpu().InterpretGPUParams(detect_races=detect_races)
 
 
 def missing_jax() -> str | None:
-    """Why the installed JAX cannot build these kernels, or None."""
+    """Return why the installed JAX cannot build these kernels, or None."""
     version = ".".join(map(str, jax.__version_info__))
     return None if jax.__version_info__[:2] == _JAX else f"needs JAX 0.11, has {version}"
 
 
 def not_hopper(platform: str, device_kind: str) -> str | None:
-    """Why the kernels cannot run on a device, or None."""
+    """Return why the kernels cannot run on a device, or None."""
     is_hopper = platform in ("gpu", "cuda") and any(name in device_kind for name in _HOPPER)
     return None if is_hopper else f"needs an NVIDIA Hopper GPU ({', '.join(_HOPPER)})"
 
 
 def unsupported_operands(dtype: str, sizes: Mapping[str, int]) -> str | None:
-    """Why the kernels cannot take such operands, or None; sizes that are missing are taken for granted."""
+    """Return why the kernels cannot take such operands, or None; missing sizes are assumed to be supported."""
     if dtype not in _DTYPES:
         return f"keys and values must be {' or '.join(_DTYPES)}, not {dtype}"
     for size, allowed in _SIZES.items():

@@ -30,7 +30,7 @@ def unavailable() -> str | None:
     except OSError as error:
         return f"the native library cannot be loaded: {error}"
     if library.jaxserve_version() != VERSION:
-        return f"the native library has version {library.jaxserve_version()}, this code {VERSION}: install again"
+        return f"the native library has version {library.jaxserve_version()}, this code {VERSION}; reinstall with pip"
     if not library.jaxserve_instructions():
         return f"the CPU has {_INSTRUCTIONS[0]}"
     library.jaxserve_limit_instructions(_INSTRUCTIONS.index(_limit()))

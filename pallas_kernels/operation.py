@@ -1,4 +1,4 @@
-"""What an operation's file offers to whoever checks, compiles or measures its implementations.
+"""The functions of an operation's file, which checks, compilations and benchmarks use.
 
 The file of operation ``x`` is ``pallas_kernels/x.py``; its implementations are rows of ``registry.OPERATIONS["x"]``.
 The tests run every case on every implementation that this machine can run, ``scripts/compile_check.py`` compiles the
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 
 class Cost(NamedTuple):
-    """The least that a call has to do: bytes moved between memory and chip, and floating-point operations."""
+    """Minimal work of a call: bytes moved between memory and chip, and floating-point operations."""
 
     num_bytes: int
     flops: int
@@ -26,8 +26,8 @@ class Tolerance(NamedTuple):
     """How far a row may be from its reference: ‖found - expected‖ <= share * max(‖expected‖, floor).
 
     Attributes:
-        share: What rounding of the operands' dtype explains.
-        floor: Norm below which a row counts as this large, so that rows of almost nothing are not held to nothing.
+        share: Relative error that rounding of the operands' dtype explains.
+        floor: Smallest norm used for a row, so that near-zero rows are not compared too strictly.
     """
 
     share: float
@@ -39,9 +39,9 @@ class Comparison(NamedTuple):
 
     Attributes:
         worst: Largest error of a row as a multiple of what is allowed; infinite for a result that is not finite.
-        place: Where that row is, such as ``attention[3, 1]``.
+        place: Position of that row, such as ``attention[3, 1]``.
         num_rows: Rows compared.
-        num_padding: Rows left out because nothing is said of them but that they are finite.
+        num_padding: Rows not compared because their values are undefined; they must be finite.
     """
 
     worst: float
@@ -61,12 +61,12 @@ class Operation(Protocol):
 
     @property
     def CASES(self) -> Mapping[str, Any]:
-        """Small and nasty shapes, checked everywhere: interpreters run them too."""
+        """Small edge cases, checked everywhere, also by interpreters."""
         ...
 
     @property
     def DEVICE_CASES(self) -> Mapping[str, Any]:
-        """What is checked on a GPU: ``CASES``, and the same in the dtypes and sizes that take its production tiles."""
+        """Cases checked on a GPU: ``CASES``, and the same in the dtypes and sizes that take its production tiles."""
         ...
 
     @property
@@ -76,39 +76,39 @@ class Operation(Protocol):
 
     @property
     def IS_IN_PLACE(self) -> bool:
-        """Return whether ``run`` gives back changed arguments, which it is to take over."""
+        """Return whether ``run`` returns modified arguments, whose buffers should be donated."""
         ...
 
     def make_inputs(self, case: Any, key: jax.Array) -> PyTree[Array]:
-        """Random inputs of a case, in a form that all implementations share."""
+        """Make random inputs of a case, in a form that all implementations share."""
         ...
 
     def prepare(self, implementation: Any, case: Any, inputs: PyTree[Array]) -> PyTree[Array]:
-        """Return the inputs in the form that the implementation takes them: what is done once, not in each step."""
+        """Convert the inputs to the implementation's form: work done once, not in each step."""
         ...
 
     def run(self, implementation: Any, case: Any, prepared: PyTree[Array]) -> PyTree[Array]:
-        """Return the call to check or to measure."""
+        """Run the call to check or to measure."""
         ...
 
     def expected(self, case: Any, inputs: PyTree[Array]) -> PyTree[Array]:
-        """What ``run`` has to give, in plain JAX and float32."""
+        """Compute the expected result of ``run``, in plain JAX and float32."""
         ...
 
     def compare(self, case: Any, inputs: PyTree[Array], found: PyTree[Array], expected: PyTree[Array]) -> Comparison:
-        """Compare what ``run`` gave with ``expected``, row by row; rows of padding are left out."""
+        """Compare the result of ``run`` with ``expected``, row by row; padding rows are ignored."""
         ...
 
     def cost(self, case: Any) -> Cost:
-        """What the roofline of a case is computed from."""
+        """Return the minimal work of a case, for its roofline."""
         ...
 
     def sizes(self, case: Any) -> dict[str, int]:
-        """What implementations may refuse a case by; given to their ``unsupported``."""
+        """Return the sizes passed to the implementations' ``unsupported``."""
         ...
 
     def dtype(self, case: Any) -> str:
-        """Element type of a case's operands; given to ``unsupported`` too."""
+        """Return the dtype of a case's operands, also passed to ``unsupported``."""
         ...
 
 
@@ -133,12 +133,12 @@ BFLOAT16_HEADS = {f"bf16_h{width}": {"dtype": "bfloat16", "head_dim": width} for
 
 
 def input_shapes(op: Operation, case: Any) -> PyTree[jax.ShapeDtypeStruct]:
-    """What ``make_inputs`` gives, without its numbers: benches are larger than many machines."""
+    """Return the shapes of ``make_inputs``: benches are larger than the memory of many machines."""
     return jax.eval_shape(functools.partial(op.make_inputs, case), jax.random.key(0))
 
 
 def prepared_shapes(op: Operation, implementation: Any, case: Any) -> PyTree[jax.ShapeDtypeStruct]:
-    """What ``run`` takes, without its numbers."""
+    """Return the shapes of the arguments of ``run``."""
     return jax.eval_shape(functools.partial(op.prepare, implementation, case), input_shapes(op, case))
 
 
@@ -156,16 +156,16 @@ def compare_rows(
 
     Args:
         outputs: Name of each array.
-        found: What a kernel gave; all of it must be finite.
-        expected: The same in float32.
+        found: Result of a kernel; all of it must be finite.
+        expected: The expected result in float32.
         is_real: For each array, which of its rows count: [...] for an array [..., F]. The others are padding.
-        tolerance: What a row may be off by.
+        tolerance: Allowed error of a row.
     """
     worst, place, num_rows, num_padding = 0.0, "", 0, 0
     leaves = (jax.tree.leaves(tree) for tree in (found, expected, is_real))
     for name, got, wanted, real in zip(outputs, *leaves, strict=True):
         if got.shape != wanted.shape:
-            return Comparison(float("inf"), f"{name}: shape {got.shape} in place of {wanted.shape}", 0, 0)
+            return Comparison(float("inf"), f"{name}: shape {got.shape} instead of {wanted.shape}", 0, 0)
         error, size, is_finite = (np.asarray(part) for part in _row_norms(got, wanted))
         real = np.broadcast_to(np.asarray(real), error.shape)
         excess = np.where(real, error / (tolerance.share * np.maximum(size, tolerance.floor)), 0.0)
@@ -189,7 +189,7 @@ def in_pieces(rows: Float[Array | np.ndarray, "T F"], width: int) -> Float[Array
 def _row_norms(
     found: Float[Array | np.ndarray, "... F"], expected: Float[Array | np.ndarray, "... F"]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."], Bool[Array, "..."]]:
-    """Norms of each row's difference and of the row itself, and whether the row is finite."""
+    """Return norms of each row's difference and of the row itself, and whether the row is finite."""
     found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
     difference, size = (jnp.sqrt(jnp.square(x).sum(-1)) for x in (found - expected, expected))
     return difference, size, jnp.isfinite(found).all(-1)

@@ -9,9 +9,9 @@ from pallas_kernels.paged_attention import AttentionBatch
 def as_stored(
     pools: tuple[Float[Array, "P ..."], Float[Array, "P ..."]], key: Float[Array, "T K H"], value: Float[Array, "T K H"]
 ) -> tuple[Float[Array, "T K H"], Float[Array, "T K H"]]:
-    """Keys and values in their pools' types, all values finite.
+    """Convert keys and values to the dtypes of their pools, with all values finite.
 
-    A value that is not a number would reach whoever has its page later, since masked values count as zero times
+    A value that is not a number would reach the page's next owner, since masked values count as zero times
     themselves: it moves to the key, which is masked before it counts and makes its own text's scores no numbers either.
     """
     key_pool, value_pool = pools
@@ -26,7 +26,7 @@ def write_pages(
     value: Float[Array, "T K H"],
     batch: AttentionBatch,
 ) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]]:
-    """Pools with each token's key and value in its place, as ``as_stored`` has them."""
+    """Return pools with each token's key and value written, converted by ``as_stored``."""
     key_pool, value_pool = pools
     key, value = as_stored(pools, key, value)
     place = batch.token_pages, slice(None), batch.token_offsets
@@ -39,7 +39,7 @@ def write_pages(
 def copy_pages(
     pools: tuple[Float[Array, "P ..."], Float[Array, "P ..."]], sources: Int[Array, " C"], targets: Int[Array, " C"]
 ) -> tuple[Float[Array, "P ..."], Float[Array, "P ..."]]:
-    """Pools of any layout with pages copied; see ``PagedAttention.copy_pages``."""
+    """Return pools of any layout with pages copied; see ``PagedAttention.copy_pages``."""
     key_pool, value_pool = (
         pool.at[targets].set(jnp.take(pool, sources, 0, mode="clip"), mode="drop") for pool in pools
     )

@@ -4,8 +4,8 @@ Keys and values live in pages of p tokens. A row is one sequence of a step; it o
 page table lists the pages of its whole context in order. The first ``num_single`` rows of a step own one token each, so
 that token r belongs to row r there; kernels compute those rows together, and each of the rows after them by itself.
 
-Sizes that implementations may refuse are ``num_heads``, ``num_kv_heads``, ``head_dim`` and ``page_size``, and those
-that one is not told it takes for granted.
+Sizes that an implementation may not support are ``num_heads``, ``num_kv_heads``, ``head_dim`` and ``page_size``, and
+those that one is not told it takes for granted.
 """
 
 import functools
@@ -38,25 +38,26 @@ __all__ = [
 ]
 
 IS_IN_PLACE = False
-_STALE = 9.0  # what a page holds after its owner's last token
+_STALE = 9.0  # content of a page after its owner's last token
 _MOST_GATHERED = 1 << 26  # elements of keys that the reference lays out at a time
 
 
 class AttentionBatch(NamedTuple):
-    """Where each query token of a step stands and what it sees; all int32.
+    """Position and visible context of each query token of a step; all int32.
 
     Attributes:
-        page_table: Pages of each row's context; entries past it name the null page, which stands behind the usable
+        page_table: Pages of each row's context; entries past it name the null page, which follows the usable
             ones.
         context_lens: Tokens of each row's context, this step's included; 0 for an empty row.
         query_starts: First query token of each row.
-        query_lens: Query tokens of each row. Their sum is the number of tokens in use, which stand at the front.
+        query_lens: Query tokens of each row. Their sum is the number of tokens in use, which come first.
         num_rows: Rows in use.
-        token_pages: Page that takes each token's key and value; for a padding token the one behind the null page.
-        token_offsets: Its place in the page.
+        token_pages: Page that takes each token's key and value; for a padding token the one after the null page.
+        token_offsets: Its index in the page.
         num_shared_pages: Leading pages that the contexts of the first ``num_single`` rows have in common, each full in
             all of them.
-        first_page: Where the pools begin in the arrays, which hold others too; 0 but for what ``stacks_pools``.
+        first_page: Start of the pools in the arrays, which may hold other pools too; nonzero only with
+            ``stacks_pools``.
     """
 
     page_table: Int[Array, "R M"]
@@ -76,7 +77,7 @@ class AttentionBatch(NamedTuple):
 
 
 def row_tokens(batch: AttentionBatch, num_tokens: int) -> Bool[Array, "T R"]:
-    """Which query tokens each row owns; a token of no row is padding."""
+    """Return which query tokens each row owns; a token of no row is padding."""
     token = jnp.arange(num_tokens)[:, None]
     return (token >= batch.query_starts) & (token < batch.query_starts + batch.query_lens)
 
@@ -99,37 +100,38 @@ class PoolSpec(NamedTuple):
 
 @runtime_checkable
 class PagedAttention(Protocol):
-    """What an implementation offers. Pools are opaque to everyone else: their layout is its own.
+    """The functions of an implementation. The layout of pools is private to it.
 
     Attributes:
         name: Its name in the registry, for the log.
-        writer: The implementation of ``qkv_write`` that goes with these pools; None where whoever calls norms and
-            rotates, and then calls ``write_kv``.
-        stacks_pools: Whether pools of several layers may lie one after the other in an array, so that a step has fewer
+        writer: The implementation of ``qkv_write`` for these pools; None if the caller normalizes and
+            applies RoPE, and then calls ``write_kv``.
+        stacks_pools: Whether pools of several layers may be stacked in one array, so that a step has fewer
             arguments; ``AttentionBatch.first_page`` then says where those of a layer begin.
     """
 
     @property
     def name(self) -> str:
-        """See above."""
+        """See the class."""
         ...
 
     @property
     def writer(self) -> Any:
-        """See above."""
+        """See the class."""
         ...
 
     @property
     def stacks_pools(self) -> bool:
-        """See above."""
+        """See the class."""
         ...
 
     def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
-        """Why it cannot run on such a device with such ``sizes``, or None."""
+        """Return why it cannot run on such a device with such ``sizes``, or None."""
         ...
 
     def pool_specs(self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[PoolSpec, PoolSpec]:
-        """Pools of keys and of values for ``num_pages`` usable pages, a null page and one for padding tokens."""
+        """Allocate pools of keys and of values for ``num_pages`` usable pages, a null page and one for padding
+        tokens."""
         ...
 
     def write_kv(
@@ -140,15 +142,15 @@ class PagedAttention(Protocol):
         batch: AttentionBatch,
         page_size: int,
     ) -> tuple[Array, Array]:
-        """Pools with this step's keys and values in their places."""
+        """Return pools with this step's keys and values written."""
         ...
 
     def copy_pages(
         self, pools: tuple[Array, Array], sources: Int[Array, " C"], targets: Int[Array, " C"]
     ) -> tuple[Array, Array]:
-        """Pools with the content of page ``sources[i]`` in page ``targets[i]``.
+        """Copy the content of page ``sources[i]`` to page ``targets[i]``.
 
-        All sources are read before a target is written. No page is the target of two sources, but targets behind the
+        All sources are read before a target is written. No page is the target of two sources, but targets after the
         pool's end are not written: entries that only fill up the arrays have one.
         """
         ...
@@ -167,10 +169,11 @@ class PagedAttention(Protocol):
         decode_only: bool,
         row_tile: int | None = None,
     ) -> Float[Array, "T N H"]:
-        """Return each query token's attention over its row's context up to itself; padding tokens get anything finite.
+        """Return each query token's attention over its row's context up to itself; the results of padding tokens are
+        undefined but finite.
 
         With a ``row_tile`` a token's result has the same bits in every batch, in a decode step and in a chunk of any
-        length; the query tokens that rows own then stand together at the front.
+        length; the query tokens of rows must then come first.
         """
         ...
 
@@ -185,14 +188,14 @@ def reference(
     window: int | None,
     soft_cap: float | None,
 ) -> Float[Array, "T N H"]:
-    """Attention of every token over its row's keys and values, laid out densely; zero for tokens no row owns.
+    """Compute attention of every token over its row's dense keys and values; zero for tokens that no row owns.
 
     Args:
         query: Query tokens.
         key: Keys of the whole context of each row in use.
         value: Values of the same.
-        batch: Where each token stands; its rows past those of ``key`` are empty.
-        scale: Factor of the products.
+        batch: The batch; its rows past those of ``key`` are empty.
+        scale: Factor of the scores.
         window: Sliding window in tokens, or None.
         soft_cap: Bound of the scores, or None.
     """
@@ -221,7 +224,7 @@ def reference(
 
 
 class Inputs(NamedTuple):
-    """A step's queries, and the whole context of each row in use laid out densely."""
+    """A step's queries, and the dense context of each row in use."""
 
     query: Float[Array, "T N H"]
     keys: Float[Array, "used S K H"]
@@ -238,14 +241,14 @@ class Prepared(NamedTuple):
 
 
 def make_inputs(case: Case, key: jax.Array) -> Inputs:
-    """Normal queries, keys and values of a case, its pages shuffled."""
+    """Make normally distributed queries, keys and values of a case, with shuffled pages."""
     size = sum(math.prod(shape) for shape in _shapes(case))
     is_small = size < 1 << 20  # sizes of small cases are rounded, so that few programs make the numbers of all
     return _laid_out(case, _normal(key, 1 << size.bit_length() if is_small else size, case.dtype))
 
 
 def _shapes(case: Case) -> tuple[tuple[int, ...], ...]:
-    """Of a case's queries, keys and values."""
+    """Return the shapes of a case's queries, keys and values."""
     context = (len(case.rows), max(context for context, _ in case.rows), case.num_kv_heads, case.head_dim)
     return (case.num_tokens, case.num_heads, case.head_dim), context, context
 
@@ -265,7 +268,7 @@ def _laid_out(case: Case, numbers: Float[Array, " size"]) -> Inputs:
 
 
 def make_batch(case: Case) -> AttentionBatch:
-    """Where everything of a case stands, the same at each call."""
+    """Return the batch of a case, the same at each call."""
     counts = case.row_pages()
     num_pages = _num_pages(case)
     order = np.random.default_rng(0).permutation(num_pages)
@@ -285,7 +288,7 @@ def make_batch(case: Case) -> AttentionBatch:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def prepare(implementation: PagedAttention, case: Case, inputs: Inputs) -> Prepared:
-    """Lay out pools as the implementation does: NaN in pages that nobody owns, stale numbers after a context's end."""
+    """Lay out pools as the implementation does: NaN in unowned pages, stale numbers after a context's end."""
     num_pages = _num_pages(case)
     table = inputs.batch.page_table
     specs = implementation.pool_specs(num_pages, case.page_size, case.num_kv_heads, case.head_dim)
@@ -309,7 +312,7 @@ def _filled(shape: tuple[int, ...], content: Float[Array, " P"]) -> Float[Array,
 
 
 def run(implementation: PagedAttention, case: Case, prepared: Prepared) -> Float[Array, "T N H"]:
-    """Return the step's attention, everything written already."""
+    """Compute the step's attention; keys and values are already written."""
     return implementation.attend(
         prepared.query,
         prepared.pools,
@@ -326,7 +329,7 @@ def run(implementation: PagedAttention, case: Case, prepared: Prepared) -> Float
 
 @functools.partial(jax.jit, static_argnums=0)
 def expected(case: Case, inputs: Inputs) -> Float[Array, "T N H"]:
-    """Return the reference's answer in float32; zeros for tokens that no row owns."""
+    """Compute the reference in float32; zeros for tokens that no row owns."""
     query, keys, values, batch = inputs
     settings = {"scale": case.head_dim**-0.5, "window": case.window, "soft_cap": case.soft_cap}
     return reference(query.astype(jnp.float32), keys, values, batch, **settings)
@@ -340,13 +343,14 @@ def compare(case: Case, inputs: Inputs, found: Float[Array, "T N H"], expected: 
 
 
 def tolerance(case: Case) -> Tolerance:
-    """Rounding of the weights and of the result; the mean of 100,000 values is still longer than the floor."""
+    """Allow for rounding of the weights and of the result; the mean of 100,000 values is still longer than the
+    floor."""
     share = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}[case.dtype]
     return Tolerance(share, floor=1e-3 * case.head_dim**0.5)
 
 
 def cost(case: Case) -> Cost:
-    """Keys and values that a row sees, read once for all its queries, and the queries and results; two products."""
+    """Count the keys and values that a row sees once, its queries and results, and two matmuls."""
     seen_tokens, pairs = 0, 0
     for context, length in case.rows:
         visible = np.arange(context - length, context) + 1
@@ -359,16 +363,16 @@ def cost(case: Case) -> Cost:
 
 
 def sizes(case: Case) -> dict[str, int]:
-    """What implementations may refuse."""
+    """Return the sizes that an implementation may not support."""
     names = ("num_heads", "num_kv_heads", "head_dim", "page_size")
     return {name: getattr(case, name) for name in names}
 
 
 def dtype(case: Case) -> str:
-    """Element type of queries, keys and values."""
+    """Return the dtype of queries, keys and values."""
     return case.dtype
 
 
 def _num_pages(case: Case) -> int:
-    """Usable pages of a case's pools: three that nobody owns beside those in use."""
+    """Return the number of usable pages of a case's pools: those in use and three unowned ones."""
     return sum(case.row_pages()) + 3

@@ -13,7 +13,7 @@ class Case(NamedTuple):
         num_heads: Query heads.
         num_kv_heads: Key/value heads.
         head_dim: Width of a head.
-        page_size: Tokens a page.
+        page_size: Tokens per page.
         window: Sliding window in tokens, or None.
         soft_cap: Bound of the scores, or None.
         dtype: Element type of queries, keys and values.
@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
     @property
     def num_single(self) -> int:
-        """Leading rows of one token."""
+        """Number of leading rows of one token."""
         return next((i for i, (_, query) in enumerate(self.rows) if query != 1), len(self.rows))
 
     @property
@@ -59,7 +59,7 @@ class Case(NamedTuple):
         return max(sum(query for _, query in self.rows) + self.spare_tokens, self.num_rows)
 
     def row_pages(self) -> list[int]:
-        """Pages that each row owns."""
+        """Number of pages of each row."""
         return [-(-context // self.page_size) for context, _ in self.rows] + [0] * self.spare_rows
 
 

@@ -1,4 +1,4 @@
-"""Paged attention in Triton kernels called through jax-triton: what stays when JAX drops Pallas-Triton.
+"""Paged attention in Triton kernels called through jax-triton, independent of Pallas-Triton.
 
 Keys and values are written by XLA's scatter, in place; the fused writer is a Pallas-Triton kernel.
 """

@@ -12,7 +12,7 @@ from pallas_kernels.prefill_attention_mosaic import prefill_attention
 
 
 def _cannot_interpret(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
-    """What the kernels cannot do on any device, and that the interpreter runs on CPUs."""
+    """Return why the interpreted kernels cannot run, or None."""
     if platform != "cpu":
         return "the interpreter of Mosaic GPU kernels runs on CPUs"
     del device_kind
@@ -20,7 +20,7 @@ def _cannot_interpret(platform: str, device_kind: str, dtype: str, **sizes: int)
 
 
 def _unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
-    """What they need of the device, too."""
+    """Return why the kernels cannot run on this device, or None."""
     return not_hopper(platform, device_kind) or missing_jax() or unsupported_operands(dtype, sizes)
 
 

@@ -33,7 +33,7 @@ def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> st
 
 
 def pool_specs(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[PoolSpec, PoolSpec]:
-    """Return pools with two pages more than asked: the null page, never written, and one never read, for padding."""
+    """Allocate pools with two more pages: the null page, never written, and one never read, for padding."""
     pages = num_pages + 2
     keys = PoolSpec((pages, num_kv_heads, head_dim, page_size), 1)
     return keys, PoolSpec((pages, num_kv_heads, page_size, head_dim), 1)

@@ -20,7 +20,7 @@ Pools = tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]]
 
 @runtime_checkable
 class DecodeKernel(Protocol):
-    """Attention of one query a row; see ``decode_attention_triton.decode_attention``."""
+    """Compute attention of one query per row; see ``decode_attention_triton.decode_attention``."""
 
     def __call__(
         self,
@@ -40,7 +40,7 @@ class DecodeKernel(Protocol):
 
 @runtime_checkable
 class PrefillKernel(Protocol):
-    """Attention of rows of several queries; see ``prefill_attention_triton.prefill_attention``."""
+    """Compute attention of rows of several queries; see ``prefill_attention_triton.prefill_attention``."""
 
     def __call__(
         self,
@@ -57,7 +57,7 @@ class PrefillKernel(Protocol):
 
 @runtime_checkable
 class Check(Protocol):
-    """Why kernels cannot run on a device, or None; sizes are those of ``paged_attention``."""
+    """Return why kernels cannot run on a device, or None; sizes are those of ``paged_attention``."""
 
     def __call__(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None: ...
 
@@ -69,9 +69,9 @@ class PagedKernels:
     Attributes:
         name: Its name in the registry.
         decode: Kernel for rows of one query.
-        prefill: Kernel for the other rows; what it gives for tokens of decode rows does not count.
-        check: What ``unsupported`` answers.
-        writer: The implementation of ``qkv_write`` for such pools; None if callers are to use ``write_kv``.
+        prefill: Kernel for the other rows; its results for tokens of decode rows are ignored.
+        check: Returns the result of ``unsupported``.
+        writer: The implementation of ``qkv_write`` for such pools; None if callers must use ``write_kv``.
         stacks_pools: See ``PagedAttention``.
     """
 
@@ -83,11 +83,11 @@ class PagedKernels:
     stacks_pools: bool = False
 
     def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
-        """Why it cannot run there, or None; see ``PagedAttention.unsupported``."""
+        """Return why it cannot run there, or None; see ``PagedAttention.unsupported``."""
         return self.check(platform, device_kind, dtype, **sizes)
 
     def pool_specs(self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[PoolSpec, PoolSpec]:
-        """Pools of pages, two more than asked: the null page, never written, and one never read, for padding."""
+        """Allocate pools with two more pages: the null page, never written, and one never read, for padding."""
         spec = PoolSpec((num_pages + 2, num_kv_heads, page_size, head_dim), 1)
         return spec, spec
 
@@ -99,12 +99,12 @@ class PagedKernels:
         batch: AttentionBatch,
         page_size: int,
     ) -> Pools:
-        """Pools with this step's keys and values in their places; see ``write_pages``."""
+        """Return pools with this step's keys and values written; see ``write_pages``."""
         del page_size
         return write_pages(pools, key, value, batch)
 
     def copy_pages(self, pools: Pools, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> Pools:
-        """Pools with pages copied; see ``PagedAttention.copy_pages``."""
+        """Return pools with pages copied; see ``PagedAttention.copy_pages``."""
         return copy_pages(pools, sources, targets)
 
     def attend(
@@ -121,7 +121,7 @@ class PagedKernels:
         decode_only: bool,
         row_tile: int | None = None,
     ) -> Float[Array, "T N H"]:
-        """Attention of each query token over its row's context up to itself; see ``PagedAttention.attend``."""
+        """Compute attention of each query token over its row's context up to itself; see ``PagedAttention.attend``."""
         settings = {"scale": scale, "window": window, "soft_cap": soft_cap}
         if row_tile is not None:
             return self._one_by_one(query, pools, batch, settings)
@@ -134,7 +134,7 @@ class PagedKernels:
             query[:num_rows],
             *pools,
             batch.page_table,
-            jnp.where(lens > 0, row, 0),  # not a constant, which XLA would make anew in every layer
+            jnp.where(lens > 0, row, 0),  # not a constant, which XLA would materialize in every layer
             lens,
             num_splits=num_splits,
             **settings,
@@ -148,7 +148,7 @@ class PagedKernels:
     def _one_by_one(
         self, query: Float[Array, "T N H"], pools: Pools, batch: AttentionBatch, settings: dict[str, Any]
     ) -> Float[Array, "T N H"]:
-        """Return every query token as a decode row of its own, with the same operations wherever it stands."""
+        """Return every query token as a decode row of its own, with the same operations at any position."""
         rows, lens = token_contexts(batch, query.shape[0])
         parts = [slice(start, start + _MOST_ROWS) for start in range(0, query.shape[0], _MOST_ROWS)]
         out = [
@@ -161,12 +161,12 @@ class PagedKernels:
 
 
 def decode_splits(num_rows: int, num_kv_heads: int, most_tokens: int) -> int:
-    """Splits of each row's context that give all processors work: a power of two, from static sizes alone.
+    """Return the splits of each row's context that occupy all processors: a power of two, from static sizes alone.
 
     Args:
         num_rows: Rows of the step, empty ones too.
         num_kv_heads: Key/value heads on this device.
-        most_tokens: Tokens of context that a row of the page table can name.
+        most_tokens: Tokens of context that fit in a row of the page table.
     """
     wanted = min(_NUM_PROGRAMS // max(num_rows * num_kv_heads, 1), most_tokens // _SPLIT_TOKENS, _MOST_SPLITS)
     return 1 << (max(wanted, 1).bit_length() - 1)

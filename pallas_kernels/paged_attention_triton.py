@@ -14,7 +14,7 @@ _BEFORE_AMPERE = re.compile(r"\b([KMPV]\d{1,3}|T4|GTX|RTX [2T]\d{3}|Quadro|TITAN
 
 
 def _sizes_unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
-    """What the kernels cannot do on any device."""
+    """Return why the kernels cannot run on any device, or None."""
     del platform, device_kind
     if dtype not in _DTYPES:
         return f"keys and values must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}, not {dtype}"
@@ -25,11 +25,11 @@ def _sizes_unsupported(platform: str, device_kind: str, dtype: str, **sizes: int
 
 
 def _unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
-    """What they need of the device, too."""
+    """Return why the kernels cannot run on this device, or None."""
     if platform not in ("gpu", "cuda") or "NVIDIA" not in device_kind:
         return "needs an NVIDIA GPU"
     if _BEFORE_AMPERE.search(device_kind):
-        return f"needs compute capability 8.0 (Ampere) or newer, which {device_kind} has not"
+        return f"needs compute capability 8.0 (Ampere) or newer, which {device_kind} does not have"
     return _sizes_unsupported(platform, device_kind, dtype, **sizes)
 
 

@@ -1,7 +1,7 @@
-"""Paged attention in plain XLA: it runs anywhere, and is the oracle of other implementations.
+"""Paged attention in plain XLA, which runs anywhere and is the reference of other implementations.
 
 Keys are stored transposed inside a page, [P, K, H, p], values as [P, K, p, H], both as flat rows, so that gathering
-pages copies rows and both products read their operands in order. Attention walks the context in tiles of several pages
+pages copies rows and both matmuls read their operands in order. Attention walks the context in tiles of several pages
 with a running softmax (online softmax, arXiv:1805.02867): its cost follows the longest context in use, not the page
 table.
 """
@@ -16,8 +16,8 @@ from pallas_kernels import page_writes
 from pallas_kernels.attention_scores import MASKED
 from pallas_kernels.paged_attention import AttentionBatch, PoolSpec, token_contexts
 
-_SMALL_TILE = 128  # tokens of context a decode round reads
-_LARGE_TILE = 512  # the same for few rows, whose rounds would be too short to pay for themselves
+_SMALL_TILE = 128  # tokens of context that a decode iteration reads
+_LARGE_TILE = 512  # for few rows, whose iterations would otherwise be too short
 _SHARED_TILE = 256  # tokens that many rows read together in a round
 _FEW_ROWS = 8
 _QUERY_TILE = 64  # prefill tokens that share a pass over the context
@@ -35,7 +35,7 @@ class _Softmax(NamedTuple):
 
 
 class _Scoring(NamedTuple):
-    """How products become scores."""
+    """Scale, window and soft cap of the scores."""
 
     scale: float
     window: int | None
@@ -53,13 +53,13 @@ copy_pages = page_writes.copy_pages
 
 
 def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
-    """Run everywhere."""
+    """Return None: it runs everywhere."""
     del platform, device_kind, dtype, sizes
     return None
 
 
 def pool_specs(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[PoolSpec, PoolSpec]:
-    """Pools of flat pages, two more than asked: the null page, never written, and one never read, for padding."""
+    """Allocate pools of flat pages, with two more: the null page, never written, and one never read, for padding."""
     spec = PoolSpec((num_pages + 2, num_kv_heads * head_dim * page_size), 1)
     return spec, spec
 
@@ -71,7 +71,7 @@ def write_kv(
     batch: AttentionBatch,
     page_size: int,
 ) -> tuple[Float[Array, "P row"], Float[Array, "P row"]]:
-    """Pools with this step's keys and values in their places. XLA writes a few tokens faster one by one."""
+    """Return pools with this step's keys and values written. XLA writes a few tokens faster one by one."""
     key_pool, value_pool = pools
     num_tokens, num_kv_heads, head_dim = key.shape
     pages, offsets = batch.token_pages, batch.token_offsets
@@ -101,7 +101,7 @@ def attend(
     decode_only: bool,
     row_tile: int | None = None,
 ) -> Float[Array, "T N H"]:
-    """Attention of each query token over its row's context up to itself; see ``PagedAttention.attend``."""
+    """Compute attention of each query token over its row's context up to itself; see ``PagedAttention.attend``."""
     num_tokens, num_heads, head_dim = query.shape
     grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scoring = _Scoring(scale, window, soft_cap)
@@ -126,7 +126,7 @@ def _decode(
     scoring: _Scoring,
     num_shared_pages: Int[Array, ""] | None = None,
 ) -> Float[Array, "R K G H"]:
-    """One query a row. Few rows walk in large tiles first; many read the pages that all begin with once, for all."""
+    """Attend with one query per row. Few rows use large tiles; many rows read their common prefix once for all."""
     num_rows, num_kv_heads, group, head_dim = query.shape
     small = _tile_pages(_SMALL_TILE, page_size, page_table.shape[1])
     if num_rows <= _FEW_ROWS or num_shared_pages is None or scoring.window is not None:
@@ -156,13 +156,13 @@ def _token_by_token(
     page_size: int,
     scoring: _Scoring,
 ) -> Float[Array, "T K G H"]:
-    """Return every query token as a row of its own, with the same operations wherever it stands.
+    """Return every query token as a row of its own, with the same operations at any position.
 
     The tiles of its context start at its first token and have one size, so that they neither depend on where a chunk
     starts nor on how much the page table holds; masked ones add exact zeros. A few tokens walk together.
     """
     num_tokens, tile = query.shape[0], _TOKEN_TILE
-    padding = (-num_tokens % tile) + tile  # never one tile alone, which a compiler takes out of the loop
+    padding = (-num_tokens % tile) + tile  # never a single tile, which a compiler hoists out of the loop
     rows, context_lens = token_contexts(batch, num_tokens + padding)
     padded = jnp.pad(query, ((0, padding), (0, 0), (0, 0), (0, 0)))
     pages = max(1, _SMALL_TILE // page_size)
@@ -188,9 +188,10 @@ def _walk(
     large: int,
     begun: tuple[_Softmax, Int[Array, ""]] | None = None,
 ) -> _Softmax:
-    """One query a row. All walk together up to the longest context, in large tiles (in pages) as far as they fit.
+    """Attend with one query per row. All rows advance together up to the longest context, in large tiles while they
+    fit.
 
-    ``begun`` is the softmax over so many first tokens of every context, which are whole tiles.
+    ``begun`` is the softmax over the first tokens of every context, which are whole tiles.
     """
     num_rows, num_kv_heads, group, head_dim = query.shape
     longest = context_lens.max()
@@ -261,9 +262,9 @@ def _prefill(
     page_size: int,
     scoring: _Scoring,
 ) -> Float[Array, "T K G H"]:
-    """Rows behind the decode rows, a tile of a row's queries at a time, each over the context it can see.
+    """Attend for the rows after the decode rows, one tile of a row's queries at a time, over its visible context.
 
-    Tiles are written in order and whole: what one writes behind its row's end is overwritten by the next, or is
+    Tiles are written in order and whole: what one writes after its row's end is overwritten by the next, or is
     padding.
     """
     num_tokens = query.shape[0]
@@ -297,7 +298,7 @@ def _prefill_tile(
     page_size: int,
     scoring: _Scoring,
 ) -> Float[Array, "Q K G H"]:
-    """Queries at positions ``first``.. over the context before ``last``."""
+    """Attend with queries at positions ``first``.. over the context before ``last``."""
     num_queries, num_kv_heads, group, head_dim = query.shape
     key_pool, value_pool = pools
     tile = _tile_pages(_PREFILL_TILE, page_size, pages.shape[0])
@@ -338,18 +339,19 @@ def _prefill_tile(
 
 
 def _tile_pages(tokens: int, page_size: int, table_pages: int) -> int:
-    """Pages of a tile: about ``tokens``, and fewer than the table, whose gather would else leave its loop."""
+    """Return the pages per tile: about ``tokens``, and fewer than the table, whose gather would be hoisted
+    otherwise."""
     return max(1, min(tokens // page_size, table_pages - 1))
 
 
 def _table_slice(page_table: Int[Array, "R M"], i: Int[Array, ""], tile: int) -> Int[Array, "R tile"]:
-    """Pages ``i * tile``.. of each row; a last tile beyond the table is filled with the table's last column."""
+    """Return pages ``i * tile``.. of each row; a last tile beyond the table is filled with the table's last column."""
     columns = jnp.minimum(i * tile + jnp.arange(tile), page_table.shape[1] - 1)
     return jnp.take(page_table, columns, axis=1, mode="clip")
 
 
 def _dot(left: Float[Array, "..."], right: Float[Array, "..."], dimensions: tuple) -> Float[Array, "..."]:
-    """Batched product in float32; operands in the pool's type, never rounded below it."""
+    """Multiply batches with float32 accumulation; operands have at least the precision of the pool's dtype."""
     return lax.dot_general(
         left.astype(right.dtype),
         right,

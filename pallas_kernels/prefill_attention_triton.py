@@ -1,7 +1,7 @@
 """Paged prefill attention in Pallas-Triton: chunks of several query tokens over a paged context.
 
 A program takes a block of one row's query tokens and one key/value head with all query heads that share it: 128 (or 64)
-rows of a matrix product. Which block has which tokens is computed once a step; there are as many as there could be.
+rows of a matmul. Which block has which tokens is computed once a step; there are as many as there could be.
 """
 
 import functools
@@ -55,16 +55,16 @@ def prefill_attention(
     soft_cap: float | None,
     interpret: bool = False,
 ) -> Float[Array, "T N H"]:
-    """Attention of the query tokens of all rows behind the decode rows; zeros for other tokens.
+    """Attention of the query tokens of all rows after the decode rows; zeros for other tokens.
 
     Args:
         query: Each row's tokens are the last ones of its context.
         key_pool: Keys, this step's among them.
         value_pool: Values, all of them finite.
         batch: Where each token stands.
-        scale: What products are multiplied by.
-        window: Last tokens that are seen, or None for all.
-        soft_cap: Scores are bounded by it smoothly, or None.
+        scale: Factor of the scores.
+        window: Number of latest tokens that are seen, or None for all.
+        soft_cap: Smooth bound of the scores, or None.
         interpret: Run in plain JAX, on any platform.
     """
     num_tokens, num_heads, head_dim = query.shape

@@ -14,7 +14,7 @@ class BlockMap(NamedTuple):
     Attributes:
         rows: Row of the page table.
         tokens: First query token.
-        counts: Query tokens in use; 0 in blocks behind the last.
+        counts: Query tokens in use; 0 in blocks after the last.
         positions: The first token's place in its context.
         visible: Tokens of context that the last token sees; 0 where the tokens' results are zeros.
     """
@@ -27,7 +27,7 @@ class BlockMap(NamedTuple):
 
 
 def block_map(batch: AttentionBatch, num_tokens: int, block_tokens: int) -> BlockMap:
-    """Rows behind the decode rows, each in blocks of its own; then decode tokens and padding, as rows of no context.
+    """Rows after the decode rows, each in blocks of its own; then decode tokens and padding, as rows of no context.
 
     All sizes are static, so that XLA computes it once for all layers of a step.
     """

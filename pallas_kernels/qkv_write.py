@@ -48,7 +48,7 @@ class QkvWriter(Protocol):
         ...
 
     def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
-        """Why it cannot run on such a device, or None."""
+        """Return why it cannot run on such a device, or None."""
         ...
 
     def write(
@@ -63,7 +63,7 @@ class QkvWriter(Protocol):
         num_kv_heads: int,
         page_size: int,
     ) -> tuple[Float[Array, "T N H"], Pools]:
-        """Queries, normed and rotated, and pools with every token's key and value in its place.
+        """Queries, normalized and rotated, and pools with every token's key and value in its place.
 
         Norms and rotation compute in float32; each may round its result to the type of ``qkv``. A value that is not
         finite moves to its key as NaN and leaves zero; see ``page_writes.as_stored``.
@@ -85,7 +85,7 @@ class QkvWriter(Protocol):
 def split_heads(
     qkv: Float[Array, "T width"], rotation: Rotation | None, norms: QkNorms | None, num_heads: int, num_kv_heads: int
 ) -> Heads:
-    """Queries, keys and values, normed and rotated, in plain JAX; see :meth:`QkvWriter.write`."""
+    """Queries, keys and values, normalized and rotated, in plain JAX; see :meth:`QkvWriter.write`."""
     by_head = qkv.reshape(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
     query, key, value = jnp.split(by_head, [num_heads, num_heads + num_kv_heads], axis=1)
     if norms is not None:
@@ -230,7 +230,7 @@ def prepare(implementation: QkvWriter, case: Case, inputs: Inputs) -> Inputs:
 
 
 def write(implementation: QkvWriter, case: Case, prepared: Inputs) -> tuple[Float[Array, "T N H"], Pools]:
-    """Call the implementation; the pools that it gives back have its own layout."""
+    """Call the implementation; the pools that it returns have its own layout."""
     return implementation.write(
         prepared.qkv,
         prepared.pools,
@@ -286,7 +286,7 @@ def cost(case: Case) -> Cost:
 
 
 def sizes(case: Case) -> dict[str, int]:
-    """Heads, their width, and tokens a page."""
+    """Heads, their width, and tokens per page."""
     return {"num_kv_heads": case.num_kv_heads, "head_dim": case.head_dim, "page_size": case.page_size}
 
 

@@ -20,7 +20,7 @@ from pallas_kernels.attention_tiles import require_indexable
 from pallas_kernels.paged_attention import AttentionBatch
 from pallas_kernels.qkv_write import Pools, QkNorms, Rotation
 
-_QUERY_HEADS = 16  # a program takes about so many
+_QUERY_HEADS = 16  # a program takes about this many
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -39,7 +39,7 @@ class TritonQkvWriter:
         return pools
 
     def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
-        """Why it cannot run on such a device, or None."""
+        """Return why it cannot run on such a device, or None."""
         del sizes
         if not self.is_interpreted and (platform not in ("gpu", "cuda") or "NVIDIA" not in device_kind):
             return "needs an NVIDIA GPU"

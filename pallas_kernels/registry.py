@@ -1,4 +1,4 @@
-"""The table of operations: for each, what implements it, best first.
+"""The table of operations and their implementations, best first.
 
 An implementation is a module, or an object in one (``module:NAME``), with the operation's functions and
 ``unsupported``.
@@ -51,7 +51,7 @@ OPERATIONS: dict[str, dict[str, str]] = {
 
 
 class UnsupportedKernelError(NotImplementedError):
-    """No implementation of an operation can do what was asked; the message gives every reason."""
+    """No implementation supports the device and sizes; the message has every reason."""
 
 
 def operation(name: str) -> Operation:
@@ -65,7 +65,7 @@ def operation(name: str) -> Operation:
 
 
 class Choice(NamedTuple):
-    """An implementation, its name, and why it was taken."""
+    """An implementation, its name, and why it was chosen."""
 
     name: str
     implementation: Any
@@ -84,9 +84,9 @@ def choose(
         platform: JAX's platform name, such as ``cpu`` or ``gpu``.
         device_kind: The device's own name, as ``jax.Device.device_kind``.
         dtype: Element type of the operands.
-        name: Take this implementation and no other; None takes the first that can and that is not only for checks
+        name: Use this implementation and no other; None uses the first that can run and is not only for checks
             (an interpreted one).
-        sizes: Sizes that decide whether an implementation can; each operation's file says which.
+        sizes: Sizes that decide whether an implementation can run; each operation's file lists them.
 
     Raises:
         ValueError: Unknown operation or implementation name.
@@ -98,11 +98,11 @@ def choose(
         reason = implementation.unsupported(platform, device_kind, dtype, **sizes)
         if reason is None:
             refused = "".join(f"; not {reason}" for reason in reasons)
-            return Choice(candidate, implementation, "asked for" if name else f"the first that can run{refused}")
+            return Choice(candidate, implementation, "requested" if name else f"the first that can run{refused}")
         reasons.append(f"{candidate}: {reason}")
     asked = "".join(f", {size}={value}" for size, value in sizes.items())
     raise UnsupportedKernelError(
-        f"no {operation} for {dtype}{asked} on {device_kind} ({platform}): {'; '.join(reasons)}"
+        f"no implementation of {operation} for {dtype}{asked} on {device_kind} ({platform}): {'; '.join(reasons)}"
     )
 
 
@@ -119,7 +119,7 @@ def load(operation: str, name: str) -> Any:
 
 
 def _candidates(operation: str, name: str | None) -> list[str]:
-    """Rows to try in order."""
+    """Return the candidates in order."""
     table = _implementations(operation)
     if name is None:
         return [row for row in table if not row.endswith("interpret")]

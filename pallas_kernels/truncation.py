@@ -38,7 +38,7 @@ class Truncation(Protocol):
             scores: Logits over temperature; -inf for tokens that are not allowed.
             top_k: Candidates kept; 0 keeps all.
             top_p: Probability mass kept; 1 keeps all.
-            min_p: Probability kept at least, relative to the likeliest token's; 0 keeps all.
+            min_p: Probability kept at least, relative to the most likely token's; 0 keeps all.
         """
         ...
 

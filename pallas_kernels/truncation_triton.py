@@ -63,7 +63,7 @@ class TritonTruncation:
     is_interpreted: bool = False
 
     def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
-        """Why it cannot run on such a device, or None."""
+        """Return why it cannot run on such a device, or None."""
         del sizes
         if not self.is_interpreted and (platform not in ("gpu", "cuda") or "NVIDIA" not in device_kind):
             return "needs an NVIDIA GPU"
@@ -174,7 +174,7 @@ def _in_order(masses: Float[Array, "R chunks edges"]) -> Float[Array, "R edges"]
 
 
 def _chunk(scores_ref: Any, row: Int[Array, ""], chunk: Int[Array, ""]) -> Float[Array, " C"]:
-    """Return a chunk's scores, -inf behind the end of the row."""
+    """Return a chunk's scores, -inf after the end of the row."""
     token = chunk * _CHUNK + jnp.arange(_CHUNK)
     place = jnp.broadcast_to(row, token.shape), token
     return plt.load(scores_ref.at[place], mask=token < scores_ref.shape[1], other=-jnp.inf)
@@ -208,7 +208,7 @@ def _gather_kernel(
     numbers: Any,  # is_cut [R], top [R], bottom [R], starts [R, chunks]
     candidates_ref: Any,  # [R, V]
 ) -> None:
-    """Put the scores of a chunk that are between a row's top and bottom behind those of the chunks before it."""
+    """Put the scores of a chunk that are between a row's top and bottom after those of the chunks before it."""
     is_cut_ref, top_ref, bottom_ref, starts_ref = numbers
     row, chunk = pl.program_id(0), pl.program_id(1)
 

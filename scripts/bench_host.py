@@ -1,9 +1,9 @@
-"""What the host does for each step, without a device: schedule, batch, complete, detokenize, metrics.
+"""Measures the host's work per step without a device: schedule, batch, complete, detokenize, metrics.
 
     python scripts/bench_host.py --rows 256
 
 The engine is the real one, its scheduler, batch builder and detokenizer too; only the compiled step is left out, in
-whose place known tokens come back at once. Every row decodes. Prints microseconds a step as one JSON line.
+whose place known tokens come back at once. Every row decodes. Prints microseconds per step as one JSON line.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Clock:
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, its time added to a part."""
+        """Wrap a function to add its time to a part."""
 
         def call(*arguments: Any) -> Any:
             start = time.perf_counter()
@@ -59,7 +59,7 @@ class Clock:
 
 
 class HostRunner:
-    """A ``Runner`` with the host's part of ``StepRunner``, the buffers of each step; a seed chooses its tokens."""
+    """A ``Runner`` that only builds the buffers of each step, like ``StepRunner``; tokens come from a seed."""
 
     def __init__(self, num_rows: int, num_pages: int, vocab_size: int):
         table_pages = MAX_MODEL_LEN // PAGE_SIZE
@@ -84,21 +84,21 @@ class HostRunner:
         return StepResult(self._tokens[:handle], None, None)
 
     def weights(self) -> dict[str, np.ndarray]:
-        """It has none."""
+        """Return no weights."""
         return {}
 
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
-        """It takes none."""
+        """Accept no weights."""
         assert not weights, "a runner without weights"
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
 
 def main() -> None:
     """Run steps of rows that all decode, and print their times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=256, help="requests that run (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=256, help="running requests (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1000, help="steps measured (default: %(default)s)")
     parser.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
     options = parser.parse_args()
@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def measure(engine: Engine, num_rows: int, num_steps: int, clock: Clock) -> dict[str, Any]:
-    """Medians and the 99th percentile of the whole, in microseconds."""
+    """Return medians, and the 99th percentile of the total, in microseconds."""
     rng = random.Random(1)
     for _ in range(num_rows):
         prompt = {"prompt_token_ids": rng.choices(range(270, engine.admission.limits.vocab_size), k=PROMPT_TOKENS)}

@@ -1,4 +1,4 @@
-"""jaxserve on the workloads that other engines are compared on: one JSON line a workload, in the peers' form.
+"""Runs jaxserve on the workloads of the comparison with other engines: one JSON line per workload, in their format.
 
     python scripts/bench_peers.py --model CHECKPOINT --dtype float32 --workloads AB --workloads-dir
     ../shared/bench/peers
@@ -27,7 +27,7 @@ from jaxserve.request import parse_prompts
 
 
 def main() -> None:
-    """Parse the flags, start the engine and run what was asked for."""
+    """Parse the flags, start the engine and run the workloads."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", default="auto")
@@ -71,14 +71,14 @@ def load_workloads(folder: Path) -> ModuleType:
     """Return the workload definitions, by path."""
     spec = importlib.util.spec_from_file_location("workloads", folder / "workloads.py")
     if spec is None or spec.loader is None or not (folder / "workloads.py").exists():
-        sys.exit(f"{folder} has no workloads.py; give --workloads-dir")
+        sys.exit(f"{folder} has no workloads.py; pass --workloads-dir")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 class Driver:
-    """Runs a list of (prompt ids, new tokens) and says when each first token came and how many tokens were made."""
+    """Runs a list of (prompt ids, output length) and returns times of first tokens and numbers of tokens."""
 
     def __init__(self, llm: LLM):
         self._engine = llm.engine
@@ -97,7 +97,7 @@ class Driver:
 
 
 def time_contexts(llm: LLM, runs: int) -> dict[str, Any]:
-    """Median milliseconds of a decode step of one request at several contexts, and what reading their KV takes."""
+    """Measure the median milliseconds of a decode step at several contexts, and the time to read their KV cache."""
     found: dict[str, Any] = {"engine": "jaxserve", "ms_per_step": {}}
     for context in (128, 512, 1024, 2048, 4096):
         times = []
@@ -123,7 +123,7 @@ def time_contexts(llm: LLM, runs: int) -> dict[str, Any]:
 
 
 def read_bandwidth() -> float:
-    """Bytes a second that XLA reads in a sum over an array larger than the caches."""
+    """Measure the bytes per second that XLA reads in a sum over an array larger than the caches."""
     import jax
     import jax.numpy as jnp
 

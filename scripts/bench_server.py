@@ -1,8 +1,8 @@
-"""What a server adds to the engine behind it, in one run, side by side.
+"""Measures the overhead of a server over its engine, side by side in one run.
 
     python scripts/bench_server.py --model DIRECTORY --num-prompts 64 --output-json FILE
 
-* Overhead: tokens a second over HTTP and over gRPC against ``LLM.generate``: the same prompts, the same settings, no
+* Overhead: tokens per second over HTTP and over gRPC against ``LLM.generate``: the same prompts, the same settings, no
   prefix cache (each prompt comes once over each way). Both engines are loaded all the time, each in a process of its
   own, and one works at a time; repetitions are interleaved, so that what else the machine does falls on all alike. The
   client works on the same cores as the server: its time is in the ratio.
@@ -44,7 +44,7 @@ IDLE_REPETITIONS = 20
 
 
 class OfflineEngine:
-    """``LLM`` in a process of its own, which works only while it is asked.
+    """``LLM`` in a separate process, idle between calls.
 
     Args:
         arguments: Those of ``LLM``.
@@ -63,7 +63,7 @@ class OfflineEngine:
         self.is_ready = self._read()
 
     def generate(self, requests: list[BenchRequest]) -> dict[str, Any]:
-        """Return the answers' texts and numbers of tokens, and the seconds that ``LLM.generate`` took."""
+        """Return texts and numbers of tokens of all completions, and the seconds that ``LLM.generate`` took."""
         assert self._process.stdin is not None
         asked = [[request.prompt, request.max_tokens] for request in requests]
         self._process.stdin.write(json.dumps(asked) + "\n")
@@ -71,7 +71,7 @@ class OfflineEngine:
         return self._read()
 
     def close(self) -> None:
-        """End it."""
+        """Stop the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -85,7 +85,7 @@ class OfflineEngine:
 
 
 def work_offline(arguments: dict[str, Any]) -> None:
-    """The other side of ``OfflineEngine``."""
+    """Run the process of ``OfflineEngine``."""
     from jaxserve import LLM, SamplingParams  # in this process alone: the client needs no JAX
 
     with LLM(**arguments) as llm:
@@ -103,14 +103,14 @@ def work_offline(arguments: dict[str, Any]) -> None:
 
 
 class Surfaces:
-    """A server's two surfaces, as load tests ask them."""
+    """A server's HTTP and gRPC APIs, as load-test backends."""
 
     def __init__(self, server: RunningServer, num_streams: int):
         self._server = server
         self._num_channels = -(-num_streams // 100)
 
     async def run(self, surface: str, work: Callable[[Backend], Awaitable[Any]]) -> Any:
-        """Run ``work`` with a way to ask."""
+        """Run ``work`` with a backend."""
         if surface == "http":
             client = HttpClient(self._server.http)
             try:
@@ -146,10 +146,10 @@ def random_requests(count: int, num_input: int, num_output: int, vocab_size: int
 async def measure_overhead(
     options: argparse.Namespace, surfaces: Surfaces, offline: OfflineEngine, vocab_size: int
 ) -> dict[str, Any]:
-    """Output tokens a second of each way, and the surfaces' share of offline's, by medians."""
+    """Return median output tokens per second of each API, and the fraction of the offline engine's."""
     speeds: dict[str, list[float]] = {name: [] for name in ("offline", *SURFACES)}
     num_wrong = 0
-    for repetition in range(options.repetitions + 1):  # the first is not counted
+    for repetition in range(options.repetitions + 1):  # the first is a warm-up
         requests = random_requests(
             options.num_prompts, options.input_len, options.output_len, vocab_size, seed=repetition
         )  # fmt: skip
@@ -172,7 +172,7 @@ async def _all_at_once(backend: Backend, requests: list[BenchRequest]) -> Any:
 
 
 def count_wrong(answers: list[BenchResponse], expected: dict[str, Any]) -> int:
-    """Answer that failed, or are not what they should be."""
+    """Return the number of responses that failed or are wrong."""
     return sum(
         not answer.is_success or answer.text != text or output_length(answer) != count
         for answer, text, count in zip(answers, expected["texts"], expected["num_tokens"], strict=True)
@@ -185,7 +185,7 @@ def count_wrong(answers: list[BenchResponse], expected: dict[str, Any]) -> int:
 async def measure_streams(
     options: argparse.Namespace, surfaces: Surfaces, offline: OfflineEngine, vocab_size: int
 ) -> dict[str, Any]:
-    """Streams at once, compared with what they should say."""
+    """Run concurrent streams and compare them with the expected texts."""
     requests = random_requests(options.num_streams, 16, options.stream_len, vocab_size, seed=10_000)
     expected = offline.generate(requests)
     found: dict[str, Any] = {"streams": options.num_streams}
@@ -205,7 +205,7 @@ async def measure_streams(
 
 
 async def measure_disconnects(options: argparse.Namespace, surfaces: Surfaces, vocab_size: int) -> dict[str, Any]:
-    """Seconds of a short request on an idle server, and while many streams are cut off."""
+    """Measure a short request on an idle server, and while many streams are disconnected."""
     found = {}
     for surface in SURFACES:
         found[surface] = await surfaces.run(
@@ -243,7 +243,7 @@ async def _seconds(backend: Backend, request: BenchRequest) -> float:
 
 
 async def measure(options: argparse.Namespace, server: RunningServer, offline: OfflineEngine) -> dict[str, Any]:
-    """Everything."""
+    """Run all measurements."""
     surfaces = Surfaces(server, max(options.num_streams, options.num_prompts))
     vocab_size = await surfaces.vocab_size()
     return {
@@ -273,7 +273,7 @@ def _row(name: str, values: list[Any], style: str) -> str:
 
 @contextlib.contextmanager
 def offline_engine(arguments: dict[str, Any], log: Path) -> Iterator[OfflineEngine]:
-    """An engine while the block runs."""
+    """Run an engine while the block runs."""
     engine = OfflineEngine(arguments, log)
     try:
         yield engine
@@ -282,7 +282,7 @@ def offline_engine(arguments: dict[str, Any], log: Path) -> Iterator[OfflineEngi
 
 
 def main() -> None:
-    """Run what the command line asks for."""
+    """Run the command."""
     if sys.argv[1:2] == ["--as-offline-engine"]:
         work_offline(json.loads(sys.argv[2]))
         return
@@ -308,16 +308,16 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--model", default="demo")
     found.add_argument("--engine", default='{"max_num_seqs": 32, "max_model_len": 512}', help="arguments of LLM, JSON")
-    found.add_argument("--num-prompts", type=int, default=64, help="requests of a repetition")
+    found.add_argument("--num-prompts", type=int, default=64, help="requests per repetition")
     found.add_argument("--input-len", type=int, default=64, help="prompt tokens")
     found.add_argument("--output-len", type=int, default=64, help="new tokens")
     found.add_argument("--repetitions", type=int, default=5, help="counted repetitions")
     found.add_argument("--num-streams", type=int, default=200, help="streams at once")
     found.add_argument("--stream-len", type=int, default=64, help="tokens of each")
-    found.add_argument("--num-disconnects", type=int, default=100, help="streams cut off at once")
+    found.add_argument("--num-disconnects", type=int, default=100, help="streams disconnected at once")
     found.add_argument("--disconnect-repetitions", type=int, default=10, help="how often")
-    found.add_argument("--disconnect-after-s", type=float, default=0.5, help="how long they run before")
-    found.add_argument("--short-len", type=int, default=32, help="new tokens of the short request")
+    found.add_argument("--disconnect-after-s", type=float, default=0.5, help="seconds until they are disconnected")
+    found.add_argument("--short-len", type=int, default=32, help="output tokens of the short request")
     found.add_argument("--output-json", metavar="FILE")
     return found
 

@@ -1,12 +1,12 @@
-"""Compiles every GPU kernel and whole steps of real models for an H200 that need not be there, and checks them.
+"""Compiles every GPU kernel and whole steps of real models for an H200, without a GPU, and checks the programs.
 
     bash scripts/compile_check.sh [--only kernels|steps] [--match TEXT] [--layers N] [--attention-backend NAME]
 
 Kernels: every bench of every operation compiles, none that XLA assembles (Pallas-Triton's) spills registers, none
-copies what it was given. Steps: decode and prefill steps of Llama-3.1-8B, Qwen2.5-14B (1, 2 and 8 devices) and
+copies its arguments. Steps: decode and prefill steps of Llama-3.1-8B, Qwen2.5-14B (1, 2 and 8 devices) and
 Llama-3.1-70B (8 devices), whole: pages are updated in place, no weight or page is copied, temporaries are bounded, one
-CUDA graph on one device and no more than the stated collectives divide on several. Prints a line a program; exit status
-1 when a check failed.
+CUDA graph on one device and no more than the stated collectives divide on several. Prints a line per program; exit
+status 1 when a check failed.
 
 It needs JAX with CUDA wheels and Python >= 3.12, and no card; ``compile_check.sh`` makes that environment.
 """
@@ -39,7 +39,7 @@ _MIB = 1 << 20
 
 
 class Program(NamedTuple):
-    """A compiled program and what is wrong with it."""
+    """A compiled program and its faults."""
 
     name: str
     compilation: Compilation | None
@@ -63,7 +63,7 @@ _STEPS = {"decode of 1": (1, True), "decode of 64": (64, True), "prefill of 2048
 
 
 def check_kernels(match: str) -> Iterator[Program]:
-    """Every bench of every implementation for GPUs."""
+    """Compile every bench of every GPU implementation."""
     mesh = h200_mesh()
     whole = get_layout("replicated").sharding(mesh)
     for op_name, row in [(op, row) for op, table in OPERATIONS.items() for row in table]:
@@ -83,7 +83,7 @@ def check_kernels(match: str) -> Iterator[Program]:
             run = functools.partial(op.run, implementation, case)
             try:
                 found = compile_for(mesh, run, structs, donate_argnums=0 if op.IS_IN_PLACE else (), options=NO_SPILLS)
-            except Exception as error:  # the compiler has many kinds; each is a finding
+            except Exception as error:  # the compiler raises many types; each is a fault
                 yield Program(name, None, [f"{type(error).__name__}: {str(error)[:300]}"])
                 continue
             faults = [f"copies {size / _MIB:.0f} MiB" for size in found.copies_from(_MIB)]
@@ -93,7 +93,7 @@ def check_kernels(match: str) -> Iterator[Program]:
 
 
 def check_steps(match: str, num_layers: int | None, backend: str | None) -> Iterator[Program]:
-    """Whole steps of each model."""
+    """Compile whole steps of each model."""
     cut = {"num_hidden_layers": num_layers} if num_layers else {}
     for model in MODELS:
         for tensor in model.tensor:
@@ -111,7 +111,7 @@ def check_steps(match: str, num_layers: int | None, backend: str | None) -> Iter
 
 
 def _step_faults(program: ModelProgram, shape: BatchShape, tensor: int, found: Compilation) -> list[str]:
-    """What is not as it must be: donation, copies, temporaries, graphs, collectives."""
+    """Return the faults of a step: donation, copies, temporaries, graphs, collectives."""
     faults = []
     state_bytes = program.pool_bytes + program.slot_state_bytes
     if found.alias_bytes < state_bytes:
@@ -137,7 +137,7 @@ def _step_faults(program: ModelProgram, shape: BatchShape, tensor: int, found: C
 
 
 def temporary_bound(program: ModelProgram, shape: BatchShape) -> int:
-    """Bytes of temporaries a step may take: a few activations a token, a few logits a row."""
+    """Return the bytes of temporaries allowed per step: a few activations per token, a few logits per row."""
     config, tokens, rows = program.config, shape.num_tokens, shape.num_rows
     width = program.abstract_model.layer_width + 4 * config.hidden_size
     return 4 * tokens * width + 6 * 4 * rows * config.vocab_size + 64 * _MIB
@@ -148,8 +148,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("kernels", "steps"))
     parser.add_argument("--match", default="", help="only programs whose name contains this")
-    parser.add_argument("--layers", type=int, help="layers of the models, to be quicker; all by default")
-    parser.add_argument("--attention-backend", help="as the engine's option; its own choice by default")
+    parser.add_argument("--layers", type=int, help="number of layers, for faster checks (default: all)")
+    parser.add_argument("--attention-backend", help="as the engine's option (default: its choice)")
     options = parser.parse_args()
     if options.only == "kernels" and (options.layers or options.attention_backend):
         parser.error("--layers and --attention-backend are for steps")

@@ -1,4 +1,4 @@
-"""What a compiler's texts say of a program: what the host launches, what is copied, what is communicated."""
+"""Reads the compiler's texts of a program: host launches, copies and collectives."""
 
 import math
 import re
@@ -8,7 +8,7 @@ _ELEMENT_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u
 
 
 def launched_segments(thunks: str) -> tuple[str, ...]:
-    """Kinds of what the host launches, in order; a kernel inside a graph or a loop is none.
+    """Return the kinds of host launches, in order; kernels inside graphs or loops are not launches.
 
     Args:
         thunks: XLA's dump of a program's thunk sequence.
@@ -17,12 +17,12 @@ def launched_segments(thunks: str) -> tuple[str, ...]:
 
 
 def graph_kernels(thunks: str) -> tuple[str, ...]:
-    """Names of all kernels, those of graphs and loops included."""
+    """Return the names of all kernels, including those in graphs and loops."""
     return tuple(re.findall(r"kCustomKernel\s+\[.*?\] (\S+)", thunks))
 
 
 def copied_bytes(text: str) -> list[int]:
-    """Sizes of what a program copies: by a copy of its own, or by a kernel that only slices (and converts).
+    """Return the sizes of a program's copies: explicit ones, and kernels that only slice (and convert).
 
     Args:
         text: The optimized program.
@@ -33,7 +33,7 @@ def copied_bytes(text: str) -> list[int]:
 
 
 def compiled_collectives(text: str) -> dict[str, int]:
-    """Operands of every collective: XLA joins several into one with a tuple for a result.
+    """Return the operands of every collective: XLA combines several into one with a tuple result.
 
     Args:
         text: The optimized program.
@@ -41,13 +41,15 @@ def compiled_collectives(text: str) -> dict[str, int]:
     counts: dict[str, int] = {}
     for result, kind in re.findall(rf"= (\([^=]*?\)|\S+) ({_COLLECTIVES})(?:-start)?\(", text):
         num_arrays = len(re.findall(r"\w+\[", result))
-        num_operands = num_arrays // 2 if result.startswith("((") else num_arrays  # a start gives operands and results
+        num_operands = (
+            num_arrays // 2 if result.startswith("((") else num_arrays
+        )  # an async start returns operands and results
         counts[kind] = counts.get(kind, 0) + num_operands
     return counts
 
 
 def _num_bytes(result: str) -> int:
-    """Memory of a result, such as ``(bf16[2,3]{1,0}, f32[])``."""
+    """Return the bytes of a result, such as ``(bf16[2,3]{1,0}, f32[])``."""
     total = 0
     for element, dimensions in re.findall(r"(\w+)\[([\d,]*)\]", result):
         sizes = [int(size) for size in dimensions.split(",") if size]

@@ -1,4 +1,4 @@
-"""Counts the functions between ``LLM.generate`` and the device: what a reader of the engine's main path has to read.
+"""Counts the functions between ``LLM.generate`` and the device: the engine's main path.
 
     python scripts/count_call_path.py            one JSON line: functions and lines, in all and by file
     python scripts/count_call_path.py --list     the functions themselves as well
@@ -60,7 +60,7 @@ def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _lines_by_start(path: Path) -> dict[int, int]:
-    """Lines of each function of a file without docstring and blank lines, by the line that its code starts at."""
+    """Return the lines of each function of a file without docstring and blank lines, by its first line."""
     text = (_ROOT / path).read_text()
     source = text.splitlines()
     found = {}

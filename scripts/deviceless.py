@@ -1,4 +1,4 @@
-"""Compiling for an H200 on a machine that has none: XLA's device-less path, and what its answers say.
+"""Compiles for an H200 on a machine without one, using XLA's device-less path, and reads the results.
 
 Needs Python 3.12 or newer with the CUDA wheels of JAX 0.11 or newer (``jax[cuda13]``), and neither a card nor a driver.
 Import it before JAX: it sets what the CUDA plugin reads.
@@ -33,13 +33,13 @@ class NoCudaError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """What a compiled program is made of.
+    """Properties of a compiled program.
 
     Attributes:
         seconds: Time lowering and compiling took.
         alias_bytes: Memory of arguments that its results reuse.
         temporary_bytes: Memory it takes while it runs.
-        segments: Kinds of what the host launches, in order: ``kCommandBuffer`` is a CUDA graph.
+        segments: Kinds of host launches, in order: ``kCommandBuffer`` is a CUDA graph.
         kernels: Names of all kernels, graphs' included.
         copies: Bytes of each array it copies as it is.
         collectives: Number of each collective.
@@ -55,16 +55,16 @@ class Compilation:
 
     @property
     def num_graphs(self) -> int:
-        """CUDA graphs that the host launches."""
+        """Number of CUDA graphs that the host launches."""
         return self.segments.count("kCommandBuffer")
 
     def copies_from(self, least_bytes: int) -> list[int]:
-        """Copies of at least so many bytes."""
+        """Return the copies of at least this many bytes."""
         return [size for size in self.copies if size >= least_bytes]
 
 
 def h200_mesh(num_devices: int = 1) -> Mesh:
-    """Return a mesh of H200s of one host that need not be there, ``tensor`` across them.
+    """Return an abstract mesh of H200s of one host, ``tensor`` across them.
 
     Raises:
         NoCudaError: The CUDA wheels of JAX are not installed.

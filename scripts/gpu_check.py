@@ -15,10 +15,10 @@ inputs larger than the L2 cache; each compares its result first), gemms (the lay
 them), engine (random-weight checkpoints written to disk: starts, decode, the gap between steps, prefill, throughput),
 peers (JAX's own paged attention, PyTorch and cuDNN attention, transformers' static-cache generation).
 
-Each part runs in processes of its own: one that fails, hangs or loses the device costs no other its turn. A process
-that says nothing for 45 s while something runs is taken to hang; what hung or ended its process is not run again, and
-what gave a wrong result is not timed. The JSON file and the Markdown table beside it are rewritten after every figure,
-so that a run that is killed keeps what it had. What would not fit into ``--time-limit`` (470 s, of which each part has
+Each part runs in processes of its own: one that fails, hangs or loses the device does not stop the others. A process
+A process while something runs is taken to hang; items that hung or crashed their process are not run again, and
+items with wrong results are not timed. The JSON file and the Markdown table beside it are rewritten after every figure,
+so that a killed run keeps its results. Items that do not fit into ``--time-limit`` (470 s, of which each part has
 a share) is skipped and listed. ``--resume`` goes on from the files there: what is done or failed is not repeated
 (``--retry-failed`` repeats what failed), the ceilings are measured again, and compiled programs and checkpoints are
 found in ``--work``, which is kept until a run has skipped nothing. Where commands have a time limit of their own, give
@@ -33,7 +33,7 @@ part needs 34 GB of disk for the larger checkpoint.
 JAX's CUDA wheels are installed (Python 3.12 or newer; ``--lower-only`` leaves that out). The engine's steps have two
 layers there; ``scripts/compile_check.py`` compiles whole ones.
 
-Exit status: 0 when all that ran was right, 1 when a result was wrong or an item broke, 2 without a GPU.
+Exit status: 0 if everything that ran succeeded, 1 if a result was wrong or an item failed, 2 without a GPU.
 """
 
 import argparse
@@ -65,7 +65,7 @@ NO_GPU = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the arguments say; return the exit status."""
+    """Run the command; return the exit status."""
     options = parse(arguments)
     if options.child is not None:
         return serve(load_part(options.child), sys.stdin, say)
@@ -93,31 +93,38 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=TIME_LIMIT_S,
         metavar="SECONDS",
-        help="skip what would not fit into it; 0 for no limit (default: %(default)g)",
+        help="skip items that would exceed it; 0 for no limit (default: %(default)g)",
     )
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="default: scripts/gpu_results, or build/gpu_check of a dry run"
     )
-    parser.add_argument("--name", help="of the files there (default: gpu_check, or dry_run)")
-    parser.add_argument("--resume", action="store_true", help="go on from the files there; done items are not repeated")
-    parser.add_argument("--retry-failed", action="store_true", help="with --resume: run again what failed")
+    parser.add_argument("--name", help="base name of the files (default: gpu_check, or dry_run)")
     parser.add_argument(
-        "--work", type=Path, metavar="DIR", help="for checkpoints and compiled programs (default: build/gpu_check/work)"
+        "--resume", action="store_true", help="continue from existing files without repeating finished items"
     )
-    parser.add_argument("--keep", action="store_true", help="leave --work as it is when all is done")
-    parser.add_argument("--seed", type=int, help="of the fresh inputs (default: from the clock)")
-    parser.add_argument("--commit", help="of the repository, where git cannot say")
-    parser.add_argument("--dry-run", action="store_true", help="no GPU: lower, and compile where the wheels are")
+    parser.add_argument("--retry-failed", action="store_true", help="with --resume: run failed items again")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        metavar="DIR",
+        help="directory of checkpoints and compiled programs (default: build/gpu_check/work)",
+    )
+    parser.add_argument("--keep", action="store_true", help="keep --work after a complete run")
+    parser.add_argument("--seed", type=int, help="seed of the fresh inputs (default: from the clock)")
+    parser.add_argument("--commit", help="commit of the repository, if git is not available")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="without a GPU: lower, and compile if the CUDA wheels are installed"
+    )
     parser.add_argument("--lower-only", action="store_true", help="with --dry-run: do not compile")
     parser.add_argument("--size", choices=("real", "tiny"), default="real", help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.retry_failed and not options.resume:
-        parser.error("--retry-failed goes with --resume")
+        parser.error("--retry-failed needs --resume")
     if options.lower_only and not options.dry_run:
-        parser.error("--lower-only goes with --dry-run")
+        parser.error("--lower-only needs --dry-run")
     if options.dry_run and (options.resume or options.work or options.keep or options.seed is not None):
-        parser.error("--dry-run runs nothing: --resume, --work, --keep and --seed do not go with it")
+        parser.error("--dry-run runs nothing, so --resume, --work, --keep and --seed do not apply")
     return options
 
 
@@ -139,7 +146,7 @@ def check(options: argparse.Namespace, device: str, driver_version: str) -> int:
     say(f"{device}; fresh inputs from seed {seed}; results in {results.json_path}")
     for text in toolchain.missing(facts["versions"]):
         say(text)
-    signal.signal(signal.SIGTERM, leave)  # so that what runs is ended too
+    signal.signal(signal.SIGTERM, leave)  # so that running processes are stopped too
     driver = Driver(results, (sys.executable, str(Path(sys.argv[0]).resolve()), "--child"), say)
     waiting = [part for part in PARTS if part in options.only or part == "ceilings"]
     try:
@@ -174,12 +181,12 @@ def dry_run(options: argparse.Namespace) -> int:
 
 
 def leave(number: int, frame: object) -> NoReturn:
-    """End this process as a signal asks, by way of what has to be tidied up."""
+    """Exit on a signal, running all cleanup handlers."""
     sys.exit(128 + number)
 
 
 def with_results(context: Context, results: Results) -> Context:
-    """Return the context with what other parts have found by now: ceilings, and implementations that failed."""
+    """Return the context with results of earlier parts: ceilings, and implementations that failed."""
     checked = ("probe/", "numerics/")
     broken, wrong = (
         {item.partition("/")[2]: reason for item, reason in found.items() if item.startswith(checked)}
@@ -197,7 +204,7 @@ def with_results(context: Context, results: Results) -> Context:
 
 
 def clean(work: Path) -> None:
-    """Remove what a run wrote for the next one: checkpoints, compiled programs."""
+    """Remove the checkpoints and compiled programs that a run keeps for the next one."""
     for pattern in ("model-*", "cache-*", "xdg"):
         for path in work.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
@@ -209,7 +216,7 @@ def load_part(name: str) -> Part:
 
 
 def about(options: argparse.Namespace, device: str, driver_version: str, versions: dict[str, str]) -> dict[str, Any]:
-    """Return what the figures depend on."""
+    """Return the versions and settings that the figures depend on."""
     return {
         "device": device,
         "driver": driver_version,
@@ -235,7 +242,7 @@ def say(text: str) -> None:
 
 
 def _output(command: list[str]) -> str:
-    """Return what a command prints; empty where it is not there or fails."""
+    """Return a command's output; empty if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):

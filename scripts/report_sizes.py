@@ -3,7 +3,7 @@
     python scripts/report_sizes.py            one JSON line per package
     python scripts/report_sizes.py --list     also the longest files and functions, and private functions used once
 
-The numbers are for a reviewer to look at; ``tests/test_style.py`` only stops what nobody can read in one sitting.
+The numbers are for a reviewer to look at; ``tests/test_style.py`` only limits extremes.
 Generated files (``*_pb2*``) are left out.
 """
 

@@ -1,4 +1,4 @@
-"""A real server for scripts and tests: ``jaxserve serve`` in a process of its own, on free ports of this machine."""
+"""A real server for scripts and tests: ``jaxserve serve`` in a separate process, on free ports of this machine."""
 
 import contextlib
 import dataclasses
@@ -19,14 +19,14 @@ _READY = re.compile(r"jaxserve ready: http=(\S+) grpc=(\S+) admin=(\S+)")
 
 @dataclasses.dataclass
 class RunningServer:
-    """A server that runs.
+    """A running server.
 
     Attributes:
         process: The front end.
         http: Base URL, without ``/v1``.
         grpc: Target of the gRPC listener.
         admin: Target of the admin listener.
-        log: File of what it writes.
+        log: File with its output.
     """
 
     process: "subprocess.Popen[bytes]"
@@ -37,7 +37,7 @@ class RunningServer:
 
     @property
     def engine_pid(self) -> int:
-        """Process id of the engine: the front end's child that runs it."""
+        """Process id of the engine, a child of the front end."""
         pid = self.process.pid
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes():
@@ -45,12 +45,12 @@ class RunningServer:
         raise RuntimeError(f"process {pid} has no engine process")
 
     def wait(self, timeout_s: float = 60.0) -> int:
-        """Its exit status, once it has ended."""
+        """Wait for the front end and return its exit status."""
         return self.process.wait(timeout_s)
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
-    """Settings under their Python names as flags of the command line."""
+    """Return settings with Python names as command-line flags."""
     flags = []
     for name, value in settings.items():
         flag = name.replace("_", "-")
@@ -68,15 +68,15 @@ def running_server(
     start_limit_s: float = 600.0,
     end_limit_s: float = 90.0,
 ) -> Iterator[RunningServer]:
-    """A server while the block runs; ended by SIGTERM, and by force where it has not ended by itself in time.
+    """Run a server while the block runs; stop it with SIGTERM, and with SIGKILL after the limit.
 
     Args:
         model: Directory, or ``demo``.
         flags: Of ``jaxserve serve``.
         log: File for what it writes.
         environment: Added to this process' own.
-        start_limit_s: Seconds it may take to be ready.
-        end_limit_s: Seconds it may take to end.
+        start_limit_s: Seconds until it must be ready.
+        end_limit_s: Seconds until it must have exited.
 
     Raises:
         RuntimeError: It did not start.

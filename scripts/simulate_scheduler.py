@@ -1,4 +1,4 @@
-"""Replays a recorded trace through the scheduler and the page allocator, against a model of how long steps take.
+"""Replays a recorded trace through the scheduler and the page allocator, with a model of step times.
 
     python scripts/simulate_scheduler.py --trace ../shared/data/traces/mooncake/conversation_trace.jsonl --rate 1 10 100
     python scripts/simulate_scheduler.py --host-cost 256
@@ -32,7 +32,7 @@ LOADS = ("running", "waiting", "kv_use")
 
 
 class Preset(NamedTuple):
-    """Costs of a device and a model, and the context tokens whose keys and values fit beside the weights."""
+    """Costs of a device and a model, and the number of context tokens that fit beside the weights."""
 
     cost: CostModel
     kv_tokens: int
@@ -58,7 +58,7 @@ PRESETS = {
 
 
 def distribution(values: np.ndarray) -> dict[str, float]:
-    """Mean and percentiles; empty where there are no values."""
+    """Return mean and percentiles; empty without values."""
     if not values.size:
         return {}
     return {"mean": float(values.mean())} | {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
@@ -73,7 +73,7 @@ def simulate(trace: Trace, rate: float, settings: Settings) -> tuple[Simulation,
 
 
 def figures_of(simulation: Simulation, rate: float, wall_s: float) -> dict[str, Any]:
-    """What is reported of a simulation, in plain numbers. Times of requests are simulated seconds."""
+    """Return the results of a simulation. Times of requests are simulated seconds."""
     trace, pages, moments = simulation.trace, simulation.scheduler.pages, simulation.moments
     outputs = np.array([request.num_output_tokens for request in trace.requests])
     prompts = np.array([request.num_prompt_tokens for request in trace.requests])
@@ -141,7 +141,7 @@ def lines_of(figures: dict[str, Any]) -> list[str]:
 
 
 def host_cost(num_rows: int, settings: Settings, repetitions: int = 150) -> dict[str, Any]:
-    """Microseconds of `schedule` and `complete` a step at exactly ``num_rows`` decoding sequences.
+    """Measure microseconds of `schedule` and `complete` per step at exactly ``num_rows`` decoding sequences.
 
     The best of ``repetitions`` means, each over as many steps as a page has tokens, so that granting every sequence a
     page and registering one is in it, spread over the steps. Steps are in flight as in the engine.
@@ -183,7 +183,7 @@ def host_cost(num_rows: int, settings: Settings, repetitions: int = 150) -> dict
 
 
 def figure_class() -> type[Any]:
-    """matplotlib's, which only plots need.
+    """Return matplotlib's pyplot, which only plots need.
 
     Raises:
         ValueError: It is not installed.
@@ -236,25 +236,25 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="Azure .csv or Mooncake .jsonl")
-    parser.add_argument("--rate", type=float, nargs="+", default=[1.0], help="times the trace's own speed; several do")
-    parser.add_argument("--requests", type=int, help="only the first so many of the trace")
-    parser.add_argument(
-        "--model", choices=sorted(PRESETS), default="h200-8b", help="costs (a model, not a measurement)"
-    )
+    parser.add_argument("--rate", type=float, nargs="+", default=[1.0], help="multiples of the trace's own speed")
+    parser.add_argument("--requests", type=int, help="use only this many requests of the trace")
+    parser.add_argument("--model", choices=sorted(PRESETS), default="h200-8b", help="cost model (not a measurement)")
     for field in dataclasses.fields(CostModel):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=float, help="seconds, in place of the model's")
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=float, help="seconds, overriding the model's")
     pages = parser.add_mutually_exclusive_group()
     pages.add_argument("--num-pages", type=int)
     pages.add_argument("--kv-tokens", type=int, help="tokens of all pages (default: the model's)")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--max-model-len", type=int, default=131072, help="longer requests are cut, and counted")
+    parser.add_argument("--max-model-len", type=int, default=131072, help="longer requests are truncated, and counted")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--long-prefill-token-threshold", type=int, default=0)
     parser.add_argument("--no-prefix-caching", dest="is_caching", action="store_false")
-    parser.add_argument("--policy", choices=("fcfs", "priority"), default="fcfs", help="priorities are drawn, 0 to 2")
+    parser.add_argument(
+        "--policy", choices=("fcfs", "priority"), default="fcfs", help="priority draws priorities from 0 to 2"
+    )
     parser.add_argument("--depth", type=int, choices=(1, 2), default=2, help="steps in flight; 2 hides the host's part")
-    parser.add_argument("--seed", type=int, help="of the priorities (default: 0)")
+    parser.add_argument("--seed", type=int, help="seed of the priorities (default: 0)")
     parser.add_argument(
         "--host-cost", type=int, nargs="?", const=256, metavar="ROWS", help="measure the host part only"
     )
@@ -276,20 +276,20 @@ def check_flags(options: argparse.Namespace) -> None:
         if not rate > 0:
             raise ValueError(f"--rate must be more than 0, got {rate:g}")
     if options.seed is not None and options.policy != "priority":
-        raise ValueError("--seed is that of the priorities, which only --policy priority has")
+        raise ValueError("--seed is the seed of priorities; it needs --policy priority")
     if options.host_cost is not None and (options.trace or options.plot):
-        raise ValueError("--host-cost measures decode steps alone, without --trace and --plot")
+        raise ValueError("--host-cost measures only decode steps; --trace and --plot do not apply")
     if options.plot is not None and not options.plot.absolute().parent.is_dir():
         raise ValueError(f"--plot {options.plot}: expected a file in a folder that exists")
     if options.max_num_batched_tokens < options.max_num_seqs:
         raise ValueError(
-            f"--max-num-batched-tokens {options.max_num_batched_tokens}: expected a token at least for each of "
+            f"--max-num-batched-tokens {options.max_num_batched_tokens}: expected at least one token for each of "
             f"{options.max_num_seqs} sequences"
         )
 
 
 def settings_of(options: argparse.Namespace, num_requests: int) -> Settings:
-    """Settings that flags ask for.
+    """Return the settings of the flags.
 
     Raises:
         ValueError: A number is out of its range.
@@ -319,7 +319,7 @@ def settings_of(options: argparse.Namespace, num_requests: int) -> Settings:
 
 
 def main() -> None:
-    """Run what the flags ask for."""
+    """Run the command."""
     parser = make_parser()
     options = parser.parse_args()
     try:
@@ -327,7 +327,7 @@ def main() -> None:
         if options.host_cost is not None:
             report_host_cost(options)
         elif options.trace is None:
-            raise ValueError("--trace FILE or --host-cost is needed")
+            raise ValueError("pass --trace FILE or --host-cost")
         else:
             report_simulation(options)
     except ValueError as error:
@@ -338,7 +338,7 @@ def report_host_cost(options: argparse.Namespace) -> None:
     """Measure and print the host cost of decode steps."""
     found = host_cost(options.host_cost, settings_of(options, 0))
     line = f"schedule + complete of {found['rows']} decoding sequences: best {found['best_us']:.1f} us"
-    line += f" ({found['best_us_per_row']:.3f} us a row), median {found['median_us']:.1f} us"
+    line += f" ({found['best_us_per_row']:.3f} us per row), median {found['median_us']:.1f} us"
     print(json.dumps(found) if options.json else line)
 
 
@@ -361,8 +361,8 @@ def report_simulation(options: argparse.Namespace) -> None:
     }
     if not options.json:
         print(
-            f"{trace.name}: {len(trace.requests)} requests, {num_cut} of them cut to {options.max_model_len} tokens; "
-            f"{reuse.num_prompt_tokens} prompt tokens, an endless cache would find {reuse.rate:.2%}\n"
+            f"{trace.name}: {len(trace.requests)} requests, {num_cut} truncated to {options.max_model_len} tokens; "
+            f"{reuse.num_prompt_tokens} prompt tokens, an unlimited cache would hit {reuse.rate:.2%}\n"
             f"step times are those of the model {options.model}, not measured; "
             f"{settings.num_pages} pages of {settings.page_size} tokens"
         )

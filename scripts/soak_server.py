@@ -1,4 +1,4 @@
-"""A server under mixed load for a long time: does anything leak, stick, or come out wrong?
+"""Runs a server under mixed load for a long time and looks for leaks, hangs and wrong results.
 
     python scripts/soak_server.py --minutes 30 --output-json FILE
 
@@ -41,7 +41,7 @@ SETTLE_S = 7.0
 
 
 async def run_soak(server: RunningServer, duration_s: float, seed: int = 0, num_workers: int = NUM_WORKERS) -> Report:
-    """Put a server under load for some time, and say what came of it.
+    """Put a server under load for some time, and report the results.
 
     The server must be idle, have the demo model or another that knows no end of text where ``ignore_eos`` is set,
     contexts of at least 256 tokens, and let everybody in.

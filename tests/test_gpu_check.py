@@ -229,7 +229,7 @@ def test_what_does_not_fit_into_the_time_is_skipped(tmp_path):
     results, _ = driven(tmp_path, FakePart(Item("long", 1000), Item("long_running", 0), Item("b", 0)), limit_s=6.5)
     assert set(results.skipped) == {"kernels/long", "kernels/long_running", "kernels/b"}
     assert "needs about 1000 s" in results.skipped["kernels/long"]
-    assert results.skipped["kernels/long_running"] == "the time was up"
+    assert results.skipped["kernels/long_running"] == "the time limit was reached"
     assert [f.name for f in results.figures] == ["long_running"]
 
 
@@ -550,7 +550,7 @@ def test_the_gap_is_the_idle_time_beyond_a_step_s_own():
     decode = workload.Decode(1, 64, 9, 0.006, 0.005, 0.007, *times, num_profiled=2)
     found = engine._gap_figure("x", decode)
     assert found.value == pytest.approx(800) and found.unit == "us"
-    assert "idle 1000 us a step, busy 5.000 ms" in found.note
+    assert "idle 1000 us per step, busy 5.000 ms" in found.note
     assert engine._gap_figure("x", decode._replace(stepping=None)).value is None
 
 

@@ -227,7 +227,7 @@ def test_the_command_prints_text_and_takes_costs(
     flags = ("--step-s", 1, "--prefill-token-s", 0, "--requests", 1, "--depth", 1, "--host-s", 0, "--no-prefix-caching")
     command(monkeypatch, "--trace", trace_file, *flags)
     found = capsys.readouterr().out
-    assert "tiny: 1 requests, 0 of them cut" in found
+    assert "tiny: 1 requests, 0 truncated to" in found
     assert "the model h200-8b, not measured" in found
     assert "rate 1x: 2 steps in 2.0 simulated s" in found
 
@@ -235,7 +235,7 @@ def test_the_command_prints_text_and_takes_costs(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ((), "--trace FILE or --host-cost is needed"),
+        ((), "pass --trace FILE or --host-cost"),
         (("--trace", "absent.jsonl"), "absent.jsonl: cannot be read"),
         (("--trace", "TINY", "--rate", 0), "--rate must be more than 0, got 0"),
         (("--trace", "TINY", "--requests", 0), "--requests must be at least 1, got 0"),
@@ -244,9 +244,9 @@ def test_the_command_prints_text_and_takes_costs(
         (("--trace", "TINY", "--max-model-len", 1), "--max-model-len must be at least 2, got 1"),
         (("--trace", "TINY", "--max-num-batched-tokens", 8), "--max-num-batched-tokens 8: .* 256 sequences"),
         (("--trace", "TINY", "--step-s", "nan"), "--step-s must be at least 0, got nan"),
-        (("--trace", "TINY", "--seed", 3), "--seed is that of the priorities, which only --policy priority has"),
+        (("--trace", "TINY", "--seed", 3), "--seed is the seed of priorities; it needs --policy priority"),
         (("--trace", "TINY", "--plot", "absent/plot.png"), "--plot absent/plot.png: expected a file in a folder that"),
-        (("--trace", "TINY", "--host-cost"), "--host-cost measures decode steps alone"),
+        (("--trace", "TINY", "--host-cost"), "--host-cost measures only decode steps"),
         (("--host-cost", 0), "--host-cost must be at least 1, got 0"),
     ],
 )

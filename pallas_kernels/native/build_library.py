@@ -34,7 +34,7 @@ OBJECTS = (
         )
     }
 )
-# Sums are written as they are to be computed: a compiler of its own mind would change bits.
+# Sums are written in the order of evaluation: reassociation by the compiler would change bits.
 FLAGS = (
     "-O3",
     "-std=gnu11",
@@ -70,7 +70,7 @@ def find_compiler(environment: Mapping[str, str]) -> Compiler | None:
 
 
 def build(compiler: Compiler, sources: Path, library: Path, flags: tuple[str, ...] = ()) -> None:
-    """Compile the sources and link the library, in its place only when it is whole.
+    """Compile the sources and link the library; the file appears only when it is complete.
 
     Args:
         compiler: From ``find_compiler``.
@@ -79,7 +79,7 @@ def build(compiler: Compiler, sources: Path, library: Path, flags: tuple[str, ..
         flags: Further flags, such as those of a sanitizer.
 
     Raises:
-        subprocess.CalledProcessError: The compiler failed; what it said is on standard error.
+        subprocess.CalledProcessError: The compiler failed; its messages are on standard error.
     """
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +107,7 @@ def _major_version(path: str) -> int:
 
 
 def _can_compile(path: str) -> bool:
-    """Try a compiler on the headers that are needed: a distribution may have it without those."""
+    """Try a compiler on the headers that are needed: some distributions have the compiler without them."""
     program = "#include <immintrin.h>\n#include <linux/futex.h>\n#include <pthread.h>\n#include <stdlib.h>\n"
     command = [path, *FLAGS, *AMX, "-x", "c", "-c", "-", "-o", "/dev/null"]
     try:

@@ -2,7 +2,7 @@
 //
 // Packed weights are panels of 32 outputs, [N / 32][K / kp][32][kp]: kp = 1 for float32 and 2 for bfloat16, whose K is
 // filled up with zeros to a multiple of 32, as N is to one of 32. So 128 bytes are one step of every kernel, and 16 steps
-// of bfloat16 are two tiles of AMX. A gated weight has 16 gates in a panel, and behind them the 16 outputs they multiply.
+// of bfloat16 are two tiles of AMX. A gated weight has 16 gates in a panel, and then the 16 outputs they multiply.
 #pragma once
 #include <stdint.h>
 

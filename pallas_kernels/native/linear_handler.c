@@ -65,7 +65,7 @@ static void pack_job(void *context) {
   for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < panels;) pack_panel(job, i);
 }
 
-// Packs a weight [num_out, num_in] of 2 or 4 bytes an item into panels of padded_in features, or gives it back. The first
+// Packs a weight [num_out, num_in] of 2 or 4 bytes an item into panels of padded_in features, or restores it. The first
 // half of a gated one's outputs are gates.
 EXPORT void jaxserve_pack(const void *from, void *to, int64_t num_out, int64_t num_in, int64_t padded_in, int item,
                           int is_gated, int is_inverse) {

@@ -2,7 +2,7 @@
 //
 // Keys lie in groups of 16 tokens, of 8 where the page size is no multiple of 16: [H][group] numbers in float32,
 // [H / 2][group] pairs of features in bfloat16. Values lie as [p][H] in float32, as [p / 2][H] pairs of tokens in bfloat16.
-// AMX multiplies such pairs as they are; other instructions take them apart with a shift.
+// AMX multiplies such pairs as they are; other instructions separate them with a shift.
 #pragma once
 #include <stdint.h>
 

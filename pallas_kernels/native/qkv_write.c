@@ -23,7 +23,7 @@ INLINE Vec load_normed(int count, const float *from, const float *weight, float 
   return weight ? vec_mul(vec_mul(x, vec_set(factor)), load_up_to(count, weight)) : x;
 }
 
-// A head, normed where there is a weight, its leading features rotated in pairs (h, h + half).
+// A head, normalized if there is a weight, its leading features rotated in pairs (h, h + half).
 static void prepare_head(const QkvWrite *w, int64_t token, const float *from, const float *weight, float *to) {
   const int width = w->width, half = w->half;
   const float factor = weight ? 1 / __builtin_sqrtf(sum_of_squares(from, width) / width + w->eps) : 1;

@@ -54,7 +54,7 @@ static void *work(void *argument) {
   return 0;
 }
 
-// Called by whoever has the pool. Threads are started when they are first wanted; what cannot be started is done without.
+// Called by the owner of the pool. Threads are started when they are first wanted; what cannot be started is done without.
 static void start_workers(int count) {
   if (pool.owner != getpid()) {
     pool.owner = getpid();

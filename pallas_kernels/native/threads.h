@@ -7,7 +7,7 @@ typedef void (*Job)(void *context);
 // Runs a job on this thread and on those workers that come in time; alone where another call has the workers.
 //
 // A worker that has not begun is never waited for: with all cores busy that would take a time slice of the scheduler, some
-// 10 ms. The caller takes whatever piece nobody else has taken, closes the job, and waits for workers inside only.
+// 10 ms. The caller takes any piece that no other thread has taken, closes the job, and waits for workers inside only.
 void run_job(Job job, void *context);
 
 // Number of threads, the caller's included; takes effect with the next job.

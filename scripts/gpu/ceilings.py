@@ -18,7 +18,7 @@ COPY, MATMUL = "copy bandwidth", "bf16 matrix rate"
 
 
 def items(context: Context) -> list[Item]:
-    """JAX's own figures decide; torch's are beside them for comparison."""
+    """Goals use JAX's figures; torch's are for comparison."""
     return [Item("jax", 15.0), Item("torch", 15.0)]
 
 
@@ -34,7 +34,7 @@ def programs(context: Context) -> Iterator[Program]:
 
 
 def _sizes(context: Context) -> tuple[int, int]:
-    """Numbers in the copied array, and the side of the matrices."""
+    """Return the elements of the copied array, and the width of the matrices."""
     return (1 << 16, 64) if context.is_tiny else (1 << 30, 8192)
 
 
@@ -59,7 +59,7 @@ def _matmul(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def _jax(context: Context) -> Iterator[Figure]:
-    """A copy as memory move and as kernel (the faster counts), a pure read, and a matrix product."""
+    """Measure a copy as memory move and as kernel (the faster counts), a pure read, and a matmul."""
     count, side = _sizes(context)
     num_bytes = 4 * count
     seconds = {}
@@ -85,7 +85,7 @@ def _jax(context: Context) -> Iterator[Figure]:
 
 
 def _torch(context: Context) -> Iterator[Figure]:
-    """The same two through PyTorch."""
+    """Measure both through PyTorch."""
     if importlib.util.find_spec("torch") is None:
         raise SkippedError("torch is not installed")
     torch: Any = importlib.import_module("torch")

@@ -104,7 +104,7 @@ class Driver:
                     is_over = not deadline.fits(CLOSING_S)
                     what, limit_s = progress.doing
                     hung = f"hung: nothing came for {limit_s:g} s while {what}"
-                    self._stop(name, progress, "the time was up" if is_over else hung, is_over)
+                    self._stop(name, progress, "the time limit was reached" if is_over else hung, is_over)
                     break
                 if text is None:
                     reason = f"the process ended with code {process.wait()} while {progress.doing.what}"

@@ -199,7 +199,7 @@ def _gap_figure(label: str, found: Decode) -> Figure:
     if stepping is None or replaying is None:
         return Figure(part="engine", name=f"{label}: gap", value=None, note="the profiler saw no event of a device")
     gap = rounded((stepping.idle_s - replaying.idle_s) / count * 1e6)
-    note = f"device events of {count} steps: idle {stepping.idle_s / count * 1e6:.0f} us a step, busy "
+    note = f"device events of {count} steps: idle {stepping.idle_s / count * 1e6:.0f} us per step, busy "
     note += f"{stepping.busy_s / count * 1e3:.3f} ms; the same step run {count} times without a host between: idle "
     note += f"{replaying.idle_s / count * 1e6:.0f} us, busy {replaying.busy_s / count * 1e3:.3f} ms"
     return Figure(part="engine", name=f"{label}: gap", value=gap, unit="us", goal=GOALS["", "gap"], note=note)
@@ -222,4 +222,4 @@ def _prefill_figure(name: str, num_tokens: int, seconds: float, context: Context
 
 
 def _no_time(label: str) -> Figure:
-    return Figure(part="engine", name=label, value=None, note="skipped: the time was up")
+    return Figure(part="engine", name=label, value=None, note="skipped: the time limit was reached")

@@ -68,7 +68,7 @@ def measure_all(
     """Compile benches side by side, then compare and time one after the other.
 
     Raises:
-        SkippedError: The time was up.
+        SkippedError: The time limit was reached.
         Exception: A bench cost the process its device.
     """
     ready = {bench.name: bench for bench in benches if bench.rotation is not None}
@@ -81,7 +81,7 @@ def measure_all(
             yield Figure(part=part, name=label, value=None, note=bench.reason)
             continue
         if context.left_s() < _BENCH_S:
-            raise SkippedError(f"the time was up at {bench.name}")
+            raise SkippedError(f"the time limit was reached at {bench.name}")
         yield Working(f"timing {label}")
         try:
             yield _measured(part, label, name, bench, succeeded(compiled[bench.name]), context)

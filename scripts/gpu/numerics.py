@@ -46,7 +46,7 @@ def run(item: str, context: Context) -> Iterator[Figure | Working]:
         checks = yield from compile_all({each: functools.partial(Check, name, row, each) for each in together})
         for case_name in together:
             if context.left_s() < 1.0:
-                raise SkippedError(f"the time was up at {case_name}")
+                raise SkippedError(f"the time limit was reached at {case_name}")
             yield Working(f"running {name} {case_name} {row}")
             yield from figures_of("numerics", name, row, case_name, checks[case_name], context)
     for reason, given in itertools.groupby(sorted(refused, key=refused.__getitem__), refused.__getitem__):

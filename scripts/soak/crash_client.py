@@ -1,9 +1,9 @@
-"""A client that somebody kills: opens streams, says so, reads a little of each now and then, and waits for its end.
+"""A client that is killed by its parent: opens streams, reports it, reads a little of each, and waits to be killed.
 
     python -S crash_client.py HOST PORT STREAMS PROMPT
     python crash_client.py --grpc TARGET STREAMS MESSAGE-IN-HEX
 
-The first imports next to nothing, so that it is there at once.
+The first form imports very little, so that it starts immediately.
 """
 
 import json
@@ -28,7 +28,7 @@ def open_http(host: str, port: int, count: int, prompt: str) -> list[Any]:
 
 def open_grpc(target: str, count: int, message: bytes) -> list[Any]:
     """Start streams over one gRPC connection."""
-    import grpc  # only here: it takes a while
+    import grpc  # only here, because it imports slowly
 
     channel = grpc.insecure_channel(target)
     call: Any = channel.unary_stream("/jaxserve.v1.GenerationService/StreamGenerate")
@@ -36,7 +36,7 @@ def open_grpc(target: str, count: int, message: bytes) -> list[Any]:
 
 
 def main() -> None:
-    """Open what the command line says and stays until it is killed."""
+    """Open the streams of the command line and wait to be killed."""
     if sys.argv[1] == "--grpc":
         opened = open_grpc(sys.argv[2], int(sys.argv[3]), bytes.fromhex(sys.argv[4]))
     else:

@@ -1,4 +1,4 @@
-"""The load of a soak run: each worker asks one thing after another, and cuts off some of it."""
+"""The load of a soak test: each worker sends one request after another and aborts some of them."""
 
 import asyncio
 import contextlib
@@ -33,18 +33,18 @@ from scripts.soak.requests import (
 from scripts.soak.slow_reader import read_slowly
 
 REQUEST_LIMIT_S = 120.0
-"""An answer that takes longer is lost."""
+"""Time limit of a response."""
 MAX_KEPT_CLIENTS = 8
 _CRASH_CLIENT = Path(__file__).with_name("crash_client.py")
 _STREAM_FIELDS = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 class WrongError(Exception):
-    """An answer that must not be."""
+    """An incorrect response."""
 
 
 class Load:
-    """Everything that workers ask.
+    """The requests of all workers.
 
     Args:
         server: The server.
@@ -65,7 +65,7 @@ class Load:
         self._host, self._port = parts.hostname or "", parts.port or 0
 
     def actions(self) -> dict[str, tuple[int, Callable[[random.Random], Awaitable[str]]]]:
-        """What is asked, by name: how often, and how."""
+        """The requests by name: how often, and how."""
         return {
             "http stream": (12, self.http_stream),
             "http unary": (6, self.http_unary),
@@ -89,7 +89,7 @@ class Load:
         }
 
     async def work(self, worker: int, until_s: float) -> None:
-        """Ask one thing after another until the time."""
+        """Send one request after another until the deadline."""
         generator = random.Random(f"{self._seed} {worker}")
         actions = self.actions()
         names, weights = list(actions), [weight for weight, _ in actions.values()]
@@ -100,14 +100,14 @@ class Load:
                     outcome = await actions[name][1](generator)
             except TimeoutError:
                 outcome = "lost"
-                self._report.complain(f"{name}: no end within {REQUEST_LIMIT_S:.0f} s")
+                self._report.complain(f"{name}: not finished within {REQUEST_LIMIT_S:.0f} s")
             except (WrongError, OSError, BenchServeError, KeyError, TypeError, IndexError) as error:
                 outcome = "wrong"
                 self._report.complain(f"{name}: {type(error).__name__}: {error}")
             self._report.note(name, outcome)
 
     async def close(self) -> None:
-        """Close all connections and ends all children."""
+        """Close all connections and stop all children."""
         for child in self._children:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
@@ -121,7 +121,7 @@ class Load:
 
     @contextlib.asynccontextmanager
     async def _client(self, generator: random.Random) -> AsyncIterator[HttpClient]:
-        """Connections: kept ones mostly, new ones at times."""
+        """Return a connection: mostly a kept one, sometimes a new one."""
         if self._clients and generator.random() < 0.8:
             client = self._clients.pop()
         else:
@@ -169,13 +169,13 @@ class Load:
         return _checked(answer, question.chat, None)
 
     async def http_feature(self, generator: random.Random) -> str:
-        """Something whose answer can be checked."""
+        """Send a request whose response can be checked."""
         feature = generator.choice(FEATURES)
         answer = await self._ask(generator, "POST", feature.path, feature.body)
         return _checked_body(answer, feature.is_right, feature.kind)
 
     async def http_look(self, generator: random.Random) -> str:
-        """What operators look at."""
+        """Read the endpoints that operators use."""
         path = generator.choice(LOOKS)
         answer = await self._ask(generator, "GET", path)
         if answer.status != 200:
@@ -183,7 +183,7 @@ class Load:
         return "answered"
 
     async def http_cancel(self, generator: random.Random) -> str:
-        """Return a stream, or an answer in one piece, that is cut off at some time."""
+        """Send a streaming or non-streaming request that is aborted at a random time."""
         question = generator.choice(self._known)
         body = question.completion(**(_STREAM_FIELDS if generator.random() < 0.8 else {}))
         client = HttpClient(self._server.http)
@@ -197,7 +197,7 @@ class Load:
             await client.close()
 
     async def http_bad(self, generator: random.Random) -> str:
-        """Return a request that must be refused."""
+        """Send a request that must be rejected."""
         bad = generator.choice(BAD)
         answer = await self._ask(generator, "POST", bad.path, bad.body)
         if answer.status == 429:
@@ -207,7 +207,7 @@ class Load:
         return f"refused {answer.status}"
 
     async def http_bad_bytes(self, generator: random.Random) -> str:
-        """Bytes that are no request."""
+        """Send bytes that are not a request."""
         reader, writer = await asyncio.open_connection(self._host, self._port)
         try:
             writer.write(generator.choice(RAW_BAD))
@@ -215,13 +215,13 @@ class Load:
                 async with asyncio.timeout(1.0):
                     data = await reader.read(1000)
                     if data and not data.startswith((b"HTTP/1.1 4", b"HTTP/1.1 5")):
-                        raise WrongError(f"an answer to nonsense: {data[:100]!r}")
+                        raise WrongError(f"a response to invalid bytes: {data[:100]!r}")
         finally:
             writer.transport.abort()
         return "cut off"
 
     async def http_slow_reader(self, generator: random.Random) -> str:
-        """Return a stream read bit by bit through a small window, with logprobs, so that it is long."""
+        """Read a stream slowly through a small window, with logprobs to make it long."""
         question = generator.choice(self._known)
         answer = BenchResponse(0.0)
         notes = StreamNotes(answer)
@@ -236,7 +236,7 @@ class Load:
         return _checked(answer, question.text, question.max_tokens)
 
     async def http_half_open(self, generator: random.Random) -> str:
-        """Return a connection that says nothing, or half of something, or does not read its answer; then it is gone."""
+        """Open a connection that sends nothing or half a request, or never reads its response; then close it."""
         _, writer = await asyncio.open_connection(self._host, self._port)
         question = generator.choice(self._known)
         body = question.completion(**_STREAM_FIELDS, logprobs=20)
@@ -281,7 +281,7 @@ class Load:
         return "answered"
 
     async def grpc_cancel(self, generator: random.Random) -> str:
-        """Return a call that is cancelled at some time."""
+        """Send a call that is cancelled at a random time."""
         question = generator.choice(self._known)
         stub = self._stub(generator)
         try:
@@ -299,7 +299,7 @@ class Load:
         return "was faster"
 
     async def grpc_deadline(self, generator: random.Random) -> str:
-        """Return a call whose time is up at some time."""
+        """Send a call that times out at a random time."""
         question = generator.choice(self._known)
         request = generation_pb2.StreamGenerateRequest(request=question.grpc_request())
         try:
@@ -312,7 +312,7 @@ class Load:
         return "in time"
 
     async def grpc_bad(self, generator: random.Random) -> str:
-        """Return a call that must be refused."""
+        """Send a call that must be rejected."""
         bad = generator.choice(BAD_CALLS)
         try:
             await self._stub(generator).Generate(bad.request)
@@ -353,12 +353,12 @@ class Load:
 
 
 def _some_time(generator: random.Random) -> float:
-    """Seconds from before anything happened to after most answers, each power of ten as often."""
+    """Draw the seconds until an abort, log-uniform from before the first token to after most responses."""
     return 10 ** generator.uniform(-3.5, 0.3)
 
 
 def _checked(answer: BenchResponse, text: str, num_tokens: int | None) -> str:
-    """Return the outcome of a stream that should say a text."""
+    """Return the outcome of a stream with a known text."""
     if answer.error.startswith(("HTTP 429", "gRPC RESOURCE_EXHAUSTED")):
         return "overloaded"
     if not answer.is_success:

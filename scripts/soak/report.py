@@ -1,4 +1,4 @@
-"""What a soak run found: answers by kind, what went wrong, and whether anything grew."""
+"""Results of a soak test: responses by kind, failures, and growth of resources."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -83,12 +83,12 @@ class Report:
 
     @property
     def is_clean(self) -> bool:
-        """Return whether nothing went wrong."""
+        """Return whether there were no problems."""
         return self.num_problems == 0
 
     @property
     def num_requests(self) -> int:
-        """Return all that was asked."""
+        """Return the number of requests."""
         return sum(sum(counts.values()) for counts in self.outcomes.values())
 
     def note(self, kind: str, outcome: str) -> None:
@@ -97,7 +97,7 @@ class Report:
         counts[outcome] = counts.get(outcome, 0) + 1
 
     def complain(self, text: str) -> None:
-        """Note what must not happen."""
+        """Record a problem."""
         self.num_problems += 1
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(text[:1000])
@@ -120,7 +120,7 @@ class Report:
             self.complain(f"{self.after['compiles_after_ready_total']:.0f} programs were compiled after the start")
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for a file."""
+        """Return all results, for a file."""
         return {"is_clean": self.is_clean, "num_requests": self.num_requests, **dataclasses.asdict(self)}
 
     def lines(self) -> list[str]:
@@ -137,7 +137,7 @@ class Report:
 
 
 def rise(samples: Sequence[Sample], name: str) -> dict[str, float]:
-    """Mean of a number behind the warm-up, and how far the best line through it rises from there to the end."""
+    """Return the mean of a number after the warm-up, and the rise of its best-fit line from there to the end."""
     if not samples:
         return {"mean": 0.0, "rise": 0.0}
     start_s = samples[0].time_s + WARM_UP_SHARE * (samples[-1].time_s - samples[0].time_s)

@@ -1,4 +1,4 @@
-"""What a soak run asks: questions whose answers are known, features whose answers can be checked, and nonsense."""
+"""Requests of a soak test: prompts with known completions, features with checkable responses, and invalid requests."""
 
 import json
 import random
@@ -15,7 +15,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Question(NamedTuple):
-    """A prompt, and its greedy answers once they are known.
+    """A prompt, and its greedy completions once they are known.
 
     Attributes:
         prompt: Text.
@@ -64,7 +64,7 @@ def questions(seed: int) -> list[Question]:
 
 
 class Feature(NamedTuple):
-    """A request over HTTP whose answer can be checked: the check gets the answer's JSON."""
+    """An HTTP request with a check of the response's JSON."""
 
     kind: str
     path: str
@@ -138,7 +138,7 @@ LOOKS = ("/v1/models", "/health", "/version", "/metrics", "/")
 
 
 class Bad(NamedTuple):
-    """A request over HTTP that must be refused, and how."""
+    """An invalid HTTP request and its expected error."""
 
     path: str
     body: Any
@@ -185,7 +185,7 @@ RAW_BAD = (
 
 
 class BadCall(NamedTuple):
-    """A call over gRPC that must be refused, and how."""
+    """An invalid gRPC call and its expected status."""
 
     request: generation_pb2.GenerateRequest
     code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT
@@ -208,7 +208,7 @@ BAD_CALLS = (
 
 
 def half_a_request() -> bytes:
-    """Return the beginning of a request whose rest never comes."""
+    """Return the first part of a request that is never completed."""
     body = json.dumps(_completion()).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     return head + body[: len(body) // 2]

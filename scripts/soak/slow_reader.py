@@ -1,4 +1,4 @@
-"""A client that reads its answer bit by bit, through as small a window as the kernel gives."""
+"""A client that reads its response slowly, through the smallest window that the kernel allows."""
 
 import asyncio
 import socket
@@ -13,7 +13,7 @@ PAUSE_S = 0.002
 
 
 class _Reading:
-    """Where the parser puts what it finds."""
+    """Receives the parser's callbacks."""
 
     def __init__(self, on_data: Callable[[bytes, float], None]):
         self._on_data = on_data
@@ -29,10 +29,10 @@ class _Reading:
 
 
 async def read_slowly(host: str, port: int, message: bytes, on_data: Callable[[bytes, float], None]) -> int:
-    """Send a request and read the answer; returns its status.
+    """Send a request and read the response; return its status.
 
     Raises:
-        ConnectionError: The connection ended before the answer.
+        ConnectionError: The connection ended before the response.
     """
     loop = asyncio.get_running_loop()
     with socket.socket() as connection:
@@ -45,7 +45,7 @@ async def read_slowly(host: str, port: int, message: bytes, on_data: Callable[[b
         while not reading.is_done:
             data = await loop.sock_recv(connection, BITE_BYTES)
             if not data:
-                raise ConnectionError("the connection ended before the answer")
+                raise ConnectionError("the connection ended before the response")
             parser.feed_data(data)
             await asyncio.sleep(PAUSE_S)
         return parser.get_status_code()

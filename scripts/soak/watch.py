@@ -1,4 +1,4 @@
-"""Looking at a server from outside: its processes in /proc, and its own numbers."""
+"""Observes a server from outside: its processes in /proc, and its metrics."""
 
 import asyncio
 import contextlib
@@ -17,10 +17,10 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def process_values(prefix: str, pid: int) -> dict[str, float]:
-    """Memory, descriptors and threads of a process.
+    """Return memory, descriptors and threads of a process.
 
     Raises:
-        FileNotFoundError: It has ended.
+        FileNotFoundError: The process has exited.
     """
     folder = Path(f"/proc/{pid}")
     return {
@@ -35,7 +35,7 @@ def _rss_bytes(pid: int) -> float:
 
 
 def children_values(pid: int) -> dict[str, float]:
-    """Number and memory of a process' children."""
+    """Return the number and memory of a process's children."""
     count, rss_bytes = 0, 0.0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError):  # a thread or a child that has just ended
@@ -46,7 +46,7 @@ def children_values(pid: int) -> dict[str, float]:
 
 
 async def server_values(server: RunningServer, client: HttpClient) -> dict[str, float]:
-    """Return all that is watched."""
+    """Return all observed numbers."""
     answer = await client.request("GET", "/metrics")
     found = {name: float(value) for name, value in _LINE.findall(answer.body.decode()) if name in _NAMES}
     front, engine = process_values("front", server.process.pid), process_values("engine", server.engine_pid)
@@ -66,7 +66,7 @@ async def watch(server: RunningServer, samples: list[Sample], interval_s: float)
 
 
 async def wait_until_quiet(server: RunningServer, limit_s: float, settle_s: float = 0.0) -> dict[str, float]:
-    """State of the server once nothing runs; that of the end of the time where something still does.
+    """Return the state of the server once it is idle, or at the time limit.
 
     Args:
         server: The server.

@@ -61,7 +61,7 @@ def test_the_log_says_what_multiplies_and_why(caplog):
         planned(dtype="bfloat16", kernels=None)
         planned(dtype="float32", kernels="xla")
     assert f"Matrix multiplication: {first}" in caplog.text
-    assert "Matrix multiplication: xla (asked for)" in caplog.text
+    assert "Matrix multiplication: xla (requested)" in caplog.text
 
 
 @needs_native

@@ -60,7 +60,7 @@ def test_padding_may_hold_anything_finite():
 
 def test_a_result_of_another_shape_is_wrong():
     found = compared(jnp.zeros((3, 1)))
-    assert not found.is_right and "shape (3, 1) in place of (3, 2)" in found.place
+    assert not found.is_right and "shape (3, 1) instead of (3, 2)" in found.place
 
 
 @pytest.mark.parametrize("name", ["int4_matmul", "grouped_matmul"])
@@ -124,14 +124,14 @@ def test_select_gives_all_reasons(monkeypatch):
     monkeypatch.setattr(registry, "load", lambda operation, name: rows[name])
     monkeypatch.setitem(OPERATIONS, "paged_attention", dict.fromkeys(["fast", "slow"], ""))
     where = {"platform": "gpu", "device_kind": "H200", "dtype": "float32", "page_size": 7}
-    message = r"^no paged_attention for float32, page_size=7 on H200 \(gpu\): fast: no gpu today; slow: no gpu today$"
+    message = r"^no implementation of paged_attention for float32, page_size=7 on H200 \(gpu\): fast: no gpu today; slow: no gpu today$"
     with pytest.raises(UnsupportedKernelError, match=message):
         select("paged_attention", **where)
     monkeypatch.setitem(OPERATIONS, "paged_attention", dict.fromkeys(rows, ""))
     found = choose("paged_attention", **where)
     assert found.implementation is rows["plain"] and found.name == "plain"
     assert found.why == "the first that can run; not fast: no gpu today; not slow: no gpu today"
-    assert choose("paged_attention", name="plain", **where).why == "asked for"
+    assert choose("paged_attention", name="plain", **where).why == "requested"
 
 
 def refuse(name, platform, device_kind, dtype, **sizes):

@@ -534,7 +534,7 @@ def test_says_that_it_is_no_library(fresh, monkeypatch, tmp_path):
 @needs_native
 def test_says_that_it_is_an_old_one(fresh, monkeypatch):
     monkeypatch.setattr(native_library, "VERSION", 1000)
-    assert "this code 1000: install again" in str(native_library.unavailable())
+    assert "this code 1000; reinstall" in str(native_library.unavailable())
 
 
 @needs_native
