@@ -124,7 +124,8 @@ def test_select_gives_all_reasons(monkeypatch):
     monkeypatch.setattr(registry, "load", lambda operation, name: rows[name])
     monkeypatch.setitem(OPERATIONS, "paged_attention", dict.fromkeys(["fast", "slow"], ""))
     where = {"platform": "gpu", "device_kind": "H200", "dtype": "float32", "page_size": 7}
-    message = r"^no implementation of paged_attention for float32, page_size=7 on H200 \(gpu\): fast: no gpu today; slow: no gpu today$"
+    reasons = "fast: no gpu today; slow: no gpu today"
+    message = rf"^no implementation of paged_attention for float32, page_size=7 on H200 \(gpu\): {reasons}$"
     with pytest.raises(UnsupportedKernelError, match=message):
         select("paged_attention", **where)
     monkeypatch.setitem(OPERATIONS, "paged_attention", dict.fromkeys(rows, ""))
