@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Writes the Python modules of jaxserve/server/proto/**/*.proto beside them, with the oldest supported tools: code that they
-# generate runs with every later protobuf up to the major version behind theirs. Makes .venvs/protos the first time.
+# generate runs with every later protobuf up to the next major version after theirs. Makes .venvs/protos the first time.
 #
 #   bash scripts/make_protos.sh
 set -euo pipefail

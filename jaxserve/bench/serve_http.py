@@ -141,7 +141,7 @@ class _Connection(asyncio.Protocol):
         self._done: asyncio.Future[HttpResponse] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Asyncio says that the connection is there."""
+        """Store the transport; asyncio calls this."""
         self._transport = transport
 
     def can_go_on(self) -> bool:
@@ -164,7 +164,7 @@ class _Connection(asyncio.Protocol):
         return await self._done
 
     def data_received(self, data: bytes) -> None:
-        """Asyncio hands over what came."""
+        """Parse received bytes; asyncio calls this."""
         if self._done is None or self._done.done():
             return
         self._has_begun = True
@@ -177,7 +177,7 @@ class _Connection(asyncio.Protocol):
             self._fail(ConnectionError(f"the response is not HTTP: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Asyncio says that the connection is gone."""
+        """Finish or fail the exchange when the connection closes; asyncio calls this."""
         if self._done is None or self._done.done():
             return
         has_end = "content-length" in self._headers or "chunked" in self._headers.get("transfer-encoding", "")
@@ -189,22 +189,22 @@ class _Connection(asyncio.Protocol):
             self._fail(_NoResponseError("the server closed the connection without a response"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """The parser found a header."""
+        """Store a header; the parser calls this."""
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        """The parser has read all headers."""
+        """Store the status; the parser calls this after the headers."""
         self._status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        """The parser found a piece of the body."""
+        """Pass on a piece of the body; the parser calls this."""
         if self._on_data is not None and self._status == 200:
             self._on_data(body, self._now)
         else:
             self._body.append(body)
 
     def on_message_complete(self) -> None:
-        """The parser found the end."""
+        """Finish the exchange; the parser calls this."""
         if self._done is not None and not self._done.done():
             self._keeps_alive = self._parser.should_keep_alive()
             self._done.set_result(HttpResponse(self._status, self._headers, b"".join(self._body)))

@@ -197,8 +197,8 @@ class AsyncClient:
 def _errors_of_waits() -> Iterator[None]:
     """Convert failures like ``errors_of_calls``, including calls aborted by closing the connection.
 
-    For these gRPC raises ``CancelledError`` in the waiting task. In a task that nobody cancelled, ``asyncio.TaskGroup``
-    would take that for success.
+    For these gRPC raises ``CancelledError`` in the waiting task. In a task that was not cancelled,
+    ``asyncio.TaskGroup`` would take that for success.
     """
     try:
         with errors_of_calls():

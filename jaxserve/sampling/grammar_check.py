@@ -119,7 +119,7 @@ def check(tokenizer: LLTokenizer, grammar: str, is_ebnf: bool) -> dict[str, str]
 
 
 def _limit_cpu(seconds: int) -> None:
-    """Limit this process to some more seconds of CPU time, so that it ends even if its parent is gone."""
+    """Limit this process to some more seconds of CPU time, so that it ends even if its parent has exited."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + seconds + 1, hard))

@@ -41,7 +41,7 @@ static void round_row(const float *from, int count, float scale, char *tiles, in
     _tile_dpbf16ps(i, 4, 5);                             \
   }
 
-// Products of rows, in tiles, with groups of 16 context tokens: scores [row][BLOCK].
+// Multiplies rows, in tiles, by groups of 16 context tokens: scores [row][BLOCK].
 INLINE void multiply_keys(const char *rows, int width, const char *const *keys, int groups, float *scores,
                           Ahead *ahead) {
   const int64_t stride = BLOCK;

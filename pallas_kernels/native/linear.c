@@ -1,4 +1,4 @@
-// Products of rows with panels of a packed weight; compiled once for AVX-512 and once for AVX2.
+// Multiplies rows by panels of a packed weight; compiled once for AVX-512 and once for AVX2.
 //
 // Outputs are the lanes and each sum is one chain over its features in order, also where these come in parts, so that a
 // row's result depends on nothing but the row and the weight. Weights in bfloat16 are widened in registers; nothing is

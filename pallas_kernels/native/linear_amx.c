@@ -1,4 +1,4 @@
-// Products of rows with panels of a packed weight in bfloat16, on the tiles of AMX: 16 rows by 32 features by 16 outputs.
+// Multiplies rows by panels of a packed weight in bfloat16, on the tiles of AMX: 16 rows by 32 features by 16 outputs.
 //
 // Rows are rounded to bfloat16. The processor adds up the two products of a pair of features and then the pairs in order,
 // for every row by itself, so that a row's result does not depend on how many rows a tile has.

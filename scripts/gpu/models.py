@@ -168,8 +168,7 @@ def has_checkpoint(directory: Path) -> bool:
 
 
 def make_room(folder: Path, num_bytes: int, keep: Path) -> bool:
-    """Return whether there is disk for so many bytes, other checkpoints of the folder being removed where it must
-    be."""
+    """Return whether the disk has room for this many bytes, removing other checkpoints of the folder if needed."""
     spare = 4 << 30
     for other in sorted(folder.glob("model-*")):
         if shutil.disk_usage(folder).free < num_bytes + spare and other != keep:

@@ -135,7 +135,7 @@ class Part(Protocol):
     ENVIRONMENT: dict[str, str]
 
     def items(self, context: Context) -> list[Item]:
-        """List what there is to do, the most important first."""
+        """List the items of the part, the most important first."""
         ...
 
     def run(self, item: str, context: Context) -> Iterator[Figure | Working]:
