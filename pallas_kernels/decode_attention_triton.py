@@ -28,7 +28,7 @@ from pallas_kernels.attention_tiles import (
     store_heads,
 )
 
-_TILE = 64  # tokens of context a round reads
+_TILE = 64  # tokens of context that an iteration reads
 _WIDE_TILE = 32  # with heads wider than 256 bytes
 _FULL_TILE = 16  # in float32, whose matmuls use no tensor cores but many registers
 _NUM_WARPS = 4
@@ -36,7 +36,7 @@ _LARGE_COMBINE = 8192  # partial results from which more warps combine them
 
 
 class _Plan(NamedTuple):
-    """What is fixed when the kernels are compiled."""
+    """Compile-time parameters of the kernels."""
 
     pages: Pages
     scoring: Scoring

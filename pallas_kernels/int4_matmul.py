@@ -1,8 +1,8 @@
 """Matmul with 4-bit weights (W4A16): interface, packing, cases and a plain reference.
 
 A weight is ``(value - zero) * scale``: values are 0..15, and each group of consecutive input features has a scale and a
-zero point of its own per output feature (AWQ and GPTQ checkpoints). ``pack`` brings them once, when a model is loaded,
-into the layout that all implementations read:
+separate zero point per output feature (AWQ and GPTQ checkpoints). ``pack`` converts them once, when a model is loaded,
+to the layout that all implementations read:
 
 A word of 32 bits holds eight values of one output feature; nibble j of word r of a tile of 256 input features is input
 feature ``32 * j + r`` of that tile. So a shift and a mask give a whole plane of 32 neighbouring features, and nothing
@@ -26,10 +26,10 @@ SYMMETRIC_ZERO = 8  # zero point of weights that have none of their own
 
 
 class PackedInt4(NamedTuple):
-    """Weights as implementations read them.
+    """Packed weights.
 
     Attributes:
-        words: Eight values a word, as the module describes; rows are filled up to whole tiles with value 0.
+        words: Eight values per word, as the module describes; rows are padded to whole tiles with value 0.
         scales: One per group and output feature.
         zeros: Likewise; None means 8 everywhere.
     """
@@ -50,7 +50,7 @@ class Int4Matmul(Protocol):
     def matmul(self, x: Float[Array, "T D"], weights: PackedInt4) -> Float[Array, "T F"]:
         """``x @ weights`` in x's type, accumulated in float32.
 
-        A row's result depends on that row, the weights and which tile fits the number of rows, on nothing else.
+        A row's result depends only on that row, the weights and the tile chosen for the number of rows.
         """
         ...
 
@@ -61,17 +61,17 @@ def pack(
     zeros: Integer[Array | np.ndarray, "_ _"] | None = None,
     g_idx: Integer[Array | np.ndarray, " _"] | None = None,
 ) -> PackedInt4:
-    """Weights in the layout of the kernels, from the neutral form.
+    """Pack weights from the neutral form into the layout of the kernels.
 
     Args:
-        values: 0..15, one an element ([in, out], int8 or uint8), or eight a 32-bit word along the input features,
+        values: 0..15, one per element ([in, out], int8 or uint8), or eight per 32-bit word along the input features,
             lowest bits first ([in / 8, out], int32 or uint32).
         scales: [in / group, out].
         zeros: Zero points, 0..127, [in / group, out]; None means 8 everywhere.
-        g_idx: The group of each input feature, where the checkpoint has it.
+        g_idx: The group of each input feature, if the checkpoint has it.
 
     Raises:
-        ValueError: Shapes that do not fit together, a group size that no kernel can walk, or groups in activation
+        ValueError: Shapes that do not match, a group size that no kernel supports, or groups in activation
             order.
     """
     values = jnp.asarray(values)
@@ -79,12 +79,12 @@ def pack(
         nibbles = (values[:, None, :] >> (4 * jnp.arange(8, dtype=values.dtype))[:, None]) & 15
         values = nibbles.reshape(-1, values.shape[1])
     elif values.dtype.itemsize != 1:
-        raise ValueError(f"four-bit values come as 8-bit elements or 32-bit words, not as {values.dtype}")
+        raise ValueError(f"values must be 8-bit elements or 32-bit words, not {values.dtype}")
     num_in, num_out = values.shape
     num_groups = scales.shape[0]
     if scales.shape[1] != num_out or num_in % num_groups or (zeros is not None and zeros.shape != scales.shape):
         found = f"values {values.shape}, scales {scales.shape}, zeros {None if zeros is None else zeros.shape}"
-        raise ValueError(f"scales and zeros are [in / group, out] for values [in, out]; got {found}")
+        raise ValueError(f"scales and zeros must be [in / group, out] for values [in, out]; got {found}")
     reason = unsupported_group(num_in // num_groups)
     if reason is not None:
         raise ValueError(reason)
@@ -97,10 +97,10 @@ def pack(
 
 
 def unsupported_group(group_size: int) -> str | None:
-    """Why a group size cannot be packed, or None."""
+    """Return why a group size cannot be packed, or None."""
     if group_size in (PLANE, 2 * PLANE, 4 * PLANE) or (group_size and group_size % TILE == 0):
         return None
-    return f"groups of 32, 64, 128 or a multiple of 256 input features are supported, not of {group_size}"
+    return f"groups of 32, 64, 128 or a multiple of 256 input features are supported, not {group_size}"
 
 
 def dequantise(weights: PackedInt4, num_in: int) -> Float[Array, "D F"]:
@@ -115,7 +115,7 @@ def dequantise(weights: PackedInt4, num_in: int) -> Float[Array, "D F"]:
 
 
 class Case(NamedTuple):
-    """A product of [num_rows, num_in] with weights [num_in, num_out]."""
+    """A matmul of [num_rows, num_in] with weights [num_in, num_out]."""
 
     num_rows: int
     num_in: int = 256
@@ -176,7 +176,7 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(case: Case, key: jax.Array) -> Inputs:
-    """Random ones."""
+    """Make random inputs."""
     keys = jax.random.split(key, 4)
     groups = (case.num_in // case.group_size, case.num_out)
     scales = jax.random.uniform(keys[2], groups, jnp.float32, 0.5, 1.5) / 8 * case.num_in**-0.5
@@ -190,7 +190,7 @@ def make_inputs(case: Case, key: jax.Array) -> Inputs:
 
 
 def prepare(implementation: Any, case: Case, inputs: Inputs) -> tuple[Float[Array, "T D"], PackedInt4]:
-    """Activations and packed weights."""
+    """Pack the weights."""
     return inputs.x, pack(inputs.values, inputs.scales, inputs.zeros)
 
 
@@ -200,7 +200,7 @@ def run(implementation: Any, case: Case, prepared: tuple[Float[Array, "T D"], Pa
 
 
 def expected(case: Case, inputs: Inputs) -> Float[Array, "T F"]:
-    """Dequantise, then one product, in float32 and from the neutral form."""
+    """Dequantize the neutral form, then multiply, in float32."""
     zeros = SYMMETRIC_ZERO if inputs.zeros is None else jnp.repeat(inputs.zeros.astype(jnp.float32), case.group_size, 0)
     scales = jnp.repeat(inputs.scales.astype(jnp.float32), case.group_size, 0)
     weights = (inputs.values.astype(jnp.float32) - zeros) * scales
@@ -216,14 +216,14 @@ def compare(case: Case, inputs: Inputs, found: Float[Array, "T F"], expected: Fl
 
 
 def tolerance(case: Case) -> Tolerance:
-    """Half a unit in the last place of the result, and as much of each weight that is rounded before the product."""
+    """Allow for half a unit in the last place of the result, and of each weight that is rounded before the matmul."""
     return Tolerance(
         {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[case.dtype], floor=1e-3 * min(_PIECE, case.num_out) ** 0.5
     )
 
 
 def cost(case: Case) -> Cost:
-    """Packed weights once, activations in and out."""
+    """Count packed weights once, activations in and out."""
     itemsize = jnp.dtype(case.dtype).itemsize
     groups = case.num_in // case.group_size * case.num_out * (itemsize + (not case.is_symmetric))
     num_bytes = case.num_in * case.num_out // 2 + groups + case.num_rows * (case.num_in + case.num_out) * itemsize
@@ -236,5 +236,5 @@ def sizes(case: Case) -> dict[str, int]:
 
 
 def dtype(case: Case) -> str:
-    """Of activations and scales."""
+    """Return the dtype of activations and scales."""
     return case.dtype

@@ -1,4 +1,4 @@
-"""The Triton kernel of ``int4_matmul_triton``. Imports triton: come here only through ``jax_triton.kernels``."""
+"""The Triton kernel of ``int4_matmul_triton``. Imports triton: import it only through ``jax_triton.kernels``."""
 
 from typing import no_type_check
 
@@ -8,7 +8,7 @@ from triton import knobs
 
 
 def nibble_ptx(float_type: str, magic: int, nibble: int) -> str:
-    """PTX that makes of nibble j of words $1 and $2 a register $0 of two 16-bit floats, less $3, times $4.
+    """Return PTX that converts nibble j of words $1 and $2 to a register $0 of two 16-bit floats, less $3, times $4.
 
     The nibbles are put after the exponent of a number whose last place is worth 1; zero points in $3 stand there too.
 
@@ -33,13 +33,13 @@ BF16_MAGIC = tl.constexpr(0x4300)
 F16_MAGIC = tl.constexpr(0x6400)
 _BF16_PTX = tl.constexpr(tuple(nibble_ptx("bf16x2", 0x4300, nibble) for nibble in range(8)))
 _F16_PTX = tl.constexpr(tuple(nibble_ptx("f16x2", 0x6400, nibble) for nibble in range(8)))
-_USE_PTX = tl.constexpr(not knobs.runtime.interpret)  # Triton's interpreter knows no PTX
+_USE_PTX = tl.constexpr(not knobs.runtime.interpret)  # Triton's interpreter has no PTX
 
 
 @triton.jit
 @no_type_check
 def _lifted(nibble, FLOAT: tl.constexpr):
-    """128 + nibble in bfloat16, 1024 + nibble in float16, the nibble itself in float32."""
+    """Return 128 + nibble in bfloat16, 1024 + nibble in float16, the nibble itself in float32."""
     if FLOAT == tl.bfloat16:
         return (nibble | BF16_MAGIC).to(tl.int16).to(tl.bfloat16, bitcast=True)
     elif FLOAT == tl.float16:
@@ -51,7 +51,7 @@ def _lifted(nibble, FLOAT: tl.constexpr):
 @triton.jit
 @no_type_check
 def _plane_weights(words, zero, scale, NIBBLE: tl.constexpr, FLOAT: tl.constexpr):
-    """[32, columns]: a nibble of each word less the zero point, which is exact, times the scale, rounded once."""
+    """Return [32, columns]: a nibble of each word less the zero point, exact, times the scale, rounded once."""
     if _USE_PTX and FLOAT == tl.bfloat16:
         return tl.inline_asm_elementwise(
             _BF16_PTX[NIBBLE], "=r,r,r,r,r", [words, zero, scale], tl.bfloat16, is_pure=True, pack=2
@@ -80,7 +80,7 @@ def int4_matmul_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A tile of the product, over one split of the input features; grid (row tiles, column tiles, splits)."""
+    """Compute a tile of the result, over one split of the input features; grid (row tiles, column tiles, splits)."""
     FLOAT: tl.constexpr = x_ptr.dtype.element_ty
     PLANE: tl.constexpr = 32
     TILE: tl.constexpr = 8 * PLANE

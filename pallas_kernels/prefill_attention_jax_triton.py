@@ -1,6 +1,6 @@
 """Paged prefill attention in Triton: a program owns a tile of a row's queries and one key/value head.
 
-Queries and the query heads of a key/value head fill the rows of a product together, so that short chunks do too. The
+Queries and the query heads of a key/value head together fill the rows of a matmul, so that short chunks do too. The
 grid has as many tiles as any lengths can need; a program finds its row from the lengths itself. Tiles of context that
 all its queries see come first, without masks.
 """
@@ -25,15 +25,15 @@ def prefill_attention(
     window: int | None,
     soft_cap: float | None,
 ) -> Float[Array, "T N H"]:
-    """Attention of the tokens of rows ``num_single`` to ``num_rows``; zeros for all others.
+    """Compute attention of the tokens of rows ``num_single`` to ``num_rows``; zeros for all others.
 
     Args:
         query: Each row's queries are consecutive, and the last of its context.
         key_pool: Pages of keys.
         value_pool: Pages of values; all finite.
-        batch: Where everything stands.
+        batch: Row and position of each token.
         scale: Factor of the scores.
-        window: How many last tokens a query sees; None: all.
+        window: Number of latest tokens that a query sees; None: all.
         soft_cap: Bound of the scores, or None.
     """
     num_tokens, num_heads, head_dim = query.shape

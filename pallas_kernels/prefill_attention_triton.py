@@ -1,7 +1,7 @@
 """Paged prefill attention in Pallas-Triton: chunks of several query tokens over a paged context.
 
 A program takes a block of one row's query tokens and one key/value head with all query heads that share it: 128 (or 64)
-rows of a matmul. Which block has which tokens is computed once a step; there are as many as there could be.
+rows of a matmul. The tokens of each block are computed once per step; the grid has the maximal number of blocks.
 """
 
 import functools
@@ -29,13 +29,13 @@ from pallas_kernels.attention_tiles import (
 from pallas_kernels.paged_attention import AttentionBatch
 from pallas_kernels.prefill_blocks import block_map
 
-_TILE = 64  # tokens of context a round reads
+_TILE = 64  # tokens of context that an iteration reads
 _LARGE_BLOCK, _SMALL_BLOCK = 128, 64  # queries times heads of a block
 _NUM_PROCESSORS = 132  # of an H200: with fewer large blocks than these, small ones
 
 
 class _Plan(NamedTuple):
-    """What is fixed when the kernel is compiled."""
+    """Compile-time parameters of the kernel."""
 
     pages: Pages
     scoring: Scoring
@@ -55,13 +55,13 @@ def prefill_attention(
     soft_cap: float | None,
     interpret: bool = False,
 ) -> Float[Array, "T N H"]:
-    """Attention of the query tokens of all rows after the decode rows; zeros for other tokens.
+    """Compute attention of the query tokens of all rows after the decode rows; zeros for other tokens.
 
     Args:
         query: Each row's tokens are the last ones of its context.
-        key_pool: Keys, this step's among them.
+        key_pool: Keys, including this step's.
         value_pool: Values, all of them finite.
-        batch: Where each token stands.
+        batch: Row and position of each token.
         scale: Factor of the scores.
         window: Number of latest tokens that are seen, or None for all.
         soft_cap: Smooth bound of the scores, or None.
@@ -87,8 +87,8 @@ def prefill_attention(
 
 
 def _block_shape(num_queries: int, head_dim: int, dtype: jnp.dtype) -> tuple[int, int, int]:
-    """Rows of a block's products, its warps, and tokens of context it reads a round."""
-    if dtype == jnp.float32:  # its products take no tensor cores but many registers
+    """Return a block's matmul rows, its warps, and the tokens of context that it reads per iteration."""
+    if dtype == jnp.float32:  # its matmuls use no tensor cores but many registers
         return 16, 4, 16
     if padded(head_dim) * dtype.itemsize > 256:
         return _SMALL_BLOCK, 4, _TILE // 2
@@ -107,7 +107,7 @@ def _kernel(
     *,
     plan: _Plan,
 ) -> Any:
-    block, head = plan.num_blocks - 1 - pl.program_id(0), pl.program_id(1)  # the long ones tend to stand last
+    block, head = plan.num_blocks - 1 - pl.program_id(0), pl.program_id(1)  # the long ones tend to be last
     row, token, count, position, visible = (blocks_ref[i, block] for i in range(5))
     pages, scoring, tile = plan.pages, plan.scoring, plan.pages.tile
     spread = pl.next_power_of_2(plan.group)
@@ -128,7 +128,7 @@ def _kernel(
 
     walk = functools.partial(pages.walk, (table_ref, key_ref, value_ref), row, head)
     stop = ceil_div(visible, tile)
-    diagonal = jnp.minimum(lax.div(position + 1, tile), stop)  # tiles from here on have tokens that not all see
+    diagonal = jnp.minimum(lax.div(position + 1, tile), stop)  # tiles from here on need masks
     softmax, start = Softmax.empty(index.shape[0], pages.width), jnp.int32(0)
     if scoring.window is not None:
         first = lax.div(jnp.maximum(position - scoring.window + 1, 0), tile)

@@ -1,4 +1,4 @@
-"""Which program of a prefill kernel takes which query tokens: computed on the device, once a step."""
+"""Assigns query tokens to programs of a prefill kernel, on the device, once per step."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,14 @@ from pallas_kernels.paged_attention import AttentionBatch
 
 
 class BlockMap(NamedTuple):
-    """Which query tokens each block has.
+    """The query tokens of each block.
 
     Attributes:
         rows: Row of the page table.
         tokens: First query token.
         counts: Query tokens in use; 0 in blocks after the last.
-        positions: The first token's place in its context.
-        visible: Tokens of context that the last token sees; 0 where the tokens' results are zeros.
+        positions: The first token's position in its context.
+        visible: Tokens of context that the last token sees; 0 if the results are zeros.
     """
 
     rows: Int[Array, " blocks"]
@@ -27,7 +27,7 @@ class BlockMap(NamedTuple):
 
 
 def block_map(batch: AttentionBatch, num_tokens: int, block_tokens: int) -> BlockMap:
-    """Rows after the decode rows, each in blocks of its own; then decode tokens and padding, as rows of no context.
+    """Split the rows after the decode rows into blocks; then decode tokens and padding, as rows without context.
 
     All sizes are static, so that XLA computes it once for all layers of a step.
     """

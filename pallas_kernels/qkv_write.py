@@ -1,7 +1,7 @@
-"""Norms, rotation and the write of keys and values to their pages, from the fused projection: interface and cases.
+"""Norms, RoPE and the write of keys and values to their pages, from the fused projection: interface and cases.
 
 An implementation has ``unsupported`` and ``write``, whose pools are those of the paged attention that it goes with, in
-a layout of their own. It gives the pools back changed in place where the caller gives them up.
+a layout of their own. It updates the pools in place if the caller donates them.
 """
 
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -37,7 +37,7 @@ class Heads(NamedTuple):
 
 @runtime_checkable
 class QkvWriter(Protocol):
-    """What an implementation offers."""
+    """The functions of an implementation module."""
 
     def to_layout(self, pools: Pools) -> Pools:
         """Return pools whose keys and values both lie as [P, K, p, H] in the layout of the implementation."""
@@ -63,18 +63,18 @@ class QkvWriter(Protocol):
         num_kv_heads: int,
         page_size: int,
     ) -> tuple[Float[Array, "T N H"], Pools]:
-        """Queries, normalized and rotated, and pools with every token's key and value in its place.
+        """Queries, normalized and rotated, and pools with every token's key and value written.
 
-        Norms and rotation compute in float32; each may round its result to the type of ``qkv``. A value that is not
+        Norms and RoPE compute in float32; each may round its result to the type of ``qkv``. A value that is not
         finite moves to its key as NaN and leaves zero; see ``page_writes.as_stored``.
 
         Args:
             qkv: The query heads, key heads and value heads of each token, in this order.
             pools: Of keys and of values.
-            batch: Says where tokens go. The first ``query_lens.sum()`` are in use; the padding tokens after them have
-                a page of their own, which may hold anything finite afterwards, and so may their queries.
-            rotation: Cosines and sines, float32, of the leading features, which turn in pairs (i, i + half).
-            norms: Come before the rotation.
+            batch: Pages of the tokens. The first ``query_lens.sum()`` are in use; the padding tokens after them have
+                a separate page; its content and their queries are undefined but finite.
+            rotation: Cosines and sines, float32, of the leading features, which rotate in pairs (i, i + half).
+            norms: Applied before RoPE.
             num_heads: N.
             num_kv_heads: K.
             page_size: p.
@@ -85,7 +85,7 @@ class QkvWriter(Protocol):
 def split_heads(
     qkv: Float[Array, "T width"], rotation: Rotation | None, norms: QkNorms | None, num_heads: int, num_kv_heads: int
 ) -> Heads:
-    """Queries, keys and values, normalized and rotated, in plain JAX; see :meth:`QkvWriter.write`."""
+    """Compute normalized and rotated queries, keys and values in plain JAX; see :meth:`QkvWriter.write`."""
     by_head = qkv.reshape(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
     query, key, value = jnp.split(by_head, [num_heads, num_heads + num_kv_heads], axis=1)
     if norms is not None:
@@ -98,7 +98,7 @@ def split_heads(
 
 
 def normed(x: Float[Array, "... H"], weight: Float[Array, " H"], eps: float) -> Float[Array, "... H"]:
-    """Root-mean-square norm of the last axis, in float32, in the type of ``x``."""
+    """Normalize the last axis by its root mean square, in float32, and return the dtype of ``x``."""
     wide = x.astype(jnp.float32)
     scaled = wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps)
     return (scaled * weight.astype(jnp.float32)).astype(x.dtype)
@@ -107,12 +107,12 @@ def normed(x: Float[Array, "... H"], weight: Float[Array, " H"], eps: float) -> 
 def apply_rope(
     x: Float[Array, "T N H"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
 ) -> Float[Array, "T N H"]:
-    """Turn the leading features of every head in pairs (i, i + half), in float32, in the type of ``x``.
+    """Rotate the leading features of every head in pairs (i, i + half), in float32; return the dtype of ``x``.
 
     Args:
         x: Queries or keys.
-        cos: Of each token's angles.
-        sin: Of each token's angles.
+        cos: Cosines of each token's angles.
+        sin: Sines of each token's angles.
     """
     half = cos.shape[-1]
     first = x[..., :half].astype(jnp.float32)
@@ -126,9 +126,9 @@ class Case(NamedTuple):
     """One shape.
 
     Attributes:
-        rotary_dim: Features that turn; None for all, 0 for no rotation.
-        num_padding: Of the tokens, those at the end that go to the padding page.
-        is_poisoned: Whether some numbers are not finite; ``run`` then gives what NaN stands in as numbers too.
+        rotary_dim: Number of rotated features; None for all, 0 for none.
+        num_padding: Number of tokens at the end that are written to the padding page.
+        is_poisoned: Whether some numbers are not finite; ``run`` then also returns the NaN values as numbers.
     """
 
     num_tokens: int
@@ -187,7 +187,7 @@ BENCHES: dict[str, Case] = {
 
 
 def make_inputs(case: Case, key: jax.Array) -> Inputs:
-    """Pools with something in them, and tokens that go to shuffled places of theirs."""
+    """Make filled pools, and tokens with shuffled positions in them."""
     keys = jax.random.split(key, 6)
     usable = -(-case.num_tokens // case.page_size) + 3
     shape = (usable + 2, case.num_kv_heads, case.page_size, case.head_dim)
@@ -215,7 +215,7 @@ def make_inputs(case: Case, key: jax.Array) -> Inputs:
 
 
 def _poisoned(qkv: Float[Array, "T width"], case: Case) -> Float[Array, "T width"]:
-    """Not finite: a query, a key, and values of three kinds."""
+    """Make a query, a key, and values of three kinds non-finite."""
     first_key = case.num_heads * case.head_dim
     first_value = first_key + case.num_kv_heads * case.head_dim
     rows = np.array([0, 1, 2, 3, 4, 4])
@@ -244,13 +244,13 @@ def write(implementation: QkvWriter, case: Case, prepared: Inputs) -> tuple[Floa
 
 
 def run(implementation: QkvWriter, case: Case, prepared: Inputs) -> PyTree[Array]:
-    """Queries and both pools, all [P, K, p, H]."""
+    """Return queries and both pools, all [P, K, p, H]."""
     query, pools = write(implementation, case, prepared)
     return _visible(case, (query, *implementation.from_layout(pools)))
 
 
 def expected(case: Case, inputs: Inputs) -> PyTree[Array]:
-    """Queries and pools, all in float32 and rounded once."""
+    """Compute queries and pools in float32, rounded once."""
     norms = None if inputs.weights is None else QkNorms(*inputs.weights, _EPS)
     heads = split_heads(inputs.qkv.astype(jnp.float32), inputs.rotation, norms, case.num_heads, case.num_kv_heads)
     is_finite = jnp.isfinite(heads.value)
@@ -267,7 +267,7 @@ def expected(case: Case, inputs: Inputs) -> PyTree[Array]:
 
 
 def compare(case: Case, inputs: Inputs, found: PyTree[Array], expected: PyTree[Array]) -> Comparison:
-    """Compare each head of each query and of each place in the pools, but for padding tokens and their page."""
+    """Compare each head of each query and of each position in the pools, except padding tokens and their page."""
     num_pages = inputs.pools[0].shape[0]
     is_used = np.arange(case.num_tokens) < case.num_tokens - case.num_padding
     is_real = is_used[:, None], *[(np.arange(num_pages) < num_pages - 1)[:, None, None]] * 2
@@ -275,7 +275,7 @@ def compare(case: Case, inputs: Inputs, found: PyTree[Array], expected: PyTree[A
 
 
 def tolerance(case: Case) -> Tolerance:
-    """Two roundings to the operands' dtype; in float32 also the order of a norm's sum."""
+    """Allow for two roundings to the operands' dtype; in float32 also for the order of a norm's sum."""
     return Tolerance(1e-5 if case.dtype == "float32" else 1e-2, floor=1e-3 * case.head_dim**0.5)
 
 
@@ -286,12 +286,12 @@ def cost(case: Case) -> Cost:
 
 
 def sizes(case: Case) -> dict[str, int]:
-    """Heads, their width, and tokens per page."""
+    """Return heads, their width, and tokens per page."""
     return {"num_kv_heads": case.num_kv_heads, "head_dim": case.head_dim, "page_size": case.page_size}
 
 
 def dtype(case: Case) -> str:
-    """Of projections and pools."""
+    """Return the dtype of projections and pools."""
     return case.dtype
 
 

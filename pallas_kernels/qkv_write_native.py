@@ -1,6 +1,6 @@
 """Norms, RoPE and the write of keys and values to pages in a native kernel for x86 CPUs, called through ``jax.ffi``.
 
-Pools are those of ``paged_attention_native``. Inside a page keys lie transposed, in groups of 16 tokens (8 where the
+Pools are those of ``paged_attention_native``. Inside a page keys are transposed, in groups of 16 tokens (8 where the
 page size is no multiple of 16): [p / 16, H, 16], in bfloat16 in pairs of features, [p / 16, H / 2, 16, 2]. Values lie
 as [p, H], in bfloat16 in pairs of tokens, [p / 2, H, 2].
 
@@ -48,7 +48,7 @@ def from_layout(pools: Pools) -> Pools:
 
 
 def _layout_of(keys: Float[Array, "P K _ _"], page_size: int) -> tuple[int, int]:
-    """Numbers that lie in a pair (1: there are none), and tokens of a group of keys."""
+    """Return the values per pair (1: no pairs), and the tokens per group of keys."""
     return 2 if keys.dtype == jnp.bfloat16 else 1, 8 if page_size % 16 else 16
 
 

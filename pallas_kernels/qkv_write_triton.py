@@ -1,7 +1,7 @@
-"""Norms, rotation and the write of keys and values to their pages in one Pallas-Triton kernel.
+"""Norms, RoPE and the write of keys and values to their pages in one Pallas-Triton kernel.
 
-A program takes some key/value heads of one token, and the query heads that read them. It reads each head in up to
-three parts: the features that turn, each half of them, and the rest. A program's shape does not depend on how many
+A program handles some key/value heads of one token, and the query heads that read them. It reads each head in up to
+three parts: each half of the rotated features, and the rest. A program's shape does not depend on how many
 tokens there are, so that neither do a token's results.
 """
 
@@ -20,7 +20,7 @@ from pallas_kernels.attention_tiles import require_indexable
 from pallas_kernels.paged_attention import AttentionBatch
 from pallas_kernels.qkv_write import Pools, QkNorms, Rotation
 
-_QUERY_HEADS = 16  # a program takes about this many
+_QUERY_HEADS = 16  # heads per program, approximately
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -43,7 +43,7 @@ class TritonQkvWriter:
         del sizes
         if not self.is_interpreted and (platform not in ("gpu", "cuda") or "NVIDIA" not in device_kind):
             return "needs an NVIDIA GPU"
-        return None if dtype in _DTYPES else f"has no {dtype}, only {', '.join(_DTYPES)}"
+        return None if dtype in _DTYPES else f"keys and values must be {', '.join(_DTYPES)}, not {dtype}"
 
     def write(
         self,
@@ -57,7 +57,7 @@ class TritonQkvWriter:
         num_kv_heads: int,
         page_size: int,
     ) -> tuple[Float[Array, "T N H"], Pools]:
-        """Queries and pools with the step's keys and values; see ``QkvWriter.write``."""
+        """Return queries, and pools with the step's keys and values; see ``QkvWriter.write``."""
         key_pool, value_pool = pools
         require_indexable(key_pool, value_pool)
         num_tokens, head_dim = qkv.shape[0], key_pool.shape[3]
@@ -83,7 +83,7 @@ class TritonQkvWriter:
 
 
 class _Layout(NamedTuple):
-    """What is fixed when the kernel is compiled; ``eps`` is None without norms."""
+    """Compile-time parameters of the kernel; ``eps`` is None without norms."""
 
     num_heads: int
     num_kv_heads: int
@@ -97,20 +97,20 @@ class _Layout(NamedTuple):
 
     @property
     def heads_per_program(self) -> int:
-        """Key/value heads: a power of two."""
+        """Number of key/value heads, a power of two."""
         wanted = max(1, _QUERY_HEADS // pl.next_power_of_2(self.group))
         return min(wanted, pl.next_power_of_2(self.num_kv_heads))
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """First feature and size of each part of a head; the halves that turn are the first two."""
+        """Return first feature and size of each part of a head; the first two are the rotated halves."""
         rest = self.head_dim - 2 * self.half
         spans = [(0, self.half), (self.half, self.half), (2 * self.half, rest)]
         return [span for span in spans if span[1]]
 
 
 class _Lanes(NamedTuple):
-    """Which heads and features the lanes of a part stand for, and which of them are there at all."""
+    """The heads and features of a part's lanes, and which of them exist."""
 
     heads: Int[Array, "C F"]
     features: Int[Array, "C F"]
@@ -118,7 +118,7 @@ class _Lanes(NamedTuple):
 
 
 def _kernel(
-    _: Any,  # the pools as they were: the same memory as the last two
+    _: Any,  # the input pools: the same memory as the last two
     places: Any,  # pages [T], offsets [T]
     qkv_ref: Any,  # [T, N + 2 K, H]
     rotation: Any,  # cos [T, half], sin [T, half]; empty without rotation
@@ -162,7 +162,7 @@ def _kernel(
 
 
 def _lanes(first: Int[Array, ""], count: int, total: int, layout: _Layout) -> list[_Lanes]:
-    """Lanes of ``count`` heads from ``first`` on, of which there are ``total``, for each part."""
+    """Return the lanes of ``count`` heads from ``first`` on, out of ``total``, for each part."""
     found = []
     for start, size in layout.parts:
         shape = pl.next_power_of_2(count), pl.next_power_of_2(size)

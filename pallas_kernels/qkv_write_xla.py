@@ -1,4 +1,4 @@
-"""Norms, rotation and the write of keys and values to their pages, in plain XLA: for platforms without the kernel."""
+"""Norms, RoPE and the write of keys and values to their pages, in plain XLA: for platforms without the kernel."""
 
 from jaxtyping import Array, Float
 
@@ -34,7 +34,7 @@ def write(
     num_kv_heads: int,
     page_size: int,
 ) -> tuple[Float[Array, "T N H"], Pools]:
-    """Queries and pools with the step's keys and values; see ``QkvWriter.write``."""
+    """Return queries, and pools with the step's keys and values; see ``QkvWriter.write``."""
     key_pool, value_pool = pools
     assert key_pool.shape == value_pool.shape and key_pool.shape[1:3] == (num_kv_heads, page_size), key_pool.shape
     query, key, value = split_heads(qkv, rotation, norms, num_heads, num_kv_heads)

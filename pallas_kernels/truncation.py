@@ -1,4 +1,4 @@
-"""Which tokens min-p, top-k and top-p keep, without sorting the vocabulary: interface, cases, and a reference by sort.
+"""Min-p, top-k and top-p without sorting the vocabulary: interface, cases, and a reference that sorts.
 
 In the order vLLM applies them: min-p, then top-k, then top-p over what those two keep. Each keeps the tokens at or
 above a threshold; tokens that tie with the threshold are all kept.
@@ -15,30 +15,30 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.operation import Comparison, Cost
 
 LOWEST = float(np.finfo(np.float32).min)
-"""The floor of rows that keep all: tokens of score -inf are never kept."""
+"""The threshold of rows that keep all tokens, except those with score -inf."""
 
 MARGIN = 1e-5
-"""Share of the kept mass that float32 sums may be off by: there either side of a boundary is right."""
+"""Relative error of float32 sums of the kept mass, within which either side of a boundary is accepted."""
 
 
 @runtime_checkable
 class Truncation(Protocol):
-    """What an implementation offers."""
+    """The functions of an implementation module."""
 
     def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
-        """Why it cannot run on such a device, or None; the type is that of the scores."""
+        """Return why it cannot run on such a device, or None; ``dtype`` is that of the scores."""
         ...
 
     def floor(
         self, scores: Float[Array, "R V"], top_k: Int[Array, " R"], top_p: Float[Array, " R"], min_p: Float[Array, " R"]
     ) -> Float[Array, " R"]:
-        """Return the lowest score each row keeps. It depends on the row's own scores and numbers alone.
+        """Return the lowest score that each row keeps, which depends only on the row's own scores and settings.
 
         Args:
             scores: Logits over temperature; -inf for tokens that are not allowed.
-            top_k: Candidates kept; 0 keeps all.
-            top_p: Probability mass kept; 1 keeps all.
-            min_p: Probability kept at least, relative to the most likely token's; 0 keeps all.
+            top_k: Number of tokens to keep; 0 keeps all.
+            top_p: Probability mass to keep; 1 keeps all.
+            min_p: Smallest probability to keep, relative to the most likely token's; 0 keeps all.
         """
         ...
 
@@ -49,7 +49,7 @@ def min_p_floor(best: Float[Array, " R"], min_p: Float[Array, " R"]) -> Float[Ar
 
 
 def to_order(x: Float[Array, "..."]) -> Int[Array, "..."]:
-    """Integers in the order of the floats."""
+    """Map floats to integers in the same order."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -81,12 +81,12 @@ SETTINGS: tuple[tuple[int, float, float], ...] = (  # top_k, top_p, min_p
 
 
 class Case(NamedTuple):
-    """Rows of random scores, each cut in another way.
+    """Rows of random scores with different settings.
 
     Attributes:
         spread: Their standard deviation; 0 makes all equal.
-        num_levels: Different scores there are, about; None for all different.
-        allowed: Share of tokens whose score is not -inf; 0 for a single one.
+        num_levels: Approximate number of distinct scores; None for all distinct.
+        allowed: Fraction of tokens whose score is not -inf; 0 for a single one.
         settings: (top_k, top_p, min_p) of the rows in turn.
     """
 
@@ -135,7 +135,7 @@ BENCHES: dict[str, Case] = {
 
 
 def make_inputs(case: Case, key: jax.Array) -> Inputs:
-    """Scores of a case and what its rows are cut by."""
+    """Make the scores and settings of a case."""
     noise, chosen = jax.random.split(key)
     shape = case.num_rows, case.vocab_size
     scores = case.spread * jax.random.normal(noise, shape, jnp.float32)
@@ -155,7 +155,7 @@ def make_inputs(case: Case, key: jax.Array) -> Inputs:
 
 
 def prepare(implementation: Truncation, case: Case, inputs: Inputs) -> Inputs:
-    """Nothing to do."""
+    """Return the inputs unchanged."""
     del implementation, case
     return inputs
 
@@ -167,7 +167,7 @@ def run(implementation: Truncation, case: Case, prepared: Inputs) -> Float[Array
 
 
 class FloorRange(NamedTuple):
-    """Where a row's floor may lie: tokens at or above ``most`` have to be kept, tokens below ``least`` must not be."""
+    """Bounds of a row's threshold: tokens at or above ``most`` must be kept, tokens below ``least`` must not."""
 
     least: Float[Array, " R"]
     most: Float[Array, " R"]
@@ -181,17 +181,17 @@ def expected(case: Case, inputs: Inputs) -> FloorRange:
 
 
 def compare(case: Case, inputs: Inputs, found: Float[Array, " R"], expected: FloorRange) -> Comparison:
-    """Compare the sets of tokens that are kept; between the two floors, at ties of the boundary, either is right."""
+    """Compare the sets of tokens that are kept; between the two floors, at ties of the boundary, either is accepted."""
     num_wrong = np.asarray(_num_wrong(inputs.scores, found, expected))
     if not num_wrong.any():
         return Comparison(0.0, "", case.num_rows, 0)
     row = int(num_wrong.argmax())
-    return Comparison(float("inf"), f"row {row}: {num_wrong[row]} tokens kept or dropped wrongly", case.num_rows, 0)
+    return Comparison(float("inf"), f"row {row}: {num_wrong[row]} tokens wrongly kept or dropped", case.num_rows, 0)
 
 
 @jax.jit
 def _num_wrong(scores: Float[Array, "R V"], floor: Float[Array, " R"], expected: FloorRange) -> Int[Array, " R"]:
-    """Tokens of each row that are kept but may not be, or are not kept but have to be."""
+    """Count each row's tokens that are wrongly kept or dropped."""
     is_kept = scores >= floor[:, None]
     is_wrong = jnp.where(is_kept, scores < expected.least[:, None], scores >= expected.most[:, None])
     return is_wrong.sum(1)
@@ -219,12 +219,12 @@ def cost(case: Case) -> Cost:
 
 
 def sizes(case: Case) -> dict[str, int]:
-    """Tokens of the vocabulary."""
+    """Return the vocabulary size."""
     return {"vocab_size": case.vocab_size}
 
 
 def dtype(case: Case) -> str:
-    """Of the scores."""
+    """Return the dtype of the scores."""
     return case.dtype
 
 

@@ -25,17 +25,17 @@ from pallas_kernels.truncation import from_order, min_p_floor, to_order
 _CHUNK = 4096
 _NUM_EDGES = 16
 _ROUNDS = 2
-_CANDIDATES = 2048  # that the last program of a row looks at together
+_CANDIDATES = 2048  # that the last program of a row processes at once
 _DROPS = np.float32(0.1) * np.float32(2.0) ** np.arange(_NUM_EDGES - 2, dtype=np.float32)
-"""How far below the largest score the first edges are."""
+"""Distances of the first edges below the largest score."""
 
 
 class _Rows(NamedTuple):
-    """What is known of each row: vectors, and in a kernel their references.
+    """The state of each row's search: vectors, and in a kernel their references.
 
     Attributes:
         top_k: Tokens to keep; 0 where top-k keeps all that min-p keeps.
-        top_p: Weight to keep, as a share of what those two keep; 1 keeps all.
+        top_p: Weight to keep, as a fraction of what those two keep; 1 keeps all.
         best: The largest score.
         mass: Weight of what min-p keeps.
         top: The floor is below it.
@@ -74,7 +74,7 @@ class TritonTruncation:
     ) -> Float[Array, " R"]:
         """Return the lowest score each row keeps; see ``Truncation.floor``."""
         best = scores.max(1)
-        is_sound = jnp.isfinite(best)  # else there is nothing to count by: such a row is not cut
+        is_sound = jnp.isfinite(best)  # other rows are not truncated
         top_k, top_p = jnp.where(is_sound, top_k, 0), jnp.where(is_sound, top_p, 1.0)
         lowest = min_p_floor(best, min_p)
         rows, starts = self._narrowed(scores, best, lowest, top_k, top_p)
@@ -93,12 +93,12 @@ class TritonTruncation:
         top_k: Int[Array, " R"],
         top_p: Float[Array, " R"],
     ) -> tuple[_Rows, Int[Array, "R chunks"]]:
-        """Rows with a top and a bottom, and how many scores between them stand before each of a row's chunks."""
+        """Narrow top and bottom of rows, and count the scores between them before each of a row's chunks."""
         is_cut = ((top_k > 0) | (top_p < 1)).astype(jnp.int32)
         shape = len(best), pl.cdiv(scores.shape[1], _CHUNK), _NUM_EDGES
         sums = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
         edges = _edges(jnp.full_like(best, jnp.inf), best, lowest, jnp.broadcast_to(_DROPS, (len(best), len(_DROPS))))
-        mass, upper, lower = best, top_k, top_k  # of the right shapes: the first round replaces them
+        mass, upper, lower = best, top_k, top_k  # placeholders of the right shapes: the first iteration replaces them
         chunk_counts, counts, masses = jnp.zeros(shape, jnp.int32), edges, edges
         for i in range(_ROUNDS):
             if i > 0:
@@ -132,7 +132,7 @@ def _edges(
     bottom: Float[Array, " R"],
     drops: Float[Array, "R _"] | None,
 ) -> Float[Array, "R edges"]:
-    """From the top of each row to its bottom in steps that never rise: drops below the best, or equal ones."""
+    """Return edges from the top of each row to its bottom, descending: drops below the best, or equal ones."""
     start = jnp.minimum(top, best)[:, None]
     if drops is None:
         last = _NUM_EDGES - 1
@@ -147,7 +147,7 @@ def _bracket(
     top_p: Float[Array, " R"],
     mass: Float[Array, " R"],
 ) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
-    """Two of the edges: every score that the search still has to tell apart is below the first and not the second.
+    """Return two edges: every score still to be searched is below the first and not below the second.
 
     Where top-p cuts depends on the weight of what top-k keeps, which is only known to lie between that of two edges.
     """
@@ -164,12 +164,12 @@ def _num_short(sums: Array, wanted: Array) -> Int[Array, " R"]:
 
 
 def _at(array: Array, edge: Int[Array, " R"]) -> Array:
-    """Of each row, what belongs to its edge."""
+    """Select each row's value at its edge."""
     return jnp.take_along_axis(array, edge.reshape(-1, *[1] * (array.ndim - 1)), axis=-1)[..., 0]
 
 
 def _in_order(masses: Float[Array, "R chunks edges"]) -> Float[Array, "R edges"]:
-    """Sums over chunks, one after the other: a compiler chooses the order of a reduction by the number of rows."""
+    """Sum over chunks, one after the other: a compiler chooses the order of a reduction by the number of rows."""
     return functools.reduce(jnp.add, (masses[:, i] for i in range(masses.shape[1])))
 
 
@@ -186,7 +186,7 @@ def _sum_kernel(
     counts_ref: Any,  # [R, chunks, E]
     masses_ref: Any,  # [R, chunks, E]
 ) -> None:
-    """Tokens of a chunk at or above each edge, and their weight; nothing for rows that are not cut."""
+    """Count a chunk's tokens at or above each edge, and their weight; zero for rows that are not truncated."""
     is_cut_ref, best_ref, edges_ref = numbers
     row, chunk = pl.program_id(0), pl.program_id(1)
 
@@ -208,7 +208,7 @@ def _gather_kernel(
     numbers: Any,  # is_cut [R], top [R], bottom [R], starts [R, chunks]
     candidates_ref: Any,  # [R, V]
 ) -> None:
-    """Put the scores of a chunk that are between a row's top and bottom after those of the chunks before it."""
+    """Store the scores of a chunk that are between a row's top and bottom after those of the chunks before it."""
     is_cut_ref, top_ref, bottom_ref, starts_ref = numbers
     row, chunk = pl.program_id(0), pl.program_id(1)
 
@@ -226,12 +226,12 @@ def _find_kernel(
     rows: Any,  # a _Rows of [R]
     floor_ref: Any,  # [R]
 ) -> None:
-    """The floor of a row that is cut, among the scores between its top and its bottom."""
+    """Find the threshold of a truncated row among the scores between its top and its bottom."""
     row = pl.program_id(0)
     top_k, top_p, best, mass, top, bottom, num_above, mass_above, num_between = (ref[row] for ref in rows)
 
     def sums(floor: Float[Array, ""]) -> tuple[Int[Array, ""], Float[Array, ""]]:
-        """Tokens at or above a floor, and their weight."""
+        """Return the number of tokens at or above a threshold, and their weight."""
 
         def round_(i: Int[Array, ""], found: tuple[Array, Array]) -> tuple[Array, Array]:
             token = i * _CANDIDATES + jnp.arange(_CANDIDATES)

@@ -1,7 +1,7 @@
 """Truncation in plain XLA: the path for CPUs.
 
-Top-k and top-p are the same search with other weights: where the weights of the tokens, largest scores first, reach
-what is wanted. Thresholds come from the largest candidates; where those do not reach far enough, from bisection over
+Top-k and top-p are the same search with different weights: where the weights of the tokens, in order of score, reach
+a target. Thresholds come from the largest candidates; if these do not suffice, from bisection over
 the order-preserving integers of the scores, exact in 32 passes.
 """
 
@@ -56,11 +56,11 @@ def _raised(
     """Return the score at which the weights from the largest down reach ``wanted``, at least the floor.
 
     Args:
-        floor: Scores below it do not count.
+        floor: Scores below it are ignored.
         tokens: Scores and weights.
         candidates: The largest scores in order, and their weights.
-        wanted: Weight to reach; where ``is_share``, a share of that of all that count.
-        is_share: See above.
+        wanted: Weight to reach; with ``is_share``, a fraction of the total weight.
+        is_share: Whether ``wanted`` is a fraction.
     """
     scores, weights = tokens
 

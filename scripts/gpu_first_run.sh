@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The commands of a first run on an NVIDIA GPU, in order. Each takes at most 9 minutes, can be killed at any time, and
-# leaves a JSON file and a Markdown table of what it found; the later ones go on from the files of those before.
+# writes a JSON file and a Markdown table of its results; later ones continue from the files of earlier ones.
 #
 #   bash scripts/gpu_first_run.sh wheels   on a machine with a package index: fetch what the GPU machine lacks
 #   bash scripts/gpu_first_run.sh 1        ceilings, and the smallest case of every implementation (4 minutes at most)
@@ -21,7 +21,7 @@ wheels=build/wheels
 results=build/gpu_check/results
 name=first_run
 
-fetch_wheels() { # of Python 3.12 on x86-64 Linux; jax-triton asks for a newer Triton than it needs, so without others
+fetch_wheels() { # of Python 3.12 on x86-64 Linux; jax-triton requires a newer Triton than it needs, so without dependencies
   "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
     --platform manylinux_2_39_x86_64 --platform manylinux_2_34_x86_64 --platform manylinux_2_31_x86_64 \
     --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
@@ -38,7 +38,7 @@ keep_results() {
 check() { # time limit, parts, arguments of gpu_check.py
   local limit="$1" parts="$2"
   shift 2
-  # The check ends by itself before its limit; should it not, it is told to, and 10 seconds later made to.
+  # The check stops before its limit; if it does not, it gets SIGTERM, and SIGKILL 10 seconds later.
   timeout --kill-after=10 "$((limit + 20))" "$python" scripts/gpu_check.py --only "$parts" --time-limit "$limit" \
     --name "$name" --output "$results" "$@"
 }
@@ -74,7 +74,7 @@ if [ "$first" != all ]; then
   exit
 fi
 status=0
-for number in 1 2 3 4; do # what failed in one is in its file, and no reason to leave out the next
+for number in 1 2 3 4; do # failures are in the files; continue with the next stage
   stage "$number" "$@" || status=$?
 done
 exit "$status"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Writes the Python modules of jaxserve/server/proto/**/*.proto beside them, with the oldest supported tools: code that they
-# generate runs with every later protobuf up to the next major version after theirs. Makes .venvs/protos the first time.
+# generate runs with every later protobuf up to the next major version. Makes .venvs/protos the first time.
 #
 #   bash scripts/make_protos.sh
 set -euo pipefail
@@ -16,9 +16,9 @@ cd "$root/jaxserve/server/proto"
 find jaxserve -name '*_pb2*.py*' -delete
 files=(jaxserve/v1/*.proto)
 "$venv/bin/python" -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. --grpc_python_out=. "${files[@]}"
-# The modules lie in this package, not at the top.
+# The modules are in this package, not at the top level.
 sed -i -E 's/^from jaxserve\.v1 import/from jaxserve.server.proto.jaxserve.v1 import/' jaxserve/v1/*_pb2*.py*
-# Files of messages alone have no services.
+# Files without services need no _grpc module.
 for file in jaxserve/v1/*_pb2_grpc.py; do
   grep -q '^class .*Stub' "$file" || rm "$file"
 done

@@ -4,7 +4,7 @@
 #   bash scripts/make_venv.sh            what running the engine needs
 #   bash scripts/make_venv.sh dev        the same plus an extra of pyproject.toml, or several: dev,otel
 #
-# Does nothing, in well under a second, when .venv already holds what pyproject.toml and the constraints file ask for.
+# Does nothing, in well under a second, when .venv already has what pyproject.toml and the constraints file require.
 # PYTHON=/path/to/python chooses the interpreter of a new .venv; otherwise the first Python >= 3.11 found is taken.
 set -euo pipefail
 
@@ -65,7 +65,7 @@ version="$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:
 constraints="$root/scripts/constraints-$version.txt"
 [ -f "$constraints" ] || constraints=/dev/null
 
-# One stamp for each extra: what was asked for, and where, when the last installation of it ended well. And one for the
+# One stamp for each extra: what was requested, and where, when its last installation succeeded. And one for the
 # native kernels, which all extras share: an installation builds them into the tree.
 stamp="$venv/.installed-${extra:-core}"
 native_stamp="$venv/.installed-native"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests of the Pallas Mosaic GPU kernels with JAX 0.11.2, whose interpreter runs them on a CPU: they are skipped
 # on Python 3.11, which has no JAX newer than 0.10. Makes .venvs/mosaic the first time (20 s). Where this machine has no
-# Python >= 3.12, prints a line that says so and ends well.
+# Python >= 3.12, prints a line that says so and exits with status 0.
 #
 #   bash scripts/mosaic_tests.sh [arguments of pytest]
 set -euo pipefail

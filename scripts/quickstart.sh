@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh clone to generated text: makes .venv, installs, and lets the embedded demo model answer several prompts
+# From a fresh clone to generated text: creates .venv, installs, and generates completions of several prompts with the embedded demo model
 # that are decoded together. Prints the texts with tokens/s, and where the memory went. The second run takes seconds.
 #
 #   bash scripts/quickstart.sh [arguments of "jaxserve generate", such as --json]

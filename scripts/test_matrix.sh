@@ -4,7 +4,7 @@
 #   bash scripts/test_matrix.sh --list                 the pairs, and which Python each would use
 #   bash scripts/test_matrix.sh [--only TEXT] [arguments of pytest]
 #
-# --only keeps the pairs whose name contains TEXT, such as 3.12. Pythons are looked for on PATH and in ~/.pyenv/versions.
+# --only keeps the pairs whose name contains TEXT, such as 3.12. Pythons are searched on PATH and in ~/.pyenv/versions.
 # Each pair has its own environment under .venvs/, kept for the next run; "newest" is upgraded at each run.
 set -uo pipefail
 

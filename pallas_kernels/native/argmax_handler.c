@@ -26,7 +26,7 @@ static void argmax_job(void *context) {
   }
 }
 
-// The first place of a row's largest number, or -1 where it has NaN, or nothing above -inf.
+// The index of a row's maximum, or -1 if it has NaN, or nothing above -inf.
 static int32_t place_of_largest(const ArgmaxJob *job, int64_t row) {
   const Largest *found = job->found + row * job->num_pieces;
   int64_t best = 0;

@@ -44,7 +44,7 @@ typedef struct {
   int lanes;
   int (*tile_tokens)(int group);                       // query tokens of a tile
   int (*padded_width)(int width);                      // of a row of a partial
-  // Computes a piece's softmax, which goes on from what the partial holds where `done` is not 0, and asks memory for the
+  // Computes a piece's softmax, which goes on from what the partial holds where `done` is not 0, and prefetches the
   // keys and values that the piece after it begins with; of no tokens: there is none.
   void (*attend)(const Attention *, Piece, Piece after, Partial);
   void (*merge)(Partial into, Partial from, int rows, int padded);

@@ -61,13 +61,13 @@ static Block locate(const Attention *a, Tile tile, int at, int end) {
   return block;
 }
 
-// The keys and values of the block that comes next, which memory is asked for bit by bit while a block is computed: pages
+// The keys and values of the block that comes next, which are prefetched gradually while a block is computed: pages
 // lie anywhere, so that no processor sees them coming, and asking for many lines at once would wait for them. After the
 // first lines of a sequence the processor fetches the rest by itself, to the end of 4096 bytes.
 typedef struct {
   const char *groups[2 * GROUPS];
   int num_groups, group_bytes, group, at;
-  int pace;  // how much to ask for with as much that is read
+  int pace;  // amount to prefetch per amount read
 } Ahead;
 enum { ASKED_BYTES = 256, SEQUENCE_BYTES = 4096, SEEN_AFTER = 1024 };
 

@@ -102,7 +102,7 @@ static inline FfiError *ffi_error(FfiFrame *frame, const char *message) {
   return frame->api->create_error(&args);
 }
 
-// Answers the call with which XLA asks for the version when a handler is registered; returns whether it was that call.
+// Handles XLA's version query when a handler is registered; returns whether the call was that query.
 static inline int ffi_answered_metadata(FfiFrame *frame) {
   FfiExtension *extension = frame->extensions;
   if (!extension || extension->type != FFI_EXTENSION_METADATA) return 0;

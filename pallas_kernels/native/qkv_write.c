@@ -44,7 +44,7 @@ static int64_t page_of(const QkvWrite *w, int64_t token, int head) {
   return page_offset(w->pages[token], head, w->num_kv_heads, w->page_size, w->width, w->is_bf16);
 }
 
-// A value that is not finite moves to its key as NaN and leaves zero: the next owner of its place is safe, since masked
+// A value that is not finite moves to its key as NaN and leaves zero: the page's next owner is safe, since masked
 // keys do not count, and the sequence itself still gets NaN. What the pools' type cannot hold is not finite there.
 static void write_value(const QkvWrite *w, int64_t token, int head, float *key) {
   const int width = w->width, is_bf16 = w->is_bf16;
