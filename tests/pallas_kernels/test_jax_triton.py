@@ -310,11 +310,11 @@ def test_weights_that_cannot_be_packed_are_refused():
     values, scales, zeros = quantised()
     with pytest.raises(ValueError, match=r"groups in activation order \(g_idx, act-order / desc_act\) are not supp"):
         int4_matmul.pack(values, scales, zeros, g_idx=np.arange(384)[::-1] // 32)
-    with pytest.raises(ValueError, match="groups of 32, 64, 128 or a multiple of 256 .* not of 48"):
+    with pytest.raises(ValueError, match="groups of 32, 64, 128 or a multiple of 256 .* not 48"):
         int4_matmul.pack(values, np.ones((8, 40), np.float32))
     with pytest.raises(ValueError, match=r"got values \(384, 40\), scales \(12, 40\), zeros \(12, 39\)"):
         int4_matmul.pack(values, scales, zeros[:, 1:])
-    with pytest.raises(ValueError, match="8-bit elements or 32-bit words, not as int16"):
+    with pytest.raises(ValueError, match="8-bit elements or 32-bit words, not int16"):
         int4_matmul.pack(values.astype(np.int16), scales, zeros)
     assert "not of 16" in str(int4_matmul_xla.unsupported("cpu", "cpu", "float32", group_size=16))
     assert "not of 16" in str(int4_matmul_triton.unsupported("gpu", "NVIDIA H200", "float16", group_size=16))

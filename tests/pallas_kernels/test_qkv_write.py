@@ -173,7 +173,7 @@ def test_selection() -> None:
     assert chosen(platform="cpu", device_kind="cpu", name="pallas-interpret").is_interpreted
     with pytest.raises(UnsupportedKernelError, match="triton: needs an NVIDIA GPU"):
         chosen(platform="cpu", device_kind="cpu", name="triton")
-    with pytest.raises(UnsupportedKernelError, match="has no int8, only float32, bfloat16, float16"):
+    with pytest.raises(UnsupportedKernelError, match="keys and values must be float32, bfloat16, float16, not int8"):
         select("qkv_write", platform="gpu", device_kind="NVIDIA H200", dtype="int8", name="triton")
 
 
