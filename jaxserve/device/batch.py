@@ -23,8 +23,8 @@ class BatchBuilder:
     Args:
         num_slots: Sequences that can run at once.
         table_pages: M, pages of the longest context.
-        page_size: Tokens a page.
-        num_pages: Usable pages; the null page is the one behind them.
+        page_size: Tokens per page.
+        num_pages: Usable pages; the null page follows them.
         neutral_arguments: What the engine's logits processors read of requests that give them nothing.
         num_tables: Page tables of each slot.
     """

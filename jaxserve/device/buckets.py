@@ -10,7 +10,7 @@ from jaxserve.errors import ConfigError
 
 _SMALLEST_MIXED = 64
 _FEW_ROWS = 64
-_FEWEST_ROWS, _FEWEST_TOKENS = 8, 128  # of a shape where padding costs next to nothing
+_FEWEST_ROWS, _FEWEST_TOKENS = 8, 128  # of a shape when padding is almost free
 
 
 @dataclasses.dataclass(frozen=True)

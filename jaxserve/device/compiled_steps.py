@@ -144,7 +144,7 @@ def _submit(
 
 
 def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles a program and gives back the memory that took, so that what many leave does not add up."""
+    """Compile a program and release the memory that compiling took, so that it does not add up over many programs."""
     compiled = lowered.compile()
     return_freed_memory()
     return compiled

@@ -27,7 +27,7 @@ class MemoryNeeds:
         page: One KV page, in all pools.
         temporaries: Estimate of what the largest step takes while it runs.
         slots: What is kept of running sequences beside their pages.
-        page_size: Tokens a page.
+        page_size: Tokens per page.
         max_model_len: Longest context.
         max_num_seqs: Most sequences at once.
         windows: For each page table, what its layers see; None for all.
@@ -53,7 +53,7 @@ class MemoryNeeds:
         return most_pages(self.table_pages, self.windows)
 
     def longest_request(self, num_pages: int) -> int:
-        """Tokens of the longest single request that so many pages hold."""
+        """Return the tokens of the longest single request that fits into this many pages."""
         lengths = range(self.table_pages + 1)
         longest = bisect.bisect_right(lengths, num_pages, key=lambda length: most_pages(length, self.windows)) - 1
         return min(longest * self.page_size, self.max_model_len)

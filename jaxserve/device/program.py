@@ -55,7 +55,7 @@ class ModelProgram:
         layout: Resolved on that mesh.
         policy: Element types.
         kernel: Implementation of paged attention.
-        page_size: Tokens a page.
+        page_size: Tokens per page.
         num_pages: Usable pages.
         num_slots: Sequences that can run at once.
         max_model_len: Tokens of the longest context; None for no limit.

@@ -87,6 +87,6 @@ def copy_arrays(copies: Sequence[PageCopy], num_pages: int) -> list[tuple[np.nda
 
 
 def _row_parts(vocab_size: int) -> list[tuple[int, int]]:
-    """Where counts, bias and tracked tokens lie in a slot's row, behind the slot itself."""
+    """Return the ranges of counts, bias and tracked tokens in a slot's row, after the slot itself."""
     ends = np.cumsum([1, vocab_size, vocab_size, MAX_TRACKED]).tolist()
     return [*zip(ends[:-1], ends[1:], strict=True)]

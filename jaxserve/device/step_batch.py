@@ -138,7 +138,7 @@ def unpack(
         buffer: As ``BatchBuilder`` makes it.
         shape: Sizes of the step.
         latest: What the host left to the device.
-        page_size: Tokens a page.
+        page_size: Tokens per page.
         num_pages: Usable pages; the null page comes after them, and then the page that padding tokens write to.
     """
     arrays = arrays_in(buffer, shape.fields)

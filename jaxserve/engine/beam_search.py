@@ -1,6 +1,6 @@
-"""Beam search: of all texts, token by token, the few likeliest.
+"""Beam search: keeps the most likely sequences, token by token.
 
-A round makes every beam a request of one token that reports the likeliest next tokens: twice as many as there are
+A round makes every beam a request of one token that reports the most likely next tokens: twice as many as there are
 beams, so that enough are left when some end the text. A round's requests have nearly all of their tokens in common with
 one of the round before, and find its pages in the prefix cache, the last and half-filled one by a copy of it.
 """

@@ -1,4 +1,4 @@
-"""The engine: takes requests, steps, and gives out what became of them."""
+"""The engine: accepts requests, runs steps, and delivers outputs."""
 
 import itertools
 import logging
@@ -198,7 +198,7 @@ class Engine:
                 self._close(request)
             else:
                 self._metrics.corrupted()
-                self._fail(request, "the model's hidden states are not numbers (NaN)")
+                self._fail(request, "the model produced NaN or infinite hidden states")
             changed.append(request)
         return changed
 
@@ -209,7 +209,7 @@ class Engine:
             owner = self._owners.get(sequence.sequence_id)
             if owner is not None:
                 self._metrics.corrupted()
-                self._fail(owner[0], "the model's scores are not numbers (NaN), or leave no token to choose")
+                self._fail(owner[0], "the model produced NaN logits, or every token is masked")
                 failed.append(owner[0])
         return failed
 

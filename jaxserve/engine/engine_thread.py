@@ -78,7 +78,7 @@ class EngineThread:
             raise self._dead()
 
     def submit(self, stream: OutputStream, request: RequestState, deadline_s: float | None = None) -> None:
-        """Lets a prepared request run; what comes of it, an error too, goes to the stream.
+        """Submit a prepared request; its outputs or its error go to the stream.
 
         Args:
             stream: Gets the outputs.
@@ -95,14 +95,15 @@ class EngineThread:
             self._post(lambda: self._enqueue(stream, request, deadline_s))
 
     def drop(self, stream: OutputStream) -> None:
-        """End a stream's request, also one still to be submitted, because nobody reads it any more. Does not wait."""
+        """End a stream's request, also one still to be submitted, because it has no reader any more. Does not wait."""
         stream.is_cancelled = True
         request = stream.request
         if request is not None and not request.is_finished():
             self._post(lambda: self._streams.drop(stream, request))
 
     def abort(self, request_ids: Iterable[str]) -> "concurrent.futures.Future[None]":
-        """Ends requests; their streams end with what there is, finish reason ``abort``. Unknown ids are left out."""
+        """Abort requests; their streams end with the tokens so far and finish reason ``abort``. Unknown ids are
+        ignored."""
         wanted = list(request_ids)
 
         def abort() -> None:
@@ -136,7 +137,7 @@ class EngineThread:
     def stop(self, drain_s: float = 0.0) -> None:
         """Takes no more requests, lets those that run go on for ``drain_s`` seconds, then ends all.
 
-        Streams end with what there is, finish reason ``abort`` where a request was cut. Returns when the thread has
+        Streams end with the tokens so far; aborted requests have finish reason ``abort``. Returns when the thread has
         ended; stopping again is without effect.
         """
         with self._wakeup:

@@ -9,11 +9,11 @@ from jaxserve.text.tokenizer import Tokenizer
 def logprob_entry(
     token: int, row: int, scores: TokenLogprobs, count: int, tokenizer: Tokenizer | None
 ) -> dict[int, Logprob]:
-    """A token and the ``count`` likeliest ones (-1: all that the step measured)."""
+    """Return entries of a token and of the ``count`` most likely ones (-1: all that the step computed)."""
     entry = {token: Logprob(float(scores.chosen[row]), int(scores.ranks[row]), _text(tokenizer, token))}
     size = scores.top.shape[1] if count < 0 else count
-    likeliest = zip(scores.top_ids[row, :size].tolist(), scores.top[row, :size].tolist(), strict=True)
-    for rank, (token_id, logprob) in enumerate(likeliest, 1):
+    most_likely = zip(scores.top_ids[row, :size].tolist(), scores.top[row, :size].tolist(), strict=True)
+    for rank, (token_id, logprob) in enumerate(most_likely, 1):
         if token_id not in entry:
             entry[token_id] = Logprob(logprob, rank, _text(tokenizer, token_id))
     return entry
@@ -22,7 +22,7 @@ def logprob_entry(
 def sample_entry(
     token: int, row: int, scores: TokenLogprobs, params: SamplingParams, tokenizer: Tokenizer | None
 ) -> dict[int, Logprob]:
-    """A sampled token and those that the request asked for: the ones it names, or the likeliest."""
+    """Return entries of a sampled token and of the requested ones: those listed, or the most likely."""
     named = params.logprob_token_ids
     if named is None:
         return logprob_entry(token, row, scores, params.logprobs or 0, tokenizer)

@@ -81,7 +81,7 @@ class EngineMetrics:
             self._step_tokens.observe(num_tokens)
 
     def corrupted(self) -> None:
-        """Counts a request whose scores or hidden states are not numbers."""
+        """Count a request with NaN logits or non-finite hidden states."""
         self._corrupted += 1
 
     def finished(self, request: RequestState) -> None:

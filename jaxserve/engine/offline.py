@@ -38,7 +38,7 @@ class OfflineRunner:
 
         Raises:
             RequestError: A bad prompt; nothing has run then.
-            RequestFailedError: A vector is not numbers.
+            RequestFailedError: A vector has non-finite values.
         """
         given = [one if one.params is not None else dataclasses.replace(one, params=PoolingParams()) for one in inputs]
         outputs = self.run(given, priorities, use_tqdm)

@@ -1,4 +1,4 @@
-"""The streams of requests that run: which step's news go where, whose time is up."""
+"""The streams of running requests: delivers the deltas of each step, and enforces deadlines."""
 
 import heapq
 import itertools
@@ -14,7 +14,7 @@ from jaxserve.errors import DeadlineError, EngineDeadError, JaxserveError, Reque
 
 logger = logging.getLogger(__name__)
 
-_MIN_DEADLINES = 64  # below this many nobody looks for those of requests that have ended
+_MIN_DEADLINES = 64  # below this many, deadlines of finished requests are not removed
 
 
 class OpenStreams:
@@ -53,14 +53,14 @@ class OpenStreams:
         wake_readers([stream])
 
     def abort(self, request_id: str) -> None:
-        """Ends a request; its stream ends with what there is. Without effect where none has the name."""
+        """Abort a request; its stream ends with the tokens so far. Does nothing for an unknown name."""
         stream = self._by_name.get(request_id)
         if stream is not None and stream.request is not None:
             self._engine.abort(stream.request)
             self.hand_over([stream])
 
     def drop(self, stream: OutputStream, request: RequestState) -> None:
-        """Ends the request of a stream that nobody reads any more."""
+        """Abort the request of a stream without a reader."""
         if self._forget(stream, request):
             self._engine.abort(request)
 
@@ -84,7 +84,7 @@ class OpenStreams:
         self.hand_over(dict.fromkeys(stream for stream in [*behind, *found] if stream is not None))
 
     def hand_over(self, streams: Iterable[OutputStream]) -> None:
-        """Offers each stream its request's news, and wakes their readers, each place once."""
+        """Offer each stream its request's delta, and wake the readers, each event loop once."""
         woken: list[OutputStream] = []
         for stream in streams:
             request = stream.request
@@ -107,7 +107,7 @@ class OpenStreams:
         wake_readers(woken)
 
     def end_all(self) -> None:
-        """Ends every request; streams end with what there is."""
+        """Abort every request; streams end with the tokens so far."""
         streams = list(self._by_name.values())
         for request in [stream.request for stream in streams if stream.request is not None]:
             self._engine.abort(request)
@@ -140,7 +140,7 @@ class OpenStreams:
 
 
 def deadline_after(timeout_s: Any) -> float | None:
-    """The time, in seconds of ``time.monotonic()``, so many seconds from now; None where there is no limit.
+    """Return the time of ``time.monotonic()`` at which a limit in seconds ends; None without a limit.
 
     Raises:
         RequestError: Not a number above 0.

@@ -8,7 +8,7 @@ from jaxserve.engine.request_state import RequestState
 
 
 class ProgressBar:
-    """Finished samples, and tokens a second of finished requests; nothing where ``use_tqdm`` is False."""
+    """Finished samples, and tokens per second of finished requests; nothing if ``use_tqdm`` is False."""
 
     def __init__(self, requests: list[RequestState], use_tqdm: bool | Callable[..., tqdm]):
         self._bar = None

@@ -6,12 +6,12 @@ from jaxserve.sampling_params import SamplingParams
 
 
 def truncated(token_ids: list[int], fit: PromptFit, max_output_tokens: int | None, max_model_len: int) -> list[int]:
-    """The last tokens of a prompt, so many as its ``fit`` asks for.
+    """Return the last tokens of a prompt, truncated as its ``fit`` says.
 
     Args:
         token_ids: All of them.
         fit: What is asked for.
-        max_output_tokens: Tokens that must find room behind the prompt; None: one.
+        max_output_tokens: Output tokens that must fit after the prompt; None: one.
         max_model_len: Longest context.
 
     Raises:

@@ -58,7 +58,7 @@ class Sample:
             self.cumulative_logprob += entry[token].logprob
 
     def output(self) -> CompletionOutput:
-        """What there is of it so far."""
+        """Return the completion so far."""
         sequence = self.sequence
         reason = sequence.finish_reason
         detokenizer = self.detokenizer
@@ -76,7 +76,7 @@ class Sample:
         )
 
     def take(self) -> CompletionOutput | None:
-        """What is new since the last ``take``; None where nothing is. Its cost is that of the news alone."""
+        """Return the delta since the last ``take``, or None if it is empty, at the cost of the delta only."""
         sequence = self.sequence
         reason = sequence.finish_reason
         start = sequence.num_prompt_tokens + self.num_given
@@ -137,14 +137,14 @@ class RequestState:
         return True
 
     def output(self, with_metrics: bool = False) -> RequestOutput:
-        """What there is of it so far, whatever kind of output it asked for."""
+        """Return the output so far, whatever the request's output kind."""
         return self._output([sample.output() for sample in self.samples], self._prompt_logprobs(), with_metrics)
 
     def next_output(self, with_metrics: bool = False) -> RequestOutput | None:
         """The next output of the kind it asked for; None where there is nothing to give yet.
 
-        CUMULATIVE is everything so far, FINAL_ONLY the same at the end alone. DELTA is what is new since the last call:
-        a sample without news is left out, finish reasons and the prompt's logprobs come once.
+        CUMULATIVE is everything so far, FINAL_ONLY the same at the end alone. DELTA is the addition since the last
+        call: a sample without new tokens is omitted, finish reasons and the prompt's logprobs come once.
         """
         kind = self.params.output_kind
         if kind is not RequestOutputKind.DELTA:

@@ -1,4 +1,4 @@
-"""One request's outputs on their way from the engine's thread to whoever reads them."""
+"""Delivers one request's outputs from the engine's thread to the reader."""
 
 import asyncio
 import collections
@@ -43,7 +43,7 @@ class OutputStream(Protocol):
 
     @property
     def is_behind(self) -> bool:
-        """Whether the request has news that no output holds yet."""
+        """Whether the request has a delta that is not in an output yet."""
         ...
 
     def offer(self) -> bool:
@@ -120,7 +120,7 @@ class Stream:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the request has news that no output holds yet."""
+        """Whether the request has a delta that is not in an output yet."""
         return self._is_behind
 
     def fail(self, error: JaxserveError) -> None:
@@ -152,7 +152,7 @@ class Stream:
             if output is None and self._error is not None:
                 raise self._error
             if self._is_behind and self._is_over:
-                # The engine has done with the request, so nobody but the reader touches it any more.
+                # The engine has done with the request, so only the reader accesses it from here on.
                 assert self.request is not None
                 self._output = self.request.next_output(self._with_metrics)
                 self._is_behind = False

@@ -121,7 +121,7 @@ class ContextCache:
             yield keys[index + 1]
 
     def _first_seen(self, window: KVWindow | None, num_pages: int) -> int:
-        """The first page that is seen by the token behind ``num_pages`` full pages."""
+        """Return the first page that the token after ``num_pages`` full pages sees."""
         return 0 if window is None else window.first_page(num_pages * self._page_size)
 
     def _content(self, sequence: Sequence, index: int, num_tokens: int | None = None) -> bytes:

@@ -1,13 +1,13 @@
-"""Pages of a sequence's context: found in the prefix cache, taken, noted there when they fill up, given back.
+"""Pages of a sequence's context: found in the prefix cache, allocated, cached when they fill up, and freed.
 
 Which steps have written what: the device runs steps in the order they are planned in. So a page counts as written once
 the step that writes it is planned, and a step that is planned later, or whose rows are planned later in the same step,
 may read it: a layer writes all its keys and values before it attends. Copies alone run before a step, so their sources
 are pages of steps planned before (``PrefixCache.settle``). A context only ever grows: steps in flight of a sequence
-that has ended write behind the tokens that the cache knows of.
+that has finished write after the tokens that the cache knows of.
 
 A model may have several page tables (``KVLayout``); a context has pages in each, for the same tokens. Where the layers
-of a table have a sliding window, a sequence gives back the pages there that none of its next tokens sees, and a cached
+of a table have a sliding window, a sequence frees the pages there that none of its next tokens sees, and a cached
 context is one whose pages within the window are there. What the table has in place of the others is masked, and still a
 page of the sequence's own: no other request's values come near.
 
@@ -117,7 +117,7 @@ class ContextPages:
         return min(end, sequence.num_pages * self._page_size)
 
     def grants(self, sequence: Sequence) -> list[PageGrant]:
-        """What a plan has to tell the device: the pages that are others than before, with those behind them."""
+        """What a plan has to tell the device: the pages that changed, and all pages after them."""
         grants: list[PageGrant] = []
         for index, table in enumerate(sequence.tables):
             first, end = table.num_granted, len(table.pages)

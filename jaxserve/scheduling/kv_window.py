@@ -9,7 +9,7 @@ class KVWindow(NamedTuple):
 
     Attributes:
         num_tokens: Latest tokens that a query sees, itself included.
-        page_size: Tokens a page.
+        page_size: Tokens per page.
         num_step_tokens: Most tokens by which the steps that are not complete can extend a context.
     """
 

@@ -16,7 +16,7 @@ class PageAllocator:
 
     Args:
         num_pages: Pages there are.
-        page_size: Tokens a page.
+        page_size: Tokens per page.
         keeps_free_pages: False forgets a page's content when its last holder frees it.
     """
 
@@ -31,7 +31,7 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages nobody holds."""
+        """Number of pages without a holder."""
         return len(self._free) + len(self._free_cached)
 
     @property
@@ -54,7 +54,7 @@ class PageAllocator:
         return [self._take_free() for _ in range(count)]
 
     def allocate_behind(self, shared: list[int], count: int) -> list[int] | None:
-        """The same behind pages that the cache found, which get a holder more; returns all of them."""
+        """Allocate pages after cached ones, which get one more holder; return all of them."""
         holders = self._num_holders
         if count + sum(not holders[page] for page in shared) > self.num_free:
             return None
@@ -83,7 +83,7 @@ class PageAllocator:
                 self._free.append(page)
 
     def reset(self) -> None:
-        """Forgets the content of every page, whoever holds it."""
+        """Forget the content of every page, also of held ones."""
         self.cache.reset()
         self._free.extend(self._free_cached)
         self._free_cached.clear()

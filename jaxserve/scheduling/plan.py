@@ -115,7 +115,7 @@ class ChunkPooling(NamedTuple):
     """What a chunk adds to the sum of its slot's hidden states.
 
     Attributes:
-        num_tokens: So many of its last tokens are added.
+        num_tokens: Number of its last tokens that are added.
         is_first: The sum begins with them.
         is_last: It ends with them, and the host gets it.
     """
@@ -139,7 +139,7 @@ class Row(NamedTuple):
         slot: The request's slot.
         start: Position of the first token, or ``ON_DEVICE``.
         token_ids: The tokens; the first may be ``ON_DEVICE``.
-        num_samples: A token is sampled after each of so many tokens, the last of the row; 0 within a prompt.
+        num_samples: Number of the row's last tokens after each of which a token is sampled; 0 within a prompt.
         targets: Where logprobs of the prompt are asked for, the token after each token of the row (-1: none).
         pooling: Where hidden states are pooled, what the row adds to their sum.
     """

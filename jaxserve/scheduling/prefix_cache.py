@@ -1,7 +1,7 @@
-"""What the KV pages hold: which page has the keys and values of which tokens, behind which context.
+"""The prefix cache: which page has the keys and values of which tokens, after which context.
 
 A page full of tokens has a key, the SHA-256 of the key before it and of its tokens, so that a key stands for a whole
-context. Besides, the contents of pages, full or not, are kept sorted behind each key, so that the page that shares most
+context. Besides, the contents of pages, full or not, are kept sorted for each key, so that the page that shares most
 of the tokens that follow is found for copying. Plain bytes; knows nothing about who holds a page.
 """
 
@@ -37,7 +37,7 @@ class PrefixCache:
     """Contents of pages of ``page_size`` tokens.
 
     Attributes:
-        page_size: Tokens a page.
+        page_size: Tokens per page.
         min_shared_tokens: Fewer tokens than these are not worth the copy of a page.
     """
 
@@ -71,7 +71,7 @@ class PrefixCache:
         return self._page_of.get(key)
 
     def find_partial(self, parent: bytes, content: bytes) -> PartialHit | None:
-        """The page behind ``parent`` that shares most of the first tokens of ``content``, if any is worth its copy.
+        """Return the page after ``parent`` that shares most of the first tokens of ``content``, if it is worth copying.
 
         The longest common beginning is with a neighbour in the sorted order, so two pages are looked at.
         """
@@ -121,7 +121,7 @@ class PrefixCache:
                 del self._page_of[key]
 
     def forget_context(self, parent: bytes, content: bytes) -> None:
-        """Forgets every page behind ``parent`` that holds a beginning of ``content``, or all of it."""
+        """Forget every page after ``parent`` whose content is a prefix of ``content``."""
         self.settle()
         pages = [page for other, page in self._behind.get(parent, ()) if content.startswith(other)]
         for page in pages:

@@ -18,8 +18,8 @@ class HeldPages:
     """Pages of a context, in one of the model's page tables.
 
     Attributes:
-        pages: In the order of the context; in place of those given back, the first that is not.
-        num_released: The first pages, which a sliding window has given back.
+        pages: In the order of the context; freed ones are replaced by the first that is not freed.
+        num_released: Number of first pages freed by a sliding window.
         num_granted: The first pages, which plans have told the device of.
     """
 
@@ -29,7 +29,7 @@ class HeldPages:
 
     @property
     def held(self) -> list[int]:
-        """Those that are not given back."""
+        """The pages that are not freed."""
         return self.pages[self.num_released :]
 
 
@@ -64,7 +64,7 @@ class Sequence:
             counts as one.
         decodes_until: Position that its pages and its length let it decode up to; 0 while its prompt is computed.
         next_check: Length from which on a new token may be of consequence even where it is no stop token.
-        page_keys: Keys of its context's first full pages in the prefix cache, as far as needed, behind the root's.
+        page_keys: Keys of its context's first full pages in the prefix cache, as far as needed, after the root's.
         num_registered_pages: Full pages that the prefix cache was told of.
         finish_reason: ``stop``, ``length`` or ``abort`` once it has ended.
         stop_reason: Stop string or stop token id that ended it, if one did and it is not an end-of-sequence token.

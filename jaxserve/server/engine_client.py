@@ -20,7 +20,7 @@ from jaxserve.server.settings import ServerConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What runs behind a front end.
+    """The engine process of a front end.
 
     Attributes:
         model: The model and what it runs on; ``id`` and ``created`` are empty.
@@ -155,8 +155,8 @@ class EngineClient:
     async def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs until the request finishes. Closing the generator, or cancelling its reader, ends the request.
 
-        Deltas that come while nobody reads are joined. The first output has the prompt's token ids, text and logprobs,
-        the last has ``metrics``.
+        Deltas that arrive while the reader is busy are merged. The first output has the prompt's token ids, text and
+        logprobs, the last has ``metrics``.
 
         Raises:
             RequestError: The request is wrong.

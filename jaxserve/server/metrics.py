@@ -35,8 +35,8 @@ HELP_LINES = MappingProxyType(
         "requests_in_flight": "Requests that were admitted and have not ended.",
         "requests_refused": "Requests that were refused because there were too many: they are in no other number.",
         "texts_in_flight": "Texts that requests in flight asked for.",
-        "cancelled": "Requests whose reader went away, or that an operator ended.",
-        "deadline": "Requests whose time was up.",
+        "cancelled": "Requests whose client disconnected, or that an operator aborted.",
+        "deadline": "Requests that timed out.",
         "delivered_prompt_tokens": "Tokens of prompts of requests that were answered, as the front end counts them.",
         "delivered_cached_tokens": "Those of them that the prefix cache had.",
         "delivered_generation_tokens": "Tokens of texts that the front end was given.",
@@ -60,7 +60,8 @@ HELP_LINES = MappingProxyType(
 
 
 async def metrics_text(frontend: Frontend) -> str:
-    """All there is to measure, in Prometheus' text format 0.0.4; without the engine's part where that is gone."""
+    """All there is to measure, in Prometheus' text format 0.0.4; without the engine's part if its process has
+    exited."""
     engine = await engine_metrics(frontend)
     labels = {"model_name": frontend.model_names[0], "engine": ENGINE}
     ours = [*(engine or ()), *server_metrics(frontend, is_engine_up=engine is not None)]

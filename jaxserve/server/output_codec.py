@@ -20,7 +20,7 @@ _NAMES: MappingProxyType[int, FinishReason] = MappingProxyType({value: name for 
 
 
 def completion_to_proto(output: CompletionOutput) -> generation_pb2.Completion:
-    """A text, or what is new of one."""
+    """Convert a completion or its delta."""
     message = generation_pb2.Completion(index=output.index, text=output.text, token_ids=output.token_ids)
     if output.logprobs is not None:
         message.logprobs.extend(_positions(output.logprobs, output.token_ids))
@@ -65,7 +65,7 @@ def prompt_to_proto(output: RequestOutput) -> generation_pb2.PromptInfo:
 
 
 def prompt_logprobs_from_proto(message: generation_pb2.PromptInfo) -> PromptLogprobs | None:
-    """One entry a token of the prompt, None for the first; None where there are none."""
+    """Return one entry per prompt token, None for the first; None without logprobs."""
     if not message.logprobs:
         return None
     return [_entries(position) if position.entries else None for position in message.logprobs]

@@ -246,7 +246,7 @@ def queued_tokens_limit(max_num_queued_tokens: int | None, max_model_len: int) -
 
 
 def _typed(values: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, each of its field's type; whole numbers stand for floats too.
+    """Return the values, each of its field's type; integers are accepted as floats.
 
     Args:
         values: By name.

@@ -74,7 +74,7 @@ class BadWords:
 class ThinkingBudget:
     """Forces the end of a thinking section that has used its budget up: vLLM's ``thinking_token_budget``.
 
-    A section begins behind the last start sequence, of the prompt or of the output, that no end sequence follows. Where
+    A section begins after the last start sequence, of the prompt or of the output, that no end sequence follows. Where
     its tail already begins the end sequence, only the rest is forced. Each section has the whole budget.
 
     Args:

@@ -149,7 +149,7 @@ class Detokenizer:
         return confirmed[:num_printable]
 
     def _find_stop(self, view: str, num_searched: int) -> tuple[str, int] | None:
-        """Returns the stop string whose end comes first behind the searched part, and where it starts."""
+        """Returns the stop string whose end comes first after the searched part, and where it starts."""
         best: tuple[int, int, str] | None = None
         for string in self._stops:
             start = view.find(string, max(0, num_searched - len(string) + 1))

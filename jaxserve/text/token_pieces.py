@@ -13,7 +13,7 @@ REPLACEMENT = "\ufffd"
 
 
 class Joining(enum.Enum):
-    """What becomes of bytes that are not valid UTF-8."""
+    """The replacement of bytes that are not valid UTF-8."""
 
     LOSSY = "byte-level BPE: each longest invalid part becomes one U+FFFD"
     WHOLE_RUNS = "`ByteFallback` of tokenizers: one bad byte turns its whole run of byte tokens into one U+FFFD a byte"

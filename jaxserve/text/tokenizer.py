@@ -78,7 +78,7 @@ class Tokenizer:
 
         Args:
           text: The text.
-          add_special_tokens: Put in front (and behind) what the model expects around a text, usually BOS.
+          add_special_tokens: Add the model's special tokens before (and after) the text, usually BOS.
 
         Raises:
           RequestError: The text is not valid Unicode (a lone surrogate).

@@ -348,7 +348,7 @@ def test_states_that_are_not_numbers_fail_their_request_alone(
         for request in requests[::2]:
             expected = reference(request.prompt_token_ids, "mean")
             check_near(request.embedding, expected)
-        with pytest.raises(RequestFailedError, match="prompt 1: the model's hidden states are not numbers"):
+        with pytest.raises(RequestFailedError, match="prompt 1: the model produced NaN or infinite hidden states"):
             made.embed([PROMPTS[0], broken], use_tqdm=False)
         assert value(made, "request_success", finished_reason="error") == 2
         assert value(made, "corrupted_requests") == 2

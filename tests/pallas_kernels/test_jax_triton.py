@@ -316,8 +316,8 @@ def test_weights_that_cannot_be_packed_are_refused():
         int4_matmul.pack(values, scales, zeros[:, 1:])
     with pytest.raises(ValueError, match="8-bit elements or 32-bit words, not int16"):
         int4_matmul.pack(values.astype(np.int16), scales, zeros)
-    assert "not of 16" in str(int4_matmul_xla.unsupported("cpu", "cpu", "float32", group_size=16))
-    assert "not of 16" in str(int4_matmul_triton.unsupported("gpu", "NVIDIA H200", "float16", group_size=16))
+    assert "not 16" in str(int4_matmul_xla.unsupported("cpu", "cpu", "float32", group_size=16))
+    assert "not 16" in str(int4_matmul_triton.unsupported("gpu", "NVIDIA H200", "float16", group_size=16))
 
 
 @pytest.mark.parametrize("widths", [(4096, 4096), (14336, 4096), (4096, 28672), (96, 32), (2944, 80)])

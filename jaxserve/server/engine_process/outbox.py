@@ -25,7 +25,7 @@ from jaxserve.server.engine_messages import (
 logger = logging.getLogger(__name__)
 
 LIMIT_BYTES = 8 << 20
-"""Estimated bytes of outputs that may wait to be sent; above it streams count as behind and make no more outputs."""
+"""Estimated bytes of outputs that may wait to be sent; above it streams stop making outputs."""
 _FRAME_BYTES = 4 << 20  # outputs beyond this many bytes go into the next frame
 _OUTPUT_BYTES = 32  # estimates: of an output or completion, a token id, and one entry of its logprobs
 _TOKEN_BYTES = 4

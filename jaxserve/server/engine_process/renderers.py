@@ -116,7 +116,7 @@ def render_job(
 
 
 def _limit_memory(extra_bytes: int) -> None:
-    """Let this process grow by at most so many bytes."""
+    """Limit the growth of this process's memory in bytes."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = used + extra_bytes

@@ -159,7 +159,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         header = next((value for name, value in metadata if name == "authorization" and isinstance(value, str)), None)
         caller = self._authenticator.caller(header)
         if needed is None:
-            raise PermissionDeniedError("nobody may call this method")
+            raise PermissionDeniedError("no caller has access to this method")
         if needed != KNOWN:
             caller.check_scope(needed)
         if needed == "generate" and self._is_refusing:

@@ -35,7 +35,7 @@ MAX_METADATA_BYTES = 16 << 10
 """Most bytes of a call's metadata."""
 _MIN_PING_INTERVAL_MS = 10_000  # routers ping more often than gRPC servers accept by default
 _FLUSH_S = 0.1  # to send the last bytes of calls that have ended
-_CONNECTIONS_AT_FULL = 16  # the limit of calls in all is that of so many connections
+_CONNECTIONS_AT_FULL = 16  # the total limit of calls is that of this many connections
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -97,7 +97,7 @@ class GrpcServer:
         self._health.set(GENERATION, is_serving)
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting calls, and end those in flight after so many seconds. A second time it does nothing.
+        """Stop accepting calls, and abort those in flight after a grace period in seconds. A second call does nothing.
 
         Health is served meanwhile; a call that watches it does not delay the stop.
         """

@@ -210,7 +210,7 @@ async def generate_all(
                     yield 0, output
             return
 
-        # At most one output waits here: while nobody reads, the engine client merges the deltas of each request.
+        # At most one output waits here: while the reader is busy, the engine client merges the deltas of each request.
         queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(1)
 
         async def forward(index: int, request: EngineRequest) -> None:

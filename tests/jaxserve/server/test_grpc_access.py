@@ -125,7 +125,7 @@ def test_a_method_that_the_table_forgets_is_nobodys(monkeypatch: pytest.MonkeyPa
 
     async def main() -> None:
         async with serving() as there, connected(there.target) as channel:
-            with pytest.raises(grpc.aio.AioRpcError, match="nobody may call") as failure:
+            with pytest.raises(grpc.aio.AioRpcError, match="no caller has access to") as failure:
                 await generation_pb2_grpc.GenerationServiceStub(channel).Generate(
                     generation_pb2.GenerateRequest(text="x")
                 )
