@@ -202,7 +202,7 @@ def test_a_server_without_a_tokenizer_gets_words_and_the_result_says_so(
         found = bench(tmp_path, "--base-url", server.url, *SMALL, "--num-prompts", 1)
     assert found["tokenizer_id"] == "words"
     assert len(server.bodies("/v1/completions")[0]["prompt"].split()) == 5
-    assert f"{server.url} has no /tokenize (status 404): plain words" in capsys.readouterr().err
+    assert f"{server.url} has no /tokenize (status 404): using plain words" in capsys.readouterr().err
 
 
 def test_no_server_is_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:

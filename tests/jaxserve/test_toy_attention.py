@@ -83,6 +83,7 @@ def test_the_module_on_its_own(checkpoint: Path, equal_model: CausalLM) -> None:
 
 
 def test_it_says_how_it_can_be_split(checkpoint: Path) -> None:
-    expected = "4 query heads, 2 key/value heads, intermediate_size 24 and 1 key/value heads: expected one of 1, 2, 4"
+    parts = "4 query heads, 2 key/value heads, intermediate_size 24 and 1 key/value heads"
+    expected = f"{parts} of ToyAttentionForCausalLM; valid sizes: 1, 2, 4"
     with pytest.raises(ConfigError, match=expected):
         plan_engine(EngineConfig(model=str(checkpoint), **SETTINGS, tensor_parallel_size=3))

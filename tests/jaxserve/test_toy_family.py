@@ -112,7 +112,8 @@ def test_it_is_planned_loaded_and_run(checkpoint: Path, size: int) -> None:
 
 def test_its_layers_say_how_it_can_be_split(checkpoint: Path) -> None:
     with pytest.raises(
-        ConfigError, match="4 query heads, 2 key/value heads and intermediate_size 24: expected one of 1, 2, 4"
+        ConfigError,
+        match="4 query heads, 2 key/value heads and intermediate_size 24 of ToyForCausalLM; valid sizes: 1, 2, 4",
     ):
         plan_engine(EngineConfig(model=str(checkpoint), **SETTINGS, tensor_parallel_size=3))
 

@@ -223,7 +223,7 @@ def test_cost_of_a_window():
         (("cpu", "cpu", "bfloat16"), {}, "needs an NVIDIA GPU"),
         (("gpu", "AMD Instinct MI300X", "bfloat16"), {}, "needs an NVIDIA GPU"),
         (("gpu", "Tesla V100-SXM2-16GB", "bfloat16"), {}, "needs an NVIDIA GPU"),
-        (("gpu", "NVIDIA TITAN V", "bfloat16"), {}, "needs compute capability 8.0 .* NVIDIA TITAN V has not"),
+        (("gpu", "NVIDIA TITAN V", "bfloat16"), {}, "needs compute capability 8.0 .* NVIDIA TITAN V does not have"),
         (("gpu", "NVIDIA GeForce RTX 2080 Ti", "bfloat16"), {}, "needs compute capability 8.0"),
         (("gpu", "NVIDIA H200", "int8"), {}, "must be bfloat16, float16 or float32, not int8"),
         (("gpu", "NVIDIA H200", "bfloat16"), {"head_dim": 512, "page_size": 64}, "heads of 512 are wider than 256"),

@@ -102,7 +102,7 @@ def test_layouts_are_named_and_described(name: str) -> None:
 
 
 def test_unknown_layout() -> None:
-    with pytest.raises(LayoutError, match="unknown layout 'tp'; layouts: replicated, tensor_parallel"):
+    with pytest.raises(LayoutError, match="unknown layout 'tp'; supported layouts: replicated, tensor_parallel"):
         get_layout("tp")
 
 
@@ -118,7 +118,7 @@ def test_unknown_axes() -> None:
 
 
 def test_one_mesh_axis_splits_one_dimension() -> None:
-    message = r"puts two dimensions of \('vocab', None, 'ffn'\) on one mesh axis: \['tensor', None, 'tensor'\]"
+    message = r"maps two dimensions of \('vocab', None, 'ffn'\) to one mesh axis: \['tensor', None, 'tensor'\]"
     with pytest.raises(LayoutError, match=f"layout 'tensor_parallel' {message}"):
         get_layout("tensor_parallel").spec("vocab", None, "ffn")
 
