@@ -12,12 +12,11 @@ from typing import Any
 
 from jaxserve.config import SERVING_DEFAULTS, EngineConfig
 from jaxserve.engine.engine_thread import EngineThread
-from jaxserve.engine.open_streams import deadline_after
 from jaxserve.engine.preparation import Preparation
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import start_engine
 from jaxserve.engine.stats_log import StatsLogger
-from jaxserve.engine.stream import Stream
+from jaxserve.engine.stream import Stream, deadline_after
 from jaxserve.errors import RequestError
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import PoolingRequestOutput, RequestOutput

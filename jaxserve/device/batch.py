@@ -10,9 +10,7 @@ import numpy as np
 
 from jaxserve.device.sampler_batch import FLOATS, SLOT_NUMBERS
 from jaxserve.device.step_batch import BatchShape
-from jaxserve.scheduling.plan import RowColumns, Sampling, StepPlan
-from jaxserve.scheduling.row_arrays import row_arrays
-from jaxserve.scheduling.row_starts import RowStarts
+from jaxserve.scheduling.plan import RowColumns, RowStarts, Sampling, StepPlan, row_arrays
 
 _NEVER = np.iinfo(np.int32).max
 

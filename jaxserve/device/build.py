@@ -1,8 +1,11 @@
 """From settings to a runnable model: everything is planned from shapes first; weights are read last."""
 
 import dataclasses
+import importlib
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +22,6 @@ from jaxserve.device.memory import (
     plan_pages,
     usable_share,
 )
-from jaxserve.device.processors import load_processors
 from jaxserve.device.program import ModelProgram, computes_rows_natively
 from jaxserve.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
@@ -27,11 +29,42 @@ from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.layers.rows import ROW_TILE
 from jaxserve.models.abstract import check_tensor_size, outline
 from jaxserve.models.loading import load_weights, read_model_config
-from jaxserve.scheduling.kv_window import KVWindow
+from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
+from jaxserve.scheduling.page_allocator import KVWindow
 from pallas_kernels.native_library import set_threads
 from sharding import MeshShape, data_slices, ensure_cpu_devices, get_layout, make_mesh
 from sharding.mesh import Device
 from sharding.plan import bytes_per_device
+
+
+def load_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
+    """Logits processors, given as themselves, as classes without arguments, or by ``module:name``.
+
+    Raises:
+        ConfigError: Nothing by that name, or something that is no processor; the message says which.
+    """
+    found = []
+    for item in given:
+        processor = _imported(item) if isinstance(item, str) else item
+        if isinstance(processor, type):
+            processor = processor()
+        if not isinstance(processor, LogitsProcessor) or not isinstance(processor.arguments, Mapping):
+            raise ConfigError(
+                f"logits_processors: expected functions of logits with a mapping `arguments` (LogitsProcessor), "
+                f"got {item!r}"
+            )
+        found.append(processor)
+    argument_names(found)
+    return tuple(found)
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"logits_processors: {name!r} is no 'module:name' that can be imported: {error}") from error
+
 
 logger = logging.getLogger(__name__)
 

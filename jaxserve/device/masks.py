@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.scheduling.plan import Sampling, SlotSetup, StepPlan
-from jaxserve.scheduling.row_starts import RowStarts
+from jaxserve.scheduling.plan import RowStarts, Sampling, SlotSetup, StepPlan
 
 
 class _SlotMask(NamedTuple):

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from jaxserve.errors import MemoryPlanError
-from jaxserve.scheduling.kv_window import KVWindow, most_pages
+from jaxserve.scheduling.page_allocator import KVWindow, most_pages
 from sharding.mesh import Device
 
 GIB = 1 << 30

@@ -14,8 +14,17 @@ from jaxserve.device.memory import return_freed_memory
 from jaxserve.device.runner_interface import StepResult
 from jaxserve.device.steps import StepOutput
 from jaxserve.sampling.sampler import NO_TOKEN, VARIANTS
-from jaxserve.scheduling.plan import ON_DEVICE, PageCopy, PageGrant, Row, RowColumns, Sampling, SlotSetup, StepPlan
-from jaxserve.scheduling.row_arrays import row_arrays
+from jaxserve.scheduling.plan import (
+    ON_DEVICE,
+    PageCopy,
+    PageGrant,
+    Row,
+    RowColumns,
+    Sampling,
+    SlotSetup,
+    StepPlan,
+    row_arrays,
+)
 
 
 class PendingStep:

@@ -1,27 +1,129 @@
-"""The one place where a request is checked against the model, and made into sequences."""
+"""The one place where a request is checked against the model, fitted to its context, and made into sequences."""
 
+import collections.abc
 import concurrent.futures
+import hashlib
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.pooling import pooling_state
-from jaxserve.engine.prompt_fit import fitted, truncated
 from jaxserve.engine.request_state import RequestState, Sample
-from jaxserve.engine.sampling_numbers import make_sampling, stream_seed
 from jaxserve.errors import RequestError
 from jaxserve.logprobs import FlatLogprobs, Logprob, SampleLogprobs
 from jaxserve.pooling_params import PoolingParams
-from jaxserve.request import PromptInput
+from jaxserve.request import PromptFit, PromptInput, check_length
+from jaxserve.sampling_options import SAMPLING_OPTIONS, OptionValues
 from jaxserve.sampling_params import SamplingParams, check_against
-from jaxserve.scheduling.constraint import Constraint
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.plan import Sampling
+from jaxserve.scheduling.sequence import Constraint, Sequence
 from jaxserve.structured_output.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids
-from jaxserve.structured_output.grammar_constraint import CompiledLater, Grammar
-from jaxserve.structured_output.grammars import GrammarCompiler
+from jaxserve.structured_output.grammars import CompiledLater, Grammar, GrammarCompiler
 from jaxserve.structured_output.reasoning import AfterReasoning, Reasoning, find_reasoning
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer import Tokenizer
+
+
+def truncated(token_ids: list[int], fit: PromptFit, max_output_tokens: int | None, max_model_len: int) -> list[int]:
+    """Return the last tokens of a prompt, truncated as its ``fit`` says.
+
+    Args:
+        token_ids: All of them.
+        fit: What is asked for.
+        max_output_tokens: Output tokens that must fit after the prompt; None: one.
+        max_model_len: Longest context.
+
+    Raises:
+        RequestError: Fewer than one token, or more than a context holds.
+    """
+    kept = fit.truncate_prompt_tokens
+    if kept is None:
+        return token_ids
+    if kept == -1:
+        kept = max_model_len - (1 if max_output_tokens is None else max_output_tokens)
+        return token_ids[-kept:] if kept > 0 else token_ids
+    if not 1 <= kept <= max_model_len:
+        raise RequestError(
+            f"truncate_prompt_tokens must be -1, or from 1 to the model's maximum context length of {max_model_len}",
+            parameter="truncate_prompt_tokens",
+            value=kept,
+        )
+    return token_ids[-kept:]
+
+
+def fitted(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, is_strict: bool) -> SamplingParams:
+    """The parameters with a ``max_tokens`` that the context holds.
+
+    Args:
+        params: As given.
+        num_prompt_tokens: Length of the prompt.
+        max_model_len: Longest context.
+        is_strict: Refuse a ``max_tokens`` that it does not hold; else cut it.
+
+    Raises:
+        RequestError: The prompt leaves no room for a token, or less than it must.
+    """
+    room = max_model_len - num_prompt_tokens
+    check_length(num_prompt_tokens, (params.max_tokens or 1) if is_strict else 1, max_model_len)
+    if params.max_tokens is None or params.max_tokens > room:
+        return params.clone(max_tokens=room, min_tokens=min(params.min_tokens, room))
+    return params
+
+
+def stream_seed(seed: int, index: int) -> int:
+    """A 32-bit seed for sample ``index`` of a request, unlike those of other seeds and samples."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
+def make_sampling(
+    params: SamplingParams,
+    *,
+    seed: int,
+    vocab_size: int,
+    arguments: Mapping[str, float],
+    banned_ids: collections.abc.Sequence[int],
+    banned_until: int,
+    bad_ids: collections.abc.Sequence[int],
+) -> Sampling:
+    """The numbers of one sample.
+
+    Args:
+        params: What the request asks for, checked.
+        seed: The sample's own, 32 bits.
+        vocab_size: Token ids are below it.
+        arguments: What the engine's logits processors read, with the values that change nothing.
+        banned_ids: Tokens not allowed before ``min_tokens``.
+        banned_until: Position of the first token that may be one of them.
+        bad_ids: Tokens never allowed.
+    """
+    return Sampling(
+        options=OptionValues(**{name: getattr(params, name) for name in SAMPLING_OPTIONS}),
+        seed=seed,
+        num_logprobs=_num_logprobs(params, vocab_size),
+        banned_ids=tuple(banned_ids) if params.min_tokens else (),
+        banned_until=banned_until,
+        bad_ids=tuple(bad_ids),
+        allowed_ids=None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),
+        logit_bias=tuple((params.logit_bias or {}).items()),
+        tracked_ids=tuple(params.logprob_token_ids or ()),
+        arguments=_arguments(params, arguments),
+    )
+
+
+def _num_logprobs(params: SamplingParams, vocab_size: int) -> int:
+    if params.logprob_token_ids is not None:
+        return 0
+    if params.logprobs is None:
+        return -1
+    return vocab_size if params.logprobs == -1 else params.logprobs
+
+
+def _arguments(params: SamplingParams, defaults: Mapping[str, float]) -> tuple[float, ...]:
+    """Numbers for the logits processors; none where the request has none of its own."""
+    given = params.extra_args
+    return tuple(float(given.get(name, default)) for name, default in defaults.items()) if given else ()
 
 
 class Admission:

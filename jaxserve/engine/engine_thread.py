@@ -1,4 +1,4 @@
-"""The thread that steps an engine, and how others reach it: nothing else touches the engine while it runs."""
+"""The thread that steps an engine, and how other threads reach it: nothing else touches the engine while it runs."""
 
 import collections
 import concurrent.futures
@@ -8,11 +8,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from jaxserve.engine.open_streams import OpenStreams
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stats_log import StatsLogger
-from jaxserve.engine.step_engine import StepEngine
-from jaxserve.engine.stream import OutputStream
+from jaxserve.engine.stream import OpenStreams, OutputStream, StepEngine
 from jaxserve.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,11 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from jaxtyping import Int
+
 from jaxserve.sampling_options import Effect, OptionValues, has_effect
-from jaxserve.scheduling.kv_window import KVWindow
+from jaxserve.scheduling.page_allocator import KVWindow
 
 
 class Sampling(NamedTuple):
@@ -224,3 +227,44 @@ class StepPlan:
         """Whether every row has one token, and nothing but a sampled token comes of it."""
         columns = self.columns
         return self.num_tokens == self.num_rows and not any(columns.targets) and not any(columns.pooling)
+
+
+class RowArrays(NamedTuple):
+    """See ``Row``; ``lengths`` has the number of tokens of each row, ``num_drafts`` that of its drafts."""
+
+    slots: Int[np.ndarray, " R"]
+    starts: Int[np.ndarray, " R"]
+    lengths: Int[np.ndarray, " R"]
+    num_samples: Int[np.ndarray, " R"]
+    num_drafts: Int[np.ndarray, " R"]
+
+
+@functools.lru_cache(maxsize=8)
+def row_arrays(columns: RowColumns) -> RowArrays:
+    """The rows' numbers, int32; made once for all plans that share their columns."""
+    numbers = (columns.slots, columns.starts, columns.lengths, columns.num_samples)
+    slots, starts, lengths, num_samples = (np.array(each, np.int32) for each in numbers)
+    return RowArrays(slots, starts, lengths, num_samples, np.maximum(num_samples - 1, 0))
+
+
+class RowStarts:
+    """Follows the positions of slots from plan to plan, since a row may leave its start to the device.
+
+    Args:
+        num_slots: Sequences that can run at once.
+    """
+
+    def __init__(self, num_slots: int):
+        self._next = np.zeros(num_slots, np.int32)
+
+    def of(self, plan: StepPlan) -> Int[np.ndarray, " R"]:
+        """Return the least position of the first token of each row."""
+        rows = row_arrays(plan.columns)
+        return np.where(rows.starts == ON_DEVICE, self._next[rows.slots], rows.starts)
+
+    def advance(self, plan: StepPlan) -> Int[np.ndarray, " R"]:
+        """Return the same, and note where the next rows start; called once for each plan, in order."""
+        starts = self.of(plan)
+        rows = row_arrays(plan.columns)
+        self._next[rows.slots] = starts + rows.lengths - rows.num_drafts
+        return starts

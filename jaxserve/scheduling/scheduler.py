@@ -1,26 +1,68 @@
-"""Which sequences run next, and on which pages: iteration-level continuous batching (Orca, OSDI '22).
+"""Selects the sequences that run next and their pages: iteration-level continuous batching (Orca, OSDI '22)."""
 
-Sequences are in order of priority, then of arrival. Every running sequence that decodes takes a row in each step;
-chunks of prompts fill what is left of the token budget (chunked prefill, arXiv:2308.16369). The first that waits is
-admitted when pages for its whole context are there, or for what a sliding window keeps of it; when none is left to go
-on, the last running sequence gives its pages up and is computed again later (preemption by recompute). The first is
-never the victim of another, and a pool always holds the longest sequence it accepts: so one can always go on.
-
-Steps overlap: a plan is made before the tokens of the plan before are known. A sequence counts such tokens as pending;
-its next row is then the slot's latest token, wherever that stands: the device knows both.
-"""
-
+import bisect
 from collections import deque
 
 from jaxserve.outputs import FinishReason
-from jaxserve.scheduling.context_growth import append_tokens
 from jaxserve.scheduling.context_pages import ContextPages
 from jaxserve.scheduling.drafts import DraftProposer, add_drafts, drop_rejected
+from jaxserve.scheduling.endings import find_ending
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import ON_DEVICE, Row, SchedulerLimits, StepPlan
 from jaxserve.scheduling.plan_draft import Completion, Flight, PlanDraft
-from jaxserve.scheduling.queues import SequenceQueues
 from jaxserve.scheduling.sequence import Sequence
+
+
+class SequenceQueues:
+    """Sequences that wait for a slot and sequences that have one, each in order of priority, then of arrival.
+
+    Attributes:
+        waiting: Sequences without a slot, in order.
+        running: Sequences with a slot, in order.
+
+    Args:
+        num_slots: Sequences that can run at once.
+    """
+
+    def __init__(self, num_slots: int):
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._num_arrivals = 0
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether one more sequence can run."""
+        return bool(self._free_slots)
+
+    def number(self, sequence: Sequence) -> None:
+        """Note that a new sequence, or a follower of one, arrives after all others."""
+        sequence.arrival = self._num_arrivals
+        self._num_arrivals += 1
+
+    def wait(self, *sequences: Sequence) -> None:
+        """Put sequences in their places among those that wait."""
+        for sequence in sequences:
+            bisect.insort(self.waiting, sequence, key=_rank)
+
+    def run_first(self) -> None:
+        """Give the first sequence that waits a slot; one must be free."""
+        sequence = self.waiting.popleft()
+        sequence.slot = self._free_slots.pop()
+        bisect.insort(self.running, sequence, key=_rank)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of its queue, and its slot from it; a follower that has not been added is in none."""
+        if sequence.slot >= 0:
+            self.running.remove(sequence)
+            self._free_slots.append(sequence.slot)
+            sequence.slot = -1
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.priority, sequence.arrival
 
 
 class Scheduler:
@@ -162,11 +204,24 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, tokens: list[int]) -> list[int]:
         """Append tokens that may have consequences; return those up to the one that finishes the sequence."""
-        kept, ending = append_tokens(sequence, tokens, self.pages)
-        if ending is not None:
-            self.finish(sequence, ending.reason, ending.stop_reason)
+        token_ids, stop_ids, cache = sequence.token_ids, sequence.stop_ids, self.pages.cache
+        num_kept = len(tokens)
+        for count, token in enumerate(tokens, 1):
+            token_ids.append(token)
+            if len(token_ids) < sequence.next_check and token not in stop_ids:
+                continue
+            ending = find_ending(sequence, token)
+            if ending is not None:
+                sequence.error = ending.error
+                self.finish(sequence, ending.reason, ending.stop_reason)
+                num_kept = count
+                break
+            if sequence.slot >= 0:
+                cache.register(sequence, len(token_ids) - 1)
+            if sequence.constraint is None and sequence.repetition is None:
+                sequence.next_check = min(sequence.max_length, cache.page_end(sequence) + 1)
         self._queues.wait(*sequence.release_followers())
-        return kept
+        return tokens[:num_kept]
 
     def _schedule_decodes(self, draft: PlanDraft) -> None:
         """Add a row for each sequence that decodes, in order."""

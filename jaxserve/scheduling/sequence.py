@@ -1,16 +1,33 @@
 """One sequence: a prompt, its output so far, and its state in the scheduler.
 
 Admission makes it complete; from then on the scheduler alone changes it, with the help of ``ContextPages``,
-``SequenceQueues`` and ``append_tokens``. ``tests/test_style.py`` looks for other modules that do.
+``ContextCache`` and the drafts. ``tests/test_style.py`` looks for other modules that do.
 """
 
 import dataclasses
+from typing import Protocol, runtime_checkable
 
 from jaxserve.outputs import FinishReason
 from jaxserve.pooling_params import Pooling
-from jaxserve.scheduling.constraint import Constraint
 from jaxserve.scheduling.plan import Sampling
 from jaxserve.structured_params import RepetitionDetectionParams
+
+
+@runtime_checkable
+class Constraint(Protocol):
+    """One text's rule, and how far the text has got in it.
+
+    A sequence with a constraint samples only when all its tokens are known to the host: it sits out every other step
+    while steps overlap.
+    """
+
+    def mask(self) -> bytes | None:
+        """Tokens allowed next, as bits (see ``SlotMask``); None allows all."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """Takes the next token; returns whether the text is complete with it and ends."""
+        ...
 
 
 @dataclasses.dataclass(slots=True)

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 
 from jaxserve.errors import RequestError
-from jaxserve.scheduling.constraint import Constraint
+from jaxserve.scheduling.sequence import Constraint
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_BAD_WORDS = 128

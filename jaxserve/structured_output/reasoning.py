@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxserve.parsers import reasoning_parser, starts_in_reasoning
-from jaxserve.scheduling.constraint import Constraint
+from jaxserve.scheduling.sequence import Constraint
 from jaxserve.text.tokenizer import Tokenizer
 
 _TAIL_LENGTH = 32

@@ -1,8 +1,9 @@
-"""Text to token ids and back, as the model's own files say."""
+"""Text to token ids and back, as the model's own files say, and what a server tells clients of a tokenizer."""
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,38 @@ from jaxserve.text.fast_backend import FastBackend
 from jaxserve.text.sentencepiece_backend import SentencePieceBackend
 from jaxserve.text.token_pieces import TokenPieces
 from jaxserve.text.tokenizer_files import SPECIAL_NAMES, TokenizerSettings, read_settings
-from jaxserve.text.tokenizer_info import tokenizer_info
+
+_PATH_NAME = re.compile(r".*_(file|path|dir|directory)s?")
+
+
+def tokenizer_info(config: Mapping[str, Any], directory: Path, **defaults: Any) -> dict[str, Any]:
+    """The contents of a tokenizer_config.json, special tokens as plain text.
+
+    Args:
+      config: The contents.
+      directory: The tokenizer's. What names it is left out, as are names of files.
+      **defaults: Values that the file may lack.
+    """
+    return {**defaults, **_plain(config, str(directory.resolve()))}
+
+
+def _plain(value: Any, directory: str) -> Any:
+    if isinstance(value, list):
+        return [_plain(item, directory) for item in value if not _is_path(item, directory)]
+    if not isinstance(value, Mapping):
+        return value
+    if isinstance(value.get("content"), str):  # a token
+        return value["content"]
+    return {
+        name: _plain(item, directory)
+        for name, item in value.items()
+        if not _PATH_NAME.fullmatch(name) and not _is_path(item, directory)
+    }
+
+
+def _is_path(value: Any, directory: str) -> bool:
+    return isinstance(value, str) and directory in value
+
 
 MODES = ("auto", "hf")
 

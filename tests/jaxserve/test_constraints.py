@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import RequestError
-from jaxserve.scheduling.constraint import Constraint
+from jaxserve.scheduling.sequence import Constraint
 from jaxserve.structured_output.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids
 from jaxserve.text.tokenizer import Tokenizer
 

@@ -11,10 +11,9 @@ import pytest
 
 from jaxserve import EngineDeadError, RequestError, RequestOutput, RequestOutputKind, SamplingParams
 from jaxserve.engine.engine_thread import EngineThread
-from jaxserve.engine.open_streams import deadline_after
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stats_log import StatsLogger
-from jaxserve.engine.stream import Stream
+from jaxserve.engine.stream import Stream, deadline_after
 from jaxserve.errors import DeadlineError, RequestFailedError
 from tests.jaxserve.fake_engine import DELTA, PATIENCE_S, FakeEngine, make_request
 

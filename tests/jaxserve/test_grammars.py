@@ -15,9 +15,8 @@ import pytest
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.errors import EngineDeadError, RequestError
 from jaxserve.sampling.grammar import GrammarLimits
-from jaxserve.scheduling.constraint import Constraint
-from jaxserve.structured_output.grammar_constraint import Grammar
-from jaxserve.structured_output.grammars import GrammarCompiler
+from jaxserve.scheduling.sequence import Constraint
+from jaxserve.structured_output.grammars import Grammar, GrammarCompiler
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.text.token_pieces import TextJoiner
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer

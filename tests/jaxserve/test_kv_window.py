@@ -11,8 +11,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.device.build import plan_engine
 from jaxserve.models.loading import load_model
 from jaxserve.scheduling.context_pages import ContextPages
-from jaxserve.scheduling.kv_window import KVWindow
-from jaxserve.scheduling.page_allocator import PageAllocator
+from jaxserve.scheduling.page_allocator import KVWindow, PageAllocator
 from jaxserve.scheduling.sequence import Sequence
 from pallas_kernels.native_library import unavailable
 from tests.random_checkpoint import LLAMA, write_checkpoint

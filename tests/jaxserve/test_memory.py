@@ -25,7 +25,7 @@ from jaxserve.device.memory import (
     usable_share,
 )
 from jaxserve.layers.cpu import cpu_key
-from jaxserve.scheduling.kv_window import KVWindow
+from jaxserve.scheduling.page_allocator import KVWindow
 
 GIB = 1 << 30
 MIB = 1 << 20

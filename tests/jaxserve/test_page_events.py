@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.scheduling.kv_window import KVWindow
-from jaxserve.scheduling.page_allocator import PageAllocator
+from jaxserve.scheduling.page_allocator import KVWindow, PageAllocator
 from jaxserve.scheduling.plan import ON_DEVICE, Row, SchedulerLimits, StepPlan
 from jaxserve.scheduling.prefix_cache import TOKEN_BYTES
 from jaxserve.scheduling.scheduler import Scheduler

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve import RequestError, SamplingParams
-from jaxserve.engine.prompt_fit import fitted, truncated
+from jaxserve.engine.admission import fitted, truncated
 from jaxserve.request import PromptFit, parse_prompt
 
 PROMPT = [*range(10)]

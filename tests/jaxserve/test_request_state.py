@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve import CompletionOutput, FlatLogprobs, RequestOutput, RequestOutputKind, SamplingParams
 from jaxserve.engine.delivery import deliver
-from jaxserve.engine.logprob_entries import logprob_entry, sample_entry
-from jaxserve.engine.request_state import RequestState, Sample
+from jaxserve.engine.request_state import RequestState, Sample, logprob_entry, sample_entry
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.plan import Row
 from jaxserve.scheduling.sequence import Sequence

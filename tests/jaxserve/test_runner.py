@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from jaxserve.device.buckets import Buckets
-from jaxserve.device.compiled_steps import CompiledSteps, step_keys
+from jaxserve.device.compiled_steps import COPY_CAPACITY, CompiledSteps, copy_arrays, step_keys
 from jaxserve.device.program import ModelProgram
 from jaxserve.device.runner import StepRunner
 from jaxserve.device.runner_interface import StepResult
-from jaxserve.device.slot_programs import COPY_CAPACITY, copy_arrays
 from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.plan import ON_DEVICE, PageCopy, PageGrant, Row, Sampling, SlotMask, SlotSetup, StepPlan
 from tests.plan_rows import decode_rows
