@@ -1,4 +1,4 @@
-"""The text that Prometheus reads: the engine's metrics and the front end's own. All labels come from closed sets."""
+"""The Prometheus metrics of the engine and the front end. All labels come from closed sets."""
 
 import asyncio
 import dataclasses
@@ -20,48 +20,47 @@ from jaxserve.server.settings import queued_tokens_limit
 PREFIX = "jaxserve:"
 VLLM_PREFIX = "vllm:"
 ENGINE = "0"
-"""vLLM's label of the one engine there is."""
+"""vLLM's label of the only engine."""
 NOT_OF_VLLM = ("compiles_after_ready", "steps", "decode_rows")
-"""The engine's metrics that vLLM has no like of."""
+"""The engine's metrics without a counterpart in vLLM."""
 _ENGINE_LIMIT_S = 5.0
 
 HELP_LINES = MappingProxyType(
     {
         **HELP,
-        "engine_up": "1 where the engine process answers.",
-        "accepting_requests": "1 where requests are taken: not while the server starts or drains.",
-        "requests_started": "Requests that were admitted.",
-        "requests_finished": "Requests that ended, by how.",
-        "requests_in_flight": "Requests that were admitted and have not ended.",
-        "requests_refused": "Requests that were refused because there were too many: they are in no other number.",
-        "texts_in_flight": "Texts that requests in flight asked for.",
-        "cancelled": "Requests whose client disconnected, or that an operator aborted.",
-        "deadline": "Requests that timed out.",
-        "delivered_prompt_tokens": "Tokens of prompts of requests that were answered, as the front end counts them.",
-        "delivered_cached_tokens": "Those of them that the prefix cache had.",
-        "delivered_generation_tokens": "Tokens of texts that the front end was given.",
-        "max_num_seqs": "Most sequences in a step.",
-        "max_num_batched_tokens": "Most tokens in a step.",
-        "max_model_len": "Longest context in tokens.",
-        "max_num_queued_reqs": "Most sequences that may wait.",
-        "max_num_queued_tokens": "Most prompt tokens of sequences that wait.",
-        "uptime_seconds": "Since the front end started.",
-        "build_info": "Versions of what runs.",
-        "cache_config_info": "The KV cache.",
-        "prompt_tokens_by_source": "Tokens of prompts, by where their keys and values came from.",
-        "process_resident_memory_bytes": "Memory that the front end's process holds.",
-        "process_virtual_memory_bytes": "Address space of the front end's process.",
-        "process_cpu_seconds": "Processor time of the front end's process, its own and the kernel's for it.",
-        "process_open_fds": "Open file descriptors of the front end's process.",
-        "process_max_fds": "Most file descriptors that the front end's process may open.",
-        "process_start_time_seconds": "When the front end's process began, in seconds since 1970.",
+        "engine_up": "1 if the engine process responds, else 0.",
+        "accepting_requests": "1 if requests are accepted, 0 while the server starts or drains.",
+        "requests_started": "Number of admitted requests.",
+        "requests_finished": "Number of finished requests, by outcome.",
+        "requests_in_flight": "Number of admitted requests that have not finished.",
+        "requests_refused": "Number of requests rejected by a queue limit; no other metric counts them.",
+        "texts_in_flight": "Number of completions of requests in flight.",
+        "cancelled": "Number of requests whose client disconnected, or that an operator aborted.",
+        "deadline": "Number of requests that exceeded their deadline.",
+        "delivered_prompt_tokens": "Number of prompt tokens of requests with a response, as the front end counts them.",
+        "delivered_cached_tokens": "Number of these tokens found in the prefix cache.",
+        "delivered_generation_tokens": "Number of generated tokens that the front end received.",
+        "max_num_seqs": "Maximum number of sequences in a step.",
+        "max_num_batched_tokens": "Maximum number of tokens in a step.",
+        "max_model_len": "Maximum context length in tokens.",
+        "max_num_queued_reqs": "Maximum number of waiting sequences.",
+        "max_num_queued_tokens": "Maximum number of prompt tokens of waiting sequences.",
+        "uptime_seconds": "Seconds since the front end started.",
+        "build_info": "Versions of jaxserve, JAX and Python.",
+        "cache_config_info": "Settings of the KV cache.",
+        "prompt_tokens_by_source": "Number of prompt tokens, by the source of their keys and values.",
+        "process_resident_memory_bytes": "Resident memory of the front end's process in bytes.",
+        "process_virtual_memory_bytes": "Virtual memory of the front end's process in bytes.",
+        "process_cpu_seconds": "User and system CPU time of the front end's process in seconds.",
+        "process_open_fds": "Number of open file descriptors of the front end's process.",
+        "process_max_fds": "Maximum number of open file descriptors of the front end's process.",
+        "process_start_time_seconds": "Start time of the front end's process since the Unix epoch in seconds.",
     }
 )
 
 
 async def metrics_text(frontend: Frontend) -> str:
-    """All there is to measure, in Prometheus' text format 0.0.4; without the engine's part if its process has
-    exited."""
+    """Return all metrics in Prometheus' text format 0.0.4, without the engine's if its process does not respond."""
     engine = await engine_metrics(frontend)
     labels = {"model_name": frontend.model_names[0], "engine": ENGINE}
     ours = [*(engine or ()), *server_metrics(frontend, is_engine_up=engine is not None)]
@@ -73,7 +72,7 @@ async def metrics_text(frontend: Frontend) -> str:
 
 
 async def engine_metrics(frontend: Frontend) -> list[Metric] | None:
-    """The engine's numbers of this moment; None where it does not answer within some seconds."""
+    """Return the engine's current metrics; None if it does not respond within seconds."""
     try:
         async with asyncio.timeout(_ENGINE_LIMIT_S):
             return await frontend.engine.metrics()
@@ -82,7 +81,7 @@ async def engine_metrics(frontend: Frontend) -> list[Metric] | None:
 
 
 def server_metrics(frontend: Frontend, *, is_engine_up: bool) -> list[Metric]:
-    """The front end's own numbers of this moment."""
+    """Return the front end's current metrics."""
     counts = frontend.log.counts
     gauges = {
         "engine_up": int(is_engine_up),
@@ -98,7 +97,7 @@ def server_metrics(frontend: Frontend, *, is_engine_up: bool) -> list[Metric]:
 
 
 def model_of(frontend: Frontend) -> model_pb2.Model | None:
-    """What the engine said of itself; None while there is none."""
+    """Return the engine's description of itself; None while it is not ready."""
     try:
         return frontend.info.model
     except JaxserveError:
@@ -107,7 +106,7 @@ def model_of(frontend: Frontend) -> model_pb2.Model | None:
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Versions of what a server consists of."""
+    """Return the versions of a server's parts."""
     names = ("jaxserve", "jax", "jaxlib", "flax")
     found = {name: importlib.metadata.version(name) for name in names}
     return MappingProxyType({**found, "python": platform.python_version()})
@@ -155,7 +154,7 @@ def _infos(frontend: Frontend) -> Iterable[Metric]:
 
 
 def _as_vllm(engine: Iterable[Metric]) -> Iterable[Metric]:
-    """The engine's metrics under vLLM's names, where vLLM has the same."""
+    """Return the engine's metrics that vLLM has too, under vLLM's names."""
     plain: dict[str, int | float] = {}
     for metric in engine:
         name = metric.name.removeprefix(PREFIX)
@@ -170,7 +169,7 @@ def _as_vllm(engine: Iterable[Metric]) -> Iterable[Metric]:
 
 
 def _vllm_infos(frontend: Frontend) -> Iterable[Metric]:
-    """vLLM's information on the KV cache: those of its labels that mean something here."""
+    """Return vLLM's labels of the KV cache that apply here."""
     model = model_of(frontend)
     if model is None:
         return

@@ -12,9 +12,9 @@ from jaxserve.config_checks import check_type
 from jaxserve.errors import ConfigError
 
 QUEUED_SEQS = 4
-"""Sequences that may wait for each place, where nothing is said."""
+"""Default of ``max_num_queued_reqs``: waiting sequences for each of ``max_num_seqs``."""
 QUEUED_CONTEXTS = 64
-"""Contexts' worth of prompt tokens that may wait, where nothing is said."""
+"""Default of ``max_num_queued_tokens``, in multiples of ``max_model_len``."""
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
@@ -29,74 +29,75 @@ _MAX_COUNT = 2**31 - 1  # gRPC and sockets have 32 bits for numbers, and for mil
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How a server listens, whom it lets in, and what it refuses.
+    """Settings of a server: its listeners, access, limits and logs.
 
     Attributes:
-        host: Address that HTTP and gRPC listen on. Others than loopback should have keys and TLS.
-        port: Port of the OpenAI-compatible HTTP server; 0 takes a free one, -1 leaves it out.
-        grpc_port: Port of the gRPC server; 0 takes a free one, -1 leaves it out.
-        admin_host: Address of the admin listener; others than loopback need keys and TLS.
-        admin_port: Port of the gRPC admin listener; 0 takes a free one, -1 leaves it out.
-        uds: Path of a Unix socket that HTTP listens on in place of host and port.
-        served_model_name: Names that requests may use; the first is the one that answers name. None: the model's.
-        api_key: A key that lets in for text (scope ``generate``) and metrics; may be repeated. The environment
+        host: Address that HTTP and gRPC listen on. Use API keys and TLS for any address but loopback.
+        port: Port of the OpenAI-compatible HTTP server; 0 selects a free port, -1 disables it.
+        grpc_port: Port of the gRPC server; 0 selects a free port, -1 disables it.
+        admin_host: Address of the admin listener; any but loopback requires API keys and TLS.
+        admin_port: Port of the gRPC admin listener; 0 selects a free port, -1 disables it.
+        uds: Path of a Unix socket that HTTP listens on instead of host and port.
+        served_model_name: Model names that requests may use; responses name the first. None: the model's own name.
+        api_key: An API key with access to generation (scope ``generate``) and metrics; may be repeated. The environment
             variable JAXSERVE_API_KEY adds one.
         auth_file: A YAML or JSON file of keys with names, scopes and limits (see ``jaxserve.server.auth``).
-        share_prefix_cache: Share cached pages between the holders of different keys.
-        strict: Refuse requests with unknown fields in place of naming them in the answer's header.
-        chat_template_content_format: What the chat template sees of contents: ``string`` one text, ``openai`` a list of
-            parts, ``auto`` the list if it loops over contents, else the text.
-        trust_request_chat_template: Take a chat template from a request.
-        default_chat_template_kwargs: Variables for the chat template that requests do not give.
-        chat_template_timeout: Seconds that a chat template may take.
-        response_role: The role of answers.
+        share_prefix_cache: Share the prefix cache between different API keys.
+        strict: Reject requests with unknown fields instead of listing the fields in a response header.
+        chat_template_content_format: How the chat template gets message contents: ``string`` as one string, ``openai``
+            as a list of parts, ``auto`` as a list if the template loops over contents, else as a string.
+        trust_request_chat_template: Accept a chat template in a request.
+        default_chat_template_kwargs: Defaults of the chat template's variables, as a JSON object.
+        chat_template_timeout: Time limit in seconds for rendering a chat template.
+        response_role: Role of generated messages.
         enable_auto_tool_choice: Let the model choose to call tools; needs the engine's ``tool_call_parser``.
-        return_tokens_as_token_ids: Write tokens in logprobs as ``token_id:7``.
-        enable_prompt_tokens_details: Give the number of cached tokens in usage.
-        enable_force_include_usage: Give usage in every stream.
+        return_tokens_as_token_ids: Return tokens in logprobs as ``token_id:7``.
+        enable_prompt_tokens_details: Report the number of cached prompt tokens in usage.
+        enable_force_include_usage: Report usage at the end of every stream.
         enable_server_load_tracking: Serve ``GET /load``.
         enable_tokenizer_info_endpoint: Serve ``GET /tokenizer_info``.
-        enable_log_requests: Log each request when it comes.
-        enable_log_outputs: Log each answer.
-        max_log_len: Most characters of a prompt or an answer in the log; None: all.
-        enable_request_id_headers: Answer with the header ``X-Request-Id``.
-        disable_access_log: Leave out the line of each HTTP request.
-        disable_access_log_for_endpoints: Leave it out for these paths, such as ``/health,/metrics``; may be repeated.
-        uvicorn_log_level: Least level of the HTTP server's own log.
-        root_path: Path that a proxy puts in front.
-        insecure: Listen without TLS where other machines can connect: in a network that is safe, or behind a proxy.
-        ssl_keyfile: The TLS key of HTTP and gRPC.
-        ssl_certfile: Its certificate.
-        ssl_ca_certs: Certificates of those who may sign clients'.
-        ssl_cert_reqs: 0: clients need no certificate; 1: they may have one; 2: they must.
-        enable_ssl_refresh: Read key and certificate again when the files change.
-        allowed_origins: Origins of pages that may call the HTTP server (CORS), as a JSON list. None: no other page may,
-            unlike in vLLM, whose default is ``["*"]``: all may.
-        allowed_methods: Methods that they may use, as a JSON list.
-        allowed_headers: Headers that they may send, as a JSON list.
-        allow_credentials: Whether they may send cookies.
-        max_num_queued_reqs: Most sequences that wait for a place; None: four times ``max_num_seqs``.
-        max_num_queued_tokens: Most prompt tokens of sequences that wait; None: 64 times ``max_model_len``.
-        max_request_bytes: Longest body of an HTTP request and message of a gRPC one.
-        max_prompts: Most prompts of one HTTP request.
-        request_timeout: Seconds that a request may take, where it brings no deadline; 0: any time.
-        stall_timeout: Seconds that a client may leave an answer unread, or a request incomplete; 0: any time.
-        keepalive_timeout: Seconds that an idle HTTP connection stays open.
+        enable_log_requests: Log each request when it arrives and when it ends.
+        enable_log_outputs: Log each completion.
+        max_log_len: Maximum number of characters of a prompt or completion in the log; None: no limit.
+        enable_request_id_headers: Add the header ``X-Request-Id`` to responses.
+        disable_access_log: Do not log a line for each HTTP request.
+        disable_access_log_for_endpoints: Paths without an access log, such as ``/health,/metrics``; may be repeated.
+        uvicorn_log_level: Log level of the HTTP server.
+        root_path: Path prefix that a reverse proxy strips.
+        insecure: Allow listening without TLS on an address that other machines can reach: in a trusted network, or
+            behind a proxy.
+        ssl_keyfile: File of the TLS private key of HTTP and gRPC.
+        ssl_certfile: File of the TLS certificate.
+        ssl_ca_certs: File of the CA certificates that client certificates are verified against.
+        ssl_cert_reqs: Client certificates: 0 not requested, 1 optional, 2 required.
+        enable_ssl_refresh: Reload key and certificate when the files change.
+        allowed_origins: Origins of web pages that may call the HTTP server (CORS), as a JSON list. None: no other
+            origin, unlike in vLLM, whose default is ``["*"]``.
+        allowed_methods: HTTP methods that those pages may use, as a JSON list.
+        allowed_headers: Headers that those pages may send, as a JSON list.
+        allow_credentials: Let those pages send cookies.
+        max_num_queued_reqs: Maximum number of waiting sequences; None: 4 times ``max_num_seqs``.
+        max_num_queued_tokens: Maximum number of prompt tokens of waiting sequences; None: 64 times ``max_model_len``.
+        max_request_bytes: Maximum size in bytes of an HTTP request body or a gRPC request message.
+        max_prompts: Maximum number of prompts of one HTTP request.
+        request_timeout: Time limit in seconds of requests without a deadline; 0: no limit.
+        stall_timeout: Seconds after which a client is disconnected that neither sends the rest of its request nor reads
+            the response; 0: never.
+        keepalive_timeout: Seconds after which an idle HTTP connection is closed.
         grpc_keepalive_time: Seconds between pings on an idle gRPC connection.
-        grpc_keepalive_timeout: Seconds to wait for the answer to such a ping.
-        grpc_max_connection_age: Seconds after which a gRPC connection takes no more calls, so that clients connect
-            again, perhaps elsewhere; calls that run go on. 0: never.
-        grpc_max_connection_idle: Seconds that a gRPC connection without calls stays open; 0: as long as it likes.
-        max_concurrent_streams: Most calls at a time on one gRPC connection.
-        disable_grpc_reflection: Leave out gRPC's server reflection.
-        shutdown_timeout: Seconds that running requests may take after SIGTERM.
-        watchdog_timeout: Seconds without progress after which the engine process writes down its stacks and ends; 0:
-            never.
-        restart_engine: Start an engine process again that has ended.
-        otlp_traces_endpoint: Where OpenTelemetry traces go; needs the extra ``otel``.
-        vllm_metric_names: Give metrics their vLLM names too.
-        profile_dir: Folder of profiles; None: profiles cannot be recorded.
-        disable_status_page: Leave out the page at ``/``.
+        grpc_keepalive_timeout: Seconds to wait for the response to such a ping.
+        grpc_max_connection_age: Seconds after which a gRPC connection accepts no more calls, so that clients reconnect,
+            perhaps to another server; running calls continue. 0: never.
+        grpc_max_connection_idle: Seconds after which a gRPC connection without calls is closed; 0: never.
+        max_concurrent_streams: Maximum number of concurrent calls on one gRPC connection.
+        disable_grpc_reflection: Disable gRPC server reflection.
+        shutdown_timeout: Seconds to wait for running requests after SIGTERM.
+        watchdog_timeout: Seconds without progress after which the engine process logs its stacks and exits; 0: never.
+        restart_engine: Restart the engine process if it exits.
+        otlp_traces_endpoint: URL to send OpenTelemetry traces to; requires the extra ``otel``.
+        vllm_metric_names: Also export metrics under their vLLM names.
+        profile_dir: Directory for profiles; None: profiling is disabled.
+        disable_status_page: Do not serve the status page at ``/``.
     """
 
     host: str = "127.0.0.1"
@@ -164,7 +165,7 @@ class ServerConfig:
     def from_arguments(
         cls, arguments: Mapping[str, Any], environment: Mapping[str, str] = MappingProxyType({})
     ) -> "ServerConfig":
-        """The settings that were given, and what the environment adds.
+        """Return the given settings with those of the environment.
 
         Raises:
             ConfigError: An unknown name, or a value that is wrong.
@@ -172,7 +173,7 @@ class ServerConfig:
         known = {field.name for field in dataclasses.fields(cls)}
         for name in arguments:
             if name not in known:
-                raise ConfigError(f"the server has no setting {name!r}")
+                raise ConfigError(f"unknown server setting {name!r}")
         values = dict(arguments)
         key = environment.get("JAXSERVE_API_KEY")
         if key:
@@ -186,21 +187,21 @@ class ServerConfig:
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("ssl_keyfile and ssl_certfile: expected both or neither")
         if self.ssl_cert_reqs and not self.ssl_ca_certs:
-            raise ConfigError("ssl_cert_reqs: asking clients for certificates needs ssl_ca_certs")
+            raise ConfigError("ssl_cert_reqs: client certificates require ssl_ca_certs")
         if self.ssl_ca_certs and not (self.ssl_cert_reqs and self.has_tls):
-            raise ConfigError("ssl_ca_certs does nothing without ssl_cert_reqs, ssl_keyfile and ssl_certfile")
+            raise ConfigError("ssl_ca_certs requires ssl_cert_reqs, ssl_keyfile and ssl_certfile")
         if self.enable_ssl_refresh and not self.has_tls:
-            raise ConfigError("enable_ssl_refresh needs ssl_keyfile and ssl_certfile")
+            raise ConfigError("enable_ssl_refresh requires ssl_keyfile and ssl_certfile")
         if self.port == -1 and self.grpc_port == -1 and self.uds is None:
             raise ConfigError("port and grpc_port: expected at least one that is not -1")
         if not (self.has_tls or self.insecure or is_loopback(self.host)) and (self.port, self.grpc_port) != (-1, -1):
-            expected = "expected ssl_keyfile and ssl_certfile, or insecure where something else keeps it safe"
-            raise ConfigError(f"host: other machines can reach {self.host}, and nothing is encrypted: {expected}")
+            expected = "set ssl_keyfile and ssl_certfile, or insecure in a trusted network"
+            raise ConfigError(f"host: other machines can reach {self.host} without TLS: {expected}")
         if self.admin_port != -1 and not is_loopback(self.admin_host) and not (self.has_tls and self.has_keys):
-            raise ConfigError("admin_host: an admin listener that others can reach needs keys and TLS")
+            raise ConfigError("admin_host: an admin listener that other machines can reach requires API keys and TLS")
 
     def check_engine(self, arguments: Mapping[str, Any]) -> None:
-        """Refuses an engine that lacks what these settings need.
+        """Check that an engine has what these settings require.
 
         Args:
             arguments: The engine's.
@@ -209,15 +210,15 @@ class ServerConfig:
             ConfigError: Tools are to be called, and nothing says how the model writes calls.
         """
         if self.enable_auto_tool_choice and arguments.get("tool_call_parser") is None:
-            raise ConfigError("enable_auto_tool_choice needs tool_call_parser: give --tool-call-parser too")
+            raise ConfigError("enable_auto_tool_choice requires tool_call_parser: add --tool-call-parser")
 
     def queued_reqs_limit(self, max_num_seqs: int) -> int:
-        """Return the most sequences that may wait, for an engine that runs ``max_num_seqs`` at a time."""
+        """Return the maximum number of waiting sequences of an engine with ``max_num_seqs``."""
         return self.max_num_queued_reqs or QUEUED_SEQS * max_num_seqs
 
     @property
     def quiet_paths(self) -> frozenset[str]:
-        """Paths whose requests have no line in the log."""
+        """Paths whose requests are not in the access log."""
         given = ",".join(self.disable_access_log_for_endpoints or ()).split(",")
         return frozenset(path.strip() for path in given if path.strip())
 
@@ -228,7 +229,7 @@ class ServerConfig:
 
     @property
     def has_keys(self) -> bool:
-        """Whether callers need an API key."""
+        """Whether clients need an API key."""
         return bool(self.api_key) or self.auth_file is not None
 
 
@@ -241,7 +242,7 @@ def is_loopback(host: str) -> bool:
 
 
 def queued_tokens_limit(max_num_queued_tokens: int | None, max_model_len: int) -> int:
-    """Return the most prompt tokens that may wait, for a context of ``max_model_len`` tokens."""
+    """Return the maximum number of waiting prompt tokens, for a context of ``max_model_len`` tokens."""
     return max_num_queued_tokens or QUEUED_CONTEXTS * max_model_len
 
 
@@ -270,12 +271,12 @@ def _typed(values: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any
         elif value not in kinds:
             raise ConfigError(f"{name}: expected one of {', '.join(map(str, kinds))}, got {value!r}")
         if isinstance(value, list) and not all(isinstance(item, str) and item for item in value):
-            raise ConfigError(f"{name}: expected texts that are not empty")
+            raise ConfigError(f"{name}: expected non-empty strings")
     return checked
 
 
 def _check_ranges(values: Mapping[str, Any]) -> None:
-    """Refuses numbers that mean nothing.
+    """Check the ranges of numbers.
 
     Raises:
         ConfigError: There is one.
@@ -288,7 +289,7 @@ def _check_ranges(values: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}: expected seconds from 0 to {_MAX_S}, got {values[name]}")
     for name in ("chat_template_timeout", "grpc_keepalive_time", "grpc_keepalive_timeout"):
         if values[name] < 1e-3:
-            raise ConfigError(f"{name}: expected seconds from 0.001, got {values[name]}")
+            raise ConfigError(f"{name}: expected at least 0.001 seconds, got {values[name]}")
     least = {"max_request_bytes": 1024, "max_prompts": 1, "max_concurrent_streams": 1, "keepalive_timeout": 0}
     least |= {"max_num_queued_reqs": 1, "max_num_queued_tokens": 1, "max_log_len": 0}
     for name, low in least.items():
@@ -300,7 +301,7 @@ def _check_ranges(values: Mapping[str, Any]) -> None:
 
 
 def _check_files(values: Mapping[str, Any]) -> None:
-    """Refuses names of files that there are not.
+    """Check that files exist.
 
     Raises:
         ConfigError: There is one.
@@ -308,11 +309,11 @@ def _check_files(values: Mapping[str, Any]) -> None:
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "auth_file"):
         path = values[name]
         if path is not None and not Path(path).is_file():
-            raise ConfigError(f"{name}: expected a file, got {path!r}, which is none")
+            raise ConfigError(f"{name}: no such file: {path!r}")
 
 
 def _check_paths(name: str, paths: Iterable[str]) -> None:
-    """Refuses what no request's path can be.
+    """Check that paths start with a slash.
 
     Raises:
         ConfigError: It does not begin with a slash.

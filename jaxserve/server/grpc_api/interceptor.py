@@ -30,7 +30,7 @@ else:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class GrpcCall:
     """An authenticated call.
 
     Attributes:
@@ -42,7 +42,7 @@ class Call:
     request_id: str
 
 
-CURRENT_CALL: ContextVar[Call] = ContextVar("CURRENT_CALL")
+CURRENT_CALL: ContextVar[GrpcCall] = ContextVar("CURRENT_CALL")
 """The call that the running task handles; the interceptor sets it."""
 
 ANYBODY = "anybody"
@@ -117,7 +117,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         metadata: Any = handler_call_details.invocation_metadata
         request_id = new_request_id("grpc")
         try:
-            call = Call(self._caller(method, metadata), request_id)
+            call = GrpcCall(self._caller(method, metadata), request_id)
         except JaxserveError as error:
             status = rich_status(status_of(error), request_id)
 
@@ -166,7 +166,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             raise UnavailableError("the server is shutting down")
         return caller
 
-    def _guarded(self, call: Call, behaviour: _Behaviour) -> _Behaviour:
+    def _guarded(self, call: GrpcCall, behaviour: _Behaviour) -> _Behaviour:
         async def respond(requests: Any, context: Context) -> Any:
             del requests  # to iterate would leave a generator, which waits for the event loop to end it
             CURRENT_CALL.set(call)

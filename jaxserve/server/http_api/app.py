@@ -18,7 +18,7 @@ from jaxserve.server.http_api import status
 from jaxserve.server.http_api.chat import chat_completions
 from jaxserve.server.http_api.completions import completions
 from jaxserve.server.http_api.embeddings import embeddings
-from jaxserve.server.http_api.endpoint import DISCONNECTED, LABEL, Call, Endpoint, Handler
+from jaxserve.server.http_api.endpoint import DISCONNECTED, LABEL, Endpoint, Handler, HttpCall
 from jaxserve.server.http_api.responses import error_response
 from jaxserve.server.http_api.tokenization import detokenize, tokenize
 from jaxserve.server.settings import ServerConfig
@@ -76,7 +76,7 @@ def make_app(frontend: Frontend) -> Starlette:
     return app
 
 
-async def _not_found(call: Call) -> Response:
+async def _not_found(call: HttpCall) -> Response:
     raise HTTPException(404, f"unknown path {call.request.url.path[:200]!r}")
 
 

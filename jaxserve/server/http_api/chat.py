@@ -13,7 +13,7 @@ from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.parsers import MessageDelta, ParsedMessage
 from jaxserve.server.chat import ChatParser, check_tools, check_variables
 from jaxserve.server.errors import NotImplementedRequestError
-from jaxserve.server.http_api.endpoint import Call
+from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.fields import Check, Fields, json_object, limited, objects, one_of, refused, whole
 from jaxserve.server.http_api.generation import (
     GENERATION_FIELDS,
@@ -66,12 +66,12 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
 )
 
 
-async def chat_completions(call: Call) -> Response:
+async def chat_completions(call: HttpCall) -> Response:
     """Respond to a request."""
     return await _ChatCompletions(call, call.fields(FIELDS, "messages")).respond()
 
 
-def chat_arguments(call: Call, fields: Fields) -> dict[str, Any]:
+def chat_arguments(call: HttpCall, fields: Fields) -> dict[str, Any]:
     """Return ``EngineRequest.chat`` for a request; ``/tokenize`` uses it too.
 
     Raises:
@@ -103,7 +103,7 @@ def chat_arguments(call: Call, fields: Fields) -> dict[str, Any]:
 
 
 class _ChatCompletions(GenerationResponse):
-    def __init__(self, call: Call, fields: Fields):
+    def __init__(self, call: HttpCall, fields: Fields):
         kind = "chat.completion.chunk" if fields.get("stream", False) else "chat.completion"
         super().__init__(call, fields, "chatcmpl", kind)
         frontend = call.frontend

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import flag
 from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.server.http_api.endpoint import Call
+from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.fields import Check, Fields, limited, prompts, refused
 from jaxserve.server.http_api.generation import (
     GENERATION_FIELDS,
@@ -31,13 +31,13 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
 )
 
 
-async def completions(call: Call) -> Response:
+async def completions(call: HttpCall) -> Response:
     """Respond to a request."""
     return await _Completions(call, call.fields(FIELDS, "prompt")).respond()
 
 
 class _Completions(GenerationResponse):
-    def __init__(self, call: Call, fields: Fields):
+    def __init__(self, call: HttpCall, fields: Fields):
         super().__init__(call, fields, "cmpl", "text_completion")
         self._has_echo, max_tokens = fields.get("echo", False), fields.get("max_tokens")
         # With max_tokens=0 a token is generated, since the engine generates at least one, and left out.

@@ -13,7 +13,7 @@ from jaxserve.errors import RequestFailedError
 from jaxserve.field_checks import flag
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.server.http_api.endpoint import Call
+from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.fields import Check, limited, one_of, prompts
 from jaxserve.server.http_api.generation import PROMPT_FIELDS, engine_requests, response_head, usage_object
 from jaxserve.server.http_api.responses import json_response, unused_fields_header
@@ -32,7 +32,7 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
 )
 
 
-async def embeddings(call: Call) -> Response:
+async def embeddings(call: HttpCall) -> Response:
     """Respond to a request; an error of one prompt cancels the others."""
     fields, frontend = call.fields(FIELDS, "input"), call.frontend
     head = response_head(frontend, "embd", "list")

@@ -28,7 +28,7 @@ LABEL = "jaxserve.request_label"
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class HttpCall:
     """A request as handlers get it.
 
     Attributes:
@@ -64,7 +64,7 @@ class Call:
         return fields
 
 
-Handler = Callable[[Call], Awaitable[ASGIApp]]
+Handler = Callable[[HttpCall], Awaitable[ASGIApp]]
 
 
 class Endpoint:
@@ -94,7 +94,7 @@ class Endpoint:
             await send(message)
 
         async def respond() -> None:
-            response = await self._handler(Call(self._frontend, caller, request, raw))
+            response = await self._handler(HttpCall(self._frontend, caller, request, raw))
             await response(scope, receive, noting_send)
 
         try:

@@ -26,7 +26,7 @@ from jaxserve.server.chat import ToolUse
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import NotImplementedRequestError
 from jaxserve.server.frontend import Frontend, new_request_id
-from jaxserve.server.http_api.endpoint import LABEL, Call
+from jaxserve.server.http_api.endpoint import LABEL, HttpCall
 from jaxserve.server.http_api.fields import (
     Check,
     Fields,
@@ -153,7 +153,7 @@ def _structured_outputs(fields: Fields) -> dict[str, Any] | None:
 
 
 def engine_requests(
-    call: Call, fields: Fields, prompts: Sequence[Mapping[str, Any]], **arguments: Any
+    call: HttpCall, fields: Fields, prompts: Sequence[Mapping[str, Any]], **arguments: Any
 ) -> list[EngineRequest]:
     """Return one request to the engine for each prompt, and note the label of the request for the log.
 
@@ -193,7 +193,7 @@ def engine_requests(
 
 
 async def generate_all(
-    call: Call, requests: Sequence[EngineRequest], response_id: str
+    call: HttpCall, requests: Sequence[EngineRequest], response_id: str
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Admit requests together, and yield the outputs of each with the request's index, as they come.
 
@@ -286,7 +286,7 @@ class GenerationResponse(abc.ABC):
     requests: Sequence[EngineRequest]
     is_echo_only = False
 
-    def __init__(self, call: Call, fields: Fields, id_prefix: str, kind: str):
+    def __init__(self, call: HttpCall, fields: Fields, id_prefix: str, kind: str):
         config, given = call.frontend.config, fields.get("stream_options")
         self.call = call
         self.is_streamed = fields.get("stream", False)

@@ -14,7 +14,7 @@ from jaxserve.errors import JaxserveError, RequestError
 from jaxserve.metric_types import Metric
 from jaxserve.server.errors import UnknownModelError
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.http_api.endpoint import Call
+from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.generation import VERSION
 from jaxserve.server.http_api.responses import json_response
 from jaxserve.server.metrics import engine_metrics, metrics_text, model_of, versions
@@ -34,12 +34,12 @@ _HEADERS = {
 }
 
 
-async def models(call: Call) -> Response:
+async def models(call: HttpCall) -> Response:
     """Return all names of the model."""
     return json_response({"object": "list", "data": [_card(call.frontend, name) for name in call.frontend.model_names]})
 
 
-async def model(call: Call) -> Response:
+async def model(call: HttpCall) -> Response:
     """Return the model by one of its names."""
     name = call.request.path_params["model"]
     if not name:
@@ -71,7 +71,7 @@ def _card(frontend: Frontend, name: str) -> dict[str, Any]:
     }
 
 
-async def health(call: Call) -> Response:
+async def health(call: HttpCall) -> Response:
     """Return 200 while the server accepts requests, and 503 while it starts, drains or has no engine."""
     try:
         call.frontend.limits.check_open()
@@ -81,24 +81,24 @@ async def health(call: Call) -> Response:
     return Response(status_code=200)
 
 
-async def version(call: Call) -> Response:
+async def version(call: HttpCall) -> Response:
     """Return the version."""
     del call
     return json_response({"version": VERSION})
 
 
-async def load(call: Call) -> Response:
+async def load(call: HttpCall) -> Response:
     """Return the number of sequences in flight."""
     return json_response({"server_load": call.frontend.limits.num_in_flight})
 
 
-async def tokenizer_info(call: Call) -> Response:
+async def tokenizer_info(call: HttpCall) -> Response:
     """Return the configuration of the tokenizer, and the chat template in use."""
     with call.frontend.limits.admit(call.caller):
         return json_response(await call.frontend.engine.tokenizer_info())
 
 
-async def metrics(call: Call) -> Response:
+async def metrics(call: HttpCall) -> Response:
     """Return metrics in Prometheus' text format."""
     text = await metrics_text(call.frontend)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -113,12 +113,12 @@ class StatusPage:
         policy = content_security_policy(self._html)
         self._headers = {**_HEADERS, "Content-Security-Policy": policy, "Cache-Control": "no-cache"}
 
-    async def html(self, call: Call) -> Response:
+    async def html(self, call: HttpCall) -> Response:
         """Return the page."""
         del call
         return HTMLResponse(self._html, headers=self._headers)
 
-    async def numbers(self, call: Call) -> Response:
+    async def numbers(self, call: HttpCall) -> Response:
         """Return the numbers."""
         report = _report(call.frontend, await engine_metrics(call.frontend))
         if self._has_chat is None:

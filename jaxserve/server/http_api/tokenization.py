@@ -8,7 +8,7 @@ from starlette.responses import Response
 from jaxserve.field_checks import flag, text, token_ids
 from jaxserve.server.engine_request import check_converted
 from jaxserve.server.http_api.chat import CONVERSATION_FIELDS, chat_arguments
-from jaxserve.server.http_api.endpoint import Call
+from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.fields import Check
 from jaxserve.server.http_api.responses import json_response, unused_fields_header
 
@@ -18,7 +18,7 @@ _CHAT_FIELDS: Mapping[str, Check] = MappingProxyType({**CONVERSATION_FIELDS, **_
 _IDS_FIELDS: Mapping[str, Check] = MappingProxyType({"model": text, "tokens": token_ids, "skip_special_tokens": flag})
 
 
-async def tokenize(call: Call) -> Response:
+async def tokenize(call: HttpCall) -> Response:
     """Return the token ids of a text, or of the prompt of a conversation."""
     is_chat = call.body.get("messages") is not None
     fields = call.fields(_CHAT_FIELDS if is_chat else _TEXT_FIELDS, "messages" if is_chat else "prompt")
@@ -41,7 +41,7 @@ async def tokenize(call: Call) -> Response:
     return json_response(body, headers=unused_fields_header(fields.unused))
 
 
-async def detokenize(call: Call) -> Response:
+async def detokenize(call: HttpCall) -> Response:
     """Return the text of token ids."""
     fields = call.fields(_IDS_FIELDS, "tokens")
     ids = fields["tokens"]

@@ -21,23 +21,26 @@ from jaxserve.server.settings import ServerConfig, is_loopback
         ({"port": True}, "port: expected int, got True"),
         ({"stall_timeout": -1.0}, "stall_timeout: expected seconds from 0"),
         ({"request_timeout": float("nan")}, "request_timeout: expected seconds from 0"),
-        ({"chat_template_timeout": 0}, "chat_template_timeout: expected seconds from 0.001"),
+        ({"chat_template_timeout": 0}, "chat_template_timeout: expected at least 0.001 seconds"),
         ({"max_num_queued_reqs": 0}, "max_num_queued_reqs: expected a number from 1 to 2147483647, got 0"),
         ({"max_request_bytes": 3}, "max_request_bytes: expected a number from 1024"),
         ({"max_request_bytes": 2**31}, "max_request_bytes: expected a number from 1024 to 2147483647, got 2147483648"),
         ({"max_concurrent_streams": 2**31}, "max_concurrent_streams: expected a number from 1 to"),
         ({"grpc_keepalive_time": 3e6}, "grpc_keepalive_time: expected seconds from 0 to 1000000"),
         ({"grpc_max_connection_age": -1}, "grpc_max_connection_age: expected seconds from 0"),
-        ({"host": "0.0.0.0"}, "host: other machines can reach 0.0.0.0, and nothing is encrypted: expected ssl_keyfile"),
+        ({"host": "0.0.0.0"}, "host: other machines can reach 0.0.0.0 without TLS: set ssl_keyfile"),
         ({"host": "127.0.0.1.example.org", "port": -1}, "host: other machines can reach 127.0.0.1.example.org"),
-        ({"ssl_ca_certs": __file__}, "ssl_ca_certs does nothing without ssl_cert_reqs"),
+        ({"ssl_ca_certs": __file__}, "ssl_ca_certs requires ssl_cert_reqs"),
         ({"ssl_cert_reqs": 3}, "ssl_cert_reqs: expected 0, 1 or 2"),
-        ({"ssl_cert_reqs": 2}, "needs ssl_ca_certs"),
-        ({"enable_ssl_refresh": True}, "enable_ssl_refresh needs"),
-        ({"ssl_keyfile": "/nowhere"}, "ssl_keyfile: expected a file"),
+        ({"ssl_cert_reqs": 2}, "client certificates require ssl_ca_certs"),
+        ({"enable_ssl_refresh": True}, "enable_ssl_refresh requires"),
+        ({"ssl_keyfile": "/nowhere"}, "ssl_keyfile: no such file"),
         ({"port": -1, "grpc_port": -1}, "expected at least one that is not -1"),
-        ({"admin_host": "0.0.0.0"}, "admin_host: an admin listener that others can reach needs keys and TLS"),
-        ({"served_model_name": [""]}, "served_model_name: expected texts that are not empty"),
+        (
+            {"admin_host": "0.0.0.0"},
+            "admin_host: an admin listener that other machines can reach requires API keys and TLS",
+        ),
+        ({"served_model_name": [""]}, "served_model_name: expected non-empty strings"),
         ({"strict": "yes"}, "strict: expected bool"),
         (
             {"chat_template_content_format": "text"},
@@ -47,7 +50,7 @@ from jaxserve.server.settings import ServerConfig, is_loopback
             {"disable_access_log_for_endpoints": ["/a,health"]},
             "endpoints: expected paths such as /health, got 'health'",
         ),
-        ({"prot": 1}, "the server has no setting 'prot'"),
+        ({"prot": 1}, "unknown server setting 'prot'"),
     ],
 )
 def test_bad_settings_are_named(values: dict[str, Any], message: str) -> None:
@@ -175,7 +178,7 @@ def test_values_in_the_file_may_begin_with_a_dash(tmp_path: Path) -> None:
     assert (server.api_key, server.served_model_name) == (["-one", "--two"], ["a", "b"])
 
 
-NEEDS_PARSER = "enable_auto_tool_choice needs tool_call_parser: give --tool-call-parser too"
+NEEDS_PARSER = "enable_auto_tool_choice requires tool_call_parser: add --tool-call-parser"
 
 
 @pytest.mark.parametrize(
@@ -243,7 +246,7 @@ def test_help_says_where_a_default_is_not_that_of_vllm(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         parsed("--help")
     shown = " ".join(capsys.readouterr().out.split())
-    assert 'None: no other page may, unlike in vLLM, whose default is ``["*"]``: all may.' in shown
+    assert 'None: no other origin, unlike in vLLM, whose default is ``["*"]``.' in shown
     assert "Flags that take a JSON object also accept single keys" in shown
 
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """What operators do.
+    """Methods for operators.
     """
 
     def __init__(self, channel):
@@ -68,46 +68,46 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """What operators do.
+    """Methods for operators.
     """
 
     def GetLoad(self, request, context):
-        """How busy the server is.
+        """Returns the load of the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no more requests, lets those that run end, and then ends the server, as SIGTERM does.
+        """Rejects new requests, waits for running ones, and then shuts the server down, as SIGTERM does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Forgets all cached pages; requests that run go on.
+        """Clears the prefix cache; running requests continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartProfile(self, request, context):
-        """Begins to record a profile of the engine.
+        """Starts recording a profile of the engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopProfile(self, request, context):
-        """Ends the recording.
+        """Stops the recording.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests; their calls end with what there is, finish reason ABORT.
+        """Aborts requests; their calls end with the tokens so far and finish reason ABORT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,7 +155,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """What operators do.
+    """Methods for operators.
     """
 
     @staticmethod

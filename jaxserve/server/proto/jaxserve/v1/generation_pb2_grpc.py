@@ -54,14 +54,14 @@ class GenerationServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Generates all of a text before it answers.
+        """Generates the completions and returns them when all have finished.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamGenerate(self, request, context):
-        """Generates a text and sends what is new with each step. Initial metadata comes when the request is admitted. A client
+        """Generates completions and sends deltas with each step. Initial metadata comes when the request is admitted. A client
         that reads slowly gets fewer and longer messages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
