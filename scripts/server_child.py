@@ -81,7 +81,7 @@ def running_server(
     Raises:
         RuntimeError: It did not start.
     """
-    command = [sys.executable, "-m", "jaxserve", "serve", model, "--port", "0", "--grpc-port", "0", "--admin-port", "0"]
+    command = [sys.executable, "-m", "jaxserve", "serve", model, "--port", "0"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, *flags],

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxserve.config_checks import check_type
 from jaxserve.errors import ConfigError
@@ -18,13 +18,25 @@ QUEUED_CONTEXTS = 64
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
+DEFAULT_PORTS = (8001, 8002)
+"""Ports of the gRPC and the admin listener of a server that disables HTTP (``port=-1``) and names no other."""
+
 _KINDS = (bool, int, str, float, list, dict)
 _TIMES = (
     *("request_timeout", "stall_timeout", "shutdown_timeout", "watchdog_timeout", "chat_template_timeout"),
     *("grpc_keepalive_time", "grpc_keepalive_timeout", "grpc_max_connection_age", "grpc_max_connection_idle"),
 )
 _MAX_S = 1_000_000
+_MAX_PORT = 65535
 _MAX_COUNT = 2**31 - 1  # gRPC and sockets have 32 bits for numbers, and for milliseconds
+
+
+class ListenPorts(NamedTuple):
+    """Ports that a server listens on; 0 selects a free port, -1 means that the listener is disabled."""
+
+    http: int
+    grpc: int
+    admin: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,10 +45,13 @@ class ServerConfig:
 
     Attributes:
         host: Address that HTTP and gRPC listen on. Use API keys and TLS for any address but loopback.
-        port: Port of the OpenAI-compatible HTTP server; 0 selects a free port, -1 disables it.
-        grpc_port: Port of the gRPC server; 0 selects a free port, -1 disables it.
+        port: Port of the OpenAI-compatible HTTP server; 0 selects a free port, -1 disables it. The gRPC listeners use
+            the next two ports by default.
+        grpc_port: Port of the gRPC server; 0 selects a free port, -1 disables it. None: ``port + 1``; 0 if ``port`` is
+            0, and 8001 if HTTP is disabled.
         admin_host: Address of the admin listener; any but loopback requires API keys and TLS.
-        admin_port: Port of the gRPC admin listener; 0 selects a free port, -1 disables it.
+        admin_port: Port of the gRPC admin listener; 0 selects a free port, -1 disables it. None: ``port + 2``; 0 if
+            ``port`` is 0, and 8002 if HTTP is disabled.
         uds: Path of a Unix socket that HTTP listens on instead of host and port.
         served_model_name: Model names that requests may use; responses name the first. None: the model's own name.
         api_key: An API key with access to generation (scope ``generate``) and metrics; may be repeated. The environment
@@ -102,9 +117,9 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    grpc_port: int = 8001
+    grpc_port: int | None = None
     admin_host: str = "127.0.0.1"
-    admin_port: int = 8002
+    admin_port: int | None = None
     uds: str | None = None
     served_model_name: list[str] | None = None
     api_key: list[str] | None = dataclasses.field(default=None, repr=False)
@@ -181,6 +196,7 @@ class ServerConfig:
         return cls(**_typed(values, typing.get_type_hints(cls)))
 
     def __post_init__(self):
+        _check_ports(vars(self))
         _check_ranges(vars(self))
         _check_files(vars(self))
         _check_paths("disable_access_log_for_endpoints", self.quiet_paths)
@@ -192,12 +208,13 @@ class ServerConfig:
             raise ConfigError("ssl_ca_certs requires ssl_cert_reqs, ssl_keyfile and ssl_certfile")
         if self.enable_ssl_refresh and not self.has_tls:
             raise ConfigError("enable_ssl_refresh requires ssl_keyfile and ssl_certfile")
-        if self.port == -1 and self.grpc_port == -1 and self.uds is None:
+        ports = self.listen_ports
+        if ports.http == -1 and ports.grpc == -1 and self.uds is None:
             raise ConfigError("port and grpc_port: expected at least one that is not -1")
-        if not (self.has_tls or self.insecure or is_loopback(self.host)) and (self.port, self.grpc_port) != (-1, -1):
+        if not (self.has_tls or self.insecure or is_loopback(self.host)) and ports[:2] != (-1, -1):
             expected = "set ssl_keyfile and ssl_certfile, or insecure in a trusted network"
             raise ConfigError(f"host: other machines can reach {self.host} without TLS: {expected}")
-        if self.admin_port != -1 and not is_loopback(self.admin_host) and not (self.has_tls and self.has_keys):
+        if ports.admin != -1 and not is_loopback(self.admin_host) and not (self.has_tls and self.has_keys):
             raise ConfigError("admin_host: an admin listener that other machines can reach requires API keys and TLS")
 
     def check_engine(self, arguments: Mapping[str, Any]) -> None:
@@ -215,6 +232,14 @@ class ServerConfig:
     def queued_reqs_limit(self, max_num_seqs: int) -> int:
         """Return the maximum number of waiting sequences of an engine with ``max_num_seqs``."""
         return self.max_num_queued_reqs or QUEUED_SEQS * max_num_seqs
+
+    @property
+    def listen_ports(self) -> ListenPorts:
+        """Ports of the three listeners, with the defaults that follow from ``port``."""
+        following = {-1: DEFAULT_PORTS, 0: (0, 0)}.get(self.port, (self.port + 1, self.port + 2))
+        given = (self.grpc_port, self.admin_port)
+        grpc, admin = (default if port is None else port for port, default in zip(given, following, strict=True))
+        return ListenPorts(self.port, grpc, admin)
 
     @property
     def quiet_paths(self) -> frozenset[str]:
@@ -275,15 +300,26 @@ def _typed(values: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any
     return checked
 
 
+def _check_ports(values: Mapping[str, Any]) -> None:
+    """Check the ranges of ports, given or by default.
+
+    Raises:
+        ConfigError: A port is out of range.
+    """
+    for offset, name in enumerate(("port", "grpc_port", "admin_port")):
+        port = values[name]
+        if port is not None and not -1 <= port <= _MAX_PORT:
+            raise ConfigError(f"{name}: expected a port from 0 to {_MAX_PORT}, or -1 for none, got {port}")
+        if port is None and values["port"] + offset > _MAX_PORT:
+            raise ConfigError(f"{name}: its default, port + {offset}, exceeds {_MAX_PORT}; set {name} or a lower port")
+
+
 def _check_ranges(values: Mapping[str, Any]) -> None:
     """Check the ranges of numbers.
 
     Raises:
         ConfigError: There is one.
     """
-    for name in ("port", "grpc_port", "admin_port"):
-        if not -1 <= values[name] <= 65535:
-            raise ConfigError(f"{name}: expected a port from 0 to 65535, or -1 for none, got {values[name]}")
     for name in _TIMES:
         if not 0 <= values[name] <= _MAX_S:
             raise ConfigError(f"{name}: expected seconds from 0 to {_MAX_S}, got {values[name]}")

@@ -76,18 +76,19 @@ class GrpcServer:
         """
         check_protobuf()
         config, frontend = self._frontend.config, self._frontend
+        ports = config.listen_ports
         try:
-            if config.grpc_port != -1:
+            if ports.grpc != -1:
                 server = self._make_server(_PUBLIC)
                 generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(frontend), server)
                 tokenization_pb2_grpc.add_TokenizationServiceServicer_to_server(TokenizationServicer(frontend), server)
                 model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(frontend), server)
-                self.port = await self._listen(server, config.host, config.grpc_port)
-            if config.admin_port != -1:
+                self.port = await self._listen(server, config.host, ports.grpc)
+            if ports.admin != -1:
                 server = self._make_server(_ADMIN)
                 servicer = AdminServicer(frontend, self._on_drain)
                 admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
-                self.admin_port = await self._listen(server, config.admin_host, config.admin_port)
+                self.admin_port = await self._listen(server, config.admin_host, ports.admin)
         except BaseException:
             await self.stop(0.0)
             raise

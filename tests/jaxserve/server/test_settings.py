@@ -18,6 +18,8 @@ from jaxserve.server.settings import ServerConfig, is_loopback
     [
         ({"port": 70000}, "port: expected a port from 0 to 65535"),
         ({"grpc_port": "8001"}, "grpc_port: expected int"),
+        ({"port": 65535}, r"grpc_port: its default, port \+ 1, exceeds 65535; set grpc_port or a lower port"),
+        ({"port": 65534}, r"admin_port: its default, port \+ 2, exceeds 65535"),
         ({"port": True}, "port: expected int, got True"),
         ({"stall_timeout": -1.0}, "stall_timeout: expected seconds from 0"),
         ({"request_timeout": float("nan")}, "request_timeout: expected seconds from 0"),
@@ -99,6 +101,22 @@ def test_flags_reach_engine_and_server() -> None:
     engine, server = parsed("some/model", "--max-model-len", "1k", "--port", "1", "--served-model-name", "a", "b")
     assert engine == {"model": "some/model", "max_model_len": "1k"}
     assert (server.port, server.served_model_name) == (1, ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], (8000, 8001, 8002)),
+        (["--port", "9000"], (9000, 9001, 9002)),
+        (["--port", "0"], (0, 0, 0)),
+        (["--port", "-1"], (-1, 8001, 8002)),
+        (["--port", "9000", "--grpc-port", "7"], (9000, 7, 9002)),
+        (["--port", "9000", "--grpc-port", "-1", "--admin-port", "0"], (9000, -1, 0)),
+        (["--port", "65535", "--grpc-port", "0", "--admin-port", "-1"], (65535, 0, -1)),
+    ],
+)
+def test_grpc_and_admin_ports_follow_the_http_port(arguments: list[str], expected: tuple[int, int, int]) -> None:
+    assert parsed(*arguments)[1].listen_ports == expected
 
 
 def test_the_model_is_the_demo_model_unless_told() -> None:
