@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from jaxserve.errors import MemoryPlanError
-from jaxserve.scheduling.page_allocator import KVWindow, most_pages
+from jaxserve.scheduling.page_allocator import KVWindow, max_held_pages
 from sharding.mesh import Device
 
 GIB = 1 << 30
@@ -50,12 +50,12 @@ class MemoryNeeds:
     @property
     def request_pages(self) -> int:
         """Pages that one request of the longest length holds at most."""
-        return most_pages(self.table_pages, self.windows)
+        return max_held_pages(self.table_pages, self.windows)
 
     def longest_request(self, num_pages: int) -> int:
         """Return the tokens of the longest single request that fits into this many pages."""
         lengths = range(self.table_pages + 1)
-        longest = bisect.bisect_right(lengths, num_pages, key=lambda length: most_pages(length, self.windows)) - 1
+        longest = bisect.bisect_right(lengths, num_pages, key=lambda length: max_held_pages(length, self.windows)) - 1
         return min(longest * self.page_size, self.max_model_len)
 
 

@@ -1,1 +1,1 @@
-"""Which sequences run next and on which KV pages, in plain Python: no JAX, no arrays on a device."""
+"""Schedule sequences and allocate KV pages in plain Python, without JAX or device arrays."""

@@ -1,64 +1,63 @@
-"""Pages of a sequence's context: found in the prefix cache, allocated, cached when they fill up, and freed.
+"""Manage the KV pages of a sequence: look them up in the prefix cache, allocate, cache when full, and free.
 
-Which steps have written what: the device runs steps in the order they are planned in. So a page counts as written once
-the step that writes it is planned, and a step that is planned later, or whose rows are planned later in the same step,
-may read it: a layer writes all its keys and values before it attends. Copies alone run before a step, so their sources
-are pages of steps planned before (``PrefixCache.settle``). A context only ever grows: steps in flight of a sequence
-that has finished write after the tokens that the cache knows of.
+The device runs steps in the order they are planned, so a page counts as written once the step that writes it is
+planned. Later steps, and later rows of the same step, may read it: a layer writes all its keys and values before it
+attends. Page copies run before their step, so their sources must be pages of earlier steps (``PrefixCache.settle``).
+Steps in flight for a finished sequence write only past the tokens in the cache, because a context never shrinks.
 
-A model may have several page tables (``KVLayout``); a context has pages in each, for the same tokens. Where the layers
-of a table have a sliding window, a sequence frees the pages there that none of its next tokens sees, and a cached
-context is one whose pages within the window are there. What the table has in place of the others is masked, and still a
-page of the sequence's own: no other request's values come near.
+A model may have several page tables (``KVLayout``); a context has pages for the same tokens in each. In a table with a
+sliding window, a sequence frees the pages that none of its next tokens can see, and a context is cached if the pages
+within the window are. The freed entries of the table are masked, and point to a page of the same sequence so that no
+other request's values can be read.
 
-Only tokens that are final enter the cache: those that the host knows. What steps in flight may have written after them
-(``num_computed`` counts it) does not; and a rollback takes out of the cache what it drops.
+Only tokens known to the host enter the cache, not those that steps in flight may have written after them
+(``num_computed`` counts both). A rollback removes the dropped tokens from the cache.
 """
 
 import itertools
 from collections.abc import Iterable, Iterator
 
-from jaxserve.scheduling.page_allocator import KVWindow, PageAllocator, most_pages
+from jaxserve.scheduling.page_allocator import KVWindow, PageAllocator, max_held_pages
 from jaxserve.scheduling.plan import PageCopy, PageGrant
 from jaxserve.scheduling.prefix_cache import PartialHit, PrefixCache, pack_tokens
 from jaxserve.scheduling.sequence import HeldPages, Sequence
 
 
 class ContextCache:
-    """The scheduler's part that looks contexts up in a prefix cache, and notes them there.
+    """Looks up sequences in the prefix cache and registers their pages there.
 
     Args:
-        cache: Of the pages of all page tables.
-        windows: For each page table, what its layers see; None for all.
+        cache: Prefix cache shared by all page tables.
+        windows: Sliding window of each page table; None for full attention.
     """
 
     def __init__(self, cache: PrefixCache, windows: Iterable[KVWindow | None]):
         self._cache = cache
         self._page_size = cache.page_size
         self._windows = tuple(windows)
-        self._marks = [bytes([table] if table else []) for table in range(len(self._windows))]
+        self._tags = [bytes([table] if table else []) for table in range(len(self._windows))]
 
     def begin(self, sequence: Sequence) -> None:
-        """Set the key that all others of a sequence's context come after, unless it has it already."""
+        """Set the root key that a sequence's page keys start from; keep its keys if the root is unchanged."""
         root = self._cache.root_key(sequence.cache_root)
         if sequence.page_keys[:1] != [root]:
             sequence.page_keys = [root]
 
     def find_shared(self, sequence: Sequence) -> tuple[int, list[list[int]]]:
-        """The number of cached pages that a sequence's context begins with, and those that its next token sees.
+        """Return the number of leading pages cached in all tables, and for each table those its next token sees.
 
-        They are in all tables, and leave at least one token to compute.
+        At least one token is left to compute.
         """
         num_pages = (len(sequence.token_ids) - 1) // self._page_size
         found = [list[int]() for _ in self._windows]
         for table, window in enumerate(self._windows):
             if window is None:
-                found[table] = self._find_leading(sequence, self._marks[table], num_pages)
+                found[table] = self._find_leading(sequence, self._tags[table], num_pages)
                 num_pages = len(found[table])
         runs = list[tuple[KVWindow, list[int]]]()
         for table, window in enumerate(self._windows):
             if window is not None:
-                found[table], run = self._find_all(sequence, self._marks[table], num_pages)
+                found[table], run = self._find_all(sequence, self._tags[table], num_pages)
                 runs.append((window, run))
         while num_pages and any(num_pages - self._first_seen(w, num_pages) > run[num_pages] for w, run in runs):
             num_pages -= 1
@@ -66,67 +65,70 @@ class ContextCache:
         return num_pages, [pages[first:num_pages] for first, pages in zip(firsts, found, strict=True)]
 
     def find_partial(self, sequence: Sequence, num_shared: int) -> list[PartialHit]:
-        """Cached pages to copy, one for each table, that begin with the tokens after the shared pages; all or none."""
+        """Return one cached page to copy per table that starts with the tokens after the shared pages.
+
+        Empty unless every table has one.
+        """
         content = self._content(sequence, num_shared, len(sequence.token_ids) - 1)
-        hits = [self._cache.find_partial(sequence.page_keys[num_shared] + mark, content) for mark in self._marks]
+        hits = [self._cache.find_partial(sequence.page_keys[num_shared] + tag, content) for tag in self._tags]
         found = [hit for hit in hits if hit is not None]
         return found if len(found) == len(hits) else []
 
     def register(self, sequence: Sequence, num_tokens: int, with_last: bool = False) -> None:
-        """Notes the pages that the first ``num_tokens`` tokens fill, and with ``with_last`` the one they do not fill.
+        """Register the full pages of the first ``num_tokens`` tokens and, if ``with_last``, the partly filled one.
 
-        The tokens are known, and written by steps planned or being planned.
+        The tokens must be known to the host and written by steps planned or being planned.
         """
         keys = sequence.page_keys
         num_full, num_left = divmod(num_tokens, self._page_size)
-        tables = [*zip(self._marks, sequence.tables, strict=False)]
+        tables = [*zip(self._tags, sequence.tables, strict=False)]
         for index in range(sequence.num_registered_pages, num_full):
             content = self._content(sequence, index)
             if len(keys) == index + 1:
                 keys.append(self._cache.key(keys[index], content))
-            for mark, table in tables:
-                self._cache.add(table.pages[index], keys[index] + mark, content, keys[index + 1] + mark)
+            for tag, table in tables:
+                self._cache.add(table.pages[index], keys[index] + tag, content, keys[index + 1] + tag)
             sequence.num_registered_pages = index + 1
         if not (with_last and num_left):
             return
         content = self._content(sequence, num_full, num_tokens)
-        for mark, table in tables:
+        for tag, table in tables:
             if num_full >= table.num_released:
-                self._cache.add(table.pages[num_full], keys[num_full] + mark, content)
+                self._cache.add(table.pages[num_full], keys[num_full] + tag, content)
 
-    def page_end(self, sequence: Sequence) -> int:
-        """Return the length at which the next page of a sequence is full."""
+    def next_page_end(self, sequence: Sequence) -> int:
+        """Return the length, in tokens, at which the next page of a sequence is full."""
         return (sequence.num_registered_pages + 1) * self._page_size
 
     def forget(self, sequence: Sequence, start: int = 0) -> None:
-        """Take out of the cache what a sequence computed from position ``start`` on, after the pages found at first."""
+        """Remove the pages that a sequence computed itself from position ``start`` on from the cache."""
         first = max(sequence.num_cached_tokens, start) // self._page_size
         for index in range(first, len(sequence.page_keys)):
             content = self._content(sequence, index)
-            for mark in self._marks:
-                self._cache.forget_context(sequence.page_keys[index] + mark, content)
+            for tag in self._tags:
+                self._cache.forget_context(sequence.page_keys[index] + tag, content)
 
-    def _find_leading(self, sequence: Sequence, mark: bytes, most: int) -> list[int]:
-        """The cached pages of a table that a context begins with, ``most`` at most."""
+    def _find_leading(self, sequence: Sequence, tag: bytes, max_pages: int) -> list[int]:
+        """Return the longest run of cached leading pages of a table, at most ``max_pages``."""
         found: list[int] = []
-        for key in self._keys(sequence, most):
-            page = self._cache.find(key + mark)
+        for key in self._keys(sequence, max_pages):
+            page = self._cache.find(key + tag)
             if page is None:
                 break
             found.append(page)
         return found
 
-    def _find_all(self, sequence: Sequence, mark: bytes, num_pages: int) -> tuple[list[int], list[int]]:
-        """The cached pages of a table among a context's first (-1: not cached), and how many end in a row at each."""
+    def _find_all(self, sequence: Sequence, tag: bytes, num_pages: int) -> tuple[list[int], list[int]]:
+        """Return a table's pages (-1 if not cached), and the length of the cached run that ends before each page."""
         found, run = list[int](), [0]
         for key in self._keys(sequence, num_pages):
-            page = self._cache.find(key + mark)
+            page = self._cache.find(key + tag)
             found.append(-1 if page is None else page)
             run.append(0 if page is None else run[-1] + 1)
         return found, run
 
     def _keys(self, sequence: Sequence, num_pages: int) -> Iterator[bytes]:
-        """The keys of a context's first full pages, made when they are asked for."""
+        """Yield the keys of the first ``num_pages`` full pages, computing missing ones."""
         keys = sequence.page_keys
         for index in range(num_pages):
             if len(keys) == index + 1:
@@ -138,23 +140,23 @@ class ContextCache:
         return 0 if window is None else window.first_page(num_pages * self._page_size)
 
     def _content(self, sequence: Sequence, index: int, num_tokens: int | None = None) -> bytes:
-        """Tokens of a context's page, of the first ``num_tokens`` or of all."""
+        """Return the packed tokens of page ``index``, without those from position ``num_tokens`` on if it is given."""
         start = index * self._page_size
         end = start + self._page_size
         return pack_tokens(sequence.token_ids[start : end if num_tokens is None else min(end, num_tokens)])
 
 
 class ContextPages:
-    """The scheduler's part that moves pages between an allocator, its cache and sequences, and notes them there.
+    """Allocates the pages of sequences, reusing cached ones, and frees them.
 
     Args:
-        allocator: Of the pages of all page tables.
-        windows: For each page table, what its layers see; None for all.
+        allocator: Allocator of the pages of all page tables.
+        windows: Sliding window of each page table; None for full attention.
 
     Attributes:
-        cache: What is known of contexts.
-        num_queried_tokens: Prompt tokens looked for in the cache, once a sequence.
-        num_hit_tokens: Those of them found.
+        cache: Prefix cache lookups and registrations.
+        num_queried_tokens: Prompt tokens looked up in the cache, once per sequence.
+        num_hit_tokens: Prompt tokens found in the cache.
     """
 
     def __init__(self, allocator: PageAllocator, windows: Iterable[KVWindow | None] = (None,)):
@@ -166,18 +168,17 @@ class ContextPages:
         self.cache = ContextCache(allocator.cache, self._windows)
         self._page_size = allocator.page_size
 
-    def most_pages(self, num_tokens: int) -> int:
-        """Pages that a context of ``num_tokens`` tokens holds at most."""
-        return most_pages(self._allocator.pages_for(num_tokens), self._windows)
+    def max_held_pages(self, num_tokens: int) -> int:
+        """Return the most pages that a context of ``num_tokens`` tokens holds, over all tables."""
+        return max_held_pages(self._allocator.pages_for(num_tokens), self._windows)
 
-    def take(self, sequence: Sequence) -> list[PageCopy] | None:
-        """Gives a waiting sequence pages for its tokens, cached ones where there are; its last token is computed.
+    def allocate(self, sequence: Sequence) -> list[PageCopy] | None:
+        """Allocate pages for all tokens of a waiting sequence, reusing cached ones; leave a token to compute.
 
-        They are for all its tokens, but where a window will give pages back for those at the end.
+        In a table with a window, later pages may be left to ``grow``, once earlier ones are freed.
 
         Returns:
-            What is copied before the step, a page of each table or none; None, and nothing taken, where too few pages
-            are free.
+            Page copies to run before the step; None, with nothing allocated, if too few pages are free.
         """
         allocator = self._allocator
         self.cache.begin(sequence)
@@ -185,17 +186,17 @@ class ContextPages:
         if sequence.reads_cache:
             num_shared, shared = self.cache.find_shared(sequence)
             partial = self.cache.find_partial(sequence, num_shared)
-        for hit in partial:  # in this order they are the last to be taken: none is an earlier table's target
+        for hit in partial:  # makes them the last to be evicted, so that none becomes the target of an earlier copy
             allocator.touch(hit.page)
         num_pages = allocator.pages_for(len(sequence.token_ids))
         counts = [
-            min(num_pages, num_shared - len(pages) + most_pages(num_pages, [window])) - num_shared
+            min(num_pages, num_shared - len(pages) + max_held_pages(num_pages, [window])) - num_shared
             for pages, window in zip(shared, self._windows, strict=True)
         ]
-        taken = allocator.allocate_behind([*itertools.chain(*shared)], sum(counts))
-        if taken is None:
+        allocated = allocator.allocate_after([*itertools.chain(*shared)], sum(counts))
+        if allocated is None:
             return None
-        new = iter(taken[len(taken) - sum(counts) :])
+        new = iter(allocated[len(allocated) - sum(counts) :])
         sequence.tables = []
         for pages, count in zip(shared, counts, strict=True):
             num_unseen, held = num_shared - len(pages), [*pages, *itertools.islice(new, count)]
@@ -210,10 +211,10 @@ class ContextPages:
         return [copy for copy in copies if copy.source != copy.target]
 
     def grow(self, sequence: Sequence) -> bool:
-        """Gives a sequence one more page in each table, but where it has more than in others; takes those out of sight.
+        """Free the pages outside the windows, then add one page to each of the tables that have the fewest.
 
         Returns:
-            False, and nothing given, where too few pages are free.
+            False, with no page added, if too few pages are free.
         """
         if self._has_windows:
             self._release_unseen(sequence)
@@ -224,18 +225,18 @@ class ContextPages:
         for table, page in zip(shortest, pages, strict=True):
             table.pages.append(page)
         sequence.num_pages += 1
-        if sequence.decodes_until:
-            self.note_room(sequence)
+        if sequence.decode_limit:
+            self.update_decode_limit(sequence)
         return True
 
-    def reach(self, sequence: Sequence, end: int) -> int:
-        """Gives a sequence pages for its tokens up to position ``end``, as far as there are; returns how far."""
+    def grow_to(self, sequence: Sequence, end: int) -> int:
+        """Allocate pages for tokens up to position ``end`` while any are free; return the position reached."""
         while sequence.num_pages * self._page_size < end and self.grow(sequence):
             pass
         return min(end, sequence.num_pages * self._page_size)
 
     def grants(self, sequence: Sequence) -> list[PageGrant]:
-        """What a plan has to tell the device: the pages that changed, and all pages after them."""
+        """Return the page table updates that the device has not seen: each from the first changed page on."""
         grants: list[PageGrant] = []
         for index, table in enumerate(sequence.tables):
             first, end = table.num_granted, len(table.pages)
@@ -245,21 +246,21 @@ class ContextPages:
         return grants
 
     def shrink(self, sequence: Sequence) -> None:
-        """Free the pages of a decoding sequence past its tokens, known and pending."""
+        """Free the pages of a decoding sequence after its known and pending tokens."""
         num_kept = self._allocator.pages_for(sequence.num_computed + 1)
         for table in sequence.tables:
             self._allocator.free(table.pages[num_kept:])
             del table.pages[num_kept:]
             table.num_granted = min(table.num_granted, num_kept)
         sequence.num_pages = min(sequence.num_pages, num_kept)
-        self.note_room(sequence)
+        self.update_decode_limit(sequence)
 
-    def note_room(self, sequence: Sequence) -> None:
-        """Notes how far a sequence whose prompt is computed can decode."""
-        sequence.decodes_until = min(sequence.num_pages * self._page_size, sequence.max_length - 1)
+    def update_decode_limit(self, sequence: Sequence) -> None:
+        """Update the position up to which a sequence with a computed prompt can decode."""
+        sequence.decode_limit = min(sequence.num_pages * self._page_size, sequence.max_length - 1)
 
     def release(self, sequence: Sequence) -> None:
-        """Takes a sequence's pages, if it has any; what it computed stays in the cache while they are not needed."""
+        """Free all pages of a sequence; their content stays cached until they are reused."""
         if sequence.finish_reason != "error" and self._allocator.keeps_free_pages:
             num_known = min(sequence.num_computed, len(sequence.token_ids))
             self.cache.register(sequence, num_known, with_last=True)
@@ -270,17 +271,17 @@ class ContextPages:
         sequence.num_pages = 0
         sequence.num_registered_pages = 0
         sequence.num_computed = 0
-        sequence.decodes_until = 0
+        sequence.decode_limit = 0
 
-    def cut(self, sequence: Sequence, length: int) -> None:
-        """Drop a sequence's tokens from position ``length`` on, and take the pages that hold any out of the cache."""
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Drop a sequence's tokens from position ``length`` on, and remove pages that hold any from the cache."""
         self.cache.forget(sequence, length)
         del sequence.token_ids[length:]
         del sequence.page_keys[1 + length // self._page_size :]
         sequence.next_check = 0
 
     def _count(self, sequence: Sequence) -> None:
-        """Notes how much of a prompt was found when its sequence first got pages."""
+        """Count the cache hits of a prompt when its sequence is first admitted."""
         if sequence.num_cached_tokens >= 0:
             return
         sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
@@ -289,7 +290,7 @@ class ContextPages:
             self.num_hit_tokens += sequence.num_cached_tokens
 
     def _release_unseen(self, sequence: Sequence) -> None:
-        """Take the pages that no token of a sequence sees from the first on whose place may still change."""
+        """Free the pages outside the windows of every position that may still be computed."""
         for table, window in zip(sequence.tables, self._windows, strict=True):
             if window is None:
                 continue

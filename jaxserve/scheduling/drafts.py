@@ -1,8 +1,8 @@
-"""The scheduler's part that gives decode rows drafts, and takes back what a step reserved for those that were wrong.
+"""Speculative decoding in the scheduler: add draft tokens to decode rows, and undo what rejected drafts reserved.
 
-A draft is a token that may follow those a sequence has. A step verifies all drafts of a row at once, so that it samples
-several tokens; only the device knows how many stay until the step completes. Till then ``Sequence.num_computed`` and
-``Sequence.num_pending`` are the most they can be, and the sequence has pages for that many.
+A step verifies all drafts of a row at once and so samples several tokens. Until it completes, only the device knows how
+many were accepted: ``Sequence.num_computed`` and ``Sequence.num_pending`` are upper bounds, and the sequence has pages
+for that many tokens.
 """
 
 from typing import Protocol, runtime_checkable
@@ -15,28 +15,28 @@ from jaxserve.scheduling.sequence import Sequence
 
 @runtime_checkable
 class DraftProposer(Protocol):
-    """Guesses how sequences go on. What it guesses changes how many steps a sequence takes, never its tokens."""
+    """Proposes draft tokens. Proposals affect how many steps a sequence takes, never its tokens."""
 
     def propose(self, sequence: Sequence) -> list[int]:
-        """Return tokens that may follow ``sequence.token_ids``, as many as it likes; it changes nothing there.
+        """Return any number of tokens that may follow ``sequence.token_ids``; must not modify the sequence.
 
-        Those before index ``sequence.num_pending - 1`` become no drafts: steps in flight may be sampling them.
+        Those before index ``sequence.num_pending - 1`` are not used: steps in flight may be sampling them.
         """
         ...
 
 
 def takes_drafts(sequence: Sequence) -> bool:
-    """Whether tokens may be sampled after drafts: not where the host makes the mask of each token from those before."""
+    """Whether a sequence can use drafts: not if the host computes each token's mask from the tokens before it."""
     return sequence.constraint is None and not sequence.sampling.banned_ids
 
 
 def add_drafts(
     draft: PlanDraft, num_decodes: int, proposer: DraftProposer, limits: SchedulerLimits, pages: ContextPages
 ) -> None:
-    """Extend decode rows, the first ``num_decodes`` of a plan, by drafts.
+    """Add drafts to the decode rows, which are the first ``num_decodes`` rows of a plan.
 
-    Drafts take what all else leaves: query tokens of the step, and free pages. Rows with drafts follow those of one
-    token, which are cheapest at the front.
+    Drafts use only the query tokens and pages that are left over. Rows with drafts are moved after rows of one token,
+    which are cheapest at the front.
     """
     budget = limits.max_num_batched_tokens - sum(len(row.token_ids) for row in draft.rows)
     for index, sequence in enumerate(draft.sequences[:num_decodes]):
@@ -44,7 +44,7 @@ def add_drafts(
             break
         if not takes_drafts(sequence):
             continue
-        num_in_flight = sequence.num_pending - 1  # all but the row's own
+        num_in_flight = sequence.num_pending - 1  # excludes this row's token
         drafts = proposer.propose(sequence)[num_in_flight:][: min(limits.max_draft_tokens, budget)]
         drafts = drafts[: _reserve(sequence, len(drafts), draft, pages)]
         if not drafts:
@@ -60,7 +60,7 @@ def add_drafts(
 
 
 def drop_rejected(plan: StepPlan, flight: Flight, tokens: list[list[int]], pages: ContextPages) -> None:
-    """Take back what a completed step reserved for drafts that were wrong; see ``Scheduler.complete``."""
+    """Undo what a completed step reserved for rejected drafts; see ``Scheduler.complete``."""
     for row, sequence, new in zip(plan.rows, flight.sequences, tokens, strict=True):
         num_rejected = row.num_samples - max(len(new), 1)
         if num_rejected <= 0 or sequence.finish_reason is not None:
@@ -72,9 +72,9 @@ def drop_rejected(plan: StepPlan, flight: Flight, tokens: list[list[int]], pages
 
 
 def _reserve(sequence: Sequence, num_drafts: int, draft: PlanDraft, pages: ContextPages) -> int:
-    """Get pages for the drafts of a sequence; return how many drafts have room in its pages and its length."""
+    """Allocate pages for a sequence's drafts; return how many fit into its pages and its maximum length."""
     end = min(sequence.num_computed + num_drafts, sequence.max_length - 1)
-    if end > sequence.decodes_until:
-        pages.reach(sequence, end)
+    if end > sequence.decode_limit:
+        pages.grow_to(sequence, end)
         draft.add_grants(pages.grants(sequence))
-    return min(end, sequence.decodes_until) - sequence.num_computed
+    return min(end, sequence.decode_limit) - sequence.num_computed

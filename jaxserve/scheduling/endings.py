@@ -1,4 +1,4 @@
-"""Which tokens end a sequence, and why."""
+"""Decide whether a token finishes a sequence, and why."""
 
 from typing import NamedTuple
 
@@ -22,11 +22,13 @@ class Ending(NamedTuple):
 
 
 def find_ending(sequence: Sequence, token: int) -> Ending | None:
-    """Return how a sequence finishes with its newest token, or None; its constraint accepts the token unless it stops.
+    """Return how a sequence finishes with its newest token, or None if it continues.
+
+    Advances the sequence's constraint by the token, unless it is a stop token.
 
     Args:
-        sequence: Its ``token_ids`` end in ``token``.
-        token: The newest token.
+        sequence: Sequence whose ``token_ids`` end in ``token``.
+        token: Newest token.
     """
     length = len(sequence.token_ids)
     if sequence.error is not None:
@@ -37,7 +39,7 @@ def find_ending(sequence: Sequence, token: int) -> Ending | None:
         try:
             if sequence.constraint.accept(token):
                 return Ending("stop")
-        except Exception as error:  # a constraint that fails ends its own sequence only
+        except Exception as error:  # a failing constraint must not stop the other sequences
             return Ending("error", error=str(error))
     if length >= sequence.max_length:
         return Ending("length")
@@ -49,10 +51,9 @@ def find_ending(sequence: Sequence, token: int) -> Ending | None:
 
 
 def ends_in_repetition(token_ids: list[int], num_prompt_tokens: int, params: RepetitionDetectionParams) -> bool:
-    """Whether the output ends in ``min_count`` copies of a pattern of ``min_pattern_size`` to ``max_pattern_size``.
+    """Whether the output ends in ``min_count`` copies of a pattern of an allowed size, in tokens.
 
-    vLLM's rule (`check_sequence_repetition`). Nearly always the last token does not stand where a pattern would have
-    it, which one scan finds out.
+    Same rule as vLLM's `check_sequence_repetition`. One scan for the last token rules out most outputs.
     """
     count = params.min_count
     if count < 2:

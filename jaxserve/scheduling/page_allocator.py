@@ -1,4 +1,4 @@
-"""The owner of the KV pages: who holds how many, which are free, and which a sliding window still sees."""
+"""Allocate and free KV pages, with a reference count per page."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -8,12 +8,12 @@ from jaxserve.scheduling.prefix_cache import PrefixCache
 
 
 class KVWindow(NamedTuple):
-    """What no layer of a page table looks beyond.
+    """Sliding window of the layers of a page table.
 
     Attributes:
-        num_tokens: Latest tokens that a query sees, itself included.
+        num_tokens: Number of latest tokens that a query sees, itself included.
         page_size: Tokens per page.
-        num_step_tokens: Most tokens by which the steps that are not complete can extend a context.
+        num_step_tokens: Most tokens by which the steps in flight can extend a context.
     """
 
     num_tokens: int
@@ -21,30 +21,30 @@ class KVWindow(NamedTuple):
     num_step_tokens: int
 
     def first_page(self, position: int) -> int:
-        """The first page of a context that a query at a position sees, and so do those after it."""
+        """Return the index of the first page that a query at a position sees."""
         return max(0, position + 1 - self.num_tokens) // self.page_size
 
     @property
     def max_pages(self) -> int:
-        """Pages that a context of any length holds at most."""
+        """The most pages that a context of any length holds."""
         return (self.num_tokens + self.num_step_tokens - 2) // self.page_size + 2
 
 
-def most_pages(num_pages: int, windows: Iterable[KVWindow | None]) -> int:
-    """Pages that a context holds at most which is ``num_pages`` pages long, in page tables with these windows."""
+def max_held_pages(num_pages: int, windows: Iterable[KVWindow | None]) -> int:
+    """Return the most pages that a context of ``num_pages`` pages holds in page tables with these windows."""
     return sum(num_pages if window is None else min(num_pages, window.max_pages) for window in windows)
 
 
 class PageAllocator:
-    """Hands out pages ``0 .. num_pages - 1`` of ``page_size`` tokens; a page may have several holders.
+    """Allocates pages ``0 .. num_pages - 1``; a page may have several holders.
 
-    A page without holders whose content is known stays findable until it is needed: pages of unknown content are handed
-    out first, then the one that was freed or used longest ago. Every operation costs O(1) a page.
+    A free page whose content is cached stays in the prefix cache until it is reused: free pages that are not cached are
+    allocated first, then the least recently used. Every operation costs O(1) per page.
 
     Args:
-        num_pages: Pages there are.
+        num_pages: Number of pages.
         page_size: Tokens per page.
-        keeps_free_pages: False forgets a page's content when its last holder frees it.
+        keeps_free_pages: Whether a page stays in the prefix cache after its last holder frees it.
     """
 
     def __init__(self, num_pages: int, page_size: int, keeps_free_pages: bool = True):
@@ -63,25 +63,25 @@ class PageAllocator:
 
     @property
     def usage(self) -> float:
-        """Held share of the pages, in 0..1."""
+        """Fraction of the pages that are held, 0 to 1."""
         return 1.0 - self.num_free / self.num_pages
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that ``num_tokens`` tokens fill."""
+        """Return the number of pages that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.page_size)
 
     def num_holders(self, page: int) -> int:
-        """How many contexts a page is part of."""
+        """Return the number of contexts that hold a page."""
         return self._num_holders[page]
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` pages without a known content, or None, and nothing taken, where fewer are free."""
+        """Allocate ``count`` pages; return None, with nothing allocated, if fewer are free."""
         if count > self.num_free:
             return None
         return [self._take_free() for _ in range(count)]
 
-    def allocate_behind(self, shared: list[int], count: int) -> list[int] | None:
-        """Allocate pages after cached ones, which get one more holder; return all of them."""
+    def allocate_after(self, shared: list[int], count: int) -> list[int] | None:
+        """Add a holder to the ``shared`` pages and allocate ``count`` more; return all, or None if too few are free."""
         holders = self._num_holders
         if count + sum(not holders[page] for page in shared) > self.num_free:
             return None
@@ -92,12 +92,12 @@ class PageAllocator:
         return shared + [self._take_free() for _ in range(count)]
 
     def touch(self, page: int) -> None:
-        """Notes that a page was of use, so that it is kept for longer."""
+        """Mark a free cached page as the most recently used."""
         if page in self._free_cached:
             self._free_cached.move_to_end(page)
 
     def free(self, pages: list[int]) -> None:
-        """Takes a holder from each page, the last first, so that a context's first pages are the last to be reused."""
+        """Remove a holder from each page, last page first, so that a context's first pages are reused last."""
         for page in reversed(pages):
             assert self._num_holders[page], f"page {page} freed twice"
             self._num_holders[page] -= 1
@@ -110,7 +110,7 @@ class PageAllocator:
                 self._free.append(page)
 
     def reset(self) -> None:
-        """Forget the content of every page, also of held ones."""
+        """Clear the prefix cache; held pages stay held."""
         self.cache.reset()
         self._free.extend(self._free_cached)
         self._free_cached.clear()

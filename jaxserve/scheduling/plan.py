@@ -1,7 +1,7 @@
-"""What the scheduler tells the runner: plain integers, serialisable, the runner's only input from the host.
+"""Step plans: the runner's only input from the scheduler, made of plain serializable values.
 
-A request holds a slot on the device while it runs: its pages, its sampling numbers and its latest token live there. A
-plan names slots; it carries the facts of a slot once, when they change.
+A running sequence holds a slot on the device, which stores its page tables, sampling parameters and latest token. A
+plan refers to slots, and carries only what changed about them since the previous plan.
 """
 
 import dataclasses
@@ -18,19 +18,19 @@ from jaxserve.scheduling.page_allocator import KVWindow
 
 
 class Sampling(NamedTuple):
-    """The numbers the sampler needs of a request.
+    """Sampling parameters of a request, in the form the sampler needs.
 
     Attributes:
-        options: Its ``SAMPLING_OPTIONS``.
-        seed: 32-bit seed; with a token's position it decides the token's random numbers.
-        num_logprobs: Alternatives reported with each token; -1 reports nothing.
-        banned_ids: Tokens not allowed before ``banned_until``.
-        banned_until: Position of the first token that may be one of ``banned_ids``.
+        options: Values of ``SAMPLING_OPTIONS``.
+        seed: 32-bit seed; together with a token's position it determines the random numbers.
+        num_logprobs: Number of alternatives to report per token; -1 for no logprobs.
+        banned_ids: Tokens not allowed before position ``banned_until``.
+        banned_until: First position at which ``banned_ids`` are allowed.
         bad_ids: Tokens never allowed.
         allowed_ids: The only tokens allowed; None allows all.
-        logit_bias: Tokens and what is added to their scores.
+        logit_bias: Pairs of a token and the bias added to its logit.
         tracked_ids: Tokens whose logprobs are reported at every position.
-        arguments: Numbers for the engine's logits processors, in their order.
+        arguments: Arguments of the engine's logits processors, in order.
     """
 
     options: OptionValues = OptionValues()
@@ -46,24 +46,25 @@ class Sampling(NamedTuple):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens so far change the scores of the next."""
+        """Whether the logits depend on the tokens so far."""
         return has_effect(self.options, Effect.PENALTY)
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the next token is chosen from other scores than the model's own, masks and processors aside."""
+        """Whether an option changes the model's logits, masks and logits processors aside."""
         return bool(self.logit_bias) or has_effect(self.options, Effect.LOGITS, Effect.PENALTY)
 
 
 class SchedulerLimits(NamedTuple):
-    """The largest step that the scheduler may plan.
+    """Limits of a step.
 
     Attributes:
-        max_num_seqs: Most rows.
-        max_num_batched_tokens: Most query tokens, at least one for each row.
-        long_prefill_token_threshold: Most query tokens of one prompt, so that other prompts run beside it; 0: no limit.
-        max_draft_tokens: Most drafts of one row.
-        windows: For each page table, what its layers see; None for all.
+        max_num_seqs: Most rows per step.
+        max_num_batched_tokens: Most query tokens per step, at least ``max_num_seqs``.
+        long_prefill_token_threshold: Most tokens of one prompt per step, so that other prompts progress too; 0 for no
+            limit.
+        max_draft_tokens: Most drafts per row.
+        windows: Sliding window of each page table; None for full attention.
     """
 
     max_num_seqs: int
@@ -74,14 +75,14 @@ class SchedulerLimits(NamedTuple):
 
 
 class SlotSetup(NamedTuple):
-    """A request moves into a slot.
+    """Assigns a slot to a sequence.
 
     Attributes:
         slot: The slot.
-        sampling: The request's numbers.
-        final_length: The most tokens it can have at the end.
-        token_ids: Where ``sampling.has_penalties``, every token the host knows; else empty.
-        num_prompt_tokens: How many of ``token_ids`` are the prompt's.
+        sampling: The sequence's sampling parameters.
+        final_length: Most tokens that the sequence can reach, prompt included.
+        token_ids: All known tokens if ``sampling.has_penalties``, else empty.
+        num_prompt_tokens: Length of the prompt.
     """
 
     slot: int
@@ -92,21 +93,21 @@ class SlotSetup(NamedTuple):
 
 
 class PageCopy(NamedTuple):
-    """The content of page ``source``, as earlier steps left it, goes to page ``target`` before the step runs."""
+    """Copies page ``source``, as earlier steps left it, to page ``target`` before the step runs."""
 
     source: int
     target: int
 
 
 class SlotMask(NamedTuple):
-    """Tokens that a slot may sample in this step, as bits: little-endian int32 words, token t in word t // 32."""
+    """Bit mask of the tokens a slot may sample in this step: little-endian int32 words, token t in word t // 32."""
 
     slot: int
     words: bytes
 
 
 class PageGrant(NamedTuple):
-    """Pages of one of a slot's page tables from index ``first`` on."""
+    """Sets the entries of a slot's page table ``table`` from index ``first`` on."""
 
     slot: int
     first: int
@@ -115,12 +116,12 @@ class PageGrant(NamedTuple):
 
 
 class ChunkPooling(NamedTuple):
-    """What a chunk adds to the sum of its slot's hidden states.
+    """The part of a chunk to add to its slot's sum of hidden states.
 
     Attributes:
-        num_tokens: Number of its last tokens that are added.
-        is_first: The sum begins with them.
-        is_last: It ends with them, and the host gets it.
+        num_tokens: Number of the chunk's last tokens to add.
+        is_first: Whether they start a new sum.
+        is_last: Whether they complete the sum, which the host then receives.
     """
 
     num_tokens: int
@@ -129,22 +130,22 @@ class ChunkPooling(NamedTuple):
 
 
 ON_DEVICE = -1
-"""Left to the device: as a row's first token, the latest token of its slot; as its start, that token's position."""
+"""Filled in on the device: as a row's first token, the slot's latest token; as its start, that token's position."""
 
 
 class Row(NamedTuple):
-    """Consecutive tokens of one slot: a chunk of its prompt or, to decode, its latest token and drafts after it.
+    """Consecutive tokens of one slot: a prompt chunk or, in decode, the latest token followed by any drafts.
 
-    A row with drafts samples after its latest token and after each draft. Of these tokens the slot gets the first, and
-    each further one as long as all drafts before it are what was sampled; the rest of the row has no effect.
+    A row with drafts samples after the latest token and after each draft. A sampled token is accepted if all drafts
+    before it equal the tokens sampled in their positions; the rest of the row has no effect.
 
     Attributes:
-        slot: The request's slot.
+        slot: The slot.
         start: Position of the first token, or ``ON_DEVICE``.
         token_ids: The tokens; the first may be ``ON_DEVICE``.
-        num_samples: Number of the row's last tokens after each of which a token is sampled; 0 within a prompt.
-        targets: Where logprobs of the prompt are asked for, the token after each token of the row (-1: none).
-        pooling: Where hidden states are pooled, what the row adds to their sum.
+        num_samples: Sample after each of this many last tokens of the row; 0 within a prompt.
+        targets: For prompt logprobs, the token after each token of the row (-1: none); else None.
+        pooling: For embeddings, what the row adds to the sum of hidden states; else None.
     """
 
     slot: int
@@ -157,7 +158,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowColumns:
-    """The rows of a plan, transposed: see ``Row``. ``lengths`` has the number of tokens of each row."""
+    """The fields of all rows of a plan (see ``Row``); ``lengths`` are the numbers of tokens."""
 
     slots: tuple[int, ...]
     starts: tuple[int, ...]
@@ -169,7 +170,7 @@ class RowColumns:
 
     @functools.cached_property
     def has_drafts(self) -> bool:
-        """Whether a row samples several tokens."""
+        """Whether any row has drafts."""
         return max(self.num_samples, default=0) > 1
 
 
@@ -178,12 +179,12 @@ class StepPlan:
     """One step.
 
     Attributes:
-        number: Counts the steps from 0.
-        setups: Slots that change hands before the step.
-        grants: Pages that slots get before the step.
-        rows: What each slot computes, at most one row for a slot. Rows of one token are cheapest at the front.
-        copies: Pages copied before the step.
-        masks: Tokens allowed to slots whose requests constrain them.
+        number: Number of the step, from 0.
+        setups: Slot assignments before the step.
+        grants: Page table updates before the step.
+        rows: Tokens to compute, at most one row per slot. Rows of one token are cheapest at the front.
+        copies: Page copies before the step.
+        masks: Token masks of constrained slots.
     """
 
     number: int
@@ -195,23 +196,23 @@ class StepPlan:
 
     @functools.cached_property
     def columns(self) -> RowColumns:
-        """The rows, transposed."""
+        """The fields of all rows."""
         columns = zip(*self.rows, strict=True) if self.rows else [()] * len(Row._fields)
         slots, starts, token_ids, num_samples, targets, pooling = columns
         return RowColumns(slots, starts, tuple(map(len, token_ids)), num_samples, token_ids, targets, pooling)
 
     def share_columns(self, other: "StepPlan") -> None:
-        """Take over the columns of a plan with the same rows: plans have the same while all sequences decode."""
+        """Reuse the columns of a plan with equal rows, as consecutive decode steps have."""
         self.__dict__["columns"] = other.columns
 
     @property
     def num_rows(self) -> int:
-        """The number of rows."""
+        """Number of rows."""
         return len(self.rows)
 
     @functools.cached_property
     def first_samples(self) -> Sequence[int]:
-        """Index of each row's first sample among those of the step; a row without any takes the place of one."""
+        """Index of each row's first sample in the step; a row without samples counts as one."""
         if not self.columns.has_drafts:
             return range(self.num_rows)
         counts = (max(count, 1) for count in self.columns.num_samples)
@@ -219,18 +220,18 @@ class StepPlan:
 
     @functools.cached_property
     def num_tokens(self) -> int:
-        """The number of query tokens."""
+        """Number of query tokens."""
         return sum(self.columns.lengths)
 
     @property
     def is_decode_only(self) -> bool:
-        """Whether every row has one token, and nothing but a sampled token comes of it."""
+        """Whether every row has one token and only samples."""
         columns = self.columns
         return self.num_tokens == self.num_rows and not any(columns.targets) and not any(columns.pooling)
 
 
 class RowArrays(NamedTuple):
-    """See ``Row``; ``lengths`` has the number of tokens of each row, ``num_drafts`` that of its drafts."""
+    """Fields of the rows as int32 arrays (see ``Row``), with the numbers of tokens and of drafts."""
 
     slots: Int[np.ndarray, " R"]
     starts: Int[np.ndarray, " R"]
@@ -241,29 +242,29 @@ class RowArrays(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def row_arrays(columns: RowColumns) -> RowArrays:
-    """The rows' numbers, int32; made once for all plans that share their columns."""
-    numbers = (columns.slots, columns.starts, columns.lengths, columns.num_samples)
-    slots, starts, lengths, num_samples = (np.array(each, np.int32) for each in numbers)
+    """Convert columns to arrays, once for all plans that share them."""
+    fields = (columns.slots, columns.starts, columns.lengths, columns.num_samples)
+    slots, starts, lengths, num_samples = (np.array(field, np.int32) for field in fields)
     return RowArrays(slots, starts, lengths, num_samples, np.maximum(num_samples - 1, 0))
 
 
 class RowStarts:
-    """Follows the positions of slots from plan to plan, since a row may leave its start to the device.
+    """Tracks the positions of slots from plan to plan, for rows that start ``ON_DEVICE``.
 
     Args:
-        num_slots: Sequences that can run at once.
+        num_slots: Number of slots.
     """
 
     def __init__(self, num_slots: int):
         self._next = np.zeros(num_slots, np.int32)
 
     def of(self, plan: StepPlan) -> Int[np.ndarray, " R"]:
-        """Return the least position of the first token of each row."""
+        """Return the position of each row's first token, or its lower bound if drafts are in flight."""
         rows = row_arrays(plan.columns)
         return np.where(rows.starts == ON_DEVICE, self._next[rows.slots], rows.starts)
 
     def advance(self, plan: StepPlan) -> Int[np.ndarray, " R"]:
-        """Return the same, and note where the next rows start; called once for each plan, in order."""
+        """Return the same as ``of`` and advance past the plan; call once per plan, in order."""
         starts = self.of(plan)
         rows = row_arrays(plan.columns)
         self._next[rows.slots] = starts + rows.lengths - rows.num_drafts

@@ -1,4 +1,4 @@
-"""A plan while the scheduler makes it, what the scheduler keeps until the step completes, and the outcome."""
+"""Builds a step plan, and holds what the scheduler keeps of it until the step completes."""
 
 import itertools
 from typing import NamedTuple
@@ -8,14 +8,14 @@ from jaxserve.scheduling.sequence import Sequence
 
 
 class Completion(NamedTuple):
-    """The outcome of a step for the sequences that had not finished before.
+    """Results of a step for the sequences that had not finished before.
 
     Attributes:
-        sampled: Each sequence that got tokens, the index of the first in ``StepPlan.first_samples``, and the tokens.
-        failed: Sequences that got no token, although they sampled; they have finished with the reason "error".
-        scored: Each sequence with a row that has targets, that row, and its first query token in the step.
-        pooled: Each sequence that finished because its hidden states are pooled, and its row.
-        has_drafts: Whether a sequence may have got several tokens.
+        sampled: Each sequence with new tokens, the index of its first sample in the step, and the tokens.
+        failed: Sequences for which sampling failed; they have finished with the reason "error".
+        scored: Each sequence with prompt logprobs, its row, and the index of the row's first query token in the step.
+        pooled: Each sequence that finished because its pooling is complete, and the index of its row.
+        has_drafts: Whether sequences may have several new tokens.
     """
 
     sampled: list[tuple[Sequence, int, list[int]]]
@@ -26,19 +26,19 @@ class Completion(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """A launched step: its number, and the sequence of each row."""
+    """A step in flight: its number and the sequence of each row."""
 
     number: int
     sequences: list[Sequence]
 
     def drop(self, sequence: Sequence) -> None:
-        """Leave the outcome of the step for a sequence out."""
-        for row, one in enumerate(self.sequences):
-            if one is sequence:
-                self.sequences[row] = _NOBODY
+        """Ignore the step's results for a sequence."""
+        for row, other in enumerate(self.sequences):
+            if other is sequence:
+                self.sequences[row] = _DROPPED
 
     def scored(self, plan: StepPlan) -> list[tuple[Sequence, Row, int]]:
-        """Return unfinished sequences whose rows have targets, the rows, and their first query tokens in the step."""
+        """Return ``Completion.scored`` of a step."""
         if not any(plan.columns.targets):
             return []
         starts = itertools.accumulate(plan.columns.lengths, initial=0)
@@ -49,7 +49,7 @@ class Flight(NamedTuple):
         ]
 
     def pooled(self, plan: StepPlan) -> list[tuple[Sequence, int]]:
-        """Return the sequences whose pooling the step completes, and their rows."""
+        """Return each sequence whose pooling the step completes, and the index of its row."""
         pooling = plan.columns.pooling
         if not any(pooling):
             return []
@@ -57,19 +57,19 @@ class Flight(NamedTuple):
 
 
 class PlanDraft:
-    """Collects rows and what goes with them.
+    """Builder of a ``StepPlan``.
 
     Attributes:
-        rows: See ``StepPlan``.
-        sequences: The sequence of each row.
-        half_prompts: Running sequences whose prompts are computed in part.
-        preempts: Whether a sequence lost its pages to another.
+        rows: Rows of the plan.
+        sequences: Sequence of each row.
+        partial_prefills: Running sequences whose prompts are only partly computed.
+        preempts: Whether a sequence was preempted.
     """
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self.sequences: list[Sequence] = []
-        self.half_prompts: list[Sequence] = []
+        self.partial_prefills: list[Sequence] = []
         self.preempts = False
         self._setups: list[SlotSetup] = []
         self._grants: list[PageGrant] = []
@@ -77,7 +77,7 @@ class PlanDraft:
         self._masks: list[SlotMask] = []
 
     def add_setup(self, sequence: Sequence, copies: list[PageCopy]) -> None:
-        """A sequence moves into its slot."""
+        """Add the slot assignment and page copies of an admitted sequence."""
         known = list(sequence.token_ids) if sequence.sampling.has_penalties else ()
         self._setups.append(
             SlotSetup(sequence.slot, sequence.sampling, sequence.max_length, known, sequence.num_prompt_tokens)
@@ -85,29 +85,29 @@ class PlanDraft:
         self._copies += copies
 
     def add_grants(self, grants: list[PageGrant]) -> None:
-        """A sequence has new pages."""
+        """Add page table updates."""
         self._grants += grants
 
     def add_mask(self, sequence: Sequence) -> str | None:
-        """Add the tokens that a sequence's constraint, if it has one, allows; return why the constraint failed."""
+        """Add the token mask of a constrained sequence; return the error message if its constraint fails, else None."""
         if sequence.constraint is None:
             return None
         try:
             words = sequence.constraint.mask()
-        except Exception as error:  # a constraint that fails ends its own sequence only
+        except Exception as error:  # a failing constraint must not stop the other sequences
             return str(error)
         if words is not None:
             self._masks.append(SlotMask(sequence.slot, words))
         return None
 
     def add_chunk(self, sequence: Sequence, end: int) -> bool:
-        """Add a row of a sequence's known tokens up to position ``end``; return whether it samples after them."""
+        """Add a row of a sequence's known tokens up to position ``end``; return whether it samples."""
         start = sequence.num_computed
         samples = end == len(sequence.token_ids) and sequence.pooling is None
         targets = None
         if sequence.wants_prompt_logprobs and start < sequence.num_prompt_tokens:
-            behind = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
-            targets = behind + [-1] * (end - start - len(behind))
+            following = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
+            targets = following + [-1] * (end - start - len(following))
         pooling = None if sequence.pooling is None else _chunk_pooling(sequence, end)
         token_ids = sequence.token_ids[start:end]
         self.rows.append(Row(sequence.slot, start, token_ids, int(samples), targets, pooling))
@@ -115,7 +115,7 @@ class PlanDraft:
         return samples
 
     def build(self, previous: StepPlan | None) -> StepPlan:
-        """Return the plan that follows the ``previous`` one."""
+        """Return the plan, numbered after ``previous``."""
         number = 0 if previous is None else previous.number + 1
         plan = StepPlan(number, self._setups, self._grants, self.rows, self._copies, self._masks)
         if previous is not None and previous.rows == self.rows:
@@ -123,12 +123,12 @@ class PlanDraft:
         return plan
 
 
-_NOBODY = Sequence("", [], 0, 0, finish_reason="abort")
-"""Stands for a sequence that wants nothing of a step any more."""
+_DROPPED = Sequence("", [], 0, 0, finish_reason="abort")
+"""Placeholder for a sequence that ignores a step's results."""
 
 
 def _chunk_pooling(sequence: Sequence, end: int) -> ChunkPooling | None:
-    """What a pooled sequence's chunk up to position ``end`` adds to the sum: the last token alone, or all."""
+    """Return what a chunk up to position ``end`` adds to the sum: its last token or all, by the pooling type."""
     start, is_last = sequence.num_computed, end == len(sequence.token_ids)
     if sequence.pooling == "last":
         return ChunkPooling(1, True, True) if is_last else None

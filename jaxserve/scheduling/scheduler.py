@@ -1,4 +1,4 @@
-"""Selects the sequences that run next and their pages: iteration-level continuous batching (Orca, OSDI '22)."""
+"""Plan each step's sequences, tokens and pages: iteration-level continuous batching (Orca, OSDI '22)."""
 
 import bisect
 from collections import deque
@@ -14,14 +14,14 @@ from jaxserve.scheduling.sequence import Sequence
 
 
 class SequenceQueues:
-    """Sequences that wait for a slot and sequences that have one, each in order of priority, then of arrival.
+    """The waiting and running sequences, each ordered by priority, then by arrival.
 
     Attributes:
         waiting: Sequences without a slot, in order.
         running: Sequences with a slot, in order.
 
     Args:
-        num_slots: Sequences that can run at once.
+        num_slots: Number of slots.
     """
 
     def __init__(self, num_slots: int):
@@ -32,27 +32,27 @@ class SequenceQueues:
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether one more sequence can run."""
+        """Whether a slot is free."""
         return bool(self._free_slots)
 
-    def number(self, sequence: Sequence) -> None:
-        """Note that a new sequence, or a follower of one, arrives after all others."""
+    def set_arrival(self, sequence: Sequence) -> None:
+        """Order a new sequence after all earlier arrivals."""
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
 
-    def wait(self, *sequences: Sequence) -> None:
-        """Put sequences in their places among those that wait."""
+    def enqueue(self, *sequences: Sequence) -> None:
+        """Insert sequences into the waiting queue, in order."""
         for sequence in sequences:
             bisect.insort(self.waiting, sequence, key=_rank)
 
-    def run_first(self) -> None:
-        """Give the first sequence that waits a slot; one must be free."""
+    def start_first(self) -> None:
+        """Move the first waiting sequence to a free slot; one must be free."""
         sequence = self.waiting.popleft()
         sequence.slot = self._free_slots.pop()
         bisect.insort(self.running, sequence, key=_rank)
 
-    def leave(self, sequence: Sequence) -> None:
-        """Take a sequence out of its queue, and its slot from it; a follower that has not been added is in none."""
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence from its queue and free its slot; a follower not yet enqueued is in neither queue."""
         if sequence.slot >= 0:
             self.running.remove(sequence)
             self._free_slots.append(sequence.slot)
@@ -66,15 +66,15 @@ def _rank(sequence: Sequence) -> tuple[int, int]:
 
 
 class Scheduler:
-    """Owner of every sequence's state.
+    """Plans steps, applies their results, and owns the state of every sequence.
 
     Attributes:
         waiting: Sequences without a slot, in order.
         running: Sequences with a slot, in order.
-        admitted: The sequences that the latest plan set up, in the order of its setups.
-        pages: Moves pages between the allocator and sequences; counts hits of the prefix cache.
-        num_preemptions: How often a sequence lost its pages.
-        num_decode_rows: Rows planned that continue a completion.
+        admitted: Sequences admitted by the latest plan, in the order of its setups.
+        pages: Allocates the pages of sequences; counts prefix cache hits.
+        num_preemptions: Number of preemptions so far.
+        num_decode_rows: Number of decode rows planned so far.
     """
 
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator, proposer: DraftProposer | None = None):
@@ -93,26 +93,28 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences that run or wait."""
+        """Number of running and waiting sequences."""
         return len(self.waiting) + len(self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Takes a new sequence and its followers; its pages at ``max_length`` must fit the pool."""
-        for one in (sequence, *sequence.followers):
-            assert self.pages.most_pages(one.max_length) <= self.allocator.num_pages, "too long for the pool"
-            self._queues.number(one)
-        self._queues.wait(sequence)
+        """Add a new sequence and its followers; each must fit into the pages at its ``max_length``."""
+        for added in (sequence, *sequence.followers):
+            assert self.pages.max_held_pages(added.max_length) <= self.allocator.num_pages, (
+                "max_length exceeds the pages"
+            )
+            self._queues.set_arrival(added)
+        self._queues.enqueue(sequence)
 
     def schedule(self) -> StepPlan | None:
-        """Plans the next step, or None where nothing can run before pending tokens are known."""
+        """Plan the next step; return None if nothing can run before a step in flight completes."""
         self.allocator.cache.settle()
         draft = PlanDraft()
         self._schedule_decodes(draft)
         self.num_decode_rows += (num_decodes := len(draft.rows))
         budget = self.limits.max_num_batched_tokens - num_decodes
-        for sequence in draft.half_prompts:
+        for sequence in draft.partial_prefills:
             budget -= self._schedule_chunk(sequence, budget, draft) if budget > 0 else 0
-        while draft.half_prompts and not draft.rows and not self._in_flight:  # each waits for pages of the others
+        while draft.partial_prefills and not draft.rows and not self._in_flight:  # all wait for each other's pages
             self._preempt_last(draft)
             budget -= self._schedule_chunk(self.running[0], budget, draft)
         self.admitted = []
@@ -127,11 +129,11 @@ class Scheduler:
         return plan
 
     def complete(self, plan: StepPlan, tokens: list[list[int]]) -> Completion:
-        """Append the tokens that a step sampled; steps complete in their order. Finished sequences free their pages.
+        """Append the tokens that a step sampled, and free the pages of sequences that finish.
 
         Args:
-            plan: The step.
-            tokens: The tokens of each row; none for a row that does not sample, or whose logits leave no token.
+            plan: Plan of the oldest step in flight.
+            tokens: Tokens of each row; empty if the row does not sample, or if sampling failed.
         """
         flight = self._in_flight.popleft()
         assert flight.number == plan.number, f"step {plan.number} completed, step {flight.number} expected"
@@ -144,7 +146,7 @@ class Scheduler:
         for first, sequence, new in zip(plan.first_samples, flight.sequences, tokens, strict=True):
             if len(new) == 1 and sequence.finish_reason is None:
                 token, token_ids = new[0], sequence.token_ids
-                if len(token_ids) + 1 < sequence.next_check and token not in sequence.stop_ids:  # nearly always
+                if len(token_ids) + 1 < sequence.next_check and token not in sequence.stop_ids:  # the common case
                     sequence.num_pending -= 1
                     token_ids.append(token)
                     sampled.append((sequence, first, new))
@@ -163,11 +165,11 @@ class Scheduler:
     def finish(
         self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None, *, replaces: bool = False
     ) -> None:
-        """Finish a sequence, waiting or running, and free what it holds.
+        """Finish a waiting or running sequence and free its slot and pages.
 
-        A sequence that has finished keeps its first reason unless this one ``replaces`` it: its last token may have
-        reached ``max_length`` and completed a stop string. What it computed stays in the prefix cache, except for the
-        reason "error" (then also if it finished before).
+        A finished sequence keeps its first reason unless ``replaces``: a last token may both reach ``max_length`` and
+        complete a stop string. Its pages stay in the prefix cache unless the reason is "error", which removes them even
+        if the sequence had finished before.
         """
         if reason == "error":
             self.pages.cache.forget(sequence)
@@ -177,33 +179,33 @@ class Scheduler:
         if not is_first:
             return
         self.pages.release(sequence)
-        self._queues.leave(sequence)
-        self._queues.wait(*sequence.release_followers())
+        self._queues.remove(sequence)
+        self._queues.enqueue(*sequence.release_followers())
 
     def rollback(self, sequence: Sequence, length: int) -> None:
-        """Shrink a context to its first ``length`` tokens; steps in flight add nothing to it.
+        """Truncate a sequence to its first ``length`` tokens and ignore the results of its steps in flight.
 
-        An unfinished sequence gives its pages back, waits as a preempted one does, and samples its next token after
-        those ``length``, which are the prompt at least. It has no constraint: that would have to go back too.
+        An unfinished sequence is requeued as if preempted. ``length`` must include the prompt, and the sequence must
+        not have a constraint, because constraints cannot be rolled back.
         """
         assert sequence.num_prompt_tokens <= length <= len(sequence.token_ids) and sequence.constraint is None
         for flight in self._in_flight:
             flight.drop(sequence)
-        self.pages.cut(sequence, length)
+        self.pages.truncate(sequence, length)
         sequence.num_pending = 0
         if sequence.slot >= 0:
             self._requeue(sequence)
 
     def _end_pooled(self, pooled: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-        """Ends sequences whose hidden states are summed up; returns those that had not ended before, and their rows."""
-        found = [one for one in pooled if one[0].finish_reason is None]
+        """Finish sequences whose pooling is complete; return those that had not finished before, and their rows."""
+        finished = [(sequence, row) for sequence, row in pooled if sequence.finish_reason is None]
         for sequence, _ in pooled:
             sequence.num_pending -= 1
             self.finish(sequence, "stop")
-        return found
+        return finished
 
     def _append(self, sequence: Sequence, tokens: list[int]) -> list[int]:
-        """Append tokens that may have consequences; return those up to the one that finishes the sequence."""
+        """Append tokens and check each for an ending; return those up to the one that finishes the sequence."""
         token_ids, stop_ids, cache = sequence.token_ids, sequence.stop_ids, self.pages.cache
         num_kept = len(tokens)
         for count, token in enumerate(tokens, 1):
@@ -219,16 +221,16 @@ class Scheduler:
             if sequence.slot >= 0:
                 cache.register(sequence, len(token_ids) - 1)
             if sequence.constraint is None and sequence.repetition is None:
-                sequence.next_check = min(sequence.max_length, cache.page_end(sequence) + 1)
-        self._queues.wait(*sequence.release_followers())
+                sequence.next_check = min(sequence.max_length, cache.next_page_end(sequence) + 1)
+        self._queues.enqueue(*sequence.release_followers())
         return tokens[:num_kept]
 
     def _schedule_decodes(self, draft: PlanDraft) -> None:
-        """Add a row for each sequence that decodes, in order."""
+        """Add a row for each sequence that can decode, in order."""
         rows, sequences, decode_rows = draft.rows, draft.sequences, self._decode_rows
-        for sequence in self.running:  # loses sequences at its end only
+        for sequence in self.running:  # preemption removes sequences from the end only
             position = sequence.num_computed
-            is_plain = position < sequence.decodes_until and sequence.constraint is None
+            is_plain = position < sequence.decode_limit and sequence.constraint is None
             if not is_plain and not self._prepare_decode(sequence, draft):
                 continue
             slot = sequence.slot
@@ -239,21 +241,21 @@ class Scheduler:
             sequence.num_pending += 1
 
     def _prepare_decode(self, sequence: Sequence, draft: PlanDraft) -> bool:
-        """Whether a sequence can decode; it gets a page if it needs one, and its mask if it is constrained."""
-        if not sequence.decodes_until:
-            if not sequence.num_pending:  # else its vector is in flight
-                draft.half_prompts.append(sequence)
+        """Add the page and the mask that a sequence needs to decode; return whether it can."""
+        if not sequence.decode_limit:
+            if not sequence.num_pending:  # else its pooled vector is in flight
+                draft.partial_prefills.append(sequence)
             return False
         constraint = sequence.constraint
         if sequence.num_computed + 1 >= sequence.max_length or (constraint is not None and sequence.num_pending):
             return False
-        if sequence.num_computed >= sequence.decodes_until and not self._grow(sequence, draft):
+        if sequence.num_computed >= sequence.decode_limit and not self._grow(sequence, draft):
             return False
         sequence.error = draft.add_mask(sequence)
         return True
 
     def _grow(self, sequence: Sequence, draft: PlanDraft) -> bool:
-        """One more page; the last running sequences give theirs up for it. False where this one had to."""
+        """Add a page, preempting the last running sequences if needed; return False if this one was preempted."""
         while not self.pages.grow(sequence):
             if self._preempt_last(draft) is sequence:
                 return False
@@ -261,10 +263,10 @@ class Scheduler:
         return True
 
     def _schedule_chunk(self, sequence: Sequence, budget: int, draft: PlanDraft) -> int:
-        """The next chunk of a sequence's known tokens, at most ``budget``; returns its length (0: no page is free)."""
+        """Add a row with at most ``budget`` of a sequence's known tokens; return its length (0 if no page is free)."""
         start = sequence.num_computed
         end = min(len(sequence.token_ids), start + min(budget, self.limits.long_prefill_token_threshold or budget))
-        end = self.pages.reach(sequence, end)
+        end = self.pages.grow_to(sequence, end)
         draft.add_grants(self.pages.grants(sequence))
         if end <= start:
             return 0
@@ -272,20 +274,20 @@ class Scheduler:
         sequence.num_computed = end
         self.pages.cache.register(sequence, end, with_last=samples)
         if samples:
-            self.pages.note_room(sequence)
+            self.pages.update_decode_limit(sequence)
             sequence.error = draft.add_mask(sequence)
         if end == len(sequence.token_ids):
             sequence.num_pending += 1
         return end - start
 
     def _admit(self, budget: int, draft: PlanDraft) -> None:
-        """Waiting sequences in order, while slots, tokens and pages last."""
+        """Admit waiting sequences in order while slots, tokens and pages last."""
         while self.waiting and budget > 0 and self._queues.has_free_slot:
             sequence = self.waiting[0]
-            copies = None if sequence.num_pending else self.pages.take(sequence)
+            copies = None if sequence.num_pending else self.pages.allocate(sequence)
             if copies is None:
                 return
-            self._queues.run_first()
+            self._queues.start_first()
             self.admitted.append(sequence)
             draft.add_setup(sequence, copies)
             budget -= self._schedule_chunk(sequence, budget, draft)
@@ -299,7 +301,7 @@ class Scheduler:
         return victim
 
     def _requeue(self, sequence: Sequence) -> None:
-        """Take slot and pages of a running sequence; it waits in its place to be computed again."""
+        """Free the slot and pages of a running sequence and requeue it, to be recomputed."""
         self.pages.release(sequence)
-        self._queues.leave(sequence)
-        self._queues.wait(sequence)
+        self._queues.remove(sequence)
+        self._queues.enqueue(sequence)

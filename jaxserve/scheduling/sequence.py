@@ -1,7 +1,6 @@
-"""One sequence: a prompt, its output so far, and its state in the scheduler.
+"""A sequence: a prompt, its output so far, and its scheduling state.
 
-Admission makes it complete; from then on the scheduler alone changes it, with the help of ``ContextPages``,
-``ContextCache`` and the drafts. ``tests/test_style.py`` looks for other modules that do.
+After admission only the scheduler and its helpers in this package modify a sequence; ``tests/test_style.py`` checks it.
 """
 
 import dataclasses
@@ -15,29 +14,29 @@ from jaxserve.structured_params import RepetitionDetectionParams
 
 @runtime_checkable
 class Constraint(Protocol):
-    """One text's rule, and how far the text has got in it.
+    """State of structured output for one sequence.
 
-    A sequence with a constraint samples only when all its tokens are known to the host: it sits out every other step
-    while steps overlap.
+    A constrained sequence samples only when the host knows all its tokens: it skips every other step under async
+    scheduling.
     """
 
     def mask(self) -> bytes | None:
-        """Tokens allowed next, as bits (see ``SlotMask``); None allows all."""
+        """Return the bit mask of the tokens allowed next (see ``SlotMask``); None allows all."""
         ...
 
     def accept(self, token: int) -> bool:
-        """Takes the next token; returns whether the text is complete with it and ends."""
+        """Advance by the next token; return whether it completes the output."""
         ...
 
 
 @dataclasses.dataclass(slots=True)
 class HeldPages:
-    """Pages of a context, in one of the model's page tables.
+    """Pages of a sequence in one of the model's page tables.
 
     Attributes:
-        pages: In the order of the context; freed ones are replaced by the first that is not freed.
-        num_released: Number of first pages freed by a sliding window.
-        num_granted: The first pages, which plans have told the device of.
+        pages: Pages in order of position; freed ones are replaced by the first that is still held.
+        num_released: Number of leading pages freed by a sliding window.
+        num_granted: Number of leading pages that the device knows from earlier plans.
     """
 
     pages: list[int]
@@ -46,7 +45,7 @@ class HeldPages:
 
     @property
     def held(self) -> list[int]:
-        """The pages that are not freed."""
+        """Pages that are not freed."""
         return self.pages[self.num_released :]
 
 
@@ -56,37 +55,35 @@ class Sequence:
 
     Attributes:
         sequence_id: Unique name.
-        token_ids: The prompt and every output token the host knows.
-        num_prompt_tokens: Tokens of the prompt.
-        max_length: Tokens, prompt included, at which it ends.
-        sampling: What the sampler needs.
-        stop_ids: Tokens that end it.
-        min_length: Tokens, prompt included, below which nothing but ``max_length`` ends it.
-        wants_prompt_logprobs: Whether logprobs of the prompt are asked for.
-        priority: Lower runs sooner, where the scheduler goes by it.
-        arrival: Counts sequences as they are added to the scheduler; set by it.
-        cache_root: What a cached page's key begins with; pages are shared between sequences of the same root.
-        reads_cache: Whether it may start from pages that others computed.
-        constraint: What its next token must keep to, given the tokens before.
-        repetition: When a repeating text ends.
-        pooling: What of its prompt's hidden states is summed up, in place of a text; None for a text.
-        followers: Further samples of the same prompt; the scheduler adds them once this one's prompt is computed.
-        num_cached_tokens: Tokens of its context found in the prefix cache when it was first admitted; -1 before.
-        slot: Place on the device; -1 while it waits.
-        tables: Pages of its context, one entry for each page table of the model; none while it waits.
-        num_pages: Pages of its context that it has in all tables.
-        num_computed: Tokens whose keys and values are in pages, those of launched steps included, as if no draft were
-            wrong.
-        num_pending: Tokens sampled by launched steps that the host does not know yet, counted in the same way; a vector
-            counts as one.
-        decodes_until: Position that its pages and its length let it decode up to; 0 while its prompt is computed.
-        next_check: Length from which on a new token may be of consequence even where it is no stop token.
-        page_keys: Keys of its context's first full pages in the prefix cache, as far as needed, after the root's.
-        num_registered_pages: Full pages that the prefix cache was told of.
-        finish_reason: ``stop``, ``length`` or ``abort`` once it has ended.
-        stop_reason: Stop string or stop token id that ended it, if one did and it is not an end-of-sequence token.
-        num_preemptions: How often it lost its pages.
-        error: Why its constraint failed, if it did; the sequence then ends.
+        token_ids: The prompt and the output tokens known to the host.
+        num_prompt_tokens: Length of the prompt.
+        max_length: Length, prompt included, at which the sequence finishes.
+        sampling: Sampling parameters.
+        stop_ids: Stop tokens, each with the stop reason to report.
+        min_length: Length, prompt included, below which only ``max_length`` finishes the sequence.
+        wants_prompt_logprobs: Whether to compute logprobs of the prompt.
+        priority: Sequences of lower priority values run first; used with priority scheduling.
+        arrival: Order of arrival; set by the scheduler.
+        cache_root: Start of the prefix cache keys; sequences with the same root share pages.
+        reads_cache: Whether cached pages of other sequences may be used.
+        constraint: Structured output, if requested.
+        repetition: Repetition detection, if requested.
+        pooling: How hidden states of the prompt are pooled; None to generate tokens.
+        followers: Further samples of the same prompt; the scheduler enqueues them once this one's prompt is computed.
+        num_cached_tokens: Prompt tokens found in the prefix cache when first admitted; -1 before.
+        slot: Slot on the device; -1 while waiting.
+        tables: Pages in each page table of the model; empty while waiting.
+        num_pages: Number of pages available in all tables.
+        num_computed: Tokens whose keys and values are in pages, including steps in flight, if all drafts are accepted.
+        num_pending: Tokens sampled by steps in flight, if all drafts are accepted; a pooled vector counts as one.
+        decode_limit: Position up to which the pages and ``max_length`` allow decoding; 0 while the prompt is computed.
+        next_check: Length from which a token must be checked for an ending even if it is not a stop token.
+        page_keys: Prefix cache keys: the root, then the first full pages as far as computed.
+        num_registered_pages: Number of full pages registered in the prefix cache.
+        finish_reason: Why the sequence finished; None before.
+        stop_reason: The stop string or stop token that finished the sequence; None for an end-of-sequence token.
+        num_preemptions: Number of times the sequence was preempted.
+        error: Error message of a failed constraint, which finishes the sequence.
     """
 
     sequence_id: str
@@ -111,7 +108,7 @@ class Sequence:
     num_pages: int = 0
     num_computed: int = 0
     num_pending: int = 0
-    decodes_until: int = 0
+    decode_limit: int = 0
     next_check: int = 0
     page_keys: list[bytes] = dataclasses.field(default_factory=list[bytes])
     num_registered_pages: int = 0
@@ -122,13 +119,14 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens the host knows."""
+        """Number of output tokens known to the host."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     def release_followers(self) -> list["Sequence"]:
-        """Followers that need not wait for this sequence any more, once it has a token or has ended.
+        """Remove and return the followers that can start, once this sequence has a token or has finished.
 
-        Where it ended without a token, its prompt may not be computed: then the first of them leads the others.
+        If it finished without a token, its prompt may not be computed: then only the first follower starts, and the
+        others follow that one.
         """
         followers = [follower for follower in self.followers if follower.finish_reason is None]
         self.followers = []

@@ -148,14 +148,14 @@ def test_the_longest_context_that_fits(checkpoints: dict[str, Path]) -> None:
 def taken(pages: ContextPages, text: list[int], name: str) -> Sequence:
     """A sequence with pages for its text."""
     sequence = Sequence(name, text, len(text), len(text) + 50, reads_cache=True)
-    assert pages.take(sequence) is not None
+    assert pages.allocate(sequence) is not None
     return sequence
 
 
 def compute(pages: ContextPages, sequence: Sequence) -> None:
     """Its tokens in chunks, without a device."""
     while sequence.num_computed < len(sequence.token_ids):
-        end = pages.reach(sequence, min(sequence.num_computed + 4, len(sequence.token_ids)))
+        end = pages.grow_to(sequence, min(sequence.num_computed + 4, len(sequence.token_ids)))
         sequence.num_computed = end
         pages.cache.register(sequence, end)
 

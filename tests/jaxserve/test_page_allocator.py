@@ -68,8 +68,8 @@ def test_the_last_pages_of_a_context_are_reused_before_its_first():
 def test_a_shared_page_is_free_when_its_last_holder_frees_it():
     allocator = make_allocator(num_known=2)
     assert allocator.num_free == 6
-    first = allocator.allocate_behind([0, 1], 1)
-    second = allocator.allocate_behind([0], 1)
+    first = allocator.allocate_after([0, 1], 1)
+    second = allocator.allocate_after([0], 1)
     assert first is not None and second is not None
     assert first[:2] == [0, 1] and second[0] == 0
     assert [allocator.num_holders(page) for page in (0, 1, first[2])] == [2, 1, 1]
@@ -82,9 +82,9 @@ def test_a_shared_page_is_free_when_its_last_holder_frees_it():
 
 def test_shared_pages_that_are_free_count_as_taken():
     allocator = make_allocator(num_pages=4, num_known=3)
-    assert allocator.allocate_behind([0, 1], 3) is None
+    assert allocator.allocate_after([0, 1], 3) is None
     assert allocator.num_free == 4 and len(allocator.cache) == 3
-    pages = allocator.allocate_behind([0, 1], 2)
+    pages = allocator.allocate_after([0, 1], 2)
     assert pages is not None and sorted(pages) == [0, 1, 2, 3]
 
 
@@ -93,7 +93,7 @@ def test_without_free_pages_kept_a_content_is_forgotten_with_its_last_holder():
     pages = allocator.allocate(1)
     assert pages is not None
     key = note(allocator, pages[0])
-    assert allocator.allocate_behind(pages, 0) == pages
+    assert allocator.allocate_after(pages, 0) == pages
     allocator.free(pages)
     assert allocator.cache.find(key) == pages[0]
     allocator.free(pages)
@@ -102,7 +102,7 @@ def test_without_free_pages_kept_a_content_is_forgotten_with_its_last_holder():
 
 def test_reset_makes_all_free_pages_the_same_and_lets_held_ones_be():
     allocator = make_allocator(num_pages=4, num_known=3)
-    assert allocator.allocate_behind([0], 0) == [0]
+    assert allocator.allocate_after([0], 0) == [0]
     allocator.reset()
     assert len(allocator.cache) == 0 and allocator.num_free == 3
     assert sorted(allocator.allocate(3) or []) == [1, 2, 3]
@@ -119,7 +119,7 @@ def test_random_use_keeps_count():
             allocator.free(held.pop(rng.randrange(len(held))))
         else:
             known = [page for page in range(12) if page in allocator.cache]
-            pages = allocator.allocate_behind(rng.sample(known, rng.randint(0, len(known))), rng.randint(0, 3))
+            pages = allocator.allocate_after(rng.sample(known, rng.randint(0, len(known))), rng.randint(0, 3))
             if pages is not None:
                 assert len(set(pages)) == len(pages)
                 held.append(pages)

@@ -130,7 +130,7 @@ class Events:
         self.pages = Pages(num_pages, page_size, [window and window.num_tokens for window in self.windows])
         self.depth = depth
         longest = 3 * num_pages
-        while self.scheduler.pages.most_pages(longest * page_size) > num_pages:
+        while self.scheduler.pages.max_held_pages(longest * page_size) > num_pages:
             longest -= 1
         self.room = longest * page_size
         self.sequences: list[Sequence] = []
@@ -276,9 +276,9 @@ class Events:
             for first in range(0, start * TOKEN_BYTES, size):
                 key = cache.key(key, tokens[first : first + size])
             (table,) = set(self.pages.written_by[page][:num_tokens])
-            mark = bytes([table] if table else [])
-            assert record.parent == key + mark
-            assert record.key == (cache.key(key, record.content) + mark if len(record.content) == size else b"")
+            tag = bytes([table] if table else [])
+            assert record.parent == key + tag
+            assert record.key == (cache.key(key, record.content) + tag if len(record.content) == size else b"")
 
 
 def run_events(seed: int, num_events: int = 80) -> Events:
