@@ -14,7 +14,7 @@ class Logprob:
     rank: int | None = None
     """1 for the most likely token of the vocabulary, 2 for the next; None if unknown."""
     decoded_token: str | None = None
-    """The text of the token; U+FFFD if it is only part of a character."""
+    """The text of the token; U+FFFD if it is only part of a character. None with ``detokenize=False``."""
 
 
 @dataclass(slots=True)

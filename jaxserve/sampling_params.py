@@ -69,7 +69,7 @@ class SamplingParams:
     flat_logprobs: bool = False
     """Return logprobs as `FlatLogprobs`, a few long lists, instead of one dict per position."""
     detokenize: bool = True
-    """Convert tokens to text; False leaves `CompletionOutput.text` empty."""
+    """Convert tokens to text; False leaves `CompletionOutput.text` empty and `Logprob.decoded_token` None."""
     skip_special_tokens: bool = True
     """Omit special tokens from the text."""
     spaces_between_special_tokens: bool = True

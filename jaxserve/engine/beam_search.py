@@ -128,7 +128,6 @@ class BeamSearch:
             logprobs=2 * self._params.beam_width,
             max_tokens=1,
             ignore_eos=True,
-            detokenize=False,
             seed=0,
         )
         tokens = dataclasses.replace(prompt, prompt_token_ids=tuple(beam.tokens))

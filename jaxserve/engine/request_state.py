@@ -33,6 +33,7 @@ def sample_entry(
     token: int, row: int, scores: TokenLogprobs, params: SamplingParams, tokenizer: Tokenizer | None
 ) -> dict[int, Logprob]:
     """Return entries of a sampled token and of the requested ones: those listed, or the most likely."""
+    tokenizer = tokenizer if params.detokenize else None
     named = params.logprob_token_ids
     if named is None:
         return logprob_entry(token, row, scores, params.logprobs or 0, tokenizer)
@@ -215,6 +216,7 @@ class RequestState:
         """Add the logprobs of the prompt tokens after each token of a row, which starts at query token ``first``."""
         assert self.prompt_logprobs is not None and row.targets is not None
         count = self.params.prompt_logprobs or 0
+        tokenizer = tokenizer if self.params.detokenize else None
         for i, target in enumerate(row.targets):
             if target >= 0:
                 entry = logprob_entry(target, first + i, scores, count, tokenizer)

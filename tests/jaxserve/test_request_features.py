@@ -153,6 +153,7 @@ def test_beams_are_those_of_a_search_with_the_whole_model(width: int, llm: LLM) 
 def test_a_beam_ends_with_its_text(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=12)
     best = llm.beam_search("12+30=", params, concurrency_limit=1)[0].sequences[0]
+    assert all(entry.decoded_token is not None for position in best.logprobs for entry in position.values())
     assert (best.text, best.finish_reason) == ("12+30=42", "stop")
     kept = llm.beam_search("12+30=", BeamSearchParams(beam_width=2, max_tokens=12, include_stop_str_in_output=True))
     assert kept[0].sequences[0].tokens == [*best.tokens, 2]

@@ -325,6 +325,18 @@ def test_entries_have_the_tokens_texts(byte_level: Tokenizer) -> None:
     assert [found.decoded_token for found in entry.values()] == ["a", byte_level.token_text(100)]
 
 
+def test_entries_have_no_texts_without_detokenize(byte_level: Tokenizer) -> None:
+    most_likely = SamplingParams(detokenize=False, logprobs=2)
+    for params in (most_likely, SamplingParams(detokenize=False, logprob_token_ids=[50, 60])):
+        entry = sample_entry(7, 0, make_scores(1), params, byte_level)
+        assert [found.decoded_token for found in entry.values()] == [None] * 3
+    request = make_request(byte_level, SamplingParams(detokenize=False, prompt_logprobs=1))
+    request.add_prompt_logprobs(Row(0, 0, PROMPT[:2], 0, PROMPT[1:]), 0, make_scores(2), byte_level)
+    positions = request.output().prompt_logprobs
+    assert positions is not None
+    assert [found.decoded_token for entry in positions for found in (entry or {}).values()] == [None] * 4
+
+
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_prompt_logprobs_come_once_in_deltas(is_flat: bool) -> None:
     request = make_request(None, SamplingParams(prompt_logprobs=1, output_kind=DELTA, flat_logprobs=is_flat))

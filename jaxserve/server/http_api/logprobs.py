@@ -107,7 +107,7 @@ def _top(position: Mapping[int, Logprob], as_ids: bool) -> dict[str, float]:
 
 
 def _token(token_id: int, one: Logprob, as_ids: bool) -> str:
-    return f"token_id:{token_id}" if as_ids else one.decoded_token or ""
+    return f"token_id:{token_id}" if as_ids or one.decoded_token is None else one.decoded_token
 
 
 def _finite(logprob: float) -> float:

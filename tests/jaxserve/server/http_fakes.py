@@ -129,7 +129,7 @@ class FakeEngine(EngineClient):
                     num_cached_tokens=self.num_cached,
                     prompt_logprobs=None
                     if wanted is None or step
-                    else [None, *(self._position(token, wanted) for token in ids[1:])],
+                    else [None, *(self._position(token, wanted, request) for token in ids[1:])],
                     metrics=RequestMetrics(0.0) if step == length - 1 else None,
                 )
             )
@@ -160,19 +160,21 @@ class FakeEngine(EngineClient):
             text=text if request.params.detokenize else "",
             token_ids=ids,
             cumulative_logprob=None if count is None else -1.0,
-            logprobs=None if count is None else [self._position(token, count) for token in ids],
+            logprobs=None if count is None else [self._position(token, count, request) for token in ids],
             finish_reason=reason,
             stop_reason=self.stop_at if reason == "stop" else None,
         )
 
     @staticmethod
-    def _position(token: int, count: int) -> dict[int, Logprob]:
+    def _position(token: int, count: int, request: EngineRequest) -> dict[int, Logprob]:
         """The token, of rank 2 behind one that is called '!', and others of no likelihood at all."""
         others = {33: Logprob(-0.25, 1, "!"), 90: Logprob(float("-inf"), 3, "Z"), 91: Logprob(float("nan"), 4, "[")}
         found = {token: Logprob(-1.5, 2, chr(token))}
         for other in [*others][:count]:
             found.setdefault(other, others[other])
-        return found
+        if request.params.detokenize:
+            return found
+        return {token: Logprob(entry.logprob, entry.rank) for token, entry in found.items()}
 
     async def embed(self, request: EngineRequest, request_id: str) -> tuple[list[float], int]:
         """The vector and the prompt's length."""

@@ -117,6 +117,9 @@ def test_logprobs_are_lists_and_have_no_infinity() -> None:
     del as_ids["return_tokens_as_token_ids"]
     server = make_server(FakeEngine(["ab"]), return_tokens_as_token_ids=True)
     assert server.post(PATH, as_ids).json()["choices"][0]["logprobs"]["tokens"][0] == "token_id:97"
+    without_text = {"prompt": "Hi", "logprobs": 1, "detokenize": False}
+    logprobs = make_server(FakeEngine(["ab"])).post(PATH, without_text).json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["token_id:97", "token_id:98"]
 
 
 @pytest.mark.parametrize("prompt", ["Hi", [72, 105]])
