@@ -99,7 +99,7 @@ def _add_generate(commands: Any) -> None:
 def _add_convert(commands: Any) -> None:
     help_ = "convert a checkpoint to another format"
     parser = commands.add_parser("convert", help=help_, description=help_, allow_abbrev=False)
-    parser.add_argument("source", help="model directory or hub id")
+    parser.add_argument("source", help="model directory, hub id, or demo")
     parser.add_argument("destination", help="directory to write; must be empty or not exist")
     parser.add_argument("--format", required=True, choices=("orbax", "safetensors"), help="format to write")
     parser.add_argument(
@@ -188,9 +188,10 @@ def _as_json(output: RequestOutput) -> str:
 
 
 def _convert(options: argparse.Namespace) -> None:
-    from checkpoints import convert, resolve_model
+    from checkpoints import convert
+    from jaxserve.models.loading import find_model_directory
 
-    convert(resolve_model(options.source), options.destination, options.format, options.dtype)
+    convert(find_model_directory(options.source), options.destination, options.format, options.dtype)
 
 
 def _evaluate(options: argparse.Namespace) -> None:

@@ -38,8 +38,8 @@ MODEL = model_pb2.Model(
     memory=[
         model_pb2.MemoryUse(name="weights", size_bytes=600 << 20),
         model_pb2.MemoryUse(name="KV pages", size_bytes=300 << 20),
-        model_pb2.MemoryUse(name="state of running requests", size_bytes=5 << 20),
-        model_pb2.MemoryUse(name="temporaries of a step, at most", size_bytes=100 << 20),
+        model_pb2.MemoryUse(name="per-request state", size_bytes=5 << 20),
+        model_pb2.MemoryUse(name="peak temporaries of a step", size_bytes=100 << 20),
     ],
     max_num_seqs=8,
     max_num_batched_tokens=512,

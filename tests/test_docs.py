@@ -1,7 +1,8 @@
-"""What README, CONTRIBUTING and CHANGELOG name exists: files, commands, flags, modules, symbols."""
+"""What the READMEs, CONTRIBUTING and CHANGELOG name exists: files, commands, flags, modules, symbols."""
 
 import ast
 import importlib
+import posixpath
 import re
 import shlex
 import sys
@@ -11,7 +12,10 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "pallas_kernels/README.md")
+DOCUMENTS = (
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "scripts/README.md"),
+    *("jaxserve/README.md", "jaxserve/server/README.md", "pallas_kernels/README.md"),
+)
 PACKAGES = ("jaxserve", "pallas_kernels", "sharding", "checkpoints")
 FOLDERS = (*PACKAGES, "tests", "scripts", ".ci")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
@@ -69,19 +73,21 @@ def path_exists(name: str) -> bool:
     return (REPOSITORY / name).exists() or any(any((REPOSITORY / folder).rglob(name)) for folder in FOLDERS)
 
 
-def named_paths(text: str) -> set[str]:
-    """Paths of this repository that a document names in code or links."""
+def named_paths(text: str, folder: str = "") -> set[str]:
+    """Paths of this repository that a document names in code, or in links relative to the document's folder."""
     code = [token for line in command_lines(text) for token in re.split(r"[\s\"'=,]+", line)]
     links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    links = [posixpath.normpath(posixpath.join(folder, link)) for link in links if link]
     tokens = [token.removeprefix("./").rstrip(".,:;") for token in [*code, *links]]
     plain = [token for token in tokens if re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", token)]
     inside = re.compile(rf"(?:{'|'.join(map(re.escape, FOLDERS))})/.*|[\w-]+\.(?:py|sh)|{'|'.join(DOCUMENTS)}")
-    return {token for token in plain if inside.fullmatch(token)} | {link for link in links if link}
+    return {token for token in plain if inside.fullmatch(token)} | set(links)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_named_paths_exist(document: str) -> None:
-    missing = sorted(name for name in named_paths(current_text(document)) if not path_exists(name))
+    names = named_paths(current_text(document), posixpath.dirname(document))
+    missing = sorted(name for name in names if not path_exists(name))
     assert not missing, f"{document} names what is not there: {missing}"
 
 

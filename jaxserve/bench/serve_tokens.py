@@ -7,11 +7,10 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from checkpoints import resolve_model
 from jaxserve.bench.serve_http import HttpClient, HttpResponse
 from jaxserve.bench.serve_ready import ask_http
 from jaxserve.bench.serve_records import BenchServeError
-from jaxserve.demo import MODEL_DIRECTORY
+from jaxserve.models.loading import find_model_directory
 from jaxserve.text.tokenizer import load_tokenizer
 
 WORDS = tuple(first + second for first, second in itertools.product(string.ascii_lowercase, repeat=2))
@@ -68,7 +67,7 @@ def local_tokens(model: str) -> TokenSource:
     Raises:
         ConfigError: No tokenizer can be read.
     """
-    tokenizer = load_tokenizer(MODEL_DIRECTORY if model == "demo" else resolve_model(model))
+    tokenizer = load_tokenizer(find_model_directory(model))
 
     async def decode(token_ids: list[int]) -> str:
         return tokenizer.decode(token_ids)

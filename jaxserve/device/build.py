@@ -10,9 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from checkpoints import resolve_model
 from jaxserve.config import EngineConfig
-from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.kernel_choice import choose_kernels, choose_step_truncation
 from jaxserve.device.memory import (
@@ -28,7 +26,7 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.layers.rows import ROW_TILE
 from jaxserve.models.abstract import check_tensor_size, outline
-from jaxserve.models.loading import load_weights, read_model_config
+from jaxserve.models.loading import find_model_directory, load_weights, read_model_config
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from jaxserve.scheduling.page_allocator import KVWindow
 from pallas_kernels.native_library import set_threads
@@ -98,10 +96,8 @@ class EnginePlan:
 
 
 def find_model(config: EngineConfig) -> Path:
-    """The model's directory: the demo model's, a local one, or a download."""
-    if config.model == "demo":
-        return MODEL_DIRECTORY
-    return resolve_model(config.model, config.revision, config.download_dir, config.hf_token)
+    """Return the model's directory, downloading the model first when needed."""
+    return find_model_directory(config.model, config.revision, config.download_dir, config.hf_token)
 
 
 def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:

@@ -227,16 +227,16 @@ def _make_ledger(
     weights = plan.needs.weights * copies
     pages = program.pool_bytes * copies
     slots = program.slot_state_bytes * copies
-    temporaries = "temporaries of a step, at most", max(steps.temporary_bytes for steps in all_steps)
+    temporaries = "peak temporaries of a step", max(steps.temporary_bytes for steps in all_steps)
     if device.platform == "cpu":
         programs = max(0, resident_bytes() - resident_before - weights - pages - slots)
         lines = [("Python and libraries", resident_before), ("weights", weights), ("KV pages", pages)]
-        lines.append(("state of running requests", slots))
+        lines.append(("per-request state", slots))
         lines += [("compiled programs", programs), temporaries]
         total = sum(size for _, size in lines)
     else:
         total = int(device_memory_bytes(device) * usable_share(device, config.gpu_memory_utilization))
-        lines = [("weights", weights), ("KV pages", pages), ("state of running requests", slots), temporaries]
+        lines = [("weights", weights), ("KV pages", pages), ("per-request state", slots), temporaries]
         lines.append(("reserve", total - sum(size for _, size in lines)))
     return MemoryLedger(
         lines=tuple(lines),

@@ -11,6 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from checkpoints import Stored, check_recipes, load_arrays, open_checkpoint, progress_bar, resolve_model
 from jaxserve.config_checks import DTYPES
+from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.errors import ConfigError
 from jaxserve.layers.cpu import has_bfloat16_products
 from jaxserve.layers.model_config import ModelConfig
@@ -27,14 +28,14 @@ def load_model(model: str | Path, dtype: str = "auto") -> CausalLM:
     """Load a model on one device, for a notebook: ``load_model(directory)(tokens)`` returns logits.
 
     Args:
-        model: Hugging Face directory or hub id.
+        model: Hugging Face directory, hub id, or "demo" for the bundled demo model.
         dtype: As in ``EngineConfig``.
 
     Raises:
         ConfigError: The model or the dtype is not supported.
         CheckpointError: The checkpoint cannot be read.
     """
-    directory = resolve_model(str(model))
+    directory = find_model_directory(str(model))
     config = read_model_config(directory)
     device = jax.devices()[0]
     policy = DtypePolicy.for_platform(
@@ -42,6 +43,16 @@ def load_model(model: str | Path, dtype: str = "auto") -> CausalLM:
     )
     abstract = abstract_model(config, Scope(policy=policy), lambda axes: SingleDeviceSharding(device))
     return abstract.merge(load_weights(directory, abstract))
+
+
+def find_model_directory(
+    model: str, revision: str | None = None, download_dir: str | None = None, token: str | None = None
+) -> Path:
+    """Return the directory of a model: a local one, a download of a hub id, or that of the bundled model ``demo``.
+
+    Arguments and errors are those of ``checkpoints.resolve_model``.
+    """
+    return MODEL_DIRECTORY if model == "demo" else resolve_model(model, revision, download_dir, token)
 
 
 def read_model_config(directory: Path, overrides: Mapping[str, object] | None = None) -> ModelConfig:

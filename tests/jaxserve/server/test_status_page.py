@@ -267,8 +267,8 @@ def test_a_prompt_streams(browser: Any) -> None:
         page.click("#run")
         watched.wait_for_text("#output", "^<i>One $")
         watched.wait_for_text("#output", "^<i>One two three$")
-        note = watched.wait_for_text("#prompt-note", "ended by")
-        assert re.match(r"4 tokens · first after [\d,]+ ms · \d\.\d s · .* tokens/s · ended by: stop$", note)
+        note = watched.wait_for_text("#prompt-note", "finish reason")
+        assert re.match(r"4 tokens · first token after [\d,]+ ms · \d\.\d s · .* tokens/s · finish reason: stop$", note)
         assert page.locator("#prompt-error").is_hidden()
         assert page.locator("#stop").is_disabled()
         assert any(one.endswith("/v1/chat/completions") for one in watched.requests)
@@ -331,7 +331,7 @@ def test_a_key_is_asked_for(browser: Any) -> None:
     frontend = make_frontend(LivelyEngine(), api_key=["the-key"])
     with served(frontend) as url, opened(browser, url) as watched:
         page = watched.page
-        watched.wait_for_text("#state", "^Needs a key$")
+        watched.wait_for_text("#state", "^API key required$")
         assert page.locator("#key").get_attribute("type") == "password"
         page.fill("#key", "wrong")
         page.press("#key", "Enter")

@@ -1,0 +1,107 @@
+"""Examples of the README and the package's pages run: Python programs, commands, and requests to a server."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.server_child import RunningServer
+from tests.server_process import running_server
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "jaxserve/README.md", "jaxserve/server/README.md")
+NOT_RUN = {
+    "bash scripts/quickstart.sh": "creates the environment that these tests run in",
+    "bash scripts/test.sh": "runs these tests",
+    "python scripts/bench_peers.py": "needs a checkpoint; tests/jaxserve/test_bench.py runs the commands it calls",
+    "jaxserve bench startup --model CHECKPOINT": "needs a checkpoint",
+    "jaxserve serve": "the requests of these pages run against such a server",
+    "jaxserve bench serve": "runs against the server below",
+}
+"""Beginnings of commands that this file does not run, and why."""
+
+
+def examples(language: str, *, of_server: bool) -> list[str]:
+    """Fenced blocks of the pages in a language: those that speak to a server, or the others."""
+    texts = [(REPOSITORY / page).read_text() for page in PAGES]
+    blocks = [b for t in texts for b in re.findall(rf"^```{language}\n(.*?)^```", t, flags=re.MULTILINE | re.DOTALL)]
+    return list(dict.fromkeys(block for block in blocks if ("localhost" in block) == of_server))
+
+
+def commands(*, of_server: bool) -> list[str]:
+    """Command lines of the pages, without comments."""
+    lines = "".join(examples("bash", of_server=of_server)).replace("\\\n", " ").splitlines()
+    return list(dict.fromkeys(re.sub(r"\s+", " ", re.sub(r"\s#.*", "", line)).strip() for line in lines))
+
+
+def is_run(command: str) -> bool:
+    return not command.removeprefix(".venv/bin/").startswith(tuple(NOT_RUN))
+
+
+def run_program(program: str) -> subprocess.CompletedProcess[str]:
+    """The end of a Python program."""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, cwd=REPOSITORY)
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
+def run_command(command: str) -> str:
+    """What a command line prints."""
+    bin_directory = f"{Path(sys.executable).parent}/"
+    environment = {**os.environ, "PATH": bin_directory + os.pathsep + os.environ["PATH"]}
+    line = ["bash", "-c", command.replace(".venv/bin/", bin_directory)]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=240, cwd=REPOSITORY, env=environment)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    """A server of the demo model."""
+    with running_server() as running:
+        yield running
+
+
+def on_ports(text: str, server: RunningServer) -> str:
+    """An example with the ports that the server really has."""
+    return text.replace("http://localhost:8000", server.http).replace("localhost:8001", server.grpc)
+
+
+@pytest.mark.parametrize("program", examples("python", of_server=False))
+def test_program(program: str) -> None:
+    run_program(program)
+
+
+@pytest.mark.parametrize("command", [command for command in commands(of_server=False) if is_run(command)])
+def test_command(command: str) -> None:
+    assert run_command(command).strip()
+
+
+def test_each_reason_not_to_run_a_command_is_needed() -> None:
+    skipped = [command.removeprefix(".venv/bin/") for command in commands(of_server=False) if not is_run(command)]
+    assert [beginning for beginning in NOT_RUN if not any(command.startswith(beginning) for command in skipped)] == []
+
+
+@pytest.mark.parametrize("command", commands(of_server=True))
+def test_request_with_curl(server: RunningServer, command: str) -> None:
+    printed = run_command(on_ports(command, server).replace("curl ", "curl --silent --fail-with-body "))
+    assert any(sign in printed for sign in ('"text":"42"', "data: [DONE]", "jaxserve:steps_total")), printed
+
+
+@pytest.mark.parametrize("program", examples("python", of_server=True))
+def test_client(server: RunningServer, program: str) -> None:
+    if "openai" in program:
+        pytest.importorskip("openai", reason="needs the extra clients")
+    printed = run_program(on_ports(program, server)).stdout.split()
+    expected = "128" if "embeddings" in program else "42" if "openai" in program else "noom"
+    assert printed == [expected]
+
+
+def test_load_generator(server: RunningServer) -> None:
+    command = next(c for c in commands(of_server=False) if c.startswith(".venv/bin/jaxserve bench serve"))
+    printed = run_command(f"{command} --base-url {server.http}")
+    assert re.search(r"Successful requests: +100\b", printed), printed
