@@ -1,1 +1,1 @@
-"""Requests from admission to their last output: the engine, composed of what the other rooms do."""
+"""The engine: admits requests, runs their steps and delivers their outputs."""

@@ -1,4 +1,4 @@
-"""The one place where a request is checked against the model, fitted to its context, and made into sequences."""
+"""Validate requests against the model, fit them to its context length, and create their sequences."""
 
 import collections.abc
 import concurrent.futures
@@ -25,17 +25,19 @@ from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer import Tokenizer
 
 
-def truncated(token_ids: list[int], fit: PromptFit, max_output_tokens: int | None, max_model_len: int) -> list[int]:
-    """Return the last tokens of a prompt, truncated as its ``fit`` says.
+def truncate_prompt(
+    token_ids: list[int], fit: PromptFit, max_output_tokens: int | None, max_model_len: int
+) -> list[int]:
+    """Return the last tokens of a prompt, as many as ``fit.truncate_prompt_tokens`` keeps.
 
     Args:
-        token_ids: All of them.
-        fit: What is asked for.
-        max_output_tokens: Output tokens that must fit after the prompt; None: one.
-        max_model_len: Longest context.
+        token_ids: Tokens of the prompt.
+        fit: Truncation requested for the prompt.
+        max_output_tokens: For -1, the number of output tokens to leave room for; None for one.
+        max_model_len: Maximum context length in tokens.
 
     Raises:
-        RequestError: Fewer than one token, or more than a context holds.
+        RequestError: ``truncate_prompt_tokens`` is neither -1 nor from 1 to ``max_model_len``.
     """
     kept = fit.truncate_prompt_tokens
     if kept is None:
@@ -45,24 +47,26 @@ def truncated(token_ids: list[int], fit: PromptFit, max_output_tokens: int | Non
         return token_ids[-kept:] if kept > 0 else token_ids
     if not 1 <= kept <= max_model_len:
         raise RequestError(
-            f"truncate_prompt_tokens must be -1, or from 1 to the model's maximum context length of {max_model_len}",
+            f"truncate_prompt_tokens must be -1, or between 1 and max_model_len={max_model_len}",
             parameter="truncate_prompt_tokens",
             value=kept,
         )
     return token_ids[-kept:]
 
 
-def fitted(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, is_strict: bool) -> SamplingParams:
-    """The parameters with a ``max_tokens`` that the context holds.
+def fit_max_tokens(
+    params: SamplingParams, num_prompt_tokens: int, max_model_len: int, is_strict: bool
+) -> SamplingParams:
+    """Return the parameters with a ``max_tokens`` that fits into the context.
 
     Args:
-        params: As given.
+        params: Parameters of the request.
         num_prompt_tokens: Length of the prompt.
-        max_model_len: Longest context.
-        is_strict: Refuse a ``max_tokens`` that it does not hold; else cut it.
+        max_model_len: Maximum context length in tokens.
+        is_strict: Whether to reject a ``max_tokens`` that does not fit rather than reduce it.
 
     Raises:
-        RequestError: The prompt leaves no room for a token, or less than it must.
+        RequestError: The context has no room for a token after the prompt or, if strict, for ``max_tokens``.
     """
     room = max_model_len - num_prompt_tokens
     check_length(num_prompt_tokens, (params.max_tokens or 1) if is_strict else 1, max_model_len)
@@ -71,8 +75,8 @@ def fitted(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, i
     return params
 
 
-def stream_seed(seed: int, index: int) -> int:
-    """A 32-bit seed for sample ``index`` of a request, unlike those of other seeds and samples."""
+def sample_seed(seed: int, index: int) -> int:
+    """Derive the 32-bit seed of sample ``index`` from the seed of its request."""
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
 
@@ -87,15 +91,15 @@ def make_sampling(
     banned_until: int,
     bad_ids: collections.abc.Sequence[int],
 ) -> Sampling:
-    """The numbers of one sample.
+    """Return the sampler's parameters for one sample.
 
     Args:
-        params: What the request asks for, checked.
-        seed: The sample's own, 32 bits.
-        vocab_size: Token ids are below it.
-        arguments: What the engine's logits processors read, with the values that change nothing.
-        banned_ids: Tokens not allowed before ``min_tokens``.
-        banned_until: Position of the first token that may be one of them.
+        params: Validated parameters of the request.
+        seed: 32-bit seed of the sample.
+        vocab_size: Vocabulary size.
+        arguments: Names and default values of the logits processors' arguments.
+        banned_ids: Tokens not allowed before ``banned_until``; used if ``min_tokens`` is set.
+        banned_until: First position at which ``banned_ids`` are allowed.
         bad_ids: Tokens never allowed.
     """
     return Sampling(
@@ -121,18 +125,18 @@ def _num_logprobs(params: SamplingParams, vocab_size: int) -> int:
 
 
 def _arguments(params: SamplingParams, defaults: Mapping[str, float]) -> tuple[float, ...]:
-    """Numbers for the logits processors; none where the request has none of its own."""
+    """Return the logits processors' arguments; empty if the request has no ``extra_args``."""
     given = params.extra_args
     return tuple(float(given.get(name, default)) for name, default in defaults.items()) if given else ()
 
 
 class Admission:
-    """Makes requests: checks them, tokenizes them, starts to compile their grammars. Any thread may use it.
+    """Validates and tokenizes requests, and starts to compile their grammars. Thread-safe.
 
     Args:
-        limits: What a request must keep to.
-        tokenizer: None where the model has none; requests then bring token ids and get no text.
-        grammars: Compiles structured outputs; None where the model has no tokenizer.
+        limits: Limits of the model and the engine.
+        tokenizer: None if the model has none; then prompts must be token ids, and outputs have no text.
+        grammars: Compiler for structured outputs; None without a tokenizer.
     """
 
     def __init__(self, limits: ModelLimits, tokenizer: Tokenizer | None, grammars: GrammarCompiler | None):
@@ -150,30 +154,30 @@ class Admission:
         default_seed: int,
         arrival_s: float,
     ) -> RequestState:
-        """The state of a new request.
+        """Create the state of a new request.
 
         Args:
             prompt: Text or token ids.
-            params: How to sample, or how to pool in place of it.
-            request_id: Its name.
-            priority: Lower runs sooner; must be 0 unless the scheduler goes by it.
-            default_seed: Used where the parameters bring no seed.
-            arrival_s: When it came, in seconds of ``time.monotonic()``.
+            params: Sampling parameters, or pooling parameters to compute an embedding.
+            request_id: Name of the request.
+            priority: Lower values run first; must be 0 unless the engine uses priority scheduling.
+            default_seed: Seed to use if ``params`` has none.
+            arrival_s: Arrival time in seconds of ``time.monotonic()``.
 
         Raises:
-            RequestError: No token ids, a token id out of the vocabulary, more tokens than a context can hold, or a
-                parameter that this model or engine cannot serve.
+            RequestError: The prompt is empty, too long or has a token id out of the vocabulary, or this model or engine
+                does not support a parameter.
         """
         limits = self.limits
         limits.check_priority(priority)
         max_output_tokens = params.max_tokens if isinstance(params, SamplingParams) else 0
-        token_ids = truncated(self._token_ids(prompt), prompt.fit, max_output_tokens, limits.max_model_len)
+        token_ids = truncate_prompt(self._token_ids(prompt), prompt.fit, max_output_tokens, limits.max_model_len)
         if isinstance(params, PoolingParams):
             times = {"arrival_s": arrival_s, "queued_s": time.monotonic()}
             return pooling_state(prompt, token_ids, params, limits, request_id=request_id, priority=priority, **times)
         check_against(params, vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs)
-        params = fitted(params, len(token_ids), limits.max_model_len, prompt.fit.is_strict)
-        self._check_text(params)
+        params = fit_max_tokens(params, len(token_ids), limits.max_model_len, prompt.fit.is_strict)
+        self._check_supported(params)
         grammar = reasoning = None
         if params.structured_outputs is not None:
             assert self.grammars is not None and self.tokenizer is not None
@@ -182,28 +186,28 @@ class Admission:
                 reasoning = find_reasoning(limits.reasoning, self.tokenizer, token_ids, prompt.is_chat)
         root = limits.cache_root(prompt.cache_salt, request_id, len(token_ids) + (params.max_tokens or 0))
         seed = default_seed if params.seed is None else params.seed
-        facts = _SampleFacts(request_id, token_ids, params, seed, priority, root, grammar, reasoning)
+        inputs = _SampleInputs(request_id, token_ids, params, seed, priority, root, grammar, reasoning)
         return RequestState(
             request_id=request_id,
             prompt=prompt.prompt,
             prompt_token_ids=token_ids,
             params=params,
-            samples=self._samples(facts),
+            samples=self._samples(inputs),
             replica=0,
             arrival_s=arrival_s,
             queued_s=time.monotonic(),
-            prompt_logprobs=_no_prompt_logprobs(params, len(token_ids)),
+            prompt_logprobs=_empty_prompt_logprobs(params, len(token_ids)),
             grammar=grammar,
         )
 
-    def _samples(self, facts: "_SampleFacts") -> list[Sample]:
-        """Make the samples of a request; the first leads the others, which share the pages of its prompt."""
-        prompt, params = facts.prompt, facts.params
+    def _samples(self, inputs: "_SampleInputs") -> list[Sample]:
+        """Create the samples of a request; the others follow the first one, whose prompt pages they share."""
+        prompt, params = inputs.prompt, inputs.params
         bad_words = bad_word_ids(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else []
-        followers = [self._sequence(facts, index, bad_words, []) for index in range(1, params.n)]
+        followers = [self._sequence(inputs, index, bad_words, []) for index in range(1, params.n)]
         return [
-            Sample(index, sequence, self._detokenizer(prompt, params), _no_logprobs(params))
-            for index, sequence in enumerate([self._sequence(facts, 0, bad_words, followers), *followers])
+            Sample(index, sequence, self._detokenizer(prompt, params), _empty_logprobs(params))
+            for index, sequence in enumerate([self._sequence(inputs, 0, bad_words, followers), *followers])
         ]
 
     def _token_ids(self, prompt: PromptInput) -> list[int]:
@@ -215,7 +219,7 @@ class Admission:
             token_ids = self.tokenizer.encode(prompt.prompt or "", prompt.fit.add_special_tokens)
         if not token_ids:
             raise RequestError(
-                "the prompt has no token ids after tokenization; at least one is needed", parameter="prompt"
+                "the prompt is empty after tokenization; at least one token is required", parameter="prompt"
             )
         largest = max(token_ids)
         if largest >= self.limits.vocab_size:
@@ -223,33 +227,33 @@ class Admission:
             raise RequestError(f"token id {largest} is out of vocabulary; {expected}", parameter="prompt")
         return token_ids
 
-    def _check_text(self, params: SamplingParams) -> None:
-        """Refuses what needs a tokenizer or a parser that the engine does not have, and unknown extra arguments."""
+    def _check_supported(self, params: SamplingParams) -> None:
+        """Reject parameters that need a tokenizer or parser that the engine lacks, and invalid ``extra_args``."""
         if self.tokenizer is None:
             names = {"stop": "stop strings", "bad_words": "bad words", "structured_outputs": "structured outputs"}
-            for name, what in names.items():
+            for name, feature in names.items():
                 if getattr(params, name):
-                    raise RequestError(f"{what} need text; the model directory has no tokenizer", parameter=name)
+                    raise RequestError(f"{feature} require a tokenizer; the model has none", parameter=name)
         if params.thinking_token_budget is not None and self.limits.reasoning is None:
-            message = "thinking_token_budget needs an engine with a reasoning_parser and a tokenizer"
+            message = "thinking_token_budget requires an engine with a reasoning_parser and a tokenizer"
             raise RequestError(message, parameter="thinking_token_budget", value=params.thinking_token_budget)
         for name, value in (params.extra_args or {}).items():
             if name not in self.limits.arguments:
-                nothing = "nothing: the engine has no logits_processors with arguments"
-                known = ", ".join(self.limits.arguments) or nothing
-                raise RequestError(f"extra_args has no argument {name!r}; there is {known}", parameter="extra_args")
+                known = ", ".join(self.limits.arguments) or "none"
+                message = f"unknown argument {name!r} in extra_args; arguments of the logits_processors: {known}"
+                raise RequestError(message, parameter="extra_args")
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise RequestError(f"extra_args[{name!r}] must be a number, got {value!r}", parameter="extra_args")
 
     def _sequence(
-        self, facts: "_SampleFacts", index: int, bad_words: list[tuple[int, ...]], followers: list[Sequence]
+        self, inputs: "_SampleInputs", index: int, bad_words: list[tuple[int, ...]], followers: list[Sequence]
     ) -> Sequence:
-        prompt, params = facts.prompt, facts.params
+        prompt, params = inputs.prompt, inputs.params
         stop_ids: dict[int, int | None] = {} if params.ignore_eos else dict.fromkeys(self.limits.eos_token_ids)
         stop_ids |= {token: token for token in params.stop_token_ids or ()}
         sampling = make_sampling(
             params,
-            seed=stream_seed(facts.seed, index),
+            seed=sample_seed(inputs.seed, index),
             vocab_size=self.limits.vocab_size,
             arguments=self.limits.arguments,
             banned_ids=[token for token in stop_ids if token < self.limits.vocab_size],
@@ -257,7 +261,7 @@ class Admission:
             bad_ids=[word[0] for word in bad_words if len(word) == 1],
         )
         return Sequence(
-            sequence_id=f"{facts.request_id}-{index}",
+            sequence_id=f"{inputs.request_id}-{index}",
             token_ids=list(prompt),
             num_prompt_tokens=len(prompt),
             max_length=len(prompt) + (params.max_tokens or 0),
@@ -265,37 +269,37 @@ class Admission:
             stop_ids=stop_ids,
             min_length=len(prompt) + params.min_tokens,
             wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
-            priority=facts.priority,
-            cache_root=facts.cache_root,
+            priority=inputs.priority,
+            cache_root=inputs.cache_root,
             reads_cache=params.reads_prefix_cache or (index > 0 and params.skip_reading_prefix_cache is None),
-            constraint=self._constraint(facts, bad_words),
+            constraint=self._constraint(inputs, bad_words),
             repetition=params.repetition_detection,
             followers=followers,
         )
 
-    def _constraint(self, facts: "_SampleFacts", bad_words: list[tuple[int, ...]]) -> Constraint | None:
-        """Make the constraint of one sample; where no token satisfies all of its parts, the grammar comes first."""
-        own = self._own_constraint(facts.prompt, facts.params, bad_words)
-        if facts.grammar is None:
+    def _constraint(self, inputs: "_SampleInputs", bad_words: list[tuple[int, ...]]) -> Constraint | None:
+        """Create the constraint of one sample; the grammar takes precedence if no token satisfies all parts."""
+        own = self._token_constraint(inputs.prompt, inputs.params, bad_words)
+        if inputs.grammar is None:
             return own
-        rule: Constraint = CompiledLater(facts.grammar)
-        if facts.reasoning is not None:
-            rule = AfterReasoning(rule, facts.reasoning)
-        return rule if own is None else AllOf([rule, own])
+        constraint: Constraint = CompiledLater(inputs.grammar)
+        if inputs.reasoning is not None:
+            constraint = AfterReasoning(constraint, inputs.reasoning)
+        return constraint if own is None else AllOf([constraint, own])
 
-    def _own_constraint(
+    def _token_constraint(
         self, prompt: list[int], params: SamplingParams, bad_words: list[tuple[int, ...]]
     ) -> Constraint | None:
-        """Make the constraint of the thinking budget and of bad words of several tokens."""
-        found: list[Constraint] = []
+        """Create the constraint for the thinking budget and for bad words of several tokens."""
+        parts: list[Constraint] = []
         marks, budget = self.limits.reasoning, params.thinking_token_budget
         if marks is not None and budget is not None:
             vocab_size = self.limits.vocab_size
-            found.append(ThinkingBudget(marks.start_ids, marks.end_ids, budget, prompt, vocab_size=vocab_size))
+            parts.append(ThinkingBudget(marks.start_ids, marks.end_ids, budget, prompt, vocab_size=vocab_size))
         longer = [word for word in bad_words if len(word) > 1]
         if longer:
-            found.append(BadWords(longer, vocab_size=self.limits.vocab_size))
-        return AllOf(found) if len(found) > 1 else found[0] if found else None
+            parts.append(BadWords(longer, vocab_size=self.limits.vocab_size))
+        return AllOf(parts) if len(parts) > 1 else parts[0] if parts else None
 
     def _detokenizer(self, prompt: list[int], params: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is None or not params.detokenize:
@@ -309,8 +313,8 @@ class Admission:
         )
 
 
-class _SampleFacts(NamedTuple):
-    """What the samples of a request have in common; ``seed`` is the request's own."""
+class _SampleInputs(NamedTuple):
+    """Inputs common to all samples of a request; ``seed`` is the request's."""
 
     request_id: str
     prompt: list[int]
@@ -322,11 +326,11 @@ class _SampleFacts(NamedTuple):
     reasoning: Reasoning | None
 
 
-def _no_logprobs(params: SamplingParams) -> SampleLogprobs | None:
+def _empty_logprobs(params: SamplingParams) -> SampleLogprobs | None:
     if params.logprobs is None and not params.logprob_token_ids:
         return None
     return FlatLogprobs() if params.flat_logprobs else []
 
 
-def _no_prompt_logprobs(params: SamplingParams, num_tokens: int) -> list[dict[int, Logprob] | None] | None:
+def _empty_prompt_logprobs(params: SamplingParams, num_tokens: int) -> list[dict[int, Logprob] | None] | None:
     return None if params.prompt_logprobs is None else [None for _ in range(num_tokens)]

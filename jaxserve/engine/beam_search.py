@@ -1,8 +1,8 @@
-"""Beam search: keeps the most likely sequences, token by token.
+"""Beam search on top of the engine.
 
-A round makes every beam a request of one token that reports the most likely next tokens: twice as many as there are
-beams, so that enough are left when some end the text. A round's requests have nearly all of their tokens in common with
-one of the round before, and find its pages in the prefix cache, the last and half-filled one by a copy of it.
+Each round submits every beam as a request for one token with the logprobs of the most likely next tokens: twice the
+beam width, so that enough remain if some are end-of-sequence tokens. The prefix cache holds the pages of the previous
+round, so that a round computes only a few tokens per beam.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxserve.sampling_params import BeamSearchParams, SamplingParams
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Search:
-    """One prompt's beams, and those of its texts that have ended."""
+    """Active beams and completed sequences of one prompt."""
 
     prompt: PromptInput
     beams: list[BeamSearchSequence]
@@ -27,23 +27,23 @@ class _Search:
 
 
 class BeamSearch:
-    """Beam search for several prompts at once; scores and lengths are counted as vLLM does, prompt tokens included.
+    """Beam search for several prompts at once. As in vLLM, lengths include the prompt.
 
     Args:
         engine: Runs the requests; nothing else may step it meanwhile.
-        params: Width, length and how to compare texts of different length.
+        params: Parameters of the search.
 
     Raises:
-        RequestError: The engine does not report as many logprobs at a position as the width needs.
+        RequestError: ``max_logprobs`` is less than twice the beam width.
     """
 
     def __init__(self, engine: Engine, params: BeamSearchParams):
         limits = engine.admission.limits
-        most = limits.vocab_size if limits.max_logprobs == -1 else limits.max_logprobs
-        if 2 * params.beam_width > most:
+        max_logprobs = limits.vocab_size if limits.max_logprobs == -1 else limits.max_logprobs
+        if 2 * params.beam_width > max_logprobs:
             raise RequestError(
-                f"beam_width={params.beam_width} needs the logprobs of {2 * params.beam_width} tokens; this engine "
-                f"reports {most} (max_logprobs)",
+                f"beam_width={params.beam_width} requires max_logprobs of at least {2 * params.beam_width}; this "
+                f"engine has max_logprobs={max_logprobs}",
                 parameter="beam_width",
                 value=params.beam_width,
             )
@@ -55,10 +55,15 @@ class BeamSearch:
     def run(
         self, prompts: list[PromptInput], use_tqdm: bool = False, concurrency_limit: int | None = None
     ) -> list[BeamSearchOutput]:
-        """Up to ``beam_width`` texts for each prompt, best first, at most ``concurrency_limit`` prompts at a time.
+        """Return up to ``beam_width`` sequences per prompt, best first.
+
+        Args:
+            prompts: The prompts.
+            use_tqdm: Whether to show a progress bar.
+            concurrency_limit: Most prompts to search at a time; None for no limit.
 
         Raises:
-            RequestError: A bad prompt; the message names its index.
+            RequestError: A prompt is invalid; the message names its index.
         """
         searches = self._start(prompts)
         size = concurrency_limit or max(len(searches), 1)
@@ -67,14 +72,14 @@ class BeamSearch:
             for first in range(0, len(searches), size):
                 group = searches[first : first + size]
                 for _ in range(self._params.max_tokens):
-                    goes_on = self._advance(group)
+                    has_beams = self._advance(group)
                     bar.update(len(group))
-                    if not goes_on:
+                    if not has_beams:
                         break
         return [self._result(search) for search in searches]
 
     def _start(self, prompts: list[PromptInput]) -> list[_Search]:
-        """Searches that have not made a token yet."""
+        """Create one search per prompt."""
         searches = []
         params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
         for index, prompt in enumerate(prompts):
@@ -86,7 +91,7 @@ class BeamSearch:
         return searches
 
     def _advance(self, searches: list[_Search]) -> bool:
-        """One more token for every beam; returns whether any beam is left."""
+        """Extend every beam by one token; return whether any beam is left."""
         requests: list[tuple[_Search, BeamSearchSequence, RequestState]] = []
         try:
             for search in searches:
@@ -111,7 +116,7 @@ class BeamSearch:
         return any(search.beams for search in searches)
 
     def _result(self, search: _Search) -> BeamSearchOutput:
-        """The best texts of a search, best first."""
+        """Return the best sequences of a search, best first."""
         cut = [dataclasses.replace(beam, finish_reason="length") for beam in search.beams]
         best = sorted(search.completed + cut, key=self._score, reverse=True)[: self._params.beam_width]
         tokenizer = self._engine.tokenizer
@@ -134,7 +139,7 @@ class BeamSearch:
         return self._engine.submit(tokens, params)
 
     def _extend(self, search: _Search, beam: BeamSearchSequence, request: RequestState) -> None:
-        """The beams that a beam becomes: one for each token reported."""
+        """Add one extension of a beam for each reported token to the search."""
         if request.error is not None:
             raise RequestError(f"beam search: {request.error}")
         logprobs = request.samples[0].logprobs
@@ -152,6 +157,6 @@ class BeamSearch:
             (search.completed if ends else search.beams).append(longer)
 
     def _score(self, beam: BeamSearchSequence) -> float:
-        """Log-probability over length to the power of the penalty; an end-of-sequence token does not count."""
+        """Return the logprob divided by length ** length_penalty, without counting an end-of-sequence token."""
         length = len(beam.tokens) - (beam.tokens[-1] in self._eos_ids)
         return beam.cum_logprob / max(length, 1) ** self._params.length_penalty

@@ -1,4 +1,4 @@
-"""From a step's tokens to the texts of the requests they belong to: the loop that every generated token passes."""
+"""Deliver a step's tokens to their requests: detokenize, collect logprobs, detect stop strings."""
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -11,13 +11,13 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 class Stop(NamedTuple):
-    """A text that a stop string ended.
+    """A stop string found in a completion.
 
     Attributes:
-        request: Its request.
-        sample: Its sample.
+        request: The request.
+        sample: The sample.
         stop_string: The stop string.
-        length: Tokens up to the one that completed the stop string, those of the prompt included.
+        length: Length in tokens, prompt included, up to the token that completed the stop string.
     """
 
     request: RequestState
@@ -27,23 +27,23 @@ class Stop(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A request whose token could not be delivered."""
+    """A request whose tokens could not be delivered."""
 
     request: RequestState
     error: Exception
 
 
 class Delivery(NamedTuple):
-    """What a step's tokens changed.
+    """Results of delivering a step's tokens. Times are in seconds of ``time.monotonic()``.
 
     Attributes:
-        changed: The requests that got a token, each once.
-        started: Those of them whose first token it was.
-        ended: Samples' requests that may have ended, once for each sample that has.
-        stopped: Texts that a stop string ended; their sequences still have to be.
-        failures: Requests that cannot go on, with the reason.
-        previous_s: For each text that got tokens, when it got tokens before; 0 for the first time.
-        num_tokens: Tokens delivered.
+        changed: Requests that got tokens, each once.
+        started: Requests that got their first token.
+        ended: Requests that may have finished, once per finished sample.
+        stopped: Stop strings found; the caller must finish the sequences.
+        failures: Requests that failed, with the error.
+        previous_s: For each sample that got tokens, the time of its previous tokens; 0 if there are none.
+        num_tokens: Number of delivered tokens.
     """
 
     changed: list[RequestState]
@@ -63,15 +63,15 @@ def deliver(
     now: float,
     has_drafts: bool = False,
 ) -> Delivery:
-    """Gives a step's tokens to the samples they belong to.
+    """Deliver a step's tokens to their samples.
 
     Args:
-        sampled: Each sequence that got tokens, the index of the first among the step's samples, and the tokens.
-        owners: Sequence id -> request and sample; tokens of others are dropped.
-        scores: Logprobs of the step's samples, where any row asked for them.
-        tokenizer: For the texts of single tokens in logprobs.
-        now: The time of all these tokens, in seconds of ``time.monotonic()``.
-        has_drafts: Whether a sequence may have got several tokens.
+        sampled: ``Completion.sampled`` of the step.
+        owners: Request and sample of each sequence id; tokens of other sequences are dropped.
+        scores: Logprobs of the step's samples, if requested.
+        tokenizer: Decodes the tokens of logprobs.
+        now: Time of the tokens, in seconds of ``time.monotonic()``.
+        has_drafts: Whether sequences may have several new tokens.
     """
     changed: dict[RequestState, None] = {}
     delivery = Delivery([], [], [], [], [], [], 0)
@@ -112,11 +112,11 @@ def deliver(
 
 
 def _num_tokens(sampled: Collection[tuple[Sequence, int, list[int]]], stopped: list[Stop]) -> int:
-    """How many tokens were sampled but for those after a stop string."""
+    """Return the number of sampled tokens without those after a stop string."""
     num_late = sum(len(stop.sample.sequence.token_ids) - stop.length for stop in stopped)
     return sum(len(tokens) for _, _, tokens in sampled) - num_late
 
 
 def _up_to(verdict: StopVerdict, sequence: Sequence, tokens: list[int]) -> list[int]:
-    """The part of a sequence's last tokens up to the one that completed a stop string."""
+    """Return those of a sequence's last tokens up to the one that completed a stop string."""
     return tokens[: len(tokens) - (sequence.num_output_tokens - verdict.num_tokens)]

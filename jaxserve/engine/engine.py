@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Owner of requests and their streams. ``prepare`` may be called on any thread, all else on one at a time.
+    """Runs requests step by step. ``prepare`` is thread-safe; all other methods need external synchronization.
 
     Args:
-        replicas: One for each data slice.
-        admission: Checks requests and makes their state.
-        seed: For requests that bring none.
-        counter: Counts compilations while stepping.
+        replicas: One replica per data slice.
+        admission: Validates requests and creates their state.
+        seed: Seed from which requests without one get theirs.
+        counter: Counts compilations during steps.
     """
 
     def __init__(self, replicas: list[Replica], admission: Admission, *, seed: int, counter: CompileCounter):
@@ -51,12 +51,12 @@ class Engine:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None where the model has none; requests then bring token ids and get no text."""
+        """The tokenizer; None if the model has none. Then prompts must be token ids, and outputs have no text."""
         return self.admission.tokenizer
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that run or wait."""
+        """Number of running and waiting requests."""
         return len(self._requests)
 
     def prepare(
@@ -68,10 +68,10 @@ class Engine:
         priority: int = 0,
         arrival_s: float | None = None,
     ) -> RequestState:
-        """Checks and tokenizes a request, and starts to compile its grammar; it runs once it is enqueued.
+        """Validate and tokenize a request, and start to compile its grammar; ``enqueue`` runs it.
 
         Raises:
-            RequestError: The prompt or a parameter is not one that this engine can serve.
+            RequestError: The prompt or a parameter is invalid or unsupported.
         """
         return self.admission.admit(
             prompt,
@@ -83,11 +83,11 @@ class Engine:
         )
 
     def enqueue(self, request: RequestState) -> None:
-        """Takes a prepared request, after waiting for its grammar.
+        """Add a prepared request to a scheduler's queue, after waiting for its grammar.
 
         Raises:
-            RequestError: A request of the same name runs or waits, or its grammar cannot be compiled.
-            EngineDeadError: The engine has failed before.
+            RequestError: The request id is in use, or the grammar cannot be compiled.
+            EngineDeadError: The engine has failed.
         """
         self._check_alive()
         if request.request_id in self._requests:
@@ -102,13 +102,17 @@ class Engine:
         schedulers[request.replica].add(request.samples[0].sequence)
 
     def submit(self, prompt: PromptInput, params: SamplingParams | PoolingParams) -> RequestState:
-        """Prepares a request and enqueues it."""
+        """Prepare a request and enqueue it."""
         request = self.prepare(prompt, params)
         self.enqueue(request)
         return request
 
     def step(self) -> list[RequestState]:
-        """Launches a step on each replica, takes in the results that are due, returns the requests they changed."""
+        """Launch a step on each replica, apply the results that are due, and return the requests they changed.
+
+        Raises:
+            EngineDeadError: The step failed, or the engine failed before.
+        """
         self._check_alive()
         try:
             with self._counter:
@@ -123,24 +127,24 @@ class Engine:
             raise EngineDeadError(f"the engine stopped: {error}") from error
 
     def abort(self, request: RequestState, reason: FinishReason = "abort") -> None:
-        """Ends a request; without effect on one that has ended."""
+        """Abort a request. Does nothing if it has finished."""
         scheduler = self.replicas[request.replica].scheduler
         for sample in request.samples:
             scheduler.finish(sample.sequence, reason)
         self._close(request)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every cached page; texts that run go on. Returns whether that worked, which it always does."""
+        """Clear the prefix cache without affecting running requests. Always returns True, as in vLLM's API."""
         for replica in self.replicas:
             replica.scheduler.allocator.reset()
         return True
 
     def metrics(self) -> list[Metric]:
-        """The numbers of this moment."""
+        """Return the current metrics."""
         return self._metrics.collect(self.replicas, self._counter.count)
 
     def close(self) -> None:
-        """Frees the devices' memory; the engine is of no use afterwards. Closing it again is without effect."""
+        """Free the devices' memory; the engine cannot be used afterwards. May be called again."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -156,7 +160,7 @@ class Engine:
             raise EngineDeadError(f"the engine stopped: {self._failure}") from self._failure
 
     def _deliver(self, completion: Completion, result: StepResult, now: float) -> list[RequestState]:
-        """Text and logprobs of a step's tokens, to the requests they belong to; returns these."""
+        """Deliver the results of a step; return the requests they changed."""
         for sequence, row, first in completion.scored:
             request, _ = self._owners[sequence.sequence_id]
             assert result.prompt_logprobs is not None
@@ -185,7 +189,7 @@ class Engine:
         return pooled + unscored + delivery.changed
 
     def _deliver_vectors(self, completion: Completion, result: StepResult, now: float) -> list[RequestState]:
-        """Ends requests whose prompts a step has pooled, with their vectors; returns them."""
+        """Finish the requests that a step has pooled, with their embeddings; return them."""
         assert result.sums is not None
         changed = []
         for sequence, row in completion.pooled:
@@ -203,7 +207,7 @@ class Engine:
         return changed
 
     def _fail_unscored(self, sequences: list[Sequence]) -> list[RequestState]:
-        """Fail the requests of sequences whose logits left no token to sample; return them."""
+        """Fail the requests of sequences for which sampling failed; return them."""
         failed = []
         for sequence in sequences:
             owner = self._owners.get(sequence.sequence_id)
@@ -214,14 +218,14 @@ class Engine:
         return failed
 
     def _fail(self, request: RequestState, error: str) -> None:
-        """Ends a request that cannot go on, with the reason; nothing of it stays in the prefix cache."""
+        """Finish a request with an error, and remove its pages from the prefix cache."""
         request.error = error
         for sample in request.samples:
             self.replicas[request.replica].scheduler.finish(sample.sequence, "error", replaces=True)
         self._close(request)
 
     def _close(self, request: RequestState) -> None:
-        """Forgets a request that has ended."""
+        """Remove a finished request and count it."""
         if self._requests.pop(request.request_id, None) is None:
             return
         for sample in request.samples:

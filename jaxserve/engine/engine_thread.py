@@ -1,4 +1,4 @@
-"""The thread that steps an engine, and how other threads reach it: nothing else touches the engine while it runs."""
+"""The thread that steps an engine, and the thread-safe calls into it. No other thread may use the engine."""
 
 import collections
 import concurrent.futures
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """Steps an engine while it has requests, sleeps while it has none, and hands outputs to streams.
+    """Steps an engine while it has requests, and delivers outputs to streams.
 
     Args:
-        engine: The engine; from here on only this thread touches it.
-        stats: Writes a log line now and then; None for none.
+        engine: The engine, which only this thread uses from now on.
+        stats: Logs statistics periodically; None for no log.
     """
 
     def __init__(self, engine: StepEngine, stats: StatsLogger | None = None):
@@ -43,31 +43,31 @@ class EngineThread:
 
     @property
     def failure(self) -> BaseException | None:
-        """What stopped the engine, if it was not ``stop``."""
+        """The error that stopped the engine; None if it runs or was shut down."""
         return self._failure
 
     @property
     def is_running(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the engine accepts requests."""
         return not self._is_stopped and self._drain_until_s is None
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that run or wait."""
+        """Number of running and waiting requests."""
         return self._engine.num_unfinished
 
     @property
     def num_done(self) -> int:
-        """Steps and commands done so far: grows while the engine gets on."""
+        """Number of steps and commands so far; grows while the engine makes progress."""
         return self._num_done
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do, so that ``num_done`` need not grow."""
+        """Whether the engine has no work, so that ``num_done`` need not grow."""
         return self._is_idle
 
     def check_alive(self) -> None:
-        """Raises unless it takes requests.
+        """Raise an error unless the engine accepts requests.
 
         Raises:
             EngineDeadError: The engine failed or was shut down.
@@ -76,13 +76,13 @@ class EngineThread:
             raise self._dead()
 
     def submit(self, stream: OutputStream, request: RequestState, deadline_s: float | None = None) -> None:
-        """Submit a prepared request; its outputs or its error go to the stream.
+        """Submit a prepared request.
 
         Args:
-            stream: Gets the outputs.
-            request: What to run.
-            deadline_s: The time, in seconds of ``time.monotonic()``, at which it ends with a ``DeadlineError`` before
-                the next step; one that still waits then never runs.
+            stream: Receives the outputs, or the error.
+            request: The request.
+            deadline_s: Time, in seconds of ``time.monotonic()``, after which the request fails with a
+                ``DeadlineError``, waiting or running; None for no deadline.
 
         Raises:
             EngineDeadError: The engine failed or was shut down.
@@ -93,15 +93,17 @@ class EngineThread:
             self._post(lambda: self._enqueue(stream, request, deadline_s))
 
     def drop(self, stream: OutputStream) -> None:
-        """End a stream's request, also one still to be submitted, because it has no reader any more. Does not wait."""
+        """Abort the request of a stream without a reader, even before it is submitted. Does not block."""
         stream.is_cancelled = True
         request = stream.request
         if request is not None and not request.is_finished():
             self._post(lambda: self._streams.drop(stream, request))
 
     def abort(self, request_ids: Iterable[str]) -> "concurrent.futures.Future[None]":
-        """Abort requests; their streams end with the tokens so far and finish reason ``abort``. Unknown ids are
-        ignored."""
+        """Abort requests; their streams end with the tokens so far and finish reason ``abort``.
+
+        Unknown ids are ignored.
+        """
         wanted = list(request_ids)
 
         def abort() -> None:
@@ -111,7 +113,7 @@ class EngineThread:
         return self.call(abort)
 
     def call(self, function: Callable[[], T]) -> "concurrent.futures.Future[T]":
-        """Runs a function on the engine's thread, between two steps.
+        """Run a function on the engine's thread, between two steps.
 
         Raises:
             EngineDeadError: The engine failed or was shut down.
@@ -133,10 +135,10 @@ class EngineThread:
         return future
 
     def stop(self, drain_s: float = 0.0) -> None:
-        """Takes no more requests, lets those that run go on for ``drain_s`` seconds, then ends all.
+        """Stop accepting requests, wait up to ``drain_s`` seconds for in-flight ones, abort the rest, end the thread.
 
-        Streams end with the tokens so far; aborted requests have finish reason ``abort``. Returns when the thread has
-        ended; stopping again is without effect.
+        Streams of aborted requests end with the tokens so far and finish reason ``abort``. May be called again, with a
+        shorter ``drain_s`` taking effect.
         """
         with self._wakeup:
             until_s = time.monotonic() + drain_s
@@ -146,11 +148,11 @@ class EngineThread:
             self._thread.join()
 
     def wait_ended(self) -> None:
-        """Blocks until every stream has ended, because the engine failed or was stopped; its devices may be in use."""
+        """Block until every stream has ended because the engine failed or was stopped; devices may not be freed yet."""
         self._has_ended_streams.wait()
 
     def _post(self, command: Callable[[], None]) -> bool:
-        """Leaves a command for the thread; returns False, and does not, where the thread has ended."""
+        """Queue a command for the thread; return False if the thread has ended."""
         with self._wakeup:
             if not self._is_stopped:
                 self._inbox.append(command)
@@ -163,13 +165,13 @@ class EngineThread:
         return error
 
     def _run(self) -> None:
-        """The thread: until told to stop, or the engine fails."""
+        """Run the thread until ``stop`` is called or the engine fails."""
         try:
             while self._wait_for_work():
                 while self._inbox:
                     self._inbox.popleft()()
                     self._num_done += 1
-                self._streams.end_late()
+                self._streams.expire()
                 if self._engine.num_unfinished:
                     self._streams.deliver(self._engine.step())
                     self._num_done += 1
@@ -182,7 +184,7 @@ class EngineThread:
             self._end()
 
     def _wait_for_work(self) -> bool:
-        """Sleeps while there is nothing to do; returns whether to go on."""
+        """Block while there is no work; return whether to continue."""
         with self._wakeup:
             while not self._inbox and not self._engine.num_unfinished and self._drain_until_s is None:
                 is_quiet = self._stats is None or self._stats.is_quiet
@@ -207,12 +209,12 @@ class EngineThread:
             self._streams.enqueue(stream, request, deadline_s)
 
     def _end(self) -> None:
-        """Ends all streams, answers what is still in the inbox, and frees the devices."""
+        """End all streams, run the remaining commands, and free the devices."""
         with self._wakeup:
             self._is_stopped = True
         try:
             if self._failure is None:
-                self._streams.end_all()
+                self._streams.abort_all()
         except Exception as error:
             self._failure = error
         if self._failure is not None:
@@ -223,5 +225,5 @@ class EngineThread:
         try:
             self._engine.close()
         except Exception:
-            logger.exception("the engine could not be closed")
+            logger.exception("failed to close the engine")
         self._is_idle = True

@@ -1,4 +1,4 @@
-"""Numbers about a running engine, under vLLM's names with the prefix ``jaxserve:``."""
+"""Metrics of a running engine, under vLLM's names with the prefix ``jaxserve:``."""
 
 import collections
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from jaxserve.metric_types import Counter, Distribution, Gauge, Metric
 PREFIX = "jaxserve:"
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
-# Upper bounds of the histograms' buckets: vLLM's (`vllm/v1/metrics/buckets.py`), so that dashboards fit.
+# Histogram buckets (upper bounds) are vLLM's (`vllm/v1/metrics/buckets.py`), so that its dashboards work.
 _LATENCY_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
@@ -31,15 +31,15 @@ _SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 class EngineMetrics:
-    """Counts what happens in an engine; one call for each step that gave tokens, one for each request that ends.
+    """Counters and histograms of an engine.
 
-    A request with ``n`` samples is one observation of its times, its prompt and its parameters, and ``n`` of what each
-    sample has of its own: ``request_success``, ``request_generation_tokens`` and
-    ``request_time_per_output_token_seconds``. Requests that were aborted or failed are counted in ``request_success``
-    alone. A request for a vector has no tokens: it is counted by its prompt and by when it came, ran and ended.
+    A request with ``n`` samples counts once for its latencies, prompt and parameters, and ``n`` times in
+    ``request_success``, ``request_generation_tokens`` and ``request_time_per_output_token_seconds``. Aborted and failed
+    requests count in ``request_success`` only. A pooling request counts for its prompt and its queue, prefill,
+    inference and total latency.
 
     Args:
-        max_model_len: Most tokens of a context.
+        max_model_len: Maximum context length in tokens.
     """
 
     def __init__(self, max_model_len: int):
@@ -63,7 +63,7 @@ class EngineMetrics:
         self._step_tokens = Distribution("iteration_tokens_total", _STEP_TOKENS)
 
     def delivered(self, delivery: Delivery, now: float, pooled: Sequence[RequestState] = ()) -> None:
-        """Counts a step's tokens, which came at ``now``, and the prompts of requests that it pooled."""
+        """Count the tokens that a step delivered at time ``now``, and the prompts of the requests it pooled."""
         previous = collections.Counter(delivery.previous_s)
         del previous[0.0]
         for previous_s, count in previous.items():
@@ -85,7 +85,7 @@ class EngineMetrics:
         self._corrupted += 1
 
     def finished(self, request: RequestState) -> None:
-        """Counts a request that has ended."""
+        """Count a finished request."""
         is_whole = True
         for sample in request.samples:
             reason = sample.sequence.finish_reason or "abort"
@@ -108,7 +108,7 @@ class EngineMetrics:
             self._per_token.observe((sample.last_token_s - first_s) / max(num_tokens - 1, 1))
 
     def _request_ended(self, request: RequestState, scheduled_s: float, first_s: float, last_s: float) -> None:
-        """What requests for a text and for a vector have in common; ``first_s``: when the prompt was computed."""
+        """Count the latencies and prompt of a generation or pooling request whose prefill ended at ``first_s``."""
         self._latency.observe(last_s - request.arrival_s)
         self._queue.observe(scheduled_s - request.queued_s)
         self._prefill.observe(first_s - scheduled_s)
@@ -118,7 +118,7 @@ class EngineMetrics:
         self._request_computed.observe(num_prompt_tokens - (request.num_cached_tokens or 0))
 
     def collect(self, replicas: Sequence[Replica], num_compiles: int) -> list[Metric]:
-        """The numbers of this moment, in a fixed order; ``num_compiles`` is what a ``CompileCounter`` says."""
+        """Return the current metrics in a fixed order; ``num_compiles`` is the count of a ``CompileCounter``."""
         schedulers = [replica.scheduler for replica in replicas]
         usage = sum(scheduler.allocator.usage for scheduler in schedulers) / len(schedulers)
         gauges = {
@@ -142,12 +142,12 @@ class EngineMetrics:
         found += [Counter(PREFIX + name, {}, value) for name, value in counters.items()]
         for reason, count in self._finished.items():
             found.append(Counter(f"{PREFIX}request_success", {"finished_reason": reason}, count))
-        found += [one.snapshot(PREFIX) for one in vars(self).values() if isinstance(one, Distribution)]
+        found += [metric.snapshot(PREFIX) for metric in vars(self).values() if isinstance(metric, Distribution)]
         return found
 
 
 class CompileCounter:
-    """Counts programs that XLA compiles while an engine steps; there should be none."""
+    """Counts XLA compilations during steps; there should be none."""
 
     _EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -164,7 +164,7 @@ class CompileCounter:
         self._is_watching = False
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stop counting."""
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -173,6 +173,6 @@ class CompileCounter:
 
 
 def _one_two_five(largest: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50 … up to ``largest``."""
+    """Return 1, 2, 5, 10, 20, 50 … up to ``largest``."""
     powers = range(len(str(largest)))
     return tuple(float(bound) for power in powers for digit in (1, 2, 5) if (bound := digit * 10**power) <= largest)

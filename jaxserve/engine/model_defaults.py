@@ -1,4 +1,4 @@
-"""What a model's own files say of its use: tokenizer, default sampling, tokens that end a text or its reasoning."""
+"""Defaults from the model's files: tokenizer, sampling parameters, end-of-sequence tokens, reasoning markers."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenize
 
 
 def check_parsers(config: EngineConfig) -> None:
-    """Refuses names of parsers that there are not."""
+    """Raise a ``ConfigError`` if ``reasoning_parser`` or ``tool_call_parser`` is unknown."""
     if config.reasoning_parser is not None:
         reasoning_parser(config.reasoning_parser)
     if config.tool_call_parser is not None:
@@ -25,7 +25,7 @@ def check_parsers(config: EngineConfig) -> None:
 
 
 def reasoning_marks(config: EngineConfig, tokenizer: Tokenizer | None) -> ReasoningMarks | None:
-    """How the model marks its reasoning; None where there is no parser, or no tokenizer that has the marks."""
+    """Return the tokens that delimit the model's reasoning; None without a reasoning parser or a tokenizer."""
     if config.reasoning_parser is None or tokenizer is None:
         return None
     parser = reasoning_parser(config.reasoning_parser)
@@ -36,7 +36,7 @@ def reasoning_marks(config: EngineConfig, tokenizer: Tokenizer | None) -> Reason
 
 
 def find_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
-    """The model's tokenizer, or the one asked for; None where the model's directory has none."""
+    """Load the configured tokenizer or else the model's; return None if the model's directory has none."""
     if config.tokenizer is not None:
         return load_tokenizer(
             resolve_model(config.tokenizer, config.tokenizer_revision, config.download_dir, config.hf_token)
@@ -47,7 +47,7 @@ def find_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
 
 
 def eos_token_ids(plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Tokens that end a text, by config.json, generation_config.json and the tokenizer."""
+    """Return the end-of-sequence tokens of config.json, generation_config.json and the tokenizer."""
     found: list[Any] = list(plan.config.eos_token_ids)
     declared = read_generation_config(plan.directory).get("eos_token_id")
     found += declared if isinstance(declared, list) else [declared]
@@ -57,10 +57,10 @@ def eos_token_ids(plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, .
 
 
 def default_sampling_params(config: EngineConfig, directory: Path) -> SamplingParams:
-    """Sampling parameters of the model's generation_config.json, or of the one asked for, and what overrides them.
+    """Return the sampling parameters of the configured generation_config.json, with overrides applied.
 
     Raises:
-        ConfigError: The file asked for does not exist, or its values are no sampling parameters.
+        ConfigError: The configured file does not exist, or has invalid sampling parameters.
     """
     try:
         return SamplingParams.from_generation_config(generation_defaults(config, directory))
@@ -69,17 +69,17 @@ def default_sampling_params(config: EngineConfig, directory: Path) -> SamplingPa
 
 
 def generation_defaults(config: EngineConfig, directory: Path) -> dict[str, Any]:
-    """The generation config that default sampling parameters come from, under the names of the file.
+    """Return the fields of the configured generation_config.json, with overrides applied.
 
     Raises:
-        ConfigError: The file asked for does not exist.
+        ConfigError: The configured file does not exist.
     """
     override = config.override_generation_config or {}
     found = {}
     if config.generation_config != "vllm":
         found = read_generation_config(_defaults_directory(config, directory))
     if "temperature" in override:
-        found.pop("do_sample", None)  # false says that the temperature is 0
+        found.pop("do_sample", None)  # false would set the temperature to 0
     return {**found, **override}
 
 
@@ -96,7 +96,7 @@ def _defaults_directory(config: EngineConfig, directory: Path) -> Path:
 
 
 def read_generation_config(directory: Path) -> dict:
-    """The model's generation_config.json; empty where there is none."""
+    """Read generation_config.json; return an empty dict if the directory has none."""
     path = directory / "generation_config.json"
     found = read_json(path)
     if found is not None and not isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""What the model and the engine's settings allow a request."""
+"""Limits that the model and the engine's settings put on requests."""
 
 import dataclasses
 import hashlib
@@ -12,19 +12,19 @@ from jaxserve.structured_output.reasoning import ReasoningMarks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelLimits:
-    """What a request must keep to, and what it can ask for.
+    """Limits and features that requests are checked against.
 
     Attributes:
-        max_model_len: Longest context in tokens.
-        vocab_size: Token ids are below it.
-        eos_token_ids: Tokens that end a text.
-        max_logprobs: Most alternatives reported at a position.
-        has_priorities: Whether the scheduler goes by priority.
-        shares_prefixes: Whether requests share the pages of what they begin with.
-        arguments: What the logits processors read of ``extra_args``, with the values that change nothing.
-        reasoning: How the model marks its reasoning; None where it has none.
-        rope: The model's rotary embedding.
-        model_key: Tells this model's keys and values from those of any other.
+        max_model_len: Maximum context length in tokens.
+        vocab_size: Vocabulary size.
+        eos_token_ids: End-of-sequence tokens.
+        max_logprobs: Most alternatives reported per token; -1 for no limit.
+        has_priorities: Whether the engine uses priority scheduling.
+        shares_prefixes: Whether prefix caching is enabled.
+        arguments: Names and default values of the logits processors' arguments in ``extra_args``.
+        reasoning: Tokens that delimit reasoning; None if the model has none.
+        rope: Rotary embedding of the model.
+        model_key: Identifies the model in prefix cache keys.
     """
 
     max_model_len: int
@@ -39,22 +39,22 @@ class ModelLimits:
     model_key: bytes = b""
 
     def check_priority(self, priority: int) -> None:
-        """Refuses a priority that the scheduler would not go by.
+        """Check that a priority is 0 unless the engine uses priority scheduling.
 
         Raises:
-            RequestError: It is not 0, and the scheduler does not go by it.
+            RequestError: The priority would be ignored.
         """
         if priority and not self.has_priorities:
-            message = "priority needs an engine with scheduling_policy='priority'; this one runs 'fcfs'"
+            message = "priority requires scheduling_policy='priority'; this engine uses 'fcfs'"
             raise RequestError(message, parameter="priority", value=priority)
 
     def cache_root(self, salt: str | None, request_id: str, final_length: int) -> bytes:
-        """What tells a request's keys and values from those of other models, rotary regimes, tenants.
+        """Return the prefix cache root: requests share pages if model, RoPE regime and salt are the same.
 
         Args:
-            salt: Of the request; only those of the same salt share.
-            request_id: Its name.
-            final_length: Most tokens it can have at the end.
+            salt: Cache salt of the request.
+            request_id: Name of the request; part of the root if prefix caching is disabled.
+            final_length: Most tokens that the request can reach, prompt included; selects the RoPE regime.
         """
         regime = 0 if self.rope is None else length_regime(self.rope, final_length)
         shared = "" if self.shares_prefixes else request_id

@@ -1,4 +1,4 @@
-"""Requests run to their end on the caller's thread: what ``LLM`` does."""
+"""Run requests to completion on the caller's thread, for ``LLM``."""
 
 import dataclasses
 import time
@@ -17,7 +17,7 @@ from jaxserve.sampling_params import SamplingParams
 
 
 class ProgressBar:
-    """Finished samples, and tokens per second of finished requests; nothing if ``use_tqdm`` is False."""
+    """Shows the number of finished samples and the tokens per second, unless ``use_tqdm`` is False."""
 
     def __init__(self, requests: list[RequestState], use_tqdm: bool | Callable[..., tqdm]):
         self._bar = None
@@ -33,7 +33,7 @@ class ProgressBar:
             )
 
     def update(self, request: RequestState) -> None:
-        """Counts a finished request."""
+        """Count a finished request."""
         if self._bar is None:
             return
         count = len(request.samples)
@@ -46,18 +46,18 @@ class ProgressBar:
         self._bar.update(count)
 
     def close(self) -> None:
-        """Leaves the bar as it is."""
+        """Stop updating the bar."""
         if self._bar is not None:
             self._bar.close()
 
 
 class OfflineRunner:
-    """Steps an engine for as long as there is something to wait for.
+    """Steps an engine until the submitted requests have finished.
 
     Args:
-        engine: Nothing else may step it meanwhile.
-        defaults: Parameters of requests that bring none.
-        stats: Writes the log line when it is due; None writes none, and outputs have no ``metrics``.
+        engine: The engine; nothing else may step it meanwhile.
+        defaults: Parameters of prompts without any.
+        stats: Logs statistics periodically; None for no log and no ``metrics`` in outputs.
     """
 
     def __init__(self, engine: Engine, defaults: SamplingParams, stats: StatsLogger | None):
@@ -68,14 +68,17 @@ class OfflineRunner:
     def pool(
         self, inputs: list[PromptInput], priorities: Sequence[int], use_tqdm: bool | Callable[..., tqdm]
     ) -> list[PoolingRequestOutput]:
-        """The vectors of prompts whose parameters, where they bring any, are ``PoolingParams``.
+        """Return the embeddings of prompts, whose parameters must be ``PoolingParams`` if given.
 
         Raises:
-            RequestError: A bad prompt; nothing has run then.
-            RequestFailedError: A vector has non-finite values.
+            RequestError: A prompt is invalid; no prompt has run.
+            RequestFailedError: An embedding has non-finite values.
         """
-        given = [one if one.params is not None else dataclasses.replace(one, params=PoolingParams()) for one in inputs]
-        outputs = self.run(given, priorities, use_tqdm)
+        prompts = [
+            prompt if prompt.params is not None else dataclasses.replace(prompt, params=PoolingParams())
+            for prompt in inputs
+        ]
+        outputs = self.run(prompts, priorities, use_tqdm)
         for index, output in enumerate(outputs):
             if output.error is not None:
                 raise RequestFailedError(f"prompt {index}: {output.error}")
@@ -84,7 +87,11 @@ class OfflineRunner:
     def run(
         self, inputs: list[PromptInput], priorities: Sequence[int], use_tqdm: bool | Callable[..., tqdm]
     ) -> list[RequestOutput]:
-        """Submits everything, steps to the end, and puts the outputs in order."""
+        """Run all prompts to completion; return their outputs in order.
+
+        Raises:
+            RequestError: A prompt is invalid; no prompt has run.
+        """
         requests = self._submit(inputs, priorities)
         bar = ProgressBar(requests, use_tqdm)
         try:
@@ -101,7 +108,7 @@ class OfflineRunner:
         return [request.output(self._stats is not None) for request in requests]
 
     def stream(self, prompt: PromptInput) -> Generator[RequestOutput, None, None]:
-        """The outputs of one request as they come; closing the generator ends the request."""
+        """Yield the outputs of one request as they arrive; closing the generator aborts the request."""
         (request,) = self._submit([prompt], [0])
         try:
             while not request.is_finished():
@@ -113,20 +120,20 @@ class OfflineRunner:
             self._engine.abort(request)
 
     def _step(self) -> list[RequestState]:
-        """One step of the engine, and the log line when it is due."""
+        """Run one engine step, and log statistics if due."""
         changed = self._engine.step()
         if self._stats is not None and self._stats.is_due():
             self._stats.log(self._engine.metrics())
         return changed
 
     def _submit(self, inputs: list[PromptInput], priorities: Sequence[int]) -> list[RequestState]:
-        """All requests, or none: where one is bad, or its grammar, nothing runs."""
+        """Submit all requests, or none if a prompt or a grammar is invalid."""
         arrival_s = time.monotonic()
         requests: list[RequestState] = []
-        for index, (one, priority) in enumerate(zip(inputs, priorities, strict=True)):
+        for index, (prompt, priority) in enumerate(zip(inputs, priorities, strict=True)):
             try:
-                params = one.params or self._defaults
-                requests.append(self._engine.prepare(one, params, priority=priority, arrival_s=arrival_s))
+                params = prompt.params or self._defaults
+                requests.append(self._engine.prepare(prompt, params, priority=priority, arrival_s=arrival_s))
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}") from error
         for index, request in enumerate(requests):

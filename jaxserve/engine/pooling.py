@@ -1,4 +1,4 @@
-"""Requests that ask for a vector of their prompt in place of a text, and the vector."""
+"""Pooling requests: create their state, and compute embeddings from pooled hidden states."""
 
 import numpy as np
 from jaxtyping import Float
@@ -12,8 +12,8 @@ from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.sequence import Sequence
 
-_SMALLEST_LENGTH = 1e-12  # vectors of less are not made longer
-_NOTHING_SAMPLED = SamplingParams(temperature=0.0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
+_MIN_NORM = 1e-12  # avoids division by zero
+_UNUSED_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def pooling_state(
@@ -27,12 +27,12 @@ def pooling_state(
     arrival_s: float,
     queued_s: float,
 ) -> RequestState:
-    """The state of a request for a vector: one sequence that ends with its prompt.
+    """Create the state of a pooling request: one sequence that finishes once its prompt is computed.
 
-    A mean needs the hidden state of each token, so its prompt is never read from the prefix cache.
+    Mean pooling needs the hidden states of all tokens, so it does not read the prefix cache.
 
     Raises:
-        RequestError: More tokens than a context can hold.
+        RequestError: The prompt is longer than ``max_model_len``.
     """
     length = len(token_ids)
     if length > limits.max_model_len:
@@ -56,7 +56,7 @@ def pooling_state(
         request_id=request_id,
         prompt=prompt.prompt,
         prompt_token_ids=token_ids,
-        params=_NOTHING_SAMPLED,
+        params=_UNUSED_PARAMS,
         samples=[Sample(0, sequence, None, None)],
         replica=0,
         arrival_s=arrival_s,
@@ -66,16 +66,16 @@ def pooling_state(
 
 
 def pooled_vector(total: Float[np.ndarray, " D"], num_tokens: int, params: PoolingParams) -> Float[np.ndarray, " D"]:
-    """A prompt's vector, float64, from the sum of the hidden states that its pooling takes.
+    """Return a prompt's embedding in float64.
 
     Args:
-        total: The sum.
-        num_tokens: Tokens of the prompt.
-        params: How to pool.
+        total: Sum of the hidden states that the pooling type selects.
+        num_tokens: Length of the prompt.
+        params: Pooling parameters.
     """
     vector = total.astype(np.float64)
     if params.pooling == "mean":
         vector = vector / num_tokens
     if params.normalize:
-        vector = vector / max(np.linalg.norm(vector), _SMALLEST_LENGTH)
+        vector = vector / max(np.linalg.norm(vector), _MIN_NORM)
     return vector

@@ -1,4 +1,4 @@
-"""From a prompt to a running request: tokenize it off the engine's thread, wait for its grammar, submit it."""
+"""Prepare requests off the engine's thread: tokenize the prompt, wait for the grammar, submit."""
 
 import concurrent.futures
 import contextlib
@@ -14,14 +14,14 @@ from jaxserve.structured_output.grammars import own_error
 
 T = TypeVar("T")
 
-_NUM_THREADS = 2  # more would only take time from the steps
+_NUM_THREADS = 2  # more would only slow the steps down
 
 
 class Preparation:
-    """Prepares requests on threads of its own and submits them to the engine's thread. Any thread may use it.
+    """Prepares requests on its own threads and submits them to the engine's thread. Thread-safe.
 
     Args:
-        thread: Runs the requests.
+        thread: The engine's thread.
     """
 
     def __init__(self, thread: EngineThread):
@@ -34,20 +34,20 @@ class Preparation:
         """Prepare a request and submit it.
 
         Args:
-            stream: Gets the request's outputs.
-            make: Checks and tokenizes the prompt; called on another thread.
+            stream: Receives the request's outputs.
+            make: Validates and tokenizes the prompt; called on another thread.
             deadline_s: As in ``EngineThread.submit``.
 
         Returns:
-            A future that is done once the request is submitted, and fails with the error of whatever went wrong before.
-            Cancelling it keeps the request from being submitted.
+            A future that is done once the request is submitted, and fails if it cannot be. Cancelling it prevents the
+            submission.
         """
         begun: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def prepare() -> None:
             with _errors_to(begun):
                 if deadline_s is not None and deadline_s <= time.monotonic():
-                    raise DeadlineError("the deadline has passed before the request was prepared")
+                    raise DeadlineError("deadline exceeded before the request was prepared")
                 request = make()
                 if request.grammar is None:
                     submit(request)
@@ -66,7 +66,7 @@ class Preparation:
 
         try:
             self._pool.submit(prepare)
-        except RuntimeError:  # the threads have ended
+        except RuntimeError:  # the pool is shut down
             begun.set_exception(EngineDeadError(SHUT_DOWN))
         return begun
 
@@ -74,12 +74,12 @@ class Preparation:
         """Run a short function on the same threads.
 
         Raises:
-            RuntimeError: They have ended.
+            RuntimeError: The threads have ended.
         """
         return self._pool.submit(function)
 
     def close(self, *, wait: bool) -> None:
-        """End the threads: once all begun requests are submitted, or without waiting and without submitting them."""
+        """End the threads, after submitting all requests if ``wait``; else drop those not yet submitted."""
         self._pool.shutdown(wait=wait, cancel_futures=not wait)
 
 
@@ -87,6 +87,6 @@ class Preparation:
 def _errors_to(future: "concurrent.futures.Future[None]") -> Iterator[None]:
     try:
         yield
-    except BaseException as error:  # a panic in a Rust tokenizer is no Exception
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled
+    except BaseException as error:  # a panic in a Rust tokenizer is a BaseException
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # the future was cancelled
             future.set_exception(error)

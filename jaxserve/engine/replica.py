@@ -1,4 +1,4 @@
-"""One data slice of an engine: a scheduler, its runner, and the steps between them."""
+"""One data-parallel replica of an engine: a scheduler, its runner, and the steps in flight."""
 
 import collections
 
@@ -10,7 +10,7 @@ from jaxserve.scheduling.sequence import Sequence
 
 
 class Replica:
-    """One data slice: a scheduler and its runner, with up to ``depth`` steps in flight."""
+    """A scheduler and its runner, with up to ``depth`` steps in flight."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, depth: int):
         self.scheduler = scheduler
@@ -21,18 +21,18 @@ class Replica:
 
     @property
     def num_decode_rows(self) -> int:
-        """Rows of all steps that continued a completion."""
+        """Number of decode rows so far."""
         return self.scheduler.num_decode_rows
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs, waits or is in flight."""
+        """Whether there are no unfinished requests and no steps in flight."""
         return not self._in_flight and not self.scheduler.num_unfinished
 
     def launch(self) -> list[Sequence] | None:
-        """Plans and starts the next step; returns the sequences it admits.
+        """Plan and launch the next step; return the sequences it admits.
 
-        None where nothing is left to run, or nothing that does not wait for tokens in flight.
+        Returns None if no sequence can run, or none before a step in flight completes.
         """
         plan = self.scheduler.schedule()
         if plan is None:
@@ -42,7 +42,7 @@ class Replica:
         return self.scheduler.admitted
 
     def collect(self, is_last: bool) -> tuple[Completion, StepResult] | None:
-        """The oldest step's results, once ``depth`` steps are in flight or none can be added (``is_last``)."""
+        """Complete the oldest step if ``depth`` steps are in flight or ``is_last``; else return None."""
         if not self._in_flight or (not is_last and len(self._in_flight) < self._depth):
             return None
         plan, handle = self._in_flight.popleft()
@@ -50,6 +50,6 @@ class Replica:
         return self.scheduler.complete(plan, result.tokens), result
 
     def close(self) -> None:
-        """Waits for what is in flight and frees the device's memory."""
+        """Wait for the steps in flight and free the device's memory."""
         self._in_flight.clear()
         self._runner.close()

@@ -1,4 +1,4 @@
-"""From settings to a ready engine, and what the start cost in time and memory."""
+"""Start an engine from its settings, and report the time and memory it takes."""
 
 import concurrent.futures
 import contextlib
@@ -47,12 +47,12 @@ class StartedEngine:
 
     Attributes:
         engine: The engine.
-        plan: What was fitted to the devices.
-        default_params: What a request that brings no parameters gets.
-        ledger: Where a device's memory went.
-        load_s: Seconds spent reading weights.
-        compile_s: Seconds spent tracing and compiling, partly beside the reading.
-        total_s: Seconds from the settings to ready.
+        plan: The plan that it was started from.
+        default_params: Sampling parameters of requests without any.
+        ledger: Memory use of a device.
+        load_s: Seconds spent loading weights.
+        compile_s: Seconds spent tracing and compiling, in parallel with loading.
+        total_s: Seconds until the engine was ready.
     """
 
     engine: Engine
@@ -68,7 +68,7 @@ class StartedEngine:
         """The model's tokenizer.
 
         Raises:
-            RequestError: It has none.
+            RequestError: The model has none.
         """
         if self.engine.tokenizer is None:
             raise RequestError("the model has no tokenizer")
@@ -76,29 +76,27 @@ class StartedEngine:
 
     @property
     def public_tokenizer(self) -> Any:
-        """The tokenizer: transformers' object, or jaxserve's own where transformers would read the files wrong."""
+        """The transformers tokenizer, or jaxserve's own if transformers would misread the files."""
         return self.tokenizer if self.tokenizer.hf is None else self.tokenizer.hf
 
 
 def start_engine(
     config: EngineConfig, proposer: DraftProposer | None = None, max_draft_tokens: int = 0
 ) -> StartedEngine:
-    """Plans, compiles, loads, and says where the memory went; after it nothing compiles.
+    """Plan, compile and load an engine. Once it returns, no step compiles.
 
     Args:
         config: The settings.
-        proposer: Proposes drafts, which change how many steps a request takes, not its tokens; None for no drafts.
-        max_draft_tokens: Most drafts of a sequence in a step.
+        proposer: Proposes draft tokens; None disables speculative decoding.
+        max_draft_tokens: Most drafts per sequence and step.
 
     Raises:
-        ConfigError: The settings, the model or the memory there is do not go together.
+        ConfigError: A setting is not valid for the model, the devices or the available memory.
         CheckpointError: The checkpoint cannot be read.
     """
     start = time.monotonic()
     if config.trust_remote_code:
-        logger.warning(
-            "trust_remote_code=True: no remote code ever runs here; the model's own Python files are not read"
-        )
+        logger.warning("trust_remote_code=True has no effect: jaxserve never runs Python files that come with a model")
     plan = plan_engine(config, max_draft_tokens)
     default_params = default_sampling_params(config, plan.directory)
     tokenizer = find_tokenizer(config, plan.directory)
@@ -124,7 +122,7 @@ def assemble_engine(
     runners: Iterable[Runner],
     proposer: DraftProposer | None = None,
 ) -> Engine:
-    """The engine in front of its runners, one for each data slice."""
+    """Return an engine with one replica per runner."""
     program = plan.programs[0]
     sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
     limits = SchedulerLimits(*sizes, plan.buckets.max_samples - 1, plan.needs.windows)
@@ -136,7 +134,7 @@ def assemble_engine(
 
 
 def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> Admission:
-    """What checks requests and makes their state."""
+    """Return the admission for a planned engine."""
     model = plan.config
     eos_ids = eos_token_ids(plan, tokenizer)
     key = f"{plan.directory.resolve()} {config.revision} {plan.programs[0].policy}"
@@ -157,7 +155,7 @@ def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer 
 
 
 def _make_runners(plan: EnginePlan) -> tuple[list[StepRunner], list[CompiledSteps], float, float]:
-    """Compiles beside reading weights; returns the runners, their programs, and the seconds both took."""
+    """Compile and load weights in parallel; return the runners, their programs, and the seconds each took."""
     all_steps = [CompiledSteps(program, plan.buckets) for program in plan.programs]
 
     def compile_all() -> float:
@@ -166,7 +164,7 @@ def _make_runners(plan: EnginePlan) -> tuple[list[StepRunner], list[CompiledStep
             steps.compile()
         return time.monotonic() - start
 
-    with concurrent.futures.ThreadPoolExecutor(1) as background, _short_turns():
+    with concurrent.futures.ThreadPoolExecutor(1) as background, _short_switch_interval():
         compiling = background.submit(compile_all)
         start = time.monotonic()
         params = [load_params(plan, program) for program in plan.programs]
@@ -177,11 +175,11 @@ def _make_runners(plan: EnginePlan) -> tuple[list[StepRunner], list[CompiledStep
 
 
 @contextlib.contextmanager
-def _short_turns() -> Iterator[None]:
-    """Lets Python's threads take turns of half a millisecond in place of five.
+def _short_switch_interval() -> Iterator[None]:
+    """Set Python's thread switch interval to 0.5 ms instead of 5 ms.
 
-    Reading weights waits for its turn after every 2 MiB, and tracing beside it gives none up before it must: with long
-    turns that keeps reading to a tenth of its speed.
+    Loading weights reacquires the GIL after every 2 MiB, while tracing holds it for the whole interval: the default
+    slows loading down tenfold.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(0.0005)
@@ -192,7 +190,7 @@ def _short_turns() -> Iterator[None]:
 
 
 def _warm_up(runners: list[StepRunner]) -> float:
-    """Runs every program once, on all slices beside each other; returns the seconds it took."""
+    """Run every program once, on all replicas in parallel; return the seconds it took."""
     start = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(len(runners)) as pool:
         for done in [pool.submit(runner.warm_up) for runner in runners]:

@@ -1,4 +1,4 @@
-"""vLLM's log line about a running engine, every ten seconds while there is something to say."""
+"""Log engine statistics every ten seconds while there is activity, in vLLM's format."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ INTERVAL_S = 10.0
 
 
 class _Totals(NamedTuple):
-    """Numbers that only grow, in tokens."""
+    """Token counters."""
 
     prompt: float = 0.0
     generation: float = 0.0
@@ -22,11 +22,11 @@ class _Totals(NamedTuple):
 
 
 class StatsLogger:
-    """Logs throughput since its last line, and the state of this moment.
+    """Logs the throughput since the last line, and the current state.
 
     Args:
-        device: What the pages lie on, as the line names it.
-        interval_s: Time between two lines.
+        device: Name of the device with the KV pages, such as "GPU".
+        interval_s: Seconds between two lines.
     """
 
     def __init__(self, device: str, interval_s: float = INTERVAL_S):
@@ -47,17 +47,17 @@ class StatsLogger:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the last call of ``log`` found nothing to say, so that an engine at rest need not call again."""
+        """Whether there was no activity at the last call of ``log``, so that an idle engine need not call it again."""
         return self._is_quiet
 
     def resume(self) -> None:
-        """Call when work begins: a time of rest is no part of the next line's throughput."""
+        """Exclude the idle time so far from the next line's throughput; call it when work begins."""
         if self._is_quiet:
             self._last_s = time.monotonic()
             self._is_quiet = False
 
     def log(self, metrics: Sequence[Metric]) -> None:
-        """Writes the line, unless nothing has run since the last."""
+        """Log a line, unless nothing has run since the last one."""
         values = {metric.name.partition(":")[2]: metric.value for metric in metrics if not metric.labels}
         names = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
         totals = _Totals(*(values[name] for name in names))

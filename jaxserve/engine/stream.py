@@ -1,4 +1,4 @@
-"""Delivers outputs from the engine's thread to readers, and enforces the deadlines of open streams."""
+"""Deliver outputs from the engine's thread to readers, and enforce the deadlines of requests."""
 
 import asyncio
 import collections
@@ -21,20 +21,20 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class Readers(Hashable, Protocol):
-    """Where streams are read; those of one place are woken together."""
+    """A group of stream readers that can be woken together, such as those of an event loop."""
 
     def wake(self, streams: Sequence[Any]) -> None:
-        """Lets the readers of these streams, all read here, look again. On any thread."""
+        """Wake the readers of these streams, which all belong to this group. Thread-safe."""
         ...
 
 
 @runtime_checkable
 class OutputStream(Protocol):
-    """Where the engine's thread puts a request's outputs.
+    """Receives a request's outputs from the engine's thread.
 
     Attributes:
         request: The request, once it is prepared.
-        is_cancelled: Set where the request is aborted before it runs.
+        is_cancelled: Set to abort the request before it runs.
     """
 
     request: RequestState | None
@@ -42,50 +42,50 @@ class OutputStream(Protocol):
 
     @property
     def readers(self) -> Readers:
-        """Who is to be woken."""
+        """The group that the stream's reader belongs to."""
         ...
 
     @property
     def is_behind(self) -> bool:
-        """Whether the request has a delta that is not in an output yet."""
+        """Whether the request has new tokens that are not in an output yet."""
         ...
 
     def offer(self) -> bool:
-        """Makes the next output if there is room for it; returns whether the reader is to be woken."""
+        """Create the next output if there is room for it; return whether to wake the reader."""
         ...
 
     def fail(self, error: JaxserveError) -> None:
-        """Ends the stream with an error."""
+        """End the stream with an error."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopReaders:
-    """Coroutines on an event loop, each woken by one call to the loop for all of them."""
+    """Coroutines on an event loop, woken with one call to the loop."""
 
     loop: asyncio.AbstractEventLoop
 
     def wake(self, streams: Sequence[Any]) -> None:
-        """Lets the readers of these streams look again. On any thread."""
+        """Wake the readers of these streams. Thread-safe."""
         try:
             self.loop.call_soon_threadsafe(_wake_all, streams)
         except RuntimeError:
-            logger.warning("an event loop was closed with %d requests running", len(streams))
+            logger.warning("an event loop was closed while %d requests were running", len(streams))
 
 
 class Stream:
-    """A slot with at most one output, which the engine's thread fills and a coroutine empties.
+    """Holds at most one output, which the engine's thread puts and a coroutine gets.
 
-    While the slot is full nothing is made: what comes meanwhile stays in the request, and the next output has all of
-    it. So a slow reader costs no more than the text itself, and nothing is lost or comes out of order.
+    New tokens accumulate in the request until the output is taken, and the next output has all of them. So a slow
+    reader does not build up a queue of outputs.
 
     Args:
-        loop: The reader's event loop.
-        with_metrics: Whether outputs carry the request's times.
+        loop: Event loop of the reader.
+        with_metrics: Whether outputs have ``metrics``.
 
     Attributes:
         request: The request, once it is prepared.
-        is_cancelled: Set where the request is aborted before it runs.
+        is_cancelled: Set to abort the request before it runs.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, with_metrics: bool):
@@ -94,27 +94,27 @@ class Stream:
         self.is_cancelled = False
         self._with_metrics = with_metrics
         self._lock = threading.Lock()
-        self._news = asyncio.Event()
+        self._is_ready = asyncio.Event()
         self._output: RequestOutput | None = None
         self._is_behind = False
-        self._is_over = False
+        self._is_finished = False
         self._error: JaxserveError | None = None
 
     @property
     def readers(self) -> LoopReaders:
-        """Who is to be woken."""
+        """The readers on the same event loop."""
         return LoopReaders(self.loop)
 
     def offer(self) -> bool:
-        """Makes the next output if the slot is empty. On the engine's thread, between steps.
+        """Create the next output if the previous one has been taken. Call on the engine's thread, between steps.
 
         Returns:
-            Whether the reader is to be woken.
+            Whether to wake the reader.
         """
         request = self.request
         assert request is not None
         with self._lock:
-            self._is_over = request.is_finished()
+            self._is_finished = request.is_finished()
             if self._output is not None:
                 self._is_behind = True
                 return False
@@ -124,39 +124,39 @@ class Stream:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the request has a delta that is not in an output yet."""
+        """Whether the request has new tokens that are not in an output yet."""
         return self._is_behind
 
     def fail(self, error: JaxserveError) -> None:
-        """Ends the stream: the reader gets what is in the slot and then the error. On the engine's thread."""
+        """End the stream with an error, after any pending output. Call on the engine's thread."""
         with self._lock:
             self._is_behind = False
             self._error = error
 
     def wake(self) -> None:
-        """Lets the reader look again. On its event loop."""
-        self._news.set()
+        """Wake the reader. Call on its event loop."""
+        self._is_ready.set()
 
     async def get(self) -> RequestOutput:
-        """The next output, once there is one. On the event loop.
+        """Wait for the next output. Call on the event loop.
 
         Raises:
             JaxserveError: The stream failed.
         """
         while True:
-            self._news.clear()
+            self._is_ready.clear()
             output = self._take()
             if output is not None:
                 return output
-            await self._news.wait()
+            await self._is_ready.wait()
 
     def _take(self) -> RequestOutput | None:
         with self._lock:
             output, self._output = self._output, None
             if output is None and self._error is not None:
                 raise self._error
-            if self._is_behind and self._is_over:
-                # The engine has done with the request, so only the reader accesses it from here on.
+            if self._is_behind and self._is_finished:
+                # The engine no longer uses a finished request, so reading it here is safe.
                 assert self.request is not None
                 self._output = self.request.next_output(self._with_metrics)
                 self._is_behind = False
@@ -164,7 +164,7 @@ class Stream:
 
 
 def wake_readers(streams: Iterable[OutputStream]) -> None:
-    """Lets the streams' readers look again, with one call to each place where they are. On any thread."""
+    """Wake the streams' readers, with one call per group. Thread-safe."""
     by_readers: dict[Readers, list[OutputStream]] = collections.defaultdict(list)
     for stream in streams:
         by_readers[stream.readers].append(stream)
@@ -179,31 +179,31 @@ def _wake_all(streams: Sequence[Stream]) -> None:
 
 @runtime_checkable
 class StepEngine(Protocol):
-    """The part of ``Engine`` that belongs to one thread."""
+    """The methods of ``Engine`` that are not thread-safe."""
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that run or wait."""
+        """Number of running and waiting requests."""
         ...
 
     def enqueue(self, request: RequestState) -> None:
-        """Takes a prepared request."""
+        """Add a prepared request."""
         ...
 
     def step(self) -> list[RequestState]:
-        """Runs a step; returns the requests that it changed."""
+        """Run a step; return the requests that it changed."""
         ...
 
     def abort(self, request: RequestState) -> None:
-        """Ends a request; without effect on one that has ended."""
+        """Abort a request. Does nothing if it has finished."""
         ...
 
     def metrics(self) -> list[Metric]:
-        """The numbers of this moment."""
+        """Return the current metrics."""
         ...
 
     def close(self) -> None:
-        """Frees the devices."""
+        """Free the devices' memory."""
         ...
 
 
@@ -211,10 +211,10 @@ _MIN_DEADLINES = 64  # below this many, deadlines of finished requests are not r
 
 
 class OpenStreams:
-    """Streams by the names of their requests. The engine's thread alone uses it.
+    """The open streams by request id. Only the engine's thread may use it.
 
     Args:
-        engine: Runs the requests.
+        engine: The engine.
     """
 
     def __init__(self, engine: StepEngine):
@@ -225,10 +225,10 @@ class OpenStreams:
         self._count = itertools.count()
 
     def enqueue(self, stream: OutputStream, request: RequestState, deadline_s: float | None) -> None:
-        """Lets a request run, unless it is too late for it or the engine refuses it; the stream then says so."""
+        """Enqueue a request; if its deadline has passed or the engine rejects it, end its stream with the error."""
         try:
             if deadline_s is not None and deadline_s <= time.monotonic():
-                raise _late(request)
+                raise _deadline_error(request)
             self._engine.enqueue(request)
         except JaxserveError as error:
             self.refuse(stream, error)
@@ -238,15 +238,15 @@ class OpenStreams:
             self._engine.abort(request)
             self.hand_over([stream])
         elif deadline_s is not None:
-            self._note_deadline(stream, deadline_s)
+            self._add_deadline(stream, deadline_s)
 
     def refuse(self, stream: OutputStream, error: JaxserveError) -> None:
-        """Ends the stream of a request that does not run."""
+        """End the stream of a rejected request."""
         stream.fail(error)
         wake_readers([stream])
 
     def abort(self, request_id: str) -> None:
-        """Abort a request; its stream ends with the tokens so far. Does nothing for an unknown name."""
+        """Abort a request; its stream ends with the tokens so far. Unknown ids are ignored."""
         stream = self._by_name.get(request_id)
         if stream is not None and stream.request is not None:
             self._engine.abort(stream.request)
@@ -254,52 +254,52 @@ class OpenStreams:
 
     def drop(self, stream: OutputStream, request: RequestState) -> None:
         """Abort the request of a stream without a reader."""
-        if self._forget(stream, request):
+        if self._remove(stream, request):
             self._engine.abort(request)
 
-    def end_late(self) -> None:
-        """Ends requests whose deadline has passed."""
+    def expire(self) -> None:
+        """Abort requests whose deadline has passed."""
         now = time.monotonic()
-        late: list[OutputStream] = []
+        expired: list[OutputStream] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             stream = heapq.heappop(self._deadlines)[2]
             request = stream.request
-            if request is not None and self._forget(stream, request):
+            if request is not None and self._remove(stream, request):
                 self._engine.abort(request)
-                stream.fail(_late(request))
-                late.append(stream)
-        wake_readers(late)
+                stream.fail(_deadline_error(request))
+                expired.append(stream)
+        wake_readers(expired)
 
     def deliver(self, changed: Iterable[RequestState]) -> None:
-        """Hands over what a step gave, and what streams had no room for before."""
+        """Deliver a step's outputs, and those that streams had no room for before."""
         found = [self._by_name.get(request.request_id) for request in changed]
         behind, self._behind = self._behind, []
         self.hand_over(dict.fromkeys(stream for stream in [*behind, *found] if stream is not None))
 
     def hand_over(self, streams: Iterable[OutputStream]) -> None:
-        """Offer each stream its request's delta, and wake the readers, each event loop once."""
+        """Offer each stream its next output or its error, and wake the readers."""
         woken: list[OutputStream] = []
         for stream in streams:
             request = stream.request
             assert request is not None
             try:
                 failure = request.error
-                has_news = stream.offer() if failure is None else False
+                has_output = stream.offer() if failure is None else False
             except Exception as error:
-                logger.exception("request %s: no output could be made", request.request_id)
+                logger.exception("request %s: failed to create its output", request.request_id)
                 self._engine.abort(request)
-                has_news, failure = False, unforeseen(error)
+                has_output, failure = False, unforeseen(error)
             if failure is not None:
                 stream.fail(RequestFailedError(f"request {request.request_id} failed: {failure}"))
-            if has_news or failure is not None:
+            if has_output or failure is not None:
                 woken.append(stream)
             if request.is_finished():
-                self._forget(stream, request)
+                self._remove(stream, request)
             elif stream.is_behind:
                 self._behind.append(stream)
         wake_readers(woken)
 
-    def end_all(self) -> None:
+    def abort_all(self) -> None:
         """Abort every request; streams end with the tokens so far."""
         streams = list(self._by_name.values())
         for request in [stream.request for stream in streams if stream.request is not None]:
@@ -308,21 +308,21 @@ class OpenStreams:
         self._by_name.clear()
 
     def fail_all(self, error: EngineDeadError) -> None:
-        """Ends every stream with an error."""
+        """End every stream with an error."""
         streams = list(self._by_name.values())
         for stream in streams:
             stream.fail(error)
         wake_readers(streams)
         self._by_name.clear()
 
-    def _forget(self, stream: OutputStream, request: RequestState) -> bool:
-        """Takes a stream off the list; returns whether it was there, and not another of the same name."""
-        is_there = self._by_name.get(request.request_id) is stream
-        if is_there:
+    def _remove(self, stream: OutputStream, request: RequestState) -> bool:
+        """Remove an open stream; return False if it is not open, even if another one has its request id."""
+        is_open = self._by_name.get(request.request_id) is stream
+        if is_open:
             del self._by_name[request.request_id]
-        return is_there
+        return is_open
 
-    def _note_deadline(self, stream: OutputStream, deadline_s: float) -> None:
+    def _add_deadline(self, stream: OutputStream, deadline_s: float) -> None:
         if len(self._deadlines) > 2 * len(self._by_name) + _MIN_DEADLINES:
             self._deadlines = [entry for entry in self._deadlines if self._is_open(entry[2])]
             heapq.heapify(self._deadlines)
@@ -333,22 +333,19 @@ class OpenStreams:
 
 
 def deadline_after(timeout_s: Any) -> float | None:
-    """Return the time of ``time.monotonic()`` at which a limit in seconds ends; None without a limit.
+    """Return the deadline, in seconds of ``time.monotonic()``, for a timeout that starts now; None for no timeout.
 
     Raises:
-        RequestError: Not a number above 0.
+        RequestError: The timeout is not a number above 0.
     """
     if timeout_s is None:
         return None
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
-        raise RequestError("timeout_s must be None or seconds above 0", parameter="timeout_s", value=timeout_s)
+        raise RequestError("timeout_s must be None or a number above 0", parameter="timeout_s", value=timeout_s)
     return time.monotonic() + timeout_s
 
 
-def _late(request: RequestState) -> DeadlineError:
-    passed_s = time.monotonic() - request.arrival_s
+def _deadline_error(request: RequestState) -> DeadlineError:
+    elapsed_s = time.monotonic() - request.arrival_s
     num_tokens = sum(sample.sequence.num_output_tokens for sample in request.samples)
-    return DeadlineError(f"the deadline has passed, {passed_s:.3f} s after the request came and {num_tokens} tokens")
-
-
-logger = logging.getLogger(__name__)
+    return DeadlineError(f"deadline exceeded {elapsed_s:.3f} s after arrival, with {num_tokens} output tokens")

@@ -93,5 +93,5 @@ class OutputCollector:
     def _expire(self, timeout_s: float) -> None:
         if self.has_ended:  # and its last output is still unread
             return
-        self._error = self._error or DeadlineError(f"the deadline has passed: not done within {timeout_s:g} s")
+        self._error = self._error or DeadlineError(f"deadline exceeded: not finished within {timeout_s:g} s")
         self._changed.set()

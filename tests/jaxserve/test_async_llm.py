@@ -251,7 +251,7 @@ def test_a_deadline_ends_its_request_alone(engine: AsyncLLM) -> None:
     async def main() -> None:
         other = asyncio.ensure_future(read(engine, STORY))
         for timeout_s in (0.05, 1e-9):
-            with pytest.raises(DeadlineError, match="the deadline has passed"):
+            with pytest.raises(DeadlineError, match="deadline exceeded"):
                 async for _ in engine.generate(STORY, LONG, timeout_s=timeout_s):
                     pass
         assert (await other)[-1].finished
@@ -383,7 +383,7 @@ def without_type_checks() -> Iterator[None]:
         (7, {}, "prompts must be a string"),
         ("x" * 3000, {}, "maximum context length is 512"),
         ("x", {"priority": 3}, "priority"),
-        ("x", {"timeout_s": 0.0}, "timeout_s must be None or seconds above 0"),
+        ("x", {"timeout_s": 0.0}, "timeout_s must be None or a number above 0"),
     ],
 )
 def test_a_bad_request_raises_where_it_is_read(

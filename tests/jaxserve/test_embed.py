@@ -425,7 +425,7 @@ def test_wrong_calls(llm: LLM) -> None:
         llm.embed([[]])
     with pytest.raises(RequestError, match=f"token id {VOCABULARY} is out of vocabulary"):
         llm.embed([[VOCABULARY]])
-    with pytest.raises(RequestError, match="priority needs an engine with scheduling_policy='priority'"):
+    with pytest.raises(RequestError, match="priority requires scheduling_policy='priority'"):
         llm.embed(PROMPTS[0], priority=[1])
     with pytest.raises(RequestError, match="no tokenizer; expected prompt_token_ids, got text"):
         llm.embed("a text")

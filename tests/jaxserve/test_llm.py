@@ -593,7 +593,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids(broken: Path) -> None:
         assert len(output.outputs[0].token_ids) == 4
         with pytest.raises(RequestError, match="prompt 0: the model directory has no tokenizer"):
             made.generate("hello", GREEDY)
-        with pytest.raises(RequestError, match="prompt 0: stop strings need text"):
+        with pytest.raises(RequestError, match="prompt 0: stop strings require a tokenizer"):
             made.generate(IDS, GREEDY.clone(stop="a"))
         with pytest.raises(RequestError, match="has no tokenizer"):
             made.get_tokenizer()
@@ -607,7 +607,7 @@ def test_a_prompt_that_becomes_no_tokens(broken: Path) -> None:
     (broken / "tokenizer.json").write_text(json.dumps({**raw, "post_processor": None}))
     drop("tokenizer_config.json", broken)
     with LLM(str(broken), **SETTINGS) as made:
-        with pytest.raises(RequestError, match="prompt 1: the prompt has no token ids after tokenization"):
+        with pytest.raises(RequestError, match="prompt 1: the prompt is empty after tokenization"):
             made.generate(["he", ""], GREEDY)
         with pytest.raises(RequestError, match="chat template"):
             made.chat([{"role": "user", "content": "he"}])

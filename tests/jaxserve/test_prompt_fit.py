@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve import RequestError, SamplingParams
-from jaxserve.engine.admission import fitted, truncated
+from jaxserve.engine.admission import fit_max_tokens, truncate_prompt
 from jaxserve.request import PromptFit, parse_prompt
 
 PROMPT = [*range(10)]
@@ -23,27 +23,29 @@ PROMPT = [*range(10)]
     ],
 )
 def test_the_last_tokens_are_kept(kept: int | None, max_output_tokens: int | None, expected: list[int]) -> None:
-    assert truncated(PROMPT, PromptFit(truncate_prompt_tokens=kept), max_output_tokens, 12) == expected
+    assert truncate_prompt(PROMPT, PromptFit(truncate_prompt_tokens=kept), max_output_tokens, 12) == expected
 
 
 @pytest.mark.parametrize("kept", [0, -2, 13])
 def test_truncation_has_a_range(kept: int) -> None:
-    with pytest.raises(RequestError, match=r"truncate_prompt_tokens must be -1, or from 1 to .* of 12") as caught:
-        truncated(PROMPT, PromptFit(truncate_prompt_tokens=kept), 3, 12)
+    with pytest.raises(
+        RequestError, match="truncate_prompt_tokens must be -1, or between 1 and max_model_len=12"
+    ) as caught:
+        truncate_prompt(PROMPT, PromptFit(truncate_prompt_tokens=kept), 3, 12)
     assert caught.value.parameter == "truncate_prompt_tokens"
 
 
 def test_outputs_are_cut_unless_that_is_an_error() -> None:
     params = SamplingParams(max_tokens=5, min_tokens=4)
-    assert fitted(params, 7, 12, True) is params
-    assert (fitted(params, 9, 12, False).max_tokens, fitted(params, 9, 12, False).min_tokens) == (3, 3)
-    assert fitted(SamplingParams(max_tokens=None), 9, 12, True).max_tokens == 3
+    assert fit_max_tokens(params, 7, 12, True) is params
+    assert (fit_max_tokens(params, 9, 12, False).max_tokens, fit_max_tokens(params, 9, 12, False).min_tokens) == (3, 3)
+    assert fit_max_tokens(SamplingParams(max_tokens=None), 9, 12, True).max_tokens == 3
     with pytest.raises(
         RequestError,
         match="This model's maximum context length is 12 tokens. However, you requested 5 output tokens and your "
         "prompt contains at least 9 input tokens, for a total of at least 14 tokens",
     ) as caught:
-        fitted(params, 9, 12, True)
+        fit_max_tokens(params, 9, 12, True)
     assert (caught.value.parameter, caught.value.value) == ("max_tokens", 5)
 
 
@@ -51,10 +53,10 @@ def test_outputs_are_cut_unless_that_is_an_error() -> None:
 def test_a_prompt_that_leaves_no_room_is_refused_either_way(max_tokens: int | None) -> None:
     params = SamplingParams(max_tokens=max_tokens)
     with pytest.raises(RequestError, match="However, you requested 1 output tokens") as caught:
-        fitted(params, 12, 12, True)
+        fit_max_tokens(params, 12, 12, True)
     assert (caught.value.parameter, caught.value.value) == ("input_tokens", 12)
     with pytest.raises(RequestError, match="length is 12 tokens. However, you requested 1 output tokens"):
-        fitted(params, 12, 12, False)
+        fit_max_tokens(params, 12, 12, False)
 
 
 def test_one_prompt_is_one() -> None:

@@ -238,7 +238,7 @@ def test_a_slow_reader_gets_joined_deltas(run: Run, client: EngineClient) -> Non
         (asked(None, token_ids=()), "has no token ids", None),
         (asked(params=GREEDY.clone(logprobs=21)), "logprobs must be at most 20", "logprobs"),
         (asked(params=GREEDY.clone(stop_token_ids=[400])), "stop_token_ids must have token ids", "stop_token_ids"),
-        (asked(params=GREEDY.clone(extra_args={"a": 1})), "extra_args has no argument 'a'", "extra_args"),
+        (asked(params=GREEDY.clone(extra_args={"a": 1})), "unknown argument 'a' in extra_args", "extra_args"),
         (asked(params=GREEDY.clone(max_tokens=250), is_strict_length=True), "you requested 250 output", "max_tokens"),
         (asked("1" * 256, is_strict_length=True), "However, you requested 32 output tokens", "input_tokens"),
         (asked("1" * 256), "maximum context length is 256 tokens. However, you requested 1 output", "input_tokens"),
@@ -387,7 +387,7 @@ def test_aborted_requests_end_with_what_they_have(run: Run, client: EngineClient
 def test_a_deadline_mid_decode(run: Run, client: EngineClient) -> None:
     async def read() -> int:
         count = 0
-        with pytest.raises(DeadlineError, match="the deadline has passed"):
+        with pytest.raises(DeadlineError, match="deadline exceeded"):
             async for output in client.generate(asked(params=LONG, timeout_s=0.15), "late"):
                 count += sum(len(one.token_ids) for one in output.outputs)
                 await asyncio.sleep(0)

@@ -97,7 +97,7 @@ def test_a_deadline_that_the_engine_process_does_not_keep_is_kept_here() -> None
     async def main() -> None:
         collector = OutputCollector(5, "name")
         collector.start_deadline(0.05)
-        with pytest.raises(DeadlineError, match=r"not done within 0\.05 s"):
+        with pytest.raises(DeadlineError, match=r"not finished within 0\.05 s"):
             await collector.get()
         assert not collector.has_ended  # so that its request is cancelled
         collector.close()
