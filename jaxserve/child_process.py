@@ -49,13 +49,13 @@ class LineProcess:
         try:
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
-            answer = self._process.stdout.readline()
+            response = self._process.stdout.readline()
         except BrokenPipeError:
-            answer = b""
+            response = b""
         finally:
             timer.cancel()
-        if answer.endswith(b"\n"):
-            return answer[:-1].decode()
+        if response.endswith(b"\n"):
+            return response[:-1].decode()
         self._process.kill()
         self._process.wait()
         return None
@@ -124,8 +124,8 @@ class ProcessPool:
         """
         process = self._take()
         try:
-            answer = process.ask(job, limit_s)
-            return None if answer is None else json.loads(answer)
+            response = process.ask(job, limit_s)
+            return None if response is None else json.loads(response)
         finally:
             self._give_back(process)
 

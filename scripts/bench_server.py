@@ -6,7 +6,7 @@
   prefix cache (each prompt comes once over each way). Both engines are loaded all the time, each in a process of its
   own, and one works at a time; repetitions are interleaved, so that what else the machine does falls on all alike. The
   client works on the same cores as the server: its time is in the ratio.
-* Streams: many at once, each compared with ``LLM.generate``'s answer at temperature 0: a token that was dropped,
+* Streams: many at once, each compared with ``LLM.generate``'s output at temperature 0: a token that was dropped,
   doubled or came out of order makes another text.
 * Disconnects: how long a short request takes while many streams are cut off, against an idle server.
 """
@@ -157,8 +157,8 @@ async def measure_overhead(
         found = {"offline": sum(expected["num_tokens"]) / expected["seconds"]}
         for surface in SURFACES:
             result = await surfaces.run(surface, lambda backend, asked=requests: _all_at_once(backend, asked))
-            found[surface] = sum(map(output_length, result.answers)) / result.duration_s
-            num_wrong += count_wrong(result.answers, expected)
+            found[surface] = sum(map(output_length, result.responses)) / result.duration_s
+            num_wrong += count_wrong(result.responses, expected)
         if repetition:
             for name, speed in found.items():
                 speeds[name].append(speed)
@@ -171,11 +171,11 @@ async def _all_at_once(backend: Backend, requests: list[BenchRequest]) -> Any:
     return await run_load(backend, requests, [0.0] * len(requests))
 
 
-def count_wrong(answers: list[BenchResponse], expected: dict[str, Any]) -> int:
+def count_wrong(responses: list[BenchResponse], expected: dict[str, Any]) -> int:
     """Return the number of responses that failed or are wrong."""
     return sum(
-        not answer.is_success or answer.text != text or output_length(answer) != count
-        for answer, text, count in zip(answers, expected["texts"], expected["num_tokens"], strict=True)
+        not response.is_success or response.text != text or output_length(response) != count
+        for response, text, count in zip(responses, expected["texts"], expected["num_tokens"], strict=True)
     )
 
 
@@ -191,14 +191,14 @@ async def measure_streams(
     found: dict[str, Any] = {"streams": options.num_streams}
     for surface in SURFACES:
         result = await surfaces.run(surface, lambda backend: _all_at_once(backend, requests))
-        errors = [answer.error for answer in result.answers if not answer.is_success]
-        num_tokens = sum(map(output_length, result.answers))
+        errors = [response.error for response in result.responses if not response.is_success]
+        num_tokens = sum(map(output_length, result.responses))
         found[surface] = {
-            "wrong": count_wrong(result.answers, expected),
+            "wrong": count_wrong(result.responses, expected),
             "failed": len(errors),
             "first_error": errors[0] if errors else "",
             "num_tokens": num_tokens,
-            "num_chunks": sum(len(answer.chunk_s) for answer in result.answers),
+            "num_chunks": sum(len(response.chunk_s) for response in result.responses),
             "tokens_per_s": num_tokens / result.duration_s,
         }
     return found
@@ -233,9 +233,9 @@ async def _disconnect_again_and_again(options: argparse.Namespace, backend: Back
 
 async def _seconds(backend: Backend, request: BenchRequest) -> float:
     start = time.perf_counter()
-    answer = await backend.send(request)
-    if not answer.is_success:
-        raise RuntimeError(f"a short request failed: {answer.error}")
+    response = await backend.send(request)
+    if not response.is_success:
+        raise RuntimeError(f"a short request failed: {response.error}")
     return time.perf_counter() - start
 
 

@@ -2,11 +2,12 @@
 
     python scripts/soak_server.py --minutes 30 --output-json FILE
 
-Workers ask over HTTP and gRPC: streams, whole answers, chats, tools, logprobs, grammars, embeddings, and nonsense of
-every kind. They cut off some of it at random times, read slowly, leave connections half open; child processes with
-streams are killed. Known answers are compared; memory, descriptors and threads of both processes, pages and queues are
-watched. At the end all must be quiet, nothing may have grown (``scripts/soak/report.py`` has the limits), and every
-request must have had its answer or the error that it earned. Exit status 0 says so.
+Workers send requests over HTTP and gRPC: streams, whole responses, chats, tools, logprobs, grammars, embeddings, and
+invalid input of every kind. They cut some of them off at random times, read slowly and leave connections half open;
+child processes with streams are killed. Completions are compared with known ones; memory, descriptors and threads of
+both processes, pages and queues are watched. At the end the server must be idle, nothing may have grown beyond the limits in
+``scripts/soak/report.py``, and every request must have received its response or the expected error. Only then is the
+exit status 0.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from jaxserve.bench.serve_http import HttpClient  # noqa: E402  (after the path)
 from scripts.server_child import RunningServer, as_flags, running_server  # noqa: E402
 from scripts.soak.load import Load  # noqa: E402
 from scripts.soak.report import Report  # noqa: E402
-from scripts.soak.requests import Question, questions  # noqa: E402
+from scripts.soak.requests import KnownPrompt, prompts  # noqa: E402
 from scripts.soak.watch import wait_until_quiet, watch  # noqa: E402
 
 ENGINE: dict[str, Any] = {
@@ -47,7 +48,7 @@ async def run_soak(server: RunningServer, duration_s: float, seed: int = 0, num_
     contexts of at least 256 tokens, and let everybody in.
     """
     report = Report()
-    known = await known_answers(server, questions(seed))
+    known = await known_responses(server, prompts(seed))
     await fill_pools(server)
     load = Load(server, known, report, seed)
     try:
@@ -65,7 +66,7 @@ async def run_soak(server: RunningServer, duration_s: float, seed: int = 0, num_
         await load.close()
     report.after = await wait_until_quiet(server, QUIET_LIMIT_S, SETTLE_S)
     report.judge()
-    await known_answers(server, known, report)
+    await known_responses(server, known, report)
     return report
 
 
@@ -81,23 +82,23 @@ async def fill_pools(server: RunningServer) -> None:
     await client.close()
 
 
-async def known_answers(
-    server: RunningServer, asked: Sequence[Question], report: Report | None = None
-) -> list[Question]:
-    """Questions with the answers that an idle server gives; ``report`` hears where they are not what they were."""
+async def known_responses(
+    server: RunningServer, asked: Sequence[KnownPrompt], report: Report | None = None
+) -> list[KnownPrompt]:
+    """Return the prompts with the completions of an idle server; differences from earlier ones go to ``report``."""
     client = HttpClient(server.http)
     found = []
-    for question in asked:
-        completion = await client.request("POST", "/v1/completions", question.completion())
-        chat = await client.request("POST", "/v1/chat/completions", question.chat_completion())
-        for answer in (completion, chat):
-            if answer.status != 200:
-                raise RuntimeError(f"an idle server answered with status {answer.status}: {answer.body[:300]!r}")
+    for prompt in asked:
+        completion = await client.request("POST", "/v1/completions", prompt.completion())
+        chat = await client.request("POST", "/v1/chat/completions", prompt.chat_completion())
+        for response in (completion, chat):
+            if response.status != 200:
+                raise RuntimeError(f"an idle server responded with status {response.status}: {response.body[:300]!r}")
         text = completion.json()["choices"][0]["text"]
         message = chat.json()["choices"][0]["message"]["content"]
-        found.append(question._replace(text=text, chat=message))
-        if report is not None and found[-1] != question:
-            report.complain(f"after the load {question.prompt!r} is answered by {text!r}, {message!r}")
+        found.append(prompt._replace(text=text, chat=message))
+        if report is not None and found[-1] != prompt:
+            report.complain(f"after the load {prompt.prompt!r} gets {text!r}, {message!r}")
     await client.close()
     return found
 

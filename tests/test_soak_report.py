@@ -69,8 +69,8 @@ def test_problems_are_counted_and_the_first_are_kept() -> None:
     report = Report()
     for i in range(60):
         report.complain(f"{i}")
-        report.note("stream", "answered" if i % 2 else "wrong")
+        report.note("stream", "completed" if i % 2 else "wrong")
     assert (report.num_problems, len(report.problems), report.num_requests) == (60, 50, 60)
     found: Any = json.loads(json.dumps(report.as_json()))
-    assert found["outcomes"] == {"stream": {"wrong": 30, "answered": 30}}
+    assert found["outcomes"] == {"stream": {"wrong": 30, "completed": 30}}
     assert found["is_clean"] is False

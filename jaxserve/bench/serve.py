@@ -99,7 +99,7 @@ async def _measure(
     ready: ReadyCheck,
 ) -> dict[str, Any]:
     print("Starting initial single prompt test run...")
-    await ready.wait_for_answer(backend, requests[0])
+    await ready.wait_for_response(backend, requests[0])
     print("Initial test run completed.")
     if options.num_warmups:
         print(f"Warming up with {options.num_warmups} requests...")
@@ -117,8 +117,8 @@ async def _measure(
             result = await run_load(backend, requests, due_s, options.max_concurrency, lambda _: bar.update())
         finally:
             gc.unfreeze()
-    _print_errors(result.answers)
-    found = figures(result.answers, result.duration_s, selection)
+    _print_errors(result.responses)
+    found = figures(result.responses, result.duration_s, selection)
     print("\n".join(banner_lines(found, selection)), flush=True)
     return found
 
@@ -135,8 +135,8 @@ def _traffic_lines(rate: Rate, is_recorded: bool, max_concurrency: int | None) -
     return [speed, f"Burstiness factor: {rate.burstiness} ({process})", last]
 
 
-def _print_errors(answers: list[BenchResponse]) -> None:
-    errors = [answer.error for answer in answers if not answer.is_success]
+def _print_errors(responses: list[BenchResponse]) -> None:
+    errors = [response.error for response in responses if not response.is_success]
     if errors:
         print(f"Failed requests during benchmark run detected (capping to {MAX_ERRORS}):")
         print("\n".join(f"Error {i}: {error}" for i, error in enumerate(errors[:MAX_ERRORS])))

@@ -79,26 +79,26 @@ class GrpcBackend:
         message = self._message(request)
         call = self._calls[self._turn % len(self._calls)]
         self._turn += 1
-        answer = BenchResponse(self._clock(), request.num_prompt_tokens)
+        response = BenchResponse(self._clock(), request.num_prompt_tokens)
         try:
-            async for news in call(message, metadata=self._metadata):
-                self._note(answer, news)
+            async for delta in call(message, metadata=self._metadata):
+                self._note(response, delta)
         except grpc.aio.AioRpcError as error:
-            answer.error = f"gRPC {error.code().name}: {error.details()}"
-            return answer
-        if not answer.chunk_s:
-            answer.error = "the stream ended without a text"
-        return answer
+            response.error = f"gRPC {error.code().name}: {error.details()}"
+            return response
+        if not response.chunk_s:
+            response.error = "the stream ended without a text"
+        return response
 
-    def _note(self, answer: BenchResponse, news: Any) -> None:
-        if news.completions:
-            answer.chunk_s.append(self._clock())
-            answer.texts.append(news.completions[0].text)
-        if news.HasField("prompt"):
-            answer.num_prompt_tokens = news.prompt.num_tokens
-        if news.HasField("usage"):
-            answer.num_output_tokens = news.usage.completion_tokens
-            answer.num_prompt_tokens = news.usage.prompt_tokens
+    def _note(self, response: BenchResponse, delta: Any) -> None:
+        if delta.completions:
+            response.chunk_s.append(self._clock())
+            response.texts.append(delta.completions[0].text)
+        if delta.HasField("prompt"):
+            response.num_prompt_tokens = delta.prompt.num_tokens
+        if delta.HasField("usage"):
+            response.num_output_tokens = delta.usage.completion_tokens
+            response.num_prompt_tokens = delta.usage.prompt_tokens
 
     def _message(self, request: BenchRequest) -> generation_pb2.StreamGenerateRequest:
         message = generation_pb2.StreamGenerateRequest(request=self._template)
@@ -120,11 +120,11 @@ async def grpc_model(channel: Any, model: str, metadata: Mapping[str, str]) -> m
     stub: Any = model_pb2_grpc.ModelServiceStub(channel)
     pairs = tuple((name.lower(), value) for name, value in metadata.items())
     try:
-        answer = await stub.GetModel(model_pb2.GetModelRequest(model=model), metadata=pairs, timeout=60)
+        response = await stub.GetModel(model_pb2.GetModelRequest(model=model), metadata=pairs, timeout=60)
     except grpc.aio.AioRpcError as error:
         kind = NotReadyError if error.code() in _NOT_READY else BenchServeError
         raise kind(f"the server does not report its model: {error.code().name}: {error.details()}") from error
-    return answer.model
+    return response.model
 
 
 def grpc_tokens(channel: Any, vocab_size: int, metadata: Mapping[str, str]) -> TokenSource:

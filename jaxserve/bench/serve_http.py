@@ -118,9 +118,9 @@ class HttpClient:
     async def _exchange(self, connection: "_Connection", message: bytes, on_data: OnData | None) -> HttpResponse:
         is_done = False
         try:
-            answer = await connection.exchange(message, on_data)
+            response = await connection.exchange(message, on_data)
             is_done = True
-            return answer
+            return response
         finally:
             if is_done and connection.can_go_on():
                 self._idle.append(connection)

@@ -12,7 +12,7 @@ from jaxserve.bench.serve_records import Backend, BenchRequest, BenchResponse
 class LoadResult(NamedTuple):
     """Responses in the order of their requests, and the seconds from the first due time to the last response."""
 
-    answers: list[BenchResponse]
+    responses: list[BenchResponse]
     duration_s: float
 
 
@@ -21,7 +21,7 @@ async def run_load(
     requests: Sequence[BenchRequest],
     due_s: Sequence[float],
     max_concurrency: int | None = None,
-    on_answer: Callable[[BenchResponse], Any] | None = None,
+    on_response: Callable[[BenchResponse], Any] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LoadResult:
     """Send each request when it is due, whether or not earlier ones have finished.
@@ -31,7 +31,7 @@ async def run_load(
         requests: The requests.
         due_s: Due time of each request, in seconds from now, ascending.
         max_concurrency: Limit of concurrent requests; others wait here, and their wait is recorded. None: no limit.
-        on_answer: Called with each response.
+        on_response: Called with each response.
         clock: Returns monotonic seconds.
     """
     limit = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
@@ -39,11 +39,11 @@ async def run_load(
 
     async def ask(request: BenchRequest, arrived_s: float) -> BenchResponse:
         async with limit:
-            answer = await backend.send(request)
-        answer.queue_s = answer.start_s - arrived_s
-        if on_answer is not None:
-            on_answer(answer)
-        return answer
+            response = await backend.send(request)
+        response.queue_s = response.start_s - arrived_s
+        if on_response is not None:
+            on_response(response)
+        return response
 
     async with asyncio.TaskGroup() as tasks:
         sent = []

@@ -109,44 +109,44 @@ def read_goodput(pairs: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def output_length(answer: BenchResponse) -> int:
+def output_length(response: BenchResponse) -> int:
     """Return the tokens of a response: the server's count, or its chunks if it sent none."""
-    if not answer.is_success:
+    if not response.is_success:
         return 0
-    return len(answer.chunk_s) if answer.num_output_tokens is None else answer.num_output_tokens
+    return len(response.chunk_s) if response.num_output_tokens is None else response.num_output_tokens
 
 
-def tpot_s(answer: BenchResponse) -> float | None:
+def tpot_s(response: BenchResponse) -> float | None:
     """Return the mean time per output token after the first; None for fewer than two tokens."""
-    length = output_length(answer)
-    return (answer.latency_s - answer.ttft_s) / (length - 1) if length > 1 else None
+    length = output_length(response)
+    return (response.latency_s - response.ttft_s) / (length - 1) if length > 1 else None
 
 
-def figures(answers: Sequence[BenchResponse], duration_s: float, selection: Selection) -> dict[str, Any]:
+def figures(responses: Sequence[BenchResponse], duration_s: float, selection: Selection) -> dict[str, Any]:
     """Compute vLLM's metrics. Those of single requests have one entry per request, in the order they were sent."""
-    good = [answer for answer in answers if answer.is_success]
-    num_input = sum(answer.num_prompt_tokens for answer in good)
-    lengths = [output_length(answer) for answer in answers]
-    num_good = sum(_is_within(answer, selection.goodput) for answer in good)
+    good = [response for response in responses if response.is_success]
+    num_input = sum(response.num_prompt_tokens for response in good)
+    lengths = [output_length(response) for response in responses]
+    num_good = sum(_is_within(response, selection.goodput) for response in good)
     found: dict[str, Any] = {
         "duration": duration_s,
         "completed": len(good),
-        "failed": len(answers) - len(good),
+        "failed": len(responses) - len(good),
         "total_input_tokens": num_input,
         "total_output_tokens": sum(lengths),
         "request_throughput": len(good) / duration_s,
         "request_goodput": num_good / duration_s if selection.goodput else None,
         "output_throughput": sum(lengths) / duration_s,
         "total_token_throughput": (num_input + sum(lengths)) / duration_s,
-        "input_lens": [answer.num_prompt_tokens for answer in answers],
+        "input_lens": [response.num_prompt_tokens for response in responses],
         "output_lens": lengths,
-        "ttfts": [answer.ttft_s for answer in answers],
-        "itls": [answer.itls_s for answer in answers],
-        "latencies": [answer.latency_s for answer in answers],
-        "start_times": [answer.start_s for answer in answers],
-        "queue_times": [answer.queue_s for answer in answers],
-        "generated_texts": [answer.text for answer in answers],
-        "errors": [answer.error for answer in answers],
+        "ttfts": [response.ttft_s for response in responses],
+        "itls": [response.itls_s for response in responses],
+        "latencies": [response.latency_s for response in responses],
+        "start_times": [response.start_s for response in responses],
+        "queue_times": [response.queue_s for response in responses],
+        "generated_texts": [response.text for response in responses],
+        "errors": [response.error for response in responses],
         "max_output_tokens_per_s": _peak_chunks(good),
         "max_concurrent_requests": _peak_concurrency(good),
     }
@@ -157,16 +157,16 @@ def figures(answers: Sequence[BenchResponse], duration_s: float, selection: Sele
 
 def _values_s(name: str, good: Sequence[BenchResponse]) -> list[float]:
     if name == "itl":
-        return [gap for answer in good for gap in answer.itls_s]
+        return [gap for response in good for gap in response.itls_s]
     if name == "tpot":
         return [value for value in map(tpot_s, good) if value is not None]
     read = {
-        "ttft": lambda answer: answer.ttft_s,
-        "e2el": lambda answer: answer.latency_s,
-        "client_queue_time": lambda answer: answer.queue_s,
-        "e2el_including_client_queue": lambda answer: answer.latency_s + answer.queue_s,
+        "ttft": lambda response: response.ttft_s,
+        "e2el": lambda response: response.latency_s,
+        "client_queue_time": lambda response: response.queue_s,
+        "e2el_including_client_queue": lambda response: response.latency_s + response.queue_s,
     }[name]
-    return [read(answer) for answer in good]
+    return [read(response) for response in good]
 
 
 def _statistics(name: str, values_s: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
@@ -180,23 +180,23 @@ def _word(percentile: float) -> str:
     return str(int(percentile)) if int(percentile) == percentile else str(percentile)
 
 
-def _is_within(answer: BenchResponse, limits_ms: Mapping[str, float]) -> bool:
+def _is_within(response: BenchResponse, limits_ms: Mapping[str, float]) -> bool:
     """Return whether a response meets all limits; one with a single token meets any limit of TPOT."""
-    values_s = {"ttft": answer.ttft_s, "tpot": tpot_s(answer) or 0.0, "e2el": answer.latency_s}
+    values_s = {"ttft": response.ttft_s, "tpot": tpot_s(response) or 0.0, "e2el": response.latency_s}
     return all(values_s[name] <= limit / 1000 for name, limit in limits_ms.items())
 
 
 def _peak_chunks(good: Sequence[BenchResponse]) -> float:
     """Return the largest number of chunks per second, in seconds counted from the first request."""
-    start = min((answer.start_s for answer in good), default=0.0)
-    counts = collections.Counter(int(time - start) for answer in good for time in answer.chunk_s)
+    start = min((response.start_s for response in good), default=0.0)
+    counts = collections.Counter(int(time - start) for response in good for time in response.chunk_s)
     return float(max(counts.values(), default=0))
 
 
 def _peak_concurrency(good: Sequence[BenchResponse]) -> int:
     """Return the largest number of concurrent requests among the successful ones."""
-    changes = [(answer.start_s, 1) for answer in good]
-    changes += [(answer.start_s + answer.latency_s, -1) for answer in good]
+    changes = [(response.start_s, 1) for response in good]
+    changes += [(response.start_s + response.latency_s, -1) for response in good]
     peak = now = 0
     for _, change in sorted(changes):
         now += change

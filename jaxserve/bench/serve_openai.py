@@ -34,7 +34,7 @@ class EventReader:
 class StreamNotes:
     """Records the events of a stream in a response. Each event with a choice is a chunk, as in vLLM."""
 
-    answer: BenchResponse
+    response: BenchResponse
     events: EventReader = dataclasses.field(default_factory=EventReader)
     has_ended: bool = False
 
@@ -58,13 +58,13 @@ class StreamNotes:
             raise BenchServeError(f"expected an event with a JSON object, got {event[:200]!r}") from error
         if "error" in fields:
             raise BenchServeError(f"the stream ended with an error: {error_text(fields)}")
-        answer = self.answer
+        response = self.response
         if choices:
-            answer.chunk_s.append(now_s)
-            answer.texts.append(_text(choices[0]))
+            response.chunk_s.append(now_s)
+            response.texts.append(_text(choices[0]))
         if usage:
-            answer.num_output_tokens = usage.get("completion_tokens", answer.num_output_tokens)
-            answer.num_prompt_tokens = usage.get("prompt_tokens", answer.num_prompt_tokens)
+            response.num_output_tokens = usage.get("completion_tokens", response.num_output_tokens)
+            response.num_prompt_tokens = usage.get("prompt_tokens", response.num_prompt_tokens)
 
 
 def _text(choice: dict[str, Any]) -> str:
@@ -114,20 +114,20 @@ class OpenAIBackend:
     async def send(self, request: BenchRequest) -> BenchResponse:
         """Send a request and wait for the whole response. A failure is recorded in it, never raised."""
         body = self._body(request)
-        answer = BenchResponse(self._clock(), request.num_prompt_tokens)
-        notes = StreamNotes(answer)
+        response = BenchResponse(self._clock(), request.num_prompt_tokens)
+        notes = StreamNotes(response)
         try:
             found = await self._client.request("POST", self._endpoint, body, notes.feed)
         except (OSError, BenchServeError) as error:
-            answer.error = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
-            return answer
+            response.error = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
+            return response
         if found.status != 200:
-            answer.error = f"HTTP {found.status}: {_error_of(found.body)}"
-        elif not answer.chunk_s:
-            answer.error = "the stream ended without a chunk of text"
+            response.error = f"HTTP {found.status}: {_error_of(found.body)}"
+        elif not response.chunk_s:
+            response.error = "the stream ended without a chunk of text"
         elif not notes.has_ended:
-            answer.error = "the stream ended without [DONE]"
-        return answer
+            response.error = "the stream ended without [DONE]"
+        return response
 
     def _body(self, request: BenchRequest) -> dict[str, Any]:
         if self._is_chat:

@@ -59,7 +59,7 @@ class ReadyCheck:
         finally:
             self._left_s = max(0.0, deadline_s - time.monotonic())
 
-    async def wait_for_answer(self, backend: Backend, request: BenchRequest) -> None:
+    async def wait_for_response(self, backend: Backend, request: BenchRequest) -> None:
         """Send one request, retried until it succeeds, whatever its failure.
 
         Raises:
@@ -67,9 +67,9 @@ class ReadyCheck:
         """
 
         async def ask() -> None:
-            answer = await backend.send(request)
-            if not answer.is_success:
-                raise NotReadyError(f"the test request failed: {answer.error}")
+            response = await backend.send(request)
+            if not response.is_success:
+                raise NotReadyError(f"the test request failed: {response.error}")
 
         await self.wait(ask, None)
 
@@ -95,11 +95,11 @@ async def ask_http(client: HttpClient, method: str, path: str, body: Any = None)
         BenchServeError: Its certificate cannot be verified.
     """
     try:
-        answer = await client.request(method, path, body)
+        response = await client.request(method, path, body)
     except ssl.SSLCertVerificationError as error:
         raise BenchServeError(f"cannot verify the certificate of {client.base_url}: {error}") from error
     except OSError as error:
         raise NotReadyError(f"cannot reach {client.base_url}: {error}") from error
-    if answer.status in NOT_READY:
-        raise NotReadyError(f"{client.base_url}{path} responds with status {answer.status}: {answer.body[:200]!r}")
-    return answer
+    if response.status in NOT_READY:
+        raise NotReadyError(f"{client.base_url}{path} responds with status {response.status}: {response.body[:200]!r}")
+    return response

@@ -110,8 +110,8 @@ async def http_target(
 
 
 async def _first_model(client: HttpClient) -> str:
-    answer = await ask_http(client, "GET", "/v1/models")
-    models = answer.json().get("data") if answer.status == 200 else None
+    response = await ask_http(client, "GET", "/v1/models")
+    models = response.json().get("data") if response.status == 200 else None
     if not models:
-        raise BenchServeError(f"the server does not list its models (status {answer.status}); pass --model")
+        raise BenchServeError(f"the server does not list its models (status {response.status}); pass --model")
     return models[0]["id"]

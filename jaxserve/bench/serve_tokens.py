@@ -98,17 +98,17 @@ async def server_tokens(client: HttpClient, model: str) -> TokenSource:
         return len(_tokens_of(await tokenize(text)))
 
     async def decode(token_ids: list[int]) -> str:
-        answer = await ask_http(client, "POST", "/detokenize", {"model": model, "tokens": token_ids})
-        return _field(answer, "prompt", str)
+        response = await ask_http(client, "POST", "/detokenize", {"model": model, "tokens": token_ids})
+        return _field(response, "prompt", str)
 
-    answer = await tokenize(" ".join(WORDS))
-    if answer.status in _NO_PATH:
-        reason = f"{client.base_url} has no /tokenize (status {answer.status})"
+    response = await tokenize(" ".join(WORDS))
+    if response.status in _NO_PATH:
+        reason = f"{client.base_url} has no /tokenize (status {response.status})"
         print(f"{reason}: using plain words instead of tokens; lengths are approximate", file=sys.stderr, flush=True)
         return word_tokens()
-    found = _tokens_of(answer)
+    found = _tokens_of(response)
     if not found:
-        raise _wrong_answer(answer)
+        raise _wrong_response(response)
     return TokenSource(sorted(set(found)), decode, count)
 
 
@@ -121,22 +121,22 @@ def word_tokens() -> TokenSource:
     return TokenSource(range(len(WORDS)), decode, are_words=True)
 
 
-def _tokens_of(answer: HttpResponse) -> list[int]:
-    found = _field(answer, "tokens", list)
+def _tokens_of(response: HttpResponse) -> list[int]:
+    found = _field(response, "tokens", list)
     if not all(type(token) is int for token in found):
-        raise _wrong_answer(answer)
+        raise _wrong_response(response)
     return found
 
 
-def _field(answer: HttpResponse, name: str, kind: type[T]) -> T:
+def _field(response: HttpResponse, name: str, kind: type[T]) -> T:
     """Return a field of a successful response."""
-    fields = answer.json() if answer.status == 200 else None
+    fields = response.json() if response.status == 200 else None
     value = fields.get(name) if isinstance(fields, dict) else None
     if not isinstance(value, kind):
-        raise _wrong_answer(answer)
+        raise _wrong_response(response)
     return value
 
 
-def _wrong_answer(answer: HttpResponse) -> BenchServeError:
-    what = f"status {answer.status}: {answer.body[:200]!r}"
+def _wrong_response(response: HttpResponse) -> BenchServeError:
+    what = f"status {response.status}: {response.body[:200]!r}"
     return BenchServeError(f"the server's tokenizer responded with {what}; pass --tokenizer to use another")

@@ -27,7 +27,7 @@ from scripts.soak.requests import (
     FEATURES,
     LOOKS,
     RAW_BAD,
-    Question,
+    KnownPrompt,
     half_a_request,
 )
 from scripts.soak.slow_reader import read_slowly
@@ -48,12 +48,12 @@ class Load:
 
     Args:
         server: The server.
-        known: Questions with their answers.
+        known: Prompts with their responses.
         report: Where outcomes go.
         seed: Of what is asked when.
     """
 
-    def __init__(self, server: RunningServer, known: Sequence[Question], report: Report, seed: int):
+    def __init__(self, server: RunningServer, known: Sequence[KnownPrompt], report: Report, seed: int):
         self._server = server
         self._known = known
         self._report = report
@@ -140,52 +140,52 @@ class Load:
 
     async def http_stream(self, generator: random.Random) -> str:
         """Return a completion as a stream."""
-        question = generator.choice(self._known)
+        known = generator.choice(self._known)
         async with self._client(generator) as client:
             backend = OpenAIBackend(client, "/v1/completions", "", {"temperature": 0, "ignore_eos": True})
-            answer = await backend.send(BenchRequest(question.prompt, question.max_tokens))
-        return _checked(answer, question.text, question.max_tokens)
+            response = await backend.send(BenchRequest(known.prompt, known.max_tokens))
+        return _checked(response, known.text, known.max_tokens)
 
     async def http_unary(self, generator: random.Random) -> str:
         """Return a completion in one piece."""
-        question = generator.choice(self._known)
-        answer = await self._ask(generator, "POST", "/v1/completions", question.completion())
-        return _checked_body(answer, lambda found: found["choices"][0]["text"] == question.text)
+        known = generator.choice(self._known)
+        response = await self._ask(generator, "POST", "/v1/completions", known.completion())
+        return _checked_body(response, lambda found: found["choices"][0]["text"] == known.text)
 
     async def http_chat(self, generator: random.Random) -> str:
         """Return a chat in one piece."""
-        question = generator.choice(self._known)
-        answer = await self._ask(generator, "POST", "/v1/chat/completions", question.chat_completion())
-        return _checked_body(answer, lambda found: found["choices"][0]["message"]["content"] == question.chat)
+        known = generator.choice(self._known)
+        response = await self._ask(generator, "POST", "/v1/chat/completions", known.chat_completion())
+        return _checked_body(response, lambda found: found["choices"][0]["message"]["content"] == known.chat)
 
     async def http_chat_stream(self, generator: random.Random) -> str:
         """Return a chat as a stream."""
-        question = generator.choice(self._known)
+        known = generator.choice(self._known)
         async with self._client(generator) as client:
-            fields = question.chat_completion()
+            fields = known.chat_completion()
             del fields["messages"], fields["max_completion_tokens"]
             backend = OpenAIBackend(client, "/v1/chat/completions", "", fields)
-            answer = await backend.send(BenchRequest(question.prompt, 16))
-        return _checked(answer, question.chat, None)
+            response = await backend.send(BenchRequest(known.prompt, 16))
+        return _checked(response, known.chat, None)
 
     async def http_feature(self, generator: random.Random) -> str:
         """Send a request whose response can be checked."""
         feature = generator.choice(FEATURES)
-        answer = await self._ask(generator, "POST", feature.path, feature.body)
-        return _checked_body(answer, feature.is_right, feature.kind)
+        response = await self._ask(generator, "POST", feature.path, feature.body)
+        return _checked_body(response, feature.is_right, feature.kind)
 
     async def http_look(self, generator: random.Random) -> str:
         """Read the endpoints that operators use."""
         path = generator.choice(LOOKS)
-        answer = await self._ask(generator, "GET", path)
-        if answer.status != 200:
-            raise WrongError(f"{path}: status {answer.status}")
-        return "answered"
+        response = await self._ask(generator, "GET", path)
+        if response.status != 200:
+            raise WrongError(f"{path}: status {response.status}")
+        return "completed"
 
     async def http_cancel(self, generator: random.Random) -> str:
         """Send a streaming or non-streaming request that is aborted at a random time."""
-        question = generator.choice(self._known)
-        body = question.completion(**(_STREAM_FIELDS if generator.random() < 0.8 else {}))
+        known = generator.choice(self._known)
+        body = known.completion(**(_STREAM_FIELDS if generator.random() < 0.8 else {}))
         client = HttpClient(self._server.http)
         try:
             async with asyncio.timeout(_some_time(generator)):
@@ -199,12 +199,12 @@ class Load:
     async def http_bad(self, generator: random.Random) -> str:
         """Send a request that must be rejected."""
         bad = generator.choice(BAD)
-        answer = await self._ask(generator, "POST", bad.path, bad.body)
-        if answer.status == 429:
+        response = await self._ask(generator, "POST", bad.path, bad.body)
+        if response.status == 429:
             return "overloaded"
-        if answer.status not in bad.statuses:
-            raise WrongError(f"{bad.path} {str(bad.body)[:200]}: status {answer.status}: {answer.body[:200]!r}")
-        return f"refused {answer.status}"
+        if response.status not in bad.statuses:
+            raise WrongError(f"{bad.path} {str(bad.body)[:200]}: status {response.status}: {response.body[:200]!r}")
+        return f"refused {response.status}"
 
     async def http_bad_bytes(self, generator: random.Random) -> str:
         """Send bytes that are not a request."""
@@ -222,24 +222,24 @@ class Load:
 
     async def http_slow_reader(self, generator: random.Random) -> str:
         """Read a stream slowly through a small window, with logprobs to make it long."""
-        question = generator.choice(self._known)
-        answer = BenchResponse(0.0)
-        notes = StreamNotes(answer)
+        known = generator.choice(self._known)
+        response = BenchResponse(0.0)
+        notes = StreamNotes(response)
         message = HttpClient(self._server.http).message(
-            "POST", "/v1/completions", question.completion(**_STREAM_FIELDS, logprobs=20)
+            "POST", "/v1/completions", known.completion(**_STREAM_FIELDS, logprobs=20)
         )
         status = await read_slowly(self._host, self._port, message, notes.feed)
         if status == 429:
             return "overloaded"
         if status != 200 or not notes.has_ended:
             raise WrongError(f"status {status}, ended: {notes.has_ended}")
-        return _checked(answer, question.text, question.max_tokens)
+        return _checked(response, known.text, known.max_tokens)
 
     async def http_half_open(self, generator: random.Random) -> str:
         """Open a connection that sends nothing or half a request, or never reads its response; then close it."""
         _, writer = await asyncio.open_connection(self._host, self._port)
-        question = generator.choice(self._known)
-        body = question.completion(**_STREAM_FIELDS, logprobs=20)
+        known = generator.choice(self._known)
+        body = known.completion(**_STREAM_FIELDS, logprobs=20)
         whole = HttpClient(self._server.http).message("POST", "/v1/completions", body)
         try:
             writer.write(generator.choice((b"", half_a_request(), whole)))
@@ -256,40 +256,40 @@ class Load:
 
     async def grpc_stream(self, generator: random.Random) -> str:
         """Return a text as a stream."""
-        question = generator.choice(self._known)
+        known = generator.choice(self._known)
         backend = GrpcBackend(self._channels, "", {"temperature": 0.0, "ignore_eos": True}, {}, {})
-        answer = await backend.send(BenchRequest(question.prompt, question.max_tokens))
-        return _checked(answer, question.text, question.max_tokens)
+        response = await backend.send(BenchRequest(known.prompt, known.max_tokens))
+        return _checked(response, known.text, known.max_tokens)
 
     async def grpc_unary(self, generator: random.Random) -> str:
         """Return a text in one piece."""
-        question = generator.choice(self._known)
-        return await self._grpc_unary(generator, question.grpc_request(), question.text)
+        known = generator.choice(self._known)
+        return await self._grpc_unary(generator, known.grpc_request(), known.text)
 
     async def grpc_chat(self, generator: random.Random) -> str:
         """Return a conversation in one piece."""
-        question = generator.choice(self._known)
-        return await self._grpc_unary(generator, question.grpc_chat(), question.chat)
+        known = generator.choice(self._known)
+        return await self._grpc_unary(generator, known.grpc_chat(), known.chat)
 
     async def _grpc_unary(self, generator: random.Random, request: Any, text: str) -> str:
         try:
-            answer = await self._stub(generator).Generate(request)
+            response = await self._stub(generator).Generate(request)
         except grpc.aio.AioRpcError as error:
             return _refused(error)
-        if answer.completions[0].text != text:
-            raise WrongError(f"expected {text!r}, got {answer.completions[0].text!r}")
-        return "answered"
+        if response.completions[0].text != text:
+            raise WrongError(f"expected {text!r}, got {response.completions[0].text!r}")
+        return "completed"
 
     async def grpc_cancel(self, generator: random.Random) -> str:
         """Send a call that is cancelled at a random time."""
-        question = generator.choice(self._known)
+        known = generator.choice(self._known)
         stub = self._stub(generator)
         try:
             async with asyncio.timeout(_some_time(generator)):
                 if generator.random() < 0.2:
-                    await stub.Generate(question.grpc_request())
+                    await stub.Generate(known.grpc_request())
                 else:
-                    request = generation_pb2.StreamGenerateRequest(request=question.grpc_request())
+                    request = generation_pb2.StreamGenerateRequest(request=known.grpc_request())
                     async for _ in stub.StreamGenerate(request):
                         pass
         except TimeoutError:
@@ -300,8 +300,8 @@ class Load:
 
     async def grpc_deadline(self, generator: random.Random) -> str:
         """Send a call that times out at a random time."""
-        question = generator.choice(self._known)
-        request = generation_pb2.StreamGenerateRequest(request=question.grpc_request())
+        known = generator.choice(self._known)
+        request = generation_pb2.StreamGenerateRequest(request=known.grpc_request())
         try:
             async for _ in self._stub(generator).StreamGenerate(request, timeout=_some_time(generator)):
                 pass
@@ -320,7 +320,7 @@ class Load:
             if error.code() == bad.code:
                 return f"refused {error.code().name}"
             return _refused(error)
-        raise WrongError(f"nonsense was answered: {str(bad.request)[:200]}")
+        raise WrongError(f"an invalid request was accepted: {str(bad.request)[:200]}")
 
     # ---------------------------------------------------------------- clients that crash
 
@@ -331,8 +331,8 @@ class Load:
 
     async def crash_grpc(self, generator: random.Random) -> str:
         """Return the same over gRPC."""
-        count, question = generator.randint(1, 4), generator.choice(self._known)
-        message = generation_pb2.StreamGenerateRequest(request=question.grpc_request()).SerializeToString().hex()
+        count, known = generator.randint(1, 4), generator.choice(self._known)
+        message = generation_pb2.StreamGenerateRequest(request=known.grpc_request()).SerializeToString().hex()
         return await self._crash(generator, str(_CRASH_CLIENT), "--grpc", self._server.grpc, str(count), message)
 
     async def _crash(self, generator: random.Random, *command: str) -> str:
@@ -357,26 +357,26 @@ def _some_time(generator: random.Random) -> float:
     return 10 ** generator.uniform(-3.5, 0.3)
 
 
-def _checked(answer: BenchResponse, text: str, num_tokens: int | None) -> str:
+def _checked(response: BenchResponse, text: str, num_tokens: int | None) -> str:
     """Return the outcome of a stream with a known text."""
-    if answer.error.startswith(("HTTP 429", "gRPC RESOURCE_EXHAUSTED")):
+    if response.error.startswith(("HTTP 429", "gRPC RESOURCE_EXHAUSTED")):
         return "overloaded"
-    if not answer.is_success:
-        raise WrongError(answer.error)
-    if answer.text != text:
-        raise WrongError(f"expected {text!r}, got {answer.text!r}")
-    if num_tokens is not None and answer.num_output_tokens not in (num_tokens, None):
-        raise WrongError(f"expected {num_tokens} tokens, got {answer.num_output_tokens}")
-    return "answered"
+    if not response.is_success:
+        raise WrongError(response.error)
+    if response.text != text:
+        raise WrongError(f"expected {text!r}, got {response.text!r}")
+    if num_tokens is not None and response.num_output_tokens not in (num_tokens, None):
+        raise WrongError(f"expected {num_tokens} tokens, got {response.num_output_tokens}")
+    return "completed"
 
 
-def _checked_body(answer: HttpResponse, is_right: Callable[[Any], bool], kind: str = "") -> str:
+def _checked_body(response: HttpResponse, is_right: Callable[[Any], bool], kind: str = "") -> str:
     """Return the outcome of a request that should succeed."""
-    if answer.status == 429:
+    if response.status == 429:
         return "overloaded"
-    if answer.status != 200 or not is_right(answer.json()):
-        raise WrongError(f"{kind} status {answer.status}: {answer.body[:500]!r}")
-    return "answered"
+    if response.status != 200 or not is_right(response.json()):
+        raise WrongError(f"{kind} status {response.status}: {response.body[:500]!r}")
+    return "completed"
 
 
 def _refused(error: grpc.aio.AioRpcError) -> str:

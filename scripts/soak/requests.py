@@ -14,14 +14,14 @@ from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2, sampling
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-class Question(NamedTuple):
+class KnownPrompt(NamedTuple):
     """A prompt, and its greedy completions once they are known.
 
     Attributes:
         prompt: Text.
-        max_tokens: New tokens of the answer to the prompt as it is; the end of sequence does not end it.
-        text: That answer.
-        chat: The answer to the prompt as a user's message, of at most 16 tokens.
+        max_tokens: New tokens of the response to the prompt as it is; the end of sequence does not end it.
+        text: That response.
+        chat: The response to the prompt as a user's message, of at most 16 tokens.
     """
 
     prompt: str
@@ -30,13 +30,13 @@ class Question(NamedTuple):
     chat: str = ""
 
     def completion(self, **fields: Any) -> dict[str, Any]:
-        """Return a request for the answer."""
+        """Return a request for the response."""
         return {
             "prompt": self.prompt, "max_tokens": self.max_tokens, "temperature": 0, "ignore_eos": True, **fields
         }  # fmt: skip
 
     def chat_completion(self, **fields: Any) -> dict[str, Any]:
-        """Return a request for the answer to a message."""
+        """Return a request for the response to a message."""
         messages = [{"role": "user", "content": self.prompt}]
         return {"messages": messages, "max_completion_tokens": 16, "temperature": 0, **fields}
 
@@ -53,13 +53,13 @@ class Question(NamedTuple):
         return generation_pb2.GenerateRequest(messages=conversation, sampling_params=params)
 
 
-def questions(seed: int) -> list[Question]:
-    """Short questions of the demo model's tasks, and longer texts that fill more than a page."""
+def prompts(seed: int) -> list[KnownPrompt]:
+    """Short prompts of the demo model's tasks, and longer texts that fill more than a page."""
     generator = random.Random(seed)
-    found = [Question(completion_prompt(item), 8 + 7 * i) for i, task in enumerate(TASKS) for item in held_out(task, 4)]
+    found = [KnownPrompt(completion_prompt(q), 8 + 7 * i) for i, task in enumerate(TASKS) for q in held_out(task, 4)]
     for length in (40, 70, 100, 130):
         words = ["".join(generator.choices(LETTERS, k=3)) for _ in range(length // 4)]
-        found.append(Question(" ".join(words), 60))
+        found.append(KnownPrompt(" ".join(words), 60))
     return found
 
 
@@ -72,12 +72,12 @@ class Feature(NamedTuple):
     is_right: Callable[[Any], bool]
 
 
-def _texts(answer: Any) -> list[str]:
-    return [choice["text"] for choice in answer["choices"]]
+def _texts(response: Any) -> list[str]:
+    return [choice["text"] for choice in response["choices"]]
 
 
 def _matches(pattern: str) -> Callable[[Any], bool]:
-    return lambda answer: all(re.fullmatch(pattern, text) for text in _texts(answer))
+    return lambda response: all(re.fullmatch(pattern, text) for text in _texts(response))
 
 
 def _completion(**fields: Any) -> dict[str, Any]:
@@ -95,44 +95,51 @@ _SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum"
 
 FEATURES = (
     Feature(
-        "n", "/v1/completions", _completion(n=3, temperature=1.0, seed=7), lambda answer: len(answer["choices"]) == 3
+        "n",
+        "/v1/completions",
+        _completion(n=3, temperature=1.0, seed=7),
+        lambda response: len(response["choices"]) == 3,
     ),
     Feature(
         "logprobs",
         "/v1/completions",
         _completion(logprobs=3, temperature=0, ignore_eos=True),
-        lambda answer: len(answer["choices"][0]["logprobs"]["token_logprobs"]) == 8,
+        lambda response: len(response["choices"][0]["logprobs"]["token_logprobs"]) == 8,
     ),
     Feature(
         "echo",
         "/v1/completions",
         _completion(echo=True, logprobs=1, temperature=0),
-        lambda answer: _texts(answer)[0].startswith("12+30="),
+        lambda response: _texts(response)[0].startswith("12+30="),
     ),
     Feature("choice", "/v1/completions", _completion(structured_outputs={"choice": ["yes", "no"]}), _matches("yes|no")),
     Feature("regex", "/v1/completions", _completion(structured_outputs={"regex": "[0-9]{3}"}), _matches("[0-9]{3}")),
-    Feature("stop", "/v1/completions", _completion(stop=["4"], temperature=0), lambda answer: _texts(answer) == [""]),
+    Feature(
+        "stop", "/v1/completions", _completion(stop=["4"], temperature=0), lambda response: _texts(response) == [""]
+    ),
     Feature("several prompts", "/v1/completions", _completion(prompt=["1+1=", "2+2="]), lambda a: len(_texts(a)) == 2),
     Feature(
         "json schema",
         "/v1/chat/completions",
         _chat(response_format=_SCHEMA),
-        lambda answer: answer["choices"][0]["message"]["content"] in ('"p"', '"q"'),
+        lambda response: response["choices"][0]["message"]["content"] in ('"p"', '"q"'),
     ),
     Feature(
         "tool",
         "/v1/chat/completions",
         _chat(tools=TOOLS, tool_choice=_NAMED),
-        lambda answer: answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "add",
+        lambda response: response["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "add",
     ),
     Feature(
         "tool none",
         "/v1/chat/completions",
         _chat(tools=TOOLS, tool_choice="none", temperature=0),
-        lambda answer: isinstance(answer["choices"][0]["message"]["content"], str),
+        lambda response: isinstance(response["choices"][0]["message"]["content"], str),
     ),
-    Feature("embeddings", "/v1/embeddings", {"input": ["one", "two"]}, lambda answer: len(answer["data"]) == 2),
-    Feature("tokenize", "/tokenize", {"prompt": "hello"}, lambda answer: answer["count"] == len(answer["tokens"])),
+    Feature("embeddings", "/v1/embeddings", {"input": ["one", "two"]}, lambda response: len(response["data"]) == 2),
+    Feature(
+        "tokenize", "/tokenize", {"prompt": "hello"}, lambda response: response["count"] == len(response["tokens"])
+    ),
 )
 LOOKS = ("/v1/models", "/health", "/version", "/metrics", "/")
 

@@ -47,8 +47,8 @@ def children_values(pid: int) -> dict[str, float]:
 
 async def server_values(server: RunningServer, client: HttpClient) -> dict[str, float]:
     """Return all observed numbers."""
-    answer = await client.request("GET", "/metrics")
-    found = {name: float(value) for name, value in _LINE.findall(answer.body.decode()) if name in _NAMES}
+    response = await client.request("GET", "/metrics")
+    found = {name: float(value) for name, value in _LINE.findall(response.body.decode()) if name in _NAMES}
     front, engine = process_values("front", server.process.pid), process_values("engine", server.engine_pid)
     return {**front, **engine, **children_values(server.engine_pid), **found}
 

@@ -1,4 +1,4 @@
-"""A small HTTP server with OpenAI's paths, whose answers a test writes: for tests of what talks to such servers."""
+"""A small HTTP server with OpenAI's paths, whose responses a test writes: for tests of what talks to such servers."""
 
 import asyncio
 import contextlib
@@ -31,8 +31,8 @@ class Wire:
         self.writer.write(data)
         await self.writer.drain()
 
-    async def answer(self, status: int, body: Any) -> None:
-        """Sends a whole answer in JSON."""
+    async def respond(self, status: int, body: Any) -> None:
+        """Sends a whole response in JSON."""
         data = json.dumps(body).encode()
         await self.raw(b"HTTP/1.1 %d Status\r\ncontent-length: %d\r\n\r\n" % (status, len(data)) + data)
 
@@ -70,12 +70,12 @@ def usage(num_prompt: int, num_output: int) -> dict[str, Any]:
 async def echo_script(seen: Seen, wire: Wire) -> None:
     """As many words as asked for, at once; a tokenizer that knows two letters a token."""
     if seen.path == "/v1/models":
-        await wire.answer(200, {"data": [{"id": "fake"}]})
+        await wire.respond(200, {"data": [{"id": "fake"}]})
     elif seen.path == "/tokenize":
         words = seen.body["prompt"].split()
-        await wire.answer(200, {"tokens": [26 * ord(word[0]) + ord(word[-1]) for word in words]})
+        await wire.respond(200, {"tokens": [26 * ord(word[0]) + ord(word[-1]) for word in words]})
     elif seen.path == "/detokenize":
-        await wire.answer(200, {"prompt": " ".join(f"t{token}" for token in seen.body["tokens"])})
+        await wire.respond(200, {"prompt": " ".join(f"t{token}" for token in seen.body["tokens"])})
     else:
         num_tokens = seen.body.get("max_tokens") or seen.body["max_completion_tokens"]
         prompt = seen.body.get("prompt") or seen.body["messages"][0]["content"].split()

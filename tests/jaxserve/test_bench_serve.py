@@ -1,4 +1,4 @@
-"""``jaxserve bench serve`` as a command, against small servers whose answers are known."""
+"""``jaxserve bench serve`` as a command, against small servers whose responses are known."""
 
 import asyncio
 import collections
@@ -96,7 +96,7 @@ def _failing(num_good: int) -> Script:
         if seen.path.startswith("/v1/c"):
             asked.append(seen)
             if len(asked) > num_good:
-                await wire.answer(429, {"error": {"message": f"queue is full ({len(asked)})"}})
+                await wire.respond(429, {"error": {"message": f"queue is full ({len(asked)})"}})
                 return
         await echo_script(seen, wire)
 
@@ -131,7 +131,7 @@ def test_the_test_run_is_repeated_until_its_time_is_up(tmp_path: Path, monkeypat
         nonlocal num_asked
         num_asked += seen.path == "/v1/completions"
         if seen.path == "/v1/completions" and num_asked < 4:
-            await wire.answer(503, {"error": {"message": "starting"}})
+            await wire.respond(503, {"error": {"message": "starting"}})
         else:
             await echo_script(seen, wire)
 
@@ -159,7 +159,7 @@ def _starting(num_refused: int) -> Script:
     async def script(seen: Seen, wire: Wire) -> None:
         left[seen.path] -= 1
         if left[seen.path] >= 0:
-            await wire.answer(503, {"error": {"message": "starting"}})
+            await wire.respond(503, {"error": {"message": "starting"}})
         else:
             await echo_script(seen, wire)
 
@@ -196,7 +196,7 @@ def test_a_server_without_a_tokenizer_gets_words_and_the_result_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def script(seen: Seen, wire: Wire) -> None:
-        await (wire.answer(404, {}) if seen.path == "/tokenize" else echo_script(seen, wire))
+        await (wire.respond(404, {}) if seen.path == "/tokenize" else echo_script(seen, wire))
 
     with fake_server(script) as server:
         found = bench(tmp_path, "--base-url", server.url, *SMALL, "--num-prompts", 1)
@@ -215,7 +215,7 @@ def test_no_server_is_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_server_that_does_not_say_its_models(capsys: pytest.CaptureFixture[str]) -> None:
     async def script(seen: Seen, wire: Wire) -> None:
-        await wire.answer(404, {})
+        await wire.respond(404, {})
 
     with fake_server(script) as server, pytest.raises(SystemExit, match="2"):
         main(["bench", "serve", "--base-url", server.url, *SMALL])
@@ -285,7 +285,7 @@ def test_a_plot_without_its_library(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 class FakeBackend:
-    """Answers take as many turns of the loop as a request's tokens; the clock is its own."""
+    """Responses take as many turns of the loop as a request's tokens; the clock is its own."""
 
     def __init__(self):
         self.num_open = self.peak = 0
@@ -299,21 +299,21 @@ class FakeBackend:
         self.num_open += 1
         self.peak = max(self.peak, self.num_open)
         self.sent.append(request.max_tokens)
-        answer = BenchResponse(self.now_s)
+        response = BenchResponse(self.now_s)
         for _ in range(request.max_tokens):
             await asyncio.sleep(0)
             self.now_s += 1.0
-            answer.chunk_s.append(self.now_s)
+            response.chunk_s.append(self.now_s)
         self.num_open -= 1
-        return answer
+        return response
 
 
-def test_no_request_waits_for_an_answer() -> None:
+def test_no_request_waits_for_an_response() -> None:
     backend = FakeBackend()
     asked = [BenchRequest("a", 5) for _ in range(20)]
     result = asyncio.run(run_load(backend, asked, [0.0] * 20, clock=backend.clock))
     assert backend.peak == 20
-    assert [answer.queue_s for answer in result.answers] == [0.0] * 20
+    assert [response.queue_s for response in result.responses] == [0.0] * 20
     assert result.duration_s == 100.0
 
 
@@ -325,9 +325,9 @@ def test_at_most_so_many_at_a_time(limit: int) -> None:
     result = asyncio.run(run_load(backend, asked, [0.0] * 20, limit, told.append, backend.clock))
     assert backend.peak == limit
     assert backend.sent == [one.max_tokens for one in asked]  # first come, first served
-    assert [len(answer.chunk_s) for answer in result.answers] == backend.sent
+    assert [len(response.chunk_s) for response in result.responses] == backend.sent
     assert len(told) == 20
-    waits = [answer.queue_s for answer in result.answers]
+    waits = [response.queue_s for response in result.responses]
     assert waits == sorted(waits)
     assert waits[0] == 0.0 < waits[-1]
 

@@ -122,10 +122,10 @@ def test_tokens_of_the_servers_tokenizer() -> None:
 
 
 def tokens_of(status: int, body: Any) -> TokenSource:
-    """What is found where each request gets the same answer."""
+    """What is found where each request gets the same response."""
 
     async def script(seen: Seen, wire: Wire) -> None:
-        await wire.answer(status, body)
+        await wire.respond(status, body)
 
     async def main(url: str) -> TokenSource:
         client = HttpClient(url)
@@ -230,8 +230,8 @@ def test_wrong_custom_files(tmp_path: Path, text: str, match: str) -> None:
 # ---------------------------------------------------------------- ShareGPT
 
 
-def _conversation(question: str, answer: str) -> dict[str, Any]:
-    return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
+def _conversation(question: str, response: str) -> dict[str, Any]:
+    return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": response}]}
 
 
 def test_sharegpt(tmp_path: Path) -> None:

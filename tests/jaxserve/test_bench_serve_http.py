@@ -58,9 +58,9 @@ def test_events_are_read_however_they_were_cut(size: int) -> None:
 def test_connections_are_used_again() -> None:
     async def work(client: HttpClient) -> None:
         for _ in range(3):
-            answer = await client.request("GET", "/v1/models")
-            assert answer.status == 200
-            assert answer.json() == {"data": [{"id": "fake"}]}
+            response = await client.request("GET", "/v1/models")
+            assert response.status == 200
+            assert response.json() == {"data": [{"id": "fake"}]}
         await asyncio.gather(*(client.request("GET", "/v1/models") for _ in range(3)))
 
     with fake_server() as server:
@@ -71,7 +71,7 @@ def test_connections_are_used_again() -> None:
 
 def test_a_connection_that_the_server_closed_is_replaced() -> None:
     async def once(seen: Seen, wire: Wire) -> None:
-        await wire.answer(200, {})
+        await wire.respond(200, {})
         wire.writer.close()
 
     async def work(client: HttpClient) -> None:
@@ -93,7 +93,7 @@ def test_a_body_may_end_with_its_connection() -> None:
         assert talk(server, lambda client: client.request("GET", "/v1/models")).json() == {"data": []}
 
 
-def test_an_answer_that_breaks_off_is_an_error() -> None:
+def test_an_response_that_breaks_off_is_an_error() -> None:
     async def script(seen: Seen, wire: Wire) -> None:
         await wire.raw(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc")
         wire.writer.close()
@@ -106,9 +106,9 @@ def test_what_is_not_http_is_an_error() -> None:
     async def script(seen: Seen, wire: Wire) -> None:
         await wire.raw(b"SSH-2.0-OpenSSH\r\n\r\n")
 
-    answer = ask(script)
-    assert not answer.is_success
-    assert "ConnectionError: the response is not HTTP" in answer.error
+    response = ask(script)
+    assert not response.is_success
+    assert "ConnectionError: the response is not HTTP" in response.error
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://"])
@@ -117,7 +117,7 @@ def test_addresses_are_checked(url: str) -> None:
         HttpClient(url)
 
 
-def test_an_answer_that_is_not_json() -> None:
+def test_an_response_that_is_not_json() -> None:
     async def script(seen: Seen, wire: Wire) -> None:
         await wire.raw(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n<>")
 
@@ -153,11 +153,11 @@ def test_a_stream_is_noted_chunk_by_chunk() -> None:
         while len(readings) < count:
             await asyncio.sleep(0.001)
 
-    answer = ask(script, {"temperature": 0.0}, clock)
-    assert answer.error == ""
-    assert answer.start_s == 0.0
-    assert answer.chunk_s == [2.0, 3.0, 4.0]  # reading 1 was of the headers
-    assert (answer.text, answer.num_prompt_tokens, answer.num_output_tokens) == ("abc", 11, 4)
+    response = ask(script, {"temperature": 0.0}, clock)
+    assert response.error == ""
+    assert response.start_s == 0.0
+    assert response.chunk_s == [2.0, 3.0, 4.0]  # reading 1 was of the headers
+    assert (response.text, response.num_prompt_tokens, response.num_output_tokens) == ("abc", 11, 4)
 
 
 def test_events_of_one_piece_came_at_one_time() -> None:
@@ -168,9 +168,9 @@ def test_events_of_one_piece_came_at_one_time() -> None:
         await wire.raw(b"%x\r\n%s\r\n" % (len(data), data))
         await wire.end()
 
-    answer = ask(script)
-    assert answer.error == ""
-    assert answer.itls_s == [0.0]
+    response = ask(script)
+    assert response.error == ""
+    assert response.itls_s == [0.0]
 
 
 def test_usage_may_come_with_the_last_chunk_or_not_at_all() -> None:
@@ -184,10 +184,10 @@ def test_usage_may_come_with_the_last_chunk_or_not_at_all() -> None:
         await wire.event({**completion("a"), "usage": None})
         await wire.end()
 
-    answer = ask(with_last)
-    assert (answer.num_prompt_tokens, answer.num_output_tokens, len(answer.chunk_s)) == (5, 6, 1)
-    answer = ask(without, num_prompt_tokens=3)
-    assert (answer.num_prompt_tokens, answer.num_output_tokens) == (3, None)
+    response = ask(with_last)
+    assert (response.num_prompt_tokens, response.num_output_tokens, len(response.chunk_s)) == (5, 6, 1)
+    response = ask(without, num_prompt_tokens=3)
+    assert (response.num_prompt_tokens, response.num_output_tokens) == (3, None)
 
 
 def _stream(*events: Any, done: bool = True) -> Script:
@@ -202,7 +202,7 @@ def _stream(*events: Any, done: bool = True) -> Script:
 
 def _status(status: int, body: Any) -> Script:
     async def script(seen: Seen, wire: Wire) -> None:
-        await wire.answer(status, body)
+        await wire.respond(status, body)
 
     return script
 
@@ -228,9 +228,9 @@ async def _breaks(seen: Seen, wire: Wire) -> None:
     ],
 )
 def test_failures_are_noted(script: Script, error: str) -> None:
-    answer = ask(script)
-    assert not answer.is_success
-    assert error in answer.error
+    response = ask(script)
+    assert not response.is_success
+    assert error in response.error
 
 
 def test_no_server_is_noted() -> None:
@@ -246,10 +246,10 @@ def test_chats() -> None:
         return await backend.send(BenchRequest("hello you", 2))
 
     with fake_server(echo_script) as server:
-        answer = talk(server, work)
+        response = talk(server, work)
         (body,) = server.bodies("/v1/chat/completions")
-    assert answer.error == ""
-    assert (answer.text, answer.num_output_tokens) == (" 0 1", 2)
+    assert response.error == ""
+    assert (response.text, response.num_output_tokens) == (" 0 1", 2)
     assert body["messages"] == [{"role": "user", "content": "hello you"}]
     assert (body["max_completion_tokens"], body["top_p"]) == (2, 0.5)
     assert "max_tokens" not in body
@@ -257,8 +257,8 @@ def test_chats() -> None:
 
 def test_reasoning_is_text_too() -> None:
     deltas = [{"role": "assistant", "content": ""}, {"reasoning": "hm"}, {"content": " yes"}, {}]
-    answer = ask(_stream(*({"choices": [{"delta": delta}]} for delta in deltas)))
-    assert (answer.text, len(answer.chunk_s)) == ("hm yes", 4)
+    response = ask(_stream(*({"choices": [{"delta": delta}]} for delta in deltas)))
+    assert (response.text, len(response.chunk_s)) == ("hm yes", 4)
 
 
 def test_endpoints_are_checked() -> None:

@@ -17,34 +17,34 @@ from jaxserve.bench.serve_metrics import (
 from jaxserve.bench.serve_records import BenchResponse, BenchServeError
 
 
-def answer(start_s: float, chunk_s: list[float], num_output: int | None = None, **changes: Any) -> BenchResponse:
-    """An answer with chunks at these times."""
+def response(start_s: float, chunk_s: list[float], num_output: int | None = None, **changes: Any) -> BenchResponse:
+    """A response with chunks at these times."""
     texts = [f"<{i}>" for i in range(len(chunk_s))]
     return BenchResponse(start_s, 7, chunk_s=chunk_s, texts=texts, num_output_tokens=num_output, **changes)
 
 
-# Two answers of 4 and 3 chunks, and one that failed; binary fractions, so that differences are exact.
+# Two responses of 4 and 3 chunks, and one that failed; binary fractions, so that differences are exact.
 ANSWERS = [
-    answer(10.0, [10.5, 10.75, 11.0, 11.5], num_output=4),
-    answer(10.25, [10.5, 11.5, 12.5], num_output=9, queue_s=0.25),
+    response(10.0, [10.5, 10.75, 11.0, 11.5], num_output=4),
+    response(10.25, [10.5, 11.5, 12.5], num_output=9, queue_s=0.25),
     BenchResponse(10.5, 7, error="HTTP 400: no"),
 ]
 
 
-def test_times_of_an_answer() -> None:
+def test_times_of_an_response() -> None:
     first = ANSWERS[0]
     assert (first.ttft_s, first.latency_s, first.itls_s) == (0.5, 1.5, [0.25, 0.25, 0.5])
     assert tpot_s(first) == 1.0 / 3
     assert tpot_s(ANSWERS[1]) == 2.0 / 8  # by tokens, not by chunks
-    assert tpot_s(answer(0.0, [1.0], num_output=1)) is None
+    assert tpot_s(response(0.0, [1.0], num_output=1)) is None
     failed = ANSWERS[2]
     assert (failed.ttft_s, failed.latency_s, failed.itls_s, output_length(failed)) == (0.0, 0.0, [], 0)
 
 
 def test_tokens_are_the_chunks_where_the_server_does_not_count() -> None:
-    assert output_length(answer(0.0, [1.0, 2.0])) == 2
-    assert output_length(answer(0.0, [1.0, 2.0], num_output=5)) == 5
-    assert output_length(answer(0.0, [1.0, 2.0], num_output=0)) == 0
+    assert output_length(response(0.0, [1.0, 2.0])) == 2
+    assert output_length(response(0.0, [1.0, 2.0], num_output=5)) == 5
+    assert output_length(response(0.0, [1.0, 2.0], num_output=0)) == 0
 
 
 def test_figures() -> None:
@@ -88,7 +88,7 @@ def test_queueing_in_the_client() -> None:
 
 
 def test_requests_that_touch_do_not_overlap() -> None:
-    found = figures([answer(0.0, [1.0]), answer(1.0, [2.0])], 2.0, Selection())
+    found = figures([response(0.0, [1.0]), response(1.0, [2.0])], 2.0, Selection())
     assert found["max_concurrent_requests"] == 1
 
 
@@ -108,7 +108,7 @@ def test_goodput_counts_requests_within_all_limits(limits: dict[str, float], num
 
 
 def test_a_single_token_keeps_to_every_limit_of_tpot() -> None:
-    assert figures([answer(0.0, [1.0], 1)], 1.0, Selection(goodput={"tpot": 0.0}))["request_goodput"] == 1.0
+    assert figures([response(0.0, [1.0], 1)], 1.0, Selection(goodput={"tpot": 0.0}))["request_goodput"] == 1.0
 
 
 def test_nothing_but_failures() -> None:

@@ -13,7 +13,7 @@ from tests.jaxserve.fake_openai import Script, Seen, Wire, fake_server
 
 
 class Question:
-    """Something to ask, which finds an answer after some tries."""
+    """Something to ask, which finds a response after some tries."""
 
     def __init__(self, num_failures: int, error: type[BenchServeError] = NotReadyError):
         self.num_asked = 0
@@ -81,7 +81,7 @@ def ask(script: Script, ready: ReadyCheck) -> Any:
         return asyncio.run(work(server.url))
 
 
-def test_a_server_that_never_answers_is_given_up() -> None:
+def test_a_server_that_never_responses_is_given_up() -> None:
     async def script(seen: Seen, wire: Wire) -> None:
         await asyncio.sleep(60)
 
@@ -92,15 +92,15 @@ def test_a_server_that_never_answers_is_given_up() -> None:
 @pytest.mark.parametrize("status", [502, 503, 504])
 def test_statuses_of_servers_that_are_not_ready(status: int) -> None:
     async def script(seen: Seen, wire: Wire) -> None:
-        await wire.answer(status, "starting")
+        await wire.respond(status, "starting")
 
     with pytest.raises(NotReadyError, match=f"/v1/models responds with status {status}: .*starting"):
         ask(script, ReadyCheck(0.0))
 
 
 @pytest.mark.parametrize("status", [200, 401, 404, 429, 500])
-def test_other_statuses_are_answers(status: int) -> None:
+def test_other_statuses_are_responses(status: int) -> None:
     async def script(seen: Seen, wire: Wire) -> None:
-        await wire.answer(status, {})
+        await wire.respond(status, {})
 
     assert ask(script, ReadyCheck(60.0)).status == status

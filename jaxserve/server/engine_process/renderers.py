@@ -67,12 +67,12 @@ class Renderers:
             raise
         except (TypeError, ValueError, RecursionError) as error:  # NaN, lone surrogates, too many levels
             raise RequestError(f"the conversation is not JSON: {error}", parameter="messages") from error
-        answer = self._processes.run(job, self._limit_s)
-        if answer is None:
+        response = self._processes.run(job, self._limit_s)
+        if response is None:
             raise RequestError(f"the chat template failed: not done within {self._limit_s:g} s, or out of memory")
-        if "error" in answer:
-            raise RequestError(answer["error"])
-        return answer["text"]
+        if "error" in response:
+            raise RequestError(response["error"])
+        return response["text"]
 
 
 def render_job(
@@ -130,7 +130,7 @@ def _limit_cpu(seconds: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + seconds + 1, hard))
 
 
-def _answer(job: dict[str, Any]) -> dict[str, Any]:
+def _response(job: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"text": render_chat(job.pop("conversation"), job.pop("template"), **job)}
     except RequestError as error:
@@ -156,7 +156,7 @@ def _serve() -> None:
     print(READY, flush=True)
     for line in sys.stdin:
         _limit_cpu(setup["cpu_s"])
-        print(json.dumps(_answer(json.loads(line))), flush=True)
+        print(json.dumps(_response(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":
