@@ -5,9 +5,9 @@
 Workers send requests over HTTP and gRPC: streams, whole responses, chats, tools, logprobs, grammars, embeddings, and
 invalid input of every kind. They cut some of them off at random times, read slowly and leave connections half open;
 child processes with streams are killed. Completions are compared with known ones; memory, descriptors and threads of
-both processes, pages and queues are watched. At the end the server must be idle, nothing may have grown beyond the limits in
-``scripts/soak/report.py``, and every request must have received its response or the expected error. Only then is the
-exit status 0.
+both processes, pages and queues are watched. At the end the server must be idle, nothing may have grown beyond the
+limits in ``scripts/soak/report.py``, and every request must have received its response or the expected error. Only then
+is the exit status 0.
 """
 
 import argparse
