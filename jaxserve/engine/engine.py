@@ -14,7 +14,7 @@ from jaxserve.engine.metrics import CompileCounter, EngineMetrics
 from jaxserve.engine.pooling import pooled_vector
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState, Sample
-from jaxserve.errors import EngineDeadError, RequestError, unforeseen
+from jaxserve.errors import EngineDeadError, RequestError, RequestFailedError, unforeseen
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import FinishReason
 from jaxserve.pooling_params import PoolingParams
@@ -178,11 +178,11 @@ class Engine:
             scheduler.finish(sample.sequence, "stop", stop_string, replaces=True)
         for request, error in delivery.failures:
             logger.error("request %s failed", request.request_id, exc_info=error)
-            self._fail(request, unforeseen(error))
+            self._fail(request, RequestFailedError(unforeseen(error)))
         for request in delivery.ended:
             error = next((sample.sequence.error for sample in request.samples if sample.sequence.error), None)
             if error is not None:
-                self._fail(request, error)
+                self._fail(request, error if isinstance(error, RequestError) else RequestFailedError(str(error)))
             elif request.is_finished():
                 request.finished_s = now
                 self._close(request)
@@ -202,7 +202,7 @@ class Engine:
                 self._close(request)
             else:
                 self._metrics.corrupted()
-                self._fail(request, "the model produced NaN or infinite hidden states")
+                self._fail(request, RequestFailedError("the model produced NaN or infinite hidden states"))
             changed.append(request)
         return changed
 
@@ -213,11 +213,11 @@ class Engine:
             owner = self._owners.get(sequence.sequence_id)
             if owner is not None:
                 self._metrics.corrupted()
-                self._fail(owner[0], "the model produced NaN logits, or every token is masked")
+                self._fail(owner[0], RequestFailedError("the model produced NaN logits, or every token is masked"))
                 failed.append(owner[0])
         return failed
 
-    def _fail(self, request: RequestState, error: str) -> None:
+    def _fail(self, request: RequestState, error: RequestError) -> None:
         """Finish a request with an error, and remove its pages from the prefix cache."""
         request.error = error
         for sample in request.samples:

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 from typing import Any
 
+from jaxserve.errors import RequestError
 from jaxserve.logprobs import FlatLogprobs, Logprob, PromptLogprobs, SampleLogprobs
 from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxserve.pooling_params import PoolingParams
@@ -154,7 +155,7 @@ class RequestState:
     first_token_s: float | None = None
     finished_s: float | None = None
     grammar: concurrent.futures.Future[Any] | None = None
-    error: str | None = None
+    error: RequestError | None = None
     pooling: PoolingParams | None = None
     embedding: list[float] | None = None
     _metrics: RequestMetrics | None = None
@@ -240,6 +241,6 @@ class RequestState:
             prompt_logprobs=prompt_logprobs,
             metrics=self.metrics() if with_metrics else None,
             num_cached_tokens=self.num_cached_tokens,
-            error=self.error,
+            error=None if self.error is None else str(self.error),
             embedding=self.embedding,
         )

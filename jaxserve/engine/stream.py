@@ -288,9 +288,11 @@ class OpenStreams:
             except Exception as error:
                 logger.exception("request %s: failed to create its output", request.request_id)
                 self._engine.abort(request)
-                has_output, failure = False, unforeseen(error)
+                has_output, failure = False, RequestFailedError(unforeseen(error))
+            if isinstance(failure, RequestFailedError):
+                failure = RequestFailedError(f"request {request.request_id} failed: {failure}")
             if failure is not None:
-                stream.fail(RequestFailedError(f"request {request.request_id} failed: {failure}"))
+                stream.fail(failure)
             if has_output or failure is not None:
                 woken.append(stream)
             if request.is_finished():

@@ -99,10 +99,15 @@ def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
         fill_next_token_bitmask(matcher, mask)
         if not matcher.is_error() and mask.any():
             return matcher
-    error = " ".join(matcher.get_error().split())
+    error = error_text(matcher)
     if not error or error.startswith("NoExtension"):
         error = "no text matches it"
     raise ValueError(error[:500])
+
+
+def error_text(matcher: LLMatcher) -> str:
+    """Return the error of a matcher on one line; empty if it has none."""
+    return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
 
 
 def check(tokenizer: LLTokenizer, grammar: str, is_ebnf: bool) -> dict[str, str]:

@@ -13,12 +13,12 @@ class Ending(NamedTuple):
     Attributes:
         reason: The finish reason.
         stop_reason: The stop token or other cause that is reported to the user.
-        error: For the reason "error", the message of the constraint that failed.
+        error: For the reason "error", the exception of the constraint that failed.
     """
 
     reason: FinishReason
     stop_reason: int | str | None = None
-    error: str | None = None
+    error: Exception | None = None
 
 
 def find_ending(sequence: Sequence, token: int) -> Ending | None:
@@ -40,7 +40,7 @@ def find_ending(sequence: Sequence, token: int) -> Ending | None:
             if sequence.constraint.accept(token):
                 return Ending("stop")
         except Exception as error:  # a failing constraint must not stop the other sequences
-            return Ending("error", error=str(error))
+            return Ending("error", error=error)
     if length >= sequence.max_length:
         return Ending("length")
     repetition = sequence.repetition

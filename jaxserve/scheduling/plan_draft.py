@@ -88,14 +88,14 @@ class PlanDraft:
         """Add page table updates."""
         self._grants += grants
 
-    def add_mask(self, sequence: Sequence) -> str | None:
-        """Add the token mask of a constrained sequence; return the error message if its constraint fails, else None."""
+    def add_mask(self, sequence: Sequence) -> Exception | None:
+        """Add the token mask of a constrained sequence; return the exception if its constraint fails, else None."""
         if sequence.constraint is None:
             return None
         try:
             words = sequence.constraint.mask()
         except Exception as error:  # a failing constraint must not stop the other sequences
-            return str(error)
+            return error
         if words is not None:
             self._masks.append(SlotMask(sequence.slot, words))
         return None

@@ -83,7 +83,7 @@ class Sequence:
         finish_reason: Why the sequence finished; None before.
         stop_reason: The stop string or stop token that finished the sequence; None for an end-of-sequence token.
         num_preemptions: Number of times the sequence was preempted.
-        error: Error message of a failed constraint, which finishes the sequence.
+        error: The exception of a failed constraint, which finishes the sequence.
     """
 
     sequence_id: str
@@ -115,7 +115,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_preemptions: int = 0
-    error: str | None = None
+    error: Exception | None = None
 
     @property
     def num_output_tokens(self) -> int:

@@ -18,24 +18,36 @@ from jaxserve.child_process import ProcessPool
 from jaxserve.errors import SHUT_DOWN, EngineDeadError, RequestError
 from jaxserve.sampling import grammar_check
 from jaxserve.sampling.grammar import GrammarLimits, content_key, grammar_error, write_grammar
-from jaxserve.sampling.grammar_check import SPECIAL_MARK, Vocabulary, make_matcher
+from jaxserve.sampling.grammar_check import SPECIAL_MARK, Vocabulary, error_text, make_matcher
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.text.tokenizer import Tokenizer
+
+_OVER_LIMIT = "too many"
+"""What llguidance's errors of exceeded limits have in common: too many items, expressions or lexer states."""
 
 
 class GrammarConstraint:
     """A `Constraint`: one text's place in a grammar. Made by `Grammar.constraint`.
 
     Args:
+        grammar: The grammar.
         matcher: At the start; this object's own.
         end_ids: Tokens that end the text where the grammar lets it.
         num_words: Length of a mask in 32-bit words.
         private_id: An id above the model's that stands for the end, for a model without a token for it.
     """
 
-    __slots__ = ("_end_ids", "_mask", "_matcher", "_num_words", "_private_id")
+    __slots__ = ("_end_ids", "_grammar", "_mask", "_matcher", "_num_words", "_private_id")
 
-    def __init__(self, matcher: LLMatcher, end_ids: frozenset[int], num_words: int, private_id: int | None) -> None:
+    def __init__(
+        self,
+        grammar: "Grammar",
+        matcher: LLMatcher,
+        end_ids: frozenset[int],
+        num_words: int,
+        private_id: int | None,
+    ) -> None:
+        self._grammar = grammar
         self._matcher = matcher
         self._end_ids = end_ids
         self._num_words = num_words
@@ -46,7 +58,8 @@ class GrammarConstraint:
         """Tokens allowed next, as bits.
 
         Raises:
-            RuntimeError: The grammar became too complex with this text, or the vocabulary cannot spell what it needs.
+            RequestError: The grammar is too complex for this text.
+            RuntimeError: The vocabulary cannot spell what the grammar needs next.
         """
         if self._mask is None:
             self._mask = self._compute()
@@ -56,11 +69,12 @@ class GrammarConstraint:
         """Takes the next token; returns whether the text is complete with it and ends.
 
         Raises:
+            RequestError: The grammar is too complex for this text.
             RuntimeError: The token is none that the mask allows.
         """
         self._mask = None
         if not self._matcher.consume_token(token):
-            raise RuntimeError(f"token {token} does not fit the structured output: {_error(self._matcher)}")
+            raise self._failure(f"token {token} does not fit the structured output")
         if token in self._end_ids:
             return True
         return self._private_id is not None and (self._matcher.is_stopped() or not any(self.mask()))
@@ -72,22 +86,40 @@ class GrammarConstraint:
             words = np.empty((1, self._private_id // 32 + 1), np.int32)
         fill_next_token_bitmask(self._matcher, words)
         if self._matcher.is_error() or not words.any():
-            raise RuntimeError(f"the structured output cannot go on: {_error(self._matcher)}")
+            raise self._failure("the structured output cannot go on")
         if self._private_id is not None:
             words.view(np.uint32)[0, -1] &= ~np.uint32(1 << self._private_id % 32)
         return words[0, : self._num_words].tobytes()
+
+    def _failure(self, what: str) -> Exception:
+        """Return why the matcher cannot continue: the client's error if the grammar exceeds llguidance's limits."""
+        why = _error(self._matcher)
+        if _OVER_LIMIT not in why.lower():
+            return RuntimeError(f"{what}: {why}")
+        self._grammar.is_exhausted = True
+        return grammar_error(f"is too complex: {why}", self._grammar.params)
 
 
 class Grammar:
     """A compiled grammar, shared by all texts that keep to it.
 
     Args:
+        params: The parameters that it was compiled from.
         matcher: At the start of a text.
         end_ids: Tokens that end a text.
         vocab_size: Ids are below it.
+
+    Attributes:
+        params: The parameters that it was compiled from.
+        is_exhausted: Whether a text has exceeded llguidance's limits. Copies of a matcher share their lexer and its
+            limits, so no text can continue, and the grammar must be compiled again for new ones.
     """
 
-    def __init__(self, matcher: LLMatcher, end_ids: frozenset[int], vocab_size: int) -> None:
+    def __init__(
+        self, params: StructuredOutputsParams, matcher: LLMatcher, end_ids: frozenset[int], vocab_size: int
+    ) -> None:
+        self.params = params
+        self.is_exhausted = False
         self._matcher = matcher
         self._end_ids = end_ids
         self._vocab_size = vocab_size
@@ -95,7 +127,8 @@ class Grammar:
     def constraint(self) -> GrammarConstraint:
         """A new text's constraint, at its start."""
         private_id = None if self._end_ids else self._vocab_size
-        return GrammarConstraint(self._matcher.deep_copy(), self._end_ids, (self._vocab_size + 31) // 32, private_id)
+        num_words = (self._vocab_size + 31) // 32
+        return GrammarConstraint(self, self._matcher.deep_copy(), self._end_ids, num_words, private_id)
 
 
 class CompiledLater:
@@ -126,8 +159,12 @@ class CompiledLater:
         return self._constraint
 
 
+def _is_exhausted(grammar: concurrent.futures.Future[Grammar]) -> bool:
+    return grammar.done() and grammar.exception() is None and grammar.result().is_exhausted
+
+
 def _error(matcher: LLMatcher) -> str:
-    return " ".join(matcher.get_error().split())[:500] or f"it is complete ({matcher.stop_reason()})"
+    return error_text(matcher)[:500] or f"it is complete ({matcher.stop_reason()})"
 
 
 class _Prepared(NamedTuple):
@@ -184,9 +221,10 @@ class GrammarCompiler:
         try:
             key = content_key(params, self._limits)
             with self._lock:
-                if key in self._cached:
-                    self._cached.move_to_end(key)
-                    return self._cached[key]
+                cached = self._cached.pop(key, None)
+                if cached is not None and not _is_exhausted(cached):
+                    self._cached[key] = cached
+                    return cached
                 if self._num_waiting >= self._limits.max_waiting:
                     raise grammar_error(f"has to wait: {self._num_waiting} others are not compiled yet", params)
                 self._threads.submit(self._run, key, params, future)
@@ -245,7 +283,7 @@ class GrammarCompiler:
             if isinstance(error, RuntimeError):
                 raise
             raise grammar_error(f"cannot be compiled: {error}", params) from error
-        grammar = Grammar(matcher, self._end_ids, self._vocab_size)
+        grammar = Grammar(params, matcher, self._end_ids, self._vocab_size)
         if not self._end_ids and not any(grammar.constraint().mask()):
             raise grammar_error("allows only the empty text, and the model has no token that ends a text", params)
         return grammar

@@ -125,6 +125,6 @@ def test_a_constraint_that_fails_ends_its_own_sequence(fails_at_once: bool, mess
         plan = scheduler.schedule()
         assert plan is not None
         scheduler.complete(plan, [[7]] * plan.num_rows)
-    assert (broken.finish_reason, broken.error) == ("error", message)
+    assert (broken.finish_reason, str(broken.error)) == ("error", message)
     assert (healthy.finish_reason, healthy.error) == ("length", None)
     assert scheduler.allocator.num_free == 8

@@ -254,7 +254,7 @@ def test_a_request_that_fails_raises_in_its_own_stream(engine: FakeEngine, threa
         request = engine.requests["1"]
 
         def fail() -> None:
-            request.error = "the grammar broke"
+            request.error = RequestFailedError("the grammar broke")
             request.samples[0].sequence.finish_reason = "error"
             engine.before_step = None
 

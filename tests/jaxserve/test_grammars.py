@@ -503,6 +503,22 @@ def test_a_grammar_that_crashes_the_library_fails_alone(compiler: GrammarCompile
     assert takes(compiled(compiler, regex="after+"), demo, spelt(demo, "after"))
 
 
+def test_a_pattern_that_is_too_complex_only_for_some_texts(compiler: GrammarCompiler, demo: Tokenizer) -> None:
+    """It is the client's error; the next request with the pattern gets a matcher with fresh limits."""
+    pattern = {"regex": "((a|b|ab|ba){1,500}(a|ab){1,500}){1,500}"}
+    grammar, (a,) = compiled(compiler, **pattern), spelt(demo, "a")
+    constraint = grammar.constraint()
+    with pytest.raises(
+        RequestError, match="^structured_outputs.regex is too complex: lexer error: too many expressions"
+    ):
+        for _ in range(200):
+            constraint.mask()
+            constraint.accept(a)
+    assert takes(compiled(compiler, **pattern), demo, spelt(demo, "aa"))
+    other = compiled(compiler, regex="a{3}")
+    assert takes(other, demo, spelt(demo, "aaa")) and compiled(compiler, regex="a{3}") is other
+
+
 def test_a_grammar_that_never_gets_done_fails_on_time(demo: Tokenizer) -> None:
     """The library would look for multiples of this number for minutes."""
     compiler = GrammarCompiler(demo, 400, [2], limits=GrammarLimits(time_s=0.5), num_threads=1)

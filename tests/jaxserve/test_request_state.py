@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxserve import CompletionOutput, FlatLogprobs, RequestOutput, RequestOutputKind, SamplingParams
 from jaxserve.engine.delivery import deliver
 from jaxserve.engine.request_state import RequestState, Sample, logprob_entry, sample_entry
+from jaxserve.errors import RequestFailedError
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.plan import Row
 from jaxserve.scheduling.sequence import Sequence
@@ -287,7 +288,7 @@ def test_times_and_error() -> None:
     first = request.next_output(with_metrics=True)
     give(request, (0, 4), now=4.0)
     end(request, "error")
-    request.finished_s, request.error = 4.0, "no luck"
+    request.finished_s, request.error = 4.0, RequestFailedError("no luck")
     last = request.next_output(with_metrics=True)
     assert first is not None and last is not None
     assert first.metrics is not None and last.metrics is not None
