@@ -1,1 +1,1 @@
-"""What runs on devices: building and compiling steps, batching rows, launching, memory."""
+"""Run models on devices: plan memory, compile steps, build batches, launch."""

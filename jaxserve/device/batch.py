@@ -1,6 +1,6 @@
-"""From a plan to the buffer of a step: the only padding code.
+"""Build the padded input buffer of a step from its plan.
 
-Facts of a slot are kept here between steps, since plans name them only when they change.
+Plans carry a slot's parameters and pages only when they change, so they are kept here between steps.
 """
 
 import itertools
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.device.sampler_batch import FLOATS, SLOT_NUMBERS
+from jaxserve.device.sampler_batch import FLOAT_FIELDS, SLOT_PARAMS
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.scheduling.plan import RowColumns, RowStarts, Sampling, StepPlan, row_arrays
 
@@ -16,15 +16,15 @@ _NEVER = np.iinfo(np.int32).max
 
 
 class BatchBuilder:
-    """Facts of every slot, and the arrays of a step made from them and a plan.
+    """Keeps the state of every slot on the host, and builds the buffers of steps.
 
     Args:
-        num_slots: Sequences that can run at once.
+        num_slots: Number of slots.
         table_pages: M, pages of the longest context.
         page_size: Tokens per page.
         num_pages: Usable pages; the null page follows them.
-        neutral_arguments: What the engine's logits processors read of requests that give them nothing.
-        num_tables: Page tables of each slot.
+        default_arguments: Default arguments of the logits processors.
+        num_tables: Number of page tables per slot.
     """
 
     def __init__(
@@ -33,34 +33,36 @@ class BatchBuilder:
         table_pages: int,
         page_size: int,
         num_pages: int,
-        neutral_arguments: Sequence[float] = (),
+        default_arguments: Sequence[float] = (),
         num_tables: int = 1,
     ):
         self.page_size = page_size
         self.num_pages = num_pages
         self.num_slots = num_slots
-        self.neutral_arguments = tuple(neutral_arguments)
+        self.default_arguments = tuple(default_arguments)
         self.starts = RowStarts(num_slots)
         self.page_tables = np.full((num_tables, num_slots, table_pages), num_pages, np.int32)
         self.lengths = np.zeros(num_slots, np.int32)
-        self.numbers = np.zeros((len(SLOT_NUMBERS) + len(self.neutral_arguments), num_slots), np.int32)
-        floats = self.numbers.view(np.float32)
-        self._lines = {name: (floats if name in FLOATS else self.numbers)[i] for i, name in enumerate(SLOT_NUMBERS)}
-        self._arguments = floats[len(SLOT_NUMBERS) :]
-        self._set_numbers(0, Sampling())
-        self._neutral = self.numbers[:, :1].copy()
-        self.numbers[...] = self._neutral
+        self.slot_params = np.zeros((len(SLOT_PARAMS) + len(self.default_arguments), num_slots), np.int32)
+        floats = self.slot_params.view(np.float32)
+        self._param_rows = {
+            name: (floats if name in FLOAT_FIELDS else self.slot_params)[i] for i, name in enumerate(SLOT_PARAMS)
+        }
+        self._arguments = floats[len(SLOT_PARAMS) :]
+        self._set_params(0, Sampling())
+        self._defaults = self.slot_params[:, :1].copy()
+        self.slot_params[...] = self._defaults
         self.is_random = np.zeros(num_slots, bool)
         self.needs_full = np.zeros(num_slots, bool)
         self.counted_from = np.full(num_slots, _NEVER, np.int32)
         self._paddings: dict[BatchShape, np.ndarray] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Takes over what the plan says of slots."""
+        """Apply a plan's slot assignments and page table updates."""
         for slot, sampling, final_length, token_ids, _ in plan.setups:
             self.page_tables[:, slot] = self.num_pages
             self.lengths[slot] = final_length
-            self._set_numbers(slot, sampling)
+            self._set_params(slot, sampling)
             has_penalties = sampling.has_penalties
             self.is_random[slot] = sampling.options.temperature > 0
             self.counted_from[slot] = len(token_ids) if has_penalties else _NEVER
@@ -68,13 +70,13 @@ class BatchBuilder:
                 sampling.num_logprobs >= 0
                 or sampling.changes_logits
                 or len(sampling.tracked_ids) > 0
-                or sampling.arguments not in ((), self.neutral_arguments)
+                or sampling.arguments not in ((), self.default_arguments)
             )
         for slot, first, pages, table in plan.grants:
             self.page_tables[table, slot, first : first + len(pages)] = pages
 
     def build(self, plan: StepPlan, shape: BatchShape, variant: int) -> np.ndarray:
-        """The step's buffer, int32, padded to ``shape``."""
+        """Return the step's int32 buffer, padded to ``shape``; call once per plan, in order."""
         buffer = self._padding(shape).copy()
         views = _views(buffer, shape)
         columns, num_rows, num_tokens = plan.columns, plan.num_rows, plan.num_tokens
@@ -102,32 +104,32 @@ class BatchBuilder:
             self._fill_targets(views, columns, ends.tolist())
         if any(columns.pooling):
             self._fill_pooling(views, columns, ends.tolist())
-        start, stop, size, _ = shape.slot_numbers
-        buffer[start:stop].reshape(size)[:, :num_rows] = self.numbers[:, slots]
+        start, stop, size, _ = shape.slot_params
+        buffer[start:stop].reshape(size)[:, :num_rows] = self.slot_params[:, slots]
         views["num_rows"][...] = num_rows
         views["variant"][...] = variant
         return buffer
 
     def variant(self, plan: StepPlan, is_masked: bool = False) -> str:
-        """The simplest sampler that does what every row asks for; ``is_masked``: a row may not sample every token."""
+        """Return the simplest sampler variant that supports every row; ``is_masked`` if a row has a token mask."""
         rows = row_arrays(plan.columns)
         slots = rows.slots[rows.num_samples > 0]
         if is_masked or self.needs_full[slots].any():
             return "full"
         return "sampled" if self.is_random[slots].any() else "greedy"
 
-    def _set_numbers(self, slot: int, sampling: Sampling) -> None:
-        """A slot's part of the buffer."""
-        arguments = sampling.arguments or self.neutral_arguments
-        assert len(arguments) == len(self.neutral_arguments), "as many arguments as the logits processors read"
+    def _set_params(self, slot: int, sampling: Sampling) -> None:
+        """Store a slot's sampling parameters."""
+        arguments = sampling.arguments or self.default_arguments
+        assert len(arguments) == len(self.default_arguments), "wrong number of logits processor arguments"
         seed = sampling.seed if sampling.seed < 1 << 31 else sampling.seed - (1 << 32)
-        self._lines["seeds"][slot] = seed
+        self._param_rows["seeds"][slot] = seed
         for name, value in sampling.options._asdict().items():
-            self._lines[name][slot] = value
+            self._param_rows[name][slot] = value
         self._arguments[:, slot] = arguments
 
     def _padding(self, shape: BatchShape) -> np.ndarray:
-        """A buffer of empty rows and padding tokens."""
+        """Return a buffer of empty rows and padding tokens."""
         if shape not in self._paddings:
             buffer = np.zeros(shape.buffer_size, np.int32)
             views = _views(buffer, shape)
@@ -142,16 +144,16 @@ class BatchBuilder:
             views["carried_slots"][...] = self.num_slots
             if shape.max_samples > 1:
                 views["sample_rows"][...] = shape.num_rows
-            start, stop, size, _ = shape.slot_numbers
-            buffer[start:stop].reshape(size)[...] = self._neutral
+            start, stop, size, _ = shape.slot_params
+            buffer[start:stop].reshape(size)[...] = self._defaults
             self._paddings[shape] = buffer
         return self._paddings[shape]
 
     def _num_shared_pages(self, page_table: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> int:
-        """Return the number of leading pages that all rows of one token have in common in a table, full in each."""
+        """Return the number of full leading pages that all rows of one token share in a table."""
         num_full = int(positions.min() + 1) // self.page_size if len(slots) else 0
         if not num_full or (page_table[slots, 0] != page_table[slots[0], 0]).any():
-            return 0  # nearly always
+            return 0  # the common case
         table = page_table[slots, :num_full]
         differs = (table != table[0]).any(0)
         return int(differs.argmax()) if differs.any() else num_full
@@ -171,7 +173,7 @@ class BatchBuilder:
 
 
 def _fill_samples(views: dict[str, np.ndarray], counts: np.ndarray, ends: np.ndarray) -> None:
-    """Where samples come from: ``counts`` of each row, after the last of its query tokens, which end at ``ends``."""
+    """Set each sample's row and query token: ``counts`` samples for the last tokens of each row."""
     sample_ends = counts.cumsum()
     num_samples = int(sample_ends[-1])
     views["sample_rows"][:num_samples] = np.arange(len(counts)).repeat(counts)
@@ -180,7 +182,7 @@ def _fill_samples(views: dict[str, np.ndarray], counts: np.ndarray, ends: np.nda
 
 
 def _views(buffer: np.ndarray, shape: BatchShape) -> dict[str, np.ndarray]:
-    """The arrays in a buffer."""
+    """Return views of the arrays in a buffer."""
     floats = buffer.view(np.float32)
     return {
         name: (floats if field.is_float else buffer)[field.start : field.stop].reshape(field.shape)

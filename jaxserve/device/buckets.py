@@ -1,4 +1,4 @@
-"""The closed set of batch shapes that are compiled; a step takes the smallest that holds it."""
+"""The fixed set of batch shapes to compile. A step runs in the smallest shape that holds it."""
 
 import bisect
 import dataclasses
@@ -10,21 +10,21 @@ from jaxserve.errors import ConfigError
 
 _SMALLEST_MIXED = 64
 _FEW_ROWS = 64
-_FEWEST_ROWS, _FEWEST_TOKENS = 8, 128  # of a shape when padding is almost free
+_FEWEST_ROWS, _FEWEST_TOKENS = 8, 128  # smallest shapes for kernels that skip padding
 
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """Rows of decode steps and tokens of mixed steps, ascending.
+    """Sizes of the batch shapes to compile.
 
     Attributes:
-        decode_rows: Rows of each decode shape.
-        mixed_tokens: Query tokens of each mixed shape.
-        max_num_seqs: Most rows of a mixed step.
+        decode_rows: Rows of each decode shape, ascending.
+        mixed_tokens: Query tokens of each mixed shape, ascending.
+        max_num_seqs: Most rows per step.
         table_pages: M, pages of the longest context.
-        multiple: Rows and tokens of every shape are multiples of it.
-        max_samples: Most tokens that a row of a mixed step samples: one, and one for each draft.
-        num_tables: Page tables of each row.
+        multiple: Rows and tokens of every shape are a multiple of this.
+        max_samples: Most samples per row of a mixed step: one plus the number of drafts.
+        num_tables: Number of page tables per row.
     """
 
     decode_rows: tuple[int, ...]
@@ -47,14 +47,15 @@ class Buckets:
         max_samples: int = 1,
         num_tables: int = 1,
     ) -> "Buckets":
-        """Take the sizes in ``compile_sizes``, and the default ladder for a kind of step that it leaves out.
+        """Create buckets from ``compile_sizes``, with default sizes for a kind of step that it leaves out.
 
-        The ladder is powers of two; from 64 tokens on also the sizes halfway, so that at most a third of a mixed step
-        is padding. Decode rows have sizes halfway (from 16 on) only where few rows are asked for: programs are to be at
-        most 40. Where kernels skip padding (``skips_padding``) it is the largest size and eighths of it.
+        Default sizes are powers of two. Mixed shapes from 64 tokens on also have the sizes halfway between, so that at
+        most a third of a step is padding. Decode shapes have them from 16 rows on if ``max_num_seqs`` is at most 64;
+        this keeps the number of programs below 40. If kernels skip padding (``skips_padding``), the sizes are the
+        largest one, an eighth of it, and so on.
 
         Raises:
-            ConfigError: A given size is larger than any step, or the largest mixed size does not hold every step.
+            ConfigError: A size in ``compile_sizes`` is larger than any step, or no mixed size holds the largest step.
         """
         given = compile_sizes or {}
         _check_given(given, max_num_seqs, max_num_batched_tokens, multiple)
@@ -65,17 +66,17 @@ class Buckets:
             smallest = min(_SMALLEST_MIXED, max_num_batched_tokens)
             defaults = _ladder(1, max_num_seqs, few_from), _ladder(smallest, max_num_batched_tokens, 64)
         decode, mixed = (given.get(kind) or sizes for kind, sizes in zip(("decode", "mixed"), defaults, strict=True))
-        decode, mixed = (tuple(sorted({_up(size, multiple) for size in sizes})) for sizes in (decode, mixed))
+        decode, mixed = (tuple(sorted({_round_up(size, multiple) for size in sizes})) for sizes in (decode, mixed))
         return cls(decode, mixed, max_num_seqs, table_pages, multiple, max_samples, num_tables)
 
     def shapes(self) -> list[BatchShape]:
-        """Every shape, decode steps first, without the ``scoring_shape``."""
+        """Return all shapes except ``scoring_shape``, decode shapes first."""
         return [*self._decode_shapes, *self._mixed_shapes]
 
     def shape_for(self, num_tokens: int, decode_only: bool) -> BatchShape:
         """Return the smallest shape that holds a step of ``num_tokens`` query tokens.
 
-        A decode step with more rows than the largest decode shape takes a mixed shape.
+        A decode step with more rows than the largest decode shape runs in a mixed shape.
         """
         if decode_only and num_tokens <= self.decode_rows[-1]:
             return self._decode_shapes[bisect.bisect_left(self.decode_rows, num_tokens)]
@@ -83,7 +84,7 @@ class Buckets:
 
     @property
     def scoring_shape(self) -> BatchShape:
-        """The shape of steps that score prompts on accelerators: one for all of them, since they are rare."""
+        """The one shape for steps with prompt logprobs on accelerators, where they are rare."""
         return self._shape(self.mixed_tokens[-1], scores_prompt=True)
 
     @functools.cached_property
@@ -97,7 +98,7 @@ class Buckets:
     def _shape(self, num_tokens: int, decode_only: bool = False, scores_prompt: bool = False) -> BatchShape:
         return BatchShape(
             num_tokens=num_tokens,
-            num_rows=num_tokens if decode_only else min(_up(self.max_num_seqs, self.multiple), num_tokens),
+            num_rows=num_tokens if decode_only else min(_round_up(self.max_num_seqs, self.multiple), num_tokens),
             table_pages=self.table_pages,
             decode_only=decode_only,
             scores_prompt=scores_prompt,
@@ -109,7 +110,7 @@ class Buckets:
 def _check_given(
     given: Mapping[str, Sequence[int]], max_num_seqs: int, max_num_batched_tokens: int, multiple: int
 ) -> None:
-    """Check sizes from ``compile_sizes`` against the largest steps, before both are rounded up to ``multiple``."""
+    """Check ``compile_sizes`` against the largest steps; the message has sizes before rounding to ``multiple``."""
     limits = {"decode": ("max_num_seqs", max_num_seqs), "mixed": ("max_num_batched_tokens", max_num_batched_tokens)}
     for kind, sizes in given.items():
         setting, limit = limits[kind]
@@ -120,7 +121,7 @@ def _check_given(
                 f"compile_sizes.{kind}: expected sizes up to {stated}, got {largest}, which no step would use; "
                 f"remove it from the list or raise {setting}"
             )
-        if kind == "mixed" and _up(largest, multiple) < _up(limit, multiple):
+        if kind == "mixed" and _round_up(largest, multiple) < _round_up(limit, multiple):
             raise ConfigError(
                 f"compile_sizes.mixed: the largest size must hold a step of {stated}, got {sorted(sizes)}; "
                 f"add {limit} to the list or lower {setting} to {largest}"
@@ -128,7 +129,7 @@ def _check_given(
 
 
 def _ladder(first: int, last: int, half_steps_from: int) -> tuple[int, ...]:
-    """Powers of two times ``first``, from ``half_steps_from`` on also the sizes halfway, up to ``last``."""
+    """Return ``first`` times powers of two, and from ``half_steps_from`` on the sizes halfway, up to ``last``."""
     sizes, size = [], first
     while size < last:
         sizes.append(size)
@@ -139,12 +140,12 @@ def _ladder(first: int, last: int, half_steps_from: int) -> tuple[int, ...]:
 
 
 def _eighths(fewest: int, last: int) -> tuple[int, ...]:
-    """``last``, an eighth of it, and so on, as long as that is not below ``fewest``."""
+    """Return ``last``, an eighth of it, and so on, down to ``fewest``."""
     sizes = [last]
     while sizes[-1] // 8 >= fewest:
         sizes.append(sizes[-1] // 8)
     return tuple(sizes)
 
 
-def _up(size: int, multiple: int) -> int:
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple

@@ -1,4 +1,4 @@
-"""From settings to a runnable model: everything is planned from shapes first; weights are read last."""
+"""Plan an engine from its settings and the model's shapes, then load weights."""
 
 import dataclasses
 import importlib
@@ -15,10 +15,10 @@ from jaxserve.device.buckets import Buckets
 from jaxserve.device.kernel_choice import choose_kernels, choose_step_truncation
 from jaxserve.device.memory import (
     MemoryNeeds,
-    ask_for_gpu_memory,
     device_memory_bytes,
     plan_pages,
-    usable_share,
+    set_gpu_memory_fraction,
+    usable_fraction,
 )
 from jaxserve.device.program import ModelProgram, computes_rows_natively
 from jaxserve.errors import ConfigError
@@ -36,53 +36,52 @@ from sharding.plan import bytes_per_device
 
 
 def load_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
-    """Logits processors, given as themselves, as classes without arguments, or by ``module:name``.
+    """Resolve logits processors given as objects, as classes without arguments, or as ``module:name``.
 
     Raises:
-        ConfigError: Nothing by that name, or something that is no processor; the message says which.
+        ConfigError: A name cannot be imported, or an object is not a ``LogitsProcessor``.
     """
     found = []
     for item in given:
-        processor = _imported(item) if isinstance(item, str) else item
+        processor = _import(item) if isinstance(item, str) else item
         if isinstance(processor, type):
             processor = processor()
         if not isinstance(processor, LogitsProcessor) or not isinstance(processor.arguments, Mapping):
             raise ConfigError(
-                f"logits_processors: expected functions of logits with a mapping `arguments` (LogitsProcessor), "
-                f"got {item!r}"
+                f"logits_processors: expected a LogitsProcessor (callable, with a mapping `arguments`), got {item!r}"
             )
         found.append(processor)
     argument_names(found)
     return tuple(found)
 
 
-def _imported(name: str) -> Any:
+def _import(name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"logits_processors: {name!r} is no 'module:name' that can be imported: {error}") from error
+        raise ConfigError(f"logits_processors: cannot import {name!r} (expected 'module:name'): {error}") from error
 
 
 logger = logging.getLogger(__name__)
 
 STEPS_IN_FLIGHT = 2
-"""Steps that run ahead of the host, with asynchronous scheduling."""
+"""Steps in flight with async scheduling."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """A model fitted to devices, before its weights are read.
+    """An engine planned for its devices, without weights.
 
     Attributes:
-        directory: Where the checkpoint is.
-        config: The model.
-        programs: One for each data slice, alike but for their devices.
+        directory: Directory of the checkpoint.
+        config: Configuration of the model.
+        programs: One program per data slice; they differ only in their devices.
         buckets: Batch shapes to compile.
-        needs: Memory each device needs.
-        max_model_len: Longest context in tokens.
-        max_num_seqs: Most sequences in a step of a slice.
-        max_num_batched_tokens: Most query tokens in a step of a slice.
+        needs: Memory needs per device.
+        max_model_len: Maximum context length in tokens.
+        max_num_seqs: Most sequences per step and data slice.
+        max_num_batched_tokens: Most query tokens per step and data slice.
     """
 
     directory: Path
@@ -101,15 +100,15 @@ def find_model(config: EngineConfig) -> Path:
 
 
 def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
-    """Fits a model to the devices there are, with programs that verify up to ``max_draft_tokens`` drafts of a row.
+    """Plan an engine whose steps verify up to ``max_draft_tokens`` drafts per row.
 
     Raises:
-        ConfigError: A setting does not go with the model or the devices.
-        MemoryPlanError: The model or one request does not fit.
+        ConfigError: A setting is not valid for the model or the devices.
+        MemoryPlanError: The model or one request of ``max_model_len`` does not fit into memory.
     """
     directory = find_model(config)
     model = read_model_config(directory, config.hf_overrides)
-    ask_for_gpu_memory(config.gpu_memory_utilization)
+    set_gpu_memory_fraction(config.gpu_memory_utilization)
     if config.num_threads is not None:
         set_threads(config.num_threads)
     ensure_cpu_devices(config.tensor_parallel_size * config.data_parallel_size)
@@ -143,10 +142,13 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
         truncation=choose_step_truncation(device, config.kernels or config.attention_backend),
     )
     if config.tensor_parallel_size > 1 and program.parallel.size == 1:
-        raise ConfigError(f"layout {config.layout!r} does not split over {config.tensor_parallel_size} devices")
+        raise ConfigError(
+            f"layout {config.layout!r} does not shard the model; it requires tensor_parallel_size=1, got "
+            f"{config.tensor_parallel_size}"
+        )
     max_samples = 1 + max_draft_tokens
     needs = _memory_needs(program, max_model_len, max_num_batched_tokens, max_samples)
-    needs, num_pages = _fit(config, needs, device, mesh.devices.size)
+    needs, num_pages = _fit_to_memory(config, needs, device, mesh.devices.size)
     programs = [dataclasses.replace(program, mesh=slice_, num_pages=num_pages) for slice_ in (first, *others)]
     return EnginePlan(
         directory=directory,
@@ -163,18 +165,18 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
 def _make_buckets(
     config: EngineConfig, program: ModelProgram, needs: MemoryNeeds, max_num_batched_tokens: int, max_samples: int
 ) -> Buckets:
-    """The batch shapes, for the pages that were planned."""
-    multiple = program.row_tile or _fewest_rows(program.mesh.devices.flat[0], program.policy)
+    """Return the batch shapes for the planned memory."""
+    multiple = program.row_tile or _row_multiple(program.mesh.devices.flat[0], program.policy)
     skips = program.policy.linear == program.kernel.name == "native"
     sizes = program.num_slots, max_num_batched_tokens, needs.table_pages
     return Buckets.make(*sizes, multiple, config.compile_sizes, skips, max_samples, len(needs.windows))
 
 
-def _fewest_rows(device: Device, policy: DtypePolicy) -> int:
-    """Rows that every shape has a multiple of, so that no product has one row.
+def _row_multiple(device: Device, policy: DtypePolicy) -> int:
+    """Return 2 where a matmul with a single row is slow, else 1; shapes have a multiple of it.
 
-    XLA on CPUs makes a slow loop of such a product in a 16-bit type; on GPUs it converts whole stacks of weights for
-    it, each time.
+    XLA compiles a 16-bit matmul with a single row to a slow loop on CPUs; on GPUs it converts whole stacks of weights
+    for each one.
     """
     is_fast = policy.weights == "float32" or policy.linear == "native"
     return 1 if device.platform == "cpu" and is_fast else 2
@@ -182,25 +184,25 @@ def _fewest_rows(device: Device, policy: DtypePolicy) -> int:
 
 def _log_determinism(config: EngineConfig, is_deterministic: bool, is_invariant: bool) -> None:
     if not is_deterministic:
-        why = "asked for" if config.deterministic is not None else "XLA's sums depend on a step's shape"
-        logger.info("Results may differ in their last bits with a request's batch (%s)", why)
+        why = "deterministic=False" if config.deterministic is not None else "XLA's sums depend on a step's shape"
+        logger.info("Results are not batch-invariant: their last bits may depend on the batch (%s)", why)
         return
-    how = "native kernels compute each row by itself" if is_invariant else f"rows are computed {ROW_TILE} at a time"
-    logger.info("Results do not depend on a request's batch: %s", how)
+    how = "native kernels compute each row separately" if is_invariant else f"rows are computed in tiles of {ROW_TILE}"
+    logger.info("Results are batch-invariant: %s", how)
 
 
 def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...]:
-    """Reads a model's parameters onto the devices of a program, as its steps take them.
+    """Load a model's parameters onto the devices of a program, packed for its steps.
 
     Raises:
-        CheckpointError: Files or tensors are missing, damaged, of other shapes, or not the model's.
+        CheckpointError: A file or tensor is missing, damaged, unexpected or of the wrong shape.
     """
     params = load_weights(plan.directory, program.abstract_model)
     return program.packing.pack(params)
 
 
 def _batch_limits(config: EngineConfig, device: Device) -> tuple[int, int]:
-    """Sequences and tokens of a step, with defaults for the device."""
+    """Return ``max_num_seqs`` and ``max_num_batched_tokens``, with defaults for the device."""
     if device.platform == "cpu":
         seqs, tokens = 64, 1024
     else:
@@ -213,20 +215,20 @@ def _batch_limits(config: EngineConfig, device: Device) -> tuple[int, int]:
         tokens = max(tokens, seqs)
     if seqs > tokens:
         raise ConfigError(
-            f"max_num_batched_tokens={tokens} is smaller than max_num_seqs={seqs}; every sequence needs one"
+            f"max_num_batched_tokens={tokens} is less than max_num_seqs={seqs}; a step needs a token per sequence"
         )
     return seqs, tokens
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    """The longest context asked for, checked against what the model can do."""
+    """Return the configured context length, after checking it against the model's."""
     longest = model.max_positions
-    asked = config.max_model_len
-    if asked is None or asked == -1:
+    configured = config.max_model_len
+    if configured is None or configured == -1:
         return longest
-    if asked > longest:
-        raise ConfigError(f"max_model_len={asked} is longer than the {longest} tokens the model has positions for")
-    return asked
+    if configured > longest:
+        raise ConfigError(f"max_model_len={configured} exceeds the model's maximum of {longest} positions")
+    return configured
 
 
 def _memory_needs(
@@ -254,21 +256,23 @@ def _memory_needs(
     )
 
 
-def _fit(config: EngineConfig, needs: MemoryNeeds, device: Device, num_devices: int) -> tuple[MemoryNeeds, int]:
-    """The needs with the longest context that fits, if that is asked for, and the number of pages."""
+def _fit_to_memory(
+    config: EngineConfig, needs: MemoryNeeds, device: Device, num_devices: int
+) -> tuple[MemoryNeeds, int]:
+    """Return the memory needs and the number of pages; with max_model_len=-1, reduce the context length to fit."""
     total = device_memory_bytes(device)
     sharing = num_devices if device.platform == "cpu" else 1
     settings = {
         "total": total,
-        "utilization": usable_share(device, config.gpu_memory_utilization),
+        "utilization": usable_fraction(device, config.gpu_memory_utilization),
         "platform": device.platform,
         "pool_bytes": config.kv_cache_memory_bytes,
         "num_pages": config.num_gpu_blocks_override,
         "devices_sharing": sharing,
     }
     if config.max_model_len == -1:
-        one = dataclasses.replace(needs, max_model_len=1)
-        pages = plan_pages(dataclasses.replace(one, max_num_seqs=needs.request_pages), **settings)
+        single_token = dataclasses.replace(needs, max_model_len=1)
+        pages = plan_pages(dataclasses.replace(single_token, max_num_seqs=needs.request_pages), **settings)
         longest = needs.longest_request(pages)
         if longest < needs.max_model_len:
             logger.info(

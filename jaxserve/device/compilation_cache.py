@@ -1,4 +1,4 @@
-"""Compiled programs kept on disk, so that the next start only loads them."""
+"""Keep compiled programs on disk, so that the next start only loads them."""
 
 import os
 import re
@@ -10,14 +10,14 @@ from sharding.mesh import Device
 
 
 def use_compilation_cache(directory: str | None, device: Device) -> None:
-    """Turns JAX's persistent cache on for this process, unless its user has set it up already.
+    """Enable JAX's persistent compilation cache for this process, unless it is already configured.
 
-    On GPUs JAX keeps what XLA learned by trying kernels out (autotuning) beside the programs. The folder can be copied
-    to another machine with the same device and versions, which then starts as fast.
+    On GPUs the cache includes XLA's autotuning results. It can be copied to another machine with the same device and
+    versions.
 
     Args:
-        directory: Where to keep programs; None for the user's cache folder, empty for nowhere.
-        device: What they are compiled for; each kind has a folder of its own.
+        directory: Cache directory; None for the user's cache directory, empty for no cache.
+        device: Target device; each kind has its own subdirectory.
     """
     if directory == "" or jax.config.values["jax_compilation_cache_dir"] is not None:
         return

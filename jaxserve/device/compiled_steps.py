@@ -1,4 +1,4 @@
-"""The compiled programs of a model: its steps, and the small ones that set up a slot or copy pages before a step."""
+"""The compiled programs of a model: its steps, and two small ones that set up a slot and copy pages."""
 
 import concurrent.futures
 import dataclasses
@@ -23,13 +23,13 @@ from jaxserve.sampling.penalties import IN_PROMPT, MAX_TRACKED, SlotTables
 from jaxserve.scheduling.plan import PageCopy, SlotSetup, StepPlan
 
 COPY_CAPACITY = 8
-"""Pages that one call copies."""
+"""Most pages copied per call."""
 
 Pools = tuple[Array, Array]
 
 
 def trace_set_up(program: ModelProgram) -> jax.stages.Traced:
-    """Traces what gives a slot its row of the tables: takes (``SlotTables``, row, as ``slot_row`` makes it)."""
+    """Trace the program that writes a slot's row (see ``slot_row``) to the ``SlotTables``."""
     vocab_size = program.config.vocab_size
     tables = program.abstract_state().tables
 
@@ -38,12 +38,12 @@ def trace_set_up(program: ModelProgram) -> jax.stages.Traced:
         parts = SlotTables(counts, lax.bitcast_convert_type(bias, jnp.float32), tracked_ids)
         return jax.tree.map(lambda table, part: lax.dynamic_update_slice(table, part, (row[0], 0)), tables, parts)
 
-    row = program.whole((_row_parts(vocab_size)[-1][1],), jnp.int32)
+    row = program.replicated_struct((_row_parts(vocab_size)[-1][1],), jnp.int32)
     return jax.jit(set_up, donate_argnums=0, out_shardings=shardings(tables)).trace(tables, row)
 
 
 def slot_row(setup: SlotSetup, vocab_size: int) -> np.ndarray:
-    """What ``trace_set_up``'s program writes: slot, token counts, bias (by its bits) and tracked tokens, all int32."""
+    """Return the int32 input of ``trace_set_up``'s program: slot, token counts, bias (float32 bits), tracked tokens."""
     sampling = setup.sampling
     parts = _row_parts(vocab_size)
     row = np.zeros(parts[-1][1], np.int32)
@@ -60,15 +60,15 @@ def slot_row(setup: SlotSetup, vocab_size: int) -> np.ndarray:
 
 
 def trace_copy_pages(program: ModelProgram, kind: PoolKind, count: int) -> jax.stages.Traced:
-    """Traces the copying of pages: takes (pools, sources, targets), for all pools of a kind, one after the other.
+    """Trace the program that copies pages in the pools of a kind; its arguments are (pools, sources, targets).
 
     Args:
         program: The model.
-        kind: Of the pools.
-        count: How many of the kind lie in the same arrays; the same pages of each are copied.
+        kind: Kind of the pools.
+        count: Number of pools stacked in the same arrays; the same pages are copied in each.
     """
     pools = program.abstract_pools(kind, count)
-    pages = program.whole((COPY_CAPACITY,), jnp.int32)
+    pages = program.replicated_struct((COPY_CAPACITY,), jnp.int32)
 
     def copy(pools: Pools, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> Pools:
         if count > 1:
@@ -78,13 +78,13 @@ def trace_copy_pages(program: ModelProgram, kind: PoolKind, count: int) -> jax.s
             targets = jnp.where(targets < num_pages, first + targets, count * num_pages).ravel()
         return program.kernel.copy_pages(pools, sources, targets)
 
-    return program.trace(copy, (pools, pages, pages), gives=shardings(pools), donated=[0])
+    return program.trace(copy, (pools, pages, pages), out_shardings=shardings(pools), donated=[0])
 
 
 def copy_arrays(copies: Sequence[PageCopy], num_pages: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Sources and targets of each call of ``trace_copy_pages``'s program; those that only fill up write nothing.
+    """Return sources and targets for each call of ``trace_copy_pages``'s program; padding copies write nothing.
 
-    Calls run in order, and each reads all its sources first: a page may be a source and a later copy's target.
+    Each call reads all its sources before it writes, so a page may be a source and the target of a later copy.
     """
     calls = []
     for start in range(0, len(copies), COPY_CAPACITY):
@@ -102,20 +102,19 @@ def _row_parts(vocab_size: int) -> list[tuple[int, int]]:
 
 
 StepKey = tuple[BatchShape, str]
-"""Batch shape and sampler variant of a step; the variant ``any`` is chosen when the step runs."""
+"""Batch shape and sampler variant of a step; ``any`` selects the variant at run time."""
 
 CompiledStep = jax.stages.Compiled | SplitStep
-"""Takes (packed parameters, ``StepState``, buffer, vocabulary mask) and gives (``StepState``, ``StepOutput``)."""
+"""Maps (packed parameters, ``StepState``, buffer, vocabulary mask) to (``StepState``, ``StepOutput``)."""
 
 
 def step_keys(buckets: Buckets, platform: str, always_full: bool = False) -> list[StepKey]:
-    """Every step to compile.
+    """Return the shape and sampler variant of every step to compile.
 
-    On CPUs there is one for each shape: its sampler, a program of its own, chooses its variant when it runs, and a
-    further program scores prompts. An accelerator would stop for the choice, so there each decode shape has a program
-    for greedy and one for sampled rows, and decode steps that need more than that take a mixed shape, whose programs
-    choose; where every step needs more (``always_full``), decode shapes have a program for that alone. A further mixed
-    shape scores prompts.
+    On CPUs the sampler is a separate program that selects its variant at run time, so there is one step per shape. On
+    accelerators that selection would stall, so decode shapes have a greedy and a sampled variant, and decode steps that
+    need the full sampler run in a mixed shape, which selects at run time. If every step needs the full sampler
+    (``always_full``), decode shapes have only that variant. One more mixed shape computes prompt logprobs.
     """
     if platform == "cpu":
         return [(shape, "any") for shape in buckets.shapes()]
@@ -125,18 +124,18 @@ def step_keys(buckets: Buckets, platform: str, always_full: bool = False) -> lis
 
 
 def num_programs(buckets: Buckets, platform: str, always_full: bool = False) -> int:
-    """How many programs the steps are: on CPUs a sampler for each ``SamplerShape`` and the scorer come on top."""
+    """Return the number of programs; on CPUs it includes a sampler per ``SamplerShape`` and the scorer."""
     keys = step_keys(buckets, platform, always_full)
     return len(keys) + (len({shape.sampler for shape, _ in keys}) + 1 if platform == "cpu" else 0)
 
 
 class CompiledSteps:
-    """The compiled programs of a model: its steps, and the two small ones that run before steps that need them.
+    """The compiled programs of a model.
 
     Args:
         program: The model.
         buckets: Batch shapes.
-        platform: JAX's name of the platform whose way of running a step is taken; None for the devices' own.
+        platform: JAX platform that decides how steps are split into programs; None for the devices' platform.
     """
 
     def __init__(self, program: ModelProgram, buckets: Buckets, platform: str | None = None):
@@ -153,7 +152,7 @@ class CompiledSteps:
         self._copy_pages: dict[PoolKind, jax.stages.Compiled] = {}
 
     def compile(self) -> None:
-        """Compiles every program: traced one after the other, compiled on all cores."""
+        """Trace the programs one after the other, and compile them on all cores."""
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             layout = self.program.kv_layout
             counts = dict(zip(layout.pools, layout.counts, strict=True))
@@ -185,7 +184,7 @@ class CompiledSteps:
         }
 
     def prepare(self, state: StepState, setups: Sequence[SlotSetup], copies: Sequence[PageCopy]) -> StepState:
-        """The state with slots set up and pages copied; given up as a step gives it up."""
+        """Set up slots and copy pages; return the new state. Donates ``state``."""
         assert self._set_up is not None
         kinds = self.program.kv_layout.pools
         for setup in setups:
@@ -197,7 +196,7 @@ class CompiledSteps:
         return state
 
     def choose(self, plan: StepPlan, variant: str) -> tuple[BatchShape, CompiledStep]:
-        """The shape of a step and what runs it."""
+        """Return the batch shape and the compiled step for a plan."""
         scores_prompt = any(plan.columns.targets)
         if scores_prompt and self.platform != "cpu":
             shape = self.buckets.scoring_shape
@@ -211,12 +210,12 @@ class CompiledSteps:
         return shape, step
 
     def items(self) -> Iterable[tuple[StepKey, CompiledStep]]:
-        """Every step, those of mixed shapes with the scorer."""
+        """Return all steps; on CPUs those of mixed shapes include the scorer."""
         return self._steps.items()
 
     @property
     def temporary_bytes(self) -> int:
-        """Most memory on a device that any step takes while it runs."""
+        """Peak temporary memory per device over all steps, in bytes."""
         return max(map(_temporary_bytes, self._steps.values()), default=0)
 
 
@@ -227,25 +226,25 @@ def _submit(
 
 
 def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compile a program and release the memory that compiling took, so that it does not add up over many programs."""
+    """Compile a program, then return memory freed by the compiler to the system, so that it does not add up."""
     compiled = lowered.compile()
     return_freed_memory()
     return compiled
 
 
 def _temporary_bytes(step: CompiledStep) -> int:
-    """Most memory that a step's programs take while they run, with what the model's hands to the others."""
+    """Return the peak temporary memory of a step's programs, including the outputs passed between them."""
     if not isinstance(step, SplitStep):
         return _memory(step).temporary
     programs = [step.model, step.sampler, *([step.scorer] if step.scorer is not None else [])]
-    return _memory(step.model).made + max(_memory(program).temporary for program in programs)
+    return _memory(step.model).outputs + max(_memory(program).temporary for program in programs)
 
 
 class _Memory(NamedTuple):
-    """Bytes on a device that a program takes only while it runs, and those of arrays that it makes."""
+    """Bytes per device of a program's temporaries and of its new outputs."""
 
     temporary: int
-    made: int
+    outputs: int
 
 
 def _memory(program: jax.stages.Compiled) -> _Memory:

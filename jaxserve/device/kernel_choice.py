@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def attention_sizes(model: ModelConfig, scope: Scope, page_size: int) -> list[dict[str, int]]:
-    """The sizes on each device that decide which implementation of attention can run; one entry a kind of layer."""
+    """Return the per-device sizes that attention implementations depend on, one entry per kind of layer."""
     specs = outline(model, scope).kv_specs
     heads = dict.fromkeys((spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs)
     return [
@@ -34,7 +34,7 @@ def attention_sizes(model: ModelConfig, scope: Scope, page_size: int) -> list[di
 def choose_kernels(
     config: EngineConfig, model: ModelConfig, scope: Scope, device: Device, page_size: int
 ) -> tuple[DtypePolicy, PagedAttention]:
-    """Choose the element types, with what multiplies by weights, and the implementation of attention."""
+    """Choose the dtypes, the matmul implementation and the attention implementation."""
     widens = config.kernels != "xla" and unavailable() is None
     dtype = resolve_dtype(config.dtype, model, device.platform, has_bfloat16_products() or widens)
     policy = _choose_policy(DtypePolicy.for_platform(dtype, device.platform), device, config.kernels)
@@ -45,7 +45,7 @@ def choose_kernels(
 
 
 def choose_step_truncation(device: Device, backend: str | None) -> Truncation:
-    """Choose the implementation of top-k and top-p: the one that ``backend`` names, where they have such a one."""
+    """Choose the implementation of top-k and top-p: ``backend`` if it implements them, else the device's default."""
     name = "pallas-interpret" if backend == "mosaic-interpret" else backend
     choice = choose_truncation(device, name if name in OPERATIONS["truncation"] else None)
     logger.info("Top-k and top-p: %s (%s)", choice.name, choice.why)
@@ -55,18 +55,18 @@ def choose_step_truncation(device: Device, backend: str | None) -> Truncation:
 def _choose_kernel(
     device: Device, policy: DtypePolicy, name: str | None, sizes: list[dict[str, int]]
 ) -> PagedAttention:
-    """Choose the implementation of attention: one for all kinds of layers."""
+    """Choose one attention implementation that supports all kinds of layers."""
     choices = [choose_attention(device, policy.kv, name, **each) for each in sizes]
     able = [choice for choice in choices if _unsupported(choice.implementation, device, policy.kv, sizes) is None]
     choice = able[0] if able else choose_attention(device, policy.kv, "xla", **sizes[0])
     kernel = cast(PagedAttention, choice.implementation)
-    writing = "a call of their own" if kernel.writer is None else "one kernel with norm and rotation"
+    writing = "a separate kernel" if kernel.writer is None else "a kernel fused with normalization and RoPE"
     logger.info("Attention on %s: %s (%s); pages written by %s", device.device_kind, choice.name, choice.why, writing)
     return kernel
 
 
 def _choose_policy(policy: DtypePolicy, device: Device, kernels: str | None) -> DtypePolicy:
-    """Choose what multiplies by weights; the policy names it."""
+    """Return the policy with the chosen matmul implementation."""
     where = {"platform": device.platform, "device_kind": device.device_kind, "dtype": policy.weights}
     choice = choose("linear", **where, name=kernels)
     logger.info("Matrix multiplication: %s (%s)", choice.name, choice.why)
@@ -74,15 +74,15 @@ def _choose_policy(policy: DtypePolicy, device: Device, kernels: str | None) -> 
 
 
 def _unsupported(kernel: PagedAttention, device: Device, dtype: str, sizes: list[dict[str, int]]) -> str | None:
-    """Why an implementation cannot run for some kind of layer, or None."""
-    reasons = (kernel.unsupported(device.platform, device.device_kind, dtype, **each) for each in sizes)
+    """Return why an implementation does not support some kind of layer, or None."""
+    reasons = (kernel.unsupported(device.platform, device.device_kind, dtype, **layer) for layer in sizes)
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def _with_narrow_pages(
     policy: DtypePolicy, device: Device, name: str | None, sizes: list[dict[str, int]]
 ) -> DtypePolicy:
-    """Keep keys and values of 16-bit models in that type on CPUs too, where native kernels read them."""
+    """Store the keys and values of 16-bit models in that dtype on CPUs too, if native kernels can read it."""
     if device.platform != "cpu" or policy.weights == policy.kv or name not in (None, "native"):
         return policy
     reason = _unsupported(load("paged_attention", "native"), device, policy.weights, sizes)

@@ -1,4 +1,4 @@
-"""Which tokens each slot may sample, as bits; made once where they do not change."""
+"""Bit masks of the tokens that each slot may sample."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from jaxserve.scheduling.plan import RowStarts, Sampling, SlotSetup, StepPlan
 
 
 class _SlotMask(NamedTuple):
-    """A slot's tokens below position ``banned_until`` and from there on; None where all are allowed."""
+    """A slot's masks before and from position ``banned_until``; None allows all tokens."""
 
     early: np.ndarray | None
     late: np.ndarray | None
@@ -17,17 +17,17 @@ class _SlotMask(NamedTuple):
 
 
 class MaskedRow(NamedTuple):
-    """A row of a step that may not sample every token, and the words of its mask."""
+    """A row that may not sample every token, and its mask: int32 [V / 32]."""
 
     row: int
     words: np.ndarray
 
 
 class TokenMasks:
-    """Masks of every slot, and those of a step's rows, from what requests ask and what their constraints say.
+    """Combines the static masks of slots with the constraint masks of a plan.
 
-    Where nothing is left of a request's own rules, those that go are, first, the tokens banned for a time, then the bad
-    ones. Where nothing is left of its rules and its constraint together, the constraint alone counts.
+    If the static mask of a request leaves no token, the tokens banned until ``min_tokens`` are allowed, then bad words
+    too. If the static and the constraint mask together leave no token, only the constraint mask applies.
     """
 
     def __init__(self, vocab_size: int):
@@ -37,12 +37,12 @@ class TokenMasks:
         self._slots: dict[int, _SlotMask] = {}
 
     @property
-    def has_rules(self) -> bool:
-        """Whether a slot's request has rules of its own."""
+    def has_static_masks(self) -> bool:
+        """Whether any slot has a static mask."""
         return bool(self._slots)
 
     def apply(self, setups: Iterable[SlotSetup]) -> None:
-        """Takes over the rules of slots that change hands."""
+        """Set the static masks of newly assigned slots."""
         for setup in setups:
             sampling = setup.sampling
             if sampling.banned_ids or sampling.bad_ids or sampling.allowed_ids is not None:
@@ -64,7 +64,7 @@ class TokenMasks:
         return [row for row in found if row.words is not self._all]
 
     def array(self, rows: Sequence[MaskedRow], num_rows: int) -> np.ndarray:
-        """Masks of all rows of a step, [num_rows, V / 32] int32."""
+        """Return the masks of all rows of a step: int32 [num_rows, V / 32]."""
         mask = np.full((num_rows, self._words), -1, np.int32)
         for row, words in rows:
             mask[row] = words
@@ -99,7 +99,7 @@ class TokenMasks:
 
 
 def _without(allowed: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
-    """The tokens allowed but for some; all of them, where none would be left."""
+    """Return ``allowed`` without some tokens, or unchanged if no token would be left."""
     fewer = allowed.copy()
     fewer[list(token_ids)] = False
     return fewer if fewer.any() else allowed

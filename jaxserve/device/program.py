@@ -1,8 +1,8 @@
-"""A model laid out on a mesh without its values, and the state that the devices keep between steps.
+"""A model sharded on a mesh, without its weights, and the state that devices keep between steps.
 
-Dispatching a step costs time for each argument (about half a microsecond). On GPUs the layers' parameters of one kind
-are therefore one argument, stacked, and a program takes each out with a fixed index: XLA reads a layer's part in place
-there. On CPUs it would copy each part, so every parameter is an argument of its own.
+Dispatch costs about 0.5 µs per argument of a step. On GPUs the layers' parameters of one kind are therefore stacked in
+one argument, and a program slices them with static indices, which XLA reads in place. On CPUs XLA would copy each
+slice, so every parameter is a separate argument.
 """
 
 import dataclasses
@@ -40,17 +40,20 @@ Struct = jax.ShapeDtypeStruct
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Which parameters, by their place in the module's flat order, share an argument; one alone is itself."""
+    """Groups of parameters, by index in the module's flat order, that are stacked in one argument.
+
+    A group of one is not stacked.
+    """
 
     groups: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, params: Mapping[str, Struct], platform: str) -> "Packing":
-        """The packing that suits a platform.
+        """Return the packing for a platform.
 
         Args:
-            params: Path in the module (``layers.3.mlp.down.weight``), shape, type and sharding of each parameter.
-            platform: JAX's platform name.
+            params: Shape, dtype and sharding of each parameter by path in the module (``layers.3.mlp.down.weight``).
+            platform: JAX platform name.
         """
         groups: dict[object, list[int]] = {}
         for i, (path, struct) in enumerate(params.items()):
@@ -59,13 +62,13 @@ class Packing:
         return cls(tuple(tuple(group) for group in groups.values()))
 
     def structs(self, params: Sequence[Struct]) -> tuple[Struct, ...]:
-        """Shapes and shardings of the arguments."""
+        """Return shapes and shardings of the packed arguments."""
         return tuple(_stacked([params[i] for i in group]) for group in self.groups)
 
     def pack(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """The arguments, on the devices the parameters are on; parameters that were stacked are given up.
+        """Pack parameters on their devices; deletes the arrays of stacked ones.
 
-        Beside the parameters it takes the memory of the largest group for a moment.
+        Temporarily needs additional memory for the largest group.
         """
         packed = []
         for group in self.groups:
@@ -82,30 +85,30 @@ class Packing:
         return tuple(packed)
 
     def replace(self, packed: Sequence[jax.Array], arrays: Mapping[int, np.ndarray]) -> tuple[jax.Array, ...]:
-        """The arguments with some parameters replaced, given by their places in the module's order."""
+        """Return packed arguments with some parameters replaced; ``arrays`` are by index in the module's order."""
         found = []
         for group, old in zip(self.groups, packed, strict=True):
-            given = {at: arrays[i] for at, i in enumerate(group) if i in arrays}
-            if not given:
+            new = {layer: arrays[i] for layer, i in enumerate(group) if i in arrays}
+            if not new:
                 found.append(old)
                 continue
-            stack = np.array(old) if len(group) > 1 else given[0]
-            for at, array in given.items() if len(group) > 1 else ():
-                stack[at] = array
+            stack = np.array(old) if len(group) > 1 else new[0]
+            for layer, array in new.items() if len(group) > 1 else ():
+                stack[layer] = array
             found.append(jax.device_put(stack, old.sharding))
         return tuple(found)
 
     def unpack(self, packed: Sequence[AnyArray]) -> tuple[AnyArray, ...]:
-        """The parameters in the module's order, inside a program or on the host."""
+        """Return the parameters in the module's order, inside a program or on the host."""
         found: dict[int, Any] = {}
         for group, stack in zip(self.groups, packed, strict=True):
-            for at, i in enumerate(group):
-                found[i] = stack if len(group) == 1 else stack[at]
+            for layer, i in enumerate(group):
+                found[i] = stack if len(group) == 1 else stack[layer]
         return tuple(found[i] for i in sorted(found))
 
 
 def _stacked(members: Sequence[Struct]) -> Struct:
-    """The shape of a group's argument: layers first, none of them split."""
+    """Return the shape and sharding of a group's argument: the stacked dimension first, not sharded."""
     first = members[0]
     if len(members) == 1:
         return first
@@ -113,13 +116,13 @@ def _stacked(members: Sequence[Struct]) -> Struct:
 
 
 class StepState(NamedTuple):
-    """What the device keeps between steps, given up to each step and got back.
+    """State that devices keep between steps; each step donates and returns it.
 
     Attributes:
         pools: Key and value pages; see ``KVLayout``.
-        latest: Latest token of each slot, and its position.
-        tables: What the sampler needs of requests that ask for more than a few numbers.
-        sums: Hidden states summed up over each slot's prompt so far, where its request is for a vector.
+        latest: Latest token and position of each slot.
+        tables: Vocabulary-sized sampling state of each slot.
+        sums: Sum of hidden states over each slot's prompt so far, for pooling requests.
     """
 
     pools: tuple[tuple[Array, Array], ...]
@@ -130,24 +133,24 @@ class StepState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModelProgram:
-    """A model without its values, laid out on a mesh: all that lowering a step needs.
+    """A model sharded on a mesh, without its weights: everything needed to lower a step.
 
     Attributes:
-        config: The model.
-        mesh: One data slice.
-        layout: Resolved on that mesh.
-        policy: Element types.
+        config: Configuration of the model.
+        mesh: Mesh of one data slice.
+        layout: Sharding layout, resolved on the mesh.
+        policy: Dtypes.
         kernel: Implementation of paged attention.
         page_size: Tokens per page.
         num_pages: Usable pages.
-        num_slots: Sequences that can run at once.
-        max_model_len: Tokens of the longest context; None for no limit.
-        row_tile: Rows that are computed together in the deterministic mode, which divides the rows and the tokens of
-            every batch shape; None computes all at once.
-        max_logprobs: Most alternatives a request can ask for with each token.
-        logprobs_mode: What is reported as logprobs; one of ``LOGPROBS_MODES``.
-        processors: The engine's own changes to logits.
-        truncation: Implementation of min-p, top-k and top-p; None takes the best for the mesh's devices.
+        num_slots: Most running sequences.
+        max_model_len: Maximum context length in tokens; None for no limit.
+        row_tile: Rows computed together in deterministic mode, a divisor of the rows and tokens of every batch shape;
+            None computes all rows at once.
+        max_logprobs: Most alternatives per token that a request can ask for.
+        logprobs_mode: One of ``LOGPROBS_MODES``.
+        processors: Logits processors of the engine.
+        truncation: Implementation of min-p, top-k and top-p; None for the best on the mesh's devices.
     """
 
     config: ModelConfig
@@ -167,7 +170,7 @@ class ModelProgram:
 
     @property
     def sampler(self) -> SamplerSettings:
-        """What is fixed about sampling."""
+        """Static settings of the sampler."""
         assert self.logprobs_mode in LOGPROBS_MODES, self.logprobs_mode
         truncation = self.truncation or select_truncation(self.mesh.devices.flat[0])
         argmax = load("argmax", self.policy.linear)
@@ -175,46 +178,46 @@ class ModelProgram:
 
     @functools.cached_property
     def arguments(self) -> dict[str, float]:
-        """What the processors read of each request; see ``argument_names``."""
+        """Arguments of the logits processors; see ``argument_names``."""
         return argument_names(self.processors)
 
     @property
     def is_always_full(self) -> bool:
-        """Whether a processor applies to every row, so that no step can take the simpler samplers."""
+        """Whether a logits processor applies to every row, so that every step needs the full sampler."""
         return any(not processor.arguments for processor in self.processors)
 
     @property
     def parallel(self) -> Parallel:
-        """The layout from a module's point of view."""
+        """The layout as modules see it."""
         return Parallel.on_mesh(self.layout, self.mesh)
 
     @property
     def layer_tile(self) -> int | None:
-        """``row_tile`` for the layers and the head, which need none where native kernels compute all their sums."""
+        """``row_tile`` for layers and head; None if native kernels compute each row separately."""
         is_native = computes_rows_natively(self.abstract_model.has_fused_norms, self.policy, self.kernel)
         return None if is_native else self.row_tile
 
     @functools.cached_property
     def abstract_model(self) -> AbstractModel:
-        """The module without values, made once: every step is traced from it."""
+        """The module without weights; every step is traced from it."""
         scope = Scope(parallel=self.parallel, policy=self.policy)
         return abstract_model(self.config, scope, lambda axes: self.layout.sharding(self.mesh, *axes))
 
     @functools.cached_property
     def kv_layout(self) -> KVLayout:
-        """Pools and page tables; pools of one kind are one array where the kernel can tell them apart."""
+        """Pools and page tables; pools of one kind are stacked in one array if the kernel supports it."""
         layout = lay_out_kv(self.abstract_model.kv_specs, self.max_model_len)
         return layout.stacked(self.pool_pages) if self.kernel.stacks_pools else layout
 
     @property
     def pool_pages(self) -> int:
-        """Pages of a pool, those that padding needs included."""
+        """Pages of a pool, including those for padding."""
         keys, _ = self.kernel.pool_specs(self.num_pages, self.page_size, self.parallel.size, 8)
         return keys.shape[0]
 
     @functools.cached_property
     def packing(self) -> Packing:
-        """How the parameters become arguments."""
+        """Packing of the parameters into arguments."""
         return Packing.of(self.abstract_model.params, self.mesh.devices.flat[0].platform)
 
     @property
@@ -223,42 +226,46 @@ class ModelProgram:
         return self.packing.structs(tuple(self.abstract_model.params.values()))
 
     def model(self, packed: Sequence[jax.Array]) -> CausalLM:
-        """The module with its parameters, inside a program that takes them packed."""
+        """Return the module with the given packed parameters; called inside a program."""
         return self.abstract_model.merge(self.packing.unpack(packed))
 
     def trace(
-        self, function: Callable[..., Any], arguments: Sequence[Any], gives: Any = None, donated: Sequence[int] = ()
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        out_shardings: Any = None,
+        donated: Sequence[int] = (),
     ) -> jax.stages.Traced:
-        """Traces a function that runs on every device of the mesh, on its part of each array.
+        """Trace a function under ``shard_map``, so that it runs on each device's shards.
 
         Args:
-            function: What a device does.
-            arguments: Shapes and shardings of what it takes.
-            gives: Shardings of what it gives, or of whole branches of that; None where all of it is replicated.
-            donated: Indices of the arguments that are given up.
+            function: Per-device function.
+            arguments: Shapes and shardings of its arguments.
+            out_shardings: Shardings of its results, as a tree prefix; None if all are replicated.
+            donated: Indices of donated arguments.
         """
         in_specs, out_specs = (
             jax.tree.map(lambda sharding: sharding.spec, tree)
-            for tree in (shardings(tuple(arguments)), self.replicated if gives is None else gives)
+            for tree in (shardings(tuple(arguments)), self.replicated if out_shardings is None else out_shardings)
         )
         sharded = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return jax.jit(sharded, donate_argnums=donated).trace(*arguments)
 
     def abstract_state(self) -> StepState:
-        """Shapes and shardings of what the device keeps between steps."""
+        """Return shapes and shardings of the ``StepState``."""
         pools = tuple(map(self.abstract_pools, self.kv_layout.pools, self.kv_layout.counts))
-        latest = LatestTokens(*[self.whole((self.num_slots,), jnp.int32)] * 2)
+        latest = LatestTokens(*[self.replicated_struct((self.num_slots,), jnp.int32)] * 2)
         vocabulary = (self.num_slots, self.config.vocab_size)
         tables = SlotTables(
-            token_counts=self.whole(vocabulary, jnp.int32),
-            bias=self.whole(vocabulary, jnp.float32),
-            tracked_ids=self.whole((self.num_slots, MAX_TRACKED), jnp.int32),
+            token_counts=self.replicated_struct(vocabulary, jnp.int32),
+            bias=self.replicated_struct(vocabulary, jnp.float32),
+            tracked_ids=self.replicated_struct((self.num_slots, MAX_TRACKED), jnp.int32),
         )
-        sums = self.whole((self.num_slots, self.config.hidden_size), jnp.float32)
+        sums = self.replicated_struct((self.num_slots, self.config.hidden_size), jnp.float32)
         return StepState(pools, latest, tables, sums)
 
     def abstract_pools(self, kind: PoolKind, count: int = 1) -> Any:
-        """Shapes and shardings of a pool of keys and one of values, or of ``count`` of both in the same arrays."""
+        """Return shapes and shardings of a key and a value pool, or of ``count`` of each stacked in one array."""
         all_kv_heads = self.parallel.size * kind.num_kv_heads
         structs = []
         for pool in self.kernel.pool_specs(self.num_pages, self.page_size, all_kv_heads, kind.head_dim):
@@ -269,7 +276,7 @@ class ModelProgram:
         return tuple(structs)
 
     def empty_state(self) -> StepState:
-        """Empty pools and slots, made on the devices."""
+        """Allocate a zero ``StepState`` on the devices."""
         abstract = self.abstract_state()
 
         def zeros() -> StepState:
@@ -279,35 +286,35 @@ class ModelProgram:
 
     @property
     def pool_bytes(self) -> int:
-        """Memory of the pages on each device, those that padding needs included."""
+        """Bytes of all pages per device, including those for padding."""
         return _bytes_per_device(self.abstract_state().pools)
 
     @property
     def slot_state_bytes(self) -> int:
-        """Memory of what each device keeps of the slots beside their pages."""
+        """Bytes of the slots' state per device, besides pages."""
         return _bytes_per_device(self.abstract_state()._replace(pools=()))
 
     @property
     def replicated(self) -> NamedSharding:
-        """A whole copy on each device."""
+        """Sharding of an array that is replicated on every device."""
         return self.layout.sharding(self.mesh)
 
     def mask_shape(self, num_rows: int) -> tuple[int, int]:
-        """Shape of the vocabulary mask of a step: a bit for each token."""
+        """Return the shape of a step's vocabulary mask: int32 words with a bit per token."""
         return num_rows, -(-self.config.vocab_size // 32)
 
-    def whole(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Shape of an array that each device has a whole copy of."""
+    def replicated_struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return the abstract value of an array that is replicated on every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
 
 def computes_rows_natively(has_fused_norms: bool, policy: DtypePolicy, kernel: PagedAttention) -> bool:
-    """Whether native kernels compute all sums of a row, each by itself: norms they do not fuse are left to XLA."""
+    """Whether native kernels compute each row separately; without fused normalization, XLA computes part of it."""
     return policy.linear == kernel.name == "native" and has_fused_norms
 
 
 def shardings(structs: Any) -> Any:
-    """How each array of a tree is laid out."""
+    """Return the sharding of each array of a tree."""
     return jax.tree.map(lambda struct: struct.sharding, structs)
 
 

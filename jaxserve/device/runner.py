@@ -1,4 +1,4 @@
-"""Owner of what is on the devices of one data slice: parameters, pages, compiled steps. Takes plans, gives tokens."""
+"""Run plans on the devices of one data slice; owns parameters, pages and compiled steps."""
 
 import itertools
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from jaxserve.scheduling.plan import (
 
 
 class PendingStep:
-    """A launched step whose outputs are on their way to the host."""
+    """A launched step whose outputs are being copied to the host."""
 
     def __init__(self, output: StepOutput, plan: StepPlan):
         self._output = output
@@ -37,7 +37,7 @@ class PendingStep:
             array.copy_to_host_async()
 
     def wait(self) -> StepResult:
-        """Waits for the step."""
+        """Wait for the step; return its result."""
         output = jax.tree.map(np.asarray, self._output)
         return StepResult(self._token_lists(output.tokens), output.logprobs, output.prompt_logprobs, output.sums)
 
@@ -55,17 +55,16 @@ class PendingStep:
 
 
 class StepInputs(NamedTuple):
-    """What runs a step, and what it takes beside parameters and state.
+    """A compiled step and its inputs besides parameters and state.
 
     Attributes:
-        columns: The rows that this is for.
+        columns: Rows of the plan.
         step: The compiled step.
-        variant: The sampler's.
-        buffer: As ``BatchBuilder`` makes it.
-        mask: Tokens that each row may sample.
-        goes_on: Whether later steps with the same rows can take the same, until facts of a slot change: the device
-            knows where the rows stand. As long as contexts only grow, so does what they have in common; the buffer
-            may then say less than is true.
+        variant: Sampler variant.
+        buffer: Buffer from ``BatchBuilder``.
+        mask: Token mask of each row.
+        is_reusable: Whether steps with the same rows can reuse these inputs until a slot changes: the device tracks the
+            positions, and ``num_shared_pages`` remains a lower bound because contexts only grow.
     """
 
     columns: RowColumns
@@ -73,15 +72,15 @@ class StepInputs(NamedTuple):
     variant: str
     buffer: np.ndarray
     mask: jax.Array | np.ndarray
-    goes_on: bool
+    is_reusable: bool
 
 
 class StepRunner:
-    """The ``Runner`` in this process.
+    """A ``Runner`` in this process.
 
     Args:
         steps: Compiled programs.
-        params: Parameters as the program packs them (``ModelProgram.packing``).
+        params: Packed parameters (``ModelProgram.packing``).
     """
 
     def __init__(self, steps: CompiledSteps, params: tuple[jax.Array, ...]):
@@ -110,12 +109,12 @@ class StepRunner:
     def launch(self, plan: StepPlan) -> int:
         """See ``Runner``."""
         inputs = self._inputs
-        has_news = plan.setups or plan.grants or plan.copies or plan.masks
-        if inputs is not None and plan.columns is inputs.columns and not has_news:
+        has_updates = plan.setups or plan.grants or plan.copies or plan.masks
+        if inputs is not None and plan.columns is inputs.columns and not has_updates:
             self._builder.starts.advance(plan)
         else:
             inputs = self._prepare(plan)
-            self._inputs = inputs if inputs.goes_on else None
+            self._inputs = inputs if inputs.is_reusable else None
         self._state, output = inputs.step(self._params, self._state, inputs.buffer, inputs.mask)
         if inputs.variant != "full":
             output = output._replace(logprobs=None)
@@ -126,7 +125,7 @@ class StepRunner:
         return handle
 
     def _prepare(self, plan: StepPlan) -> StepInputs:
-        """Takes over what a plan says of slots, and makes the inputs of its step."""
+        """Apply a plan's slot changes, and create the inputs of its step."""
         builder, masks = self._builder, self._masks
         builder.apply(plan)
         masks.apply(plan.setups)
@@ -139,8 +138,9 @@ class StepRunner:
         shape, step = self._steps.choose(plan, variant)
         mask = masks.array(masked, shape.num_rows) if masked else self._open_masks[shape.num_rows]
         buffer = builder.build(plan, shape, VARIANTS.index(variant))
-        goes_on = not masks.has_rules and not plan.masks and all(start == ON_DEVICE for start in plan.columns.starts)
-        return StepInputs(plan.columns, step, variant, buffer, mask, goes_on)
+        is_masked = masks.has_static_masks or bool(plan.masks)
+        is_reusable = not is_masked and all(start == ON_DEVICE for start in plan.columns.starts)
+        return StepInputs(plan.columns, step, variant, buffer, mask, is_reusable)
 
     def collect(self, handle: int) -> StepResult:
         """See ``Runner``."""
@@ -153,13 +153,13 @@ class StepRunner:
         return dict(zip(program.abstract_model.params, arrays, strict=True))
 
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
-        """See ``Runner``; old and new parameters are in memory together for a moment."""
+        """See ``Runner``; temporarily keeps old and new parameters in memory."""
         program = self._steps.program
         structs = program.abstract_model.params
         for name, array in weights.items():
             struct = structs.get(name)
             if struct is None:
-                raise ValueError(f"expected names of the model's parameters, got {name!r}")
+                raise ValueError(f"the model has no parameter {name!r}")
             if (array.shape, array.dtype) != (struct.shape, struct.dtype):
                 expected, found = f"{struct.dtype}{list(struct.shape)}", f"{array.dtype}{list(array.shape)}"
                 raise ValueError(f"expected {expected} for {name}, got {found}")
@@ -167,11 +167,11 @@ class StepRunner:
         self._params = program.packing.replace(self._params, replaced)
 
     def warm_up(self) -> None:
-        """Run every program at least once, before the first request, and wait for them.
+        """Run every program once and wait for it.
 
-        XLA defers part of its work until then: on CPUs its matrix multiplications generate their kernels, which takes
-        0.3 to 0.6 s in each program of a model of 30 layers. Mixed steps have a row of two tokens, which kernels do not
-        compute as they compute rows of one.
+        The first run of a program does deferred work: on CPUs, XLA's matmuls generate their kernels, 0.3 to 0.6 s per
+        program for a model of 30 layers. Mixed steps run a row of two tokens, because rows of one take another path in
+        the kernels.
         """
         slot, page, token = 0, 0, 0
         grants = [PageGrant(slot, 0, [page], table) for table in range(self._steps.buckets.num_tables)]
@@ -183,12 +183,12 @@ class StepRunner:
             chunk = [token] * min(2, shape.num_tokens, self._builder.page_size)
             mixed = StepPlan(0, [], [], [Row(slot, 0, chunk, 1, targets=chunk)])
             buffer = self._builder.build(decode if shape.decode_only else mixed, shape, number)
-            ran = step(self._params, self._state, buffer, self._open_masks[shape.num_rows])
-            self._state, _ = jax.block_until_ready(ran)
+            outputs = step(self._params, self._state, buffer, self._open_masks[shape.num_rows])
+            self._state, _ = jax.block_until_ready(outputs)
         return_freed_memory()
 
     def _needs_row(self, setup: SlotSetup) -> bool:
-        """Whether a slot's tables must be written: its request reads them, or would find the bias of the one before."""
+        """Whether a slot's tables must be written: its request uses them, or the previous one left a bias there."""
         slot, sampling = setup.slot, setup.sampling
         was_biased = slot in self._biased_slots
         if sampling.logit_bias:

@@ -1,4 +1,4 @@
-"""What a replica needs of the one who runs its plans, in this process or elsewhere."""
+"""The interface between a replica and the runner of its plans, in this process or another."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -10,13 +10,13 @@ from jaxserve.scheduling.plan import StepPlan
 
 
 class StepResult(NamedTuple):
-    """What the host learns of a step, in arrays of the host.
+    """Results of a step, in host memory.
 
     Attributes:
-        tokens: The tokens of each row; none for a row that does not sample, or whose logits are NaN or all masked.
-        logprobs: Those of the samples, where a row asked for any; see ``StepPlan.first_samples``.
-        prompt_logprobs: Logprobs of the prompt token after each query token, where a chunk asked for any.
-        sums: [R, D] float32, hidden states summed up over each row's prompt, where a chunk completes any.
+        tokens: Tokens of each row; empty if the row does not sample, or its logits are NaN or all masked.
+        logprobs: Logprobs of the samples, indexed as in ``StepPlan.first_samples``; None if not requested.
+        prompt_logprobs: Logprobs of the prompt token after each query token; None if not requested.
+        sums: Sum of hidden states over each row's prompt, float32 [R, D]; None if no pooling completes.
     """
 
     tokens: list[list[int]]
@@ -27,34 +27,34 @@ class StepResult(NamedTuple):
 
 @runtime_checkable
 class Runner(Protocol):
-    """Runs the plans of one data slice, and keeps what its devices hold: parameters, pages, slots.
+    """Runs the plans of one data slice; owns its parameters, pages and slots.
 
-    Plans are its only input from the host while it runs, and results the only output: both are plain values that can be
-    sent to another process. Calls come from one thread at a time.
+    Plans are its only input and results its only output; both can be serialized and sent to another process. Not
+    thread-safe.
     """
 
     def launch(self, plan: StepPlan) -> int:
-        """Starts a step and returns its handle without waiting for it; steps run in the order they are launched."""
+        """Launch a step and return its handle without waiting. Steps run in launch order."""
         ...
 
     def collect(self, handle: int) -> StepResult:
-        """Waits for a step and returns its result, or raises its error; called once for each handle."""
+        """Wait for a step and return its result, or raise its error. Call once per handle."""
         ...
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Copies of the parameters by their paths in the module, in the form in which the devices hold them."""
+        """Return copies of the parameters by path in the module, in the devices' dtypes and shapes."""
         ...
 
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
-        """Replaces parameters by others of the form that ``weights`` gives; those not named stay.
+        """Replace the named parameters by arrays of the same dtype and shape; see ``weights``.
 
-        Steps launched before still run with the old ones. Pages keep what was computed with them.
+        Steps already launched still use the old parameters. KV pages are not recomputed.
 
         Raises:
-            ValueError: There is no parameter of a name, or not of that shape and type; none is replaced then.
+            ValueError: A name is unknown, or an array has the wrong shape or dtype; nothing is replaced.
         """
         ...
 
     def close(self) -> None:
-        """Waits for steps in flight and gives the devices' memory back; the runner is of no use afterwards."""
+        """Wait for steps in flight and free the devices' memory; the runner cannot be used afterwards."""
         ...

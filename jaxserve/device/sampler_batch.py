@@ -1,4 +1,4 @@
-"""What the sampler reads of a step, and how arrays lie in the buffer that carries a step's numbers."""
+"""The sampler's inputs of a step, and the layout of arrays in the buffer that carries a step's inputs."""
 
 import math
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ from jaxserve.sampling.penalties import SamplerInputs
 from jaxserve.sampling.verification import NOWHERE, Verification
 from jaxserve.sampling_options import SAMPLING_OPTIONS, OptionValues
 
-SLOT_NUMBERS = ("seeds", *SAMPLING_OPTIONS)
-"""Numbers of a row's request that stay while it has its slot, one after the other in the buffer; then arguments."""
-FLOATS = frozenset(
+SLOT_PARAMS = ("seeds", *SAMPLING_OPTIONS)
+"""Sampling parameters that are constant while a request has its slot, in buffer order; ``arguments`` follow them."""
+FLOAT_FIELDS = frozenset(
     ("arguments", *(name for name, option in SAMPLING_OPTIONS.items() if isinstance(option.neutral, float)))
 )
-"""Arrays of the buffer that hold float32."""
+"""Arrays of the buffer with float32 elements; all others are int32."""
 
 
 class Field(NamedTuple):
-    """Where an array lies in the buffer."""
+    """Position, shape and dtype of an array in the buffer."""
 
     start: int
     stop: int
@@ -29,17 +29,17 @@ class Field(NamedTuple):
     is_float: bool
 
 
-def laid_out(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Field]:
-    """Return the places of arrays one after the other."""
+def lay_out(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Field]:
+    """Lay out arrays contiguously, in order."""
     fields, start = {}, 0
     for name, shape in shapes.items():
         stop = start + math.prod(shape)
-        fields[name] = Field(start, stop, shape, name in FLOATS)
+        fields[name] = Field(start, stop, shape, name in FLOAT_FIELDS)
         start = stop
     return fields
 
 
-def arrays_in(buffer: Int[Array, " size"], fields: Mapping[str, Field]) -> dict[str, Array]:
+def unpack_arrays(buffer: Int[Array, " size"], fields: Mapping[str, Field]) -> dict[str, Array]:
     """Return the arrays in a buffer, on the device."""
     arrays = {}
     for name, field in fields.items():
@@ -53,9 +53,9 @@ class SamplerShape(NamedTuple):
 
     Attributes:
         num_rows: R, sequences.
-        num_samples: Tokens sampled; equal to ``num_rows`` where a row samples one.
-        max_samples: Most tokens that a row samples: one, and one for each draft.
-        num_arguments: Numbers of each row for the engine's logits processors.
+        num_samples: Most samples per step; equal to ``num_rows`` without drafts.
+        max_samples: Most samples per row: one plus the number of drafts.
+        num_arguments: Logits processor arguments per row.
     """
 
     num_rows: int
@@ -65,16 +65,16 @@ class SamplerShape(NamedTuple):
 
     @property
     def from_model(self) -> tuple[str, ...]:
-        """Names of the arrays, first in the sampler's part, that the model's program fills in."""
+        """Names of the arrays that the model's program fills in; they come first."""
         return ("next_positions",) if self.max_samples == 1 else ("next_positions", "followed")
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what the sampler reads, in order; they depend on nothing else."""
+        """Shapes of the sampler's inputs, in order."""
         verified = {} if self.max_samples == 1 else {"sample_rows": (self.num_samples,), "num_samples": ()}
         return {
             **dict.fromkeys(self.from_model, (self.num_samples,)),
-            **dict.fromkeys(("slots", "sampled_slots", *SLOT_NUMBERS), (self.num_rows,)),
+            **dict.fromkeys(("slots", "sampled_slots", *SLOT_PARAMS), (self.num_rows,)),
             "arguments": (self.num_arguments, self.num_rows),
             **dict.fromkeys(("num_rows", "variant"), ()),
             **verified,
@@ -82,19 +82,19 @@ class SamplerShape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements of the part of the buffer that the sampler reads."""
+        """Number of elements of the sampler's part of the buffer."""
         return sum(map(math.prod, self.shapes.values()))
 
 
 class SamplerBatch(NamedTuple):
-    """What the sampler reads of a step: a sample for each row, or several where rows carry drafts.
+    """The sampler's inputs of a step. Each row has one sample, or one plus the number of its drafts.
 
     Attributes:
-        inputs: Numbers of each sample.
-        sampled_slots: Slot of each sample; out of range for those of rows that do not sample.
-        num_rows: Samples in use.
-        variant: Index of the sampler the rows need, in ``sampler.VARIANTS``.
-        verification: How samples belong together; None where each row has one.
+        inputs: Sampling parameters of each sample.
+        sampled_slots: Slot of each sample; out of range for rows that do not sample.
+        num_rows: Number of samples in use.
+        variant: Index of the sampler variant in ``sampler.VARIANTS``.
+        verification: Row and draft of each sample; None without drafts.
     """
 
     inputs: SamplerInputs
@@ -104,27 +104,27 @@ class SamplerBatch(NamedTuple):
     verification: Verification | None = None
 
     def mask_of_samples(self, mask: Int[Array, "R words"]) -> Int[Array, "samples words"]:
-        """Return the mask of each sample, given that of each row."""
+        """Return the mask of each sample from that of its row."""
         return _of_samples(mask, self.verification)
 
 
 def unpack_sampler(part: Int[Array, " size"], shape: SamplerShape) -> SamplerBatch:
-    """Return what the sampler reads, on the device, from its part of the buffer."""
-    return make_sampler_batch(arrays_in(part, laid_out(shape.shapes)), shape)
+    """Return the sampler's inputs from its part of the buffer, inside a program."""
+    return make_sampler_batch(unpack_arrays(part, lay_out(shape.shapes)), shape)
 
 
 def make_sampler_batch(arrays: Mapping[str, Array], shape: SamplerShape) -> SamplerBatch:
-    """Return what the sampler reads, given the arrays of its part of the buffer."""
+    """Return the sampler's inputs from the arrays of its part of the buffer."""
     verification, sampled_slots = None, arrays["sampled_slots"]
     if shape.max_samples > 1:
         verification = Verification(arrays["sample_rows"], arrays["followed"])
         sampled_slots = sampled_slots.at[verification.rows].get(mode="fill", fill_value=NOWHERE)
-    numbers = {name: _of_samples(arrays[name], verification) for name in ("slots", *SLOT_NUMBERS)}
+    params = {name: _of_samples(arrays[name], verification) for name in ("slots", *SLOT_PARAMS)}
     inputs = SamplerInputs(
-        options=OptionValues(**{name: numbers[name] for name in SAMPLING_OPTIONS}),
-        seeds=numbers["seeds"],
+        options=OptionValues(**{name: params[name] for name in SAMPLING_OPTIONS}),
+        seeds=params["seeds"],
         positions=arrays["next_positions"],
-        slots=numbers["slots"],
+        slots=params["slots"],
         arguments=_of_samples(arrays["arguments"].T, verification),
         drafts=None if verification is None else verification.drafts_before(shape.max_samples - 1),
     )
@@ -133,5 +133,5 @@ def make_sampler_batch(arrays: Mapping[str, Array], shape: SamplerShape) -> Samp
 
 
 def _of_samples(values: Array, verification: Verification | None) -> Array:
-    """What the row of each sample has; samples that are not in use have anything."""
+    """Return the value of each sample's row; undefined for samples not in use."""
     return values if verification is None else values.at[verification.rows].get(mode="clip")

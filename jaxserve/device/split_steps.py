@@ -1,8 +1,8 @@
-"""A step as CPUs run it: the model, the sampler and the scoring of prompts are programs of their own.
+"""Steps on CPUs: model, sampler and prompt scoring are separate programs.
 
-An accelerator would wait between them, so that ``jaxserve.device.steps`` makes one program of each step there. On CPUs
-that gap is nothing, and a sampler in every program took much of a start: here there is a program of the model for each
-batch shape, one of the sampler for each number of rows, and one that scores the prompts of all steps.
+On accelerators the gaps between programs would cost time, so ``jaxserve.device.steps`` makes one program per step. On
+CPUs the gaps are negligible, and compiling the sampler into every program would slow startup. So there is one model
+program per batch shape, one sampler per number of rows, and one scorer for all steps.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ from jaxserve.sampling.sampler import VARIANTS
 
 
 class ModelOutput(NamedTuple):
-    """What the model's program gives beside the state.
+    """Outputs of the model's program besides the state.
 
     Attributes:
-        logits: Logits after the token that each sample comes after, float32.
-        sampler_part: The part of the step's buffer that the sampler reads.
-        prompt: What the scorer reads, of the size of the largest step; None in decode shapes.
+        logits: Logits of each sample, float32.
+        sampler_part: The sampler's part of the step's buffer.
+        prompt: The scorer's input, padded to the largest step; None in decode shapes.
         sums: See ``StepOutput``.
     """
 
@@ -50,11 +50,11 @@ class ModelOutput(NamedTuple):
 
 
 class SamplerOutput(NamedTuple):
-    """What the sampler gives.
+    """Outputs of the sampler's program.
 
     Attributes:
-        latest: The latest token of each slot.
-        tables: The slots' tables, given up to the sampler, where it counts drafts; else None, and it only reads them.
+        latest: Latest token of each slot.
+        tables: Updated tables, if the sampler counts drafts; else None, as it only reads them.
         tokens: See ``StepOutput``.
         logprobs: See ``StepOutput``.
     """
@@ -67,12 +67,12 @@ class SamplerOutput(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SplitStep:
-    """The compiled programs of a batch shape; a call takes and gives what that of ``steps.trace_step`` does.
+    """The compiled programs of a batch shape, called like the program of ``steps.trace_step``.
 
     Attributes:
         model: Compiled ``trace_model``.
         sampler: Compiled ``trace_sampler`` for the shape.
-        scorer: Compiled ``trace_scorer``; None for a step that scores no prompt.
+        scorer: Compiled ``trace_scorer``; None for a step without prompt logprobs.
     """
 
     model: jax.stages.Compiled
@@ -86,23 +86,23 @@ class SplitStep:
         buffer: np.ndarray,
         mask: Int[Array | np.ndarray, "R words"],
     ) -> tuple[StepState, StepOutput]:
-        """Launches the programs one after the other, without waiting for them."""
-        state, found = self.model(params, state, buffer)
-        sampled = self.sampler(found.logits, state.latest, state.tables, found.sampler_part, mask)
-        prompt = None if self.scorer is None else self.scorer(params, found.prompt)
+        """Launch the programs in order, without waiting for them."""
+        state, output = self.model(params, state, buffer)
+        sampled = self.sampler(output.logits, state.latest, state.tables, output.sampler_part, mask)
+        prompt = None if self.scorer is None else self.scorer(params, output.prompt)
         state = state._replace(latest=sampled.latest, tables=sampled.tables or state.tables)
-        return state, StepOutput(sampled.tokens, sampled.logprobs, prompt, found.sums)
+        return state, StepOutput(sampled.tokens, sampled.logprobs, prompt, output.sums)
 
 
 def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> jax.stages.Traced:
-    """Traces the steps of a batch shape up to their logits.
+    """Trace the steps of a batch shape up to their logits.
 
-    The traced function takes (packed parameters, ``StepState``, buffer) and gives (``StepState``, ``ModelOutput``); the
-    state is donated. The sampler has yet to replace its latest tokens.
+    The traced function maps (packed parameters, ``StepState``, buffer) to (``StepState``, ``ModelOutput``) and donates
+    the state. The state's latest tokens are left to the sampler.
 
     Args:
         program: The model.
-        shape: Sizes of the step.
+        shape: Batch shape.
         max_tokens: Query tokens of the largest step, for which the scorer is compiled.
     """
     attention = attention_settings(program, shape)
@@ -121,17 +121,17 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
             prompt = PromptTokens(jnp.pad(hidden, (padding, (0, 0))), targets, batch.num_target_tokens)
         return state, ModelOutput(logits, sampler_part(buffer, shape, batch), prompt, sums)
 
-    state, buffer = program.abstract_state(), program.whole((shape.buffer_size,), jnp.int32)
-    gives = (shardings(state), program.replicated)
-    return program.trace(model, (program.abstract_params, state, buffer), gives, donated=[1])
+    state, buffer = program.abstract_state(), program.replicated_struct((shape.buffer_size,), jnp.int32)
+    out_shardings = (shardings(state), program.replicated)
+    return program.trace(model, (program.abstract_params, state, buffer), out_shardings, donated=[1])
 
 
 def trace_sampler(program: ModelProgram, shape: SamplerShape) -> jax.stages.Traced:
-    """Traces the sampler of all steps of a shape, which chooses its variant when it runs.
+    """Trace a sampler that selects its variant at run time.
 
-    The traced function takes (logits, latest tokens, ``SlotTables``, the sampler's part of the buffer, vocabulary mask)
-    and gives ``SamplerOutput``; the latest tokens are donated, and the tables too where it counts drafts. Every device
-    of the mesh computes the same.
+    The traced function maps (logits, latest tokens, ``SlotTables``, the sampler's part of the buffer, vocabulary mask)
+    to ``SamplerOutput``. It donates the latest tokens and, if it counts drafts, the tables. Every device of the mesh
+    computes the same.
     """
     settings, num_samples = program.sampler, shape.num_samples
     tile = sampler_tile(num_samples, program.row_tile)
@@ -147,33 +147,33 @@ def trace_sampler(program: ModelProgram, shape: SamplerShape) -> jax.stages.Trac
         batch = unpack_sampler(part, shape)
 
         def greedy() -> tuple[Int[Array, " samples"], TokenLogprobs]:
-            nothing = no_logprobs(num_samples, settings.max_logprobs, tables.tracked_ids.shape[1])
-            return settings.argmax.argmax(logits, batch.num_rows), nothing
+            empty = no_logprobs(num_samples, settings.max_logprobs, tables.tracked_ids.shape[1])
+            return settings.argmax.argmax(logits, batch.num_rows), empty
 
-        def chosen() -> tuple[Int[Array, " samples"], TokenLogprobs]:
+        def by_variant() -> tuple[Int[Array, " samples"], TokenLogprobs]:
             return sample_rows(_unchanged, logits, mask, tables, batch, batch.variant, settings, tile)
 
-        tokens, logprobs = lax.cond(batch.variant == VARIANTS.index("greedy"), greedy, chosen)
+        tokens, logprobs = lax.cond(batch.variant == VARIANTS.index("greedy"), greedy, by_variant)
         latest, tables, tokens = keep_tokens(latest, tables, batch, tokens)
         return SamplerOutput(latest, tables if counts_drafts else None, tokens, logprobs)
 
     state = program.abstract_state()
-    logits = program.whole((num_samples, program.config.vocab_size), jnp.float32)
-    part = program.whole((shape.size,), jnp.int32)
-    mask = program.whole(program.mask_shape(shape.num_rows), jnp.int32)
+    logits = program.replicated_struct((num_samples, program.config.vocab_size), jnp.float32)
+    part = program.replicated_struct((shape.size,), jnp.int32)
+    mask = program.replicated_struct(program.mask_shape(shape.num_rows), jnp.int32)
     donated = [1, 2] if counts_drafts else [1]
     return program.trace(sampler, (logits, state.latest, state.tables, part, mask), donated=donated)
 
 
 def sampler_tile(num_rows: int, row_tile: int | None) -> int | None:
-    """Rows that the sampler takes together; None takes all.
+    """Return the number of rows that the sampler processes at a time; None for all.
 
-    A step with few of its rows in use skips the tiles of the others. With 49,152 tokens in the vocabulary, 64 rows take
-    half the time in tiles of 8, since what is computed of a tile stays in the caches.
+    Tiles without rows in use are skipped. With a vocabulary of 49,152, tiles of 8 halve the time for 64 rows, because a
+    tile's intermediates stay in cache.
 
     Args:
-        num_rows: Samples of the step; where 8 does not divide them, tiles have 4 or 2 rows.
-        row_tile: Rows of a tile in the deterministic mode, which the sampler then takes too.
+        num_rows: Samples of the step; if not a multiple of 8, tiles have 4 or 2 rows.
+        row_tile: Tile size of deterministic mode, which takes precedence.
     """
     if row_tile is not None or num_rows <= ROW_TILE:
         return row_tile
@@ -186,11 +186,13 @@ def _unchanged(logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
 
 
 def trace_scorer(program: ModelProgram, max_tokens: int) -> jax.stages.Traced:
-    """Traces the scoring of prompts: takes (packed parameters, ``PromptTokens``) and gives their ``TokenLogprobs``."""
+    """Trace prompt scoring, which maps (packed parameters, ``PromptTokens``) to ``TokenLogprobs``."""
 
     def scorer(arrays: tuple[Array, ...], prompt: PromptTokens) -> TokenLogprobs:
         return score_prompt(program.model(arrays), prompt, program.sampler, program.row_tile)
 
-    hidden = program.whole((max_tokens, program.config.hidden_size), program.policy.activations_dtype)
-    prompt = PromptTokens(hidden, program.whole((max_tokens,), jnp.int32), program.whole((), jnp.int32))
+    hidden = program.replicated_struct((max_tokens, program.config.hidden_size), program.policy.activations_dtype)
+    prompt = PromptTokens(
+        hidden, program.replicated_struct((max_tokens,), jnp.int32), program.replicated_struct((), jnp.int32)
+    )
     return program.trace(scorer, (program.abstract_params, prompt))

@@ -1,8 +1,8 @@
-"""The arrays of a step, and the one buffer that carries them to the device.
+"""The input arrays of a step, and the one buffer that carries them to the device.
 
-A step takes all its numbers in one int32 buffer (floats by their bits), so that one transfer carries them; ``unpack``
-cuts it up again on the device. What the sampler reads comes last and lies the same in all shapes with the same
-``SamplerShape``, so that a sampler of its own (``jaxserve.device.split_steps.trace_sampler``) serves all of them.
+All inputs are packed into one int32 buffer (floats are bitcast) to transfer them at once; ``unpack`` slices it on the
+device. The sampler's inputs come last, with the same layout in all shapes with the same ``SamplerShape``, so that they
+can share a separate sampler program (``jaxserve.device.split_steps.trace_sampler``).
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxserve.device.sampler_batch import (
-    SLOT_NUMBERS,
+    SLOT_PARAMS,
     Field,
     SamplerBatch,
     SamplerShape,
-    arrays_in,
-    laid_out,
+    lay_out,
     make_sampler_batch,
+    unpack_arrays,
 )
 from pallas_kernels import AttentionBatch
 
@@ -33,11 +33,11 @@ class BatchShape:
         num_tokens: T, query tokens; equal to ``num_rows`` in a decode step.
         num_rows: R, sequences.
         table_pages: M, pages of the longest context.
-        decode_only: Every row has one token.
-        scores_prompt: Prompt tokens get logprobs where asked for.
-        max_samples: Most tokens that a row samples: one, and one for each draft.
-        num_arguments: Numbers of each row for the engine's logits processors.
-        num_tables: Page tables of each row.
+        decode_only: Whether every row has one token.
+        scores_prompt: Whether the step computes prompt logprobs.
+        max_samples: Most samples per row: one plus the number of drafts.
+        num_arguments: Logits processor arguments per row.
+        num_tables: Number of page tables per row.
     """
 
     num_tokens: int
@@ -51,7 +51,7 @@ class BatchShape:
 
     @functools.cached_property
     def fields(self) -> dict[str, Field]:
-        """Place of each array in the buffer, in order."""
+        """Layout of the buffer: its arrays in order."""
         tokens, rows, scalar = (self.num_tokens,), (self.num_rows,), ()
         shapes = {
             **dict.fromkeys(("tokens", "token_rows", "targets"), tokens),
@@ -64,28 +64,28 @@ class BatchShape:
             "num_target_tokens": scalar,
             **self.sampler.shapes,
         }
-        return laid_out(shapes)
+        return lay_out(shapes)
 
     @functools.cached_property
     def sampler(self) -> SamplerShape:
-        """Sizes of the sampler; a row that samples nothing takes the place of one sample too."""
+        """Sizes of the sampler; a row that does not sample counts as one sample."""
         num_samples = min(self.num_tokens, self.num_rows * self.max_samples)
         return SamplerShape(self.num_rows, num_samples, self.max_samples, self.num_arguments)
 
     @property
     def sampler_start(self) -> int:
-        """Where the part of the buffer that the sampler reads starts; it ends with the buffer."""
+        """Start of the sampler's part, which extends to the end of the buffer."""
         return self.buffer_size - self.sampler.size
 
     @functools.cached_property
-    def slot_numbers(self) -> Field:
-        """Place of all ``SLOT_NUMBERS`` and arguments together, a line each."""
-        first, last = self.fields[SLOT_NUMBERS[0]], self.fields["arguments"]
-        return Field(first.start, last.stop, (len(SLOT_NUMBERS) + self.num_arguments, self.num_rows), False)
+    def slot_params(self) -> Field:
+        """All ``SLOT_PARAMS`` and arguments as one array, with a row for each."""
+        first, last = self.fields[SLOT_PARAMS[0]], self.fields["arguments"]
+        return Field(first.start, last.stop, (len(SLOT_PARAMS) + self.num_arguments, self.num_rows), False)
 
     @functools.cached_property
     def buffer_size(self) -> int:
-        """Elements of the buffer."""
+        """Number of elements of the buffer."""
         return max(field.stop for field in self.fields.values())
 
 
@@ -95,17 +95,16 @@ class StepBatch(NamedTuple):
     Attributes:
         tokens: Token ids.
         positions: Position of each token in its context.
-        lengths: Most tokens its request can have.
-        targets: Prompt token after each token, where its logprob is asked for; else -1.
-        attention: What attention reads, for each page table.
+        lengths: Most tokens that its request can reach, prompt included.
+        targets: Prompt token after each token if its logprob is requested; else -1.
+        attention: Inputs of attention for each page table.
         slots: Slot of each row; out of range for an empty row.
-        sampled_tokens: Query token that each sample comes after.
-        counted_slots: Slot of each row whose token is to be counted for its penalties; out of range for the others.
-        pooled_from: Query token from which on the row's hidden states are summed up; after the row's end for none.
-            Decode steps have none of these.
-        carried_slots: Slot whose sum goes on in the row; out of range where it begins.
-        num_target_tokens: Tokens up to the last with a target; 0 for none.
-        sampler: What the sampler reads.
+        sampled_tokens: Index of the query token that each sample follows.
+        counted_slots: Slot of each row whose token counts for penalties; out of range for other rows.
+        pooled_from: Index of the first query token of each row to pool; the row's end for none. Empty in decode steps.
+        carried_slots: Slot whose sum the row continues; out of range if it starts a new sum.
+        num_target_tokens: Number of tokens up to the last with a target; 0 for none.
+        sampler: Inputs of the sampler.
     """
 
     tokens: Int[Array, " T"]
@@ -123,7 +122,7 @@ class StepBatch(NamedTuple):
 
 
 class LatestTokens(NamedTuple):
-    """The latest token of each slot, and its position: where the next row of the slot starts."""
+    """Latest token of each slot and its position, where the slot's next row starts."""
 
     token_ids: Int[Array, " slots"]
     positions: Int[Array, " slots"]
@@ -132,16 +131,16 @@ class LatestTokens(NamedTuple):
 def unpack(
     buffer: Int[Array, " size"], shape: BatchShape, latest: LatestTokens, page_size: int, num_pages: int
 ) -> StepBatch:
-    """Return the arrays of a step, on the device.
+    """Return the arrays of a step, inside a program.
 
     Args:
-        buffer: As ``BatchBuilder`` makes it.
-        shape: Sizes of the step.
-        latest: What the host left to the device.
+        buffer: Buffer from ``BatchBuilder``.
+        shape: Batch shape.
+        latest: Replaces the ``ON_DEVICE`` values of the buffer.
         page_size: Tokens per page.
-        num_pages: Usable pages; the null page comes after them, and then the page that padding tokens write to.
+        num_pages: Usable pages; the null page follows them, then the page that padding tokens write to.
     """
-    arrays = arrays_in(buffer, shape.fields)
+    arrays = unpack_arrays(buffer, shape.fields)
     lens, rows, tokens = arrays["query_lens"], arrays["token_rows"], arrays["tokens"]
     latest = LatestTokens(*(values.at[arrays["slots"]].get(mode="clip") for values in latest))
     starts = jnp.where(arrays["starts"] < 0, latest.positions, arrays["starts"])
@@ -167,7 +166,7 @@ def unpack(
 
 
 def _of_table(arrays: Mapping[str, Array], table: int, rows: Int[Array, " T"], padding_page: int) -> AttentionBatch:
-    """What attention reads with one of the page tables; ``token_pages`` are indices in the table as yet."""
+    """Return the inputs of attention for one page table; ``arrays["token_pages"]`` are indices in the table."""
     page_table = arrays["page_tables"][table]
     own = {
         "page_table": page_table,
@@ -180,7 +179,7 @@ def _of_table(arrays: Mapping[str, Array], table: int, rows: Int[Array, " T"], p
 
 
 def sampler_part(buffer: Int[Array, " size"], shape: BatchShape, batch: StepBatch) -> Int[Array, " part"]:
-    """Return what ``unpack_sampler`` takes: a part of the buffer, with what ``unpack`` found."""
+    """Return the input of ``unpack_sampler``: the end of the buffer, with the arrays that ``unpack`` computed."""
     found = [batch.sampler.inputs.positions]
     if batch.sampler.verification is not None:
         found.append(batch.sampler.verification.followed)
@@ -189,5 +188,5 @@ def sampler_part(buffer: Int[Array, " size"], shape: BatchShape, batch: StepBatc
 
 
 def _of_rows(values: Int[Array, " R"], rows: Int[Array, " T"]) -> Int[Array, " T"]:
-    """Values of each token's row; 0 for padding tokens."""
+    """Return the value of each token's row; 0 for padding tokens."""
     return values.at[rows].get(mode="fill", fill_value=0)

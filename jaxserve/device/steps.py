@@ -1,6 +1,6 @@
-"""A step: tokens in, tokens out. ``trace_step`` makes it one program, as accelerators run it.
+"""The forward pass of a step: embedding, layers, head, sampler.
 
-``jaxserve.device.split_steps`` makes several programs of the same parts, as CPUs run them.
+``trace_step`` compiles it to one program, for accelerators; ``jaxserve.device.split_steps`` splits it for CPUs.
 """
 
 from collections.abc import Callable
@@ -24,17 +24,17 @@ from jaxserve.sampling.verification import NOWHERE
 
 __all__ = ["ModelProgram", "StepOutput", "StepSettings", "StepState", "run_step", "trace_step"]
 
-_LOGPROB_TILE = 32  # prompt tokens whose logits exist at a time
+_LOGPROB_TILE = 32  # prompt tokens whose logits are in memory at a time
 
 
 class StepOutput(NamedTuple):
-    """What a step gives.
+    """Outputs of a step.
 
     Attributes:
-        tokens: The sampled tokens; ``sampler.NO_TOKEN`` where logits have NaN, or the token follows a wrong draft.
-        logprobs: Their logprobs, where the sampler computes any.
-        prompt_logprobs: Those of the prompt tokens after each query token; None unless the step scores prompts.
-        sums: Hidden states summed up over each row's prompt, where it pools them; None in decode shapes.
+        tokens: Sampled tokens; ``sampler.NO_TOKEN`` if logits are NaN, or after a rejected draft.
+        logprobs: Logprobs of the sampled tokens; undefined unless the sampler variant computes them.
+        prompt_logprobs: Logprobs of the prompt token after each query token; None unless the step scores prompts.
+        sums: Sum of hidden states over each row's prompt so far, for pooling; None in decode shapes.
     """
 
     tokens: Int[Array, " samples"]
@@ -44,12 +44,12 @@ class StepOutput(NamedTuple):
 
 
 class PromptTokens(NamedTuple):
-    """What the logprobs of prompts are computed from.
+    """Inputs for computing prompt logprobs.
 
     Attributes:
-        hidden: Hidden state of each query token, before the head's norm.
-        targets: Prompt token after each, where its logprob is asked for; else -1.
-        num_target_tokens: Tokens up to the last with a target; 0 for none.
+        hidden: Hidden state of each query token, before the final normalization.
+        targets: Prompt token after each token if its logprob is requested; else -1.
+        num_target_tokens: Number of tokens up to the last with a target; 0 for none.
     """
 
     hidden: Float[Array, "T D"]
@@ -58,10 +58,10 @@ class PromptTokens(NamedTuple):
 
 
 def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.stages.Traced:
-    """Traces the step of a batch shape and sampler variant (one of ``sampler.VARIANTS``, or ``any``) as one program.
+    """Trace the step of a batch shape and sampler variant (one of ``sampler.VARIANTS``, or ``any``) as one program.
 
-    The traced function takes (packed parameters, ``StepState``, buffer, vocabulary mask) and gives (``StepState``,
-    ``StepOutput``); the state is donated.
+    The traced function maps (packed parameters, ``StepState``, buffer, vocabulary mask) to (``StepState``,
+    ``StepOutput``) and donates the state.
     """
     attention = attention_settings(program, shape)
     settings = StepSettings(attention, program.sampler, variant, shape.scores_prompt, program.row_tile)
@@ -72,14 +72,14 @@ def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.st
         batch = unpack(buffer, shape, state.latest, program.page_size, program.num_pages)
         return run_step(program.model(arrays), state, batch, mask, settings)
 
-    state, buffer = program.abstract_state(), program.whole((shape.buffer_size,), jnp.int32)
-    mask = program.whole(program.mask_shape(shape.num_rows), jnp.int32)
-    gives = (shardings(state), program.replicated)
-    return program.trace(step, (program.abstract_params, state, buffer, mask), gives, donated=[1])
+    state, buffer = program.abstract_state(), program.replicated_struct((shape.buffer_size,), jnp.int32)
+    mask = program.replicated_struct(program.mask_shape(shape.num_rows), jnp.int32)
+    out_shardings = (shardings(state), program.replicated)
+    return program.trace(step, (program.abstract_params, state, buffer, mask), out_shardings, donated=[1])
 
 
 def attention_settings(program: ModelProgram, shape: BatchShape) -> AttentionSettings:
-    """What is fixed about attention in steps of a shape."""
+    """Return the static settings of attention in steps of a shape."""
     tile = program.row_tile
     assert tile is None or (shape.num_rows % tile == 0 and shape.num_tokens % tile == 0), (shape, tile)
     indices = program.kv_layout.layer_indices
@@ -87,13 +87,13 @@ def attention_settings(program: ModelProgram, shape: BatchShape) -> AttentionSet
 
 
 class StepSettings(NamedTuple):
-    """What is fixed when a step is compiled.
+    """Static settings of a step.
 
     Attributes:
-        attention: What attention needs.
-        sampler: What the sampler needs.
-        variant: The sampler's; ``any`` is chosen when the step runs.
-        scores_prompt: Whether prompts are scored.
+        attention: Settings of attention.
+        sampler: Settings of the sampler.
+        variant: Sampler variant; ``any`` selects it at run time.
+        scores_prompt: Whether the step computes prompt logprobs.
         row_tile: See ``ModelProgram.row_tile``.
     """
 
@@ -107,7 +107,7 @@ class StepSettings(NamedTuple):
 def run_step(
     model: CausalLM, state: StepState, batch: StepBatch, mask: Int[Array, "R words"], settings: StepSettings
 ) -> tuple[StepState, StepOutput]:
-    """One step on one device of the mesh: embed, layers, head, sampler, and what the slots keep."""
+    """Run a step on one device of the mesh: embedding, layers, head, sampler, slot updates."""
     state, hidden, sums = run_layers(model, state, batch, settings.attention, settings.row_tile)
     variant = batch.sampler.variant if settings.variant == "any" else settings.variant
     rows, tile = hidden[batch.sampled_tokens], settings.row_tile
@@ -116,18 +116,18 @@ def run_step(
     )
     prompt = None
     if settings.scores_prompt:
-        wanted = PromptTokens(hidden, batch.targets, batch.num_target_tokens)
-        prompt = score_prompt(model, wanted, settings.sampler, tile)
+        tokens_to_score = PromptTokens(hidden, batch.targets, batch.num_target_tokens)
+        prompt = score_prompt(model, tokens_to_score, settings.sampler, tile)
     latest, tables, tokens = keep_tokens(state.latest, state.tables, batch.sampler, tokens)
     return state._replace(latest=latest, tables=tables), StepOutput(tokens, logprobs, prompt, sums)
 
 
 class LayersOutput(NamedTuple):
-    """What the layers give.
+    """Outputs of the layers.
 
     Attributes:
-        state: What the slots keep, all but the tokens that the step has yet to sample.
-        hidden: Hidden state of each query token, before the head's norm.
+        state: The state, without the tokens that the step is going to sample.
+        hidden: Hidden state of each query token, before the final normalization.
         sums: See ``StepOutput``.
     """
 
@@ -139,16 +139,13 @@ class LayersOutput(NamedTuple):
 def run_layers(
     model: CausalLM, state: StepState, batch: StepBatch, settings: AttentionSettings, row_tile: int | None
 ) -> LayersOutput:
-    """The part of a step up to its hidden states, on one device of the mesh: embed and layers.
-
-    Hidden states are summed up ``row_tile`` tokens at a time.
-    """
+    """Run embedding and layers on one device of the mesh; pool hidden states ``row_tile`` tokens at a time."""
     first = batch.tokens.at[batch.attention[0].query_starts].get(mode="clip")
     tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, first))
     hidden, pools = model.hidden(batch.tokens, batch.positions, batch.lengths, state.pools, batch.attention, settings)
     kept, sums = state.sums, None
     if not settings.decode_only:
-        kept, sums = _pooled(model, hidden, kept, batch, row_tile)
+        kept, sums = _pool_hidden(model, hidden, kept, batch, row_tile)
     return LayersOutput(StepState(tuple(pools), state.latest, tables, kept), hidden, sums)
 
 
@@ -162,19 +159,19 @@ def sample_rows(
     settings: SamplerSettings,
     tile: int | None,
 ) -> tuple[Int[Array, " samples"], TokenLogprobs]:
-    """Tokens and logprobs of samples, a tile at a time; ``score`` makes a tile's logits."""
+    """Return tokens and logprobs of all samples, one tile at a time; ``score`` computes a tile's logits."""
 
-    numbers, structure = jax.tree.flatten(batch.inputs)
+    values, structure = jax.tree.flatten(batch.inputs)
 
-    def sampled_rows(rows: Float[Array, "samples n"], mask: Int[Array, "samples words"], *numbers: Array) -> Any:
-        inputs = jax.tree.unflatten(structure, numbers)
+    def sampled_rows(rows: Float[Array, "samples n"], mask: Int[Array, "samples words"], *values: Array) -> Any:
+        inputs = jax.tree.unflatten(structure, values)
         return sample(score(rows), inputs, mask, tables, variant, settings)
 
-    return map_rows(sampled_rows, (rows, batch.mask_of_samples(mask), *numbers), batch.num_rows, tile)
+    return map_rows(sampled_rows, (rows, batch.mask_of_samples(mask), *values), batch.num_rows, tile)
 
 
 class KeptState(NamedTuple):
-    """What the slots keep after a step has sampled, and its tokens, ``NO_TOKEN`` for those that do not stay."""
+    """The slots' state after sampling, and the sampled tokens, with ``NO_TOKEN`` after a rejected draft."""
 
     latest: LatestTokens
     tables: SlotTables
@@ -184,7 +181,7 @@ class KeptState(NamedTuple):
 def keep_tokens(
     latest: LatestTokens, tables: SlotTables, batch: SamplerBatch, tokens: Int[Array, " samples"]
 ) -> KeptState:
-    """Set the latest token of each slot after a step that sampled ``tokens``, and count drafts that were right."""
+    """Update each slot's latest token, and count accepted drafts for penalties."""
     slots = batch.sampled_slots
     if batch.verification is not None:
         kept = batch.verification.keep(tokens)
@@ -197,10 +194,10 @@ def keep_tokens(
     return KeptState(latest, tables, tokens)
 
 
-def _pooled(
+def _pool_hidden(
     model: CausalLM, hidden: Float[Array, "T D"], kept: Float[Array, "slots D"], batch: StepBatch, row_tile: int | None
 ) -> tuple[Float[Array, "slots D"], Float[Array, "R D"]]:
-    """The slots' sums of hidden states and those of the rows, with what the step adds."""
+    """Add the step's hidden states to the sums; return those of all slots and those of the rows."""
     attention = batch.attention[0]
     end = attention.query_starts + attention.query_lens
     before = kept.at[batch.carried_slots].get(mode="fill", fill_value=0)
@@ -212,7 +209,7 @@ def _pooled(
 def score_prompt(
     model: CausalLM, prompt: PromptTokens, settings: SamplerSettings, row_tile: int | None
 ) -> TokenLogprobs:
-    """Logprobs of the prompt tokens after each query token, a tile of logits at a time."""
+    """Return the logprobs of the prompt token after each query token, one tile of logits at a time."""
     num_tokens = prompt.hidden.shape[0]
     tile = row_tile or min(_LOGPROB_TILE, num_tokens)
     padding = -num_tokens % tile

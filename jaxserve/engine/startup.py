@@ -13,7 +13,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.device.build import STEPS_IN_FLIGHT, EnginePlan, load_params, plan_engine
 from jaxserve.device.compilation_cache import use_compilation_cache
 from jaxserve.device.compiled_steps import CompiledSteps, num_programs
-from jaxserve.device.memory import MemoryLedger, device_memory_bytes, resident_bytes, usable_share
+from jaxserve.device.memory import MemoryLedger, device_memory_bytes, resident_bytes, usable_fraction
 from jaxserve.device.runner import StepRunner
 from jaxserve.device.runner_interface import Runner
 from jaxserve.engine.admission import Admission
@@ -233,7 +233,7 @@ def _make_ledger(
         lines += [("compiled programs", programs), temporaries]
         total = sum(size for _, size in lines)
     else:
-        total = int(device_memory_bytes(device) * usable_share(device, config.gpu_memory_utilization))
+        total = int(device_memory_bytes(device) * usable_fraction(device, config.gpu_memory_utilization))
         lines = [("weights", weights), ("KV pages", pages), ("per-request state", slots), temporaries]
         lines.append(("reserve", total - sum(size for _, size in lines)))
     return MemoryLedger(

@@ -119,7 +119,7 @@ def test_a_window_bounds_what_a_request_needs(checkpoints: dict[str, Path], name
 def test_the_ledger_says_what_a_request_holds(checkpoints: dict[str, Path]) -> None:
     with LLM(str(checkpoints["windowed"]), **SETTINGS) as llm:
         text = str(llm.ledger)
-    assert f"Sliding window: a request holds pages of {WINDOW_PAGES * PAGE_SIZE} tokens at most" in text
+    assert f"Sliding window: a request holds pages for at most {WINDOW_PAGES * PAGE_SIZE} tokens" in text
     assert "Maximum concurrency for 128 tokens per request: 3.00x" in text
 
 
@@ -127,7 +127,7 @@ def test_the_ledger_of_layers_with_and_without_a_window(checkpoints: dict[str, P
     with LLM(str(checkpoints["mixed"]), **SETTINGS) as llm:
         text = str(llm.ledger)
     mean = REQUEST_PAGES["mixed"] * PAGE_SIZE // 5
-    assert f"Sliding window: a request holds pages of {mean} tokens at most, on average over the layers" in text
+    assert f"Sliding window: a request holds pages for at most {mean} tokens (mean over layers)" in text
     assert f"CPU KV cache size: {3 * REQUEST_PAGES['mixed'] // 5 * PAGE_SIZE:,} tokens" in text
     assert "Maximum concurrency for 128 tokens per request: 3.00x" in text
 

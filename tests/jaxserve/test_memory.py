@@ -19,10 +19,10 @@ from jaxserve.device.build import EnginePlan, plan_engine
 from jaxserve.device.compilation_cache import use_compilation_cache
 from jaxserve.device.memory import (
     MemoryNeeds,
-    ask_for_gpu_memory,
     device_memory_bytes,
     plan_pages,
-    usable_share,
+    set_gpu_memory_fraction,
+    usable_fraction,
 )
 from jaxserve.layers.cpu import cpu_key
 from jaxserve.scheduling.page_allocator import KVWindow
@@ -42,14 +42,14 @@ def plan(needs: MemoryNeeds = NEEDS, **settings: Any) -> int:
 def test_a_model_that_does_not_fit_says_why() -> None:
     with pytest.raises(
         MemoryPlanError,
-        match=r"2\.00 GiB of weights, 0\.50 GiB for the largest step and 1\.00 GiB of reserve .*"
+        match=r"2\.00 GiB for weights, 0\.50 GiB for the largest step and 1\.00 GiB in reserve, but "
         r"may use 2\.70 GiB \(gpu_memory_utilization=0\.9 of 3\.00 GiB\).*tensor_parallel_size",
     ):
         plan(total=3 * GIB)
 
 
 def test_too_many_pages_say_how_many_fit() -> None:
-    with pytest.raises(MemoryPlanError, match=r"4000 KV pages take 7\.81 GiB .* 3\.70 GiB is left") as caught:
+    with pytest.raises(MemoryPlanError, match=r"4000 KV pages need 7\.81 GiB .* only 3\.70 GiB") as caught:
         plan(num_pages=4000)
     pages, pool = map(int, re.findall(r"(?:override|bytes)=(\d+)", str(caught.value)))
     assert plan(num_pages=pages) == pages
@@ -63,7 +63,7 @@ def test_a_request_that_does_not_fit_says_which_would() -> None:
         MemoryPlanError, match=r"max_model_len=4096 tokens needs 256 KV pages .*there are 100"
     ) as caught:
         plan(num_pages=100)
-    (length,) = map(int, re.findall(r"max_model_len=(\d+) would fit", str(caught.value)))
+    (length,) = map(int, re.findall(r"use max_model_len=(\d+)", str(caught.value)))
     assert length == 1600
     assert plan(MemoryNeeds(**{**vars(NEEDS), "max_model_len": length}), num_pages=100) == 100
 
@@ -127,7 +127,7 @@ def test_a_plan_fits_or_what_it_suggests_does(
     try:
         found = plan(needs, **settings)
     except MemoryPlanError as error:
-        suggested = re.search(r"max_model_len=(\d+) would fit", str(error))
+        suggested = re.search(r"use max_model_len=(\d+)", str(error))
         if suggested and int(suggested[1]):
             shorter = MemoryNeeds(**{**vars(needs), "max_model_len": int(suggested[1])})
             assert plan(shorter, **settings) >= shorter.request_pages
@@ -178,7 +178,7 @@ def test_the_memory_error_comes_before_the_weights(without_weights: Path) -> Non
 def test_what_the_error_suggests_fits(without_weights: Path) -> None:
     with pytest.raises(MemoryPlanError) as caught:
         plan_stories(without_weights, kv_cache_memory_bytes=300_000)
-    (length,) = map(int, re.findall(r"max_model_len=(\d+) would fit", str(caught.value)))
+    (length,) = map(int, re.findall(r"use max_model_len=(\d+)", str(caught.value)))
     made = plan_stories(without_weights, kv_cache_memory_bytes=300_000, max_model_len=length)
     assert made.max_model_len == length
     assert made.programs[0].num_pages * 8 >= length
@@ -205,7 +205,7 @@ def test_needs_follow_the_layout(without_weights: Path) -> None:
 
 
 def test_a_real_model_that_is_too_large(shared_data: Path) -> None:
-    with pytest.raises(MemoryPlanError, match=r"the model does not fit: 131\.4\d GiB of weights"):
+    with pytest.raises(MemoryPlanError, match=r"the model does not fit: each device needs 131\.4\d GiB for weights"):
         plan_engine(
             EngineConfig.from_arguments(
                 str(shared_data / "configs" / "llama-3.1-70b"), dtype="bfloat16", gpu_memory_utilization=0.01
@@ -268,20 +268,20 @@ class FakeGpu:
 
 @pytest.mark.parametrize("set_before", ["", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
 def test_the_engine_asks_for_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch, set_before: str) -> None:
-    """JAX says what it may hand out; all of the memory follows from the share it was given."""
+    """JAX says what it may hand out; all of the memory follows from the fraction it was given."""
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.setenv(name, "0.5" if name == set_before else "")
     assert device_memory_bytes(FakeGpu(75 * GIB)) == (150 if set_before else 100) * GIB
-    assert usable_share(FakeGpu(1), 0.92) == (0.5 if set_before else 0.75)
-    ask_for_gpu_memory(0.92)
-    assert usable_share(FakeGpu(1), 0.95) == (0.5 if set_before else 0.92)
-    assert usable_share(FakeGpu(1), 0.3) == 0.3
-    share = 0.5 if set_before else 0.92
-    assert device_memory_bytes(FakeGpu(int(100 * GIB * share))) == pytest.approx(100 * GIB, abs=8)
+    assert usable_fraction(FakeGpu(1), 0.92) == (0.5 if set_before else 0.75)
+    set_gpu_memory_fraction(0.92)
+    assert usable_fraction(FakeGpu(1), 0.95) == (0.5 if set_before else 0.92)
+    assert usable_fraction(FakeGpu(1), 0.3) == 0.3
+    fraction = 0.5 if set_before else 0.92
+    assert device_memory_bytes(FakeGpu(int(100 * GIB * fraction))) == pytest.approx(100 * GIB, abs=8)
 
 
 def test_a_gpu_that_does_not_tell_its_memory() -> None:
-    with pytest.raises(MemoryPlanError, match="NVIDIA H200 does not report its memory; give kv_cache_memory_bytes"):
+    with pytest.raises(MemoryPlanError, match="NVIDIA H200 does not report its memory; set kv_cache_memory_bytes"):
         device_memory_bytes(FakeGpu(None))
 
 

@@ -260,8 +260,8 @@ def test_a_logits_processor_acts_on_requests_that_name_its_arguments() -> None:
 @pytest.mark.parametrize(
     ("processors", "message"),
     [
-        (["nowhere:Favour"], "'nowhere:Favour' is no 'module:name' that can be imported"),
-        ([print], "expected functions of logits with a mapping `arguments`"),
+        (["nowhere:Favour"], "cannot import 'nowhere:Favour'"),
+        ([print], "expected a LogitsProcessor .callable, with a mapping `arguments`"),
         ([Favour, Favour], "two processors have an argument named 'favoured'"),
     ],
 )

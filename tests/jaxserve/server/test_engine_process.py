@@ -501,7 +501,7 @@ def test_a_client_without_a_process_says_so() -> None:
     ("arguments", "message"),
     [
         ({"model": "/nowhere/model"}, "/nowhere/model"),
-        ({"max_model_len": 100_000}, "max_model_len=100000 is longer than the 512 tokens"),
+        ({"max_model_len": 100_000}, "max_model_len=100000 exceeds the model's maximum of 512 positions"),
         ({"max_num_sequences": 3}, "LLM has no argument 'max_num_sequences'; did you mean 'max_num_seqs'"),
         ({"hf_overrides": object()}, "the engine's arguments must be JSON values"),
     ],
