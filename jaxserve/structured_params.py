@@ -113,7 +113,7 @@ class StructuredOutputsParams:
     structural_tag: str | None = None
     """Tags, as a JSON string, inside which the text follows a schema; at most 80 levels deep."""
     whitespace_pattern: str | None = None
-    """A regular expression for the white space between tokens of JSON."""
+    """A regular expression for the white space between tokens of JSON; None: at most 32 spaces, tabs and newlines."""
     disable_any_whitespace: bool = False
     """Write JSON without optional white space."""
     disable_additional_properties: bool = False

@@ -12,6 +12,8 @@ from jaxserve.errors import RequestError
 from jaxserve.structured_params import StructuredOutputsParams
 
 FREE_TEXT = r"/(.|\n)*/"
+JSON_WHITE_SPACE = r"[ \t\n\r]{1,32}"
+"""Optional white space between tokens of JSON by default. It is bounded because models can get stuck in white space."""
 OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
 
 # Keywords of a JSON schema that hold further schemas: by name, or directly (one or a list).
@@ -115,10 +117,9 @@ def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
             raise grammar_error(f"is not a JSON schema, so {' or '.join(given)} does not apply", params)
     if params.whitespace_pattern is not None and params.disable_any_whitespace:
         raise grammar_error("accepts whitespace_pattern or disable_any_whitespace, not both", params)
-    options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
-    if params.whitespace_pattern is not None:
-        options["whitespace_pattern"] = params.whitespace_pattern
-    return options
+    if params.disable_any_whitespace:
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": JSON_WHITE_SPACE if params.whitespace_pattern is None else params.whitespace_pattern}
 
 
 def _schema(given: Any, params: StructuredOutputsParams, options: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +132,10 @@ def _schema(given: Any, params: StructuredOutputsParams, options: dict[str, Any]
     if params.disable_additional_properties:
         _close(schema)
     own = schema.get("x-guidance")
-    schema["x-guidance"] = {**options, **own} if isinstance(own, dict) else options
+    own = own if isinstance(own, dict) else {}
+    if "whitespace_flexible" in own and params.whitespace_pattern is None:
+        options = {}  # a pattern would override it
+    schema["x-guidance"] = {**options, **own}
     return schema
 
 

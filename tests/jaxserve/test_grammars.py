@@ -177,12 +177,34 @@ def test_texts_of_random_schemas_validate(compiler: GrammarCompiler, demo: Token
 
 @pytest.mark.parametrize("options", [{"disable_any_whitespace": True}, {"whitespace_pattern": "[ ]?"}, {}])
 def test_white_space_options(compiler: GrammarCompiler, demo: Tokenizer, options: dict[str, Any]) -> None:
-    """None, at most one blank, or any."""
+    """None, at most one blank, or any of a few characters."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     grammar = compiled(compiler, json=schema, **options)
     texts = ['{"a":1}', '{"a": 1}', '{"a":  1}', '{"a":\n1}']
     expected = {"disable_any_whitespace": 1, "whitespace_pattern": 2}.get("".join(options), 4)
     assert [takes(grammar, demo, spelt(demo, text)) for text in texts] == [True] * expected + [False] * (4 - expected)
+
+
+def test_white_space_is_bounded_by_default(compiler: GrammarCompiler, demo: Tokenizer) -> None:
+    """Unless the request or its schema says otherwise."""
+    schema: dict[str, Any] = {"type": "object"}
+
+    def most(**fields: Any) -> int:
+        """How much of 100 characters of white space a grammar takes in one place."""
+        constraint = compiled(compiler, **fields).constraint()
+        constraint.accept(spelt(demo, "{")[0])
+        for count, token in enumerate(spelt(demo, "\n" + " " * 99)):
+            if token not in ids_of(constraint.mask()):
+                return count
+            constraint.accept(token)
+        return 100
+
+    assert [most(json=schema), most(json_object=True)] == [32, 32]
+    assert most(json=schema, whitespace_pattern=r"\s*") == 100
+    assert most(json_object=True, whitespace_pattern="[\n ]{1,3}") == 3
+    assert most(json_object=True, disable_any_whitespace=True) == 0
+    assert most(json={**schema, "x-guidance": {"whitespace_flexible": True}}) == 100
+    assert most(json={**schema, "x-guidance": {"whitespace_flexible": False}}) == 0
 
 
 def test_additional_properties_may_be_disabled(compiler: GrammarCompiler, demo: Tokenizer) -> None:
