@@ -1,1 +1,1 @@
-"""Text in and out: tokenizers, chat templates, incremental detokenization."""
+"""Tokenizers, chat templates, and incremental detokenization."""

@@ -1,4 +1,4 @@
-"""Conversations to prompt text, by the model's own Jinja template in transformers' sandbox."""
+"""Render conversations to prompts with Jinja chat templates, in transformers' sandbox."""
 
 import contextlib
 import functools
@@ -14,27 +14,27 @@ import jinja2
 from jaxserve.chat_messages import check_messages
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import sequence
-from jaxserve.text.content_format import Found, check_format, detected_format, in_format
+from jaxserve.text.content_format import ContentFormat, check_format, convert_content, detect_format
 
 Message = Mapping[str, Any]
 
 MAX_RENDERED_CHARACTERS = 2**25
-"""Longest prompt text of a conversation: more is a template gone wrong."""
+"""Longest rendered prompt, in characters; limits runaway templates."""
 _MAX_TEMPLATES = 64
 
 logger = logging.getLogger(__name__)
 
 
 def quiet_transformers() -> None:
-    """Call before importing transformers: without torch it prints a notice unless told otherwise in the environment."""
+    """Suppress transformers' notice about missing torch; call before importing transformers."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def load_chat_template(template: str | Path) -> str:
-    """Returns the source of a template given as a file or as itself.
+    """Return the source of a template given as source or as a path; a string without Jinja braces is a path.
 
     Raises:
-      RequestError: A path (recognised by having no Jinja braces) that cannot be read.
+      RequestError: The file cannot be read.
     """
     if isinstance(template, str) and ("{{" in template or "{%" in template):
         return template
@@ -46,10 +46,10 @@ def load_chat_template(template: str | Path) -> str:
 
 
 def split_conversations(messages: Any) -> list[list[Message]]:
-    """Return a list of conversations from one conversation or a list of them.
+    """Validate one conversation or a list of them; return a list of conversations.
 
     Raises:
-      RequestError: Naming the conversation and the message that is wrong.
+      RequestError: A message is invalid; the error names it.
     """
     listed = sequence("messages", messages)
     if not listed or not isinstance(listed[0], Sequence) or isinstance(listed[0], str):
@@ -58,15 +58,15 @@ def split_conversations(messages: Any) -> list[list[Message]]:
 
 
 def choose_template(templates: Mapping[str, str], chosen: str | None, has_tools: bool) -> str:
-    """Returns the Jinja source to use.
+    """Return the source of the template to use.
 
     Args:
       templates: The model's templates by name.
-      chosen: A name among them, a template's source, or None for the model's usual one.
-      has_tools: Whether tools are offered: a model may have a template for that, named "tool_use".
+      chosen: A name in ``templates``, a template's source or path, or None for the model's default.
+      has_tools: Whether tools are offered; then "tool_use" is the default if the model has it.
 
     Raises:
-      RequestError: The model has no template and none was given.
+      RequestError: The model has no default template and none is chosen.
     """
     if chosen is not None:
         return templates.get(chosen) or load_chat_template(chosen)
@@ -90,55 +90,55 @@ def render_chat(
     content_format: str = "auto",
     variables: Mapping[str, Any],
 ) -> str:
-    """Returns the prompt text of one conversation, special tokens written out.
+    """Render one conversation to a prompt that includes special tokens.
 
     Args:
-      conversation: Messages with "role" and "content". An assistant's "tool_calls" are in OpenAI's form, their
-        arguments a mapping or its JSON text; templates always see a mapping, as in vLLM.
+      conversation: Messages with "role" and "content". An assistant's "tool_calls" are in OpenAI's form, with
+        arguments as a mapping or as JSON; as in vLLM, templates always get a mapping.
       template: Jinja source.
-      add_generation_prompt: End with what begins the assistant's answer.
-      continue_final_message: Leave the last message open, so that the model goes on with it.
+      add_generation_prompt: Whether to end with the start of an assistant message.
+      continue_final_message: Whether to leave the last message open, for the model to continue.
       tools: JSON schemas, or typed functions with a docstring, offered to the model.
-      content_format: What the template sees of contents: "string" one text (parts joined by newlines), "openai" a list
-        of parts; "auto" the list where it loops over contents and does not fail at it, else the text.
-      variables: More names that the template sees: the special tokens, and what the user passed.
+      content_format: Form of contents in the template: "string" joins parts with newlines, "openai" is a list of parts,
+        "auto" is "openai" if the template loops over contents and renders with it, else "string".
+      variables: Further template variables: special tokens, and those of the user.
 
     Raises:
-      RequestError: The template refused the conversation or wrote far too much, or both ways to end it were asked for.
+      RequestError: The template failed or wrote too much, or the options contradict each other.
     """
     if continue_final_message and add_generation_prompt:
-        raise RequestError("continue_final_message=True needs add_generation_prompt=False: the last message stays open")
+        raise RequestError("continue_final_message=True requires add_generation_prompt=False")
     check_format(content_format)
     options = {
         "tools": None if tools is None else list(tools),
         "continue_final_message": continue_final_message,
         "add_generation_prompt": add_generation_prompt,
     }
-    render = functools.partial(_rendered, conversation, template, options, variables)
+    render = functools.partial(_render, conversation, template, options, variables)
     try:
         if content_format != "auto":
-            return render(cast("Found", content_format))
-        if _format_of(template) == "openai":
-            with contextlib.suppress(TypeError, jinja2.UndefinedError):  # some take a system message for text
+            return render(cast("ContentFormat", content_format))
+        if _detect_format(template) == "openai":
+            with contextlib.suppress(TypeError, jinja2.UndefinedError):  # some expect text in system messages
                 return render("openai")
         return render("string")
-    except Exception as error:  # a template is a program: it may fail in any way
+    except Exception as error:  # a template can raise anything
         raise RequestError(f"the chat template failed: {error}") from error
 
 
-def _rendered(
+def _render(
     conversation: Sequence[Message],
     template: str,
     options: Mapping[str, Any],
     variables: Mapping[str, Any],
-    content_format: Found,
+    content_format: ContentFormat,
 ) -> str:
     from transformers.utils import chat_template_utils
 
     environment = _environment(template)
     environment.concat = _join_bounded
     rendered, _ = chat_template_utils.render_jinja_template(
-        conversations=[[_as_templates_expect(message, content_format) for message in conversation]],
+        conversations=[[_template_message(message, content_format) for message in conversation]],
         chat_template=template,
         **options,
         **variables,
@@ -147,7 +147,7 @@ def _rendered(
 
 
 def _environment(template: str) -> Any:
-    """The environment of a template: every one that transformers compiles has one of its own."""
+    """Return the Jinja environment of a template; transformers creates one per template."""
     quiet_transformers()
     from transformers.utils import chat_template_utils
 
@@ -155,16 +155,16 @@ def _environment(template: str) -> Any:
 
 
 @functools.lru_cache(maxsize=_MAX_TEMPLATES)
-def _format_of(template: str) -> Found:
-    return detected_format(_environment(template).parse(template))
+def _detect_format(template: str) -> ContentFormat:
+    return detect_format(_environment(template).parse(template))
 
 
-def _as_templates_expect(message: Message, content_format: Found) -> dict[str, Any]:
-    """Content in a format, reasoning under its older name too, calls with mappings; no "tool_calls" where none are."""
+def _template_message(message: Message, content_format: ContentFormat) -> dict[str, Any]:
+    """Return a message for templates: content converted, "reasoning_content" added, arguments as mappings."""
     changed = dict(message)
     if message.get("reasoning") is not None:
         changed.setdefault("reasoning_content", message["reasoning"])
-    changed["content"] = in_format(message["role"], message.get("content"), content_format)
+    changed["content"] = convert_content(message["role"], message.get("content"), content_format)
     calls = cast("list[Mapping[str, Any]]", changed.pop("tool_calls", None) or [])
     if calls:
         changed["tool_calls"] = [_with_mapping_arguments(call) for call in calls]
@@ -180,21 +180,21 @@ def _with_mapping_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_arguments(name: str, written: str) -> Mapping[str, Any]:
-    """A call that the model wrote badly stays in the conversation; failing would make all its later turns fail."""
+    """Parse arguments of a call; malformed ones become {}, because raising would break all later turns too."""
     try:
         arguments = json.loads(written)
     except (ValueError, RecursionError):
         arguments = None
     if isinstance(arguments, Mapping):
         return arguments
-    logger.warning("the arguments of a call of %r are no JSON object; the chat template gets {} instead", name)
+    logger.warning("the arguments of a call to %r are not a JSON object; the chat template gets {} instead", name)
     return {}
 
 
 def _join_bounded(pieces: Iterable[str]) -> str:
-    """Joins what a template writes, while it writes it.
+    """Join a template's output while it renders, and stop at the limit.
 
-    This bounds loops that write. transformers' sandbox bounds each `range` to 100,000 numbers; neither bounds time.
+    This bounds output only. transformers' sandbox limits each `range` to 100,000; neither limits time.
     """
     joined: list[str] = []
     length = 0
@@ -202,5 +202,5 @@ def _join_bounded(pieces: Iterable[str]) -> str:
         joined.append(piece)
         length += len(piece)
         if length > MAX_RENDERED_CHARACTERS:
-            raise ValueError(f"it writes more than {MAX_RENDERED_CHARACTERS} characters")
+            raise ValueError(f"its output exceeds {MAX_RENDERED_CHARACTERS} characters")
     return "".join(joined)

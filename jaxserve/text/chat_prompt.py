@@ -1,4 +1,4 @@
-"""One conversation as a prompt: what every way to chat with a model goes through."""
+"""Convert conversations to prompts, for all chat APIs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,25 +10,25 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 def read_template(template: str | None) -> str | None:
-    """The source of a template given as itself or as a file; None stays None.
+    """Return the source of a template given as source or as a path; None for None.
 
     Raises:
-        RequestError: A file that cannot be read.
+        RequestError: The file cannot be read.
     """
     return None if template is None else load_chat_template(template)
 
 
 def chat_prompts(tokenizer: Tokenizer, messages: Any, params: Any, **options: Any) -> list[PromptInput]:
-    """The prompts of one conversation or of a list of them.
+    """Return the prompts of one conversation or of a list of them.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: Tokenizer of the model.
         messages: A list of messages, or a list of such lists.
-        params: How to sample the answers: for all, or one for each.
-        **options: As ``chat_prompt``.
+        params: Sampling parameters, for all conversations or one per conversation.
+        **options: As in ``chat_prompt``.
 
     Raises:
-        RequestError: A message or an option that is wrong, no template, or a conversation that it refuses.
+        RequestError: A message or an option is invalid, there is no template, or it fails.
     """
     conversations = split_conversations(messages)
     pairs = zip(conversations, params_for_each(params, len(conversations)), strict=True)
@@ -47,21 +47,21 @@ def chat_prompt(
     tools: list[dict[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> PromptInput:
-    """The text of a conversation and its token ids; the template writes special tokens, so none are added.
+    """Render and tokenize a conversation. The template writes the special tokens, so none are added.
 
     Args:
-        tokenizer: The model's.
-        conversation: Messages with ``role`` and ``content``, as ``split_conversations`` gives them.
-        params: How to sample the answer.
-        chat_template: Jinja source in place of the model's template.
-        chat_template_content_format: What the template sees of contents: ``string``, ``openai`` or ``auto``.
-        add_generation_prompt: End the prompt where the assistant's message begins.
-        continue_final_message: Leave the last message open, to be continued.
-        tools: Passed to the template.
-        chat_template_kwargs: Further variables for the template.
+        tokenizer: Tokenizer of the model.
+        conversation: Messages with ``role`` and ``content``, from ``split_conversations``.
+        params: Sampling parameters.
+        chat_template: Jinja source that replaces the model's template.
+        chat_template_content_format: Form of contents in the template: ``string``, ``openai`` or ``auto``.
+        add_generation_prompt: Whether to end with the start of an assistant message.
+        continue_final_message: Whether to leave the last message open, for the model to continue.
+        tools: Tools for the template.
+        chat_template_kwargs: Further template variables.
 
     Raises:
-        RequestError: No template, a conversation that it refuses, or a format that there is not.
+        RequestError: There is no template, it fails, or the content format is unknown.
     """
     text = render_chat(
         conversation,

@@ -1,4 +1,4 @@
-"""What chat templates see of a message's content: one text, or a list of parts as in OpenAI's API."""
+"""Convert message contents to the form a chat template expects: a string, or a list of parts as in OpenAI's API."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, cast
@@ -8,18 +8,18 @@ from jinja2 import nodes
 from jaxserve.chat_messages import part_text
 from jaxserve.errors import RequestError
 
-Found = Literal["string", "openai"]
+ContentFormat = Literal["string", "openai"]
 
 FORMATS = ("auto", "string", "openai")
-"""``auto`` is the one that the template is written for."""
+"""Accepted values; ``auto`` detects the template's format."""
 _PART_KEYS = ("type", "text")
 
 
 def check_format(value: Any) -> str:
-    """One of ``FORMATS``.
+    """Return ``value`` if it is one of ``FORMATS``.
 
     Raises:
-      RequestError: Something else.
+      RequestError: It is not.
     """
     if value not in FORMATS:
         name = "chat_template_content_format"
@@ -27,13 +27,13 @@ def check_format(value: Any) -> str:
     return value
 
 
-def in_format(role: str, content: Any, content_format: Found) -> str | list[dict[str, str]]:
-    """A message's content as a template is to see it.
+def convert_content(role: str, content: Any, content_format: ContentFormat) -> str | list[dict[str, str]]:
+    """Convert a message's content for a template.
 
     Args:
-      role: The message's. What a tool gave is one text in both formats, as in vLLM: few templates know it otherwise.
-      content: Text, parts with texts, or None.
-      content_format: ``string``: texts joined by newlines; ``openai``: a list with a part for each.
+      role: Role of the message. Tool results are strings in both formats, as in vLLM and as most templates expect.
+      content: Text, text parts, or None.
+      content_format: ``string`` joins texts with newlines; ``openai`` is a list with a part for each text.
     """
     parts = [content] if isinstance(content, str) else cast("list[Any]", content or [])
     texts = [part_text(part) or "" for part in parts]
@@ -42,46 +42,47 @@ def in_format(role: str, content: Any, content_format: Found) -> str | list[dict
     return [{"type": "text", "text": text} for text in texts]
 
 
-def detected_format(template: nodes.Template) -> Found:
-    """``openai`` for a parsed template that loops over the content of a message, ``string`` for all others."""
-    names = _Names(template)
-    return "openai" if any(names.is_over_parts(loop) for loop in template.find_all(nodes.For)) else "string"
+def detect_format(template: nodes.Template) -> ContentFormat:
+    """Return ``openai`` if a parsed template loops over the content of a message, else ``string``."""
+    variables = _Variables(template)
+    return "openai" if any(variables.is_over_parts(loop) for loop in template.find_all(nodes.For)) else "string"
 
 
-class _Names:
-    """Variables of a template that may hold lists of messages, messages, and contents; scopes do not matter."""
+class _Variables:
+    """Variables of a template that may hold lists of messages, messages, or contents; ignores scopes."""
 
     def __init__(self, template: nodes.Template):
         self._lists, self._messages, self._contents = {"messages"}, set[str](), set[str]()
-        bound = [(one.target, one.node, False) for one in template.find_all(nodes.Assign)]
-        bound += [(one.target, one.iter, True) for one in template.find_all(nodes.For)]
+        bound = [(assign.target, assign.node, False) for assign in template.find_all(nodes.Assign)]
+        bound += [(loop.target, loop.iter, True) for loop in template.find_all(nodes.For)]
         named = [(target.name, node, is_loop) for target, node, is_loop in bound if isinstance(target, nodes.Name)]
         num_known = 0
         while num_known < self._num_known():
             num_known = self._num_known()
             for name, node, is_loop in named:
-                self._note(name, node, is_loop)
+                self._add(name, node, is_loop)
 
     def is_over_parts(self, loop: nodes.For) -> bool:
-        """Whether a loop is over a content; over a variable, which may hold other things, only if it is as over parts.
+        """Whether a loop is over the parts of a content.
 
-        Mistral's templates for one read lists of calls from ``content`` too.
+        A loop over a variable counts only if it uses items as parts: variables may hold other lists too, such as the
+        tool calls in Mistral's templates.
         """
-        sources = list(_made_of(loop.iter))
-        if any(self._is_content(one) for one in sources):
+        sources = list(_sources(loop.iter))
+        if any(self._is_content(source) for source in sources):
             return True
-        is_named = any(_is_name(one, self._contents) for one in sources)
+        is_named = any(_is_name(source, self._contents) for source in sources)
         return is_named and isinstance(loop.target, nodes.Name) and _is_used_as_part(loop.target.name, loop.body)
 
-    def _note(self, name: str, node: nodes.Node, is_loop: bool) -> None:
-        for one in _made_of(node):
-            if _is_name(one, self._lists):
+    def _add(self, name: str, node: nodes.Node, is_loop: bool) -> None:
+        for source in _sources(node):
+            if _is_name(source, self._lists):
                 (self._messages if is_loop else self._lists).add(name)
             elif is_loop:
                 continue
-            elif self._is_message(one):
+            elif self._is_message(source):
                 self._messages.add(name)
-            elif self._is_content(one) or _is_name(one, self._contents):
+            elif self._is_content(source) or _is_name(source, self._contents):
                 self._contents.add(name)
 
     def _is_message(self, node: nodes.Node) -> bool:
@@ -99,31 +100,31 @@ class _Names:
         return len(self._lists) + len(self._messages) + len(self._contents)
 
 
-def _made_of(node: nodes.Node) -> Iterator[nodes.Node]:
-    """The expressions that a list may come from: without filters, slices, choices and sums."""
+def _sources(node: nodes.Node) -> Iterator[nodes.Node]:
+    """Yield the expressions that a list may come from, looking through filters, slices, conditionals and sums."""
     if isinstance(node, nodes.Filter) or (isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)):
-        inner = [node.node]
+        operands = [node.node]
     elif isinstance(node, nodes.CondExpr):
-        inner = [node.expr1, node.expr2]
+        operands = [node.expr1, node.expr2]
     elif isinstance(node, nodes.Add | nodes.Or):
-        inner = [node.left, node.right]
+        operands = [node.left, node.right]
     else:
         yield node
         return
-    for one in inner:
-        if one is not None:
-            yield from _made_of(one)
+    for operand in operands:
+        if operand is not None:
+            yield from _sources(operand)
 
 
 def _is_used_as_part(name: str, body: Sequence[nodes.Node]) -> bool:
-    """Whether a part's type or text is asked for."""
-    found = [one for node in body for one in (node, *node.find_all((nodes.Getattr, nodes.Getitem)))]
-    owners = (_owner(one, key) for one in found for key in _PART_KEYS)
+    """Whether the "type" or "text" of a variable is read."""
+    reads = [read for node in body for read in (node, *node.find_all((nodes.Getattr, nodes.Getitem)))]
+    owners = (_owner(read, key) for read in reads for key in _PART_KEYS)
     return any(owner is not None and _is_name(owner, {name}) for owner in owners)
 
 
 def _owner(node: nodes.Node, key: str) -> nodes.Expr | None:
-    """What a key or attribute is taken of; None where the expression takes no such one."""
+    """Return the object of an expression that reads the key or attribute ``key``, else None."""
     if isinstance(node, nodes.Getitem):
         return node.node if _is_constant(node.arg, key) else None
     return node.node if isinstance(node, nodes.Getattr) and node.attr == key else None

@@ -1,8 +1,8 @@
-"""Token ids to text, a token at a time, and the stop strings that end it.
+"""Incremental detokenization and stop strings.
 
-The deltas of a sequence add up to the decode of all its ids, whatever the grouping of ids into pushes. Nothing leaves
-that could still change: no half of a character, and no beginning of a stop string. The cost of a push does not grow
-with the text. Stop token ids and the end-of-sequence token are the scheduler's business.
+The deltas of a sequence concatenate to the decode of all its ids, however they are grouped into pushes. Text that could
+still change is held back: incomplete characters, and prefixes of stop strings. The cost of a push does not depend on
+the length of the text. The scheduler handles stop token ids and end-of-sequence tokens.
 """
 
 import functools
@@ -13,15 +13,15 @@ from jaxserve.text.token_pieces import TextJoiner, TokenPieces
 
 
 class StopVerdict(NamedTuple):
-    """A stop string has appeared: the sequence ends here."""
+    """A completed stop string, which finishes the sequence."""
 
     stop_string: str
     num_tokens: int
-    """Tokens of the sequence, from its first, up to the one that completed the stop string; later ones are dropped."""
+    """Number of output tokens up to the one that completed the stop string; later ones are dropped."""
 
 
 class DetokenizedDelta(NamedTuple):
-    """What a push adds."""
+    """Result of a push."""
 
     text: str
     stop: StopVerdict | None
@@ -29,21 +29,20 @@ class DetokenizedDelta(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def _proper_prefixes(stop: tuple[str, ...]) -> frozenset[str]:
-    """Beginnings of stop strings; the samples of a request share them."""
+    """Return the proper prefixes of stop strings; cached because the samples of a request share them."""
     return frozenset(string[:length] for string in stop for length in range(1, len(string)))
 
 
 class Detokenizer:
-    """The text of one sequence.
+    """Detokenizes one sequence.
 
     Args:
-      pieces: `Tokenizer.pieces(skip_special_tokens)`.
-      stop: Stop strings, none empty. The first to be completed wins; of those that a character completes together, the
-        longest.
-      include_stop_str_in_output: Cut the text after the stop string instead of before it.
-      min_tokens: A stop string completed within this many first tokens is not seen.
-      prompt_token_ids: With the prompt the text is what follows the prompt's, as in vLLM (a Llama 2 continuation keeps
-        its leading space). Without, it is the decode of the pushed ids alone.
+      pieces: Result of `Tokenizer.pieces(skip_special_tokens)`.
+      stop: Non-empty stop strings. The first to be completed wins; if one character completes several, the longest.
+      include_stop_str_in_output: Whether to keep the stop string in the text.
+      min_tokens: Ignore stop strings completed within this many first tokens.
+      prompt_token_ids: If given, the text continues the prompt's, as in vLLM: a Llama 2 continuation keeps its leading
+        space. Otherwise it is the decode of the pushed ids alone.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """Everything given out so far."""
+        """The text so far, without what is held back."""
         if len(self._parts) > 2:
             taken, rest = self._parts[: self._num_taken], self._parts[self._num_taken :]
             self._parts = ["".join(taken), "".join(rest)]
@@ -82,11 +81,11 @@ class Detokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens pushed, without those after a stop string."""
+        """Number of pushed tokens, without those after a stop string."""
         return self._num_tokens
 
     def take(self) -> str:
-        """What was given out since the last `take`; its cost is that of the new text alone."""
+        """Return the text added since the last `take`."""
         parts = self._parts
         if self._num_taken == len(parts):
             return ""
@@ -95,7 +94,7 @@ class Detokenizer:
         return delta
 
     def push_tokens(self, token_ids: Sequence[int]) -> StopVerdict | None:
-        """Push ids whose text waits for `text` or `take`; return the verdict if they complete a stop string."""
+        """Add the next ids; return the verdict if they complete a stop string. `text` and `take` return the text."""
         joiner = self._joiner
         for token_id in token_ids:
             text = self._pieces[token_id]
@@ -112,14 +111,14 @@ class Detokenizer:
         return None
 
     def push(self, token_ids: Sequence[int]) -> DetokenizedDelta:
-        """Takes the next ids of the sequence. After a stop verdict nothing more may be pushed."""
+        """Add the next ids; return the text they add. Must not be called after a stop verdict."""
         assert self._verdict is None, "push after a stop string"
         num_parts = len(self._parts)
         self.push_tokens(token_ids)
         return DetokenizedDelta("".join(self._parts[num_parts:]), self._verdict)
 
     def flush(self) -> str:
-        """Ends the sequence: gives out what was held back. An unfinished character becomes U+FFFD."""
+        """Finish the sequence: return the text held back, with U+FFFD for an incomplete character."""
         if self._verdict is not None:
             return ""
         delta = self._held + self._joiner.finish()
@@ -129,7 +128,7 @@ class Detokenizer:
         return delta
 
     def _search(self, text: str) -> str:
-        """Takes the text that a token adds; returns what to give out, which is cut where a stop string is found."""
+        """Search for stop strings in the text that a token adds; return the text to output, truncated at a match."""
         confirmed = self._held + text
         tentative = self._joiner.tentative() if self._joiner.is_busy else ""
         view = confirmed + tentative
@@ -149,7 +148,7 @@ class Detokenizer:
         return confirmed[:num_printable]
 
     def _find_stop(self, view: str, num_searched: int) -> tuple[str, int] | None:
-        """Returns the stop string whose end comes first after the searched part, and where it starts."""
+        """Return the stop string that ends first after the searched part, and its start; None if there is none."""
         best: tuple[int, int, str] | None = None
         for string in self._stops:
             start = view.find(string, max(0, num_searched - len(string) + 1))
@@ -158,7 +157,7 @@ class Detokenizer:
         return None if best is None else (best[2], best[1])
 
     def _num_open(self, view: str) -> int:
-        """Returns the length of the longest end of `view` that begins a stop string."""
+        """Return the length of the longest suffix of `view` that is a prefix of a stop string."""
         if not view or view[-1] not in self._prefix_ends:
             return 0
         for length in range(min(self._max_prefix, len(view)), 0, -1):

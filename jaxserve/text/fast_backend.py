@@ -1,4 +1,4 @@
-"""Vocabularies in the form of the `tokenizers` library (tokenizer.json)."""
+"""Tokenizer backend for the `tokenizers` library (tokenizer.json)."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -10,14 +10,14 @@ import tokenizers
 from jaxserve.errors import ConfigError
 from jaxserve.text.token_pieces import Joining, TokenPieces
 
-_LONG_TEXT = 2048  # in characters: about a millisecond's work
+_LONG_TEXT = 2048  # characters; takes about a millisecond
 
 
 class FastBackend:
-    """Encodes and decodes with a `tokenizers.Tokenizer`, whose truncation and padding are switched off.
+    """Encodes and decodes with a `tokenizers.Tokenizer`, after disabling its truncation and padding.
 
     Raises:
-      ConfigError: The decoder is one whose tokens cannot be joined one at a time.
+      ConfigError: Incremental detokenization does not support the tokenizer's decoder.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
@@ -31,38 +31,39 @@ class FastBackend:
 
     @property
     def vocab_size(self) -> int:
-        """Ids that have a token, added ones included."""
+        """Number of tokens, including added ones."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids left out by `skip_special_tokens`."""
+        """Ids that `skip_special_tokens` removes."""
         return self._special_ids
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Returns the ids of a text."""
-        if len(text) > _LONG_TEXT:  # a batch of one lets other threads run meanwhile, which a single text does not
+        """Return the ids of a text."""
+        if len(text) > _LONG_TEXT:  # encoding a batch releases the GIL, encoding a single text does not
             return self.encode_batch([text], add_special_tokens)[0]
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Returns the ids of each text; the library uses several threads."""
-        return [found.ids for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+        """Return the ids of each text; uses several threads."""
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Returns the text of some ids."""
+        """Return the text of some ids."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_to_id(self, token: str) -> int | None:
-        """Returns a token's id, None when the vocabulary lacks it."""
+        """Return a token's id; None if it is not in the vocabulary."""
         return self._tokenizer.token_to_id(token)
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Returns a token as the vocabulary spells it, None when it lacks the id."""
+        """Return a token as spelled in the vocabulary; None if the id is not in it."""
         return self._tokenizer.id_to_token(token_id)
 
     def make_pieces(self, skip_special_tokens: bool) -> TokenPieces:
-        """Returns a new table of pieces."""
+        """Create a table of pieces."""
         special = self._special_tokens() if skip_special_tokens else frozenset[str]()
         return TokenPieces(partial(self._look_up, special), self._joining, self._strips_leading_space)
 
@@ -76,36 +77,36 @@ class FastBackend:
 
 
 def _read_decoder(tokenizer: tokenizers.Tokenizer) -> tuple[Callable[[str], tuple[bytes, bool]], Joining, bool]:
-    """Returns how a token becomes bytes, how bytes join, and whether a space at the beginning is dropped."""
+    """Return how to convert tokens to bytes, how to join the bytes, and whether a leading space is dropped."""
     if tokenizer.decoder is None:
-        # Without a decoder the library puts a space between tokens.
-        return _spaced, Joining.LOSSY, True
+        # Without a decoder, the library joins tokens with spaces.
+        return _prefix_space, Joining.LOSSY, True
     described: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
-    steps = _flattened(described)
+    steps = _flatten(described)
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return _byte_level, Joining.LOSSY, False
     replacements: list[tuple[str, str]] = []
     while steps and steps[0]["type"] == "Replace" and "String" in steps[0]["pattern"]:
         step = steps.pop(0)
         replacements.append((step["pattern"]["String"], step["content"]))
-    has_bytes, fuses, strips = _popped(steps, "ByteFallback"), _popped(steps, "Fuse"), False
+    has_bytes, fuses, strips = _pop(steps, "ByteFallback"), _pop(steps, "Fuse"), False
     if fuses and steps and steps[0] == {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
-        strips = _popped(steps, "Strip")
+        strips = _pop(steps, "Strip")
     if steps:
         raise ConfigError(
             f"the tokenizer's decoder {described} is not supported: it must be ByteLevel, or a sequence of Replace "
-            "(with a string), ByteFallback, Fuse and Strip (of one leading space)"
+            "(of a string), ByteFallback, Fuse and Strip (of one leading space)"
         )
-    return partial(_replaced, replacements, has_bytes), Joining.WHOLE_RUNS, strips
+    return partial(_replace, replacements, has_bytes), Joining.WHOLE_RUNS, strips
 
 
-def _flattened(step: dict[str, Any]) -> list[dict[str, Any]]:
+def _flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
     if step["type"] != "Sequence":
         return [step]
-    return [inner for outer in step["decoders"] for inner in _flattened(outer)]
+    return [inner for outer in step["decoders"] for inner in _flatten(outer)]
 
 
-def _popped(steps: list[dict[str, Any]], kind: str) -> bool:
+def _pop(steps: list[dict[str, Any]], kind: str) -> bool:
     if steps and steps[0]["type"] == kind:
         steps.pop(0)
         return True
@@ -113,23 +114,23 @@ def _popped(steps: list[dict[str, Any]], kind: str) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: printable bytes stand for themselves, the rest for U+0100 and up, in order."""
+    """Return GPT-2's byte alphabet: printable bytes map to themselves, the others to U+0100 and up, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 _BYTE_OF = _byte_alphabet()
 
 
 def _byte_level(token: str) -> tuple[bytes, bool]:
-    """A token spelt in the byte alphabet; any other (an added token with a space, say) stands for itself."""
+    """Convert a token in the byte alphabet; any other, such as an added token with a space, is plain text."""
     if all(character in _BYTE_OF for character in token):
         return bytes(_BYTE_OF[character] for character in token), False
     return token.encode(), False
 
 
-def _replaced(replacements: Sequence[tuple[str, str]], has_bytes: bool, token: str) -> tuple[bytes, bool]:
+def _replace(replacements: Sequence[tuple[str, str]], has_bytes: bool, token: str) -> tuple[bytes, bool]:
     for old, new in replacements:
         token = token.replace(old, new)
     if has_bytes and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -140,5 +141,5 @@ def _replaced(replacements: Sequence[tuple[str, str]], has_bytes: bool, token: s
     return token.encode(), False
 
 
-def _spaced(token: str) -> tuple[bytes, bool]:
+def _prefix_space(token: str) -> tuple[bytes, bool]:
     return b" " + token.encode(), False

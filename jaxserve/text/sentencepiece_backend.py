@@ -1,7 +1,7 @@
-"""Vocabularies in a sentencepiece `tokenizer.model` without a tokenizer.json (Llama 2, Mistral v1, Baichuan).
+"""Tokenizer backend for a sentencepiece `tokenizer.model` without tokenizer.json (Llama 2, Mistral v1, Baichuan).
 
-transformers builds a fast tokenizer from such a file by guessing, and gets ids wrong without a warning; so the file
-goes to the sentencepiece library as it is, and special tokens are cut out of the text here.
+transformers converts such files heuristically, and silently produces wrong ids for some. So this uses the sentencepiece
+library, and splits special tokens off the text itself.
 """
 
 import re
@@ -16,7 +16,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.text.token_pieces import Joining, TokenPieces, join
 from jaxserve.text.tokenizer_files import AddedToken, TokenizerSettings
 
-# A second message in protobuf's wire format is merged into the first: normalizer_spec.add_dummy_prefix = false.
+# Protobuf merges concatenated messages, so appending this sets normalizer_spec.add_dummy_prefix = false.
 _NO_PREFIX = b"\x1a\x02\x18\x00"
 WHITE_SPACE = r"\s*"
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s")
@@ -26,8 +26,8 @@ class SentencePieceBackend:
     """Encodes and decodes with a `SentencePieceProcessor`.
 
     Args:
-      path: The `tokenizer.model`.
-      settings: Added tokens, and whether BOS and EOS are added.
+      path: Path of the `tokenizer.model`.
+      settings: Added tokens, and whether to add BOS and EOS.
 
     Raises:
       ConfigError: The file is not a sentencepiece model.
@@ -35,7 +35,7 @@ class SentencePieceBackend:
 
     def __init__(self, path: Path, settings: TokenizerSettings) -> None:
         model = _read(path)
-        # The library has no type information.
+        # The library has no type annotations.
         self._processor: Any = _load(path, model)
         self._settings = settings
         self._continuing: Any = self._processor if settings.has_prefix_per_part else _load(path, model + _NO_PREFIX)
@@ -49,31 +49,31 @@ class SentencePieceBackend:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """The largest id plus one."""
         return max(self._processor.get_piece_size(), max(self._tokens, default=0) + 1)
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids left out by `skip_special_tokens`."""
+        """Ids that `skip_special_tokens` removes."""
         return self._special_ids
 
     @property
     def bos_id(self) -> int | None:
-        """The id that the settings name, else the model file's own."""
+        """Id of the configured BOS token, else that of the model file."""
         return self._named_id("bos_token", self._processor.bos_id())
 
     @property
     def eos_id(self) -> int | None:
-        """The id that the settings name, else the model file's own."""
+        """Id of the configured EOS token, else that of the model file."""
         return self._named_id("eos_token", self._processor.eos_id())
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Returns the ids of a text."""
+        """Return the ids of a text."""
         ids = list(self._before) if add_special_tokens else []
         processor = self._processor
-        # The pattern has one group, so every second part is a special token (with the white space it takes along).
-        for place, part in enumerate(self._pattern.split(text) if self._pattern else [text]):
-            if place % 2:
+        # The pattern has one group, so every second part is a special token with the white space it strips.
+        for index, part in enumerate(self._pattern.split(text) if self._pattern else [text]):
+            if index % 2:
                 ids.append(self._ids[part] if part in self._ids else self._ids[part.strip()])
                 processor = self._continuing
             elif part:
@@ -81,28 +81,28 @@ class SentencePieceBackend:
         return ids + self._after if add_special_tokens else ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Returns the ids of each text."""
+        """Return the ids of each text."""
         return [self.encode(text, add_special_tokens) for text in texts]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Returns the text of some ids."""
+        """Return the text of some ids."""
         return join(self._pieces[skip_special_tokens], token_ids)
 
     def token_to_id(self, token: str) -> int | None:
-        """Returns a token's id, None when the vocabulary lacks it."""
+        """Return a token's id; None if it is not in the vocabulary."""
         if token in self._ids:
             return self._ids[token]
         token_id = int(self._processor.piece_to_id(token))
         return token_id if self._processor.id_to_piece(token_id) == token else None
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Returns a token as the vocabulary spells it, None when it lacks the id."""
+        """Return a token as spelled in the vocabulary; None if the id is not in it."""
         if token_id in self._tokens:
             return self._tokens[token_id].content
         return self._processor.id_to_piece(token_id) if token_id < self._processor.get_piece_size() else None
 
     def make_pieces(self, skip_special_tokens: bool) -> TokenPieces:
-        """Returns a new table of pieces."""
+        """Create a table of pieces."""
         has_prefix = self._processor.decode_pieces(["▁a"]) == "a"
         return TokenPieces(partial(self._look_up, skip_special_tokens), Joining.CHARACTERS, has_prefix)
 
@@ -131,8 +131,8 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if _TIKTOKEN_LINE.match(model):
         raise ConfigError(
-            f"{path} is a tiktoken rank file (Llama 3's original form), not a sentencepiece model, and does not say "
-            "how text is split: put the model's tokenizer.json beside it"
+            f"{path} is a tiktoken rank file (Llama 3's original format), not a sentencepiece model, and lacks the "
+            "pre-tokenization rules: put the model's tokenizer.json beside it"
         )
     return model
 
@@ -155,7 +155,7 @@ def _special_tokens(processor: Any, settings: TokenizerSettings) -> dict[int, Ad
 
 
 def _pattern(tokens: Iterable[AddedToken]) -> re.Pattern[str] | None:
-    """Longer tokens come first, so that none is found inside another."""
+    """Return a pattern of all tokens, longest first so that none matches inside another."""
     parts = [
         f"{WHITE_SPACE if token.strips_left else ''}{re.escape(token.content)}"
         f"{WHITE_SPACE if token.strips_right else ''}"

@@ -1,8 +1,8 @@
-"""The text of single tokens, and how neighbouring tokens join: what incremental decoding needs to be exact.
+"""The text of single tokens, and how to join it incrementally.
 
-Decoding a token alone is not enough. Byte-level tokens hold parts of characters; sentencepiece vocabularies spell rare
-characters as runs of byte tokens; some decoders drop the space that begins a text. `TokenPieces` holds the piece of
-each id, `TextJoiner` puts pieces together one at a time so that the sum equals the decode of all ids at once.
+Decoding tokens one by one is not exact: byte-level tokens hold parts of characters, sentencepiece vocabularies spell
+rare characters as runs of byte tokens, and some decoders drop a leading space. `TokenPieces` has the piece of each id;
+`TextJoiner` joins pieces one at a time, with the same result as decoding all ids at once.
 """
 
 import codecs
@@ -13,22 +13,22 @@ REPLACEMENT = "\ufffd"
 
 
 class Joining(enum.Enum):
-    """The replacement of bytes that are not valid UTF-8."""
+    """How invalid UTF-8 is replaced."""
 
-    LOSSY = "byte-level BPE: each longest invalid part becomes one U+FFFD"
-    WHOLE_RUNS = "`ByteFallback` of tokenizers: one bad byte turns its whole run of byte tokens into one U+FFFD a byte"
-    CHARACTERS = "sentencepiece: each invalid byte of a run becomes one U+FFFD"
+    LOSSY = "byte-level BPE: one U+FFFD for each maximal invalid part"
+    WHOLE_RUNS = "`ByteFallback` of tokenizers: one U+FFFD for each byte of a run of byte tokens with an invalid byte"
+    CHARACTERS = "sentencepiece: one U+FFFD for each invalid byte"
 
 
 class TokenPieces(dict[int, str | None]):
-    """Token id -> its text, or None where only `raw` has it; filled as ids are first seen.
+    """Maps token ids to text, or to None if only `raw` has the piece; filled on first access.
 
-    An id that has no place in the text (skipped as special, or outside the vocabulary) maps to "".
+    An id without text (a skipped special token, or outside the vocabulary) maps to "".
 
     Args:
-      look_up: Gives the bytes of an id's piece and whether it is a byte token; None for an id without a place.
-      joining: How bytes join.
-      strips_leading_space: Whether one space that begins the text is dropped.
+      look_up: Returns the bytes of an id's piece and whether it is a byte token; None for an id without text.
+      joining: How invalid bytes are replaced.
+      strips_leading_space: Whether one leading space of the text is dropped.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TokenPieces(dict[int, str | None]):
         self._raw: dict[int, bytes] = {}
 
     def __missing__(self, token_id: int) -> str | None:
-        """Looks a new id up."""
+        """Look up an id on first access."""
         found = self._look_up(token_id)
         text: str | None = ""
         if found is not None:
@@ -53,11 +53,11 @@ class TokenPieces(dict[int, str | None]):
         return text
 
     def raw(self, token_id: int) -> bytes:
-        """Returns the bytes of an id whose text is None."""
+        """Return the bytes of an id whose text is None."""
         return self._raw[token_id]
 
     def shown(self, token_id: int) -> str:
-        """Returns the text of one token by itself, with U+FFFD for parts of characters."""
+        """Return the text of a single token, with U+FFFD for parts of characters."""
         text = self[token_id]
         return self.raw(token_id).decode(errors="replace") if text is None else text
 
@@ -70,32 +70,32 @@ def _valid_text(raw: bytes) -> str | None:
 
 
 class _CharacterJoiner:
-    """Joins byte pieces; gives out each character when its last byte has come."""
+    """Joins byte pieces; returns each character with its last byte."""
 
     def __init__(self, errors: str) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
 
     def feed(self, raw: bytes) -> str:
-        """Takes more bytes; returns the text that later bytes cannot change."""
+        """Add bytes; return the text that later bytes cannot change."""
         return self._decoder.decode(raw)
 
     def end(self) -> str:
-        """Ends the run: the next piece is text, or nothing follows. Returns what was still open."""
+        """End the run of byte pieces; return the text of its incomplete rest."""
         return self._decoder.decode(b"", final=True)
 
     def tentative(self) -> str:
-        """Returns the whole characters that are still kept back, if nothing bad has come; else ""."""
+        """Return the complete characters held back; "" if a byte was invalid."""
         return ""
 
     def is_open(self) -> bool:
-        """Whether `end` matters."""
+        """Whether `end` may return text."""
         return bool(self._decoder.getstate()[0])
 
 
 class _RunJoiner:
-    """Joins byte pieces; keeps a run until it ends, since only then it is known whether all of it is valid.
+    """Joins byte pieces; holds a run back until it ends, because an invalid byte changes all of it.
 
-    Its methods are those of `_CharacterJoiner`.
+    Same methods as `_CharacterJoiner`.
     """
 
     def __init__(self) -> None:
@@ -130,31 +130,31 @@ class _RunJoiner:
         return self._num_bytes > 0
 
 
-def _one_a_byte(error: UnicodeError) -> tuple[str, int]:
-    """Decoding error handler: one U+FFFD for each byte of an invalid part, as sentencepiece does."""
+def _one_per_byte(error: UnicodeError) -> tuple[str, int]:
+    """Decoding error handler: return one U+FFFD per byte of an invalid part, as sentencepiece does."""
     assert isinstance(error, UnicodeDecodeError)
     return REPLACEMENT * (error.end - error.start), error.end
 
 
-ONE_A_BYTE = "jaxserve.one_a_byte"
-codecs.register_error(ONE_A_BYTE, _one_a_byte)
+ONE_PER_BYTE = "jaxserve.one_per_byte"
+codecs.register_error(ONE_PER_BYTE, _one_per_byte)
 
 
 def _byte_joiner(joining: Joining) -> _CharacterJoiner | _RunJoiner:
     if joining is Joining.WHOLE_RUNS:
         return _RunJoiner()
-    return _CharacterJoiner("replace" if joining is Joining.LOSSY else ONE_A_BYTE)
+    return _CharacterJoiner("replace" if joining is Joining.LOSSY else ONE_PER_BYTE)
 
 
 class TextJoiner:
     """Joins the pieces of one sequence.
 
     Args:
-      pieces: The tokenizer's.
-      prompt_token_ids: What the sequence continues. The text then begins where the prompt's ends: a leading space
-        stays, and a character that the prompt left open is completed. () for a text of its own.
+      pieces: Pieces of the tokenizer.
+      prompt_token_ids: The prompt that the sequence continues: a leading space is kept, and an incomplete character of
+        the prompt is completed. Empty for a text of its own.
 
-    `is_busy` is False while a piece with text may be appended as it is, without calling `feed`.
+    While `is_busy` is False, the text of a piece can be appended without calling `feed`.
     """
 
     __slots__ = ("_bytes", "_pieces", "_strips", "is_busy")
@@ -162,14 +162,14 @@ class TextJoiner:
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int] = ()) -> None:
         self._pieces = pieces
         self._bytes = _byte_joiner(pieces.joining)
-        is_start, open_bytes = _end_of(pieces, prompt_token_ids)
+        is_start, open_bytes = _prompt_end(pieces, prompt_token_ids)
         self._strips = is_start and pieces.strips_leading_space
         if open_bytes:
             self._bytes.feed(open_bytes)
         self.is_busy = self._strips or self._bytes.is_open()
 
     def feed(self, token_id: int) -> str:
-        """Takes the next id; returns the text that later ids cannot change."""
+        """Add the next id; return the text that later ids cannot change."""
         text = self._pieces[token_id]
         if text == "":
             return ""
@@ -186,12 +186,12 @@ class TextJoiner:
         return out
 
     def tentative(self) -> str:
-        """Returns text that the ids so far spell but that a later byte token might still turn into U+FFFD."""
+        """Return the text held back because a later byte token might turn it into U+FFFD."""
         text = self._bytes.tentative()
         return text.removeprefix(" ") if self._strips else text
 
     def finish(self) -> str:
-        """Returns what was held back; an unfinished character becomes U+FFFD."""
+        """Return the text held back, with U+FFFD for an incomplete character."""
         text = self._bytes.end()
         if self._strips and text:
             self._strips = False
@@ -201,14 +201,14 @@ class TextJoiner:
 
 
 def join(pieces: TokenPieces, token_ids: Iterable[int]) -> str:
-    """Returns the text of all ids."""
+    """Return the text of all ids."""
     joiner = TextJoiner(pieces)
     parts = [joiner.feed(token_id) for token_id in token_ids]
     return "".join(parts) + joiner.finish()
 
 
-def _end_of(pieces: TokenPieces, token_ids: Sequence[int]) -> tuple[bool, bytes]:
-    """Returns whether the ids spell nothing, and the bytes of the character that they leave unfinished."""
+def _prompt_end(pieces: TokenPieces, token_ids: Sequence[int]) -> tuple[bool, bytes]:
+    """Return whether the ids have no text, and the bytes of an incomplete character at their end."""
     tail: list[bytes] = []
     for token_id in reversed(token_ids):
         text = pieces[token_id]

@@ -1,4 +1,4 @@
-"""Text to token ids and back, as the model's own files say, and what a server tells clients of a tokenizer."""
+"""Load a model's tokenizer, and encode and decode with it."""
 
 import dataclasses
 import json
@@ -22,12 +22,12 @@ _PATH_NAME = re.compile(r".*_(file|path|dir|directory)s?")
 
 
 def tokenizer_info(config: Mapping[str, Any], directory: Path, **defaults: Any) -> dict[str, Any]:
-    """The contents of a tokenizer_config.json, special tokens as plain text.
+    """Return the contents of a tokenizer_config.json for clients: special tokens as strings, paths removed.
 
     Args:
-      config: The contents.
-      directory: The tokenizer's. What names it is left out, as are names of files.
-      **defaults: Values that the file may lack.
+      config: Contents of the file.
+      directory: Directory of the tokenizer; values that contain its path are removed.
+      **defaults: Values of fields that the file may lack.
     """
     return {**defaults, **_plain(config, str(directory.resolve()))}
 
@@ -54,7 +54,7 @@ MODES = ("auto", "hf")
 
 
 class Tokenizer:
-    """A model's vocabulary, special tokens and chat templates. Make one with `load_tokenizer`."""
+    """A model's vocabulary, special tokens and chat templates; created by `load_tokenizer`."""
 
     def __init__(
         self, directory: Path, backend: FastBackend | SentencePieceBackend, settings: TokenizerSettings, hf: Any = None
@@ -67,9 +67,9 @@ class Tokenizer:
 
     @cached_property
     def hf(self) -> Any:
-        """The transformers tokenizer of the same directory, loaded on first use; None for sentencepiece-only ones.
+        """The transformers tokenizer of the directory, loaded on first use; None if there is only a tokenizer.model.
 
-        transformers would load those too, but with other ids and without a warning.
+        transformers would load that too, but may silently produce different ids.
         """
         if self._given_hf is not None or isinstance(self._backend, SentencePieceBackend):
             return self._given_hf
@@ -77,40 +77,40 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included; the model's embedding is often larger."""
+        """Number of tokens, including added ones; the model's embedding is often larger."""
         return self._backend.vocab_size
 
     @property
     def bos_token_id(self) -> int | None:
-        """Id of the token that begins a text, None when the files name none."""
+        """Id of the beginning-of-sequence token, or None."""
         return self._named_id("bos_token")
 
     @property
     def eos_token_id(self) -> int | None:
-        """Id of the token that ends a text; generation_config.json may name more."""
+        """Id of the end-of-sequence token, or None; generation_config.json may have more."""
         return self._named_id("eos_token")
 
     @property
     def all_special_ids(self) -> frozenset[int]:
-        """Ids that `skip_special_tokens` leaves out."""
+        """Ids that `skip_special_tokens` removes."""
         return self._backend.special_ids
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Texts of the special tokens by name, such as "bos_token"; chat templates see them."""
+        """Texts of the special tokens by name, such as "bos_token"; they are variables of chat templates."""
         return dict(self._settings.special_tokens)
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """Sources of the chat templates by name; the usual one is "default"."""
+        """Sources of the chat templates by name, such as "default"."""
         return dict(self._settings.chat_templates)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Returns the ids of a text; special tokens written out in it are recognised.
+        """Return the ids of a text, which may contain special tokens.
 
         Args:
           text: The text.
-          add_special_tokens: Add the model's special tokens before (and after) the text, usually BOS.
+          add_special_tokens: Whether to add the model's special tokens, usually BOS.
 
         Raises:
           RequestError: The text is not valid Unicode (a lone surrogate).
@@ -118,27 +118,27 @@ class Tokenizer:
         return self._backend.encode(_valid(text), add_special_tokens)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Returns the ids of several texts, on several threads where the library can."""
+        """Return the ids of several texts, in parallel if the library supports it."""
         return self._backend.encode_batch([_valid(text) for text in texts], add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text of some ids. Ids outside the vocabulary add nothing; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of some ids. Ids outside the vocabulary have no text; invalid UTF-8 becomes U+FFFD."""
         return self._backend.decode([token_id for token_id in token_ids if 0 <= token_id < 2**32], skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """Returns one token's text by itself, spaces kept, special tokens shown: `Logprob.decoded_token`."""
+        """Return the text of a single token, including special tokens, for `Logprob.decoded_token`."""
         return self.pieces(skip_special_tokens=False).shown(token_id)
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Returns a token as the vocabulary spells it ("Ġthe", "<0xC3>"), None when the vocabulary lacks the id."""
+        """Return a token as spelled in the vocabulary ("Ġthe", "<0xC3>"); None if the id is not in it."""
         return self._backend.id_to_token(token_id)
 
     def token_to_id(self, token: str) -> int | None:
-        """Returns the id of a token, None when the vocabulary lacks it."""
+        """Return the id of a token; None if it is not in the vocabulary."""
         return self._backend.token_to_id(token)
 
     def pieces(self, skip_special_tokens: bool = True) -> TokenPieces:
-        """Returns the table that `Detokenizer` works with; all sequences share it."""
+        """Return the pieces for a `Detokenizer`; all sequences share them."""
         if skip_special_tokens not in self._pieces:
             self._pieces[skip_special_tokens] = self._backend.make_pieces(skip_special_tokens)
         return self._pieces[skip_special_tokens]
@@ -152,7 +152,7 @@ class Tokenizer:
         tools: Sequence[Any] | None = None,
         **variables: Any,
     ) -> str:
-        """Returns a conversation as prompt text, special tokens (BOS too) written out. Arguments as `render_chat`."""
+        """Render a conversation to a prompt with special tokens, including BOS; see `render_chat` for the arguments."""
         return render_chat(
             check_messages("messages", messages),
             choose_template(self._settings.chat_templates, chat_template, tools is not None),
@@ -171,10 +171,10 @@ class Tokenizer:
         tools: Sequence[Any] | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Returns the ids of a conversation. The template writes BOS itself where it belongs: none is added.
+        """Return the ids of a conversation. The template writes the special tokens, so none are added.
 
         Raises:
-          RequestError: No template, a message of the wrong form, or a conversation that the template refuses.
+          RequestError: There is no template, it fails, or a message is invalid.
         """
         text = self.render_chat(
             messages, chat_template, add_generation_prompt, continue_final_message, tools, **variables
@@ -182,10 +182,10 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def info(self, chat_template: str | None = None) -> dict[str, Any]:
-        """Returns what tokenizer_config.json says, with a class, special tokens and the chat template; no paths.
+        """Return tokenizer_config.json with its class, special tokens and chat template, without paths.
 
         Args:
-          chat_template: The source of the one in use; None: the model's usual one.
+          chat_template: Source of the template in use; None for the model's default.
         """
         default_class = (
             "LlamaTokenizer" if isinstance(self._backend, SentencePieceBackend) else "PreTrainedTokenizerFast"
@@ -203,15 +203,15 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Tokenizer:
-    """Loads the tokenizer of a model directory. No code from the directory ever runs, and nothing is downloaded.
+    """Load the tokenizer of a model directory, without running code from it and without downloads.
 
     Args:
-      directory: Holds tokenizer.json, or a sentencepiece tokenizer.model, or files that transformers understands
+      directory: Directory with tokenizer.json, a sentencepiece tokenizer.model, or files that transformers can load
         (vocab.json and merges.txt).
-      tokenizer_mode: "auto": in that order. "hf": always through transformers (about 1 s slower to start).
+      tokenizer_mode: "auto" tries them in that order; "hf" always uses transformers, which takes about 1 s longer.
 
     Raises:
-      ConfigError: No tokenizer, a broken one, or one of an unsupported kind.
+      ConfigError: The tokenizer is missing, invalid or unsupported.
     """
     if tokenizer_mode not in MODES:
         raise ConfigError(f"tokenizer_mode must be one of {MODES}, got {tokenizer_mode!r}")
@@ -229,7 +229,7 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
         message = f"{path} has no tokenizer: tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
         raise ConfigError(message)
     hf = _load_with_transformers(path)
-    # A class of transformers may have special tokens of its own (GPT-2's) that no file names.
+    # A tokenizer class may define special tokens that no file has, as GPT-2's does.
     special = {name: str(token) for name, token in hf.special_tokens_map.items() if name in SPECIAL_NAMES}
     settings = dataclasses.replace(settings, special_tokens={**special, **settings.special_tokens})
     return Tokenizer(path, FastBackend(hf.backend_tokenizer), settings, hf)
@@ -251,7 +251,7 @@ def _read_fast(path: Path) -> tokenizers.Tokenizer:
 
 
 def _has_all(fast: tokenizers.Tokenizer, settings: TokenizerSettings) -> bool:
-    """Whether tokenizer.json knows every token that the files beside it name; if not, transformers adds them."""
+    """Whether tokenizer.json has every token that the other files name; if not, transformers adds them."""
     added = [token.content for token in settings.added_tokens.values()]
     named = [*settings.special_tokens.values(), *settings.more_special_tokens, *added]
     return all(fast.token_to_id(token) is not None for token in named)
@@ -266,5 +266,5 @@ def _load_with_transformers(directory: Path) -> Any:
     except (OSError, ValueError, TypeError, KeyError, ImportError, json.JSONDecodeError) as error:
         raise ConfigError(f"transformers cannot load a tokenizer from {directory}: {error}") from error
     if not getattr(hf, "is_fast", False):
-        raise ConfigError(f"{directory}: {type(hf).__name__} has no fast form; add a tokenizer.json")
+        raise ConfigError(f"{directory}: {type(hf).__name__} has no fast implementation; add a tokenizer.json")
     return hf

@@ -1,4 +1,4 @@
-"""What the files beside a vocabulary say: special tokens, chat templates, who adds BOS. Hugging Face's formats."""
+"""Read a tokenizer's configuration files in Hugging Face's formats: special tokens, chat templates, BOS and EOS."""
 
 import json
 from collections.abc import Mapping
@@ -10,18 +10,18 @@ from jaxserve.errors import ConfigError
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-# Model types whose slow tokenizer class adds BOS unless told otherwise.
+# Model types whose slow tokenizer class adds BOS by default.
 _BOS_MODEL_TYPES = frozenset({"llama", "mistral", "mixtral"})
 
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token beside the vocabulary proper, found in the text before anything else."""
+    """A token outside the base vocabulary, split off the text before anything else."""
 
     content: str
     is_special: bool = True
     strips_left: bool = False
-    """Whether white space before it goes with it."""
+    """Whether it strips white space before it."""
     strips_right: bool = False
 
 
@@ -30,25 +30,25 @@ class TokenizerSettings:
     """tokenizer_config.json, special_tokens_map.json, added_tokens.json and the chat template files of a directory."""
 
     special_tokens: dict[str, str]
-    """Name -> text, for `SPECIAL_NAMES` that the model has."""
+    """Texts by name, for those of `SPECIAL_NAMES` that the model has."""
     added_tokens: dict[int, AddedToken]
-    """Those with a known id."""
+    """Added tokens by id."""
     chat_templates: dict[str, str]
-    """Name -> Jinja source; the usual one is called "default"."""
+    """Jinja sources by name, such as "default"."""
     adds_bos: bool
     adds_eos: bool
     has_prefix_per_part: bool = True
-    """`legacy`: text after a special token is encoded as if it began the prompt."""
+    """`legacy`: whether text after a special token is encoded like the start of a prompt."""
     more_special_tokens: tuple[str, ...] = field(default=())
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """tokenizer_config.json itself."""
+    """Contents of tokenizer_config.json."""
 
 
 def read_json(path: Path) -> Any:
-    """Returns the contents of a JSON file, None when there is no file.
+    """Return the contents of a JSON file; None if the file does not exist.
 
     Raises:
-      ConfigError: The file is not JSON.
+      ConfigError: The file cannot be read or is not JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -59,10 +59,10 @@ def read_json(path: Path) -> Any:
 
 
 def read_settings(directory: Path) -> TokenizerSettings:
-    """Reads what a model directory says about its tokenizer.
+    """Read the tokenizer's configuration files in a model directory.
 
     Raises:
-      ConfigError: A file is not JSON or holds another type than expected.
+      ConfigError: A file cannot be read, is not JSON, or has a value of the wrong type.
     """
     config = _mapping(directory / "tokenizer_config.json")
     named = {**_mapping(directory / "special_tokens_map.json"), **config}
@@ -88,12 +88,12 @@ def _mapping(path: Path) -> dict[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {type(found).__name__}")
+        raise ConfigError(f"{path} must be a JSON object, got {type(found).__name__}")
     return cast("dict[str, Any]", found)
 
 
 def _content(token: Any) -> str:
-    """Special tokens are written as strings or as objects with a "content"."""
+    """Return the text of a special token, which is a string or an object with "content"."""
     content = token.get("content") if isinstance(token, Mapping) else token
     if not isinstance(content, str):
         raise ConfigError(f"a special token must be a string or an object with 'content', got {token!r}")
@@ -110,7 +110,7 @@ def _added_tokens(directory: Path, config: Mapping[str, Any]) -> dict[int, Added
 
 
 def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Separate files win over tokenizer_config.json, as in transformers."""
+    """Read chat templates; separate files take precedence over tokenizer_config.json, as in transformers."""
     listed: Any = config.get("chat_template") or _mapping(directory / "chat_template.json").get("chat_template") or {}
     if isinstance(listed, str):
         listed = {"default": listed}

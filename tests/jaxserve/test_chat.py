@@ -148,7 +148,7 @@ def test_templates_see_mappings(caplog: pytest.LogCaptureFixture) -> None:
         for broken in ('{"a": ', "[1]", "[" * 100_000):
             assert shown_call(broken) == {"name": "f", "arguments": {}}
     assert [record.getMessage() for record in caplog.records] == [
-        "the arguments of a call of 'f' are no JSON object; the chat template gets {} instead"
+        "the arguments of a call to 'f' are not a JSON object; the chat template gets {} instead"
     ] * 3
 
 
@@ -190,7 +190,7 @@ LOOP = "{% for i in range(90000) %}" + LONG + "{% endfor %}"
 
 @pytest.mark.parametrize("template", [LOOP, "{% macro m() %}" + LOOP + "{% endmacro %}{{ m() }}"])
 def test_a_runaway_template_is_stopped(template: str) -> None:
-    expected = f"the chat template failed: it writes more than {MAX_RENDERED_CHARACTERS} characters"
+    expected = f"the chat template failed: its output exceeds {MAX_RENDERED_CHARACTERS} characters"
     with pytest.raises(RequestError, match=expected):
         render(template, [{"role": "user", "content": "a"}])
 

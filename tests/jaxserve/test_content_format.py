@@ -11,7 +11,7 @@ from jinja2 import nodes
 from jaxserve.errors import RequestError
 from jaxserve.text import chat
 from jaxserve.text.chat import render_chat
-from jaxserve.text.content_format import FORMATS, detected_format
+from jaxserve.text.content_format import FORMATS, detect_format
 
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 DUMP = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
@@ -82,7 +82,7 @@ def test_what_a_template_refuses_is_not_tried_again() -> None:
 
 def test_each_template_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at = list[Any]()
-    monkeypatch.setattr(chat, "detected_format", lambda root: looked_at.append(root) or detected_format(root))
+    monkeypatch.setattr(chat, "detect_format", lambda root: looked_at.append(root) or detect_format(root))
     for _ in range(3):
         shown("a", "auto", template=LOOP + "{# seen once #}")
         shown("a", "auto", template=DUMP + "{# seen once #}")
@@ -111,7 +111,7 @@ def parsed(template: str) -> nodes.Template:
     ],
 )
 def test_loops_over_contents_are_found(template: str) -> None:
-    assert detected_format(parsed(template)) == "openai"
+    assert detect_format(parsed(template)) == "openai"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_loops_over_contents_are_found(template: str) -> None:
     ],
 )
 def test_other_loops_are_not(template: str) -> None:
-    assert detected_format(parsed(template)) == "string"
+    assert detect_format(parsed(template)) == "string"
 
 
 # Those that loop over contents; all others take texts alone.
@@ -142,7 +142,7 @@ def test_published_templates(shared_data: Path) -> None:
     folder = shared_data / "configs/chat-templates"
     paths = sorted(folder.rglob("*.jinja"))
     assert len(paths) > 30
-    found = {str(path.relative_to(folder)) for path in paths if chat._format_of(path.read_text()) == "openai"}
+    found = {str(path.relative_to(folder)) for path in paths if chat._detect_format(path.read_text()) == "openai"}
     assert found == WITH_PARTS
 
 
@@ -151,7 +151,7 @@ def test_templates_of_models(shared_data: Path) -> None:
     for path in (shared_data / "configs").glob("*/tokenizer_config.json"):
         template = json.loads(path.read_text()).get("chat_template")
         if isinstance(template, str):
-            found[path.parent.name] = chat._format_of(template)
+            found[path.parent.name] = chat._detect_format(template)
     assert len(found) > 4
     assert {name for name, one in found.items() if one == "openai"} == {"qwen2.5-14b-cogito"}
 

@@ -285,7 +285,7 @@ def test_chat_errors(tiny_tokenizers: dict[str, Tokenizer]) -> None:
         tokenizer.render_chat(conversation, "{{ raise_exception('only two') }}")
     with pytest.raises(RequestError, match="the chat template failed"):
         tokenizer.render_chat(conversation, "{% if %}")
-    with pytest.raises(RequestError, match="continue_final_message=True needs add_generation_prompt=False"):
+    with pytest.raises(RequestError, match="continue_final_message=True requires add_generation_prompt=False"):
         tokenizer.render_chat(conversation, continue_final_message=True)
     with pytest.raises(RequestError, match="neither a Jinja template nor a readable file"):
         tokenizer.render_chat(conversation, "/nowhere.jinja")
@@ -329,7 +329,7 @@ def test_directories_that_hold_no_tokenizer(tmp_path: Path) -> None:
         ("tokenizer.json", "{", "tokenizer.json cannot be read as a tokenizer"),
         ("tokenizer.model", "garbage", "tokenizer.model is not a sentencepiece model"),
         ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read as JSON"),
-        ("tokenizer_config.json", "[]", "tokenizer_config.json must hold a JSON object, got list"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json must be a JSON object, got list"),
         ("tokenizer_config.json", '{"eos_token": 3}', "a special token must be a string or an object"),
         ("vocab.json", "{}", "transformers cannot load a tokenizer"),
     ],

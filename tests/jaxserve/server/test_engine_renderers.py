@@ -58,7 +58,7 @@ def test_what_nobody_wants_any_more_is_left_out(renderers: Renderers) -> None:
 def test_a_template_may_refuse(renderers: Renderers) -> None:
     with pytest.raises(RequestError, match="the chat template failed: not for é"):
         renderers.submit(job("{{ raise_exception('not for ' + messages[0].content) }}")).result(PATIENCE_S)
-    with pytest.raises(RequestError, match="continue_final_message=True needs add_generation_prompt=False"):
+    with pytest.raises(RequestError, match="continue_final_message=True requires add_generation_prompt=False"):
         renderers.submit(job(continue_final_message=True)).result(PATIENCE_S)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.server.frontend import ParserNames
-from jaxserve.text.content_format import in_format
+from jaxserve.text.content_format import convert_content
 from tests.jaxserve.server.http_fakes import CHAT, Answer, FakeEngine, make_server
 
 PATH = "/v1/chat/completions"
@@ -167,8 +167,8 @@ def test_contents_may_be_lists_of_texts_in_any_form() -> None:
     messages = [*CHAT, {"role": "assistant", "content": content}]
     found = make_server().post(PATH, {"messages": messages, "echo": True, "continue_final_message": True}).json()
     assert found["choices"][0]["message"]["content"] == "bare\nin\nout\nno\nhmHello"
-    assert in_format("user", content, "string") == "bare\nin\nout\nno\nhm"
-    assert in_format("user", content, "openai")[-1] == {"type": "text", "text": "hm"}
+    assert convert_content("user", content, "string") == "bare\nin\nout\nno\nhm"
+    assert convert_content("user", content, "openai")[-1] == {"type": "text", "text": "hm"}
 
 
 def test_the_last_message_is_echoed_where_it_is_the_assistants() -> None:
