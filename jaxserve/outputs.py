@@ -52,27 +52,28 @@ class CompletionOutput:
         return f"CompletionOutput({', '.join(parts)})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class RequestMetrics:
-    """Times of a request's events, in seconds of `time.monotonic()`; None for events that have not happened."""
+    """Counts and times of a request so far: the fields of vLLM's `RequestStateStats`.
 
-    arrival_s: float
-    queued_s: float | None = None
+    Fields that end in `_ts` are seconds of `time.monotonic()`; 0.0 if the event has not happened.
+    """
+
+    num_generation_tokens: int = 0
+    """Number of tokens of all completions."""
+    arrival_time: float = 0.0
+    """When the request arrived, in seconds since the epoch: the clock of `time.time()`, unlike the other times."""
+    queued_ts: float = 0.0
     """When it was checked, tokenized and queued."""
-    scheduled_s: float | None = None
+    scheduled_ts: float = 0.0
     """When its first chunk of prefill was scheduled."""
-    first_token_s: float | None = None
-    finished_s: float | None = None
-
-    @property
-    def time_to_first_token_s(self) -> float | None:
-        """Seconds from arrival to the first token on the host."""
-        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
-
-    @property
-    def latency_s(self) -> float | None:
-        """Seconds from arrival to the end."""
-        return None if self.finished_s is None else self.finished_s - self.arrival_s
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    """When its newest token arrived on the host."""
+    first_token_latency: float = 0.0
+    """Seconds from arrival to the first token."""
+    is_corrupted: bool = False
+    """Whether the model produced NaN logits or non-finite hidden states; the request has then failed."""
 
 
 @dataclass(slots=True, kw_only=True)

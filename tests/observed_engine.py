@@ -20,7 +20,15 @@ from jaxserve.server.request_log import RequestLog
 from jaxserve.server.settings import ServerConfig
 
 ANYBODY = Caller("anybody", frozenset(("generate", "metrics")))
-TIMES = RequestMetrics(10.0, 10.5, 11.0, 13.0, 17.0)
+TIMES = RequestMetrics(
+    num_generation_tokens=3,
+    arrival_time=1.7e9,
+    queued_ts=10.5,
+    scheduled_ts=11.0,
+    first_token_ts=13.0,
+    last_token_ts=17.0,
+    first_token_latency=3.0,
+)
 """Half a second until queued, half in the queue, two for the prompt, four for the rest."""
 MODEL = model_pb2.Model(
     root="models/tiny",

@@ -184,7 +184,6 @@ class Engine:
             if error is not None:
                 self._fail(request, error if isinstance(error, RequestError) else RequestFailedError(str(error)))
             elif request.is_finished():
-                request.finished_s = now
                 self._close(request)
         return pooled + unscored + delivery.changed
 
@@ -201,8 +200,7 @@ class Engine:
                 request.finished_s = now
                 self._close(request)
             else:
-                self._metrics.corrupted()
-                self._fail(request, RequestFailedError("the model produced NaN or infinite hidden states"))
+                self._fail_corrupted(request, "the model produced NaN or infinite hidden states")
             changed.append(request)
         return changed
 
@@ -212,10 +210,15 @@ class Engine:
         for sequence in sequences:
             owner = self._owners.get(sequence.sequence_id)
             if owner is not None:
-                self._metrics.corrupted()
-                self._fail(owner[0], RequestFailedError("the model produced NaN logits, or every token is masked"))
+                self._fail_corrupted(owner[0], "the model produced NaN logits, or every token is masked")
                 failed.append(owner[0])
         return failed
+
+    def _fail_corrupted(self, request: RequestState, message: str) -> None:
+        """Finish and count a request whose logits or hidden states are unusable."""
+        self._metrics.corrupted()
+        request.is_corrupted = True
+        self._fail(request, RequestFailedError(message))
 
     def _fail(self, request: RequestState, error: RequestError) -> None:
         """Finish a request with an error, and remove its pages from the prefix cache."""

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import time
 from typing import Any
 
 from jaxserve.errors import RequestError
@@ -135,11 +136,13 @@ class Sample:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RequestState:
-    """A request from submission to its last token. Times are in seconds of ``time.monotonic()``.
+    """A request from submission to its last token.
+
+    Times are in seconds of ``time.monotonic()``, and ``arrival_time`` in seconds of ``time.time()``.
 
     ``grammar`` is the compiled structured output. ``error`` says why the request failed; its samples then have the
-    finish reason "error". A request with ``pooling`` generates no text: it ends with its ``embedding``, and its
-    ``params`` mean nothing.
+    finish reason "error". A request with ``pooling`` generates no text: it ends with its ``embedding`` at
+    ``finished_s``, and its ``params`` mean nothing.
     """
 
     request_id: str
@@ -158,8 +161,12 @@ class RequestState:
     error: RequestError | None = None
     pooling: PoolingParams | None = None
     embedding: list[float] | None = None
-    _metrics: RequestMetrics | None = None
+    is_corrupted: bool = False
+    arrival_time: float = dataclasses.field(init=False)
     _has_given_prompt: bool = False
+
+    def __post_init__(self):
+        self.arrival_time = time.time() - (time.monotonic() - self.arrival_s)
 
     def is_finished(self) -> bool:
         """Whether every sample has ended."""
@@ -191,16 +198,18 @@ class RequestState:
         return self._output(outputs, prompt_logprobs, with_metrics)
 
     def metrics(self) -> RequestMetrics:
-        """When things happened to it so far."""
-        if self._metrics is None or self._metrics.finished_s is not self.finished_s or self.first_token_s is None:
-            self._metrics = RequestMetrics(
-                arrival_s=self.arrival_s,
-                queued_s=self.queued_s,
-                scheduled_s=self.scheduled_s,
-                first_token_s=self.first_token_s,
-                finished_s=self.finished_s,
-            )
-        return self._metrics
+        """Return the counts and times so far."""
+        first_token_s = self.first_token_s
+        return RequestMetrics(
+            num_generation_tokens=sum(sample.sequence.num_output_tokens for sample in self.samples),
+            arrival_time=self.arrival_time,
+            queued_ts=self.queued_s,
+            scheduled_ts=self.scheduled_s or 0.0,
+            first_token_ts=first_token_s or 0.0,
+            last_token_ts=max(sample.last_token_s for sample in self.samples),
+            first_token_latency=0.0 if first_token_s is None else first_token_s - self.arrival_s,
+            is_corrupted=self.is_corrupted,
+        )
 
     @property
     def num_cached_tokens(self) -> int | None:

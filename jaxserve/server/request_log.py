@@ -185,8 +185,8 @@ class RequestEntry:
             f"{elapsed_s:.3f} s",
         ]
         first_s = None if self._first_token_s is None else self._first_token_s - self._begin_s
-        if self._times is not None:  # of a request with one output only the engine knows it
-            first_s = self._times.time_to_first_token_s
+        if self._times is not None and self._times.first_token_latency:
+            first_s = self._times.first_token_latency  # of a request with one output only the engine knows it
         if first_s is not None:
             parts.append(f"first token after {first_s:.3f} s")
         if self._log.config.enable_log_outputs:

@@ -97,18 +97,14 @@ def request_attributes(request_id: str, request: EngineRequest, model: str | Non
 
 def time_attributes(times: RequestMetrics) -> dict[str, AttributeValue]:
     """Return the duration in seconds of each phase the request has reached."""
-    arrival, queued, scheduled = times.arrival_s, times.queued_s, times.scheduled_s
-    first, finished = times.first_token_s, times.finished_s
+    first, last = times.first_token_ts, times.last_token_ts
+    arrival = first - times.first_token_latency
     spans = {
-        "time_in_queue": (queued, scheduled),
+        "time_in_queue": (times.queued_ts, times.scheduled_ts),
         "time_to_first_token": (arrival, first),
-        "e2e": (arrival, finished),
-        "time_in_model_prefill": (scheduled, first),
-        "time_in_model_decode": (first, finished),
-        "time_in_model_inference": (scheduled, finished),
+        "e2e": (arrival, last),
+        "time_in_model_prefill": (times.scheduled_ts, first),
+        "time_in_model_decode": (first, last),
+        "time_in_model_inference": (times.scheduled_ts, last),
     }
-    return {
-        f"gen_ai.latency.{name}": end - begin
-        for name, (begin, end) in spans.items()
-        if begin is not None and end is not None
-    }
+    return {f"gen_ai.latency.{name}": end - begin for name, (begin, end) in spans.items() if begin and end}

@@ -223,8 +223,8 @@ def test_metrics_of_requests_and_defaults(engine: AsyncLLM) -> None:
         assert len(output.outputs[0].token_ids) <= (params.max_tokens or 0)
         times = output.metrics
         assert times is not None
-        stages = [times.arrival_s, times.queued_s, times.scheduled_s, times.first_token_s, times.finished_s]
-        assert stages == sorted(stages, key=lambda stage: stage or 0.0)
+        stages = [times.queued_ts, times.scheduled_ts, times.first_token_ts, times.last_token_ts]
+        assert 0.0 not in stages and stages == sorted(stages)
         assert (engine.is_running, engine.errored) == (True, False)
 
     run(main)

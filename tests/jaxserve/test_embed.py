@@ -344,6 +344,7 @@ def test_states_that_are_not_numbers_fail_their_request_alone(
     with LLM(directory, **SETTINGS) as made:
         requests = [submit(made, prompt, MEAN) for prompt in (PROMPTS[0], broken, PROMPTS[5])]
         run(made)
+        assert [request.metrics().is_corrupted for request in requests] == [False, True, False]
         assert requests[1].error is not None and "NaN" in str(requests[1].error) and requests[1].embedding is None
         for request in requests[::2]:
             expected = reference(request.prompt_token_ids, "mean")

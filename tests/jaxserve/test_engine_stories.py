@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -402,7 +403,9 @@ def test_times_of_a_request_are_in_order(stories_model: Path) -> None:
     found: list[Any] = [first.metrics, second.metrics]
     for times in found:
         assert times is not None
-        stages = [times.arrival_s, times.queued_s, times.scheduled_s, times.first_token_s, times.finished_s]
-        assert None not in stages
-        assert stages == sorted(stages, key=float)
-    assert found[1].scheduled_s >= found[0].finished_s
+        arrival_ts = times.first_token_ts - times.first_token_latency
+        stages = [arrival_ts, times.queued_ts, times.scheduled_ts, times.first_token_ts, times.last_token_ts]
+        assert 0.0 not in stages and stages == sorted(stages)
+        assert abs(time.time() - times.arrival_time) < 600
+        assert (times.num_generation_tokens, times.is_corrupted) == (3, False)
+    assert found[1].scheduled_ts >= found[0].last_token_ts

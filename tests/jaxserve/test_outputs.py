@@ -1,5 +1,6 @@
 """What requests return, and how errors read."""
 
+import dataclasses
 import pickle
 
 import pytest
@@ -70,11 +71,11 @@ def test_beam_search_output() -> None:
     assert (beam.text, beam.finish_reason, beam.stop_reason) == (None, None, None)
 
 
-def test_metrics_are_differences_of_times() -> None:
-    metrics = RequestMetrics(arrival_s=10.0, first_token_s=10.5, finished_s=12.0)
-    assert (metrics.time_to_first_token_s, metrics.latency_s) == (0.5, 2.0)
-    assert RequestMetrics(arrival_s=10.0).latency_s is None
-    assert RequestMetrics(arrival_s=10.0).time_to_first_token_s is None
+def test_metrics_have_the_names_of_vllm() -> None:
+    """Those of `RequestStateStats` in `vllm/v1/metrics/stats.py`, with its defaults."""
+    times = ("arrival_time", "queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts", "first_token_latency")
+    expected = {"num_generation_tokens": 0, **dict.fromkeys(times, 0.0), "is_corrupted": False}
+    assert dataclasses.asdict(RequestMetrics()) == expected
 
 
 def test_request_error_names_parameter_and_value() -> None:

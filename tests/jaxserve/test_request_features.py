@@ -181,7 +181,7 @@ def test_the_lowest_priority_runs_first() -> None:
     with LLM("demo", **{**SETTINGS, "max_num_seqs": 1}, scheduling_policy="priority", disable_log_stats=False) as made:
         outputs = made.generate([LONG] * 4, GREEDY, priority=[5, 0, -1, 0], use_tqdm=False)
     found: list[Any] = [output.metrics for output in outputs]
-    order = sorted(range(4), key=lambda i: found[i].scheduled_s)
+    order = sorted(range(4), key=lambda i: found[i].scheduled_ts)
     assert order == [2, 1, 3, 0]
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
 

@@ -1,5 +1,6 @@
 """The outputs of a request by kind, what a step's tokens do to it, and its logprobs."""
 
+import dataclasses
 from collections.abc import Sequence as Items
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from jaxserve import CompletionOutput, FlatLogprobs, RequestOutput, RequestOutpu
 from jaxserve.engine.delivery import deliver
 from jaxserve.engine.request_state import RequestState, Sample, logprob_entry, sample_entry
 from jaxserve.errors import RequestFailedError
+from jaxserve.outputs import RequestMetrics
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.plan import Row
 from jaxserve.scheduling.sequence import Sequence
@@ -288,12 +290,21 @@ def test_times_and_error() -> None:
     first = request.next_output(with_metrics=True)
     give(request, (0, 4), now=4.0)
     end(request, "error")
-    request.finished_s, request.error = 4.0, RequestFailedError("no luck")
+    request.error = RequestFailedError("no luck")
     last = request.next_output(with_metrics=True)
     assert first is not None and last is not None
     assert first.metrics is not None and last.metrics is not None
-    assert (first.metrics.scheduled_s, first.metrics.first_token_s, first.metrics.finished_s) == (2.5, 3.0, None)
-    assert (last.metrics.arrival_s, last.metrics.first_token_s, last.metrics.finished_s) == (1.0, 3.0, 4.0)
+    times = RequestMetrics(
+        num_generation_tokens=1,
+        arrival_time=request.arrival_time,
+        queued_ts=2.0,
+        scheduled_ts=2.5,
+        first_token_ts=3.0,
+        last_token_ts=3.0,
+        first_token_latency=2.0,
+    )
+    assert first.metrics == times
+    assert last.metrics == dataclasses.replace(times, num_generation_tokens=2, last_token_ts=4.0)
     assert (first.error, last.error) == (None, "no luck")
     assert request.output().metrics is None
 

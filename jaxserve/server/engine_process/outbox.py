@@ -84,7 +84,7 @@ class OutboxStream:
                 self._is_left = True
                 self._outbox.leave(self)
             return False
-        output = request.next_output(with_metrics=True)
+        output = request.next_output(with_metrics=request.is_finished())
         self._is_behind = False
         if output is None:
             return False
@@ -130,8 +130,6 @@ class OutboxStream:
             return Output(self.number, sendable_error(content))
         if self._has_sent_prompt:
             content.prompt, content.prompt_token_ids = None, []
-        if not content.finished:
-            content.metrics = None
         self._has_sent_prompt = True
         return Output(self.number, content)
 

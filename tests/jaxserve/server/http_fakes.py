@@ -130,7 +130,7 @@ class FakeEngine(EngineClient):
                     prompt_logprobs=None
                     if wanted is None or step
                     else [None, *(self._position(token, wanted, request) for token in ids[1:])],
-                    metrics=RequestMetrics(0.0) if step == length - 1 else None,
+                    metrics=RequestMetrics() if step == length - 1 else None,
                 )
             )
         return found

@@ -179,8 +179,8 @@ def test_requests_that_went_wrong(error: Exception, is_error: bool, outcome: str
 
 
 def test_times_that_did_not_come_are_left_out() -> None:
-    assert time_attributes(RequestMetrics(1.0)) == {}
-    assert time_attributes(RequestMetrics(1.0, 1.5, 2.0)) == {"gen_ai.latency.time_in_queue": 0.5}
+    assert time_attributes(RequestMetrics(arrival_time=1.0)) == {}
+    assert time_attributes(RequestMetrics(queued_ts=1.5, scheduled_ts=2.0)) == {"gen_ai.latency.time_in_queue": 0.5}
 
 
 # ---------------------------------------------------------------- headers
