@@ -155,10 +155,6 @@ class FakeEngine(EngineClient):
             num_cached_tokens=2,
         )
 
-    async def embed(self, request: EngineRequest, request_id: str) -> tuple[list[float], int]:
-        """Nothing here embeds."""
-        raise NotImplementedError
-
     async def tokenize(
         self, text: str, add_special_tokens: bool = True, with_strings: bool = False
     ) -> tuple[list[int], list[str]]:

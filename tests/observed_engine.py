@@ -126,10 +126,6 @@ class ObservedEngine(EngineClient):
             else:
                 await asyncio.sleep(item)
 
-    async def embed(self, request: EngineRequest, request_id: str) -> tuple[list[float], int]:
-        """A vector."""
-        return [1.0], 3
-
     async def tokenize(
         self, text: str, add_special_tokens: bool = True, with_strings: bool = False
     ) -> tuple[list[int], list[str]]:

@@ -1,12 +1,11 @@
 """The engine as the front end sees it: a process that generates, embeds, tokenizes and reports."""
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from jaxserve.errors import ConfigError, RequestFailedError
+from jaxserve.errors import ConfigError
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
@@ -175,14 +174,6 @@ class EngineClient:
                     return
         finally:
             link.release(collector)
-
-    async def embed(self, request: EngineRequest, request_id: str) -> tuple[list[float], int]:
-        """Return the pooled vector of a prompt and the prompt's number of tokens; errors as ``generate``."""
-        async with contextlib.aclosing(self.generate(request, request_id)) as outputs:
-            async for output in outputs:
-                if output.embedding is not None:
-                    return output.embedding, len(output.prompt_token_ids)
-        raise RequestFailedError(f"request {request_id} was aborted")
 
     async def tokenize(
         self, text: str, add_special_tokens: bool = True, with_strings: bool = False

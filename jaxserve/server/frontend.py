@@ -100,14 +100,6 @@ class Frontend:
                         raise RequestFailedError(output.error or "the engine failed at this request")
                     yield output
 
-    async def embed(self, caller: Caller, request: EngineRequest, request_id: str) -> tuple[list[float], int]:
-        """Return the pooled vector of a prompt and its number of tokens; recorded as ``generate``."""
-        request = self._completed(caller, request)
-        with RequestEntry(self.log, caller.name, request_id, request) as entry:
-            vector, num_tokens = await self.engine.embed(request, request_id)
-            entry.add_prompt(num_tokens)
-            return vector, num_tokens
-
     def _completed(self, caller: Caller, request: EngineRequest) -> EngineRequest:
         """Return the request with a cache salt that other tenants cannot guess, and the server's default deadline.
 

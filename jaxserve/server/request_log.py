@@ -155,7 +155,11 @@ class RequestEntry:
 
     def add(self, output: RequestOutput) -> None:
         """Record an output: a delta, or the only output."""
-        self.add_prompt(len(output.prompt_token_ids), output.num_cached_tokens or 0)
+        if self._num_prompt_tokens is None:
+            self._num_prompt_tokens = len(output.prompt_token_ids)
+            self._num_cached_tokens = output.num_cached_tokens or 0
+            self._log.counts.prompt_tokens += self._num_prompt_tokens
+            self._log.counts.cached_tokens += self._num_cached_tokens
         keeps_texts, limit = self._log.config.enable_log_outputs, self._log.config.max_log_len
         num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
         for completion in output.outputs:
@@ -169,13 +173,6 @@ class RequestEntry:
         self._log.counts.generation_tokens += num_tokens
         self._is_finished = self._is_finished or output.finished
         self._times = output.metrics or self._times
-
-    def add_prompt(self, num_tokens: int, num_cached_tokens: int = 0) -> None:
-        """Record the length of the prompt; only the first call has an effect."""
-        if self._num_prompt_tokens is None:
-            self._num_prompt_tokens, self._num_cached_tokens = num_tokens, num_cached_tokens
-            self._log.counts.prompt_tokens += num_tokens
-            self._log.counts.cached_tokens += num_cached_tokens
 
     def _log_end(self, outcome: str, reasons: list[str], elapsed_s: float) -> None:
         parts = [

@@ -1,11 +1,12 @@
 """``/v1/embeddings``: one vector per prompt."""
 
-import asyncio
 import base64
 import math
 import struct
 from collections.abc import Mapping
+from contextlib import aclosing
 from types import MappingProxyType
+from typing import Any
 
 from starlette.responses import Response
 
@@ -15,7 +16,13 @@ from jaxserve.pooling_params import PoolingParams
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.fields import Check, limited, one_of, prompts
-from jaxserve.server.http_api.generation import PROMPT_FIELDS, engine_requests, response_head, usage_object
+from jaxserve.server.http_api.generation import (
+    PROMPT_FIELDS,
+    engine_requests,
+    generate_all,
+    response_head,
+    usage_object,
+)
 from jaxserve.server.http_api.responses import json_response, unused_fields_header
 
 POOLING_FIELDS = ("pooling", "normalize", "dimensions")
@@ -33,32 +40,28 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
 
 
 async def embeddings(call: HttpCall) -> Response:
-    """Respond to a request; an error of one prompt cancels the others."""
-    fields, frontend = call.fields(FIELDS, "input"), call.frontend
-    head = response_head(frontend, "embd", "list")
+    """Respond to a request."""
+    fields = call.fields(FIELDS, "input")
+    head = response_head(call.frontend, "embd", "list")
     pooling = PoolingParams(**{name: fields[name] for name in POOLING_FIELDS if name in fields})
     requests = engine_requests(call, fields, fields["input"], params=SamplingParams(max_tokens=1), pooling=pooling)
-    with frontend.limits.admit(call.caller, len(requests)):
-        tasks = [
-            asyncio.create_task(frontend.embed(call.caller, request, f"{head['id']}-{index}"))
-            for index, request in enumerate(requests)
-        ]
-        try:
-            found = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-    is_base64 = fields.get("encoding_format") == "base64"
-    data = [
-        {"index": index, "object": "embedding", "embedding": _encoded(vector, is_base64)}
-        for index, (vector, _) in enumerate(found)
+    vectors, num_tokens = dict[int, list[float]](), 0
+    async with aclosing(generate_all(call, requests, head["id"])) as outputs:
+        async for index, output in outputs:
+            vector = output.embedding
+            if vector is None:
+                continue
+            if not all(map(math.isfinite, vector)):
+                raise RequestFailedError("the model produced an embedding with NaN or infinite values")
+            num_tokens += len(output.prompt_token_ids)
+            vectors[index] = vector
+    if len(vectors) < len(requests):
+        raise RequestFailedError("the request was aborted")
+    data: list[dict[str, Any]] = [
+        {"index": index, "object": "embedding", "embedding": vectors[index]} for index in range(len(requests))
     ]
-    body = {**head, "data": data, "usage": usage_object(sum(num_tokens for _, num_tokens in found), 0)}
+    if fields.get("encoding_format") == "base64":
+        for one in data:
+            one["embedding"] = base64.b64encode(struct.pack(f"<{len(one['embedding'])}f", *one["embedding"])).decode()
+    body = {**head, "data": data, "usage": usage_object(num_tokens, 0)}
     return json_response(body, headers=unused_fields_header(fields.unused))
-
-
-def _encoded(vector: list[float], is_base64: bool) -> list[float] | str:
-    if not all(map(math.isfinite, vector)):
-        raise RequestFailedError("the model produced an embedding with NaN or infinite values")
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if is_base64 else vector

@@ -331,8 +331,9 @@ class GenerationResponse(abc.ABC):
         if self.is_streamed:
             return EventStream(self._events(), self._headers)
         choices: list[dict[str, Any]] = []
-        async with aclosing(self._outputs()) as outputs:
+        async with aclosing(generate_all(self.call, self.requests, self._head["id"])) as outputs:
             async for prompt, output in outputs:
+                self._count(prompt, output)
                 choices += await self.choices(prompt, output)
         choices.sort(key=lambda choice: choice["index"])
         body = {**self._head, "choices": choices, **self.more, "usage": self._usage()}
@@ -344,8 +345,9 @@ class GenerationResponse(abc.ABC):
         def event(**chunk: Any) -> bytes:
             return f"{begin}{json_text(chunk)[1:]}\n\n".encode("utf-8", "replace")
 
-        async with aclosing(self._outputs()) as outputs:
+        async with aclosing(generate_all(self.call, self.requests, self._head["id"])) as outputs:
             async for prompt, output in outputs:
+                self._count(prompt, output)
                 events = b""
                 for choice, more in await self.deltas(prompt, output):
                     if self.has_usage_always and "usage" not in more:
@@ -356,16 +358,13 @@ class GenerationResponse(abc.ABC):
                     yield events
         yield (event(choices=[], usage=self._usage()) if self.has_usage else b"") + DONE
 
-    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Yield outputs with the index of their prompt, and count their tokens."""
-        async with aclosing(generate_all(self.call, self.requests, self._head["id"])) as outputs:
-            async for prompt, output in outputs:
-                if prompt not in self._num_prompt_tokens:
-                    self._num_prompt_tokens[prompt] = len(output.prompt_token_ids)
-                    self._num_cached_tokens += output.num_cached_tokens or 0
-                for one in () if self.is_echo_only else output.outputs:
-                    self._num_generated_tokens[prompt * self.params.n + one.index] += len(one.token_ids)
-                yield prompt, output
+    def _count(self, prompt: int, output: RequestOutput) -> None:
+        """Count the tokens of an output of the prompt with this index."""
+        if prompt not in self._num_prompt_tokens:
+            self._num_prompt_tokens[prompt] = len(output.prompt_token_ids)
+            self._num_cached_tokens += output.num_cached_tokens or 0
+        for one in () if self.is_echo_only else output.outputs:
+            self._num_generated_tokens[prompt * self.params.n + one.index] += len(one.token_ids)
 
     def _usage(self) -> dict[str, Any]:
         found = usage_object(sum(self._num_prompt_tokens.values()), self._num_generated_tokens.total())

@@ -74,7 +74,7 @@ class FakeEngine(EngineClient):
         try:
             prompt, ids = self._prompt(request)
             if prompt in self.fails_on:
-                raise RequestError("this prompt fails", parameter="prompt")
+                raise RequestError("this prompt fails", parameter="prompt" if request.pooling is None else "input")
             for number, output in enumerate(self._outputs(request, request_id, prompt, ids)):
                 if self.error is not None and number == self.error_at:
                     is_done = True
@@ -131,6 +131,7 @@ class FakeEngine(EngineClient):
                     if wanted is None or step
                     else [None, *(self._position(token, wanted, request) for token in ids[1:])],
                     metrics=RequestMetrics() if step == length - 1 else None,
+                    embedding=None if request.pooling is None or step < length - 1 else self.vector,
                 )
             )
         return found
@@ -175,19 +176,6 @@ class FakeEngine(EngineClient):
         if request.params.detokenize:
             return found
         return {token: Logprob(entry.logprob, entry.rank) for token, entry in found.items()}
-
-    async def embed(self, request: EngineRequest, request_id: str) -> tuple[list[float], int]:
-        """The vector and the prompt's length."""
-        self.requests[request_id] = request
-        prompt, ids = self._prompt(request)
-        if prompt in self.fails_on:
-            raise RequestError("this prompt fails", parameter="input")
-        try:
-            if self.stall_at == 0:
-                await asyncio.Event().wait()
-        finally:
-            self.ended.append(request_id)
-        return self.vector, len(ids)
 
     async def tokenize(
         self, text: str, add_special_tokens: bool = True, with_strings: bool = False

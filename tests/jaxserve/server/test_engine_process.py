@@ -208,13 +208,14 @@ def test_structured_outputs(run: Run, client: EngineClient) -> None:
 
 
 def test_embeddings(run: Run, client: EngineClient) -> None:
-    vector, num_tokens = run(client.embed(asked("12+30=", pooling=PoolingParams()), "vector"))
-    assert num_tokens == 7
-    assert np.linalg.norm(vector) == pytest.approx(1.0)
-    mean, _ = run(client.embed(asked("12+30=", pooling=PoolingParams(pooling="mean", normalize=False)), "vector"))
-    assert len(mean) == len(vector) == 128 and mean != vector
+    last, mean = PoolingParams(), PoolingParams(pooling="mean", normalize=False)
+    (one,), (other,) = (run(outputs_of(client, asked("12+30=", pooling=pooling))) for pooling in (last, mean))
+    assert one.embedding is not None and other.embedding is not None
+    assert len(one.prompt_token_ids) == 7
+    assert np.linalg.norm(one.embedding) == pytest.approx(1.0)
+    assert len(other.embedding) == len(one.embedding) == 128 and other.embedding != one.embedding
     with pytest.raises(RequestError, match="out of vocabulary"):
-        run(client.embed(asked(None, token_ids=(360,), pooling=PoolingParams()), "vector"))
+        run(outputs_of(client, asked(None, token_ids=(360,), pooling=PoolingParams())))
 
 
 def test_a_slow_reader_gets_joined_deltas(run: Run, client: EngineClient) -> None:

@@ -120,6 +120,8 @@ def test_vectors_of_a_batch_keep_their_order_and_may_be_base64() -> None:
     assert [one["index"] for one in found["data"]] == [0, 1]
     assert struct.unpack("<2f", base64.b64decode(found["data"][1]["embedding"])) == (0.5, -0.25)
     assert found["usage"]["prompt_tokens"] == 4
+    counts = server.frontend.log.counts
+    assert (counts.prompt_tokens, counts.cached_tokens, counts.finished["ok"]) == (4, 2, 2)
     pooling = server.engine.request.pooling
     assert pooling is not None and (pooling.pooling, pooling.normalize) == ("mean", False)
     assert server.engine.request.truncate_prompt_tokens == -1
