@@ -130,8 +130,6 @@ def _generate(options: argparse.Namespace) -> None:
     prompts = _prompts(options)
     params = sampling_arguments(options)
     with LLM(**engine_arguments(options)) as llm:
-        if not options.quiet and not options.json:
-            print(llm.ledger, flush=True)
         if len(prompts) == 1 and not options.json and not options.chat and (params is None or params.n == 1):
             _stream(llm, prompts[0], params)
             return

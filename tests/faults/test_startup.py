@@ -110,6 +110,7 @@ def test_a_port_in_use_is_named_and_keys_are_in_no_log() -> None:
             assert answer.status_code == status
         log = server.log.read_text()
         assert "1+1=" in log
+        assert log.count(" KV cache size: ") == 1
         assert "secret-key" not in log
 
 
