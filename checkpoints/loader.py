@@ -163,7 +163,7 @@ def _assemble(reader: CheckpointReader, recipe: TensorRecipe, bounds: Bounds, dt
     def copy(chunk: _Copy) -> None:
         values = reader.read(chunk.source, chunk.source_index)
         with np.errstate(over="ignore", invalid="ignore"):
-            shard[chunk.target_index] = values
+            shard[chunk.target_index] = values.reshape(shard[chunk.target_index].shape)
 
     for piece in recipe.pieces:
         chunks = _chunks(piece, bounds, reader.tensors[piece.source].dtype.itemsize)
@@ -185,13 +185,15 @@ def _chunks(piece: Piece, bounds: Bounds, itemsize: int) -> list[_Copy]:
     lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
     if any(length <= 0 for length in lengths):
         return []
+    extra = len(piece.source_start) - len(piece.shape)
+    leading = tuple(slice(index, index + 1) for index in piece.source_start[:extra])
     sources = [
         begin + start - target
-        for begin, start, target in zip(piece.source_start, starts, piece.target_start, strict=True)
+        for begin, start, target in zip(piece.source_start[extra:], starts, piece.target_start, strict=True)
     ]
     targets = [start - origin for start, (origin, _) in zip(starts, bounds, strict=True)]
     return [
-        _Copy(piece.source, _box(sources, offsets, steps), _box(targets, offsets, steps))
+        _Copy(piece.source, leading + _box(sources, offsets, steps), _box(targets, offsets, steps))
         for offsets, steps in _tiles(lengths, itemsize)
     ]
 

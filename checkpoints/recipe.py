@@ -12,7 +12,11 @@ from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-    """A box of `shape` copied from `source_start` of the tensor `source` to `target_start` of the array."""
+    """A box of `shape` copied from `source_start` of the tensor `source` to `target_start` of the array.
+
+    A source of more dimensions than the array has the same matrix once for each index of its leading ones, as where all
+    experts share one tensor; `source_start` then begins with those indices.
+    """
 
     source: str
     source_start: tuple[int, ...]
@@ -30,8 +34,8 @@ class TensorRecipe:
         sources: name and expected full shape of every tensor that a piece copies from.
 
     Raises:
-        ValueError: a piece has a different rank than the array, reaches outside its source or the array, or copies
-            from a tensor that is not in `sources`.
+        ValueError: a piece has another rank than the array or a higher one than its source, reaches outside its source
+            or the array, or copies from a tensor that is not in `sources`.
     """
 
     shape: tuple[int, ...]
@@ -44,7 +48,8 @@ class TensorRecipe:
             if piece.source not in source_shapes:
                 raise ValueError(f"{piece}: its source is not in sources {sorted(source_shapes)}")
             source_shape = source_shapes[piece.source]
-            if not _is_box_inside(piece.source_start, piece.shape, source_shape):
+            extra = len(piece.source_start) - len(piece.shape)
+            if not _is_box_inside(piece.source_start, (1,) * extra + piece.shape, source_shape):
                 raise ValueError(f"{piece} reaches outside its source of shape {list(source_shape)}")
             if not _is_box_inside(piece.target_start, piece.shape, self.shape):
                 raise ValueError(f"{piece} reaches outside the array of shape {list(self.shape)}")

@@ -5,5 +5,7 @@ from typing import Literal, get_args
 MeshAxis = Literal["data", "stage", "tensor", "expert"]
 MESH_AXES: tuple[MeshAxis, ...] = get_args(MeshAxis)
 
-LogicalAxis = Literal["vocab", "embed", "q_heads", "kv_heads", "head_dim", "ffn", "experts", "batch", "pages"]
+LogicalAxis = Literal[
+    "vocab", "embed", "q_heads", "kv_heads", "head_dim", "ffn", "experts", "expert_ffn", "batch", "pages"
+]
 LOGICAL_AXES: tuple[LogicalAxis, ...] = get_args(LogicalAxis)

@@ -12,10 +12,11 @@ from pallas_kernels.linear import Fused
 
 def arrays(weight: Weight) -> dict[str, StoredArray]:
     """Integers and scales; features that are split have scales of their own on each device."""
-    columns = weight.parts[1]
+    experts = () if weight.experts is None else (weight.experts.num_experts,)
+    axes = (*("experts" for _ in experts), *weight.axes)
     return {
-        "rows": StoredArray((weight.outer, weight.inner), "int8", weight.axes),
-        "scales": StoredArray((weight.outer, columns), "float32", weight.axes),
+        "rows": StoredArray((*experts, weight.outer, weight.inner), "int8", axes),
+        "scales": StoredArray((*experts, weight.outer, weight.parts[1]), "float32", axes),
     }
 
 
@@ -23,12 +24,22 @@ def fill(weight: Weight, part: Float[np.ndarray, "outer inner"]) -> dict[str, np
     """Rows divided by their largest element, rounded."""
     part = part.astype(np.float32)
     scales = np.maximum(np.abs(part).max(1, keepdims=True), 1e-9) / 127
-    return {"rows": np.rint(part / scales).astype(np.int8), "scales": scales}
+    stacked = (-1,) if weight.experts is None else (-1, weight.local[0])
+    rows = np.rint(part / scales).astype(np.int8)
+    return {"rows": rows.reshape(*stacked, rows.shape[1]), "scales": scales.reshape(*stacked, 1)}
 
 
 def restore(weight: Weight, arrays: Mapping[str, np.ndarray]) -> Float[np.ndarray, "outer inner"]:
     """The rounded rows."""
-    return (arrays["rows"] * arrays["scales"]).astype(weight.dtype)
+    return (arrays["rows"] * arrays["scales"]).astype(weight.dtype).reshape(-1, weight.local[1])
+
+
+def grouped_matmul(
+    weight: Weight, arrays: Arrays, x: Float[Array, "T inner"], group_sizes: Int[Array, " E"]
+) -> Float[Array, "T results"]:
+    """The products by the plain method, with the rounded rows."""
+    restored = (arrays["rows"] * arrays["scales"]).astype(weight.dtype)
+    return load_method("plain").grouped_matmul(weight, {"weight": restored}, x, group_sizes)
 
 
 def matmul(

@@ -70,7 +70,8 @@ def _choose_policy(policy: DtypePolicy, device: Device, kernels: str | None) -> 
     where = {"platform": device.platform, "device_kind": device.device_kind, "dtype": policy.weights}
     choice = choose("linear", **where, name=kernels)
     logger.info("Matrix multiplication: %s (%s)", choice.name, choice.why)
-    return dataclasses.replace(policy, linear=choice.name)
+    grouped = choose("grouped_matmul", **where)
+    return dataclasses.replace(policy, linear=choice.name, grouped=grouped.name)
 
 
 def _unsupported(kernel: PagedAttention, device: Device, dtype: str, sizes: list[dict[str, int]]) -> str | None:

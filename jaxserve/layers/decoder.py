@@ -11,6 +11,7 @@ from jaxserve.layers.kv_layout import KVSpec
 from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.rows import map_rows
+from jaxserve.layers.sparse_mlp import SparseMLP
 from pallas_kernels.qkv_write import Heads
 
 
@@ -21,7 +22,7 @@ class DecoderLayer(nnx.Module, ABC):
         attention_norm: Norm of the attention branch.
         attention: Attention.
         mlp_norm: Norm of the MLP branch.
-        mlp: MLP.
+        mlp: MLP, dense or sparse.
         residual_multiplier: Factor of each branch before it is added.
     """
 
@@ -30,7 +31,7 @@ class DecoderLayer(nnx.Module, ABC):
         attention_norm: RMSNorm,
         attention: Attention,
         mlp_norm: RMSNorm,
-        mlp: GatedMLP,
+        mlp: GatedMLP | SparseMLP,
         *,
         residual_multiplier: float = 1.0,
     ):
@@ -91,7 +92,7 @@ class PreNormLayer(DecoderLayer):
     @property
     def has_fused_norms(self) -> bool:
         """Whether kernels can fuse all its norms with the neighbouring matmuls."""
-        return self.attention.has_fused_norms
+        return self.attention.has_fused_norms and self.mlp.has_fused_norms
 
     def projected(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
         """Compute queries, keys and values of the normalized input."""

@@ -34,7 +34,7 @@ class ColumnParallelLinear(nnx.Module):
         inner: int,
         rows: Sequence[Rows],
         *,
-        outer_axis: str,
+        outer_axis: str | None,
         mesh_axis: str | None,
         bias: bool,
         activation: str | None = None,
@@ -42,7 +42,7 @@ class ColumnParallelLinear(nnx.Module):
     ):
         recipe, parts = stack_rows(scope, rows, "weight", inner), (scope.parallel.parts(mesh_axis), 1)
         self.weight = weight(recipe, (outer_axis, "embed"), parts, scope, activation is not None)
-        self.bias = vector(stack_rows(scope, rows, "bias"), outer_axis, scope) if bias else None
+        self.bias = vector(stack_rows(scope, rows, "bias"), outer_axis or "embed", scope) if bias else None
         self.activation, self.dtype = activation, scope.policy.activations_dtype
 
     def __call__(
@@ -94,11 +94,14 @@ class RowParallelLinear(nnx.Module):
         if self.mesh_axis is None:
             fused = Fused(bias=bias, scale=scale, residual=residual)
             return matmul(self.weight, x, fused=fused, num_rows=num_rows).astype(self.dtype)
-        partial = matmul(self.weight, x, fused=Fused(), num_rows=num_rows)
-        y = all_reduce(partial, self.mesh_axis)
+        y = all_reduce(self.partial(x, num_rows=num_rows), self.mesh_axis)
         y = (y if bias is None else y + bias.astype(jnp.float32)).astype(self.dtype)
         y = y if scale == 1.0 else y * scale
         return y if residual is None else residual + y
+
+    def partial(self, x: Float[Array, "T inner"], *, num_rows: Int[Array, ""] | None = None) -> Float[Array, "T outer"]:
+        """Compute this device's ``x @ W.T`` in float32, without the bias; rows from ``num_rows`` on are undefined."""
+        return matmul(self.weight, x, fused=Fused(), num_rows=num_rows)
 
 
 def fused_norm(norm: RMSNorm | None) -> Norm | None:

@@ -33,6 +33,7 @@ class GatedMLP(nnx.Module):
         scope: Scope,
         gate_up: Sequence[str] = ("gate_proj", "up_proj"),
     ):
+        self.has_fused_norms = True
         mesh_axis = scope.parallel.ffn
         self.splits = (Split(ffn_size, f"intermediate_size {ffn_size}"),)
         self.gate_up = ColumnParallelLinear(
@@ -60,3 +61,7 @@ class GatedMLP(nnx.Module):
         """Compute ``residual + scale * mlp(norm(x))``; rows from ``num_rows`` on are undefined."""
         gated = self.gate_up(x, norm=norm, num_rows=num_rows)
         return self.down(gated, residual=residual, scale=scale, num_rows=num_rows)
+
+    def partial(self, x: Float[Array, "T D"], *, num_rows: Int[Array, ""] | None = None) -> Float[Array, "T D"]:
+        """Compute this device's part of ``mlp(x)`` in float32, for an MLP without biases; see :meth:`__call__`."""
+        return self.down.partial(self.gate_up(x, num_rows=num_rows), num_rows=num_rows)

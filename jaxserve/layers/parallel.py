@@ -17,12 +17,16 @@ class Parallel:
         vocab: Mesh axis the vocabulary is split over.
         heads: Mesh axis the attention heads are split over.
         ffn: Mesh axis the MLP's features are split over.
+        experts: Mesh axis the experts are split over.
+        expert_ffn: Mesh axis the features of each expert are split over.
     """
 
     size: int = 1
     vocab: str | None = None
     heads: str | None = None
     ffn: str | None = None
+    experts: str | None = None
+    expert_ffn: str | None = None
 
     @classmethod
     def from_layout(cls, layout: ShardingLayout, size: int) -> "Parallel":
@@ -32,6 +36,8 @@ class Parallel:
             vocab=layout.mesh_axis("vocab"),
             heads=layout.mesh_axis("q_heads"),
             ffn=layout.mesh_axis("ffn"),
+            experts=layout.mesh_axis("experts"),
+            expert_ffn=layout.mesh_axis("expert_ffn"),
         )
 
     @classmethod
@@ -59,6 +65,7 @@ class DtypePolicy:
         activations: The residual stream, norms and activations between layers.
         kv: The pages of keys and values.
         linear: Implementation of the operation ``linear``, which multiplies by weights.
+        grouped: Implementation of the operation ``grouped_matmul``, which multiplies by experts' weights.
         storage: Storage method of weights; see :mod:`jaxserve.layers.storage`.
     """
 
@@ -66,6 +73,7 @@ class DtypePolicy:
     activations: str = "float32"
     kv: str = "float32"
     linear: str = "xla"
+    grouped: str = "xla"
     storage: str = "plain"
 
     @classmethod

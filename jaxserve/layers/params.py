@@ -18,7 +18,7 @@ from flax import nnx
 from checkpoints import Piece, TensorRecipe
 from jaxserve.errors import ConfigError
 from jaxserve.layers.parallel import Scope
-from jaxserve.layers.storage import Weight, load_method
+from jaxserve.layers.storage import Experts, Weight, load_method
 
 
 class Rows(NamedTuple):
@@ -33,6 +33,8 @@ class Rows(NamedTuple):
         unit: Rows that stay together, such as a head's.
         start: Index of the first row in the module.
         total: Rows of the whole module; None: ``num_rows``.
+        expert: Index of an expert, and the number of experts, where one tensor has the rows of all experts; None where
+            the tensor has these rows only.
     """
 
     module: str
@@ -40,6 +42,7 @@ class Rows(NamedTuple):
     unit: int = 1
     start: int = 0
     total: int | None = None
+    expert: tuple[int, int] | None = None
 
 
 class Split(NamedTuple):
@@ -99,10 +102,17 @@ def stack_rows(scope: Scope, rows: Sequence[Rows], tensor: str, width: int | Non
                 raise ConfigError(f"{scope.at(each.module).module}: {units} units cannot be split over {size} devices")
             count = max(1, units // size) * each.unit
             start = each.start + device * units // size * each.unit
-            name = scope.at(each.module).at(tensor).module
-            pieces.append(Piece(name, (start, *origin), (target, *origin), (count, *trailing)))
+            name, index = scope.at(each.module).at(tensor).module, each.expert[:1] if each.expert else ()
+            pieces.append(Piece(name, (*index, start, *origin), (target, *origin), (count, *trailing)))
             target += count
-    sources = {scope.at(each.module).at(tensor).module: (each.total or each.num_rows, *trailing) for each in rows}
+    sources = {
+        scope.at(each.module).at(tensor).module: (
+            *(each.expert[1:] if each.expert else ()),
+            each.total or each.num_rows,
+            *trailing,
+        )
+        for each in rows
+    }
     return TensorRecipe((target, *trailing), tuple(pieces), tuple(sources.items()))
 
 
@@ -127,7 +137,11 @@ def vector(recipe: TensorRecipe, axis: str, scope: Scope, fill: float = 0.0) -> 
 
 
 def weight(
-    recipe: TensorRecipe, axes: tuple[str, str], parts: tuple[int, int], scope: Scope, is_gated: bool = False
+    recipe: TensorRecipe,
+    axes: tuple[str | None, str | None],
+    parts: tuple[int, int],
+    scope: Scope,
+    is_gated: bool = False,
 ) -> nnx.Param[Any]:
     """Return a matmul weight [out, in], stored by the scope's storage method; zeros before it is loaded.
 
@@ -144,7 +158,49 @@ def weight(
     outer, inner = recipe.shape
     policy = scope.policy
     what = Weight(outer, inner, axes, parts, policy.weights, policy.linear, policy.storage, is_gated)
-    arrays = load_method(policy.storage).arrays(what)
+    return _stored(what, recipe, axes)
+
+
+def expert_weights(
+    recipe: TensorRecipe,
+    axes: tuple[str, str],
+    parts: tuple[int, int],
+    scope: Scope,
+    *,
+    num_experts: int,
+    experts_per_token: int,
+    is_gated: bool = False,
+) -> nnx.Param[Any]:
+    """Return the matrices [out, in] of all experts, one array; use them with ``storage.grouped_matmul``.
+
+    Args:
+        recipe: Source of their rows [experts * out, in], ordered by device, then by expert.
+        axes: Logical axes of outputs and input features.
+        parts: Number of devices that each of them is split over.
+        scope: Scope of the layer; ``scope.parallel.experts`` splits the experts.
+        num_experts: Number of experts on all devices.
+        experts_per_token: Experts that compute each token.
+        is_gated: As in :func:`weight`.
+    """
+    rows, inner = recipe.shape
+    policy, mesh_axis = scope.policy, scope.parallel.experts
+    what = Weight(
+        rows // num_experts,
+        inner,
+        axes,
+        parts,
+        policy.weights,
+        policy.grouped,
+        policy.storage,
+        is_gated,
+        Experts(num_experts, scope.parallel.parts(mesh_axis), experts_per_token),
+    )
+    return _stored(what, recipe, (axes[0] if mesh_axis is None else "experts", axes[1]))
+
+
+def _stored(what: Weight, recipe: TensorRecipe, axes: tuple[str | None, str | None]) -> nnx.Param[Any]:
+    """Return a parameter of zeros in the arrays of its storage method; ``axes`` are those of the recipe's array."""
+    arrays = load_method(what.method).arrays(what)
     value = {name: jnp.zeros(array.shape, array.dtype) for name, array in arrays.items()}
     only = value["weight"] if list(value) == ["weight"] else value
     return nnx.Param(only, axes=axes, recipe=recipe, weight=what)

@@ -7,12 +7,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.storage import Arrays, StoredArray, Weight
+from pallas_kernels.grouped_matmul import GroupedMatmul
 from pallas_kernels.linear import Fused, LinearKernel
 from pallas_kernels.registry import load
 
 
 def arrays(weight: Weight) -> dict[str, StoredArray]:
-    """Return one array: the devices' packed parts side by side."""
+    """Return one array: the devices' packed parts side by side; experts' matrices are stacked, as they are."""
+    if weight.experts is not None:
+        shape = (weight.experts.num_experts, weight.outer, weight.inner)
+        return {"weight": StoredArray(shape, weight.dtype, ("experts", *weight.axes))}
     first, second, *rest = _kernel(weight).packed_shape(*weight.local, weight.dtype, weight.is_gated)
     shape = (first * weight.parts[0], second * weight.parts[1], *rest)
     return {"weight": StoredArray(shape, weight.dtype, (*weight.axes, *[None] * len(rest)))}
@@ -20,11 +24,15 @@ def arrays(weight: Weight) -> dict[str, StoredArray]:
 
 def fill(weight: Weight, part: Float[np.ndarray, "outer inner"]) -> dict[str, np.ndarray]:
     """Pack one device's part."""
+    if weight.experts is not None:
+        return {"weight": part.reshape(-1, *weight.local)}
     return {"weight": _kernel(weight).pack(part, weight.is_gated)}
 
 
 def restore(weight: Weight, arrays: Mapping[str, np.ndarray]) -> Float[np.ndarray, "outer inner"]:
     """Unpack one device's part, bit for bit."""
+    if weight.experts is not None:
+        return arrays["weight"].reshape(-1, weight.local[1])
     return _kernel(weight).unpack(arrays["weight"], *weight.local, weight.is_gated)
 
 
@@ -43,6 +51,15 @@ def matmul(
 def rows(weight: Weight, arrays: Arrays, indices: Int[Array, " T"]) -> Float[Array, "T inner"]:
     """Read rows of the packed weight, using the kernel."""
     return _kernel(weight).rows(arrays["weight"], indices, weight.local[1])
+
+
+def grouped_matmul(
+    weight: Weight, arrays: Arrays, x: Float[Array, "T inner"], group_sizes: Int[Array, " E"]
+) -> Float[Array, "T results"]:
+    """Multiply each row by the matrix of its expert, using the kernel."""
+    kernel = cast(GroupedMatmul, load("grouped_matmul", weight.kernel))
+    weights = arrays["weight"]
+    return kernel.grouped_matmul(x.astype(weights.dtype), weights, group_sizes, is_gated=weight.is_gated)
 
 
 def _kernel(weight: Weight) -> LinearKernel:

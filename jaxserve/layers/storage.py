@@ -21,9 +21,23 @@ METHODS: dict[str, str] = {
 """The module of each method."""
 
 
+class Experts(NamedTuple):
+    """A matrix for each of several experts.
+
+    Attributes:
+        num_experts: On all devices.
+        parts: Devices that the experts are split over.
+        per_token: Experts that compute each token.
+    """
+
+    num_experts: int
+    parts: int
+    per_token: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A weight ``[outer, inner]``, before a method stores it.
+    """A weight ``[outer, inner]``, or one for each expert, before a method stores it.
 
     Attributes:
         outer: Outputs on all devices.
@@ -31,24 +45,31 @@ class Weight:
         axes: Logical axes of outputs and features.
         parts: Devices that outputs and features are split over.
         dtype: Element type of the weight.
-        kernel: Implementation of the operation ``linear``.
+        kernel: Implementation of the operation ``linear``, or of ``grouped_matmul`` for experts.
         method: Name of the storage method.
         is_gated: Whether the matmul is followed by gating with an activation.
+        experts: The experts that have such a matrix each; None for a single matrix.
     """
 
     outer: int
     inner: int
-    axes: tuple[str, str]
+    axes: tuple[str | None, str | None]
     parts: tuple[int, int]
     dtype: str
     kernel: str
     method: str
     is_gated: bool = False
+    experts: Experts | None = None
 
     @property
     def local(self) -> tuple[int, int]:
         """Outputs and features per device."""
         return self.outer // self.parts[0], self.inner // self.parts[1]
+
+    @property
+    def outputs_per_token(self) -> int:
+        """Outputs per token on one device, of all experts that compute it."""
+        return self.local[0] * (1 if self.experts is None else self.experts.per_token)
 
 
 class StoredArray(NamedTuple):
@@ -104,6 +125,12 @@ class StorageMethod(Protocol):
         """Read rows of one device's part of the weight, in its dtype; indices are in range."""
         ...
 
+    def grouped_matmul(
+        self, weight: Weight, arrays: Arrays, x: Float[Array, "T inner"], group_sizes: Int[Array, " E"]
+    ) -> Float[Array, "T results"]:
+        """Multiply each row by the matrix of its expert; see :class:`pallas_kernels.grouped_matmul.GroupedMatmul`."""
+        ...
+
 
 def load_method(name: str) -> StorageMethod:
     """Return the module of a storage method."""
@@ -116,6 +143,14 @@ def matmul(
     """Multiply by one device's part of a stored weight; see :class:`StorageMethod`."""
     weight: Weight = param.get_metadata("weight")
     return load_method(weight.method).matmul(weight, _arrays(param), x, fused=fused, num_rows=num_rows)
+
+
+def grouped_matmul(
+    param: nnx.Param[Any], x: Float[Array, "T inner"], group_sizes: Int[Array, " E"]
+) -> Float[Array, "T results"]:
+    """Multiply rows, ordered by expert, by one device's part of its experts' matrices; see :class:`StorageMethod`."""
+    weight: Weight = param.get_metadata("weight")
+    return load_method(weight.method).grouped_matmul(weight, _arrays(param), x, group_sizes)
 
 
 def rows(param: nnx.Param[Any], indices: Int[Array, " T"]) -> Float[Array, "T inner"]:

@@ -171,4 +171,4 @@ def _logical(variable: nnx.Variable[Any], arrays: tuple[str, ...], sharding: Sha
 def _width(layer: nnx.Module) -> int:
     """Return the matmul outputs of a layer, in elements per token on one device."""
     weights = [variable.get_metadata().get("weight") for _, variable in nnx.to_flat_state(nnx.state(layer))]
-    return sum(weight.local[0] for weight in weights if weight is not None)
+    return sum(weight.outputs_per_token for weight in weights if weight is not None)

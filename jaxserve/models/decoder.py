@@ -11,6 +11,7 @@ from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
+from jaxserve.layers.sparse_mlp import SparseMLP
 from jaxserve.models.causal_lm import CausalLM, Layer
 
 
@@ -83,13 +84,17 @@ def build_layer(
     qk_norm: QkNorm = "none",
     scale: float | None = None,
     residual_multiplier: float = 1.0,
+    mlp: GatedMLP | SparseMLP | None = None,
 ) -> PreNormLayer:
-    """Build a Llama layer; the options are those of ``GroupedQueryAttention``, ``GatedMLP`` and ``PreNormLayer``."""
+    """Build a Llama layer; the options are those of ``GroupedQueryAttention``, ``GatedMLP`` and ``PreNormLayer``.
+
+    ``mlp`` replaces the dense MLP.
+    """
     return PreNormLayer(
         build_norm(config, scope.at("input_layernorm")),
         build_attention(config, index, scope.at("self_attn"), qkv=qkv, qk_norm=qk_norm, scale=scale),
         build_norm(config, scope.at("post_attention_layernorm")),
-        build_mlp(config, scope.at("mlp"), gate_up),
+        build_mlp(config, scope.at("mlp"), gate_up) if mlp is None else mlp,
         residual_multiplier=residual_multiplier,
     )
 

@@ -1,9 +1,11 @@
 """Granite 3 and 4 dense: Llama with constants that scale embeddings, attention, residual branches and logits."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from jaxserve.layers.decoder import PreNormLayer
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_decoder, build_layer
@@ -52,7 +54,12 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> GraniteConfig:
 
 def build(config: GraniteConfig, scope: Scope) -> CausalLM:
     """Return the module, with the config's constants."""
-    layer = partial(build_layer, scale=config.attention_scale, residual_multiplier=config.residual_multiplier)
+    return build_with(config, scope, build_layer)
+
+
+def build_with(config: GraniteConfig, scope: Scope, build: Callable[..., PreNormLayer]) -> CausalLM:
+    """Return the module whose layers ``build`` builds."""
+    layer = partial(build, scale=config.attention_scale, residual_multiplier=config.residual_multiplier)
     return build_decoder(
         config,
         scope,

@@ -14,12 +14,16 @@ FAMILIES: Final[dict[str, str]] = {
     "BaiChuanForCausalLM": "jaxserve.models.baichuan",
     "BaichuanForCausalLM": "jaxserve.models.baichuan",
     "GraniteForCausalLM": "jaxserve.models.granite",
+    "GraniteMoeForCausalLM": "jaxserve.models.granite_moe",
     "LlamaForCausalLM": "jaxserve.models.llama",
     "MistralForCausalLM": "jaxserve.models.mistral",
+    "MixtralForCausalLM": "jaxserve.models.mixtral",
     "Olmo2ForCausalLM": "jaxserve.models.olmo2",
     "Phi3ForCausalLM": "jaxserve.models.phi3",
     "Qwen2ForCausalLM": "jaxserve.models.qwen2",
+    "Qwen2MoeForCausalLM": "jaxserve.models.qwen2_moe",
     "Qwen3ForCausalLM": "jaxserve.models.qwen3",
+    "Qwen3MoeForCausalLM": "jaxserve.models.qwen3_moe",
     "SmolLM3ForCausalLM": "jaxserve.models.smollm3",
 }
 

@@ -8,7 +8,8 @@ With Y the ``tensor`` axis of n devices, T tokens, N query heads, K key/value he
                  Wo[D, NH_Y]          local heads -> {U_Y}, all-reduce         -> x[T, D]
     MLP          Wgate_up[2F_Y, D]    local features                           no collective
                  Wdown[D, F_Y]        local features -> {U_Y}, all-reduce      -> x[T, D]
-        head         E[V_Y, D]            local logits, all-gather                 -> logits[R, V]
+    experts      as the MLP's, of each expert; one all-reduce for their weighted sum and the shared expert
+    head         E[V_Y, D]            local logits, all-gather                 -> logits[R, V]
 
     A step of L layers does 2 L + 1 all-reduces and one all-gather; a model that normalizes queries and keys over all
     heads at once (OLMo-2) does one more small all-reduce per layer. With fewer key/value heads than devices, heads are
@@ -19,7 +20,7 @@ from sharding.layout import ShardingLayout
 
 LAYOUT = ShardingLayout(
     "tensor_parallel",
-    {"vocab": "tensor", "q_heads": "tensor", "kv_heads": "tensor", "ffn": "tensor"},
+    {"vocab": "tensor", "q_heads": "tensor", "kv_heads": "tensor", "ffn": "tensor", "expert_ffn": "tensor"},
     all_reduces_per_layer=2,
     all_reduces_per_step=1,
     all_gathers_per_step=1,

@@ -152,6 +152,16 @@ def test_padding_is_zero() -> None:
     assert not array[10:].any()
 
 
+def test_matrices_of_a_stacked_tensor_are_read_where_they_are_needed() -> None:
+    stacked = random_array((4, 6, 3))
+    reader = ArrayReader({"experts": stacked})
+    pieces = tuple(Piece("experts", (index, 1, 0), (5 * index, 0), (5, 3)) for index in range(4))
+    recipe = TensorRecipe((20, 3), pieces, (("experts", (4, 6, 3)),))
+    array = load_array(reader, recipe, "float32", sharding((2,), "tensor"))
+    np.testing.assert_array_equal(array, stacked[:, 1:].reshape(20, 3))
+    assert [index[0] for _, index in reader.reads] == [slice(index, index + 1) for index in range(4)]
+
+
 def test_each_device_reads_its_part_and_replicas_are_read_once() -> None:
     reader = ArrayReader({"w": random_array((8, 6))})
     load_array(reader, whole("w", (8, 6)), "float32", sharding((2, 2), "tensor"))

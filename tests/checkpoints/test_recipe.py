@@ -26,7 +26,15 @@ def test_a_piece_outside_the_array() -> None:
 
 def test_a_piece_of_another_rank() -> None:
     with pytest.raises(ValueError, match="reaches outside its source"):
-        TensorRecipe((4,), (Piece("w", (0, 0), (0,), (4,)),), (("w", (4, 4)),))
+        TensorRecipe((4,), (Piece("w", (0,), (0,), (4,)),), (("w", (4, 4)),))
+    with pytest.raises(ValueError, match="reaches outside the array"):
+        TensorRecipe((4,), (Piece("w", (0, 0), (0, 0), (4, 4)),), (("w", (4, 4)),))
+
+
+def test_a_piece_of_one_matrix_of_a_stacked_tensor() -> None:
+    TensorRecipe((3, 4), (Piece("w", (1, 2, 0), (0, 0), (3, 4)),), (("w", (2, 5, 4)),))
+    with pytest.raises(ValueError, match=r"reaches outside its source of shape \[2, 5, 4\]"):
+        TensorRecipe((3, 4), (Piece("w", (2, 2, 0), (0, 0), (3, 4)),), (("w", (2, 5, 4)),))
 
 
 def test_a_piece_of_an_unlisted_tensor() -> None:

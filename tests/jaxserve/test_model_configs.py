@@ -43,9 +43,7 @@ QUANTIZED = {
 OTHER_ARCHITECTURES = {
     "deepseek-r1": "DeepseekV3ForCausalLM",
     "gemma-2b-it": "GemmaForCausalLM",
-    "granite-3.1-1b-a400m-moe": "GraniteMoeForCausalLM",
     "kimi-k2": "DeepseekV3ForCausalLM",
-    "mixtral-8x22b-wizardlm2": "MixtralForCausalLM",
     "pythia-410m": "GPTNeoXForSequenceClassification",
     "qwen3.5-25b-a3b-moe": "Qwen3_5MoeForConditionalGeneration",
 }

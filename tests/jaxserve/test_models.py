@@ -72,6 +72,8 @@ PHI3 = {"original_max_position_embeddings": 44}
 LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 9.0]}
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.6, "logits_scaling": 0.5}
 
+QWEN_MOE = {"num_experts_per_tok": 3, "moe_intermediate_size": 28}
+
 ROWS = {
     "llama": Row(family="Llama", fast=("tp1", "tp2", "tp4", "dp2"), save="shards"),
     "llama-mqa-bias-tied": Row(
@@ -120,6 +122,18 @@ ROWS = {
     "smollm3": Row(family="SmolLM3", raw={"no_rope_layers": [1, 0, 1], "attention_bias": True}),
     "olmo2": Row(family="Olmo2", raw={"num_key_value_heads": 2}, fast=("tp1", "tp2", "tp4")),
     "granite": Row(family="Granite", raw=GRANITE),
+    "mixtral": Row(
+        family="Mixtral", raw={"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11}, save="shards"
+    ),
+    "qwen2-moe": Row(
+        family="Qwen2Moe",
+        raw=QWEN_MOE | {"num_experts": 5, "shared_expert_intermediate_size": 36, "decoder_sparse_step": 2},
+        fast=("tp1", "tp2", "dp2"),
+    ),
+    "qwen3-moe": Row(
+        family="Qwen3Moe", raw=QWEN_MOE | {"num_experts": 6, "norm_topk_prob": True, "mlp_only_layers": [1]}
+    ),
+    "granite-moe": Row(family="GraniteMoe", raw=GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 3}),
 }
 
 
@@ -136,9 +150,9 @@ def make_hf(row: Row) -> Any:
     model = getattr(transformers, f"{row.family}ForCausalLM")(config).to(torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim >= 2:
                 gain = 6.0 if "lm_head" in name else 1.0 if "embed" in name else 1.6
-                scale = gain if "embed" in name else gain * parameter.shape[1] ** -0.5
+                scale = gain if "embed" in name else gain * parameter.shape[-1] ** -0.5
                 parameter.normal_(0.0, scale)
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)

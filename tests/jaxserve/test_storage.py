@@ -12,6 +12,7 @@ from jaxserve.device.program import ModelProgram
 from jaxserve.layers import storage
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.layers.storage import Weight, load_method
+from jaxserve.models.abstract import LogicalParam
 from jaxserve.models.loading import load_weights, read_model_config
 from tests import int8_storage, switchable
 from tests.random_checkpoint import write_checkpoint
@@ -34,6 +35,24 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": None,
     "dtype": "float32",
 }
+SPARSE: dict[str, Any] = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "vocab_size": 51,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "decoder_sparse_step": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "eos_token_id": None,
+    "dtype": "float32",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +61,10 @@ def _methods(monkeypatch: pytest.MonkeyPatch, switchable_family: None) -> None:
         monkeypatch.setitem(storage.METHODS, name, module)
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """Random tensors of a model that uses a norm of each kind."""
-    write_checkpoint(tmp_path, CONFIG, seed=3)
+@pytest.fixture(params=[CONFIG, SPARSE], ids=["dense", "sparse"])
+def checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Random tensors of a model that uses a norm of each kind, and of one with experts."""
+    write_checkpoint(tmp_path, request.param, seed=3)
     return tmp_path
 
 
@@ -111,12 +130,22 @@ def test_steps_multiply_with_what_is_stored(checkpoint: Path, tensor: int) -> No
         (
             plain,
             tuple(
-                jax.device_put(rounded[path], struct.sharding) for path, struct in plain.abstract_model.params.items()
+                jax.device_put(as_stored(rounded[path], plain.abstract_model.logical[path]), struct.sharding)
+                for path, struct in plain.abstract_model.params.items()
             ),
         ),
     ):
         logits.append(forward(each, arrays))
     np.testing.assert_allclose(logits[0], logits[1], rtol=1e-5, atol=1e-5)
+
+
+def as_stored(value: np.ndarray, param: LogicalParam) -> np.ndarray:
+    """A parameter in the form of the plain method, put together from its devices' parts."""
+    if param.stored is None:
+        return value
+    axis = int(param.stored.parts[1] > 1)
+    parts = [param.fill(part)[0] for part in np.split(value, max(param.stored.parts), axis)]
+    return np.concatenate(parts, axis + (param.stored.experts is not None))
 
 
 def forward(program: ModelProgram, arrays: tuple[jax.Array, ...]) -> np.ndarray:

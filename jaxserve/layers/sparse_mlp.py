@@ -1,0 +1,205 @@
+"""Mixture-of-experts MLP (arXiv:1701.06538): a router chooses a few experts for each token.
+
+The tokens' rows are sorted by expert, multiplied by their experts' matrices, put back in order, and summed with the
+router's weights. No token is ever dropped. Devices split the features of every expert (logical axis ``expert_ffn``) or
+the experts (``experts``); one all-reduce adds what they computed, the shared expert's part included.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers.linear import ColumnParallelLinear
+from jaxserve.layers.mlp import GatedMLP
+from jaxserve.layers.norm import RMSNorm
+from jaxserve.layers.parallel import Parallel, Scope
+from jaxserve.layers.params import Rows, Split, expert_weights, rows_of, stack_rows
+from jaxserve.layers.storage import grouped_matmul
+from sharding.collectives import all_reduce, axis_index
+
+
+class ExpertNames(NamedTuple):
+    """Names in checkpoints, relative to the layer; ``{}`` stands for an expert's index.
+
+    Attributes:
+        gate_up: Gate and up projections: two modules, or one with the rows of gate, then up. Without ``{}`` one tensor
+            [experts, out, in] holds all experts.
+        down: Down projection, likewise.
+        router: The router's module.
+    """
+
+    gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
+    down: str = "experts.{}.down_proj"
+    router: str = "gate"
+
+
+DEFAULT_NAMES: Final = ExpertNames()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How a token's experts are chosen and weighted: the softmax over all experts, then the largest.
+
+    Attributes:
+        num_experts: E.
+        experts_per_token: k, experts that compute each token.
+        is_normalized: Whether the weights of the chosen experts are scaled to a sum of 1, which equals a softmax over
+            their logits alone.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    is_normalized: bool
+
+    def __call__(self, logits: Float[Array, "T E"]) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
+        """Return the weights and indices of each token's experts, the largest weight first."""
+        weights, experts = lax.top_k(jax.nn.softmax(logits, axis=-1), self.experts_per_token)
+        return (weights / weights.sum(-1, keepdims=True) if self.is_normalized else weights), experts
+
+
+class SharedExpert(nnx.Module):
+    """An expert that computes every token, with an optional gate ``sigmoid(x @ w)`` per token.
+
+    Args:
+        mlp: The expert.
+        gate: Computes the logit of the gate; None for no gate.
+    """
+
+    def __init__(self, mlp: GatedMLP, gate: ColumnParallelLinear | None):
+        self.mlp, self.gate = mlp, gate
+
+    def partial(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None) -> Float[Array, "T D"]:
+        """Compute this device's part of the output, in float32."""
+        y = self.mlp.partial(x, num_rows=num_rows)
+        if self.gate is None:
+            return y
+        return y * jax.nn.sigmoid(self.gate(x, num_rows=num_rows).astype(jnp.float32))
+
+
+class SparseMLP(nnx.Module):
+    """``sum over the chosen experts of weight * down(activation(gate(x)) * up(x))``, plus the shared expert.
+
+    Args:
+        hidden_size: D.
+        ffn_size: F, of each expert.
+        routing: How experts are chosen.
+        scope: Scope of the module.
+        names: Names in checkpoints.
+        shared: The shared expert, if there is one.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        routing: Routing,
+        *,
+        scope: Scope,
+        names: ExpertNames = DEFAULT_NAMES,
+        shared: SharedExpert | None = None,
+    ):
+        self.has_fused_norms = False  # the router and the experts share one normalized input
+        parallel, count = scope.parallel, routing.num_experts
+        self.routing, self.shared, self.dtype = routing, shared, scope.policy.activations_dtype
+        self.experts_axis, self.mesh_axis = parallel.experts, parallel.experts or parallel.expert_ffn
+        if self.experts_axis is None:
+            self.splits = (Split(ffn_size, f"expert intermediate size {ffn_size}"),)
+        else:
+            self.splits = (Split(count, f"{count} experts"),)
+        alone = dataclasses.replace(scope, parallel=Parallel())
+        self.num_local = count // parallel.parts(self.experts_axis)
+        self.router = router(hidden_size, names.router, count, scope)
+        parts = parallel.parts(parallel.expert_ffn)
+        build = partial(expert_weights, num_experts=count, experts_per_token=routing.experts_per_token)
+        self.gate_up = build(
+            stack_rows(
+                scope if self.experts_axis is None else alone,
+                _expert_rows(names.gate_up, (ffn_size, ffn_size), count),
+                "weight",
+                hidden_size,
+            ),
+            ("expert_ffn", "embed"),
+            (parts, 1),
+            scope,
+            is_gated=True,
+        )
+        self.down = build(
+            stack_rows(alone, _expert_rows((names.down,), (hidden_size,), count), "weight", ffn_size),
+            ("embed", "expert_ffn"),
+            (1, parts),
+            scope,
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        *,
+        norm: RMSNorm | None = None,
+        residual: Float[Array, "T D"] | None = None,
+        scale: float = 1.0,
+        num_rows: Int[Array, ""] | None = None,
+    ) -> Float[Array, "T D"]:
+        """Compute ``residual + scale * mlp(norm(x))``; rows from ``num_rows`` on are undefined."""
+        x = x if norm is None else norm(x)
+        weights, experts = self.routing(self.router(x, num_rows=num_rows).astype(jnp.float32))
+        y = self._routed(x, weights, experts, num_rows)
+        if self.shared is not None:
+            y += self.shared.partial(x, num_rows)
+        y = all_reduce(y, self.mesh_axis).astype(self.dtype)
+        y = y if scale == 1.0 else y * scale
+        return y if residual is None else residual + y
+
+    def _routed(
+        self,
+        x: Float[Array, "T D"],
+        weights: Float[Array, "T k"],
+        experts: Int[Array, "T k"],
+        num_rows: Int[Array, ""] | None,
+    ) -> Float[Array, "T D"]:
+        """Compute the weighted sum of this device's part of the chosen experts, in float32."""
+        num_tokens, per_token = experts.shape
+        num_local = self.num_local
+        if self.experts_axis is not None:
+            experts = experts - axis_index(self.experts_axis) * num_local
+        is_computed = (experts >= 0) & (experts < num_local)
+        if num_rows is not None:
+            is_computed &= (jnp.arange(num_tokens) < num_rows)[:, None]
+        key = jnp.where(is_computed, experts, num_local).reshape(-1)  # what is not computed here comes last
+        order = jnp.argsort(key, stable=True)
+        group_sizes = jnp.sum(key[:, None] == jnp.arange(num_local), axis=0, dtype=jnp.int32)
+        gated = grouped_matmul(self.gate_up, x[order // per_token], group_sizes)
+        outputs = grouped_matmul(self.down, gated, group_sizes)[jnp.argsort(order)].astype(jnp.float32)
+        outputs = outputs.reshape(num_tokens, per_token, -1)
+        y = jnp.zeros_like(outputs[:, 0])
+        for index in range(per_token):  # in a fixed order
+            own = weights[:, index, None] * outputs[:, index]
+            y += jnp.where(is_computed[:, index, None], own, 0.0)
+        return y
+
+
+def router(hidden_size: int, module: str, num_outputs: int, scope: Scope) -> ColumnParallelLinear:
+    """Build a small projection that every device computes: of a router, or of a shared expert's gate."""
+    return ColumnParallelLinear(
+        hidden_size,
+        [Rows(module, num_outputs)],
+        outer_axis=None,
+        mesh_axis=None,
+        bias=False,
+        scope=dataclasses.replace(scope, parallel=Parallel()),
+    )
+
+
+def _expert_rows(modules: Sequence[str], counts: Sequence[int], num_experts: int) -> list[Rows]:
+    """Return the rows of all experts, one expert after the other; ``modules`` as in :class:`ExpertNames`."""
+    rows: list[Rows] = []
+    for index in range(num_experts):
+        for each in rows_of([module.format(index) for module in modules], counts, (1,) * len(counts)):
+            rows.append(each if "{}" in modules[0] else each._replace(expert=(index, num_experts)))
+    return rows

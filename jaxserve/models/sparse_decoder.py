@@ -1,0 +1,91 @@
+"""The decoder with a mixture of experts in some or all layers; a family's own file has its differences."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxserve.layers.decoder import PreNormLayer
+from jaxserve.layers.mlp import GatedMLP
+from jaxserve.layers.parallel import Scope
+from jaxserve.layers.sparse_mlp import DEFAULT_NAMES, ExpertNames, Routing, SharedExpert, SparseMLP, router
+from jaxserve.models.decoder import DecoderConfig, build_layer
+from jaxserve.models.hf_config import ConfigFields
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseConfig(DecoderConfig):
+    """A decoder-only model with experts.
+
+    Attributes:
+        routing: How experts are chosen.
+        expert_ffn_size: F of each expert.
+        shared_ffn_size: F of the shared expert; 0 for none.
+        sparse_layers: For each layer, whether its MLP is a mixture of experts.
+    """
+
+    routing: Routing
+    expert_ffn_size: int
+    shared_ffn_size: int = 0
+    sparse_layers: tuple[bool, ...]
+
+
+def read_routing(fields: ConfigFields, experts: str, default: int, per_token: int, *, is_normalized: bool) -> Routing:
+    """Read the numbers of experts.
+
+    Args:
+        fields: Fields of config.json.
+        experts: Name of the field with the number of experts.
+        default: The number if the field is missing.
+        per_token: ``num_experts_per_tok`` if that is missing.
+        is_normalized: As in ``Routing``.
+    """
+    count = fields.integer(experts, default)
+    chosen = fields.integer("num_experts_per_tok", per_token)
+    if chosen > count:
+        fields.note("num_experts_per_tok", f"expected at most the {count} experts, got {chosen}")
+    if fields.text("hidden_act", "silu") not in ("silu", "swish"):
+        fields.note("hidden_act", f"expected silu for experts, got {fields.text('hidden_act', 'silu')!r}")
+    return Routing(num_experts=count, experts_per_token=min(chosen, count), is_normalized=is_normalized)
+
+
+def read_sparse_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """Return which layers have experts: every ``decoder_sparse_step``-th, but none of ``mlp_only_layers``."""
+    step = fields.integer("decoder_sparse_step", 1)
+    dense: Sequence[Any] = fields.items("mlp_only_layers") or ()
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
+
+
+def build_sparse_layer(
+    config: SparseConfig,
+    index: int,
+    scope: Scope,
+    *,
+    module: str = "mlp",
+    names: ExpertNames = DEFAULT_NAMES,
+    shared: str = "shared_expert",
+    shared_gate: str | None = None,
+    **options: Any,
+) -> PreNormLayer:
+    """Build a layer; where the config says so, its MLP is a mixture of experts.
+
+    Args:
+        config: The model.
+        index: Of the layer.
+        scope: Scope of the layer.
+        module: Name of the mixture of experts, relative to the layer.
+        names: Names relative to the mixture of experts.
+        shared: Module of the shared expert, if the model has one.
+        shared_gate: Module of its gate; None for no gate.
+        options: Options of ``build_layer``.
+    """
+    if not config.sparse_layers[index]:
+        return build_layer(config, index, scope, **options)
+    inner, expert = scope.at(module), None
+    if config.shared_ffn_size:
+        mlp = GatedMLP(config.hidden_size, config.shared_ffn_size, activation=config.activation, scope=inner.at(shared))
+        gate = None if shared_gate is None else router(config.hidden_size, shared_gate, 1, inner)
+        expert = SharedExpert(mlp, gate)
+    sparse = SparseMLP(
+        config.hidden_size, config.expert_ffn_size, config.routing, scope=inner, names=names, shared=expert
+    )
+    return build_layer(config, index, scope, mlp=sparse, **options)
