@@ -34,6 +34,8 @@ class EngineConfig:
         dtype: Element type of the weights; ``auto`` uses the checkpoint's.
         tensor_parallel_size: Number of devices that each layer is split over.
         data_parallel_size: Number of replicas of the model, each with its own KV pages and scheduler.
+        enable_expert_parallel: Split the experts over the devices of ``tensor_parallel_size``, not the features of each
+            expert.
         layout: Name of the sharding layout.
         seed: Seed of requests without one.
         gpu_memory_utilization: Fraction of a device's memory to use, in (0, 1].
@@ -88,6 +90,7 @@ class EngineConfig:
     dtype: str = "auto"
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     layout: str = "tensor_parallel"
     seed: int = 0
     gpu_memory_utilization: float = 0.92

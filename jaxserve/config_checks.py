@@ -49,7 +49,6 @@ NEUTRAL: MappingProxyType[str, tuple[Any, ...]] = MappingProxyType(
         "spec_tokens": (None,),
         "speculative_config": (None,),
         "pipeline_parallel_size": (1,),
-        "enable_expert_parallel": (False,),
         "distributed_executor_backend": (None, "uni"),
         "enable_chunked_prefill": (None, True),
         "kv_cache_dtype": ("auto",),

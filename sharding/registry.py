@@ -5,6 +5,7 @@ import importlib
 from sharding.layout import LayoutError, ShardingLayout
 
 LAYOUTS = {
+    "expert_parallel": "sharding.layouts.expert_parallel",
     "replicated": "sharding.layouts.replicated",
     "tensor_parallel": "sharding.layouts.tensor_parallel",
 }

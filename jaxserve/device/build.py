@@ -27,6 +27,7 @@ from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.layers.rows import ROW_TILE
 from jaxserve.models.abstract import check_tensor_size, outline
 from jaxserve.models.loading import find_model_directory, load_weights, read_model_config
+from jaxserve.models.sparse_decoder import SparseConfig
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from jaxserve.scheduling.page_allocator import KVWindow
 from pallas_kernels.native_library import set_threads
@@ -114,9 +115,10 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     ensure_cpu_devices(config.tensor_parallel_size * config.data_parallel_size)
     mesh = make_mesh(MeshShape(data=config.data_parallel_size, tensor=config.tensor_parallel_size))
     device = mesh.devices.flat[0]
-    check_tensor_size(model, config.tensor_parallel_size)
+    layout = get_layout(_layout_name(config, model))
+    check_tensor_size(model, Parallel.from_layout(layout, config.tensor_parallel_size))
     first, *others = data_slices(mesh)
-    layout = get_layout(config.layout).on(first)
+    layout = layout.on(first)
     page_size = config.block_size or 64
     scope = Scope(parallel=Parallel.on_mesh(layout, first))
     policy, kernel = choose_kernels(config, model, scope, first.devices.flat[0], page_size)
@@ -199,6 +201,21 @@ def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...
     """
     params = load_weights(plan.directory, program.abstract_model)
     return program.packing.pack(params)
+
+
+def _layout_name(config: EngineConfig, model: ModelConfig) -> str:
+    """Return the name of the layout.
+
+    Raises:
+        ConfigError: Expert parallelism is requested with another layout, or for a model without experts.
+    """
+    if not config.enable_expert_parallel:
+        return config.layout
+    if config.layout not in ("tensor_parallel", "expert_parallel"):
+        raise ConfigError(f"enable_expert_parallel needs layout='expert_parallel', got layout={config.layout!r}")
+    if not isinstance(model, SparseConfig):
+        raise ConfigError(f"enable_expert_parallel needs a model with experts; {model.architecture} has none")
+    return "expert_parallel"
 
 
 def _batch_limits(config: EngineConfig, device: Device) -> tuple[int, int]:

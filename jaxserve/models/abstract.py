@@ -1,5 +1,6 @@
 """A model without values, from which loading, sharding, memory and packing are derived."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
@@ -12,7 +13,7 @@ from checkpoints import TensorRecipe
 from jaxserve.errors import ConfigError
 from jaxserve.layers.kv_layout import KVSpec
 from jaxserve.layers.model_config import ModelConfig
-from jaxserve.layers.parallel import Scope
+from jaxserve.layers.parallel import Parallel, Scope
 from jaxserve.layers.params import Split
 from jaxserve.layers.storage import Weight, load_method
 from jaxserve.models.causal_lm import CausalLM
@@ -92,7 +93,7 @@ def abstract_model(config: ModelConfig, scope: Scope, sharding: ShardingOf) -> A
     Raises:
         ConfigError: The model cannot be split over that many devices.
     """
-    check_tensor_size(config, scope.parallel.size)
+    check_tensor_size(config, scope.parallel)
     module = nnx.clone(outline(config, scope))
     params: dict[str, jax.ShapeDtypeStruct] = {}
     logical: dict[str, LogicalParam] = {}
@@ -117,29 +118,33 @@ def abstract_model(config: ModelConfig, scope: Scope, sharding: ShardingOf) -> A
     )
 
 
-def check_tensor_size(config: ModelConfig, size: int) -> None:
-    """Raise ConfigError, listing the valid sizes, unless the model can be split over ``size`` devices."""
+def check_tensor_size(config: ModelConfig, parallel: Parallel) -> None:
+    """Raise ConfigError, listing the valid sizes, unless the model can be split as ``parallel`` says."""
+    size = parallel.size
     if size == 1:
         return
-    splits = _splits(config)
+    splits = _splits(config, parallel)
     if not all(split.fits(size) for split in splits):
         *first, last = dict.fromkeys(split.text for split in splits)
-        sizes = ", ".join(map(str, tensor_parallel_sizes(config)))
+        sizes = ", ".join(map(str, tensor_parallel_sizes(config, parallel)))
         raise ConfigError(
             f"tensor_parallel_size={size} does not divide {', '.join(first)} and {last} of {config.architecture}; "
             f"valid sizes: {sizes}"
         )
 
 
-def tensor_parallel_sizes(config: ModelConfig, limit: int = _MAX_TENSOR_SIZE) -> list[int]:
-    """Return every number of tensor-parallel devices, up to ``limit``, that the model can be split over."""
-    splits = _splits(config)
+def tensor_parallel_sizes(config: ModelConfig, parallel: Parallel, limit: int = _MAX_TENSOR_SIZE) -> list[int]:
+    """Return every number of tensor-parallel devices, up to ``limit``, that the model can be split over.
+
+    ``parallel`` says which parts of the model are split; its number of devices is not used.
+    """
+    splits = _splits(config, parallel)
     return [size for size in range(1, limit + 1) if all(split.fits(size) for split in splits)]
 
 
-def _splits(config: ModelConfig) -> list[Split]:
+def _splits(config: ModelConfig, parallel: Parallel) -> list[Split]:
     """Return the divisibility requirements of the layers, in their order."""
-    modules = nnx.iter_modules(outline(config, Scope()))
+    modules = nnx.iter_modules(outline(config, Scope(parallel=dataclasses.replace(parallel, size=1))))
     return list(dict.fromkeys(split for _, module in modules for split in getattr(module, "splits", ())))
 
 

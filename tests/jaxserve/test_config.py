@@ -74,7 +74,6 @@ NOT_BUILT = {
     "enforce_eager": (True, False),
     "speculative_config": ({"method": "ngram"}, None),
     "pipeline_parallel_size": (2, 1),
-    "enable_expert_parallel": (True, False),
     "distributed_executor_backend": ("ray", "uni"),
     "enable_chunked_prefill": (False, True),
     "kv_cache_dtype": ("fp8", "auto"),

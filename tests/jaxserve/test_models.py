@@ -40,6 +40,7 @@ SIZES: dict[str, Any] = {
 }
 LAYOUTS = {"tp1": {}, "tp2": {"tensor_parallel_size": 2}, "tp4": {"tensor_parallel_size": 4}}
 LAYOUTS |= {"dp2": {"data_parallel_size": 2}}
+EXPERT_LAYOUTS = {f"ep{size}": {"tensor_parallel_size": size, "enable_expert_parallel": True} for size in (2, 4)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,7 @@ class Row:
             length from the first token on, and transformers is asked for the same.
         save: How the checkpoint is stored.
         fast: Layouts that run by default; the others are slow tests.
+        experts: Layouts that split the experts.
     """
 
     family: str
@@ -62,6 +64,7 @@ class Row:
     is_fixed_rope: bool = True
     save: str = "safetensors"
     fast: tuple[str, ...] = ("tp1", "tp2")
+    experts: tuple[str, ...] = ()
 
 
 def rope(kind: str, **raw: Any) -> dict[str, Any]:
@@ -127,13 +130,18 @@ ROWS = {
     ),
     "qwen2-moe": Row(
         family="Qwen2Moe",
-        raw=QWEN_MOE | {"num_experts": 5, "shared_expert_intermediate_size": 36, "decoder_sparse_step": 2},
+        raw=QWEN_MOE | {"num_experts": 6, "shared_expert_intermediate_size": 36, "decoder_sparse_step": 2},
         fast=("tp1", "tp2", "dp2"),
+        experts=("ep2",),
     ),
     "qwen3-moe": Row(
-        family="Qwen3Moe", raw=QWEN_MOE | {"num_experts": 6, "norm_topk_prob": True, "mlp_only_layers": [1]}
+        family="Qwen3Moe",
+        raw=QWEN_MOE | {"num_experts": 6, "norm_topk_prob": True, "mlp_only_layers": [1]},
+        experts=("ep2",),
     ),
-    "granite-moe": Row(family="GraniteMoe", raw=GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 3}),
+    "granite-moe": Row(
+        family="GraniteMoe", raw=GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 3}, experts=("ep2", "ep4")
+    ),
 }
 
 
@@ -248,9 +256,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
 def combinations() -> list[Any]:
     """Every row on every layout; some of them slow."""
     return [
-        pytest.param(name, layout, marks=[] if layout in row.fast else [pytest.mark.slow], id=f"{name}-{layout}")
+        pytest.param(
+            name, layout, marks=[] if layout in (*row.fast, *row.experts) else [pytest.mark.slow], id=f"{name}-{layout}"
+        )
         for name, row in ROWS.items()
-        for layout in LAYOUTS
+        for layout in (*LAYOUTS, *row.experts)
     ]
 
 
@@ -260,7 +270,7 @@ def test_greedy_tokens_equal_those_of_transformers(
 ) -> None:
     made = checkpoint(name)
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 8, "compilation_cache_dir": ""}
-    with LLM(str(made.directory), dtype="float32", **settings, **LAYOUTS[layout]) as llm:
+    with LLM(str(made.directory), dtype="float32", **settings, **(LAYOUTS | EXPERT_LAYOUTS)[layout]) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW)
         outputs = llm.generate(made.prompts, params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == made.expected
@@ -298,3 +308,13 @@ def test_load_model_says_what_is_wrong(checkpoint: Callable[[str], Checkpoint], 
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
     with pytest.raises(CheckpointError, match="safetensors"):
         load_model(tmp_path)
+
+
+def test_expert_parallelism_needs_experts_that_can_be_shared(checkpoint: Callable[[str], Checkpoint]) -> None:
+    settings = {"dtype": "float32", "enable_expert_parallel": True, "tensor_parallel_size": 4}
+    with pytest.raises(ConfigError, match=r"does not divide .*6 experts.*; valid sizes: 1, 2$"):
+        LLM(str(checkpoint("qwen3-moe").directory), **settings)
+    with pytest.raises(ConfigError, match="needs a model with experts; LlamaForCausalLM has none"):
+        LLM(str(checkpoint("llama").directory), **settings)
+    with pytest.raises(ConfigError, match="enable_expert_parallel needs layout='expert_parallel', got layout='repl"):
+        LLM(str(checkpoint("qwen3-moe").directory), **settings, layout="replicated")

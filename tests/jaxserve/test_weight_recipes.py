@@ -334,8 +334,8 @@ def test_sizes_that_work(num_heads: int, num_kv_heads: int, ffn: int, sizes: lis
     config = dataclasses.replace(
         tiny("LlamaForCausalLM"), num_heads=num_heads, num_kv_heads=num_kv_heads, ffn_size=ffn, num_layers=1
     )
-    assert tensor_parallel_sizes(config) == sizes
-    assert tensor_parallel_sizes(config, limit=2) == [size for size in sizes if size <= 2]
+    assert tensor_parallel_sizes(config, Parallel()) == sizes
+    assert tensor_parallel_sizes(config, Parallel(), limit=2) == [size for size in sizes if size <= 2]
     for size in range(1, 20):
         if size in sizes:
             assert len(param_shapes(config, size)) == 9

@@ -13,13 +13,24 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.device.batch import BatchBuilder
 from jaxserve.device.step_batch import BatchShape, LatestTokens, unpack
 from jaxserve.device.steps import ModelProgram, attention_settings
+from jaxserve.layers.sparse_mlp import Routing
+from jaxserve.models.decoder import DecoderConfig
+from jaxserve.models.sparse_decoder import SparseConfig
 from jaxserve.scheduling.plan import PageGrant, Row, Sampling, SlotSetup, StepPlan
 from sharding import LAYOUTS, LayoutError, MeshShape, ShardingLayout, get_layout, make_mesh
 from sharding.plan import count_collectives
 from tests.tiny_programs import NUM_LAYERS, make_program, random_params, tiny_config
 
-ROWS = ["replicated", "tensor_parallel"]
-CONFIG = tiny_config(num_heads=8, hidden_size=32)
+ROWS = ["expert_parallel", "replicated", "tensor_parallel"]
+DENSE = tiny_config(num_heads=8, hidden_size=32)
+SPARSE = SparseConfig(
+    **{**{name: getattr(DENSE, name) for name in DecoderConfig.__dataclass_fields__}, "qkv_bias": True},
+    routing=Routing(num_experts=8, experts_per_token=3, is_normalized=False),
+    expert_ffn_size=16,
+    shared_ffn_size=40,
+    sparse_layers=(False, True),
+)
+CONFIGS = {"dense": DENSE, "sparse": dataclasses.replace(SPARSE, architecture="Qwen2MoeForCausalLM")}
 SHAPE = BatchShape(num_tokens=16, num_rows=4, table_pages=4, decode_only=False)
 PROMPTS = ([3, 50, 7, 21, 0], [52, 9], [1, 2, 3, 4, 5, 6, 7, 8])
 
@@ -70,18 +81,19 @@ def logits_and_collectives(program: ModelProgram) -> tuple[np.ndarray, dict[str,
 
 
 @functools.cache
-def whole_logits() -> np.ndarray:
+def whole_logits(name: str) -> np.ndarray:
     """Those of one device."""
-    return logits_and_collectives(make_program(CONFIG))[0]
+    return logits_and_collectives(make_program(CONFIGS[name]))[0]
 
 
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
 @pytest.mark.parametrize("layout", ROWS)
-def test_layout(layout: str, num_devices: int) -> None:
+@pytest.mark.parametrize("model", CONFIGS)
+def test_layout(model: str, layout: str, num_devices: int) -> None:
     """Two key/value heads: on 4 and 8 devices they are replicated; the vocabulary of 53 is padded."""
-    program = make_program(CONFIG, tensor=num_devices, layout=layout)
+    program = make_program(CONFIGS[model], tensor=num_devices, layout=layout)
     logits, counted = logits_and_collectives(program)
-    np.testing.assert_allclose(logits, whole_logits(), atol=2e-5, rtol=2e-5)
+    np.testing.assert_allclose(logits, whole_logits(model), atol=2e-5, rtol=2e-5)
     stated = {
         "all-reduce": NUM_LAYERS * program.layout.all_reduces_per_layer + program.layout.all_reduces_per_step,
         "all-gather": program.layout.all_gathers_per_step,
@@ -102,7 +114,9 @@ def test_layouts_are_named_and_described(name: str) -> None:
 
 
 def test_unknown_layout() -> None:
-    with pytest.raises(LayoutError, match="unknown layout 'tp'; supported layouts: replicated, tensor_parallel"):
+    with pytest.raises(
+        LayoutError, match="unknown layout 'tp'; supported layouts: expert_parallel, replicated, tensor_parallel"
+    ):
         get_layout("tp")
 
 
