@@ -185,10 +185,10 @@ def keep_tokens(
     slots = batch.sampled_slots
     if batch.verification is not None:
         kept = batch.verification.keep(tokens)
-        before_latest = jnp.where(kept.stays & ~kept.is_latest, slots, NOWHERE)
+        before_latest = jnp.where(kept.is_kept & ~kept.is_latest, slots, NOWHERE)
         tables = tables._replace(token_counts=counted(tables.token_counts, before_latest, tokens))
         slots = jnp.where(kept.is_latest, slots, NOWHERE)
-        tokens = jnp.where(kept.stays, tokens, NO_TOKEN)
+        tokens = jnp.where(kept.is_kept, tokens, NO_TOKEN)
     new = LatestTokens(jnp.maximum(tokens, 0), batch.inputs.positions)
     latest = jax.tree.map(lambda old, set_to: old.at[slots].set(set_to, mode="drop"), latest, new)
     return KeptState(latest, tables, tokens)

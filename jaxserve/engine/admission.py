@@ -19,7 +19,7 @@ from jaxserve.sampling_params import SamplingParams, check_against
 from jaxserve.scheduling.plan import Sampling
 from jaxserve.scheduling.sequence import Constraint, Sequence
 from jaxserve.structured_output.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids
-from jaxserve.structured_output.grammars import CompiledLater, Grammar, GrammarCompiler
+from jaxserve.structured_output.grammars import DeferredConstraint, Grammar, GrammarCompiler
 from jaxserve.structured_output.reasoning import AfterReasoning, Reasoning, find_reasoning
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer import Tokenizer
@@ -282,7 +282,7 @@ class Admission:
         own = self._token_constraint(inputs.prompt, inputs.params, bad_words)
         if inputs.grammar is None:
             return own
-        constraint: Constraint = CompiledLater(inputs.grammar)
+        constraint: Constraint = DeferredConstraint(inputs.grammar)
         if inputs.reasoning is not None:
             constraint = AfterReasoning(constraint, inputs.reasoning)
         return constraint if own is None else AllOf([constraint, own])
@@ -292,10 +292,10 @@ class Admission:
     ) -> Constraint | None:
         """Create the constraint for the thinking budget and for bad words of several tokens."""
         parts: list[Constraint] = []
-        marks, budget = self.limits.reasoning, params.thinking_token_budget
-        if marks is not None and budget is not None:
+        markers, budget = self.limits.reasoning, params.thinking_token_budget
+        if markers is not None and budget is not None:
             vocab_size = self.limits.vocab_size
-            parts.append(ThinkingBudget(marks.start_ids, marks.end_ids, budget, prompt, vocab_size=vocab_size))
+            parts.append(ThinkingBudget(markers.start_ids, markers.end_ids, budget, prompt, vocab_size=vocab_size))
         longer = [word for word in bad_words if len(word) > 1]
         if longer:
             parts.append(BadWords(longer, vocab_size=self.limits.vocab_size))

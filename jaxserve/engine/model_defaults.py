@@ -9,7 +9,7 @@ from jaxserve.device.build import EnginePlan
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.parsers import reasoning_parser, tool_parser
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.structured_output.reasoning import ReasoningMarks
+from jaxserve.structured_output.reasoning import ReasoningMarkers
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.text.tokenizer_files import read_json
 
@@ -24,7 +24,7 @@ def check_parsers(config: EngineConfig) -> None:
         tool_parser(config.tool_call_parser)
 
 
-def reasoning_marks(config: EngineConfig, tokenizer: Tokenizer | None) -> ReasoningMarks | None:
+def reasoning_markers(config: EngineConfig, tokenizer: Tokenizer | None) -> ReasoningMarkers | None:
     """Return the tokens that delimit the model's reasoning; None without a reasoning parser or a tokenizer."""
     if config.reasoning_parser is None or tokenizer is None:
         return None
@@ -32,7 +32,7 @@ def reasoning_marks(config: EngineConfig, tokenizer: Tokenizer | None) -> Reason
     start, end = (tokenizer.encode(text, add_special_tokens=False) for text in (parser.start_text, parser.end_text))
     if not start or not end:
         return None
-    return ReasoningMarks(config.reasoning_parser, tuple(start), tuple(end))
+    return ReasoningMarkers(config.reasoning_parser, tuple(start), tuple(end))
 
 
 def find_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:

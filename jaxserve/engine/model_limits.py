@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from jaxserve.errors import RequestError
 from jaxserve.layers.model_config import RopeConfig
 from jaxserve.layers.rope import length_regime
-from jaxserve.structured_output.reasoning import ReasoningMarks
+from jaxserve.structured_output.reasoning import ReasoningMarkers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class ModelLimits:
     has_priorities: bool = False
     shares_prefixes: bool = True
     arguments: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
-    reasoning: ReasoningMarks | None = None
+    reasoning: ReasoningMarkers | None = None
     rope: RopeConfig | None = None
     model_key: bytes = b""
 

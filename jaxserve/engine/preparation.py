@@ -10,7 +10,7 @@ from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stream import OutputStream
 from jaxserve.errors import SHUT_DOWN, DeadlineError, EngineDeadError
-from jaxserve.structured_output.grammars import own_error
+from jaxserve.structured_output.grammars import copy_error
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class Preparation:
                 error = None if request.grammar is None else request.grammar.exception()
                 if error is not None:
                     self._thread.check_alive()
-                    raise own_error(error) from error
+                    raise copy_error(error) from error
                 if begun.set_running_or_notify_cancel():
                     self._thread.submit(stream, request, deadline_s)
                     begun.set_result(None)

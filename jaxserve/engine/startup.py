@@ -24,7 +24,7 @@ from jaxserve.engine.model_defaults import (
     default_sampling_params,
     eos_token_ids,
     find_tokenizer,
-    reasoning_marks,
+    reasoning_markers,
 )
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.replica import Replica
@@ -146,7 +146,7 @@ def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer 
         has_priorities=config.scheduling_policy == "priority",
         shares_prefixes=config.enable_prefix_caching,
         arguments=plan.programs[0].arguments,
-        reasoning=reasoning_marks(config, tokenizer),
+        reasoning=reasoning_markers(config, tokenizer),
         rope=model.rope,
         model_key=key.encode(),
     )

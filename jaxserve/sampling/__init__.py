@@ -1,1 +1,1 @@
-"""Sampling: from logits to tokens, on the device."""
+"""Sample tokens from logits, on the device."""

@@ -162,7 +162,7 @@ def _tagged_text(params: StructuredOutputsParams, options: dict[str, Any], speci
     described = json.loads(params.structural_tag or "")
     triggers, structures = _tag_parts(described, params)
     lines = ["%llguidance {}", f"TEXT: {FREE_TEXT}"]
-    for place, tag in enumerate(structures):
+    for index, tag in enumerate(structures):
         begin, end = tag["begin"], tag["end"]
         trigger = next((text for text in triggers if begin.startswith(text)), None)
         if not trigger:
@@ -170,14 +170,14 @@ def _tagged_text(params: StructuredOutputsParams, options: dict[str, Any], speci
                 f"has a tag with begin={begin!r}, which starts with none of the triggers {triggers}", params
             )
         schema = json.dumps(_schema(tag["schema"], params, options))
-        head = f"head_{place}"
+        head = f"head_{index}"
         if trigger in special_tokens:
             lines.append(f"{head}: TEXT <[{special_tokens[trigger]}]>")
         else:
             lines.append(f"{head}[lazy]: TEXT {json.dumps(trigger)}")
         rest = json.dumps(begin[len(trigger) :]) if len(begin) > len(trigger) else ""
-        lines.append(f"tag_{place}: {head} {rest} %json {schema} {json.dumps(end) if end else ''}")
-    tags = " | ".join(f"tag_{place}" for place in range(len(structures)))
+        lines.append(f"tag_{index}: {head} {rest} %json {schema} {json.dumps(end) if end else ''}")
+    tags = " | ".join(f"tag_{index}" for index in range(len(structures)))
     return "\n".join([*lines, f"start: ({tags})* TEXT"])
 
 

@@ -52,9 +52,8 @@ class Vocabulary:
     def build(self) -> LLTokenizer:
         """Build llguidance's object, which takes seconds for a large vocabulary."""
         wrapper: Any = self
-        made = LLTokenizer(wrapper, n_vocab=len(self.tokens), eos_token=self.end_ids)
-        self._greedy = made
-        return made
+        self._greedy = LLTokenizer(wrapper, n_vocab=len(self.tokens), eos_token=self.end_ids)
+        return self._greedy
 
     def release(self) -> None:
         """Drop the reference to the object of `build`; it refers back to this one, invisible to the garbage
@@ -64,14 +63,14 @@ class Vocabulary:
     def __call__(self, text: str) -> list[int]:
         """Return ids that spell a text. llguidance calls this and accepts no exception."""
         try:
-            found = self._spelt(text)
+            found = self._tokenize(text)
         except Exception:  # a tokenizer may raise anything
             found = None
         if found is not None:
             return found
         return [] if self._greedy is None else self._greedy.greedy_tokenize(text)
 
-    def _spelt(self, text: str) -> list[int] | None:
+    def _tokenize(self, text: str) -> list[int] | None:
         """Return the tokenizer's ids; from the middle of a text if the tokenizer starts texts with a space."""
         if self._encode is None:
             return None

@@ -44,10 +44,10 @@ def argument_names(processors: Iterable[LogitsProcessor]) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for processor in processors:
-        for name, neutral in processor.arguments.items():
+        for name, default in processor.arguments.items():
             if name in found:
                 raise ConfigError(f"logits_processors: two processors have an argument named {name!r}; rename one")
-            found[name] = float(neutral)
+            found[name] = float(default)
     return found
 
 

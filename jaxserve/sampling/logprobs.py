@@ -73,8 +73,8 @@ def top_by_blocks(scores: Float[Array, "R V"], count: int) -> tuple[Float[Array,
     blocks = padded.reshape(rows, -1, _BLOCK)
     chosen = jnp.sort(lax.top_k(blocks.max(2), count)[1], axis=1)
     candidates = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(rows, -1)
-    top, places = lax.top_k(candidates, count)
-    ids = jnp.take_along_axis(chosen, places // _BLOCK, axis=1) * _BLOCK + places % _BLOCK
+    top, indices = lax.top_k(candidates, count)
+    ids = jnp.take_along_axis(chosen, indices // _BLOCK, axis=1) * _BLOCK + indices % _BLOCK
     return top, ids
 
 

@@ -17,7 +17,7 @@ NOWHERE = int(np.iinfo(np.int32).max)
 
 
 class Verification(NamedTuple):
-    """How the samples of a step belong together.
+    """Row and preceding token of each sample of a step.
 
     Attributes:
         rows: Row of each sample, ascending; the number of rows for an unused sample.
@@ -29,34 +29,34 @@ class Verification(NamedTuple):
 
     def drafts_before(self, max_drafts: int) -> Int[Array, "samples drafts"]:
         """Return the drafts of the same row up to each sample, at most ``max_drafts``, padded with ``NOWHERE``."""
-        place, first = jnp.arange(len(self.rows)), self._firsts()
-        drafts = place[:, None] - jnp.arange(max_drafts)
+        index, first = jnp.arange(len(self.rows)), self._firsts()
+        drafts = index[:, None] - jnp.arange(max_drafts)
         return jnp.where(drafts > first[:, None], self.followed[jnp.maximum(drafts, 0)], NOWHERE)
 
     def keep(self, tokens: Int[Array, " samples"]) -> "KeptTokens":
         """Return which of the sampled ``tokens`` are kept; a failed sample (below 0) and those after it are not."""
         first = self._firsts()
         is_first = first == jnp.arange(len(tokens))
-        is_wrong = (tokens < 0) | (~is_first & (self.followed != jnp.roll(tokens, 1)))
-        num_wrong = jnp.cumsum(is_wrong, dtype=jnp.int32)
-        stays = num_wrong == (num_wrong - is_wrong)[first]
-        goes_on = jnp.roll(stays & ~is_first, -1).at[-1].set(False)
-        return KeptTokens(stays, (stays | is_first) & ~goes_on)
+        is_rejected = (tokens < 0) | (~is_first & (self.followed != jnp.roll(tokens, 1)))
+        num_rejected = jnp.cumsum(is_rejected, dtype=jnp.int32)
+        is_kept = num_rejected == (num_rejected - is_rejected)[first]
+        has_next = jnp.roll(is_kept & ~is_first, -1).at[-1].set(False)
+        return KeptTokens(is_kept, (is_kept | is_first) & ~has_next)
 
     def _firsts(self) -> Int[Array, " samples"]:
         """Return the index of the first sample of each sample's row."""
-        place = jnp.arange(len(self.rows), dtype=jnp.int32)
+        index = jnp.arange(len(self.rows), dtype=jnp.int32)
         starts = jnp.append(True, self.rows[1:] != self.rows[:-1])
-        return lax.cummax(jnp.where(starts, place, 0))
+        return lax.cummax(jnp.where(starts, index, 0))
 
 
 class KeptTokens(NamedTuple):
     """The result of a verification.
 
     Attributes:
-        stays: Whether each sampled token is kept.
+        is_kept: Whether each sampled token is kept.
         is_latest: Whether it is the last kept token of its row; the first sample of a row where none is kept.
     """
 
-    stays: Bool[Array, " samples"]
+    is_kept: Bool[Array, " samples"]
     is_latest: Bool[Array, " samples"]

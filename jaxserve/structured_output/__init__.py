@@ -1,1 +1,1 @@
-"""Constraints on the next token: grammars, token lists, repetition, reasoning sections."""
+"""Constraints on the next token: grammars, bad words, thinking budgets."""

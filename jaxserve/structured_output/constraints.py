@@ -1,4 +1,4 @@
-"""Constraints on the next token that follow from the tokens before it, in plain Python. See `Constraint`."""
+"""Constraints on the next token in plain Python; see `Constraint`."""
 
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -10,12 +10,12 @@ from jaxserve.scheduling.sequence import Constraint
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_BAD_WORDS = 128
-"""Token sequences that `bad_words` may become; vLLM's default."""
+"""Most token sequences that `bad_words` may expand to; vLLM's default."""
 
 
 @cache
 def _all_allowed(vocab_size: int) -> np.ndarray:
-    """A mask with a bit for every id, as bytes; not to be changed."""
+    """Return a mask that allows every id, as bytes; callers must not modify it."""
     bits = np.zeros((vocab_size + 31) // 32 * 32, np.uint8)
     bits[:vocab_size] = 1
     return np.packbits(bits, bitorder="little")
@@ -36,11 +36,11 @@ def _only(token: int, vocab_size: int) -> bytes:
 
 
 class BadWords:
-    """Bans the last token of a sequence wherever the output ends with the tokens before it.
+    """Bans the last token of a word when the output ends with the tokens before it.
 
     Args:
-        token_sequences: Words of two or more tokens; those of one are banned everywhere and need no constraint.
-        vocab_size: Ids are below it.
+        token_sequences: Words of at least two tokens; words of one token need no constraint.
+        vocab_size: Vocabulary size.
     """
 
     def __init__(self, token_sequences: Iterable[Sequence[int]], vocab_size: int) -> None:
@@ -55,7 +55,7 @@ class BadWords:
             self._max_recent = max(self._max_recent, len(before))
 
     def mask(self) -> bytes | None:
-        """Tokens allowed next; None where no word is about to be complete."""
+        """Return the mask of the tokens allowed next; None if all are."""
         recent = self._recent
         words = self._words.get(recent[-1]) if recent else None
         if words is None:
@@ -64,7 +64,7 @@ class BadWords:
         return _without(banned, self._vocab_size) if banned else None
 
     def accept(self, token: int) -> bool:
-        """Takes the next token of the output; never ends the text."""
+        """Advance by the next token; never completes the output."""
         self._recent.append(token)
         if len(self._recent) > 2 * self._max_recent:
             del self._recent[: -self._max_recent]
@@ -72,17 +72,17 @@ class BadWords:
 
 
 class ThinkingBudget:
-    """Forces the end of a thinking section that has used its budget up: vLLM's ``thinking_token_budget``.
+    """Forces the end of a thinking section that has used up its budget: vLLM's ``thinking_token_budget``.
 
-    A section begins after the last start sequence, of the prompt or of the output, that no end sequence follows. Where
-    its tail already begins the end sequence, only the rest is forced. Each section has the whole budget.
+    A section starts after the last start sequence in prompt and output that no end sequence follows. If it already ends
+    with a prefix of the end sequence, only the rest is forced. Each section has the full budget.
 
     Args:
-        start_ids: Tokens that begin a section, such as those of ``<think>``.
+        start_ids: Tokens that start a section, such as those of ``<think>``.
         end_ids: Tokens that end it.
-        budget: Tokens it may have between them; those of the prompt count.
+        budget: Most tokens of a section, including those in the prompt.
         prompt_token_ids: The prompt.
-        vocab_size: Ids are below it.
+        vocab_size: Vocabulary size.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class ThinkingBudget:
         self._max_recent = max(len(self._start), len(self._end))
         prompt = list(prompt_token_ids)
         self._recent = prompt[-self._max_recent :]
-        start, end = _last_place(prompt, self._start), _last_place(prompt, self._end)
+        start, end = _last_index(prompt, self._start), _last_index(prompt, self._end)
         self._num_thinking = len(prompt) - start - len(self._start) if start > end else None
 
     def mask(self) -> bytes | None:
-        """Tokens allowed next: one, where the end is forced; else None."""
+        """Return a mask with a single token if the end is forced, else None."""
         if self._num_thinking is None or self._num_thinking < self._budget:
             return None
         recent, end = self._recent, self._end
@@ -114,7 +114,7 @@ class ThinkingBudget:
         return _only(end[num_written], self._vocab_size)
 
     def accept(self, token: int) -> bool:
-        """Takes the next token of the output; never ends the text."""
+        """Advance by the next token; never completes the output."""
         recent = self._recent
         recent.append(token)
         del recent[: -self._max_recent]
@@ -128,10 +128,10 @@ class ThinkingBudget:
 
 
 class AllOf:
-    """Several constraints at once. Where no token keeps to all of them, the first that has a mask counts alone.
+    """Combines constraints. If no token satisfies all of them, only the first one with a mask applies.
 
     Args:
-        constraints: At least one; the one that matters most first.
+        constraints: At least one constraint, in order of precedence.
     """
 
     def __init__(self, constraints: Sequence[Constraint]) -> None:
@@ -139,7 +139,7 @@ class AllOf:
         self._constraints = tuple(constraints)
 
     def mask(self) -> bytes | None:
-        """Tokens that every constraint allows."""
+        """Return the mask of the tokens that every constraint allows; None if all are."""
         masks = [mask for constraint in self._constraints if (mask := constraint.mask()) is not None]
         if len(masks) < 2:
             return masks[0] if masks else None
@@ -149,18 +149,18 @@ class AllOf:
         return words.tobytes() if words.any() else masks[0]
 
     def accept(self, token: int) -> bool:
-        """Takes the next token; returns whether it completes the text for any of them."""
+        """Advance by the next token; return whether it completes the output for any constraint."""
         complete = [constraint.accept(token) for constraint in self._constraints]
         return any(complete)
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[tuple[int, ...]]:
-    """Token sequences that spell bad words: each word as it begins a text and as it follows a space.
+    """Return the token sequences of bad words: each word alone and, as in vLLM, after a space.
 
-    The second form counts where it is as long as the first and begins with another token, as in vLLM.
+    The second form is used only if it has as many tokens as the first and another first token.
 
     Raises:
-        RequestError: A word without a token, or more than `MAX_BAD_WORDS` sequences.
+        RequestError: A word has no token, or there are more than `MAX_BAD_WORDS` sequences.
     """
     found: list[tuple[int, ...]] = []
     for word in words:
@@ -168,21 +168,21 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[tuple[int, 
         spaced = tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False)
         if not plain:
             raise RequestError(
-                f"bad_words needs words with at least one token; {word!r} has none", parameter="bad_words", value=words
+                f"bad_words must have at least one token each; {word!r} has none", parameter="bad_words", value=words
             )
         found.append(tuple(plain))
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
             found.append(tuple(spaced))
     if len(found) > MAX_BAD_WORDS:
-        message = f"bad_words became {len(found)} token sequences; at most {MAX_BAD_WORDS} are allowed"
+        message = f"bad_words expand to {len(found)} token sequences; at most {MAX_BAD_WORDS} are allowed"
         raise RequestError(message, parameter="bad_words", value=words)
     return found
 
 
-def _last_place(tokens: list[int], part: list[int]) -> int:
-    """Index of the last occurrence, -1 where there is none."""
+def _last_index(tokens: list[int], part: list[int]) -> int:
+    """Return the index of the last occurrence, or -1."""
     first = part[0]
-    for place in range(len(tokens) - len(part), -1, -1):
-        if tokens[place] == first and tokens[place : place + len(part)] == part:
-            return place
+    for index in range(len(tokens) - len(part), -1, -1):
+        if tokens[index] == first and tokens[index : index + len(part)] == part:
+            return index
     return -1

@@ -1,4 +1,4 @@
-"""Grammars for structured outputs: compiled off the step loop, cached, and advanced token by token."""
+"""Compile, cache and advance grammars for structured outputs."""
 
 import base64
 import concurrent.futures
@@ -23,21 +23,21 @@ from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.text.tokenizer import Tokenizer
 
 _OVER_LIMIT = "too many"
-"""What llguidance's errors of exceeded limits have in common: too many items, expressions or lexer states."""
+"""Part of llguidance's errors about exceeded limits: too many items, expressions or lexer states."""
 
 
 class GrammarConstraint:
-    """A `Constraint`: one text's place in a grammar. Made by `Grammar.constraint`.
+    """A `Constraint` that tracks one completion's state in a grammar; created by `Grammar.constraint`.
 
     Args:
         grammar: The grammar.
-        matcher: At the start; this object's own.
-        end_ids: Tokens that end the text where the grammar lets it.
+        matcher: Matcher in its initial state, not shared.
+        end_ids: End-of-sequence tokens.
         num_words: Length of a mask in 32-bit words.
-        private_id: An id above the model's that stands for the end, for a model without a token for it.
+        virtual_eos_id: End-of-sequence id outside the vocabulary, for a model without such a token.
     """
 
-    __slots__ = ("_end_ids", "_grammar", "_mask", "_matcher", "_num_words", "_private_id")
+    __slots__ = ("_end_ids", "_grammar", "_mask", "_matcher", "_num_words", "_virtual_eos_id")
 
     def __init__(
         self,
@@ -45,50 +45,50 @@ class GrammarConstraint:
         matcher: LLMatcher,
         end_ids: frozenset[int],
         num_words: int,
-        private_id: int | None,
+        virtual_eos_id: int | None,
     ) -> None:
         self._grammar = grammar
         self._matcher = matcher
         self._end_ids = end_ids
         self._num_words = num_words
-        self._private_id = private_id
+        self._virtual_eos_id = virtual_eos_id
         self._mask: bytes | None = None
 
     def mask(self) -> bytes:
-        """Tokens allowed next, as bits.
+        """Return the bit mask of the tokens allowed next.
 
         Raises:
-            RequestError: The grammar is too complex for this text.
-            RuntimeError: The vocabulary cannot spell what the grammar needs next.
+            RequestError: The grammar is too complex for this completion.
+            RuntimeError: The vocabulary cannot spell what the grammar requires next.
         """
         if self._mask is None:
             self._mask = self._compute()
         return self._mask
 
     def accept(self, token: int) -> bool:
-        """Takes the next token; returns whether the text is complete with it and ends.
+        """Advance by the next token; return whether it completes the output.
 
         Raises:
-            RequestError: The grammar is too complex for this text.
-            RuntimeError: The token is none that the mask allows.
+            RequestError: The grammar is too complex for this completion.
+            RuntimeError: The mask does not allow the token.
         """
         self._mask = None
         if not self._matcher.consume_token(token):
-            raise self._failure(f"token {token} does not fit the structured output")
+            raise self._failure(f"token {token} is not allowed by the structured output")
         if token in self._end_ids:
             return True
-        return self._private_id is not None and (self._matcher.is_stopped() or not any(self.mask()))
+        return self._virtual_eos_id is not None and (self._matcher.is_stopped() or not any(self.mask()))
 
     def _compute(self) -> bytes:
-        if self._private_id is None:
+        if self._virtual_eos_id is None:
             words = np.empty((1, self._num_words), np.int32)
         else:
-            words = np.empty((1, self._private_id // 32 + 1), np.int32)
+            words = np.empty((1, self._virtual_eos_id // 32 + 1), np.int32)
         fill_next_token_bitmask(self._matcher, words)
         if self._matcher.is_error() or not words.any():
-            raise self._failure("the structured output cannot go on")
-        if self._private_id is not None:
-            words.view(np.uint32)[0, -1] &= ~np.uint32(1 << self._private_id % 32)
+            raise self._failure("the structured output cannot continue")
+        if self._virtual_eos_id is not None:
+            words.view(np.uint32)[0, -1] &= ~np.uint32(1 << self._virtual_eos_id % 32)
         return words[0, : self._num_words].tobytes()
 
     def _failure(self, what: str) -> Exception:
@@ -101,18 +101,18 @@ class GrammarConstraint:
 
 
 class Grammar:
-    """A compiled grammar, shared by all texts that keep to it.
+    """A compiled grammar, shared by all completions that use it.
 
     Args:
-        params: The parameters that it was compiled from.
-        matcher: At the start of a text.
-        end_ids: Tokens that end a text.
-        vocab_size: Ids are below it.
+        params: Parameters that it was compiled from.
+        matcher: Matcher in its initial state.
+        end_ids: End-of-sequence tokens.
+        vocab_size: Vocabulary size.
 
     Attributes:
-        params: The parameters that it was compiled from.
-        is_exhausted: Whether a text has exceeded llguidance's limits. Copies of a matcher share their lexer and its
-            limits, so no text can continue, and the grammar must be compiled again for new ones.
+        params: Parameters that it was compiled from.
+        is_exhausted: Whether a completion has exceeded llguidance's limits. Copies of a matcher share their lexer and
+            its limits, so no completion can continue, and the grammar must be compiled again for new ones.
     """
 
     def __init__(
@@ -125,17 +125,17 @@ class Grammar:
         self._vocab_size = vocab_size
 
     def constraint(self) -> GrammarConstraint:
-        """A new text's constraint, at its start."""
-        private_id = None if self._end_ids else self._vocab_size
+        """Create the constraint of a new completion."""
+        virtual_eos_id = None if self._end_ids else self._vocab_size
         num_words = (self._vocab_size + 31) // 32
-        return GrammarConstraint(self, self._matcher.deep_copy(), self._end_ids, num_words, private_id)
+        return GrammarConstraint(self, self._matcher.deep_copy(), self._end_ids, num_words, virtual_eos_id)
 
 
-class CompiledLater:
-    """A `Constraint`: the start of a grammar that is still being compiled. Used only once the grammar is there.
+class DeferredConstraint:
+    """A `Constraint` whose grammar may still be compiling; used only once it is compiled.
 
     Args:
-        grammar: What ``GrammarCompiler.submit`` returned.
+        grammar: Future from ``GrammarCompiler.submit``.
     """
 
     __slots__ = ("_constraint", "_grammar")
@@ -168,7 +168,7 @@ def _error(matcher: LLMatcher) -> str:
 
 
 class _Prepared(NamedTuple):
-    """The vocabulary in llguidance's form, its special tokens by name, and the processes that try grammars out."""
+    """The vocabulary in llguidance's form, its special tokens by name, and the processes that check grammars."""
 
     vocabulary: Vocabulary
     tokenizer: LLTokenizer
@@ -177,17 +177,17 @@ class _Prepared(NamedTuple):
 
 
 class GrammarCompiler:
-    """Compiles grammars on threads of its own, and keeps them.
+    """Compiles grammars on its own threads, and caches them.
 
-    Each grammar is tried out in a process with limits on time, memory and stack before the engine's own process takes
-    it: llguidance can hang or crash on small ones.
+    Each grammar is first compiled in a child process with limits on time, memory and stack, because llguidance can hang
+    or crash on small grammars.
 
     Args:
-        tokenizer: The model's.
-        vocab_size: The model's number of ids; those without a token are never allowed.
-        eos_token_ids: Tokens that end a text; where there is none, a text ends when its grammar allows nothing more.
-        limits: What compiling may take.
-        num_threads: Grammars compiled at the same time.
+        tokenizer: Tokenizer of the model.
+        vocab_size: Vocabulary size of the model; ids without a token are never allowed.
+        eos_token_ids: End-of-sequence tokens; without any, a completion ends when its grammar allows no further token.
+        limits: Limits on compilation.
+        num_threads: Number of grammars compiled in parallel.
     """
 
     def __init__(
@@ -207,14 +207,14 @@ class GrammarCompiler:
         self._cached: OrderedDict[tuple[str, ...], concurrent.futures.Future[Grammar]] = OrderedDict()
         self._num_waiting = 0
         self._is_closed = False
-        self._lock = threading.Lock()  # of all the above
+        self._lock = threading.Lock()  # guards all of the above
         self._prepared: _Prepared | None = None
         self._prepare_lock = threading.Lock()
 
     def submit(self, params: StructuredOutputsParams) -> concurrent.futures.Future[Grammar]:
-        """The grammar, as soon as it is compiled: at once where it is cached. Cannot be cancelled: others may share it.
+        """Compile a grammar, or return the cached one. The future is shared and cannot be cancelled.
 
-        The future fails with a `RequestError` that names ``structured_outputs`` where the parameters are at fault.
+        The future fails with a `RequestError` that names ``structured_outputs`` if the parameters are invalid.
         """
         future: concurrent.futures.Future[Grammar] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
@@ -226,19 +226,19 @@ class GrammarCompiler:
                     self._cached[key] = cached
                     return cached
                 if self._num_waiting >= self._limits.max_waiting:
-                    raise grammar_error(f"has to wait: {self._num_waiting} others are not compiled yet", params)
+                    raise grammar_error(f"is rejected: {self._num_waiting} grammars are waiting to be compiled", params)
                 self._threads.submit(self._run, key, params, future)
                 self._num_waiting += 1
                 self._cached[key] = future
                 self._evict()
         except RequestError as error:
             future.set_exception(error)
-        except RuntimeError:  # the threads have ended
+        except RuntimeError:  # the pool is shut down
             future.set_exception(EngineDeadError(SHUT_DOWN))
         return future
 
     def close(self) -> None:
-        """Ends the threads and processes; what is not compiled yet fails."""
+        """End the threads and processes; grammars not compiled yet fail."""
         self._is_closed = True
         if self._prepared is not None:
             self._prepared.checkers.kill()
@@ -249,7 +249,7 @@ class GrammarCompiler:
         self._cached.clear()
 
     def _evict(self) -> None:
-        """Forgets the grammars used least recently that are too many or too large together."""
+        """Evict the least recently used grammars beyond the limits on number and bytes."""
         num_bytes = sum(len(key[1]) for key in self._cached)
         while len(self._cached) > self._limits.max_cached or num_bytes > self._limits.max_cached_bytes:
             key, _ = self._cached.popitem(last=False)
@@ -275,7 +275,7 @@ class GrammarCompiler:
         prepared = self._prepare()
         source = write_grammar(params, prepared.special_tokens)
         try:
-            text = self._checked(prepared.checkers, source.text, source.is_ebnf)
+            text = self._check(prepared.checkers, source.text, source.is_ebnf)
             matcher = make_matcher(prepared.tokenizer, text)
         except (ValueError, RuntimeError) as error:
             if self._is_closed:
@@ -285,11 +285,11 @@ class GrammarCompiler:
             raise grammar_error(f"cannot be compiled: {error}", params) from error
         grammar = Grammar(params, matcher, self._end_ids, self._vocab_size)
         if not self._end_ids and not any(grammar.constraint().mask()):
-            raise grammar_error("allows only the empty text, and the model has no token that ends a text", params)
+            raise grammar_error("matches only the empty string, and the model has no end-of-sequence token", params)
         return grammar
 
     def _prepare(self) -> _Prepared:
-        """Makes the vocabulary on first use."""
+        """Create the vocabulary and the processes on first use."""
         with self._prepare_lock:
             if self._prepared is None:
                 vocabulary = self._make_vocabulary()
@@ -315,45 +315,41 @@ class GrammarCompiler:
             if token in special and raw:
                 raw = SPECIAL_MARK + raw
             elif raw.startswith(SPECIAL_MARK):
-                raw = b""  # a byte that no valid text has
+                raw = b""  # would be taken for a special token; no valid text has this byte
             tokens.append(raw)
         if not self._end_ids:
             tokens.append(b"")
         end_ids = sorted(self._end_ids) or [self._vocab_size]
         return Vocabulary(tokens, end_ids, partial(self._tokenizer.encode, add_special_tokens=False))
 
-    def _checked(self, checkers: ProcessPool, grammar: str, is_ebnf: bool) -> str:
-        """Try a grammar out in a child process; return it in llguidance's form.
+    def _check(self, checkers: ProcessPool, grammar: str, is_ebnf: bool) -> str:
+        """Compile a grammar in a child process; return it in llguidance's form.
 
         Args:
             checkers: The processes.
-            grammar: The grammar, in llguidance's form,
-            is_ebnf: or in llama.cpp's EBNF.
+            grammar: The grammar.
+            is_ebnf: Whether it may be in llama.cpp's EBNF instead of llguidance's form.
 
         Raises:
-            ValueError: It is wrong, or takes more time, memory or stack than allowed.
+            ValueError: The grammar is invalid, or exceeds the time, memory or stack limit.
         """
         start_s = time.monotonic()
-        answer = checkers.run(json.dumps({"grammar": grammar, "is_ebnf": is_ebnf}), self._limits.time_s)
-        if answer is None:
-            is_late = time.monotonic() - start_s >= self._limits.time_s
-            why = (
-                f"not done within {self._limits.time_s:g} s"
-                if is_late
-                else "it takes more memory or stack than allowed"
-            )
-            raise ValueError(f"it is too complex: {why}")
-        if "error" in answer:
-            raise ValueError(answer["error"])
-        return answer["grammar"]
+        result = checkers.run(json.dumps({"grammar": grammar, "is_ebnf": is_ebnf}), self._limits.time_s)
+        if result is None:
+            timed_out = time.monotonic() - start_s >= self._limits.time_s
+            timeout = f"not compiled within {self._limits.time_s:g} s"
+            raise ValueError(f"it is too complex: {timeout if timed_out else 'it exceeds the memory or stack limit'}")
+        if "error" in result:
+            raise ValueError(result["error"])
+        return result["grammar"]
 
 
-def own_error(error: BaseException) -> BaseException:
-    """One request's error of a grammar's, which others share."""
+def copy_error(error: BaseException) -> BaseException:
+    """Return a copy of a grammar's error for one request, because requests share the grammar."""
     if isinstance(error, EngineDeadError):
         return EngineDeadError(str(error))
     if not isinstance(error, RequestError):
         return error
-    own = RequestError(str(error))
-    own.parameter = error.parameter
-    return own
+    copy = RequestError(str(error))
+    copy.parameter = error.parameter
+    return copy

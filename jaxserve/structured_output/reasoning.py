@@ -1,4 +1,4 @@
-"""Structured outputs of models that reason: the rule holds from the end of the reasoning on, as in vLLM."""
+"""Structured outputs of reasoning models: as in vLLM, constraints apply after the end of the reasoning."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,15 +8,15 @@ from jaxserve.scheduling.sequence import Constraint
 from jaxserve.text.tokenizer import Tokenizer
 
 _TAIL_LENGTH = 32
-"""Tokens of a prompt's end that hold an open or a closed reasoning, each mark spelled letter by letter at the worst."""
+"""Number of last prompt tokens to search for markers; enough even if they are tokenized letter by letter."""
 
 
-class ReasoningMarks(NamedTuple):
-    """How a model marks its reasoning.
+class ReasoningMarkers(NamedTuple):
+    """Tokens that delimit a model's reasoning.
 
     Attributes:
-        name: Of the format, in ``jaxserve.parsers``.
-        start_ids: Tokens that begin it.
+        name: Name of the reasoning parser.
+        start_ids: Tokens that start the reasoning.
         end_ids: Tokens that end it.
     """
 
@@ -26,71 +26,72 @@ class ReasoningMarks(NamedTuple):
 
 
 class Reasoning(NamedTuple):
-    """What of an answer may be reasoning.
+    """How an output may start with reasoning.
 
     Attributes:
-        marks: The model's.
-        is_open: Whether the answer begins inside of it; None where it does if its first token is ``marks.start_ids``.
+        markers: Markers of the model.
+        is_open: Whether the output starts inside the reasoning; None if that depends on whether its first token is
+            ``markers.start_ids``.
     """
 
-    marks: ReasoningMarks
+    markers: ReasoningMarkers
     is_open: bool | None
 
 
 def find_reasoning(
-    marks: ReasoningMarks, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], is_chat: bool
+    markers: ReasoningMarkers, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], is_chat: bool
 ) -> Reasoning | None:
-    """The reasoning that the answer to a prompt begins with; None where there is none.
+    """Return how the output of a prompt may start with reasoning; None if it cannot.
 
     Args:
-        marks: The model's.
-        tokenizer: The model's.
-        prompt_token_ids: They may have opened or closed the reasoning at their end.
-        is_chat: Whether the prompt is a conversation, so that the format tells where the prompt says nothing. Other
-            prompts have reasoning only where they have opened it.
+        markers: Markers of the model.
+        tokenizer: Tokenizer of the model.
+        prompt_token_ids: The prompt, which may start or end the reasoning itself.
+        is_chat: Whether the prompt is a conversation; then the reasoning parser decides if the prompt has no markers.
+            Other prompts have reasoning only if they start it.
     """
     tail = tokenizer.decode(prompt_token_ids[-_TAIL_LENGTH:], skip_special_tokens=False)
-    is_open = starts_in_reasoning(tail, marks.name)
+    is_open = starts_in_reasoning(tail, markers.name)
     if is_chat:
-        is_open = reasoning_parser(marks.name).begins_inside(is_open)
-    if is_open is None and not (is_chat and len(marks.start_ids) == 1):
+        is_open = reasoning_parser(markers.name).begins_inside(is_open)
+    if is_open is None and not (is_chat and len(markers.start_ids) == 1):
         is_open = False
-    return None if is_open is False else Reasoning(marks, is_open)
+    return None if is_open is False else Reasoning(markers, is_open)
 
 
 class AfterReasoning:
-    """A `Constraint` that lets an answer reason freely, and then holds another.
+    """A `Constraint` that applies another one after the reasoning.
 
     Args:
-        rule: The other, at its start.
-        reasoning: What comes before it.
+        constraint: The other constraint, in its initial state.
+        reasoning: How the output starts with reasoning.
     """
 
-    def __init__(self, rule: Constraint, reasoning: Reasoning):
-        self._rule = rule
-        self._marks = reasoning.marks
+    def __init__(self, constraint: Constraint, reasoning: Reasoning):
+        self._constraint = constraint
+        self._markers = reasoning.markers
         self._is_open = reasoning.is_open
         self._recent: list[int] = []
 
     def mask(self) -> bytes | None:
-        """Tokens allowed next; None inside the reasoning."""
+        """Return the mask of the tokens allowed next; None inside the reasoning."""
         if self._is_open:
             return None
-        mask = self._rule.mask()
+        mask = self._constraint.mask()
         if self._is_open is False or mask is None:
             return mask
-        start = self._marks.start_ids[0]
+        start = self._markers.start_ids[0]
         return mask[: start >> 3] + bytes([mask[start >> 3] | 1 << (start & 7)]) + mask[(start >> 3) + 1 :]
 
     def accept(self, token: int) -> bool:
-        """Takes the next token; returns whether the text is complete with it."""
+        """Advance by the next token; return whether it completes the output."""
         if self._is_open is None:
-            self._is_open = token == self._marks.start_ids[0]
+            self._is_open = token == self._markers.start_ids[0]
             if self._is_open:
                 return False
         if not self._is_open:
-            return self._rule.accept(token)
-        end = list(self._marks.end_ids)
+            return self._constraint.accept(token)
+        end = list(self._markers.end_ids)
         self._recent = [*self._recent, token][-len(end) :]
         self._is_open = self._recent != end
         return False

@@ -159,7 +159,7 @@ def test_bad_word_ids_of_real_tokenizers(name: str, real_tokenizer) -> None:
 def test_bad_words_that_are_none(tiny_tokenizers: dict[str, Tokenizer]) -> None:
     """White space alone, and far too many."""
     tokenizer = tiny_tokenizers["byte-level"]
-    with pytest.raises(RequestError, match="at least one token; '  ' has none"):
+    with pytest.raises(RequestError, match="at least one token each; '  ' has none"):
         bad_word_ids(tokenizer, ["  "])
     with pytest.raises(RequestError, match="129 token sequences; at most 128"):
         bad_word_ids(tokenizer, ["xy"] * 129)

@@ -186,7 +186,7 @@ def test_a_token_stays_while_the_drafts_before_it_are_what_was_sampled(seed: int
             stays.append(stays[-1] and tokens[i] >= 0 and followed[i] == tokens[i - 1])
             padded = [*followed[first + 1 : i + 1][::-1], *[NOWHERE] * MAX_SAMPLES]
             assert drafts[i].tolist() == padded[: MAX_SAMPLES - 1]
-        assert np.asarray(found.stays)[first : first + count].tolist() == stays
+        assert np.asarray(found.is_kept)[first : first + count].tolist() == stays
         latest = max(sum(map(bool, stays)), 1) - 1
         assert np.asarray(found.is_latest)[first : first + count].nonzero()[0].tolist() == [latest]
     assert num_samples + num_padding == len(rows)

@@ -364,7 +364,7 @@ def test_without_an_end_token_the_last_token_completes(
     for token in spelt(demo, "aaaa"):
         assert token in ids_of(going_on.mask())
         assert not going_on.accept(token)
-    with pytest.raises(RequestError, match="allows only the empty text, and the model has no token that ends a text"):
+    with pytest.raises(RequestError, match="matches only the empty string, and the model has no end-of-sequence token"):
         compiled(compiler, regex="")
 
 
@@ -404,9 +404,9 @@ def test_a_token_that_does_not_fit_is_an_error(compiler: GrammarCompiler, demo: 
     """It can only come from a fault elsewhere; the constraint is of no more use."""
     constraint = compiled(compiler, regex="a").constraint()
     (b,) = spelt(demo, "b")
-    with pytest.raises(RuntimeError, match=f"token {b} does not fit the structured output"):
+    with pytest.raises(RuntimeError, match=f"token {b} is not allowed by the structured output"):
         constraint.accept(b)
-    with pytest.raises(RuntimeError, match="cannot go on"):
+    with pytest.raises(RuntimeError, match="cannot continue"):
         constraint.mask()
 
 
@@ -520,7 +520,7 @@ def chained(num_rules: int) -> str:
 
 def test_a_grammar_that_crashes_the_library_fails_alone(compiler: GrammarCompiler, demo: Tokenizer) -> None:
     """60 kB are enough to overflow its stack."""
-    with pytest.raises(RequestError, match="it takes more memory or stack than allowed"):
+    with pytest.raises(RequestError, match="it exceeds the memory or stack limit"):
         compiled(compiler, grammar=chained(10_000))
     assert takes(compiled(compiler, regex="after+"), demo, spelt(demo, "after"))
 
@@ -546,7 +546,7 @@ def test_a_grammar_that_never_gets_done_fails_on_time(demo: Tokenizer) -> None:
     compiler = GrammarCompiler(demo, 400, [2], limits=GrammarLimits(time_s=0.5), num_threads=1)
     slow = compiler.submit(StructuredOutputsParams(json={"type": "integer", "multipleOf": 62615533}))
     behind = compiler.submit(StructuredOutputsParams(regex="ab"))
-    with pytest.raises(RequestError, match="it is too complex: not done within 0.5 s"):
+    with pytest.raises(RequestError, match="it is too complex: not compiled within 0.5 s"):
         slow.result(60)
     assert takes(behind.result(60), demo, spelt(demo, "ab"))
     compiler.close()
@@ -556,7 +556,7 @@ def test_a_grammar_that_never_gets_done_fails_on_time(demo: Tokenizer) -> None:
 def test_memory_of_compiling_is_limited(demo: Tokenizer) -> None:
     """The process that tries grammars gets no more of it."""
     compiler = GrammarCompiler(demo, 400, [2], limits=GrammarLimits(memory_bytes=1 << 20), num_threads=1)
-    with pytest.raises(RequestError, match="it takes more memory or stack than allowed"):
+    with pytest.raises(RequestError, match="it exceeds the memory or stack limit"):
         compiled(compiler, grammar="start: " + " ".join(f'"{place}"{{1,1000}}' for place in range(3000)))
     compiler.close()
 
@@ -597,7 +597,7 @@ def test_those_that_wait_are_bounded_and_end_with_the_compiler(demo: Tokenizer) 
     compiler = GrammarCompiler(demo, 400, [2], limits=GrammarLimits(time_s=60.0, max_waiting=2), num_threads=1)
     slow = compiler.submit(StructuredOutputsParams(json={"type": "integer", "multipleOf": 62615533}))
     behind = compiler.submit(StructuredOutputsParams(regex="ab"))
-    with pytest.raises(RequestError, match="regex has to wait: 2 others are not compiled yet"):
+    with pytest.raises(RequestError, match="regex is rejected: 2 grammars are waiting to be compiled"):
         compiled(compiler, regex="b")
     compiler.close()
     for future in (slow, behind):

@@ -7,11 +7,11 @@ import pytest
 
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
 from jaxserve.demo import MODEL_DIRECTORY
-from jaxserve.structured_output.reasoning import AfterReasoning, Reasoning, ReasoningMarks, find_reasoning
+from jaxserve.structured_output.reasoning import AfterReasoning, Reasoning, ReasoningMarkers, find_reasoning
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 OPEN, CLOSE = (5,), (6, 7)
-MARKS = ReasoningMarks("qwen3", OPEN, CLOSE)
+MARKS = ReasoningMarkers("qwen3", OPEN, CLOSE)
 CHOICE = SamplingParams(
     temperature=0.0, max_tokens=40, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])
 )
@@ -64,7 +64,7 @@ def test_the_first_token_says_whether_there_is_reasoning() -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """The demo model's, which spells marks letter by letter."""
+    """The demo model's, which spells markers letter by letter."""
     return load_tokenizer(MODEL_DIRECTORY)
 
 
@@ -85,13 +85,13 @@ def tokenizer() -> Tokenizer:
 def test_prompts_that_open_or_close_the_reasoning(
     tokenizer: Tokenizer, name: str, text: str, is_chat: bool, expected: bool | str | None
 ) -> None:
-    found = find_reasoning(ReasoningMarks(name, OPEN, CLOSE), tokenizer, tokenizer.encode(text), is_chat)
+    found = find_reasoning(ReasoningMarkers(name, OPEN, CLOSE), tokenizer, tokenizer.encode(text), is_chat)
     assert ("none" if found is None else found.is_open) == expected
 
 
 def test_a_mark_of_many_tokens_is_not_looked_for_in_the_answer(tokenizer: Tokenizer) -> None:
-    marks = ReasoningMarks("qwen3", (5, 6), CLOSE)
-    assert find_reasoning(marks, tokenizer, tokenizer.encode("assistant:"), True) is None
+    markers = ReasoningMarkers("qwen3", (5, 6), CLOSE)
+    assert find_reasoning(markers, tokenizer, tokenizer.encode("assistant:"), True) is None
 
 
 @pytest.fixture(scope="module")
