@@ -303,6 +303,8 @@ class GrammarCompiler:
                 }
                 checkers = ProcessPool([grammar_check.__file__], setup, is_quiet=True)
                 self._prepared = _Prepared(vocabulary, vocabulary.build(), names, checkers)
+                if self._is_closed:  # ``close`` has not seen them
+                    checkers.kill()
             return self._prepared
 
     def _make_vocabulary(self) -> Vocabulary:
