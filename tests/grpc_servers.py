@@ -13,7 +13,8 @@ from jaxserve.metric_types import Gauge, Metric
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.server.auth import Authenticator
-from jaxserve.server.engine_client import EngineClient, EngineInfo
+from jaxserve.server.engine_client import EngineClient
+from jaxserve.server.engine_messages import EngineInfo
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend, ParserNames
@@ -84,7 +85,7 @@ class FakeEngine(EngineClient):
         """A small model."""
         if not self.is_ready:
             raise UnavailableError("the server is starting")
-        return EngineInfo(model=MODEL, default_fields=self.default_fields, ledger="")
+        return EngineInfo(model=MODEL, default_fields=self.default_fields)
 
     async def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
         """Deltas, or one output at the end."""

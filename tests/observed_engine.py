@@ -10,7 +10,8 @@ from jaxserve.metric_types import Metric
 from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.auth import Authenticator, Caller
-from jaxserve.server.engine_client import EngineClient, EngineInfo
+from jaxserve.server.engine_client import EngineClient
+from jaxserve.server.engine_messages import EngineInfo
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend
@@ -112,7 +113,7 @@ class ObservedEngine(EngineClient):
         """What runs, once it does."""
         if not self.is_ready:
             raise UnavailableError("the engine is not ready")
-        return EngineInfo(model=MODEL, default_fields={}, ledger="the ledger")
+        return EngineInfo(model=MODEL, default_fields={})
 
     async def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
         """Plays the script."""

@@ -1,6 +1,5 @@
 """The engine as the front end sees it: a process that generates, embeds, tokenizes and reports."""
 
-import dataclasses
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -8,62 +7,11 @@ from typing import Any
 from jaxserve.errors import ConfigError
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import RequestOutput
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.engine_link import EngineLink, open_link
-from jaxserve.server.engine_messages import Start
+from jaxserve.server.engine_messages import EngineInfo, Start
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnavailableError
-from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.server.settings import ServerConfig
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineInfo:
-    """The engine process of a front end.
-
-    Attributes:
-        model: The model and what it runs on; ``id`` and ``created`` are empty.
-        default_fields: The fields of ``SamplingParams`` that the model's generation_config.json sets.
-        ledger: The memory ledger, as the startup log shows it.
-        extra_arguments: Names that requests' ``extra_args`` may have.
-        max_output_tokens: Most output tokens of any request; None: as many as its context holds.
-    """
-
-    model: model_pb2.Model
-    default_fields: dict[str, Any]
-    ledger: str
-    extra_arguments: tuple[str, ...] = ()
-    max_output_tokens: int | None = None
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest context, in tokens."""
-        return self.model.max_model_len
-
-    def sampling_params(self, given: dict[str, Any], *, is_chat: bool = False) -> SamplingParams:
-        """Build and check the parameters of a request, whichever API it came through.
-
-        A field that is None counts as not given and has the model's default. ``max_tokens`` else has vLLM's default:
-        all that the context holds for a conversation, 16 for other prompts; at most ``max_output_tokens``.
-
-        Raises:
-            RequestError: An unknown field, or a wrong value.
-        """
-        values = {name: value for name, value in given.items() if value is not None}
-        if is_chat and "max_tokens" not in self.default_fields:
-            values.setdefault("max_tokens", None)
-        params = SamplingParams.from_optional(**{**self.default_fields, **values})
-        limit = self.max_output_tokens
-        if limit is not None and (params.max_tokens is None or params.max_tokens > limit):
-            return params.clone(max_tokens=limit)
-        return params
-
-
-def find_max_output_tokens(arguments: Mapping[str, Any], default_fields: Mapping[str, Any]) -> int | None:
-    """Return the operator's ``max_new_tokens``, which is a limit as in vLLM; the model's own is only a default."""
-    if arguments.get("generation_config", "auto") not in ("auto", "vllm"):
-        return default_fields.get("max_tokens")
-    return (arguments.get("override_generation_config") or {}).get("max_new_tokens")
 
 
 class EngineClient:
@@ -82,7 +30,6 @@ class EngineClient:
         self._arguments = dict(engine_arguments)
         self._config = config
         self._link: EngineLink | None = None
-        self._info: EngineInfo | None = None
 
     async def start(self) -> None:
         """Start the process, or start it again after it has ended; wait until the engine is ready.
@@ -105,14 +52,6 @@ class EngineClient:
                 chat_template_timeout=config.chat_template_timeout,
                 chat_template_content_format=config.chat_template_content_format,
             )
-        )
-        ready = self._link.ready
-        self._info = EngineInfo(
-            model=model_pb2.Model.FromString(ready.model),
-            default_fields=ready.default_fields,
-            ledger=ready.ledger,
-            extra_arguments=ready.extra_arguments,
-            max_output_tokens=find_max_output_tokens(self._arguments, ready.default_fields),
         )
 
     def fail_requests(self, reason: str) -> None:
@@ -146,12 +85,12 @@ class EngineClient:
         Raises:
             UnavailableError: The engine is not ready.
         """
-        self._ready_link()
-        if self._info is None or not self.is_alive:
+        link = self._ready_link()
+        if not link.is_alive:
             raise UnavailableError("the engine process has ended")
-        return self._info
+        return link.info
 
-    async def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs until the request finishes. Closing the generator, or cancelling its reader, ends the request.
 
         Deltas that arrive while the reader is busy are merged. The first output has the prompt's token ids, text and
@@ -164,16 +103,7 @@ class EngineClient:
             DeadlineError: The deadline has passed.
             EngineDeadError: The engine has ended.
         """
-        link = self._ready_link()
-        collector = link.submit(request, request_id)
-        try:
-            while True:
-                output = await collector.get()
-                yield output
-                if output.finished:
-                    return
-        finally:
-            link.release(collector)
+        return self._ready_link().generate(request, request_id)
 
     async def tokenize(
         self, text: str, add_special_tokens: bool = True, with_strings: bool = False

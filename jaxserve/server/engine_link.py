@@ -2,26 +2,29 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import signal
 import socket
 import sys
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from jaxserve.child_process import child_environment
-from jaxserve.errors import ConfigError, EngineDeadError, RequestError
+from jaxserve.errors import ConfigError, DeadlineError, EngineDeadError, JaxserveError, RequestError
+from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.server.engine_messages import (
     HEADER,
     MAX_FROM_ENGINE_BYTES,
     MAX_TO_ENGINE_BYTES,
     Cancel,
+    EngineInfo,
     Failure,
     FrameError,
     FromEngine,
     Outputs,
     Query,
     QueryResult,
-    Ready,
     Start,
     Stop,
     Submit,
@@ -31,11 +34,11 @@ from jaxserve.server.engine_messages import (
     unpack,
 )
 from jaxserve.server.engine_request import EngineRequest
-from jaxserve.server.output_collector import OutputCollector
 
 logger = logging.getLogger(__name__)
 
 _EXIT_S = 2.0  # from the end of the connection to that of the process
+_GRACE_S = 0.5  # after a request's deadline, which the engine process should notice first
 _WATCH_S = 1.0  # between two checks of the heartbeats
 _STDERR = 2
 
@@ -83,10 +86,10 @@ class EngineLink:
     """An engine process and the connection to it. Make one with ``open_link``.
 
     Attributes:
-        ready: What the engine said about itself when it was ready.
+        info: What the engine process runs.
     """
 
-    ready: Ready
+    info: EngineInfo
 
     def __init__(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._process, self._reader, self._writer = process, reader, writer
@@ -118,31 +121,27 @@ class EngineLink:
             raise EngineDeadError(f"the engine process ended while it started: {self._why()}") from error
         if isinstance(first, Failure):
             raise first.error
-        assert isinstance(first, Ready)
-        self.ready = first
+        assert isinstance(first, EngineInfo)
+        self.info = first
         self._tasks.append(asyncio.create_task(self._read()))
         if start.watchdog_timeout:
             self._tasks.append(asyncio.create_task(self._watch(start.watchdog_timeout)))
 
-    def submit(self, request: EngineRequest, request_id: str) -> OutputCollector:
-        """Start a request; its outputs go to the collector until ``release``.
-
-        Raises:
-            RequestError: The request is too large.
-            EngineDeadError: The process has ended.
-        """
-        collector = OutputCollector(self._take_number(), request_id)
-        self._send(Submit(collector.number, request_id, request))
-        collector.start_deadline(request.timeout_s)
-        self._collectors[collector.number] = collector
-        return collector
-
-    def release(self, collector: OutputCollector) -> None:
-        """Forget a request, and end it if it still runs."""
-        self._collectors.pop(collector.number, None)
-        collector.close()
-        if not collector.has_ended and self.is_alive:
-            self._send(Cancel([collector.number]))
+    async def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request, as ``EngineClient.generate``."""
+        number = self._take_number()
+        self._send(Submit(number, request_id, request))
+        collector = self._collectors[number] = OutputCollector(request_id, request.timeout_s)
+        try:
+            while True:
+                output = await collector.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._collectors.pop(number, None)
+            if not collector.has_ended and self.is_alive:
+                self._send(Cancel([number]))
 
     def fail_all(self, error: Exception) -> None:
         """End every request with an error, after the outputs that have come."""
@@ -279,3 +278,76 @@ class EngineLink:
 
     def _dead(self) -> EngineDeadError:
         return EngineDeadError(f"the engine process ended: {self._why()}")
+
+
+class OutputCollector:
+    """Collects the deltas of one request until they are read, and joins those that a slow reader left unread.
+
+    Args:
+        request_id: The request's name.
+        timeout_s: Seconds until the request's deadline; None for none.
+
+    Attributes:
+        has_ended: Whether the engine process sends nothing more about the request.
+    """
+
+    def __init__(self, request_id: str, timeout_s: float | None = None):
+        self.has_ended = False
+        self._request_id = request_id
+        self._timeout_s = timeout_s
+        self._limit_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s + _GRACE_S
+        self._changed = asyncio.Event()
+        self._first: RequestOutput | None = None  # has the prompt
+        self._latest: RequestOutput | None = None  # None: everything was read
+        self._deltas: dict[int, CompletionOutput] = {}
+        self._error: Exception | None = None
+
+    def put(self, content: RequestOutput | JaxserveError) -> None:
+        """Take the next output, or the error that ends the request."""
+        if isinstance(content, JaxserveError):
+            self.fail(content)
+            return
+        self._first = self._first or content
+        self._latest = content
+        for delta in content.outputs:
+            if delta.index in self._deltas:
+                self._deltas[delta.index].extend(delta)
+            else:
+                self._deltas[delta.index] = delta
+        self.has_ended = content.finished
+        self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the request, unless it has ended: the reader gets the outputs that have come, then the error."""
+        if not self.has_ended:
+            self.has_ended = True
+            self._error = error
+            self._changed.set()
+
+    async def get(self) -> RequestOutput:
+        """Wait for an output; return everything since the last call.
+
+        Raises:
+            JaxserveError: The request failed, or its deadline has passed and the engine process did not notice.
+        """
+        while self._latest is None or self._first is None:
+            if self._error is not None:
+                raise self._error
+            self._changed.clear()
+            try:
+                async with asyncio.timeout_at(self._limit_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise DeadlineError(f"deadline exceeded: not finished within {self._timeout_s:g} s") from None
+        first, latest, deltas = self._first, self._latest, self._deltas
+        self._latest, self._deltas = None, {}
+        prompt_logprobs, first.prompt_logprobs = first.prompt_logprobs, None  # given once
+        return dataclasses.replace(
+            latest,
+            request_id=self._request_id,
+            prompt=first.prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=first.num_cached_tokens,
+            outputs=[deltas[index] for index in sorted(deltas)],
+        )

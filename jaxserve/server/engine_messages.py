@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
+from google.protobuf.message import Message
 
 from jaxserve.errors import (
     ConfigError,
@@ -30,6 +31,7 @@ from jaxserve.pooling_params import PoolingParams
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.engine_request import EngineRequest
+from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 
 HEADER = struct.Struct(">I")
@@ -86,17 +88,38 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """The engine takes requests."""
+class EngineInfo:
+    """The engine is ready, with this model. The first message to the front end."""
 
-    model: bytes
-    """A serialized ``jaxserve.v1.Model`` without ``id`` and ``created``, which the front end knows."""
+    model: model_pb2.Model
+    """The model and what it runs on; ``id`` and ``created``, which the front end knows, are empty."""
     default_fields: dict[str, Any]
     """The fields of ``SamplingParams`` that the model's defaults change."""
-    ledger: str
-    """The memory ledger, as the startup log shows it."""
-    extra_arguments: tuple[str, ...]
-    """Names of the values that custom logits processors read."""
+    max_output_tokens: int | None = None
+    """Most output tokens of any request; None: as many as its context holds."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context, in tokens."""
+        return self.model.max_model_len
+
+    def sampling_params(self, given: dict[str, Any], *, is_chat: bool = False) -> SamplingParams:
+        """Build and check the parameters of a request, whichever API it came through.
+
+        A field that is None counts as not given and has the model's default. ``max_tokens`` else has vLLM's default:
+        all that the context holds for a conversation, 16 for other prompts; at most ``max_output_tokens``.
+
+        Raises:
+            RequestError: An unknown field, or a wrong value.
+        """
+        values = {name: value for name, value in given.items() if value is not None}
+        if is_chat and "max_tokens" not in self.default_fields:
+            values.setdefault("max_tokens", None)
+        params = SamplingParams.from_optional(**{**self.default_fields, **values})
+        limit = self.max_output_tokens
+        if limit is not None and (params.max_tokens is None or params.max_tokens > limit):
+            return params.clone(max_tokens=limit)
+        return params
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,22 +158,15 @@ class Heartbeat:
 
 
 ToEngine = Start | Submit | Cancel | Query | Stop
-FromEngine = Ready | Failure | Outputs | QueryResult | Heartbeat
+FromEngine = EngineInfo | Failure | Outputs | QueryResult | Heartbeat
 
 
 # The first class that an error is an instance of decides; any other error is internal.
 _ERRORS = (RequestFailedError, RequestError, OverloadedError, DeadlineError, EngineDeadError, ConfigError)
 _CLASSES: tuple[type, ...] = (
-    *(Start, Submit, Cancel, Query, Stop, Ready, Failure, Output, Outputs, QueryResult, Heartbeat),
-    *(
-        EngineRequest,
-        SamplingParams,
-        RequestOutputKind,
-        StructuredOutputsParams,
-        RepetitionDetectionParams,
-        PoolingParams,
-    ),
-    *(RequestOutput, CompletionOutput, RequestMetrics, Logprob),
+    *(Start, Submit, Cancel, Query, Stop, EngineInfo, Failure, Output, Outputs, QueryResult, Heartbeat),
+    *(EngineRequest, SamplingParams, RequestOutputKind, StructuredOutputsParams, RepetitionDetectionParams),
+    *(PoolingParams, RequestOutput, CompletionOutput, RequestMetrics, Logprob, model_pb2.Model),
     *(Counter, Gauge, Histogram, tuple),
     *_ERRORS,
 )
@@ -172,11 +188,7 @@ def pack_frame(message: ToEngine | FromEngine, limit_bytes: int) -> bytes:
     """
     try:
         body = msgpack.Packer(default=_as_map, strict_types=True).pack(message)
-    except (
-        TypeError,
-        ValueError,
-        OverflowError,
-    ) as error:  # an unknown class, a lone surrogate, a large number, deep lists
+    except (TypeError, ValueError, OverflowError) as error:  # such as a lone surrogate, a large number or deep lists
         raise FrameError(f"{type(message).__name__} holds a value that cannot be sent: {error}") from error
     return HEADER.pack(check_length(len(body), limit_bytes)) + body
 
@@ -199,6 +211,8 @@ def _as_map(value: Any) -> dict[Any, Any]:
         fields = list(value)
     elif isinstance(value, enum.Enum):
         fields = value.value
+    elif isinstance(value, Message):
+        fields = value.SerializeToString()
     elif isinstance(value, Exception):
         fields = [str(value), getattr(value, "parameter", None)]
     else:
@@ -218,6 +232,8 @@ def _from_pairs(pairs: list[tuple[Any, Any]]) -> Any:
     cls, fields = pairs[0]
     if cls is tuple or issubclass(cls, enum.Enum):
         return cls(fields)
+    if issubclass(cls, Message):
+        return cls.FromString(fields)
     if issubclass(cls, Exception):
         error = cls(fields[0])
         if isinstance(error, RequestError):

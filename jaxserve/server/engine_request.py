@@ -7,7 +7,7 @@ from typing import Any
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import integer
 from jaxserve.pooling_params import PoolingParams
-from jaxserve.request import MAX_PRIORITY
+from jaxserve.request import MAX_PRIORITY, PromptFit, PromptInput
 from jaxserve.sampling_params import SamplingParams
 
 MAX_CONVERTED_TOKENS = 1 << 18
@@ -53,8 +53,8 @@ class EngineRequest:
         num_prompts = sum(prompt is not None for prompt in (self.text, self.token_ids, self.chat))
         if num_prompts != 1:
             raise RequestError(f"a request has exactly one of text, token_ids and chat; got {num_prompts}")
-        if self.text == "":
-            raise RequestError("the prompt must not be empty", parameter="prompt", value="")
+        if self.text == "" or self.token_ids == ():
+            raise RequestError("the prompt must not be empty", parameter="prompt", value=self.text or self.token_ids)
         if self.cache_salt == "":
             raise RequestError("cache_salt must not be empty", parameter="cache_salt", value="")
         integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
@@ -62,6 +62,15 @@ class EngineRequest:
         if length is not None and integer("truncate_prompt_tokens", length, -1) == 0:
             message = "truncate_prompt_tokens must be at least 1, or -1 for as many as the context holds; got 0"
             raise RequestError(message, parameter="truncate_prompt_tokens", value=length)
+
+    def prompt(self, text: str | None, token_ids: tuple[int, ...] | None) -> PromptInput:
+        """Return the prompt as the engine takes it, with the text and tokens of a conversation if it is one."""
+        fit = PromptFit(
+            is_strict=self.is_strict_length,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            add_special_tokens=self.add_special_tokens,
+        )
+        return PromptInput(text, token_ids, None, self.cache_salt, fit, is_chat=self.chat is not None)
 
 
 def check_converted(name: str, num_tokens: int) -> None:

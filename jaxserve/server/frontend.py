@@ -12,7 +12,8 @@ from jaxserve.errors import RequestFailedError
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import check_length
 from jaxserve.server.auth import Authenticator, Caller
-from jaxserve.server.engine_client import EngineClient, EngineInfo
+from jaxserve.server.engine_client import EngineClient
+from jaxserve.server.engine_messages import EngineInfo
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnknownModelError
 from jaxserve.server.request_limits import RequestLimits

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from checkpoints import CheckpointError
@@ -24,9 +24,9 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.engine_messages import (
     HEADER,
     MAX_TO_ENGINE_BYTES,
+    EngineInfo,
     Failure,
     FrameError,
-    Ready,
     Start,
     Stop,
     ToEngine,
@@ -91,8 +91,7 @@ class Inbox:
 
     def __init__(self, connection: socket.socket):
         self._file = connection.makefile("rb")
-        self._handle: Callable[[ToEngine], None] = _before_ready
-        self._on_end: Callable[[], None] = _exit_at_once
+        self._serving: Serving | None = None
 
     def read_start(self) -> Start:
         """Read the first message, and let the thread read the others.
@@ -107,22 +106,25 @@ class Inbox:
             return message
         sys.exit(0)
 
-    def serve(self, handle: Callable[[ToEngine], None], on_end: Callable[[], None]) -> None:
-        """Hand over all messages from now on.
-
-        Args:
-            handle: Gets each message.
-            on_end: Called once, when the front end has ended.
-        """
-        self._handle, self._on_end = handle, on_end
+    def hand_to(self, serving: Serving) -> None:
+        """Hand all messages to ``serving`` from now on, and stop it when the front end has ended."""
+        self._serving = serving
 
     def _run(self) -> None:
         for message in self._messages():
-            try:
-                self._handle(message)
-            except Exception:  # one message must not end the engine of the others
-                logger.exception("dropped a message of type %s", type(message).__name__)
-        self._on_end()
+            name = type(message).__name__
+            if self._serving is not None:
+                try:
+                    self._serving.handle(message)
+                except Exception:  # one message must not end the engine of the others
+                    logger.exception("dropped a message of type %s", name)
+            elif isinstance(message, Stop):
+                break
+            else:
+                logger.error("dropped a message of type %s that came before the engine was ready", name)
+        if self._serving is None:
+            os._exit(0)
+        self._serving.stop(0.0)
 
     def _messages(self) -> Iterator[ToEngine]:
         with contextlib.suppress(OSError):
@@ -143,8 +145,8 @@ class Inbox:
                 yield message
 
 
-class Watchdog:
-    """Sends heartbeats, and ends the process with all stacks in its log if the engine's thread hangs.
+def watch(thread: EngineThread, outbox: Outbox, timeout_s: float) -> NoReturn:
+    """Send heartbeats forever, and end the process with all stacks in its log if the engine's thread hangs.
 
     A timer in C ends the process unless it is reset while the engine makes progress or is idle; it works also when no
     Python thread can run any more.
@@ -154,24 +156,14 @@ class Watchdog:
         outbox: Sends messages to the front end.
         timeout_s: Seconds without progress; 0: never end the process.
     """
-
-    def __init__(self, thread: EngineThread, outbox: Outbox, timeout_s: float):
-        self._engine = thread
-        self._outbox = outbox
-        self._timeout_s = timeout_s
-        self._num_done = -1
-        threading.Thread(target=self._run, name="jaxserve-watchdog", daemon=True).start()
-
-    def _run(self) -> None:
-        interval_s = min(_HEARTBEAT_S, self._timeout_s / 4) if self._timeout_s else _HEARTBEAT_S
-        while True:
-            num_done = self._engine.num_done
-            if num_done != self._num_done or self._engine.is_idle:
-                self._num_done = num_done
-                if self._timeout_s:
-                    faulthandler.dump_traceback_later(self._timeout_s, exit=True)
-            self._outbox.send_heartbeat()
-            time.sleep(interval_s)
+    num_done = -1
+    while True:
+        if num_done != thread.num_done or thread.is_idle:
+            num_done = thread.num_done
+            if timeout_s:
+                faulthandler.dump_traceback_later(timeout_s, exit=True)
+        outbox.send_heartbeat()
+        time.sleep(min(_HEARTBEAT_S, timeout_s / 4) if timeout_s else _HEARTBEAT_S)
 
 
 def _serve(start: Start, inbox: Inbox, outbox: Outbox) -> tuple[EngineThread, Serving]:
@@ -183,17 +175,19 @@ def _serve(start: Start, inbox: Inbox, outbox: Outbox) -> tuple[EngineThread, Se
     stats = None if config.disable_log_stats else StatsLogger(started.ledger.device)
     thread = EngineThread(started.engine, stats)
     serving = Serving(started, config, start, thread, outbox, renderers)
-    inbox.serve(serving.handle, lambda: serving.stop(0.0))
-    outbox.send(
-        Ready(
-            model=_model(started, config).SerializeToString(),
-            default_fields=_default_fields(started, config),
-            ledger=str(started.ledger),
-            extra_arguments=tuple(sorted(started.plan.programs[0].arguments)),
-        )
-    )
-    Watchdog(thread, outbox, start.watchdog_timeout)
+    inbox.hand_to(serving)
+    fields = _default_fields(started, config)
+    outbox.send(EngineInfo(_model(started, config), fields, max_output_tokens(start.engine_arguments, fields)))
+    watching = (thread, outbox, start.watchdog_timeout)
+    threading.Thread(target=watch, args=watching, name="jaxserve-watchdog", daemon=True).start()
     return thread, serving
+
+
+def max_output_tokens(arguments: Mapping[str, Any], default_fields: Mapping[str, Any]) -> int | None:
+    """Return the operator's ``max_new_tokens``, which is a limit as in vLLM; the model's own is only a default."""
+    if arguments.get("generation_config", "auto") not in ("auto", "vllm"):
+        return default_fields.get("max_tokens")
+    return (arguments.get("override_generation_config") or {}).get("max_new_tokens")
 
 
 def _default_fields(started: StartedEngine, config: EngineConfig) -> dict[str, Any]:
@@ -234,16 +228,6 @@ def _model(started: StartedEngine, config: EngineConfig) -> model_pb2.Model:
         max_num_seqs=max_num_seqs(started),
         max_num_batched_tokens=plan.max_num_batched_tokens * len(plan.programs),
     )
-
-
-def _before_ready(message: ToEngine) -> None:
-    if isinstance(message, Stop):
-        _exit_at_once()
-    logger.error("dropped a message of type %s that came before the engine was ready", type(message).__name__)
-
-
-def _exit_at_once() -> None:
-    os._exit(0)
 
 
 def _exit(outbox: Outbox, status: int) -> NoReturn:

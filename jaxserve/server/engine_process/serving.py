@@ -1,6 +1,7 @@
-"""The requests of an engine process: run and cancel them, and answer the front end's other messages."""
+"""The requests of an engine process: limit, run and cancel them, and answer the front end's other messages."""
 
 import concurrent.futures
+import dataclasses
 import logging
 import threading
 import time
@@ -12,18 +13,98 @@ from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.preparation import Preparation
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import StartedEngine
-from jaxserve.errors import SHUT_DOWN, EngineDeadError, JaxserveError, RequestFailedError, unforeseen
-from jaxserve.request import PromptFit, PromptInput, parse_prompt
+from jaxserve.errors import SHUT_DOWN, EngineDeadError, JaxserveError, OverloadedError, RequestFailedError, unforeseen
 from jaxserve.server.engine_messages import Cancel, Query, QueryResult, Start, Stop, Submit, ToEngine, sendable_error
 from jaxserve.server.engine_process.outbox import Outbox, OutboxStream
 from jaxserve.server.engine_process.queries import Future, Queries
-from jaxserve.server.engine_process.queued_tokens import Place, QueuedTokens
 from jaxserve.server.engine_process.renderers import Renderers, render_job
-from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.settings import queued_tokens_limit
 from jaxserve.text.chat_prompt import read_template
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(eq=False)
+class Place:
+    """A request among those that run, wait or are being prepared.
+
+    Attributes:
+        num_seqs: Its sequences.
+        waits: Whether the steps had no room for it when it arrived.
+        num_tokens: Tokens of its prompt; 0 until they are known.
+        request: The request, once it is prepared.
+        has_left: Whether it has ended.
+    """
+
+    num_seqs: int
+    waits: bool
+    num_tokens: int = 0
+    request: RequestState | None = None
+    has_left: bool = False
+
+
+class QueuedTokens:
+    """Counts the prompt tokens of waiting requests, and rejects requests above the limit. Any thread may use it.
+
+    Only the engine process can count them, because only it tokenizes; the front end counts sequences
+    (``request_limits``).
+
+    Args:
+        max_num_seqs: Sequences that the steps have room for; the requests of others wait.
+        max_num_queued_tokens: Most prompt tokens of waiting requests; the samples of a request share its prompt.
+    """
+
+    def __init__(self, max_num_seqs: int, max_num_queued_tokens: int):
+        self._max_num_seqs = max_num_seqs
+        self._max_num_queued_tokens = max_num_queued_tokens
+        self._num_seqs = 0
+        self._num_tokens = 0
+        self._waiting: dict[Place, None] = {}
+        self._lock = threading.Lock()
+
+    def enter(self, num_seqs: int) -> Place:
+        """Count a new request's sequences."""
+        with self._lock:
+            self._num_seqs += num_seqs
+            return Place(num_seqs, waits=self._num_seqs > self._max_num_seqs)
+
+    def note_prompt(self, place: Place, request: RequestState) -> None:
+        """Count a prepared request's prompt, if the request has to wait.
+
+        Raises:
+            OverloadedError: Too many prompt tokens wait.
+        """
+        if not place.waits:
+            return
+        num_tokens = len(request.prompt_token_ids)
+        with self._lock:
+            if place.has_left:  # cancelled meanwhile
+                return
+            if self._num_tokens + num_tokens > self._max_num_queued_tokens:
+                for other in list(self._waiting):
+                    if other.request is not None and other.request.scheduled_s is not None:
+                        self._forget(other)
+            if self._num_tokens + num_tokens > self._max_num_queued_tokens:
+                raise OverloadedError(
+                    f"queue full: {self._num_tokens} prompt tokens waiting, limit {self._max_num_queued_tokens} "
+                    f"(max_num_queued_tokens), and this prompt has {num_tokens}; retry later"
+                )
+            place.num_tokens, place.request = num_tokens, request
+            self._num_tokens += num_tokens
+            self._waiting[place] = None
+
+    def leave(self, place: Place) -> None:
+        """Stop counting a request. Call it once for each."""
+        with self._lock:
+            place.has_left = True
+            self._num_seqs -= place.num_seqs
+            self._forget(place)
+
+    def _forget(self, place: Place) -> None:
+        if place in self._waiting:
+            del self._waiting[place]
+            self._num_tokens -= place.num_tokens
+            place.request = None
 
 
 class Serving:
@@ -96,12 +177,16 @@ class Serving:
         arrival_s = time.monotonic()
         deadline_s = None if request.timeout_s is None else arrival_s + request.timeout_s
 
-        def begin(read: Callable[[], PromptInput]) -> None:
+        def begin(rendered: "concurrent.futures.Future[str] | None" = None) -> None:
             def make() -> RequestState:
                 if stream.is_silent:
                     raise concurrent.futures.CancelledError
+                text, token_ids = request.text, request.token_ids
+                if rendered is not None:
+                    text = rendered.result()
+                    token_ids = tuple(self._started.tokenizer.encode(text, add_special_tokens=False))
                 prepared = self._started.engine.prepare(
-                    read(),
+                    request.prompt(text, token_ids),
                     request.pooling or request.params,
                     request_id=message.request_id,
                     priority=request.priority,
@@ -110,23 +195,22 @@ class Serving:
                 self._queued.note_prompt(place, prepared)
                 return prepared
 
-            self._preparation.begin(stream, make, deadline_s).add_done_callback(lambda begun: _report(stream, begun))
+            self._preparation.begin(stream, make, deadline_s).add_done_callback(report)
+
+        def report(begun: "concurrent.futures.Future[None]") -> None:
+            error = begun.exception()
+            if error is not None and not stream.is_silent:
+                stream.refuse(_own_error(error, f"request {message.request_id}"))
 
         if request.chat is None:
-            begin(lambda: _prompt(request))
+            begin()
             return
-
-        def tokenize(rendered: "concurrent.futures.Future[str]") -> PromptInput:
-            text = rendered.result()
-            token_ids = self._started.tokenizer.encode(text, add_special_tokens=False)
-            return PromptInput(text, tuple(token_ids), None, request.cache_salt, _fit(request), is_chat=True)
-
         try:
             rendering = self._render(request.chat, lambda: not stream.is_silent)
         except RuntimeError:  # the renderers have ended
             stream.refuse(EngineDeadError(SHUT_DOWN))
         else:
-            rendering.add_done_callback(lambda rendered: begin(lambda: tokenize(rendered)))
+            rendering.add_done_callback(begin)
 
     def _render(
         self, chat: Mapping[str, Any], is_wanted: Callable[[], bool] = lambda: True
@@ -163,47 +247,21 @@ class Serving:
             error = future.exception()
             if error is None:
                 result = future.result()
-            elif isinstance(error, JaxserveError):
-                result = sendable_error(error)
             else:
-                logger.error("control method %s failed", query.method, exc_info=error)
-                result = RequestFailedError(f"control method {query.method} failed: {unforeseen(error)}")
+                result = sendable_error(_own_error(error, f"control method {query.method}"))
             self._outbox.send(QueryResult(query.number, result))
 
         self._queries.call(query.method, query.arguments).add_done_callback(send)
 
 
-def _report(stream: OutboxStream, begun: "concurrent.futures.Future[None]") -> None:
-    """End the stream of a request that could not be prepared."""
-    error = begun.exception()
-    if error is None or stream.is_silent:
-        return
+def _own_error(error: BaseException, what: str) -> JaxserveError:
+    """Return the error that the client gets if ``what`` fails; any but our own errors is a bug, and is logged."""
     if isinstance(error, JaxserveError):
-        stream.refuse(error)
-    elif isinstance(error, concurrent.futures.CancelledError):
-        stream.refuse(EngineDeadError(SHUT_DOWN))
-    else:
-        logger.error("request %s could not be prepared", stream.request_id, exc_info=error)
-        stream.refuse(RequestFailedError(f"request {stream.request_id} failed: {unforeseen(error)}"))
-
-
-def _prompt(request: EngineRequest) -> PromptInput:
-    """Check a prompt of text or token ids."""
-    given: dict[str, Any] = {"prompt": request.text}
-    if request.token_ids is not None:
-        given = {"prompt_token_ids": list(request.token_ids)}
-    if request.cache_salt is not None:
-        given["cache_salt"] = request.cache_salt
-    prompt = parse_prompt(given)
-    return PromptInput(prompt.prompt, prompt.prompt_token_ids, None, prompt.cache_salt, _fit(request))
-
-
-def _fit(request: EngineRequest) -> PromptFit:
-    return PromptFit(
-        is_strict=request.is_strict_length,
-        truncate_prompt_tokens=request.truncate_prompt_tokens,
-        add_special_tokens=request.add_special_tokens,
-    )
+        return error
+    if isinstance(error, concurrent.futures.CancelledError):
+        return EngineDeadError(SHUT_DOWN)
+    logger.error("%s failed", what, exc_info=error)
+    return RequestFailedError(f"{what} failed: {unforeseen(error)}")
 
 
 def max_num_seqs(started: StartedEngine) -> int:

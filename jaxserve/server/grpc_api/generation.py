@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from jaxserve.errors import DeadlineError, EngineDeadError, RequestError
+from jaxserve.field_checks import token_ids
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.parsers import MessageDelta
 from jaxserve.sampling_checks import RequestOutputKind
@@ -103,7 +104,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         elif prompt == "text":
             found["text"] = message.text
         else:
-            found["token_ids"] = tuple(message.token_ids.ids)
+            found["token_ids"] = token_ids("token_ids", tuple(message.token_ids.ids))
         params = frontend.info.sampling_params({**given, "output_kind": kind}, is_chat=prompt == "messages")
         is_strict = "max_tokens" in given
         request = EngineRequest(**found, params=params, timeout_s=timeout_s, is_strict_length=is_strict)

@@ -13,7 +13,8 @@ from jaxserve.outputs import CompletionOutput, FinishReason, RequestMetrics, Req
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.sampling_params import check_against
 from jaxserve.server.auth import Authenticator
-from jaxserve.server.engine_client import EngineClient, EngineInfo
+from jaxserve.server.engine_client import EngineClient
+from jaxserve.server.engine_messages import EngineInfo
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.frontend import Frontend, ParserNames
 from jaxserve.server.http_api.app import make_app
@@ -62,7 +63,7 @@ class FakeEngine(EngineClient):
         """What runs."""
         if self.dead is not None:
             raise self.dead
-        return EngineInfo(model=MODEL, default_fields=self.default_fields, ledger="")
+        return EngineInfo(model=MODEL, default_fields=self.default_fields)
 
     async def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
         """Outputs until the request ends."""

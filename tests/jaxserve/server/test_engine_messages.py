@@ -13,6 +13,7 @@ from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.server.engine_messages import (
     HEADER,
     Cancel,
+    EngineInfo,
     Failure,
     FrameError,
     FromEngine,
@@ -25,6 +26,7 @@ from jaxserve.server.engine_messages import (
     unpack,
 )
 from jaxserve.server.engine_request import EngineRequest
+from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 
 DELTA = SamplingParams(output_kind=RequestOutputKind.DELTA)
@@ -113,7 +115,7 @@ def test_what_cannot_be_sent_is_an_error_of_its_message(value: Any) -> None:
     "request_",
     [
         EngineRequest(text="a", params=DELTA),
-        EngineRequest(token_ids=(), params=DELTA),
+        EngineRequest(token_ids=(0,), params=DELTA),
         EngineRequest(
             token_ids=(1, 2, 3),
             params=SamplingParams(max_tokens=None, n=3, seed=5, stop=["a", "b"], logprobs=2, logit_bias={3: 1.5}),
@@ -144,6 +146,18 @@ def test_requests_come_through(request_: EngineRequest) -> None:
 def test_a_request_has_one_prompt(given: dict[str, Any], count: int) -> None:
     with pytest.raises(RequestError, match=f"exactly one of text, token_ids and chat; got {count}"):
         EngineRequest(**given, params=DELTA)
+
+
+@pytest.mark.parametrize("given", [{"text": ""}, {"token_ids": ()}], ids=["text", "token ids"])
+def test_a_prompt_is_not_empty(given: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="the prompt must not be empty") as refused:
+        EngineRequest(**given, params=DELTA)
+    assert refused.value.parameter == "prompt"
+
+
+def test_the_engine_s_description_comes_through() -> None:
+    info = EngineInfo(model_pb2.Model(root="demo", max_model_len=256), {"temperature": 0.5}, 9)
+    assert carried(info) == info
 
 
 @pytest.mark.parametrize(

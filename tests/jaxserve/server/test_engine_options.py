@@ -11,7 +11,8 @@ import pytest
 
 from jaxserve import ConfigError, RequestError
 from jaxserve.demo import MODEL_DIRECTORY
-from jaxserve.server.engine_client import EngineClient, find_max_output_tokens
+from jaxserve.server.engine_client import EngineClient
+from jaxserve.server.engine_process.process import max_output_tokens
 from jaxserve.server.settings import ServerConfig
 from jaxserve.text.tokenizer import load_tokenizer
 from tests.server_process import PROGRAMS_CACHE
@@ -99,7 +100,7 @@ def test_max_new_tokens_of_the_operator_is_a_limit(client: EngineClient) -> None
     ],
 )
 def test_max_new_tokens_of_the_model_is_a_default(arguments: dict[str, Any], expected: int | None) -> None:
-    assert find_max_output_tokens(arguments, {"max_tokens": 7}) == expected
+    assert max_output_tokens(arguments, {"max_tokens": 7}) == expected
 
 
 def test_the_format_of_contents_reaches_templates(runner: asyncio.Runner, client: EngineClient) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from jaxserve.engine.request_state import RequestState
 from jaxserve.errors import OverloadedError
-from jaxserve.server.engine_process.queued_tokens import Place, QueuedTokens
+from jaxserve.server.engine_process.serving import Place, QueuedTokens
 from tests.jaxserve.fake_engine import make_request
 
 
