@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from jaxserve.bench.traces import MAX_PIECE_ID, Trace, symbolic_prompt
 from jaxserve.scheduling.page_allocator import PageAllocator
-from jaxserve.scheduling.plan import RowStarts, SchedulerLimits, StepPlan
+from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
 from jaxserve.scheduling.plan_draft import Completion
+from jaxserve.scheduling.row_arrays import RowStarts
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 

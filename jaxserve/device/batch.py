@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxserve.device.sampler_batch import FLOAT_FIELDS, SLOT_PARAMS
 from jaxserve.device.step_batch import BatchShape
-from jaxserve.scheduling.plan import RowColumns, RowStarts, Sampling, StepPlan, row_arrays
+from jaxserve.scheduling.plan import RowColumns, Sampling, StepPlan
+from jaxserve.scheduling.row_arrays import RowStarts, row_arrays
 
 _NEVER = np.iinfo(np.int32).max
 

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.scheduling.plan import RowStarts, Sampling, SlotSetup, StepPlan
+from jaxserve.scheduling.plan import Sampling, SlotSetup, StepPlan
+from jaxserve.scheduling.row_arrays import RowStarts
 
 
 class _SlotMask(NamedTuple):

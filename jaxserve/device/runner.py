@@ -23,8 +23,8 @@ from jaxserve.scheduling.plan import (
     Sampling,
     SlotSetup,
     StepPlan,
-    row_arrays,
 )
+from jaxserve.scheduling.row_arrays import row_arrays
 
 
 class PendingStep:

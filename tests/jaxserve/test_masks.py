@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from jaxserve.device.masks import MaskedRow, TokenMasks
-from jaxserve.scheduling.plan import Row, RowStarts, Sampling, SlotMask, SlotSetup, StepPlan
+from jaxserve.scheduling.plan import Row, Sampling, SlotMask, SlotSetup, StepPlan
+from jaxserve.scheduling.row_arrays import RowStarts
 from tests.plan_rows import decode_rows
 from tests.sampler_rows import mask_of
 

@@ -12,7 +12,8 @@ from jaxserve.device.compiled_steps import slot_row
 from jaxserve.device.masks import TokenMasks
 from jaxserve.sampling.penalties import IN_PROMPT, MAX_TRACKED, SlotTables, adjust, counted
 from jaxserve.sampling_options import OptionValues
-from jaxserve.scheduling.plan import RowStarts, Sampling, SlotMask, SlotSetup, StepPlan
+from jaxserve.scheduling.plan import Sampling, SlotMask, SlotSetup, StepPlan
+from jaxserve.scheduling.row_arrays import RowStarts
 from tests.plan_rows import decode_rows
 from tests.sampler_rows import call_sample, inputs_for, mask_of, open_mask, take
 
