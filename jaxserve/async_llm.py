@@ -41,10 +41,9 @@ class AsyncLLM:
         **arguments: Arguments of ``LLM``; ``disable_log_stats`` defaults to False, as in vLLM: outputs have
             ``metrics``, and statistics are logged every ten seconds.
 
-        Raises:
-            ConfigError: An unknown or unsupported setting, or a model that is not supported or does not fit into
-                memory.
-            CheckpointError: The checkpoint cannot be read.
+    Raises:
+        ConfigError: A setting is unknown or unsupported, or the model is not supported or does not fit into memory.
+        CheckpointError: The checkpoint cannot be read.
 
     Example:
         >>> async def main():

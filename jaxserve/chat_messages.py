@@ -32,8 +32,8 @@ def check_messages(name: str, value: Any) -> list[Mapping[str, Any]]:
         name: Name of the parameter, such as ``messages``.
         value: The user's value.
 
-        Raises:
-            RequestError: A message is invalid; the error names the message and the field.
+    Raises:
+        RequestError: A message is invalid; the error names the message and the field.
     """
     messages = list(sequence(name, value))
     if not messages:
@@ -46,13 +46,13 @@ def check_messages(name: str, value: Any) -> list[Mapping[str, Any]]:
         text(f"{where}.role", given.get("role"))
         content = given.get("content")
         if isinstance(content, list):
-            for place, part in enumerate(cast("list[Any]", content)):
-                _check_part(f"{where}.content[{place}]", part)
+            for position, part in enumerate(cast("list[Any]", content)):
+                _check_part(f"{where}.content[{position}]", part)
         elif content is not None:
             text(f"{where}.content", content)
         if given.get("tool_calls") is not None:
-            for place, call in enumerate(sequence(f"{where}.tool_calls", given["tool_calls"])):
-                _check_tool_call(f"{where}.tool_calls[{place}]", call)
+            for position, call in enumerate(sequence(f"{where}.tool_calls", given["tool_calls"])):
+                _check_tool_call(f"{where}.tool_calls[{position}]", call)
     return messages
 
 

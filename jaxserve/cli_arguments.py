@@ -81,19 +81,19 @@ def _noted(given: list[_Part], keys: Sequence[str], text: str) -> str:
         given[:] = [*(part for part in given if part[0]), ((), whole)]
     made: Any = {}
     for names, value in given:
-        made = _placed(made, names, value)
+        made = _merged(made, names, value)
     return json.dumps(made)
 
 
-def _placed(old: Any, keys: Sequence[str], value: Any) -> Any:
+def _merged(old: Any, keys: Sequence[str], value: Any) -> Any:
     """Return ``old`` with a value merged in under nested keys."""
     if keys:
         around = old if isinstance(old, dict) else {}
-        return {**around, keys[0]: _placed(around.get(keys[0]), keys[1:], value)}
+        return {**around, keys[0]: _merged(around.get(keys[0]), keys[1:], value)}
     if isinstance(value, _More):
         return [*(old if isinstance(old, list) else ()), *value]
     if isinstance(old, dict) and isinstance(value, dict):
-        return {**old, **{key: _placed(old.get(key), (), one) for key, one in value.items()}}
+        return {**old, **{key: _merged(old.get(key), (), inner) for key, inner in value.items()}}
     return value
 
 

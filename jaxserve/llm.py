@@ -31,10 +31,9 @@ class LLM:
         model: Directory, hub id, or ``demo`` for the model included in the package.
         **arguments: Settings with vLLM's names; see ``EngineConfig``.
 
-        Raises:
-            ConfigError: An unknown or unsupported setting, or a model that is not supported or does not fit into
-                memory.
-            CheckpointError: The checkpoint cannot be read.
+    Raises:
+        ConfigError: A setting is unknown or unsupported, or the model is not supported or does not fit into memory.
+        CheckpointError: The checkpoint cannot be read.
 
     Example:
         >>> with LLM("demo") as llm:
@@ -169,8 +168,8 @@ class LLM:
             use_tqdm: Whether to show a progress bar.
             concurrency_limit: Largest number of prompts searched at the same time; None for all.
 
-            Returns:
-                For each prompt up to ``beam_width`` sequences, best first; their tokens include the prompt's.
+        Returns:
+            For each prompt up to ``beam_width`` sequences, best first; their tokens include the prompt's.
         """
         return BeamSearch(self.engine, params).run(parse_prompts(prompts), use_tqdm, concurrency_limit)
 

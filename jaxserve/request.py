@@ -127,9 +127,9 @@ def _for_each(params: Any, num_prompts: int, kind: type[Params]) -> "list[Params
     if len(listed) != num_prompts:
         message = f"the lengths of prompts ({num_prompts}) and {name} ({len(listed)}) must be the same"
         raise RequestError(message)
-    for index, one in enumerate(listed):
-        if one is not None and not isinstance(one, kind):
-            raise RequestError(f"{name}[{index}] must be {expected}, got {type(one).__name__}")
+    for index, item in enumerate(listed):
+        if item is not None and not isinstance(item, kind):
+            raise RequestError(f"{name}[{index}] must be {expected}, got {type(item).__name__}")
     return listed
 
 
@@ -204,17 +204,17 @@ def _text(index: int, text: str) -> str:
 
 def _token_ids(index: int, token_ids: Sequence[Any]) -> tuple[int, ...]:
     if not token_ids:
-        raise RequestError(f"prompt {index} has no token ids; at least one is needed", parameter="prompt")
+        raise RequestError(f"prompt {index} has no token ids; at least one is required", parameter="prompt")
     if all(type(token_id) is int for token_id in token_ids):
         checked: tuple[int, ...] = tuple(token_ids)
     else:
-        checked = tuple(_token_id(index, place, token_id) for place, token_id in enumerate(token_ids))
+        checked = tuple(_token_id(index, position, token_id) for position, token_id in enumerate(token_ids))
     if min(checked) < 0:
         raise RequestError(f"prompt {index}: token ids must be at least 0, got {min(checked)}", parameter="prompt")
     return checked
 
 
-def _token_id(index: int, place: int, token_id: Any) -> int:
+def _token_id(index: int, position: int, token_id: Any) -> int:
     if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral):
-        raise RequestError(f"prompt {index}: token id {place} must be an int, got {token_id!r}")
+        raise RequestError(f"prompt {index}: token id {position} must be an int, got {token_id!r}")
     return int(token_id)

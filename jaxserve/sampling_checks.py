@@ -198,7 +198,7 @@ def checked_sampling(values: Values) -> Values:
 def _check_logprobs(checked: Values) -> None:
     tracked, count = checked["logprob_token_ids"], checked["logprobs"]
     if tracked is not None and count not in (None, len(tracked)):
-        message = f"logprobs must be left out beside logprob_token_ids, or be their number {len(tracked)}; got {count}"
+        message = f"logprobs must be None or the number of logprob_token_ids, {len(tracked)}; got {count}"
         raise RequestError(message, parameter="logprobs", value=count)
     if checked["prompt_logprobs"] is not None and checked["skip_reading_prefix_cache"] is False:
         message = "skip_reading_prefix_cache cannot be False with prompt_logprobs: cached tokens have no logprobs"

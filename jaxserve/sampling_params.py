@@ -201,8 +201,8 @@ def check_against(params: SamplingParams, *, vocab_size: int, max_logprobs: int)
       vocab_size: Number of token ids.
       max_logprobs: Largest number of logprobs per position; -1: the vocabulary size.
 
-      Raises:
-        RequestError: Too many logprobs, or a token id outside the vocabulary.
+    Raises:
+      RequestError: Too many logprobs, or a token id outside the vocabulary.
     """
     limit = vocab_size if max_logprobs == -1 else max_logprobs
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):

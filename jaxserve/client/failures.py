@@ -27,7 +27,7 @@ from jaxserve.server.errors import (
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _WRAPPERS = ("request", "sampling_params", "messages")
-"""Pattern of messages that end with a parameter, which the client moves to the exception's field."""
+"""Leading fields of a parameter's path in a message, which the exception's field omits."""
 
 # By the ErrorInfo reason of jaxserve's servers; by status code if a proxy in between responded.
 _BY_REASON: Mapping[str, type[JaxserveError]] = MappingProxyType(

@@ -190,9 +190,9 @@ def _checked_messages(messages: Any) -> list[Message]:
     found = list(cast("Iterable[Any]", messages))
     if not found:
         raise RequestError("a conversation needs at least one message", parameter="messages", value=[])
-    for place, message in enumerate(found):
+    for index, message in enumerate(found):
         if not isinstance(message, Mapping):
-            raise RequestError(f"{_EXPECTED_MESSAGES}, got {type(message).__name__} at {place}", parameter="messages")
+            raise RequestError(f"{_EXPECTED_MESSAGES}, got {type(message).__name__} at {index}", parameter="messages")
     return found
 
 

@@ -84,8 +84,12 @@ class DeltaReader:
 
     def chat(self, message: generation_pb2.StreamGenerateResponse) -> ChatDelta:
         """Return the delta of a conversation's message."""
-        parts = {one.index: _delta(one.message) for one in message.completions if one.HasField("message")}
-        return ChatDelta(self.output(message), parts)
+        deltas = {
+            completion.index: _delta(completion.message)
+            for completion in message.completions
+            if completion.HasField("message")
+        }
+        return ChatDelta(self.output(message), deltas)
 
 
 def whole_output(message: generation_pb2.GenerateResponse) -> RequestOutput:
@@ -100,7 +104,8 @@ def whole_output(message: generation_pb2.GenerateResponse) -> RequestOutput:
 
 def whole_chat(message: generation_pb2.GenerateResponse) -> ChatOutput:
     """Return the whole response to a conversation."""
-    return ChatOutput(whole_output(message), tuple(_parsed(one.message) for one in message.completions))
+    messages = tuple(_parsed(completion.message) for completion in message.completions)
+    return ChatOutput(whole_output(message), messages)
 
 
 def _output(request_id: str, prompt: generation_pb2.PromptInfo) -> RequestOutput:

@@ -93,9 +93,9 @@ class Client:
         """Yield deltas of a completion as they are generated. Closing the iterator early aborts the request.
 
         Args:
-            prompt: Text, token ids or a conversation.
-            sampling_params: How to sample.
-            stream_interval: Least number of tokens at a time.
+            prompt: A string, token ids or a conversation.
+            sampling_params: Sampling parameters.
+            stream_interval: Smallest number of tokens per delta.
             **options: See ``RequestOptions``.
         """
         reader, request = DeltaReader(), generate_request(prompt, sampling_params, options)

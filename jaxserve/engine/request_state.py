@@ -1,4 +1,4 @@
-"""One request while it runs: its samples, their text and logprobs, and the outputs made of them."""
+"""State of a running request: its samples, their text and logprobs, and the outputs built from them."""
 
 import concurrent.futures
 import dataclasses
@@ -21,7 +21,7 @@ from jaxserve.text.tokenizer import Tokenizer
 def logprob_entry(
     token: int, row: int, scores: TokenLogprobs, count: int, tokenizer: Tokenizer | None
 ) -> dict[int, Logprob]:
-    """Return entries of a token and of the ``count`` most likely ones (-1: all that the step computed)."""
+    """Return the logprobs of a token and of the ``count`` most likely ones; -1 for all that the step computed."""
     entry = {token: Logprob(float(scores.chosen[row]), int(scores.ranks[row]), _text(tokenizer, token))}
     size = scores.top.shape[1] if count < 0 else count
     most_likely = zip(scores.top_ids[row, :size].tolist(), scores.top[row, :size].tolist(), strict=True)
@@ -34,7 +34,7 @@ def logprob_entry(
 def sample_entry(
     token: int, row: int, scores: TokenLogprobs, params: SamplingParams, tokenizer: Tokenizer | None
 ) -> dict[int, Logprob]:
-    """Return entries of a sampled token and of the requested ones: those listed, or the most likely."""
+    """Return the logprobs of a sampled token, and of ``logprob_token_ids`` or else of the most likely tokens."""
     tokenizer = tokenizer if params.detokenize else None
     named = params.logprob_token_ids
     if named is None:
@@ -52,17 +52,17 @@ def _text(tokenizer: Tokenizer | None, token: int) -> str | None:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sample:
-    """One of a request's ``n`` texts.
+    """One of a request's ``n`` completions.
 
     Attributes:
-        index: Its place among them.
-        sequence: Its tokens; the scheduler's.
-        detokenizer: Its text; None where no text is wanted.
-        logprobs: One entry an output token; None where none are wanted.
+        index: Index of the completion, from 0.
+        sequence: Its sequence, owned by the scheduler.
+        detokenizer: Its detokenizer; None without text.
+        logprobs: One entry per output token; None if not requested.
         cumulative_logprob: Sum over the output tokens.
-        last_token_s: When its last token came; 0 before the first.
-        num_given: Output tokens that deltas have held.
-        has_given_end: Whether a delta has held its finish reason.
+        last_token_s: Time of its last token, in seconds of ``time.monotonic()``; 0 before the first.
+        num_returned: Number of output tokens returned in deltas.
+        has_returned_reason: Whether a delta has returned its finish reason.
     """
 
     index: int
@@ -71,11 +71,11 @@ class Sample:
     logprobs: SampleLogprobs | None
     cumulative_logprob: float = 0.0
     last_token_s: float = 0.0
-    num_given: int = 0
-    has_given_end: bool = False
+    num_returned: int = 0
+    has_returned_reason: bool = False
 
     def shown_tokens(self, tokens: list[int], keeps_stop_token: bool) -> list[int]:
-        """Return the part of its last tokens that becomes text: without a stop token, unless that is kept."""
+        """Return the new tokens to detokenize: without a final stop token, unless ``keeps_stop_token``."""
         sequence = self.sequence
         ends_in_stop_token = sequence.finish_reason == "stop" and tokens[-1] in sequence.stop_ids
         return tokens[:-1] if ends_in_stop_token and not keeps_stop_token else tokens
@@ -83,7 +83,7 @@ class Sample:
     def score(
         self, tokens: list[int], first: int, scores: TokenLogprobs, params: SamplingParams, tokenizer: Tokenizer | None
     ) -> None:
-        """Take the logprobs of its next tokens, which are a step's samples from index ``first`` on."""
+        """Append the logprobs of new tokens, which are a step's samples from index ``first`` on."""
         assert self.logprobs is not None
         for index, token in enumerate(tokens, first):
             entry = sample_entry(token, index, scores, params, tokenizer)
@@ -112,9 +112,9 @@ class Sample:
         """Return the delta since the last ``take``, or None if it is empty, at the cost of the delta only."""
         sequence = self.sequence
         reason = sequence.finish_reason
-        start = sequence.num_prompt_tokens + self.num_given
+        start = sequence.num_prompt_tokens + self.num_returned
         token_ids = sequence.token_ids[start:]
-        if not token_ids and (reason is None or self.has_given_end):
+        if not token_ids and (reason is None or self.has_returned_reason):
             return None
         detokenizer = self.detokenizer
         if detokenizer is not None and reason is not None:
@@ -125,12 +125,12 @@ class Sample:
             text="" if detokenizer is None else detokenizer.take(),
             token_ids=token_ids,
             cumulative_logprob=None if logprobs is None else self.cumulative_logprob,
-            logprobs=None if logprobs is None else logprobs[self.num_given :],
+            logprobs=None if logprobs is None else logprobs[self.num_returned :],
             finish_reason=reason,
             stop_reason=sequence.stop_reason,
         )
-        self.num_given += len(token_ids)
-        self.has_given_end = reason is not None
+        self.num_returned += len(token_ids)
+        self.has_returned_reason = reason is not None
         return output
 
 
@@ -138,11 +138,9 @@ class Sample:
 class RequestState:
     """A request from submission to its last token.
 
-    Times are in seconds of ``time.monotonic()``, and ``arrival_time`` in seconds of ``time.time()``.
-
-    ``grammar`` is the compiled structured output. ``error`` says why the request failed; its samples then have the
-    finish reason "error". A request with ``pooling`` generates no text: it ends with its ``embedding`` at
-    ``finished_s``, and its ``params`` mean nothing.
+    Times are in seconds of ``time.monotonic()``, except ``arrival_time`` in seconds of ``time.time()``. ``grammar`` is
+    the compiled structured output. If ``error`` is set, the samples have the finish reason "error". A request with
+    ``pooling`` generates no tokens: it finishes with its ``embedding`` at ``finished_s``, and ``params`` is unused.
     """
 
     request_id: str
@@ -163,13 +161,13 @@ class RequestState:
     embedding: list[float] | None = None
     is_corrupted: bool = False
     arrival_time: float = dataclasses.field(init=False)
-    _has_given_prompt: bool = False
+    _has_returned_prompt: bool = False
 
     def __post_init__(self):
         self.arrival_time = time.time() - (time.monotonic() - self.arrival_s)
 
     def is_finished(self) -> bool:
-        """Whether every sample has ended."""
+        """Whether every sample has finished."""
         for sample in self.samples:
             if sample.sequence.finish_reason is None:
                 return False
@@ -180,10 +178,10 @@ class RequestState:
         return self._output([sample.output() for sample in self.samples], self._prompt_logprobs(), with_metrics)
 
     def next_output(self, with_metrics: bool = False) -> RequestOutput | None:
-        """The next output of the kind it asked for; None where there is nothing to give yet.
+        """Return the next output of the request's output kind; None if there is none yet.
 
-        CUMULATIVE is everything so far, FINAL_ONLY the same at the end alone. DELTA is the addition since the last
-        call: a sample without new tokens is omitted, finish reasons and the prompt's logprobs come once.
+        CUMULATIVE is everything so far; FINAL_ONLY the same, once the request has finished. DELTA is the addition since
+        the last call: samples without new tokens are omitted, finish reasons and prompt logprobs are returned once.
         """
         kind = self.params.output_kind
         if kind is not RequestOutputKind.DELTA:
@@ -193,8 +191,8 @@ class RequestState:
         outputs = [output for sample in self.samples if (output := sample.take()) is not None]
         if not outputs:
             return None
-        prompt_logprobs = None if self._has_given_prompt else self._prompt_logprobs()
-        self._has_given_prompt = True
+        prompt_logprobs = None if self._has_returned_prompt else self._prompt_logprobs()
+        self._has_returned_prompt = True
         return self._output(outputs, prompt_logprobs, with_metrics)
 
     def metrics(self) -> RequestMetrics:
@@ -213,12 +211,12 @@ class RequestState:
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """Prompt tokens found in the prefix cache; None before it first runs."""
+        """Number of prompt tokens found in the prefix cache; None before the request first runs."""
         count = self.samples[0].sequence.num_cached_tokens
         return None if count < 0 else count
 
     def note_scheduled(self, now: float) -> None:
-        """Notes the time of the first step."""
+        """Set the time of the first step, unless it is set."""
         if self.scheduled_s is None:
             self.scheduled_s = now
 

@@ -171,7 +171,7 @@ class SparseMLP(nnx.Module):
         is_computed = (experts >= 0) & (experts < num_local)
         if num_rows is not None:
             is_computed &= (jnp.arange(num_tokens) < num_rows)[:, None]
-        key = jnp.where(is_computed, experts, num_local).reshape(-1)  # what is not computed here comes last
+        key = jnp.where(is_computed, experts, num_local).reshape(-1)  # tokens of other devices' experts sort last
         order = jnp.argsort(key, stable=True)
         group_sizes = jnp.sum(key[:, None] == jnp.arange(num_local), axis=0, dtype=jnp.int32)
         gated = grouped_matmul(self.gate_up, x[order // per_token], group_sizes)

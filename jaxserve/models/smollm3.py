@@ -38,14 +38,14 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
 
 def _read_rope_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it applies RoPE: as listed, or all but every ``no_rope_layer_interval``-th."""
-    marks = fields.items("no_rope_layers")
-    if marks is None:
+    flags = fields.items("no_rope_layers")
+    if flags is None:
         interval = fields.integer("no_rope_layer_interval", 4)
         return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
-    if len(marks) < num_layers or any(mark not in (0, 1) for mark in marks):
-        fields.note("no_rope_layers", f"expected a 0 or 1 for each of {num_layers} layers, got {len(marks)} entries")
+    if len(flags) < num_layers or any(flag not in (0, 1) for flag in flags):
+        fields.note("no_rope_layers", f"expected a 0 or 1 for each of {num_layers} layers, got {len(flags)} entries")
         return (True,) * num_layers
-    return tuple(bool(mark) for mark in marks[:num_layers])
+    return tuple(bool(flag) for flag in flags[:num_layers])
 
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:

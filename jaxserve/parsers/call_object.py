@@ -40,7 +40,7 @@ class CallReader:
             self.message.add_content(self.source.release())
         return self.message.num_calls > num_calls
 
-    def read_content(self, marks: Sequence[str], separator: str = "") -> Reading[str]:
+    def read_content(self, markers: Sequence[str], separator: str = "") -> Reading[str]:
         """Pass content on up to a marker; take the marker and return it, or "" at the end of the text.
 
         The marker is held, with the white space before it and, right after a call, the separator: they become content
@@ -49,22 +49,22 @@ class CallReader:
         source = self.source
         while True:
             text = source.rest()
-            place, mark = _first_mark(text, marks)
-            if not mark and source.is_ended:
+            index, marker = _first_marker(text, markers)
+            if not marker and source.is_ended:
                 if not (self.message.is_after_call and text.strip() in ("", separator)):
                     self.message.add_content(text)
                 source.advance(len(text))
                 return ""
-            before = text[:place] if mark else text[: len(text) - partial_length(text, marks)]
+            before = text[:index] if marker else text[: len(text) - partial_length(text, markers)]
             before = before.rstrip()
             if separator and self.message.is_after_call and before.lstrip() == separator:
                 before = ""
             self.message.add_content(before)
             source.advance(len(before))
-            if mark:
+            if marker:
                 source.hold()
-                source.advance(place - len(before) + len(mark))
-                return mark
+                source.advance(index - len(before) + len(marker))
+                return marker
             yield
 
     def read_value(self, emit: Callable[[str], None]) -> Reading[None]:
@@ -166,8 +166,8 @@ class CallReader:
         return text
 
 
-def _first_mark(text: str, marks: Sequence[str]) -> tuple[int, str]:
-    found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+def _first_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
+    found = [(index, marker) for marker in markers if (index := text.find(marker)) >= 0]
     return min(found, default=(len(text), ""))
 
 

@@ -114,8 +114,8 @@ def _types(described: Any, root: Mapping[str, Any], depth: int) -> frozenset[str
     named: Any = schema.get("type", [])
     found.update(cast("list[str]", named) if isinstance(named, list) else [str(named)])
     for choice in ("anyOf", "oneOf", "allOf"):
-        for one in cast("list[Any]", schema.get(choice) or []):
-            found |= _types(one, root, depth + 1)
+        for alternative in cast("list[Any]", schema.get(choice) or []):
+            found |= _types(alternative, root, depth + 1)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/$defs/"):
         definitions = cast("Mapping[str, Any]", root.get("$defs") or {})

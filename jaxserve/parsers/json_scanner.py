@@ -45,20 +45,20 @@ class JsonScanner:
         Returns:
           The number of characters that belong to the value, and these as valid JSON.
         """
-        place = 0
+        index = 0
         made: list[str] = []
-        while place < len(text) and not self.is_done:
-            if self._state == "string" and (run := _STRING_RUN.match(text, place)):
+        while index < len(text) and not self.is_done:
+            if self._state == "string" and (run := _STRING_RUN.match(text, index)):
                 made.append(run.group())
-                place = run.end()
+                index = run.end()
                 continue
-            character = text[place]
+            character = text[index]
             output = self._step(character)
             if output is None:
                 break
             made.append(output)
-            place += 1
-        return place, "".join(made)
+            index += 1
+        return index, "".join(made)
 
     def _step(self, character: str) -> str | None:
         """Return the character as valid JSON; None when it is not part of the value."""

@@ -76,13 +76,13 @@ class MessageParser:
 
     Args:
       reasoning: Name of a reasoning format, or None to leave reasoning in the content.
-        tools: Name of a tool-call format, or None to leave calls in the content. Its markers may be special tokens:
-          generate with `skip_special_tokens=False`.
-        schemas: The tools as offered to the model, in OpenAI's form.
-        tool_choice: As in OpenAI's API. "none" leaves calls in the content. "required" and a named function parse the
-          output that `tool_choice_schema` constrains, whatever `tools` is.
-        prompt_ends_in_reasoning: The result of `starts_in_reasoning` for the prompt.
-        make_id: Makes the ids of calls; by default in vLLM's form.
+      tools: Name of a tool-call format, or None to leave calls in the content. Its markers may be special tokens:
+        generate with `skip_special_tokens=False`.
+      schemas: The tools as offered to the model, in OpenAI's form.
+      tool_choice: As in OpenAI's API. "none" leaves calls in the content. "required" and a named function parse the
+        output that `tool_choice_schema` constrains, whatever `tools` is.
+      prompt_ends_in_reasoning: The result of `starts_in_reasoning` for the prompt.
+      make_id: Makes the ids of calls; by default in vLLM's form.
 
     Raises:
       ConfigError: An unknown format.

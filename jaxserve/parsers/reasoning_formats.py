@@ -80,8 +80,8 @@ class ThinkReasoning(ReasoningFormat):
         is_inside = bool((yield from source.match([self.start_text])) or starts_inside)
         is_going = True
         while is_going:
-            mark, emit = (self.end_text, reasoning) if is_inside else (self.start_text, content)
-            is_going = yield from source.read_until(mark, emit)
+            marker, emit = (self.end_text, reasoning) if is_inside else (self.start_text, content)
+            is_going = yield from source.read_until(marker, emit)
             is_inside = not is_inside
 
 

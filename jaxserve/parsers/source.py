@@ -125,14 +125,14 @@ class Source:
         """
         while True:
             text = self.rest()
-            place = text.find(end)
-            safe = place if place >= 0 else len(text)
-            if place < 0 and not self.is_ended:
+            index = text.find(end)
+            safe = index if index >= 0 else len(text)
+            if index < 0 and not self.is_ended:
                 safe -= partial_length(text, [end])
             if safe:
                 emit(text[:safe])
             self.advance(safe)
-            if place >= 0:
+            if index >= 0:
                 self.advance(len(end))
                 return True
             if self.is_ended:
@@ -140,11 +140,11 @@ class Source:
             yield
 
 
-def partial_length(text: str, marks: Sequence[str]) -> int:
+def partial_length(text: str, markers: Sequence[str]) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of a marker."""
-    longest = min(len(text), max(map(len, marks), default=1) - 1)
+    longest = min(len(text), max(map(len, markers), default=1) - 1)
     for length in range(longest, 0, -1):
         tail = text[-length:]
-        if any(len(mark) > length and mark.startswith(tail) for mark in marks):
+        if any(len(marker) > length and marker.startswith(tail) for marker in markers):
             return length
     return 0

@@ -64,8 +64,7 @@ def tool_choice_schema(
 
     Raises:
       RequestError: The tools or the choice are invalid, the function is unknown, there are no tools, or two tools
-          define
-        the same "$defs" name differently.
+        define the same "$defs" name differently.
     """
     schemas = parameter_schemas(tools)
     if (name := chosen_function(tool_choice, schemas)) is not None:
@@ -77,8 +76,8 @@ def tool_choice_schema(
     definitions: dict[str, Any] = {}
     calls: list[dict[str, Any]] = []
     for name, schema in schemas.items():
-        for defined, one in cast("Mapping[str, Any]", schema.get("$defs") or {}).items():
-            if definitions.setdefault(defined, one) != one:
+        for defined, definition in cast("Mapping[str, Any]", schema.get("$defs") or {}).items():
+            if definitions.setdefault(defined, definition) != definition:
                 raise RequestError("two tools define this name differently in $defs", parameter="tools", value=defined)
         parameters = {key: value for key, value in schema.items() if key != "$defs"}
         properties = {"name": {"type": "string", "enum": [name]}, "parameters": parameters}

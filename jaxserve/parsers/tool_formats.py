@@ -51,8 +51,8 @@ class Qwen3Format(ToolFormat):
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
         tags = TagCallReader(reader, self.schemas)
-        while mark := (yield from reader.read_content([_CALL_START, FUNCTION_START])):
-            if mark == _CALL_START and not (yield from reader.source.match([FUNCTION_START])):
+        while marker := (yield from reader.read_content([_CALL_START, FUNCTION_START])):
+            if marker == _CALL_START and not (yield from reader.source.match([FUNCTION_START])):
                 is_call = yield from reader.attempt(_read_object(reader))
             else:
                 is_call = yield from reader.attempt(tags.read_function())
@@ -68,8 +68,8 @@ class Llama3JsonFormat(ToolFormat):
 
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
-        while mark := (yield from reader.read_content(["<|python_tag|>", "{"], separator=";")):
-            if mark != "{" and not (yield from reader.source.match(["{"])):
+        while marker := (yield from reader.read_content(["<|python_tag|>", "{"], separator=";")):
+            if marker != "{" and not (yield from reader.source.match(["{"])):
                 reader.message.add_content(reader.source.release())
                 continue
             num_calls = reader.message.num_calls

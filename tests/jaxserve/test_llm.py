@@ -132,7 +132,7 @@ IDS = {"prompt_token_ids": [1, 5]}
         (7, None, "prompt"),
         (["hello", 3.5], None, "prompt 1"),
         (["hello", {"text": "x"}], None, "prompt 1.*'prompt'"),
-        ([IDS, {"prompt_token_ids": []}], None, "prompt 1 has no token ids; at least one is needed"),
+        ([IDS, {"prompt_token_ids": []}], None, "prompt 1 has no token ids; at least one is required"),
         ([IDS, {"prompt_token_ids": [2, 288]}], None, "prompt 1: token id 288.*expected ids from 0 to 287"),
         ([{"prompt_token_ids": [2**40]}], None, "prompt 0: token id 1099511627776"),
         ([IDS, IDS, {"prompt_token_ids": [3, -1]}], None, "prompt 2: token ids must be at least 0, got -1"),
