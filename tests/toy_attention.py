@@ -23,7 +23,7 @@ class SharedValueAttention(Attention):
     """Keys serve as values: a projection less, and here one head of them."""
 
     def __init__(self, hidden_size: int, num_heads: int, head_dim: int, *, scope: Scope, **options: Any):
-        super().__init__(num_heads, 1, head_dim, scope=scope, is_rotated=False, **options)
+        super().__init__(num_heads, 1, head_dim, scope=scope, rope=None, **options)
         width = num_heads * head_dim
         rows = rows_of(("q_proj", "k_proj"), (width, head_dim), (head_dim,) * 2)
         self.qk = ColumnParallelLinear(

@@ -59,13 +59,12 @@ def select_attention(device: Device, dtype: str, name: str | None = None, **size
 
 
 class AttentionInputs(NamedTuple):
-    """Inputs shared by all layers with the same page table: the batch, the tokens in use, and their cosines and
-    sines."""
+    """Inputs shared by all layers with the same page table: the batch, the number of tokens in use, and the cosines and
+    sines of each of the model's rotary embeddings."""
 
     batch: AttentionBatch
     num_tokens: Int[Array, ""]
-    cos: Float[Array, "T half"]
-    sin: Float[Array, "T half"]
+    rotations: tuple[Rotation, ...]
 
 
 class Attention(nnx.Module, ABC):
@@ -81,7 +80,7 @@ class Attention(nnx.Module, ABC):
         scale: Factor of the query-key scores; None means 1 / sqrt(H).
         soft_cap: Scores become cap * tanh(score / cap); None means no cap.
         window: Number of latest tokens that a query sees, itself included; None for all.
-        is_rotated: Whether RoPE is applied to queries and keys.
+        rope: Index of the rotary embedding applied to queries and keys; None for none.
     """
 
     out: RowParallelLinear
@@ -96,7 +95,7 @@ class Attention(nnx.Module, ABC):
         scale: float | None = None,
         soft_cap: float | None = None,
         window: int | None = None,
-        is_rotated: bool = True,
+        rope: int | None = 0,
     ):
         parallel = scope.parallel
         self.splits = (
@@ -107,7 +106,7 @@ class Attention(nnx.Module, ABC):
         self.kv_spec = KVSpec(self.num_heads, self.num_kv_heads, head_dim, scope.policy.kv, window)
         self.head_dim, self.window, self.soft_cap = head_dim, window, soft_cap
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.is_rotated, self.mesh_axis = is_rotated, parallel.heads
+        self.rope, self.mesh_axis = rope, parallel.heads
 
     @property
     def has_fused_norms(self) -> bool:
@@ -128,9 +127,13 @@ class Attention(nnx.Module, ABC):
         With ``num_rows``, the values of later rows are undefined.
         """
 
-    def heads(self, qkv: Float[Array, "T width"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]) -> Heads:
+    def rotation(self, inputs: AttentionInputs) -> Rotation | None:
+        """Return the cosines and sines of this layer's rotary embedding, if it has one."""
+        return None if self.rope is None else inputs.rotations[self.rope]
+
+    def heads(self, qkv: Float[Array, "T width"], rotation: Rotation | None) -> Heads:
         """Split the projection into heads, normalize them and apply RoPE."""
-        return split_heads(qkv, self._rotation(cos, sin), self.head_norms, self.num_heads, self.num_kv_heads)
+        return split_heads(qkv, rotation, self.head_norms, self.num_heads, self.num_kv_heads)
 
     def write_projected(
         self, qkv: Float[Array, "T width"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
@@ -140,7 +143,7 @@ class Attention(nnx.Module, ABC):
             qkv,
             pools,
             inputs.batch,
-            rotation=self._rotation(inputs.cos, inputs.sin),
+            rotation=self.rotation(inputs),
             norms=self.head_norms,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -175,6 +178,3 @@ class Attention(nnx.Module, ABC):
         """Compute ``residual + scale * projection`` of all heads; later rows than ``num_rows`` are undefined."""
         attended = attended.reshape(attended.shape[0], -1)
         return self.out(attended, residual=residual, scale=scale, num_rows=num_rows)
-
-    def _rotation(self, cos: Float[Array, "T half"], sin: Float[Array, "T half"]) -> Rotation | None:
-        return (cos, sin) if self.is_rotated else None

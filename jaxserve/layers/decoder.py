@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from functools import partial
+from typing import cast
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -12,7 +13,7 @@ from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.rows import map_rows
 from jaxserve.layers.sparse_mlp import SparseMLP
-from pallas_kernels.qkv_write import Heads
+from pallas_kernels.qkv_write import Heads, Rotation
 
 
 class DecoderLayer(nnx.Module, ABC):
@@ -79,11 +80,12 @@ class DecoderLayer(nnx.Module, ABC):
         num_tokens, tile = inputs.num_tokens, settings.row_tile
         if settings.kernel.writer is not None and tile is None:
             return self.attention.write_projected(self.projected(x, num_tokens), pools, inputs, settings)
-        heads = map_rows(self._heads, (x, inputs.cos, inputs.sin), num_tokens, tile)
+        rotation = self.attention.rotation(inputs) or ()
+        heads = map_rows(self._heads, (x, *rotation), num_tokens, tile)
         return heads.query, settings.kernel.write_kv(pools, heads.key, heads.value, inputs.batch, settings.page_size)
 
-    def _heads(self, x: Float[Array, "T D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]) -> Heads:
-        return self.attention.heads(self.projected(x), cos, sin)
+    def _heads(self, x: Float[Array, "T D"], *rotation: Float[Array, "T half"]) -> Heads:
+        return self.attention.heads(self.projected(x), cast(Rotation, rotation) if rotation else None)
 
 
 class PreNormLayer(DecoderLayer):

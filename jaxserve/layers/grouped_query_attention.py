@@ -1,6 +1,7 @@
 """Grouped-query attention (arXiv:2305.13245); multi-head and multi-query attention are special cases."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ class GroupedQueryAttention(Attention):
         out_bias: Whether the output projection has a bias.
         qk_norm: RMSNorm of queries and keys: none, over each head (Qwen3), or over all heads at once (OLMo-2).
         norm_eps: Epsilon of that norm.
+        norm_offset: Offset of its weight.
         options: Further options of ``Attention``.
     """
 
@@ -46,6 +48,7 @@ class GroupedQueryAttention(Attention):
         out_bias: bool = False,
         qk_norm: QkNorm = "none",
         norm_eps: float = 1e-6,
+        norm_offset: float = 0.0,
         **options: Any,
     ):
         super().__init__(num_heads, num_kv_heads, head_dim, scope=scope, **options)
@@ -69,8 +72,8 @@ class GroupedQueryAttention(Attention):
         )
         q_scope, k_scope = scope.at("q_norm"), scope.at("k_norm")
         if qk_norm == "head":
-            self.q_norm = RMSNorm(head_dim, eps=norm_eps, scope=q_scope, axis="head_dim")
-            self.k_norm = RMSNorm(head_dim, eps=norm_eps, scope=k_scope, axis="head_dim")
+            norm = partial(RMSNorm, head_dim, eps=norm_eps, axis="head_dim", offset=norm_offset)
+            self.q_norm, self.k_norm = norm(scope=q_scope), norm(scope=k_scope)
         elif qk_norm == "width":
             self.q_norm = RMSNorm(q_width, eps=norm_eps, scope=q_scope, axis="q_heads", unit=head_dim)
             self.k_norm = RMSNorm(kv_width, eps=norm_eps, scope=k_scope, axis="kv_heads", unit=head_dim)
@@ -85,7 +88,7 @@ class GroupedQueryAttention(Attention):
         """Norms over each head of queries and keys."""
         if self.qk_norm != "head":
             return None
-        return QkNorms(self.q_norm.weight[...], self.k_norm.weight[...], self.q_norm.eps)
+        return QkNorms(self.q_norm.gain, self.k_norm.gain, self.q_norm.eps)
 
     def project(
         self, x: Float[Array, "T D"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None

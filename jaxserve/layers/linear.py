@@ -106,4 +106,4 @@ class RowParallelLinear(nnx.Module):
 
 def fused_norm(norm: RMSNorm | None) -> Norm | None:
     """Return a norm in the form that the linear kernels take."""
-    return None if norm is None else Norm(norm.weight[...], norm.eps)
+    return None if norm is None else Norm(norm.gain, norm.eps)

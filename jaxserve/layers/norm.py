@@ -12,7 +12,7 @@ from sharding.collectives import all_reduce, axis_size
 
 
 class RMSNorm(nnx.Module):
-    """``x / rms(x) * weight`` over the last axis, in float32.
+    """``x / rms(x) * (weight + offset)`` over the last axis, in float32.
 
     Args:
         features: Number of features on all devices, without copies.
@@ -21,15 +21,31 @@ class RMSNorm(nnx.Module):
         axis: Logical axis of the features.
         unit: Features that stay together when devices share them, such as a head's; None if each device has all
             features.
+        offset: Added to the weight (Gemma: 1).
     """
 
-    def __init__(self, features: int, *, eps: float, scope: Scope, axis: str = "embed", unit: int | None = None):
+    def __init__(
+        self,
+        features: int,
+        *,
+        eps: float,
+        scope: Scope,
+        axis: str = "embed",
+        unit: int | None = None,
+        offset: float = 0.0,
+    ):
         if unit is None:
             recipe = whole(scope.at("weight").module, (features,))
         else:
             recipe = stack_rows(scope, [Rows("", features, unit)], "weight")
-        self.weight = vector(recipe, axis, scope, fill=1.0)
-        self.eps = eps
+        self.weight = vector(recipe, axis, scope, fill=1.0 - offset)
+        self.eps, self.offset = eps, offset
+
+    @property
+    def gain(self) -> Float[Array, " D"]:
+        """The factor of each feature: as stored, or in float32 where an offset is added."""
+        weight = self.weight[...]
+        return weight if self.offset == 0.0 else weight.astype(jnp.float32) + self.offset
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         return self.scaled(x, jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True))
@@ -37,7 +53,7 @@ class RMSNorm(nnx.Module):
     def scaled(self, x: Float[Array, "*B D"], mean_square: Float[Array, "*B 1"]) -> Float[Array, "*B D"]:
         """Normalize with a mean square computed elsewhere."""
         normed = x.astype(jnp.float32) * lax.rsqrt(mean_square + self.eps)
-        return (normed * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+        return (normed * self.gain.astype(jnp.float32)).astype(x.dtype)
 
 
 def split_mean_squares(

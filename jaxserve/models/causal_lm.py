@@ -13,11 +13,12 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools, select_attention
 from jaxserve.layers.embedding import VocabEmbedding
 from jaxserve.layers.kv_layout import KVIndices, KVSpec
-from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.rope import rope_cos_sin
 from jaxserve.layers.rows import map_rows
 from pallas_kernels import AttentionBatch
+from pallas_kernels.qkv_write import Rotation
 
 _NOTEBOOK_PAGE_SIZE = 64
 
@@ -58,6 +59,8 @@ class CausalLM(nnx.Module):
         ignored: Regular expressions; checkpoint tensors whose full names match one are ignored.
         embedding_multiplier: Factor of the embeddings.
         logits_divisor: Divisor of the logits.
+        logits_soft_cap: Logits become cap * tanh(logit / cap); None for no cap.
+        ropes: Rotary embeddings, which layers refer to by index; None for the config's.
     """
 
     def __init__(
@@ -71,11 +74,15 @@ class CausalLM(nnx.Module):
         ignored: tuple[str, ...] = (),
         embedding_multiplier: float = 1.0,
         logits_divisor: float = 1.0,
+        logits_soft_cap: float | None = None,
+        ropes: tuple[RopeConfig, ...] | None = None,
     ):
         self.config = config
         self.embed, self.layers, self.norm, self.head = embed, nnx.List[Any](layers), norm, head
         self.ignored = ignored
         self.embedding_multiplier, self.logits_divisor = embedding_multiplier, logits_divisor
+        self.logits_soft_cap = logits_soft_cap
+        self.ropes = (config.rope,) if ropes is None else ropes
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
@@ -120,8 +127,8 @@ class CausalLM(nnx.Module):
         """Compute the first layer's input, and the inputs shared by the layers of each page table; see
         :meth:`hidden`."""
         num_tokens = batches[0].query_lens.sum()
-        x, cos, sin = map_rows(self._embed, (tokens, positions, lengths), num_tokens, settings.row_tile)
-        return x, tuple(AttentionInputs(batch, num_tokens, cos, sin) for batch in batches)
+        x, rotations = map_rows(self._embed, (tokens, positions, lengths), num_tokens, settings.row_tile)
+        return x, tuple(AttentionInputs(batch, num_tokens, rotations) for batch in batches)
 
     def through(
         self,
@@ -168,17 +175,21 @@ class CausalLM(nnx.Module):
 
     def _embed(
         self, tokens: Int[Array, " T"], positions: Int[Array, " T"], lengths: Int[Array, " T"]
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T half"], Float[Array, "T half"]]:
-        """Compute the layers' input: embeddings, and the cosines and sines of RoPE."""
+    ) -> tuple[Float[Array, "T D"], tuple[Rotation, ...]]:
+        """Compute the layers' input: embeddings, and the cosines and sines of each rotary embedding."""
         x = self.embed(tokens)
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
-        return x, *rope_cos_sin(self.config.rope, positions, lengths)
+        return x, tuple(rope_cos_sin(rope, positions, lengths) for rope in self.ropes)
 
     def _scores(self, hidden: Float[Array, "R D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "R V"]:
         head = self.embed if self.head is None else self.head
         scores = head.logits(hidden, norm=self.norm, num_rows=num_rows)
-        return scores if self.logits_divisor == 1.0 else scores / self.logits_divisor
+        if self.logits_divisor != 1.0:
+            scores = scores / self.logits_divisor
+        if self.logits_soft_cap is not None:
+            scores = self.logits_soft_cap * jnp.tanh(scores / self.logits_soft_cap)
+        return scores
 
     def __call__(self, tokens: Int[Array, "B T"] | Int[np.ndarray, "B T"]) -> Float[Array, "B T V"]:
         """Compute logits of every token of B sequences, each attending to its own past, in temporary pages."""

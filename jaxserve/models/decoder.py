@@ -25,6 +25,7 @@ class DecoderConfig(ModelConfig):
         head_dim: H; need not be D / N.
         ffn_size: F.
         norm_eps: Added to the mean square in every RMSNorm.
+        norm_offset: Added to the weight of every RMSNorm.
         activation: Hugging Face's ``hidden_act``, one of: silu, gelu, gelu_pytorch_tanh or relu.
         tie_embeddings: Whether the head is the embedding.
         qkv_bias: Whether query, key and value projections have a bias.
@@ -39,6 +40,7 @@ class DecoderConfig(ModelConfig):
     head_dim: int
     ffn_size: int
     norm_eps: float
+    norm_offset: float = 0.0
     activation: str = "silu"
     tie_embeddings: bool = False
     qkv_bias: bool = False
@@ -109,10 +111,13 @@ def build_attention(config: DecoderConfig, index: int, scope: Scope, **options: 
         scope=scope,
         qkv_bias=config.qkv_bias,
         out_bias=config.out_bias,
-        norm_eps=config.norm_eps,
-        window=config.sliding_windows[index],
-        is_rotated=config.rope_layers[index],
-        **options,
+        **{
+            "norm_eps": config.norm_eps,
+            "norm_offset": config.norm_offset,
+            "window": config.sliding_windows[index],
+            "rope": 0 if config.rope_layers[index] else None,
+            **options,
+        },
     )
 
 
@@ -124,4 +129,4 @@ def build_mlp(config: DecoderConfig, scope: Scope, gate_up: Sequence[str] = ("ga
 
 def build_norm(config: DecoderConfig, scope: Scope) -> RMSNorm:
     """Build a norm over the hidden size."""
-    return RMSNorm(config.hidden_size, eps=config.norm_eps, scope=scope)
+    return RMSNorm(config.hidden_size, eps=config.norm_eps, offset=config.norm_offset, scope=scope)

@@ -103,6 +103,12 @@ class ConfigFields:
         self._reject(field, "a number of at least 0" if is_zero_allowed else "a number above 0")
         return 1.0
 
+    def nullable_number(self, field: str, absent: float | None) -> float | None:
+        """Return a number above 0; None if the field is null, ``absent`` if it is missing."""
+        if field not in self.raw:
+            return absent
+        return None if self.raw[field] is None else self.number(field)
+
     def flag(self, field: str, default: bool) -> bool:
         """Return a boolean; ``default`` if missing."""
         value = self.raw.get(field)

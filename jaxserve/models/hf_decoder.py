@@ -34,6 +34,8 @@ class FamilyDefaults:
         tie_embeddings: Whether the head is the embedding.
         bos_token_id: First token of a sequence.
         eos_token_ids: Tokens that end a generation.
+        activation: The activation.
+        activation_field: Its field.
     """
 
     num_kv_heads: int | None = None
@@ -43,6 +45,8 @@ class FamilyDefaults:
     tie_embeddings: bool = False
     bos_token_id: int | None = 1
     eos_token_ids: tuple[int, ...] = (2,)
+    activation: str = "silu"
+    activation_field: str = "hidden_act"
 
 
 def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaults) -> DecoderConfig:
@@ -65,7 +69,7 @@ def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaul
         head_dim=head_dim,
         ffn_size=fields.integer("intermediate_size"),
         norm_eps=fields.number("rms_norm_eps", defaults.norm_eps),
-        activation=_read_activation(fields),
+        activation=_read_activation(fields, defaults),
         max_positions=longest_context(rope),
         tie_embeddings=fields.flag("tie_word_embeddings", defaults.tie_embeddings),
         rope=rope,
@@ -141,10 +145,10 @@ def _read_kv_heads(fields: ConfigFields, num_heads: int, defaults: FamilyDefault
     return num_kv_heads
 
 
-def _read_activation(fields: ConfigFields) -> str:
-    name = fields.text("hidden_act", "silu")
+def _read_activation(fields: ConfigFields, defaults: FamilyDefaults) -> str:
+    name = fields.text(defaults.activation_field, defaults.activation)
     if name not in ACTIVATIONS:
-        fields.note("hidden_act", f"expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
+        fields.note(defaults.activation_field, f"expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
     return ACTIVATIONS.get(name, "silu")
 
 

@@ -20,12 +20,14 @@ class RopeDefaults:
         original_positions: Positions the model was first trained on; None means ``max_position_embeddings``.
         names: Names of scalings that mean another one in this family.
         is_partial: Whether the family has the field ``partial_rotary_factor``.
+        layer_type: Type of the layers whose rotary embedding is read, where each type has its own (Gemma 3).
     """
 
     theta: float = 10000.0
     original_positions: int | None = None
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_partial: bool = False
+    layer_type: str | None = None
 
 
 def longest_context(rope: RopeConfig) -> int:
@@ -45,6 +47,8 @@ def read_rope(fields: ConfigFields, head_dim: int, defaults: RopeDefaults) -> Ro
         defaults: Defaults of the family.
     """
     scaling = fields.nested("rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters")
+    if defaults.layer_type is not None and scaling.is_given(defaults.layer_type):
+        scaling = scaling.nested(defaults.layer_type)
     kind = _read_rope_kind(scaling, defaults)
     max_positions = fields.integer("max_position_embeddings")
     rotary_dim = int(head_dim * _read_partial_factor(fields, scaling, defaults))

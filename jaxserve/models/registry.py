@@ -13,6 +13,9 @@ from jaxserve.models.hf_config import ConfigFields, check_not_quantized
 FAMILIES: Final[dict[str, str]] = {
     "BaiChuanForCausalLM": "jaxserve.models.baichuan",
     "BaichuanForCausalLM": "jaxserve.models.baichuan",
+    "Gemma2ForCausalLM": "jaxserve.models.gemma2",
+    "Gemma3ForCausalLM": "jaxserve.models.gemma3",
+    "GemmaForCausalLM": "jaxserve.models.gemma",
     "GraniteForCausalLM": "jaxserve.models.granite",
     "GraniteMoeForCausalLM": "jaxserve.models.granite_moe",
     "LlamaForCausalLM": "jaxserve.models.llama",

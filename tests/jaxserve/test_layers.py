@@ -273,7 +273,7 @@ def attend(module: Attention, x: np.ndarray, config: SwitchableConfig) -> jax.Ar
     specs = KERNEL.pool_specs(3, 8, module.num_kv_heads, config.head_dim)
     pools = (jnp.zeros(specs[0].shape), jnp.zeros(specs[1].shape))
     settings, batch = AttentionSettings(KERNEL, 8, decode_only=False), one_row(length)
-    heads = module.heads(module.project(jnp.asarray(x)), *rotation)
+    heads = module.heads(module.project(jnp.asarray(x)), None if module.rope is None else rotation)
     pools = KERNEL.write_kv(pools, heads.key, heads.value, batch, 8)
     return module.output(module.attend(heads.query, pools, batch, settings))
 
@@ -356,8 +356,8 @@ def decode(
 ) -> Any:
     """A decoder layer's output for one prompt."""
     length = len(x)
-    cos, sin = rope_cos_sin(config.rope, jnp.arange(length), jnp.full(length, length))
-    inputs = AttentionInputs(one_row(length), jnp.int32(length), cos, sin)
+    rotation = rope_cos_sin(config.rope, jnp.arange(length), jnp.full(length, length))
+    inputs = AttentionInputs(one_row(length), jnp.int32(length), (rotation,))
     pools = tuple(jnp.zeros(spec.shape) for spec in kernel.pool_specs(3, 8, config.num_kv_heads, config.head_dim))
     settings = AttentionSettings(kernel, 8, decode_only=False, row_tile=tile)
     return layer(jnp.asarray(x), (pools[0], pools[1]), inputs, settings)[0]

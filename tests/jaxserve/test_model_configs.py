@@ -42,7 +42,6 @@ QUANTIZED = {
 }
 OTHER_ARCHITECTURES = {
     "deepseek-r1": "DeepseekV3ForCausalLM",
-    "gemma-2b-it": "GemmaForCausalLM",
     "kimi-k2": "DeepseekV3ForCausalLM",
     "pythia-410m": "GPTNeoXForSequenceClassification",
     "qwen3.5-25b-a3b-moe": "Qwen3_5MoeForConditionalGeneration",

@@ -75,6 +75,12 @@ PHI3 = {"original_max_position_embeddings": 44}
 LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 9.0]}
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.6, "logits_scaling": 0.5}
 
+GEMMA = {"tie_word_embeddings": True, "sliding_window": 9, "query_pre_attn_scalar": 20}
+GEMMA3_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
+GEMMA3_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+}
 QWEN_MOE = {"num_experts_per_tok": 3, "moe_intermediate_size": 28}
 
 ROWS = {
@@ -125,6 +131,13 @@ ROWS = {
     "smollm3": Row(family="SmolLM3", raw={"no_rope_layers": [1, 0, 1], "attention_bias": True}),
     "olmo2": Row(family="Olmo2", raw={"num_key_value_heads": 2}, fast=("tp1", "tp2", "tp4")),
     "granite": Row(family="Granite", raw=GRANITE),
+    "gemma": Row(family="Gemma", raw={"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "gemma2": Row(
+        family="Gemma2",
+        raw=GEMMA
+        | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0, "hidden_activation": "gelu_pytorch_tanh"},
+    ),
+    "gemma3": Row(family="Gemma3", raw=GEMMA | {"layer_types": GEMMA3_LAYERS, "rope_parameters": GEMMA3_ROPES}),
     "mixtral": Row(
         family="Mixtral", raw={"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11}, save="shards"
     ),
@@ -152,7 +165,8 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 def make_hf(row: Row) -> Any:
     """Transformers' model with random weights, none of them neutral."""
-    config = getattr(transformers, f"{row.family}Config")(**{**SIZES, **row.raw})
+    name = {"Gemma3": "Gemma3TextConfig"}.get(row.family, f"{row.family}Config")
+    config = getattr(transformers, name)(**{**SIZES, **row.raw})
     config._attn_implementation = "eager"
     torch.manual_seed(row.seed)
     model = getattr(transformers, f"{row.family}ForCausalLM")(config).to(torch.float32).eval()
@@ -163,7 +177,7 @@ def make_hf(row: Row) -> Any:
                 scale = gain if "embed" in name else gain * parameter.shape[-1] ** -0.5
                 parameter.normal_(0.0, scale)
             elif "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+                parameter.uniform_(0.5, 1.5).sub_(1.0 if row.family.startswith("Gemma") else 0.0)
             else:
                 parameter.normal_(0.0, 0.5)
         model.tie_weights()

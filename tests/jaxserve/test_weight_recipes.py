@@ -19,6 +19,7 @@ from jaxserve.models.registry import config_from_hf
 from sharding import get_layout
 
 REAL_CONFIGS = [
+    "gemma-2b-it",
     "llama-2-7b",
     "llama-3.1-70b",
     "llama-3.2-3b-one-tensor-per-shard",
