@@ -28,24 +28,6 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 
 
-class _QuietUvicorn(uvicorn.Server):
-    """Leaves signals to ``ServerLife``, and sets an event once it accepts connections."""
-
-    def __init__(self, config: uvicorn.Config):
-        super().__init__(config)
-        self.has_started = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture no signals."""
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and set ``has_started``."""
-        await super().startup(sockets)
-        self.has_started.set()
-
-
 @contextlib.asynccontextmanager
 async def http_listening(frontend: Frontend) -> AsyncIterator[str]:
     """Serve HTTP while the block runs; yield the address.
@@ -75,48 +57,40 @@ async def http_listening(frontend: Frontend) -> AsyncIterator[str]:
             settings.ssl = make_ssl_context(config)
             watching = asyncio.create_task(watch_files(config, settings.ssl))
             stack.callback(watching.cancel)
-        async with _serving(_QuietUvicorn(settings), bound, address):
-            yield address
-
-
-@contextlib.asynccontextmanager
-async def _serving(server: _QuietUvicorn, bound: socket.socket, address: str) -> AsyncIterator[None]:
-    """Serve while the block runs; enter it once connections are accepted.
-
-    Raises:
-        ConfigError: The server did not start.
-    """
-    running = asyncio.create_task(server.serve(sockets=[bound]))
-    starting = asyncio.create_task(server.has_started.wait())
-    try:
-        await asyncio.wait([running, starting], return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            raise ConfigError(f"cannot serve HTTP at {address}: {_why_ended(running)}")
-        running.add_done_callback(functools.partial(_note_end, server, address))
-        yield
-    finally:
-        starting.cancel()
-        server.should_exit = True
+        server = uvicorn.Server(settings)  # not its ``serve``, which would handle signals
+        server.lifespan = settings.lifespan_class(settings)
         try:
-            await asyncio.wait([running])
+            await server.startup(sockets=[bound])
+        except Exception as error:
+            raise ConfigError(f"cannot serve HTTP at {address}: {type(error).__name__}: {error}") from error
+
+        async def run() -> None:
+            await server.main_loop()
+            await server.shutdown(sockets=[bound])
+
+        running = asyncio.create_task(run())
+        running.add_done_callback(functools.partial(_note_end, server, address))
+        try:
+            yield address
         finally:
-            running.cancel()
-            for connection in list(server.server_state.connections):
-                connection.transport.abort()  # these would wait for clients that do not read
+            server.should_exit = True
+            try:
+                await asyncio.wait([running])
+            finally:
+                running.cancel()
+                for connection in list(server.server_state.connections):
+                    connection.transport.abort()  # these would wait for clients that do not read
 
 
-def _note_end(server: _QuietUvicorn, address: str, running: "asyncio.Task[None]") -> None:
+def _note_end(server: uvicorn.Server, address: str, running: "asyncio.Task[None]") -> None:
     """Log the end of a server that was not told to stop, or that failed."""
-    why = _why_ended(running)
-    if not server.should_exit or (why and not running.cancelled()):
+    if running.cancelled():
+        why = "" if server.should_exit else "it was cancelled"
+    else:
+        error = running.exception()
+        why = "" if error is None else f"{type(error).__name__}: {error}"
+    if why or not server.should_exit:
         logger.error("the HTTP server at %s has ended: %s", address, why or "no error was raised")
-
-
-def _why_ended(task: "asyncio.Task[None]") -> str:
-    if task.cancelled():
-        return "it was cancelled"
-    error = task.exception()
-    return "" if error is None else f"{type(error).__name__}: {error}"
 
 
 def _http_address(config: ServerConfig, bound: socket.socket) -> str:
@@ -139,26 +113,16 @@ def _bound(config: ServerConfig) -> Iterator[socket.socket]:
             if config.uds is not None:
                 bound = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 stack.callback(_remove, config.uds, _bind_path(bound, config.uds))
+                bound.listen(_BACKLOG)
             else:
-                bound = stack.enter_context(_bind_port(config.host, config.port))
-            bound.listen(_BACKLOG)
+                kind, passive = socket.SOCK_STREAM, socket.AI_PASSIVE
+                family, *_, address = socket.getaddrinfo(config.host, config.port, type=kind, flags=passive)[0]
+                is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+                listening = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)
+                bound = stack.enter_context(listening)
         except OSError as error:
             raise ConfigError(f"cannot listen on {config.uds or f'{config.host}:{config.port}'}: {error}") from error
         yield bound
-
-
-def _bind_port(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError:
-        bound.close()
-        raise
-    return bound
 
 
 def _bind_path(bound: socket.socket, path: str) -> os.stat_result:

@@ -17,7 +17,6 @@ from jaxserve.server.request_limits import RequestLimits
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.resources import map_large_buffers_apart
 from jaxserve.server.settings import ServerConfig, is_loopback
-from jaxserve.server.tracing import close_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ async def serve(engine_arguments: dict[str, Any], config: ServerConfig) -> int:
         logger.error("%s", error)
         return EXIT_ENGINE_DEAD
     finally:
-        await asyncio.to_thread(close_tracing)
+        await asyncio.to_thread(log.close)
 
 
 class ServerLife:

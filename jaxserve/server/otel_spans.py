@@ -5,12 +5,11 @@ import threading
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-import opentelemetry.trace
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from jaxserve.server.tracing import AttributeValue
@@ -18,29 +17,6 @@ from jaxserve.server.tracing import AttributeValue
 SPAN_NAME = "llm_request"
 """vLLM's name."""
 _CLOSE_S = 3.0  # for the last spans
-
-
-class OtelSpan:
-    """A request's span that has begun.
-
-    Args:
-        span: OpenTelemetry's span.
-    """
-
-    def __init__(self, span: opentelemetry.trace.Span):
-        self._span = span
-
-    def end(self, attributes: Mapping[str, AttributeValue], error: str | None) -> None:
-        """End the span.
-
-        Args:
-            attributes: What became known while the request ran.
-            error: What went wrong in the server, if anything did.
-        """
-        self._span.set_attributes({**attributes})
-        if error is not None:
-            self._span.set_status(Status(StatusCode.ERROR, error))
-        self._span.end()
 
 
 class OtelTracer:
@@ -62,7 +38,7 @@ class OtelTracer:
         self._tracer = self._provider.get_tracer("jaxserve", version)
         self._propagator = TraceContextTextMapPropagator()
 
-    def start(self, attributes: Mapping[str, AttributeValue], headers: Mapping[str, str]) -> OtelSpan:
+    def start(self, attributes: Mapping[str, AttributeValue], headers: Mapping[str, str]) -> Span:
         """Begin a request's span, as a child of the caller's span if the headers name one.
 
         Args:
@@ -70,7 +46,20 @@ class OtelTracer:
             headers: The result of ``remembered_headers``.
         """
         context = self._propagator.extract(headers)
-        return OtelSpan(self._tracer.start_span(SPAN_NAME, context, SpanKind.SERVER, {**attributes}))
+        return self._tracer.start_span(SPAN_NAME, context, SpanKind.SERVER, {**attributes})
+
+    def end(self, span: Span, attributes: Mapping[str, AttributeValue], error: str | None) -> None:
+        """End a span from ``start``.
+
+        Args:
+            span: The span.
+            attributes: What became known while the request ran.
+            error: What went wrong in the server, if anything did.
+        """
+        span.set_attributes({**attributes})
+        if error is not None:
+            span.set_status(Status(StatusCode.ERROR, error))
+        span.end()
 
     def close(self) -> None:
         """Send the remaining spans, for a few seconds at most."""

@@ -24,7 +24,7 @@ from jaxserve.server.tracing import (
 )
 
 if TYPE_CHECKING:  # the extra "otel" may not be installed
-    from jaxserve.server.otel_spans import OtelSpan
+    from opentelemetry.trace import Span
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class RequestEntry:
         self._texts: collections.defaultdict[int, str] = collections.defaultdict(str)
         self._is_finished = False
         self._times: RequestMetrics | None = None
-        self._span: OtelSpan | None = None
+        self._span: Span | None = None
 
     def __enter__(self) -> "RequestEntry":
         log, request = self._log, self._request
@@ -142,7 +142,7 @@ class RequestEntry:
             logger.warning("Request %s of %s failed: %r", self._request_id, self._caller, error, exc_info=bug)
         if self._log.config.enable_log_requests or self._log.config.enable_log_outputs:
             self._log_end(outcome, reasons, elapsed_s)
-        if self._span is not None:
+        if self._log.tracer is not None and self._span is not None:
             attributes = {
                 "gen_ai.usage.prompt_tokens": self._num_prompt_tokens or 0,
                 "gen_ai.usage.completion_tokens": self._num_generation_tokens,
@@ -151,7 +151,7 @@ class RequestEntry:
                 **({} if self._times is None else time_attributes(self._times)),
             }
             reason = type(error).__name__ if error is not None else outcome
-            self._span.end(attributes, reason if outcome in (*SERVER_FAULTS, "deadline") else None)
+            self._log.tracer.end(self._span, attributes, reason if outcome in (*SERVER_FAULTS, "deadline") else None)
 
     def add(self, output: RequestOutput) -> None:
         """Record an output: a delta, or the only output."""
@@ -208,6 +208,11 @@ class RequestLog:
         self.counts = RequestCounts()
         self.model = config.served_model_name[0] if config.served_model_name else model
         self.tracer = make_tracer(config)
+
+    def close(self) -> None:
+        """Send the remaining spans before the process ends; may block for some seconds."""
+        if self.tracer is not None:
+            self.tracer.close()
 
 
 def _shortened(text: str, limit: int | None) -> str:

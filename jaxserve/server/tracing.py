@@ -28,7 +28,6 @@ _SCHEMES = ("grpc", "http", "https")
 AttributeValue = str | int | float | Sequence[str]
 
 _headers: ContextVar[Mapping[str, str]] = ContextVar("trace_headers", default=MappingProxyType({}))
-_tracers: list["OtelTracer"] = []
 
 
 def remember_trace(headers: Mapping[str, str] | Iterable[tuple[str, str | bytes]]) -> None:
@@ -70,15 +69,7 @@ def make_tracer(config: ServerConfig) -> "OtelTracer | None":
     except ImportError as error:
         message = "otlp_traces_endpoint needs OpenTelemetry: install jaxserve with its extra 'otel'"
         raise ConfigError(message) from error
-    tracer: OtelTracer = module.OtelTracer(endpoint)
-    _tracers.append(tracer)
-    return tracer
-
-
-def close_tracing() -> None:
-    """Send the remaining spans before the process ends; may block for some seconds."""
-    while _tracers:
-        _tracers.pop().close()
+    return module.OtelTracer(endpoint)
 
 
 def request_attributes(request_id: str, request: EngineRequest, model: str | None) -> dict[str, AttributeValue]:

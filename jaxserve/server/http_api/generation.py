@@ -19,7 +19,6 @@ from starlette.responses import Response
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import flag, text
 from jaxserve.outputs import RequestOutput
-from jaxserve.request import MAX_PRIORITY
 from jaxserve.sampling_options import SAMPLING_OPTIONS
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.chat import ToolUse
@@ -35,7 +34,6 @@ from jaxserve.server.http_api.fields import (
     limited,
     one_of,
     read_fields,
-    whole,
 )
 from jaxserve.server.http_api.responses import DONE, EventStream, json_response, json_text, unused_fields_header
 
@@ -68,13 +66,13 @@ PROMPT_FIELDS: Mapping[str, Check] = MappingProxyType(
     {
         "model": text,
         "request_id": text,
-        "priority": whole(-MAX_PRIORITY, MAX_PRIORITY),
+        "priority": limited,
         "cache_salt": text,
-        "truncate_prompt_tokens": whole(-1, MAX_PRIORITY),
+        "truncate_prompt_tokens": limited,
         "truncation_side": _truncation_side,
     }
 )
-"""Fields of every request to the engine."""
+"""Fields of every request to the engine; ``EngineRequest`` checks the values that are only ``limited`` here."""
 
 GENERATION_FIELDS: Mapping[str, Check] = MappingProxyType(
     {

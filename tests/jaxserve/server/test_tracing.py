@@ -15,9 +15,8 @@ import pytest
 from jaxserve.errors import ConfigError, DeadlineError, RequestError
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.server import tracing
 from jaxserve.server.settings import ServerConfig
-from jaxserve.server.tracing import close_tracing, make_tracer, remember_trace, remembered_headers, time_attributes
+from jaxserve.server.tracing import make_tracer, remember_trace, remembered_headers, time_attributes
 from tests.observed_engine import ANSWER, ObservedEngine, make_frontend, read_all
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -53,10 +52,9 @@ class Collector:
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    """Ended after the test, and the tracers before it."""
+    """Ended after the test."""
     found = Collector()
     yield found
-    close_tracing()
     found.server.stop(None).wait()
 
 
@@ -75,16 +73,15 @@ def only_span(collector: Collector, *script: Any, headers: Any = (), **settings:
 
     async def run() -> None:
         remember_trace(headers)
-        engine = ObservedEngine(*script)
-        frontend = make_frontend(engine, otlp_traces_endpoint=collector.endpoint, **settings)
         try:
             params = SamplingParams(max_tokens=8, temperature=0.5, top_p=0.25, n=2)
             await read_all(frontend, name="cmpl-7", params=params)
         except Exception:
             return
 
+    frontend = make_frontend(ObservedEngine(*script), otlp_traces_endpoint=collector.endpoint, **settings)
     asyncio.run(run())
-    close_tracing()
+    frontend.log.close()
     (span,) = collector.spans
     return span
 
@@ -144,14 +141,15 @@ def test_below_the_caller_s_span(headers: Any, collector: Collector) -> None:
 
 
 def test_a_caller_who_traces_nothing_gets_no_span(collector: Collector) -> None:
-    asyncio.run(_send(collector.endpoint, f"00-{TRACE}-{CALLER}-00"))
-    close_tracing()
+    frontend = make_frontend(otlp_traces_endpoint=collector.endpoint)
+
+    async def run() -> None:
+        remember_trace({"traceparent": f"00-{TRACE}-{CALLER}-00"})
+        await read_all(frontend)
+
+    asyncio.run(run())
+    frontend.log.close()
     assert collector.spans == []
-
-
-async def _send(endpoint: str, traceparent: str) -> None:
-    remember_trace({"traceparent": traceparent})
-    await read_all(make_frontend(otlp_traces_endpoint=endpoint))
 
 
 @pytest.mark.parametrize("broken", ["", "nonsense", f"00-{'0' * 32}-{CALLER}-01", TRACEPARENT + "x" * 600])
@@ -249,7 +247,7 @@ def test_beside_an_asyncio_grpc_server(collector: Collector, caplog: pytest.LogC
             metadata = (("traceparent", TRACEPARENT),)
             names = [f"cmpl-{number}".encode() for number in range(40)]
             assert await asyncio.gather(*(call(name, metadata=metadata) for name in names)) == names
-            await asyncio.to_thread(close_tracing)
+            await asyncio.to_thread(frontend.log.close)
         await server.stop(None)
 
     frontend = make_frontend(otlp_traces_endpoint=collector.endpoint)
@@ -268,6 +266,5 @@ def test_a_collector_that_is_gone_delays_the_end_by_seconds_at_most(monkeypatch:
     outputs = asyncio.run(read_all(frontend))
     assert len(outputs) == len(ANSWER)
     begin_s = time.monotonic()
-    close_tracing()
+    frontend.log.close()
     assert time.monotonic() - begin_s < 20  # else it tries for a minute
-    assert not tracing._tracers
