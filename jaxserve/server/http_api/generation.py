@@ -19,6 +19,7 @@ from starlette.responses import Response
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import flag, text
 from jaxserve.outputs import RequestOutput
+from jaxserve.request import MAX_PRIORITY
 from jaxserve.sampling_options import SAMPLING_OPTIONS
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.chat import ToolUse
@@ -34,6 +35,7 @@ from jaxserve.server.http_api.fields import (
     limited,
     one_of,
     read_fields,
+    whole,
 )
 from jaxserve.server.http_api.responses import DONE, EventStream, json_response, json_text, unused_fields_header
 
@@ -66,13 +68,13 @@ PROMPT_FIELDS: Mapping[str, Check] = MappingProxyType(
     {
         "model": text,
         "request_id": text,
-        "priority": limited,
+        "priority": whole(-MAX_PRIORITY, MAX_PRIORITY),
         "cache_salt": text,
-        "truncate_prompt_tokens": limited,
+        "truncate_prompt_tokens": whole(-1, MAX_PRIORITY),
         "truncation_side": _truncation_side,
     }
 )
-"""Fields of every request to the engine; ``EngineRequest`` checks the values that are only ``limited`` here."""
+"""Fields of every request to the engine."""
 
 GENERATION_FIELDS: Mapping[str, Check] = MappingProxyType(
     {
