@@ -11,8 +11,10 @@ from jaxserve.device.steps import ModelProgram
 from jaxserve.layers.attention import select_attention
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.parallel import DtypePolicy
+from jaxserve.layers.sparse_mlp import Routing
 from jaxserve.models.abstract import AbstractModel, LogicalParam
 from jaxserve.models.decoder import DecoderConfig
+from jaxserve.models.sparse_decoder import SparseConfig
 from jaxserve.sampling.sampler import select_truncation
 from pallas_kernels import OPERATIONS
 from pallas_kernels.registry import load
@@ -49,6 +51,16 @@ def tiny_config(**changes: Any) -> SwitchableConfig:
         sliding_windows=(None,) * NUM_LAYERS,
     )
     return dataclasses.replace(config, **changes)
+
+
+def sparse_config(**changes: Any) -> SparseConfig:
+    """The same sizes with a mixture of experts and a gated shared expert in the second layer."""
+    base = tiny_config()
+    fields = {name: getattr(base, name) for name in DecoderConfig.__dataclass_fields__}
+    fields |= {"architecture": "Qwen2MoeForCausalLM", "qkv_bias": True, "sparse_layers": (False, True)}
+    fields |= {"expert_ffn_size": 16, "shared_ffn_size": 40}
+    fields["routing"] = Routing(num_experts=8, experts_per_token=3, is_normalized=False)
+    return SparseConfig(**{**fields, **changes})
 
 
 def make_program(

@@ -16,9 +16,10 @@ from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.layers.rows import ROW_TILE, map_rows
+from jaxserve.layers.sparse_mlp import Routing
 from pallas_kernels import AttentionBatch, native_library
 from sharding.plan import count_collectives
-from tests.tiny_programs import BACKEND, NUM_LAYERS, make_program, random_params, tiny_config
+from tests.tiny_programs import BACKEND, NUM_LAYERS, make_program, random_params, sparse_config, tiny_config
 
 PAGE_SIZE, NUM_PAGES = 8, 120
 MAX_LENGTH = 200
@@ -34,6 +35,7 @@ SIZES: dict[str, Any] = {
     "rope": RopeConfig(rotary_dim=16, max_positions=MAX_LENGTH),
 }
 DYNAMIC = RopeConfig(kind="dynamic", rotary_dim=12, max_positions=64, factor=2.0)
+ROUTING = Routing(num_experts=6, experts_per_token=2, is_normalized=True)
 MULTIPLIED = {"embedding_multiplier": 1.7, "residual_multiplier": 0.3, "logits_divisor": 3.0}
 FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "llama": ({}, 1, DtypePolicy()),
@@ -44,6 +46,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "width_norms_behind_split": ({"qk_norm": "width", "norm_after": True}, 2, DtypePolicy()),
     "multiplied_and_capped": ({**MULTIPLIED, "attention_soft_cap": 5.0, "rope": DYNAMIC}, 1, DtypePolicy()),
     "split_in_four": ({"tie_embeddings": True, "mlp_bias": True, "out_bias": True}, 4, BFLOAT16),
+    "experts": ({"routing": ROUTING}, 1, DtypePolicy()),
+    "experts_split": ({"routing": ROUTING}, 2, BFLOAT16),
 }
 NATIVE = DtypePolicy(linear="native")
 NATIVE_BFLOAT16 = DtypePolicy(weights="bfloat16", kv="bfloat16", linear="native")
@@ -231,7 +235,8 @@ def together(seed: int) -> list[Step]:
 @functools.cache
 def model_of(family: str) -> Model:
     changes, tensor, policy = FAMILIES[family]
-    return Model(tiny_config(**{**SIZES, **changes}), tensor, policy)
+    make = sparse_config if "routing" in changes else tiny_config
+    return Model(make(**{**SIZES, **changes}), tensor, policy)
 
 
 @same_code

@@ -13,24 +13,14 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.device.batch import BatchBuilder
 from jaxserve.device.step_batch import BatchShape, LatestTokens, unpack
 from jaxserve.device.steps import ModelProgram, attention_settings
-from jaxserve.layers.sparse_mlp import Routing
-from jaxserve.models.decoder import DecoderConfig
-from jaxserve.models.sparse_decoder import SparseConfig
 from jaxserve.scheduling.plan import PageGrant, Row, Sampling, SlotSetup, StepPlan
 from sharding import LAYOUTS, LayoutError, MeshShape, ShardingLayout, get_layout, make_mesh
 from sharding.plan import count_collectives
-from tests.tiny_programs import NUM_LAYERS, make_program, random_params, tiny_config
+from tests.tiny_programs import NUM_LAYERS, make_program, random_params, sparse_config, tiny_config
 
 ROWS = ["expert_parallel", "replicated", "tensor_parallel"]
 DENSE = tiny_config(num_heads=8, hidden_size=32)
-SPARSE = SparseConfig(
-    **{**{name: getattr(DENSE, name) for name in DecoderConfig.__dataclass_fields__}, "qkv_bias": True},
-    routing=Routing(num_experts=8, experts_per_token=3, is_normalized=False),
-    expert_ffn_size=16,
-    shared_ffn_size=40,
-    sparse_layers=(False, True),
-)
-CONFIGS = {"dense": DENSE, "sparse": dataclasses.replace(SPARSE, architecture="Qwen2MoeForCausalLM")}
+CONFIGS = {"dense": DENSE, "sparse": sparse_config(num_heads=8, hidden_size=32)}
 SHAPE = BatchShape(num_tokens=16, num_rows=4, table_pages=4, decode_only=False)
 PROMPTS = ([3, 50, 7, 21, 0], [52, 9], [1, 2, 3, 4, 5, 6, 7, 8])
 
