@@ -113,13 +113,15 @@ def _bound(config: ServerConfig) -> Iterator[socket.socket]:
             if config.uds is not None:
                 bound = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 stack.callback(_remove, config.uds, _bind_path(bound, config.uds))
-                bound.listen(_BACKLOG)
             else:
-                kind, passive = socket.SOCK_STREAM, socket.AI_PASSIVE
-                family, *_, address = socket.getaddrinfo(config.host, config.port, type=kind, flags=passive)[0]
-                is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-                listening = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)
-                bound = stack.enter_context(listening)
+                family, kind, protocol, _, address = socket.getaddrinfo(
+                    config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                )[0]
+                # Not socket.create_server: asyncio sets TCP_NODELAY only if the socket names its protocol.
+                bound = stack.enter_context(socket.socket(family, kind, protocol))
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                bound.bind(address)
+            bound.listen(_BACKLOG)
         except OSError as error:
             raise ConfigError(f"cannot listen on {config.uds or f'{config.host}:{config.port}'}: {error}") from error
         yield bound

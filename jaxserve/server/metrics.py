@@ -13,7 +13,6 @@ from jaxserve.errors import JaxserveError
 from jaxserve.metric_types import HELP, Counter, Gauge, Metric, prometheus_text
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
-from jaxserve.server.request_log import RequestCounts
 from jaxserve.server.resources import process_metrics
 from jaxserve.server.settings import queued_tokens_limit
 
@@ -62,13 +61,12 @@ HELP_LINES = MappingProxyType(
 async def metrics_text(frontend: Frontend) -> str:
     """Return all metrics in Prometheus' text format 0.0.4, without the engine's if its process does not respond."""
     engine = await engine_metrics(frontend)
-    labels = {"model_name": frontend.model_names[0], "engine": ENGINE}
-    ours = [*(engine or ()), *server_metrics(frontend, is_engine_up=engine is not None)]
-    text = prometheus_text(ours, labels, HELP_LINES) + prometheus_text(_infos(frontend), help_lines=HELP_LINES)
+    measured = [*(engine or ()), *_server_metrics(frontend, is_engine_up=engine is not None)]
     if frontend.config.vllm_metric_names:
-        text += prometheus_text(_as_vllm(engine or ()), labels, HELP_LINES)
-        text += prometheus_text(_vllm_infos(frontend), help_lines=HELP_LINES)
-    return text + prometheus_text(process_metrics(), help_lines=HELP_LINES)
+        measured += _as_vllm(engine or ())
+    labels = {"model_name": frontend.model_names[0], "engine": ENGINE}
+    without_labels = [*_infos(frontend), *process_metrics()]
+    return prometheus_text(measured, labels, HELP_LINES) + prometheus_text(without_labels, help_lines=HELP_LINES)
 
 
 async def engine_metrics(frontend: Frontend) -> list[Metric] | None:
@@ -78,22 +76,6 @@ async def engine_metrics(frontend: Frontend) -> list[Metric] | None:
             return await frontend.engine.metrics()
     except (JaxserveError, TimeoutError):
         return None
-
-
-def server_metrics(frontend: Frontend, *, is_engine_up: bool) -> list[Metric]:
-    """Return the front end's current metrics."""
-    counts = frontend.log.counts
-    gauges = {
-        "engine_up": int(is_engine_up),
-        "accepting_requests": int(frontend.limits.is_open),
-        "requests_in_flight": counts.in_flight,
-        "texts_in_flight": frontend.limits.num_in_flight,
-        "uptime_seconds": time.time() - frontend.created_s,
-        **_limits(frontend),
-    }
-    found: list[Metric] = [Gauge(PREFIX + name, {}, value) for name, value in gauges.items()]
-    found += _counters(counts, frontend.limits.num_refused)
-    return found
 
 
 def model_of(frontend: Frontend) -> model_pb2.Model | None:
@@ -112,45 +94,59 @@ def versions() -> Mapping[str, str]:
     return MappingProxyType({**found, "python": platform.python_version()})
 
 
-def _counters(counts: RequestCounts, num_refused: int) -> Iterable[Metric]:
-    plain = {
+def _server_metrics(frontend: Frontend, *, is_engine_up: bool) -> Iterable[Metric]:
+    """Return the front end's current metrics."""
+    counts, limits, model, config = frontend.log.counts, frontend.limits, model_of(frontend), frontend.config
+    gauges = {
+        "engine_up": int(is_engine_up),
+        "accepting_requests": int(limits.is_open),
+        "requests_in_flight": counts.in_flight,
+        "texts_in_flight": limits.num_in_flight,
+        "uptime_seconds": time.time() - frontend.created_s,
+    }
+    if model is not None:
+        gauges |= {
+            "max_num_seqs": model.max_num_seqs,
+            "max_num_batched_tokens": model.max_num_batched_tokens,
+            "max_model_len": model.max_model_len,
+            "max_num_queued_reqs": config.queued_reqs_limit(model.max_num_seqs),
+            "max_num_queued_tokens": queued_tokens_limit(config.max_num_queued_tokens, model.max_model_len),
+        }
+    counters = {
         "requests_started": counts.started,
-        "requests_refused": num_refused,
+        "requests_refused": limits.num_refused,
         "cancelled": counts.finished["cancelled"],
         "deadline": counts.finished["deadline"],
         "delivered_prompt_tokens": counts.prompt_tokens,
         "delivered_cached_tokens": counts.cached_tokens,
         "delivered_generation_tokens": counts.generation_tokens,
     }
-    for name, value in plain.items():
-        yield Counter(PREFIX + name, {}, value)
+    yield from (Gauge(PREFIX + name, {}, value) for name, value in gauges.items())
+    yield from (Counter(PREFIX + name, {}, value) for name, value in counters.items())
     for outcome, number in counts.finished.items():
         yield Counter(f"{PREFIX}requests_finished", {"outcome": outcome}, number)
 
 
-def _limits(frontend: Frontend) -> Mapping[str, int]:
-    model, config = model_of(frontend), frontend.config
-    if model is None:
-        return {}
-    return {
-        "max_num_seqs": model.max_num_seqs,
-        "max_num_batched_tokens": model.max_num_batched_tokens,
-        "max_model_len": model.max_model_len,
-        "max_num_queued_reqs": config.queued_reqs_limit(model.max_num_seqs),
-        "max_num_queued_tokens": queued_tokens_limit(config.max_num_queued_tokens, model.max_model_len),
-    }
-
-
 def _infos(frontend: Frontend) -> Iterable[Metric]:
+    """Return gauges of 1 whose labels describe the server."""
     yield Gauge(f"{PREFIX}build_info", dict(versions()), 1)
     model = model_of(frontend)
     if model is None:
         return
     cache = model.kv_cache
-    labels = {"num_pages": cache.num_pages, "page_size": cache.page_size, "size_bytes": cache.size_bytes}
-    texts = {name: str(value) for name, value in labels.items()}
-    about = {"dtype": cache.dtype, "attention_backend": model.attention_backend, "layout": model.layout}
-    yield Gauge(f"{PREFIX}cache_config_info", {"engine": ENGINE, **texts, **about}, 1)
+    ours = {"num_pages": cache.num_pages, "page_size": cache.page_size, "size_bytes": cache.size_bytes}
+    ours |= {"dtype": cache.dtype, "attention_backend": model.attention_backend, "layout": model.layout}
+    infos: dict[str, Mapping[str, object]] = {PREFIX: ours}
+    if frontend.config.vllm_metric_names:  # vLLM's labels that apply here
+        infos[VLLM_PREFIX] = {
+            "block_size": cache.page_size,
+            "num_gpu_blocks": cache.num_pages,
+            "kv_cache_size_tokens": cache.num_tokens,
+            "kv_cache_max_concurrency": cache.max_concurrency,
+        }
+    for prefix, labels in infos.items():
+        texts = {name: str(value) for name, value in labels.items()}
+        yield Gauge(f"{prefix}cache_config_info", {"engine": ENGINE, **texts}, 1)
 
 
 def _as_vllm(engine: Iterable[Metric]) -> Iterable[Metric]:
@@ -166,18 +162,3 @@ def _as_vllm(engine: Iterable[Metric]) -> Iterable[Metric]:
         sources = {"local_compute": plain["prompt_tokens"] - cached, "local_cache_hit": cached}
         for source, value in {**sources, "external_kv_transfer": 0}.items():
             yield Counter(f"{VLLM_PREFIX}prompt_tokens_by_source", {"source": source}, value)
-
-
-def _vllm_infos(frontend: Frontend) -> Iterable[Metric]:
-    """Return vLLM's labels of the KV cache that apply here."""
-    model = model_of(frontend)
-    if model is None:
-        return
-    cache = model.kv_cache
-    labels = {
-        "block_size": str(cache.page_size),
-        "num_gpu_blocks": str(cache.num_pages),
-        "kv_cache_size_tokens": str(cache.num_tokens),
-        "kv_cache_max_concurrency": str(cache.max_concurrency),
-    }
-    yield Gauge(f"{VLLM_PREFIX}cache_config_info", {"engine": ENGINE, **labels}, 1)

@@ -13,6 +13,10 @@ from jaxserve.server.errors import UnavailableError
 class RequestLimits:
     """Counts sequences in flight, n for each prompt of a request, and rejects requests above a limit.
 
+    Attributes:
+        num_in_flight: Sequences of the requests in flight.
+        num_refused: Requests rejected because of the others in flight or of a rate.
+
     Args:
         clock: Returns seconds of a monotonic clock.
     """
@@ -20,16 +24,11 @@ class RequestLimits:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._limit: int | None = None
-        self._num_in_flight = 0
         self._by_caller: collections.Counter[str] = collections.Counter()
         self._recent: dict[str, collections.deque[float]] = {}
         self._closed_because: str | None = "the server is starting"
+        self.num_in_flight = 0
         self.num_refused = 0
-
-    @property
-    def num_in_flight(self) -> int:
-        """Sequences of the requests in flight."""
-        return self._num_in_flight
 
     @property
     def is_open(self) -> bool:
@@ -69,42 +68,39 @@ class RequestLimits:
                 raise RequestError(
                     f"a request may ask for at most {limit} sequences, n for each prompt; got {num_seqs}"
                 )
-        try:
-            self._check_room(caller, num_seqs)
-            self._check_rate(caller)
-        except OverloadedError:
+        error = self._overload(caller, num_seqs)
+        if error is not None:
             self.num_refused += 1
-            raise
-        self._num_in_flight += num_seqs
+            raise error
+        self.num_in_flight += num_seqs
         self._by_caller[caller.name] += num_seqs
         try:
             yield
         finally:
-            self._num_in_flight -= num_seqs
+            self.num_in_flight -= num_seqs
             self._by_caller[caller.name] -= num_seqs
 
-    def _check_room(self, caller: Caller, num_seqs: int) -> None:
-        if self._limit is not None and self._num_in_flight + num_seqs > self._limit:
-            raise OverloadedError(
-                f"queue full: {self._num_in_flight} sequences in flight, limit {self._limit} (max_num_seqs + "
+    def _overload(self, caller: Caller, num_seqs: int) -> OverloadedError | None:
+        """Return why a request must be retried later; if it need not, count it for its caller's rate."""
+        if self._limit is not None and self.num_in_flight + num_seqs > self._limit:
+            return OverloadedError(
+                f"queue full: {self.num_in_flight} sequences in flight, limit {self._limit} (max_num_seqs + "
                 f"max_num_queued_reqs), and this request has {num_seqs}; retry later"
             )
-        limit = caller.max_concurrent_requests
-        if limit is not None and self._by_caller[caller.name] + num_seqs > limit:
-            raise OverloadedError(
-                f"this API key has {self._by_caller[caller.name]} sequences in flight, limit {limit}, "
-                f"and this request has {num_seqs}; retry later"
+        limit, num_own = caller.max_concurrent_requests, self._by_caller[caller.name]
+        if limit is not None and num_own + num_seqs > limit:
+            return OverloadedError(
+                f"this API key has {num_own} sequences in flight, limit {limit}, and this request has {num_seqs}; "
+                "retry later"
             )
-
-    def _check_rate(self, caller: Caller) -> None:
-        limit = caller.requests_per_minute
-        if limit is None:
-            return
-        now = self._clock()
-        recent = self._recent.setdefault(caller.name, collections.deque())
+        rate = caller.requests_per_minute
+        if rate is None:
+            return None
+        now, recent = self._clock(), self._recent.setdefault(caller.name, collections.deque())
         while recent and now - recent[0] >= 60.0:
             recent.popleft()
-        if len(recent) >= limit:
-            message = f"this API key may send {limit} requests per minute"
-            raise OverloadedError(message, retry_after_s=60.0 - (now - recent[0]))
+        if len(recent) >= rate:
+            message = f"this API key may send {rate} requests per minute"
+            return OverloadedError(message, retry_after_s=60.0 - (now - recent[0]))
         recent.append(now)
+        return None

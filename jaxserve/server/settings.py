@@ -22,10 +22,22 @@ DEFAULT_PORTS = (8001, 8002)
 """Ports of the gRPC and the admin listener of a server that disables HTTP (``port=-1``) and names no other."""
 
 _KINDS = (bool, int, str, float, list, dict)
-_TIMES = (
-    *("request_timeout", "stall_timeout", "shutdown_timeout", "watchdog_timeout", "chat_template_timeout"),
-    *("grpc_keepalive_time", "grpc_keepalive_timeout", "grpc_max_connection_age", "grpc_max_connection_idle"),
+_SECONDS: Mapping[str, float] = MappingProxyType(
+    {
+        **dict.fromkeys(("request_timeout", "stall_timeout", "shutdown_timeout", "watchdog_timeout"), 0),
+        **dict.fromkeys(("grpc_max_connection_age", "grpc_max_connection_idle"), 0),
+        **dict.fromkeys(("chat_template_timeout", "grpc_keepalive_time", "grpc_keepalive_timeout"), 1e-3),
+    }
 )
+"""Least value of each setting in seconds."""
+_COUNTS: Mapping[str, int] = MappingProxyType(
+    {
+        **dict.fromkeys(("max_prompts", "max_concurrent_streams", "max_num_queued_reqs", "max_num_queued_tokens"), 1),
+        **dict.fromkeys(("keepalive_timeout", "max_log_len"), 0),
+        "max_request_bytes": 1024,
+    }
+)
+"""Least value of each setting that is a number."""
 _MAX_S = 1_000_000
 _MAX_PORT = 65535
 _MAX_COUNT = 2**31 - 1  # gRPC and sockets have 32 bits for numbers, and for milliseconds
@@ -196,10 +208,8 @@ class ServerConfig:
         return cls(**_typed(values, typing.get_type_hints(cls)))
 
     def __post_init__(self):
-        _check_ports(vars(self))
-        _check_ranges(vars(self))
-        _check_files(vars(self))
-        _check_paths("disable_access_log_for_endpoints", self.quiet_paths)
+        _check_numbers(vars(self))
+        _check_paths(vars(self), self.quiet_paths)
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("ssl_keyfile and ssl_certfile: expected both or neither")
         if self.ssl_cert_reqs and not self.ssl_ca_certs:
@@ -272,15 +282,7 @@ def queued_tokens_limit(max_num_queued_tokens: int | None, max_model_len: int) -
 
 
 def _typed(values: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values, each of its field's type; integers are accepted as floats.
-
-    Args:
-        values: By name.
-        types: Of the fields.
-
-    Raises:
-        ConfigError: A value of another type.
-    """
+    """Check that each value has its field's type; return them with integers in place of floats converted."""
     checked = dict(values)
     for name, value in values.items():
         kinds = typing.get_args(types[name]) or (types[name],)
@@ -300,60 +302,29 @@ def _typed(values: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any
     return checked
 
 
-def _check_ports(values: Mapping[str, Any]) -> None:
-    """Check the ranges of ports, given or by default.
-
-    Raises:
-        ConfigError: A port is out of range.
-    """
+def _check_numbers(values: Mapping[str, Any]) -> None:
     for offset, name in enumerate(("port", "grpc_port", "admin_port")):
         port = values[name]
         if port is not None and not -1 <= port <= _MAX_PORT:
             raise ConfigError(f"{name}: expected a port from 0 to {_MAX_PORT}, or -1 for none, got {port}")
         if port is None and values["port"] + offset > _MAX_PORT:
             raise ConfigError(f"{name}: its default, port + {offset}, exceeds {_MAX_PORT}; set {name} or a lower port")
-
-
-def _check_ranges(values: Mapping[str, Any]) -> None:
-    """Check the ranges of numbers.
-
-    Raises:
-        ConfigError: There is one.
-    """
-    for name in _TIMES:
-        if not 0 <= values[name] <= _MAX_S:
-            raise ConfigError(f"{name}: expected seconds from 0 to {_MAX_S}, got {values[name]}")
-    for name in ("chat_template_timeout", "grpc_keepalive_time", "grpc_keepalive_timeout"):
-        if values[name] < 1e-3:
-            raise ConfigError(f"{name}: expected at least 0.001 seconds, got {values[name]}")
-    least = {"max_request_bytes": 1024, "max_prompts": 1, "max_concurrent_streams": 1, "keepalive_timeout": 0}
-    least |= {"max_num_queued_reqs": 1, "max_num_queued_tokens": 1, "max_log_len": 0}
-    for name, low in least.items():
+    for name, least in _SECONDS.items():
+        if not least <= values[name] <= _MAX_S:
+            raise ConfigError(f"{name}: expected seconds from {least:g} to {_MAX_S}, got {values[name]}")
+    for name, least in _COUNTS.items():
         value = values[name]
-        if value is not None and not low <= value <= _MAX_COUNT:
-            raise ConfigError(f"{name}: expected a number from {low} to {_MAX_COUNT}, got {value}")
+        if value is not None and not least <= value <= _MAX_COUNT:
+            raise ConfigError(f"{name}: expected a number from {least} to {_MAX_COUNT}, got {value}")
     if values["ssl_cert_reqs"] not in (0, 1, 2):
         raise ConfigError(f"ssl_cert_reqs: expected 0, 1 or 2, got {values['ssl_cert_reqs']}")
 
 
-def _check_files(values: Mapping[str, Any]) -> None:
-    """Check that files exist.
-
-    Raises:
-        ConfigError: There is one.
-    """
+def _check_paths(values: Mapping[str, Any], quiet_paths: Iterable[str]) -> None:
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "auth_file"):
         path = values[name]
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"{name}: no such file: {path!r}")
-
-
-def _check_paths(name: str, paths: Iterable[str]) -> None:
-    """Check that paths start with a slash.
-
-    Raises:
-        ConfigError: It does not begin with a slash.
-    """
-    for path in sorted(paths):
+    for path in sorted(quiet_paths):
         if not path.startswith("/"):
-            raise ConfigError(f"{name}: expected paths such as /health, got {path!r}")
+            raise ConfigError(f"disable_access_log_for_endpoints: expected paths such as /health, got {path!r}")

@@ -14,9 +14,8 @@ from jaxserve.server.chat import ChatParser, ToolUse, check_tools, check_variabl
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL, Context
-from jaxserve.server.output_codec import completion_to_proto, prompt_to_proto
 from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2, generation_pb2_grpc
-from jaxserve.server.sampling_codec import given_fields, read_json
+from jaxserve.server.proto_codec import completion_to_proto, given_fields, prompt_to_proto, read_json
 
 REQUEST_ID_KEY = "x-request-id"
 """In the initial metadata: the server's name for a request that was admitted."""
@@ -194,10 +193,7 @@ class _ResponseWriter:
         """Write an output, whole or a delta; return whether the response must be sent now."""
         is_first, self._is_begun = not self._is_begun, True
         if is_first:
-            response.prompt.CopyFrom(prompt_to_proto(output))
-            if not self._returns_prompt:
-                response.prompt.ClearField("token_ids")
-                response.prompt.ClearField("text")
+            response.prompt.CopyFrom(prompt_to_proto(output, with_tokens=self._returns_prompt))
             if self._parser is not None:
                 self._parser.begin(output.prompt)
         for completion in output.outputs:

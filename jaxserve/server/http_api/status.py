@@ -26,6 +26,11 @@ _NUMBERS = (
     *("compiles_after_ready", "corrupted_requests"),
 )
 """The engine's metrics that the status page shows, without prefix."""
+_MODEL_FACTS = (
+    *("root", "architecture", "dtype", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("device", "layout", "attention_backend"),
+)
+_CACHE_FACTS = ("num_pages", "page_size", "num_tokens", "size_bytes")
 _TEMPLATE_LIMIT_S = 5.0
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -174,24 +179,9 @@ def _report(frontend: Frontend, engine: list[Metric] | None) -> dict[str, Any]:
 
 
 def _facts(model: model_pb2.Model) -> dict[str, Any]:
-    cache = model.kv_cache
     return {
-        "root": model.root,
-        "architecture": model.architecture,
-        "dtype": model.dtype,
-        "vocab_size": model.vocab_size,
-        "max_model_len": model.max_model_len,
-        "max_num_seqs": model.max_num_seqs,
-        "max_num_batched_tokens": model.max_num_batched_tokens,
-        "device": model.device,
+        **{name: getattr(model, name) for name in _MODEL_FACTS},
         "mesh": [{"name": axis.name, "size": axis.size} for axis in model.mesh],
-        "layout": model.layout,
-        "attention_backend": model.attention_backend,
-        "kv_cache": {
-            "num_pages": cache.num_pages,
-            "page_size": cache.page_size,
-            "num_tokens": cache.num_tokens,
-            "size_bytes": cache.size_bytes,
-        },
+        "kv_cache": {name: getattr(model.kv_cache, name) for name in _CACHE_FACTS},
         "memory": [{"name": part.name, "size_bytes": part.size_bytes} for part in model.memory],
     }

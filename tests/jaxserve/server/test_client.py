@@ -33,7 +33,7 @@ from jaxserve.server.errors import (
     UnknownModelError,
 )
 from jaxserve.server.frontend import ParserNames
-from jaxserve.server.sampling_codec import given_fields
+from jaxserve.server.proto_codec import given_fields
 from tests.conftest import REPOSITORY
 from tests.grpc_servers import Serving, run, serving
 

@@ -21,7 +21,7 @@ from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.http_api.app import RequestLabels
 from jaxserve.server.http_listener import http_listening
-from jaxserve.server.http_protocol import MAX_HEADER_BYTES
+from jaxserve.server.http_protocol import MAX_HEADER_BYTES, HttpProtocol
 from jaxserve.server.settings import ServerConfig
 from tests.jaxserve.server.http_fakes import Connection, FakeEngine, Server, make_server
 from tests.jaxserve.server.test_tls import Authority
@@ -452,6 +452,23 @@ def test_grpc_cannot_have_the_port_of_http() -> None:
             assert b"200 OK" in await answer(address)
 
     run(main)
+
+
+def test_small_writes_are_not_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[int] = []
+    connection_made = HttpProtocol.connection_made
+
+    def note(protocol: HttpProtocol, transport: asyncio.Transport) -> None:
+        options.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        connection_made(protocol, transport)
+
+    async def main() -> None:
+        async with listening(make()) as address:
+            assert b"200 OK" in await answer(address)
+
+    monkeypatch.setattr(HttpProtocol, "connection_made", note)
+    run(main)
+    assert options and all(options)
 
 
 def test_a_server_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

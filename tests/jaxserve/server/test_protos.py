@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.server import sampling_codec
+from jaxserve.server import proto_codec
 from jaxserve.server.proto.jaxserve.v1 import sampling_pb2
-from jaxserve.server.sampling_codec import given_fields, params_to_proto
+from jaxserve.server.proto_codec import given_fields, params_to_proto
 from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 from tests.conftest import REPOSITORY
 
@@ -159,7 +159,7 @@ def as_numbers(version: str) -> tuple[int, ...]:
 def test_sampling_parameters_are_pythons() -> None:
     public = {field.removesuffix("_json") for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name}
     python = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert public == python - set(sampling_codec.PYTHON_FIELDS)
+    assert public == python - set(proto_codec.PYTHON_FIELDS)
     structure = sampling_pb2.StructuredOutputs.DESCRIPTOR.fields_by_name
     assert set(structure) == {field.name for field in dataclasses.fields(StructuredOutputsParams)}
     repetition = sampling_pb2.RepetitionDetection.DESCRIPTOR.fields_by_name
