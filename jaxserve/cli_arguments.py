@@ -4,6 +4,7 @@ import argparse
 import ast
 import collections.abc
 import dataclasses
+import difflib
 import functools
 import inspect
 import json
@@ -34,8 +35,12 @@ class FlagParser(argparse.ArgumentParser):
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  (theirs is overloaded)
         self, args: Iterable[str] | None = None, namespace: Any = None
     ) -> Any:
-        """Parse arguments as ``argparse`` does, after merging keys of objects."""
-        return super().parse_known_args(self._with_wholes(sys.argv[1:] if args is None else args), namespace)
+        """Parse arguments as ``argparse`` does, after merging keys of objects; a command refuses unknown arguments."""
+        found, unknown = super().parse_known_args(self._with_wholes(sys.argv[1:] if args is None else args), namespace)
+        if unknown and self._subparsers is None:
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+            self.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+        return found, unknown
 
     def _with_wholes(self, arguments: Iterable[str]) -> list[str]:
         """Return the arguments with each key of an object replaced by the whole object so far; the last one counts."""

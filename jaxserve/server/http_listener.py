@@ -6,6 +6,7 @@ file open to all users, and does not replace the file of a server that has died.
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -123,7 +124,8 @@ def _bound(config: ServerConfig) -> Iterator[socket.socket]:
                 bound.bind(address)
             bound.listen(_BACKLOG)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {config.uds or f'{config.host}:{config.port}'}: {error}") from error
+            reason = "it is already in use; choose another" if error.errno == errno.EADDRINUSE else str(error)
+            raise ConfigError(f"cannot listen on {config.uds or f'{config.host}:{config.port}'}: {reason}") from error
         yield bound
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from jaxserve import cli, cli_arguments
+from jaxserve.cli import main
 from jaxserve.cli_arguments import (
     FlagParser,
     add_engine_arguments,
@@ -151,8 +152,10 @@ def test_parts_without_a_name_or_a_value(words: str, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("words", ["--seed.a 1", "--nothing.a 1", "--hf-overrides+ a", "--hf.overrides.a 1"])
-def test_other_flags_have_no_parts(words: str) -> None:
-    assert parser().parse_known_args(words.split())[1][0] == words.split()[0]
+def test_other_flags_have_no_parts(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(words.split())
+    assert f"unknown argument {words.split()[0]}" in capsys.readouterr().err
 
 
 def test_what_stands_behind_two_dashes_is_no_flag() -> None:
@@ -218,3 +221,21 @@ def test_kinds_of_fields(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_docs_are_one_line_each() -> None:
     assert field_docs(Part)["level"] == "A number of two."
     assert field_docs(EngineConfig)["model"].startswith("Directory, hub id")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("serve --prot 8100", "jaxserve serve: error: unknown argument --prot; did you mean --port?"),
+        (
+            "generate --max-token=3",
+            "jaxserve generate: error: unknown argument --max-token=3; did you mean --max-tokens?",
+        ),
+        ("eval demo --zzz", "jaxserve eval: error: unknown argument --zzz\n"),
+    ],
+)
+def test_an_unknown_flag_names_the_nearest(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(words.split())
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err

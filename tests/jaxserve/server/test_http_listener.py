@@ -607,3 +607,24 @@ def test_the_callers_address_is_escaped(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.INFO, "jaxserve"):
         asyncio.run(RequestLabels(app, ServerConfig())(connection.scope, connection.receive, connection.send))
     assert r'fe80::1%\n\x1b[31m:1 "GET /" 200' in caplog.text
+
+
+def test_small_parts_of_a_stream_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections have TCP_NODELAY, or each part would wait for the acknowledgement of the one before."""
+    found = list[int]()
+
+    def note(self: HttpProtocol, transport: asyncio.Transport) -> None:
+        connection = transport.get_extra_info("socket")
+        found.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        connection_made(self, transport)
+
+    connection_made = HttpProtocol.connection_made
+    monkeypatch.setattr(HttpProtocol, "connection_made", note)
+
+    async def main() -> None:
+        async with listening(make()) as address, connected(address) as client:
+            await client.send(post("/tokenize", {"prompt": "Hi"}))
+            assert await client.read(1 << 15)
+
+    run(main)
+    assert found and all(found)
