@@ -3,7 +3,7 @@
 import dataclasses
 from typing import cast
 
-from jaxserve.layers.decoder import DecoderLayer, PreNormLayer
+from jaxserve.layers.decoder import PreNormLayer, RMSNormLayer
 from jaxserve.layers.grouped_query_attention import QkNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
@@ -48,7 +48,7 @@ def build(config: SwitchableConfig, scope: Scope) -> CausalLM:
     )
 
 
-def build_layer(config: SwitchableConfig, index: int, scope: Scope) -> DecoderLayer:
+def build_layer(config: SwitchableConfig, index: int, scope: Scope) -> RMSNormLayer:
     kind = Olmo2Layer if config.norm_after else PreNormLayer
     options = {"qk_norm": config.qk_norm, "scale": config.attention_scale, "soft_cap": config.attention_soft_cap}
     return kind(

@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.decoder import DecoderLayer
+from jaxserve.layers.decoder import RMSNormLayer
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention, build_decoder, build_mlp, build_norm
@@ -20,7 +20,7 @@ def build(config: DecoderConfig, scope: Scope) -> CausalLM:
     return build_decoder(config, scope, _build_layer)
 
 
-class ParallelLayer(DecoderLayer):
+class ParallelLayer(RMSNormLayer):
     """``x + attention(norm(x)) + mlp(norm'(x))``."""
 
     @property

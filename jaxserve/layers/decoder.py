@@ -17,28 +17,14 @@ from pallas_kernels.qkv_write import Heads, Rotation
 
 
 class DecoderLayer(nnx.Module, ABC):
-    """Two residual branches; subclasses place the norms.
+    """Attention and an MLP in residual branches; subclasses declare the MLP and the norms, and place them.
 
     Args:
-        attention_norm: Norm of the attention branch.
         attention: Attention.
-        mlp_norm: Norm of the MLP branch.
-        mlp: MLP, dense or sparse.
-        residual_multiplier: Factor of each branch before it is added.
     """
 
-    def __init__(
-        self,
-        attention_norm: RMSNorm,
-        attention: Attention,
-        mlp_norm: RMSNorm,
-        mlp: GatedMLP | SparseMLP,
-        *,
-        residual_multiplier: float = 1.0,
-    ):
-        self.attention_norm, self.attention = attention_norm, attention
-        self.mlp_norm, self.mlp = mlp_norm, mlp
-        self.residual_multiplier = residual_multiplier
+    def __init__(self, attention: Attention):
+        self.attention = attention
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -88,7 +74,33 @@ class DecoderLayer(nnx.Module, ABC):
         return self.attention.heads(self.projected(x), cast(Rotation, rotation) if rotation else None)
 
 
-class PreNormLayer(DecoderLayer):
+class RMSNormLayer(DecoderLayer):
+    """A layer with a root-mean-square norm for each branch.
+
+    Args:
+        attention_norm: Norm of the attention branch.
+        attention: Attention.
+        mlp_norm: Norm of the MLP branch.
+        mlp: MLP, dense or sparse.
+        residual_multiplier: Factor of each branch before it is added.
+    """
+
+    def __init__(
+        self,
+        attention_norm: RMSNorm,
+        attention: Attention,
+        mlp_norm: RMSNorm,
+        mlp: GatedMLP | SparseMLP,
+        *,
+        residual_multiplier: float = 1.0,
+    ):
+        super().__init__(attention)
+        self.attention_norm = attention_norm
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+        self.residual_multiplier = residual_multiplier
+
+
+class PreNormLayer(RMSNormLayer):
     """Norms precede each branch (Llama)."""
 
     @property

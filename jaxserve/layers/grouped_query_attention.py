@@ -27,6 +27,8 @@ class GroupedQueryAttention(Attention):
         head_dim: H.
         scope: Scope of the module.
         qkv: Query, key and value projections in checkpoints: three modules, or one with the rows of q, k, then v.
+        is_interleaved: Whether that one module has the rows of q, k and v of the first head, then of the second, …
+        out: Output projection in checkpoints.
         qkv_bias: Whether these have a bias.
         out_bias: Whether the output projection has a bias.
         qk_norm: RMSNorm of queries and keys: none, over each head (Qwen3), or over all heads at once (OLMo-2).
@@ -44,6 +46,8 @@ class GroupedQueryAttention(Attention):
         *,
         scope: Scope,
         qkv: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
+        is_interleaved: bool = False,
+        out: str = "o_proj",
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm: QkNorm = "none",
@@ -54,9 +58,12 @@ class GroupedQueryAttention(Attention):
         super().__init__(num_heads, num_kv_heads, head_dim, scope=scope, **options)
         self.qk_norm = qk_norm
         q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
+        rows = rows_of(qkv, (q_width, kv_width, kv_width), (head_dim,) * 3)
+        if is_interleaved:
+            rows = [each._replace(start=i * head_dim, stride=3 * head_dim) for i, each in enumerate(rows)]
         self.qkv = ColumnParallelLinear(
             hidden_size,
-            rows_of(qkv, (q_width, kv_width, kv_width), (head_dim,) * 3),
+            rows,
             outer_axis="q_heads",
             mesh_axis=self.mesh_axis,
             bias=qkv_bias,
@@ -68,7 +75,7 @@ class GroupedQueryAttention(Attention):
             inner_axis="q_heads",
             mesh_axis=self.mesh_axis,
             bias=out_bias,
-            scope=scope.at("o_proj"),
+            scope=scope.at(out),
         )
         q_scope, k_scope = scope.at("q_norm"), scope.at("k_norm")
         if qk_norm == "head":

@@ -1,4 +1,4 @@
-"""The gated MLP (arXiv:2002.05202) with its two input projections fused."""
+"""MLPs: the gated one (arXiv:2002.05202) with its two input projections fused, and the plain one."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,8 @@ from jaxtyping import Array, Float, Int
 from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
-from jaxserve.layers.params import Split, rows_of
+from jaxserve.layers.params import Rows, Split, rows_of
+from pallas_kernels.linear import ACTIVATIONS
 
 
 class GatedMLP(nnx.Module):
@@ -65,3 +66,39 @@ class GatedMLP(nnx.Module):
     def partial(self, x: Float[Array, "T D"], *, num_rows: Int[Array, ""] | None = None) -> Float[Array, "T D"]:
         """Compute this device's part of ``mlp(x)`` in float32, for an MLP without biases; see :meth:`__call__`."""
         return self.down.partial(self.gate_up(x, num_rows=num_rows), num_rows=num_rows)
+
+
+class PlainMLP(nnx.Module):
+    """``down(activation(up(x)))`` with biases; each device holds some of the inner features.
+
+    Args:
+        hidden_size: D.
+        ffn_size: F.
+        activation: One of ``pallas_kernels.linear.ACTIVATIONS``.
+        scope: Scope of the module.
+        up: Input projection in checkpoints.
+        down: Output projection in checkpoints.
+    """
+
+    def __init__(self, hidden_size: int, ffn_size: int, *, activation: str, scope: Scope, up: str, down: str):
+        mesh_axis = scope.parallel.ffn
+        self.has_fused_norms = False
+        self.splits = (Split(ffn_size, f"intermediate_size {ffn_size}"),)
+        self.activation = activation
+        self.up = ColumnParallelLinear(
+            hidden_size, [Rows(up, ffn_size)], outer_axis="ffn", mesh_axis=mesh_axis, bias=True, scope=scope
+        )
+        self.down = RowParallelLinear(
+            ffn_size, hidden_size, inner_axis="ffn", mesh_axis=mesh_axis, bias=True, scope=scope.at(down)
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        *,
+        residual: Float[Array, "T D"] | None = None,
+        num_rows: Int[Array, ""] | None = None,
+    ) -> Float[Array, "T D"]:
+        """Compute ``residual + mlp(x)``; rows from ``num_rows`` on are undefined."""
+        inner = ACTIVATIONS[self.activation](self.up(x, num_rows=num_rows))
+        return self.down(inner, residual=residual, num_rows=num_rows)

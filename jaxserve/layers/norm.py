@@ -1,4 +1,4 @@
-"""Root-mean-square norm (arXiv:1910.07467), over features of one device or over a split width."""
+"""Norms: root mean square (arXiv:1910.07467), over features of one device or over a split width, and layer norm."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -54,6 +54,27 @@ class RMSNorm(nnx.Module):
         """Normalize with a mean square computed elsewhere."""
         normed = x.astype(jnp.float32) * lax.rsqrt(mean_square + self.eps)
         return (normed * self.gain.astype(jnp.float32)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """``(x - mean(x)) / std(x) * weight + bias`` over the last axis, in float32 (arXiv:1607.06450).
+
+    Args:
+        features: Number of features.
+        eps: Added to the variance.
+        scope: Scope of the module.
+    """
+
+    def __init__(self, features: int, *, eps: float, scope: Scope):
+        self.weight = vector(whole(scope.at("weight").module, (features,)), "embed", scope, fill=1.0)
+        self.bias = vector(whole(scope.at("bias").module, (features,)), "embed", scope)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, -1, keepdims=True)
+        normed = centred * lax.rsqrt(jnp.mean(jnp.square(centred), -1, keepdims=True) + self.eps)
+        return (normed * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
 def split_mean_squares(

@@ -33,6 +33,7 @@ class Rows(NamedTuple):
         unit: Rows that stay together, such as a head's.
         start: Index of the first row in the module.
         total: Rows of the whole module; None: ``num_rows``.
+        stride: Rows from one unit to the next, where each unit has rows of other projections beside it; None: ``unit``.
         expert: Index of an expert, and the number of experts, where one tensor has the rows of all experts; None where
             the tensor has these rows only.
     """
@@ -42,6 +43,7 @@ class Rows(NamedTuple):
     unit: int = 1
     start: int = 0
     total: int | None = None
+    stride: int | None = None
     expert: tuple[int, int] | None = None
 
 
@@ -100,11 +102,13 @@ def stack_rows(scope: Scope, rows: Sequence[Rows], tensor: str, width: int | Non
             units = each.num_rows // each.unit
             if units % size and size % units:
                 raise ConfigError(f"{scope.at(each.module).module}: {units} units cannot be split over {size} devices")
-            count = max(1, units // size) * each.unit
-            start = each.start + device * units // size * each.unit
+            num_local, first = max(1, units // size), device * units // size
+            stride, together = (each.unit, num_local) if each.stride is None else (each.stride, 1)
             name, index = scope.at(each.module).at(tensor).module, each.expert[:1] if each.expert else ()
-            pieces.append(Piece(name, (*index, start, *origin), (target, *origin), (count, *trailing)))
-            target += count
+            for unit in range(first, first + num_local, together):
+                start, count = each.start + unit * stride, together * each.unit
+                pieces.append(Piece(name, (*index, start, *origin), (target, *origin), (count, *trailing)))
+                target += count
     sources = {
         scope.at(each.module).at(tensor).module: (
             *(each.expert[1:] if each.expert else ()),

@@ -14,7 +14,7 @@ from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools,
 from jaxserve.layers.embedding import VocabEmbedding
 from jaxserve.layers.kv_layout import KVIndices, KVSpec
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
-from jaxserve.layers.norm import RMSNorm
+from jaxserve.layers.norm import LayerNorm, RMSNorm
 from jaxserve.layers.rope import rope_cos_sin
 from jaxserve.layers.rows import map_rows
 from pallas_kernels import AttentionBatch
@@ -69,7 +69,7 @@ class CausalLM(nnx.Module):
         *,
         embed: VocabEmbedding,
         layers: Sequence[Layer],
-        norm: RMSNorm,
+        norm: RMSNorm | LayerNorm,
         head: VocabEmbedding | None,
         ignored: tuple[str, ...] = (),
         embedding_multiplier: float = 1.0,
@@ -184,7 +184,11 @@ class CausalLM(nnx.Module):
 
     def _scores(self, hidden: Float[Array, "R D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "R V"]:
         head = self.embed if self.head is None else self.head
-        scores = head.logits(hidden, norm=self.norm, num_rows=num_rows)
+        norm = self.norm
+        if isinstance(norm, LayerNorm):
+            scores = head.logits(norm(hidden), num_rows=num_rows)
+        else:
+            scores = head.logits(hidden, norm=norm, num_rows=num_rows)
         if self.logits_divisor != 1.0:
             scores = scores / self.logits_divisor
         if self.logits_soft_cap is not None:

@@ -7,7 +7,7 @@ from typing import Any, Final
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.decoder import DecoderLayer
+from jaxserve.layers.decoder import RMSNormLayer
 from jaxserve.layers.grouped_query_attention import QkNorm
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
@@ -108,12 +108,12 @@ def build_with(
     )
 
 
-class SandwichLayer(DecoderLayer):
+class SandwichLayer(RMSNormLayer):
     """Norms before and after each branch.
 
     Args:
         after: Norms after the attention and after the MLP.
-        parts: Arguments of ``DecoderLayer``.
+        parts: Arguments of ``RMSNormLayer``.
     """
 
     def __init__(self, *parts: Any, after: tuple[RMSNorm, RMSNorm]):

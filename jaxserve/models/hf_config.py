@@ -69,6 +69,15 @@ class ConfigFields:
         """Return whether the field is there and not null."""
         return self.raw.get(field) is not None
 
+    def with_aliases(self, names: Mapping[str, str]) -> "ConfigFields":
+        """Return the same fields, with values under other names for those that are missing; problems are shared.
+
+        Args:
+            names: From the other name of a field to its name here.
+        """
+        aliases = {name: self.raw[other] for other, name in names.items() if other in self.raw}
+        return ConfigFields({**aliases, **self.raw}, self.path, self._prefix, self._problems)
+
     def nested(self, field: str) -> "ConfigFields":
         """Return the object in a field, or an empty one; its problems are recorded in this object's list."""
         value = self.raw.get(field)

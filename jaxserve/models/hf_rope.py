@@ -20,6 +20,7 @@ class RopeDefaults:
         original_positions: Positions the model was first trained on; None means ``max_position_embeddings``.
         names: Names of scalings that mean another one in this family.
         is_partial: Whether the family has the field ``partial_rotary_factor``.
+        partial_factor: Fraction of a head that is rotated, if the field is missing.
         layer_type: Type of the layers whose rotary embedding is read, where each type has its own (Gemma 3).
     """
 
@@ -27,6 +28,7 @@ class RopeDefaults:
     original_positions: int | None = None
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_partial: bool = False
+    partial_factor: float = 1.0
     layer_type: str | None = None
 
 
@@ -124,7 +126,7 @@ def _read_rope_kind(scaling: ConfigFields, defaults: RopeDefaults) -> RopeKind:
 
 def _read_partial_factor(fields: ConfigFields, scaling: ConfigFields, defaults: RopeDefaults) -> float:
     source = scaling if scaling.is_given("partial_rotary_factor") else fields
-    factor = source.number("partial_rotary_factor", 1.0)
+    factor = source.number("partial_rotary_factor", defaults.partial_factor)
     if factor > 1.0 or (factor != 1.0 and not defaults.is_partial):
         bound = "at most 1" if defaults.is_partial else "1: this architecture rotates whole heads"
         source.note("partial_rotary_factor", f"expected {bound}, got {factor}")

@@ -5,7 +5,7 @@ from typing import Final
 
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.decoder import DecoderLayer
+from jaxserve.layers.decoder import RMSNormLayer
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention, build_decoder, build_mlp, build_norm
@@ -32,7 +32,7 @@ def build(config: DecoderConfig, scope: Scope) -> CausalLM:
     return build_decoder(config, scope, _build_layer)
 
 
-class Olmo2Layer(DecoderLayer):
+class Olmo2Layer(RMSNormLayer):
     """Norms follow each branch."""
 
     @property

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from jaxserve.errors import ConfigError, UnsupportedModelError
-from jaxserve.layers.decoder import DecoderLayer
+from jaxserve.layers.decoder import RMSNormLayer
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import outline
 from jaxserve.models.decoder import DecoderConfig
@@ -59,8 +59,8 @@ def hf_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(window if each == "sliding_attention" else None for each in types)
 
 
-def decoder_layers(config: DecoderConfig) -> list[DecoderLayer]:
-    return cast(list[DecoderLayer], list(outline(config, Scope()).layers))
+def decoder_layers(config: DecoderConfig) -> list[RMSNormLayer]:
+    return cast(list[RMSNormLayer], list(outline(config, Scope()).layers))
 
 
 def assert_equals_hf(config: DecoderConfig, expected: Any) -> None:

@@ -75,6 +75,10 @@ PHI3 = {"original_max_position_embeddings": 44}
 LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 9.0]}
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.6, "logits_scaling": 0.5}
 
+NEOX = {
+    "hidden_size": 96,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+}
 GEMMA = {"tie_word_embeddings": True, "sliding_window": 9, "query_pre_attn_scalar": 20}
 GEMMA3_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 GEMMA3_ROPES = {
@@ -138,6 +142,8 @@ ROWS = {
         | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0, "hidden_activation": "gelu_pytorch_tanh"},
     ),
     "gemma3": Row(family="Gemma3", raw=GEMMA | {"layer_types": GEMMA3_LAYERS, "rope_parameters": GEMMA3_ROPES}),
+    "gpt-neox": Row(family="GPTNeoX", raw=NEOX),
+    "gpt-neox-serial": Row(family="GPTNeoX", raw=NEOX | {"use_parallel_residual": False, "attention_bias": False}),
     "mixtral": Row(
         family="Mixtral", raw={"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11}, save="shards"
     ),
