@@ -34,7 +34,7 @@ PLACES: Mapping[str, tuple[str, str]] = {
         "    logits = logits + inputs.options.even_bias[:, None] * (jnp.arange(logits.shape[1]) % 2 == 0)\n",
     ),
     "jaxserve/server/proto/jaxserve/v1/sampling.proto": (
-        "}\n\n// Token ids, where",
+        "}\n\n// A list of token ids, so that",
         "  // Added to the logits of even token ids, in [-99, 99].\n  optional double even_bias = 30;\n",
     ),
 }

@@ -584,7 +584,10 @@ def test_engines_warm_up(
 
 def test_remote_code_is_accepted_with_a_warning(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with LLM(str(tiny_model), **SETTINGS, trust_remote_code=True):
-        assert "no remote code ever runs here" in caplog.text
+        assert (
+            "trust_remote_code=True has no effect: jaxserve never runs Python files that come with a model"
+            in caplog.text
+        )
 
 
 def test_a_model_without_a_tokenizer_takes_token_ids(broken: Path) -> None:
