@@ -50,13 +50,13 @@ def _by_tiles(
     num_rows, num_out = lhs.shape[0], rhs.shape[1]
     tile = min(_TILE, num_rows)
     lhs = jnp.pad(lhs, ((0, tile), (0, 0)))
-    last_tiles = jnp.cumsum(-(-group_sizes // tile))
+    num_tiles = -(-group_sizes // tile)
+    ends = jnp.cumsum(num_tiles)
     starts = jnp.cumsum(group_sizes) - group_sizes
 
     def multiply(index: Int[Array, ""], product: Float[Array, "padded rows"]) -> Float[Array, "padded rows"]:
-        expert = jnp.searchsorted(last_tiles, index, side="right")
-        within = index - (last_tiles[expert] - -(-group_sizes[expert] // tile))
-        start = starts[expert] + within * tile
+        expert = jnp.searchsorted(ends, index, side="right")
+        start = starts[expert] + (index - (ends[expert] - num_tiles[expert])) * tile
         rows = lax.dynamic_slice_in_dim(lhs, start, tile)
         part = lax.dot_general(
             rows,
@@ -68,4 +68,4 @@ def _by_tiles(
         return lax.dynamic_update_slice_in_dim(product, part, start, 0)
 
     empty = jnp.zeros((num_rows + tile, num_out), jnp.float32)
-    return lax.fori_loop(0, last_tiles[-1], multiply, empty)[:num_rows]
+    return lax.fori_loop(0, ends[-1], multiply, empty)[:num_rows]

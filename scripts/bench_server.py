@@ -38,7 +38,7 @@ from jaxserve.bench.serve_records import Backend, BenchRequest, BenchResponse  #
 from jaxserve.bench.serve_tokens import plain_range  # noqa: E402
 from scripts.server_child import RunningServer, as_flags, running_server  # noqa: E402
 
-SURFACES = ("http", "grpc")
+APIS = ("http", "grpc")
 SAMPLING = {"temperature": 0.0, "ignore_eos": True}
 IDLE_REPETITIONS = 20
 
@@ -102,16 +102,16 @@ def work_offline(arguments: dict[str, Any]) -> None:
             print(json.dumps({"texts": texts, "num_tokens": counts, "seconds": seconds}), flush=True)
 
 
-class Surfaces:
+class ApiClients:
     """A server's HTTP and gRPC APIs, as load-test backends."""
 
     def __init__(self, server: RunningServer, num_streams: int):
         self._server = server
         self._num_channels = -(-num_streams // 100)
 
-    async def run(self, surface: str, work: Callable[[Backend], Awaitable[Any]]) -> Any:
+    async def run(self, api: str, work: Callable[[Backend], Awaitable[Any]]) -> Any:
         """Run ``work`` with a backend."""
-        if surface == "http":
+        if api == "http":
             client = HttpClient(self._server.http)
             try:
                 return await work(OpenAIBackend(client, "/v1/completions", "", SAMPLING))
@@ -144,10 +144,10 @@ def random_requests(count: int, num_input: int, num_output: int, vocab_size: int
 
 
 async def measure_overhead(
-    options: argparse.Namespace, surfaces: Surfaces, offline: OfflineEngine, vocab_size: int
+    options: argparse.Namespace, clients: ApiClients, offline: OfflineEngine, vocab_size: int
 ) -> dict[str, Any]:
     """Return median output tokens per second of each API, and the fraction of the offline engine's."""
-    speeds: dict[str, list[float]] = {name: [] for name in ("offline", *SURFACES)}
+    speeds: dict[str, list[float]] = {name: [] for name in ("offline", *APIS)}
     num_wrong = 0
     for repetition in range(options.repetitions + 1):  # the first is a warm-up
         requests = random_requests(
@@ -155,15 +155,15 @@ async def measure_overhead(
         )  # fmt: skip
         expected = offline.generate(requests)
         found = {"offline": sum(expected["num_tokens"]) / expected["seconds"]}
-        for surface in SURFACES:
-            result = await surfaces.run(surface, lambda backend, asked=requests: _all_at_once(backend, asked))
-            found[surface] = sum(map(output_length, result.responses)) / result.duration_s
+        for api in APIS:
+            result = await clients.run(api, lambda backend, asked=requests: _all_at_once(backend, asked))
+            found[api] = sum(map(output_length, result.responses)) / result.duration_s
             num_wrong += count_wrong(result.responses, expected)
         if repetition:
             for name, speed in found.items():
                 speeds[name].append(speed)
     medians = {name: statistics.median(values) for name, values in speeds.items()}
-    ratios = {surface: medians[surface] / medians["offline"] for surface in SURFACES}
+    ratios = {api: medians[api] / medians["offline"] for api in APIS}
     return {"tokens_per_s": medians, "all": speeds, "ratio_to_offline": ratios, "wrong_texts": num_wrong}
 
 
@@ -183,17 +183,17 @@ def count_wrong(responses: list[BenchResponse], expected: dict[str, Any]) -> int
 
 
 async def measure_streams(
-    options: argparse.Namespace, surfaces: Surfaces, offline: OfflineEngine, vocab_size: int
+    options: argparse.Namespace, clients: ApiClients, offline: OfflineEngine, vocab_size: int
 ) -> dict[str, Any]:
     """Run concurrent streams and compare them with the expected texts."""
     requests = random_requests(options.num_streams, 16, options.stream_len, vocab_size, seed=10_000)
     expected = offline.generate(requests)
     found: dict[str, Any] = {"streams": options.num_streams}
-    for surface in SURFACES:
-        result = await surfaces.run(surface, lambda backend: _all_at_once(backend, requests))
+    for api in APIS:
+        result = await clients.run(api, lambda backend: _all_at_once(backend, requests))
         errors = [response.error for response in result.responses if not response.is_success]
         num_tokens = sum(map(output_length, result.responses))
-        found[surface] = {
+        found[api] = {
             "wrong": count_wrong(result.responses, expected),
             "failed": len(errors),
             "first_error": errors[0] if errors else "",
@@ -204,13 +204,11 @@ async def measure_streams(
     return found
 
 
-async def measure_disconnects(options: argparse.Namespace, surfaces: Surfaces, vocab_size: int) -> dict[str, Any]:
+async def measure_disconnects(options: argparse.Namespace, clients: ApiClients, vocab_size: int) -> dict[str, Any]:
     """Measure a short request on an idle server, and while many streams are disconnected."""
     found = {}
-    for surface in SURFACES:
-        found[surface] = await surfaces.run(
-            surface, lambda backend: _disconnect_again_and_again(options, backend, vocab_size)
-        )
+    for api in APIS:
+        found[api] = await clients.run(api, lambda backend: _disconnect_again_and_again(options, backend, vocab_size))
     return found
 
 
@@ -244,12 +242,12 @@ async def _seconds(backend: Backend, request: BenchRequest) -> float:
 
 async def measure(options: argparse.Namespace, server: RunningServer, offline: OfflineEngine) -> dict[str, Any]:
     """Run all measurements."""
-    surfaces = Surfaces(server, max(options.num_streams, options.num_prompts))
-    vocab_size = await surfaces.vocab_size()
+    clients = ApiClients(server, max(options.num_streams, options.num_prompts))
+    vocab_size = await clients.vocab_size()
     return {
-        "overhead": await measure_overhead(options, surfaces, offline, vocab_size),
-        "streams": await measure_streams(options, surfaces, offline, vocab_size),
-        "disconnects": await measure_disconnects(options, surfaces, vocab_size),
+        "overhead": await measure_overhead(options, clients, offline, vocab_size),
+        "streams": await measure_streams(options, clients, offline, vocab_size),
+        "disconnects": await measure_disconnects(options, clients, vocab_size),
     }
 
 
@@ -257,13 +255,13 @@ def table(found: dict[str, Any]) -> list[str]:
     """Return the figures as a table."""
     overhead, streams, cuts = found["overhead"], found["streams"], found["disconnects"]
     lines = [f"{'':<34}{'offline':>12}{'HTTP':>12}{'gRPC':>12}", f"{'output tokens/s (median)':<34}"]
-    lines[1] += "".join(f"{overhead['tokens_per_s'][name]:>12.1f}" for name in ("offline", *SURFACES))
-    lines.append(_row("share of offline", [overhead["ratio_to_offline"][name] for name in SURFACES], ".3f"))
-    lines.append(_row(f"wrong of {streams['streams']} streams", [streams[name]["wrong"] for name in SURFACES], "d"))
-    lines.append(_row("tokens/s of them", [streams[name]["tokens_per_s"] for name in SURFACES], ".1f"))
-    lines.append(_row("short request, idle (ms)", [cuts[name]["idle_s"] * 1000 for name in SURFACES], ".1f"))
-    lines.append(_row("short request, disconnects (ms)", [cuts[name]["busy_s"] * 1000 for name in SURFACES], ".1f"))
-    lines.append(_row("ratio", [cuts[name]["ratio"] for name in SURFACES], ".2f"))
+    lines[1] += "".join(f"{overhead['tokens_per_s'][name]:>12.1f}" for name in ("offline", *APIS))
+    lines.append(_row("share of offline", [overhead["ratio_to_offline"][name] for name in APIS], ".3f"))
+    lines.append(_row(f"wrong of {streams['streams']} streams", [streams[name]["wrong"] for name in APIS], "d"))
+    lines.append(_row("tokens/s of them", [streams[name]["tokens_per_s"] for name in APIS], ".1f"))
+    lines.append(_row("short request, idle (ms)", [cuts[name]["idle_s"] * 1000 for name in APIS], ".1f"))
+    lines.append(_row("short request, disconnects (ms)", [cuts[name]["busy_s"] * 1000 for name in APIS], ".1f"))
+    lines.append(_row("ratio", [cuts[name]["ratio"] for name in APIS], ".2f"))
     return lines
 
 

@@ -95,13 +95,18 @@ class RowParallelLinear(nnx.Module):
             fused = Fused(bias=bias, scale=scale, residual=residual)
             return matmul(self.weight, x, fused=fused, num_rows=num_rows).astype(self.dtype)
         y = all_reduce(self.partial(x, num_rows=num_rows), self.mesh_axis)
-        y = (y if bias is None else y + bias.astype(jnp.float32)).astype(self.dtype)
-        y = y if scale == 1.0 else y * scale
-        return y if residual is None else residual + y
+        y = y if bias is None else y + bias.astype(jnp.float32)
+        return add_branch(y.astype(self.dtype), residual, scale)
 
     def partial(self, x: Float[Array, "T inner"], *, num_rows: Int[Array, ""] | None = None) -> Float[Array, "T outer"]:
         """Compute this device's ``x @ W.T`` in float32, without the bias; rows from ``num_rows`` on are undefined."""
         return matmul(self.weight, x, fused=Fused(), num_rows=num_rows)
+
+
+def add_branch(y: Float[Array, "T D"], residual: Float[Array, "T D"] | None, scale: float) -> Float[Array, "T D"]:
+    """Compute ``residual + scale * y``."""
+    y = y if scale == 1.0 else y * scale
+    return y if residual is None else residual + y
 
 
 def fused_norm(norm: RMSNorm | None) -> Norm | None:

@@ -82,7 +82,6 @@ class PlainMLP(nnx.Module):
 
     def __init__(self, hidden_size: int, ffn_size: int, *, activation: str, scope: Scope, up: str, down: str):
         mesh_axis = scope.parallel.ffn
-        self.has_fused_norms = False
         self.splits = (Split(ffn_size, f"intermediate_size {ffn_size}"),)
         self.activation = activation
         self.up = ColumnParallelLinear(

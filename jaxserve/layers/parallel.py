@@ -110,6 +110,10 @@ class Scope:
     policy: DtypePolicy = DtypePolicy()
     module: str = ""
 
+    def unsplit(self) -> "Scope":
+        """Return the same scope with all parameters whole on every device."""
+        return dataclasses.replace(self, parallel=Parallel())
+
     def at(self, name: str) -> "Scope":
         """Return the scope of a submodule, by its name relative to this one: ``mlp`` or ``model.layers.3``."""
         return dataclasses.replace(self, module=".".join(part for part in (self.module, name) if part))

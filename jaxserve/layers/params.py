@@ -197,7 +197,7 @@ def expert_weights(
         policy.grouped,
         policy.storage,
         is_gated,
-        Experts(num_experts, scope.parallel.parts(mesh_axis), experts_per_token),
+        Experts(num_experts, experts_per_token),
     )
     return _stored(what, recipe, (axes[0] if mesh_axis is None else "experts", axes[1]))
 

@@ -16,10 +16,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.linear import ColumnParallelLinear
+from jaxserve.layers.linear import ColumnParallelLinear, add_branch
 from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.norm import RMSNorm
-from jaxserve.layers.parallel import Parallel, Scope
+from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Rows, Split, expert_weights, rows_of, stack_rows
 from jaxserve.layers.storage import grouped_matmul
 from sharding.collectives import all_reduce, axis_index
@@ -113,14 +113,13 @@ class SparseMLP(nnx.Module):
             self.splits = (Split(ffn_size, f"expert intermediate size {ffn_size}"),)
         else:
             self.splits = (Split(count, f"{count} experts"),)
-        alone = dataclasses.replace(scope, parallel=Parallel())
         self.num_local = count // parallel.parts(self.experts_axis)
-        self.router = router(hidden_size, names.router, count, scope)
+        self.router = replicated_linear(hidden_size, names.router, count, scope)
         parts = parallel.parts(parallel.expert_ffn)
         build = partial(expert_weights, num_experts=count, experts_per_token=routing.experts_per_token)
         self.gate_up = build(
             stack_rows(
-                scope if self.experts_axis is None else alone,
+                scope if self.experts_axis is None else scope.unsplit(),
                 _expert_rows(names.gate_up, (ffn_size, ffn_size), count),
                 "weight",
                 hidden_size,
@@ -131,7 +130,7 @@ class SparseMLP(nnx.Module):
             is_gated=True,
         )
         self.down = build(
-            stack_rows(alone, _expert_rows((names.down,), (hidden_size,), count), "weight", ffn_size),
+            stack_rows(scope.unsplit(), _expert_rows((names.down,), (hidden_size,), count), "weight", ffn_size),
             ("embed", "expert_ffn"),
             (1, parts),
             scope,
@@ -152,9 +151,7 @@ class SparseMLP(nnx.Module):
         y = self._routed(x, weights, experts, num_rows)
         if self.shared is not None:
             y += self.shared.partial(x, num_rows)
-        y = all_reduce(y, self.mesh_axis).astype(self.dtype)
-        y = y if scale == 1.0 else y * scale
-        return y if residual is None else residual + y
+        return add_branch(all_reduce(y, self.mesh_axis).astype(self.dtype), residual, scale)
 
     def _routed(
         self,
@@ -184,15 +181,15 @@ class SparseMLP(nnx.Module):
         return y
 
 
-def router(hidden_size: int, module: str, num_outputs: int, scope: Scope) -> ColumnParallelLinear:
-    """Build a small projection that every device computes: of a router, or of a shared expert's gate."""
+def replicated_linear(hidden_size: int, module: str, num_outputs: int, scope: Scope) -> ColumnParallelLinear:
+    """Build a small projection that every device computes whole: a router, or the gate of a shared expert."""
     return ColumnParallelLinear(
         hidden_size,
         [Rows(module, num_outputs)],
         outer_axis=None,
         mesh_axis=None,
         bias=False,
-        scope=dataclasses.replace(scope, parallel=Parallel()),
+        scope=scope.unsplit(),
     )
 
 

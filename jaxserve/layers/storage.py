@@ -26,12 +26,10 @@ class Experts(NamedTuple):
 
     Attributes:
         num_experts: On all devices.
-        parts: Devices that the experts are split over.
         per_token: Experts that compute each token.
     """
 
     num_experts: int
-    parts: int
     per_token: int
 
 

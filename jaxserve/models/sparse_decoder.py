@@ -7,7 +7,7 @@ from typing import Any
 from jaxserve.layers.decoder import PreNormLayer
 from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.parallel import Scope
-from jaxserve.layers.sparse_mlp import DEFAULT_NAMES, ExpertNames, Routing, SharedExpert, SparseMLP, router
+from jaxserve.layers.sparse_mlp import DEFAULT_NAMES, ExpertNames, Routing, SharedExpert, SparseMLP, replicated_linear
 from jaxserve.models.decoder import DecoderConfig, build_layer
 from jaxserve.models.hf_config import ConfigFields
 
@@ -83,7 +83,7 @@ def build_sparse_layer(
     inner, expert = scope.at(module), None
     if config.shared_ffn_size:
         mlp = GatedMLP(config.hidden_size, config.shared_ffn_size, activation=config.activation, scope=inner.at(shared))
-        gate = None if shared_gate is None else router(config.hidden_size, shared_gate, 1, inner)
+        gate = None if shared_gate is None else replicated_linear(config.hidden_size, shared_gate, 1, inner)
         expert = SharedExpert(mlp, gate)
     sparse = SparseMLP(
         config.hidden_size, config.expert_ffn_size, config.routing, scope=inner, names=names, shared=expert
