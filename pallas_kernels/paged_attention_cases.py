@@ -21,6 +21,8 @@ class Case(NamedTuple):
         spare_tokens: Padding tokens after the rows' tokens, in a step that is not of decode rows alone.
         row_tile: As ``PagedAttention.attend`` takes it.
         table_pages: Width of the page table; None for two pages more than the longest context has.
+        value_dim: Width of a value that is the beginning of its key, in ``latent_attention``; None for values of their
+            own, as wide as a head.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -35,6 +37,12 @@ class Case(NamedTuple):
     spare_tokens: int = 3
     row_tile: int | None = None
     table_pages: int | None = None
+    value_dim: int | None = None
+
+    @property
+    def value_width(self) -> int:
+        """Return the width of a value."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def num_single(self) -> int:

@@ -47,6 +47,9 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "pallas-interpret": "pallas_kernels.paged_attention_triton:INTERPRET",
         "mosaic-interpret": "pallas_kernels.paged_attention_mosaic:INTERPRET",
     },
+    "latent_attention": {
+        "xla": "pallas_kernels.latent_attention_xla",
+    },
 }
 
 
