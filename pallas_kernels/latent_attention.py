@@ -58,26 +58,28 @@ class LatentAttention(Protocol):
 
     def write_kv(
         self,
-        pools: Pools,
+        pools: tuple[Array, ...],
         key: Float[Array, "T 1 rotated"],
         value: Float[Array, "T 1 latent"],
         batch: AttentionBatch,
         page_size: int,
-    ) -> Pools:
+    ) -> tuple[Array, ...]:
         """Return the pool with this step's latents (``value``) and rotated keys written.
 
         Latents with values that are not finite leave zeros, and NaN in the token's rotated key.
         """
         ...
 
-    def copy_pages(self, pools: Pools, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> Pools:
+    def copy_pages(
+        self, pools: tuple[Array, ...], sources: Int[Array, " C"], targets: Int[Array, " C"]
+    ) -> tuple[Array, ...]:
         """Copy pages; see ``PagedAttention.copy_pages``."""
         ...
 
     def attend(
         self,
         query: Float[Array, "T N H"],
-        pools: Pools,
+        pools: tuple[Array, ...],
         batch: AttentionBatch,
         *,
         page_size: int,
@@ -162,7 +164,7 @@ class Prepared(NamedTuple):
     """A step's queries and the pool that holds all contexts."""
 
     query: Float[Array, "T N H"]
-    pools: Pools
+    pools: tuple[Array, ...]
     batch: AttentionBatch
 
 

@@ -18,14 +18,13 @@ from jaxserve.device.program import ModelProgram, StepState, shardings
 from jaxserve.device.split_steps import SplitStep, trace_model, trace_sampler, trace_scorer
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import trace_step
+from jaxserve.layers.attention import Pools
 from jaxserve.layers.kv_layout import PoolKind
 from jaxserve.sampling.penalties import IN_PROMPT, MAX_TRACKED, SlotTables
 from jaxserve.scheduling.plan import PageCopy, SlotSetup, StepPlan
 
 COPY_CAPACITY = 8
 """Most pages copied per call."""
-
-Pools = tuple[Array, Array]
 
 
 def trace_set_up(program: ModelProgram) -> jax.stages.Traced:
