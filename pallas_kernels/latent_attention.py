@@ -58,28 +58,26 @@ class LatentAttention(Protocol):
 
     def write_kv(
         self,
-        pools: tuple[Array, ...],
+        pools: Pools,
         key: Float[Array, "T 1 rotated"],
         value: Float[Array, "T 1 latent"],
         batch: AttentionBatch,
         page_size: int,
-    ) -> tuple[Array, ...]:
+    ) -> Pools:
         """Return the pool with this step's latents (``value``) and rotated keys written.
 
         Latents with values that are not finite leave zeros, and NaN in the token's rotated key.
         """
         ...
 
-    def copy_pages(
-        self, pools: tuple[Array, ...], sources: Int[Array, " C"], targets: Int[Array, " C"]
-    ) -> tuple[Array, ...]:
+    def copy_pages(self, pools: Pools, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> Pools:
         """Copy pages; see ``PagedAttention.copy_pages``."""
         ...
 
     def attend(
         self,
         query: Float[Array, "T N H"],
-        pools: tuple[Array, ...],
+        pools: Pools,
         batch: AttentionBatch,
         *,
         page_size: int,
@@ -164,7 +162,7 @@ class Prepared(NamedTuple):
     """A step's queries and the pool that holds all contexts."""
 
     query: Float[Array, "T N H"]
-    pools: tuple[Array, ...]
+    pools: Pools
     batch: AttentionBatch
 
 

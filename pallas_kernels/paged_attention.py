@@ -136,18 +136,18 @@ class PagedAttention(Protocol):
 
     def write_kv(
         self,
-        pools: tuple[Array, ...],
+        pools: tuple[Array, Array],
         key: Float[Array, "T K H"],
         value: Float[Array, "T K H"],
         batch: AttentionBatch,
         page_size: int,
-    ) -> tuple[Array, ...]:
+    ) -> tuple[Array, Array]:
         """Return pools with this step's keys and values written."""
         ...
 
     def copy_pages(
-        self, pools: tuple[Array, ...], sources: Int[Array, " C"], targets: Int[Array, " C"]
-    ) -> tuple[Array, ...]:
+        self, pools: tuple[Array, Array], sources: Int[Array, " C"], targets: Int[Array, " C"]
+    ) -> tuple[Array, Array]:
         """Copy the content of page ``sources[i]`` to page ``targets[i]``.
 
         All sources are read before a target is written. No page is the target of two sources, but targets after the
@@ -158,7 +158,7 @@ class PagedAttention(Protocol):
     def attend(
         self,
         query: Float[Array, "T N H"],
-        pools: tuple[Array, ...],
+        pools: tuple[Array, Array],
         batch: AttentionBatch,
         *,
         page_size: int,
@@ -236,7 +236,7 @@ class Prepared(NamedTuple):
     """A step's queries and the pools of keys and values that hold all contexts."""
 
     query: Float[Array, "T N H"]
-    pools: tuple[Array, ...]
+    pools: tuple[Array, Array]
     batch: AttentionBatch
 
 

@@ -155,7 +155,7 @@ class Attention(nnx.Module, ABC):
         kernel = cast(PagedAttention, settings.kernel)
         return kernel.attend(
             query,
-            pools,
+            cast(tuple[jax.Array, jax.Array], pools),
             batch,
             page_size=settings.page_size,
             num_kv_heads=self.num_kv_heads,

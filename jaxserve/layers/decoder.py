@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -69,7 +69,9 @@ class DecoderLayer(nnx.Module, ABC):
         rotation = self.attention.rotation(inputs) or ()
         computed = partial(self._heads, num_rows=num_tokens if tile is None else None)
         heads = map_rows(computed, (x, *rotation), num_tokens, tile)
-        return heads.query, settings.kernel.write_kv(pools, heads.key, heads.value, inputs.batch, settings.page_size)
+        kernel_pools = cast(Any, pools)  # as many as the kernel's operation has
+        written = settings.kernel.write_kv(kernel_pools, heads.key, heads.value, inputs.batch, settings.page_size)
+        return heads.query, written
 
     def _heads(
         self, x: Float[Array, "T D"], *rotation: Float[Array, "T half"], num_rows: Int[Array, ""] | None

@@ -143,7 +143,7 @@ class MultiHeadLatentAttention(Attention):
         """Return the weighted sums of latents."""
         return cast(LatentAttention, settings.kernel).attend(
             query,
-            pools,
+            cast(tuple[Array], pools),
             batch,
             page_size=settings.page_size,
             value_dim=self.rank,
