@@ -48,6 +48,7 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "mosaic-interpret": "pallas_kernels.paged_attention_mosaic:INTERPRET",
     },
     "latent_attention": {
+        "native": "pallas_kernels.latent_attention_native",
         "xla": "pallas_kernels.latent_attention_xla",
     },
 }
