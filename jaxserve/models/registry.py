@@ -13,6 +13,7 @@ from jaxserve.models.hf_config import ConfigFields, check_not_quantized
 FAMILIES: Final[dict[str, str]] = {
     "BaiChuanForCausalLM": "jaxserve.models.baichuan",
     "BaichuanForCausalLM": "jaxserve.models.baichuan",
+    "GPT2LMHeadModel": "jaxserve.models.gpt2",
     "GPTNeoXForCausalLM": "jaxserve.models.gpt_neox",
     "Gemma2ForCausalLM": "jaxserve.models.gemma2",
     "Gemma3ForCausalLM": "jaxserve.models.gemma3",
