@@ -15,6 +15,7 @@ typedef struct {
   const void *values;     // [P, K, p, H]
   const int32_t *table;   // [R, M]
   const int32_t *context_lens, *query_starts, *query_lens;  // [R]
+  const float *sinks;     // [N] logits that take part in the softmax without a value, or null
   float *out;             // [T, N, H]
   int num_heads, num_kv_heads, width, page_size, table_width, is_bf16;
   float scale, soft_cap;  // soft_cap 0: none
