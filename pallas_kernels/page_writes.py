@@ -20,6 +20,19 @@ def as_stored(
     return jnp.where(is_finite, key, jnp.nan), jnp.where(is_finite, value, 0)
 
 
+def as_stored_latents(
+    pool: Float[Array, "P ..."], key: Float[Array, "T 1 rotated"], value: Float[Array, "T 1 latent"]
+) -> Float[Array, "T H"]:
+    """Return latents beside their rotated keys in the dtype of their pool; see ``as_stored``.
+
+    The rotated key is never a value, so it takes the NaN of a latent that is not finite.
+    """
+    key, value = key[:, 0].astype(pool.dtype), value[:, 0].astype(pool.dtype)
+    is_finite = jnp.isfinite(value)
+    key = jnp.where(is_finite.all(1, keepdims=True), key, jnp.nan)
+    return jnp.concatenate([jnp.where(is_finite, value, 0), key], axis=1)
+
+
 def write_pages(
     pools: tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]],
     key: Float[Array, "T K H"],

@@ -22,6 +22,8 @@ class Case(NamedTuple):
         row_tile: As ``PagedAttention.attend`` takes it.
         table_pages: Width of the page table; None for two pages more than the longest context has.
         has_sinks: Whether each query head has a sink.
+        value_dim: Width of a value that is the beginning of its key, in ``latent_attention``; None for values of their
+            own, as wide as a head.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -37,6 +39,12 @@ class Case(NamedTuple):
     row_tile: int | None = None
     table_pages: int | None = None
     has_sinks: bool = False
+    value_dim: int | None = None
+
+    @property
+    def value_width(self) -> int:
+        """Return the width of a value."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def num_single(self) -> int:

@@ -47,6 +47,10 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "pallas-interpret": "pallas_kernels.paged_attention_triton:INTERPRET",
         "mosaic-interpret": "pallas_kernels.paged_attention_mosaic:INTERPRET",
     },
+    "latent_attention": {
+        "native": "pallas_kernels.latent_attention_native",
+        "xla": "pallas_kernels.latent_attention_xla",
+    },
 }
 
 

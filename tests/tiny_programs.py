@@ -10,10 +10,11 @@ import numpy as np
 from jaxserve.device.steps import ModelProgram
 from jaxserve.layers.attention import select_attention
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
-from jaxserve.layers.parallel import DtypePolicy
-from jaxserve.layers.sparse_mlp import Routing
-from jaxserve.models.abstract import AbstractModel, LogicalParam
+from jaxserve.layers.parallel import DtypePolicy, Scope
+from jaxserve.layers.routing import Routing
+from jaxserve.models.abstract import AbstractModel, LogicalParam, outline
 from jaxserve.models.decoder import DecoderConfig
+from jaxserve.models.deepseek_v2 import DeepseekConfig
 from jaxserve.models.sparse_decoder import SparseConfig
 from jaxserve.sampling.sampler import select_truncation
 from pallas_kernels import OPERATIONS
@@ -63,6 +64,26 @@ def sparse_config(**changes: Any) -> SparseConfig:
     return SparseConfig(**{**fields, **changes})
 
 
+def latent_config(**changes: Any) -> DeepseekConfig:
+    """The same sizes with latents, and grouped experts beside a shared one in the second layer."""
+    base = sparse_config(
+        routing=Routing(
+            num_experts=8,
+            experts_per_token=3,
+            is_normalized=True,
+            scoring="sigmoid",
+            num_groups=4,
+            groups_per_token=2,
+            experts_per_group_score=2,
+            is_corrected=True,
+        )
+    )
+    fields = {name: getattr(base, name) for name in SparseConfig.__dataclass_fields__}
+    fields |= {"architecture": "DeepseekV3ForCausalLM", "qkv_bias": False, "num_kv_heads": 4}
+    fields |= {"query_rank": 10, "rank": 12, "plain_dim": 6, "value_dim": 7, "attention_scale": 0.3}
+    return DeepseekConfig(**{**fields, "is_interleaved": True, "num_extra_layers": 0, **changes})
+
+
 def make_program(
     config: ModelConfig,
     *,
@@ -78,7 +99,11 @@ def make_program(
     A policy that names native kernels runs attention natively too.
     """
     mesh = make_mesh(MeshShape(tensor=tensor))
-    kernel = load("paged_attention", "native") if policy.linear == "native" else KERNEL
+    operation = outline(config, Scope()).kv_specs[0].operation
+    if operation == "latent_attention" or policy.linear == "native":
+        kernel = load(operation, "native" if policy.linear == "native" else "xla")
+    else:
+        kernel = KERNEL
     settings = {"truncation": TRUNCATION} | settings
     return ModelProgram(config, mesh, get_layout(layout).on(mesh), policy, kernel, 8, num_pages, num_slots, **settings)
 

@@ -4,7 +4,7 @@ import concurrent.futures
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,13 @@ from jaxserve.device.program import ModelProgram, StepState, shardings
 from jaxserve.device.split_steps import SplitStep, trace_model, trace_sampler, trace_scorer
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import trace_step
+from jaxserve.layers.attention import Pools
 from jaxserve.layers.kv_layout import PoolKind
 from jaxserve.sampling.penalties import IN_PROMPT, MAX_TRACKED, SlotTables
 from jaxserve.scheduling.plan import PageCopy, SlotSetup, StepPlan
 
 COPY_CAPACITY = 8
 """Most pages copied per call."""
-
-Pools = tuple[Array, Array]
 
 
 def trace_set_up(program: ModelProgram) -> jax.stages.Traced:
@@ -76,7 +75,7 @@ def trace_copy_pages(program: ModelProgram, kind: PoolKind, count: int) -> jax.s
             first = num_pages * jnp.arange(count, dtype=jnp.int32)[:, None]
             sources = (first + jnp.minimum(sources, num_pages - 1)).ravel()
             targets = jnp.where(targets < num_pages, first + targets, count * num_pages).ravel()
-        return program.kernel.copy_pages(pools, sources, targets)
+        return program.kernel.copy_pages(cast(Any, pools), sources, targets)
 
     return program.trace(copy, (pools, pages, pages), out_shardings=shardings(pools), donated=[0])
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.config_checks import LOGPROBS_MODES
 from jaxserve.device.step_batch import LatestTokens
+from jaxserve.layers.attention import AttentionKernel, Pools
 from jaxserve.layers.kv_layout import KVLayout, PoolKind, lay_out_kv
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
@@ -28,7 +29,6 @@ from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from jaxserve.sampling.logprobs import MAX_LOGPROBS
 from jaxserve.sampling.penalties import MAX_TRACKED, SlotTables
 from jaxserve.sampling.sampler import SamplerSettings, select_truncation
-from pallas_kernels import PagedAttention
 from pallas_kernels.registry import load
 from pallas_kernels.truncation import Truncation
 from sharding import ShardingLayout, stacked
@@ -119,13 +119,13 @@ class StepState(NamedTuple):
     """State that devices keep between steps; each step donates and returns it.
 
     Attributes:
-        pools: Key and value pages; see ``KVLayout``.
+        pools: Pages of each pool; see ``KVLayout``.
         latest: Latest token and position of each slot.
         tables: Vocabulary-sized sampling state of each slot.
         sums: Sum of hidden states over each slot's prompt so far, for pooling requests.
     """
 
-    pools: tuple[tuple[Array, Array], ...]
+    pools: tuple[Pools, ...]
     latest: LatestTokens
     tables: SlotTables
     sums: Float[Array, "slots D"]
@@ -140,7 +140,7 @@ class ModelProgram:
         mesh: Mesh of one data slice.
         layout: Sharding layout, resolved on the mesh.
         policy: Dtypes.
-        kernel: Implementation of paged attention.
+        kernel: Implementation of attention.
         page_size: Tokens per page.
         num_pages: Usable pages.
         num_slots: Most running sequences.
@@ -157,7 +157,7 @@ class ModelProgram:
     mesh: Mesh
     layout: ShardingLayout
     policy: DtypePolicy
-    kernel: PagedAttention
+    kernel: AttentionKernel
     page_size: int
     num_pages: int
     num_slots: int
@@ -212,8 +212,7 @@ class ModelProgram:
     @property
     def pool_pages(self) -> int:
         """Pages of a pool, including those for padding."""
-        keys, _ = self.kernel.pool_specs(self.num_pages, self.page_size, self.parallel.size, 8)
-        return keys.shape[0]
+        return self.kernel.pool_specs(self.num_pages, self.page_size, self.parallel.size, 8)[0].shape[0]
 
     @functools.cached_property
     def packing(self) -> Packing:
@@ -265,7 +264,7 @@ class ModelProgram:
         return StepState(pools, latest, tables, sums)
 
     def abstract_pools(self, kind: PoolKind, count: int = 1) -> Any:
-        """Return shapes and shardings of a key and a value pool, or of ``count`` of each stacked in one array."""
+        """Return shapes and shardings of a layer's pools, or of ``count`` of each stacked in one array."""
         all_kv_heads = self.parallel.size * kind.num_kv_heads
         structs = []
         for pool in self.kernel.pool_specs(self.num_pages, self.page_size, all_kv_heads, kind.head_dim):
@@ -308,7 +307,7 @@ class ModelProgram:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
 
-def computes_rows_natively(has_fused_norms: bool, policy: DtypePolicy, kernel: PagedAttention) -> bool:
+def computes_rows_natively(has_fused_norms: bool, policy: DtypePolicy, kernel: AttentionKernel) -> bool:
     """Whether native kernels compute each row separately; without fused normalization, XLA computes part of it."""
     return policy.linear == kernel.name == "native" and has_fused_norms
 

@@ -13,11 +13,14 @@ from jaxserve.layers.linear import RowParallelLinear
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Split
-from pallas_kernels import AttentionBatch, Choice, PagedAttention, choose
+from pallas_kernels import AttentionBatch, Choice, LatentAttention, PagedAttention, choose
 from pallas_kernels.qkv_write import Heads, QkNorms, Rotation, split_heads
 from sharding.mesh import Device
 
-Pools = tuple[jax.Array, jax.Array]
+Pools = tuple[jax.Array, ...]
+"""A layer's pools: of keys and of values, or one of latents."""
+
+AttentionKernel = PagedAttention | LatentAttention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,29 +36,23 @@ class AttentionSettings:
         layer_indices: Pools and page table of each layer; None: layer i uses pool i, and all layers share table 0.
     """
 
-    kernel: PagedAttention
+    kernel: AttentionKernel
     page_size: int
     decode_only: bool
     row_tile: int | None = None
     layer_indices: tuple[KVIndices, ...] | None = None
 
 
-def choose_attention(device: Device, dtype: str, name: str | None = None, **sizes: int) -> Choice:
-    """Choose the implementation of paged attention for a device and a dtype of KV pages; see
-    ``pallas_kernels.choose``."""
-    return choose(
-        "paged_attention",
-        platform=device.platform,
-        device_kind=device.device_kind,
-        dtype=dtype,
-        name=name,
-        **sizes,
-    )
+def choose_attention(
+    device: Device, dtype: str, name: str | None = None, operation: str = "paged_attention", **sizes: int
+) -> Choice:
+    """Choose the implementation of attention for a device and a dtype of KV pages; see ``pallas_kernels.choose``."""
+    return choose(operation, platform=device.platform, device_kind=device.device_kind, dtype=dtype, name=name, **sizes)
 
 
 def select_attention(device: Device, dtype: str, name: str | None = None, **sizes: int) -> PagedAttention:
-    """Return only the implementation that ``choose_attention`` chooses."""
-    return cast(PagedAttention, choose_attention(device, dtype, name, **sizes).implementation)
+    """Return only the implementation of paged attention that ``choose_attention`` chooses."""
+    return cast(PagedAttention, choose_attention(device, dtype, name, "paged_attention", **sizes).implementation)
 
 
 class AttentionInputs(NamedTuple):
@@ -139,6 +136,7 @@ class Attention(nnx.Module, ABC):
         self, qkv: Float[Array, "T width"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> tuple[Float[Array, "T N H"], Pools]:
         """Return the queries, and this layer's pools with the step's keys and values, using the kernel's own writer."""
+        assert settings.kernel.writer is not None
         return settings.kernel.writer.write(
             qkv,
             pools,
@@ -154,9 +152,10 @@ class Attention(nnx.Module, ABC):
         self, query: Float[Array, "T N H"], pools: Pools, batch: AttentionBatch, settings: AttentionSettings
     ) -> Float[Array, "T N H"]:
         """Attend to pools that already have the step's keys and values."""
-        return settings.kernel.attend(
+        kernel = cast(PagedAttention, settings.kernel)
+        return kernel.attend(
             query,
-            pools,
+            cast(tuple[jax.Array, jax.Array], pools),
             batch,
             page_size=settings.page_size,
             num_kv_heads=self.num_kv_heads,

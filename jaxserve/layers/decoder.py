@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -67,11 +67,16 @@ class DecoderLayer(nnx.Module, ABC):
         if settings.kernel.writer is not None and tile is None:
             return self.attention.write_projected(self.projected(x, num_tokens), pools, inputs, settings)
         rotation = self.attention.rotation(inputs) or ()
-        heads = map_rows(self._heads, (x, *rotation), num_tokens, tile)
-        return heads.query, settings.kernel.write_kv(pools, heads.key, heads.value, inputs.batch, settings.page_size)
+        computed = partial(self._heads, num_rows=num_tokens if tile is None else None)
+        heads = map_rows(computed, (x, *rotation), num_tokens, tile)
+        kernel_pools = cast(Any, pools)  # as many as the kernel's operation has
+        written = settings.kernel.write_kv(kernel_pools, heads.key, heads.value, inputs.batch, settings.page_size)
+        return heads.query, written
 
-    def _heads(self, x: Float[Array, "T D"], *rotation: Float[Array, "T half"]) -> Heads:
-        return self.attention.heads(self.projected(x), cast(Rotation, rotation) if rotation else None)
+    def _heads(
+        self, x: Float[Array, "T D"], *rotation: Float[Array, "T half"], num_rows: Int[Array, ""] | None
+    ) -> Heads:
+        return self.attention.heads(self.projected(x, num_rows), cast(Rotation, rotation) if rotation else None)
 
 
 class RMSNormLayer(DecoderLayer):

@@ -131,7 +131,9 @@ def padded_rows(scope: Scope, tensor: str, count: int, width: int) -> TensorReci
     return TensorRecipe((padded, width), (Piece(name, (0, 0), (0, 0), (count, width)),), ((name, (count, width)),))
 
 
-def vector(recipe: TensorRecipe, axis: str, scope: Scope, fill: float = 0.0) -> nnx.Param[Any]:
+def vector(
+    recipe: TensorRecipe, axis: str, scope: Scope, fill: float = 0.0, dtype: str | None = None
+) -> nnx.Param[Any]:
     """Return a parameter that is stored as it is, such as a bias; without a checkpoint its value is ``fill``.
 
     Args:
@@ -139,8 +141,24 @@ def vector(recipe: TensorRecipe, axis: str, scope: Scope, fill: float = 0.0) -> 
         axis: Its logical axis.
         scope: Scope of its layer.
         fill: Its value before it is loaded.
+        dtype: Its element type; None for that of the weights.
     """
-    return nnx.Param(jnp.full(recipe.shape, fill, scope.policy.weights), axes=(axis,), recipe=recipe)
+    return nnx.Param(jnp.full(recipe.shape, fill, dtype or scope.policy.weights), axes=(axis,), recipe=recipe)
+
+
+def matrix(
+    recipe: TensorRecipe, axes: tuple[str | None, str | None], scope: Scope, outputs_per_token: int
+) -> nnx.Param[Any]:
+    """Return a matrix that is stored as it is, for einsums that ``storage.matmul`` does not compute.
+
+    Args:
+        recipe: Source of its elements.
+        axes: Its logical axes.
+        scope: Scope of its layer.
+        outputs_per_token: Elements that one device computes with it for a token, for the memory plan.
+    """
+    value = jnp.zeros(recipe.shape, scope.policy.weights)
+    return nnx.Param(value, axes=axes, recipe=recipe, outputs_per_token=outputs_per_token)
 
 
 def weight(

@@ -5,7 +5,6 @@ router's weights. No token is ever dropped. Devices split the features of every 
 the experts (``experts``); one all-reduce adds what they computed, the shared expert's part included.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Final, NamedTuple
@@ -13,14 +12,15 @@ from typing import Final, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int
 
+from checkpoints import whole
 from jaxserve.layers.linear import ColumnParallelLinear, add_branch
 from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
-from jaxserve.layers.params import Rows, Split, expert_weights, rows_of, stack_rows
+from jaxserve.layers.params import Rows, Split, expert_weights, rows_of, stack_rows, vector
+from jaxserve.layers.routing import Routing
 from jaxserve.layers.storage import grouped_matmul
 from sharding.collectives import all_reduce, axis_index
 
@@ -41,27 +41,6 @@ class ExpertNames(NamedTuple):
 
 
 DEFAULT_NAMES: Final = ExpertNames()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Routing:
-    """How a token's experts are chosen and weighted: the softmax over all experts, then the largest.
-
-    Attributes:
-        num_experts: E.
-        experts_per_token: k, experts that compute each token.
-        is_normalized: Whether the weights of the chosen experts are scaled to a sum of 1, which equals a softmax over
-            their logits alone.
-    """
-
-    num_experts: int
-    experts_per_token: int
-    is_normalized: bool
-
-    def __call__(self, logits: Float[Array, "T E"]) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
-        """Return the weights and indices of each token's experts, the largest weight first."""
-        weights, experts = lax.top_k(jax.nn.softmax(logits, axis=-1), self.experts_per_token)
-        return (weights / weights.sum(-1, keepdims=True) if self.is_normalized else weights), experts
 
 
 class SharedExpert(nnx.Module):
@@ -115,6 +94,8 @@ class SparseMLP(nnx.Module):
             self.splits = (Split(count, f"{count} experts"),)
         self.num_local = count // parallel.parts(self.experts_axis)
         self.router = replicated_linear(hidden_size, names.router, count, scope)
+        bias = whole(scope.at(names.router).at("e_score_correction_bias").module, (count,))
+        self.correction = vector(bias, "embed", scope, dtype="float32") if routing.is_corrected else None
         parts = parallel.parts(parallel.expert_ffn)
         build = partial(expert_weights, num_experts=count, experts_per_token=routing.experts_per_token)
         self.gate_up = build(
@@ -147,7 +128,8 @@ class SparseMLP(nnx.Module):
     ) -> Float[Array, "T D"]:
         """Compute ``residual + scale * mlp(norm(x))``; rows from ``num_rows`` on are undefined."""
         x = x if norm is None else norm(x)
-        weights, experts = self.routing(self.router(x, num_rows=num_rows).astype(jnp.float32))
+        correction = None if self.correction is None else self.correction[...]
+        weights, experts = self.routing(self.router(x, num_rows=num_rows).astype(jnp.float32), correction)
         y = self._routed(x, weights, experts, num_rows)
         if self.shared is not None:
             y += self.shared.partial(x, num_rows)

@@ -186,5 +186,9 @@ def _logical(variable: nnx.Variable[Any], arrays: tuple[str, ...], sharding: Sha
 
 def _width(layer: nnx.Module) -> int:
     """Return the matmul outputs of a layer, in elements per token on one device."""
-    weights = [variable.get_metadata().get("weight") for _, variable in nnx.to_flat_state(nnx.state(layer))]
-    return sum(weight.outputs_per_token for weight in weights if weight is not None)
+    total = 0
+    for _, variable in nnx.to_flat_state(nnx.state(layer)):
+        metadata = variable.get_metadata()
+        weight: Weight | None = metadata.get("weight")
+        total += metadata.get("outputs_per_token", 0) if weight is None else weight.outputs_per_token
+    return total

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools, select_attention
+from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools, choose_attention
 from jaxserve.layers.embedding import PositionEmbedding, VocabEmbedding
 from jaxserve.layers.kv_layout import KVIndices, KVSpec
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
@@ -206,7 +206,8 @@ class CausalLM(nnx.Module):
     def __call__(self, tokens: Int[Array, "B T"] | Int[np.ndarray, "B T"]) -> Float[Array, "B T V"]:
         """Compute logits of every token of B sequences, each attending to its own past, in temporary pages."""
         num_rows, length = tokens.shape
-        kernel = select_attention(jax.devices()[0], self.kv_specs[0].dtype)
+        spec = self.kv_specs[0]
+        kernel = choose_attention(jax.devices()[0], spec.dtype, operation=spec.operation).implementation
         batch, num_pages = _private_batch(num_rows, length, _NOTEBOOK_PAGE_SIZE)
         pools = []
         for spec in self.kv_specs:

@@ -13,6 +13,8 @@ from jaxserve.models.hf_config import ConfigFields, check_not_quantized
 FAMILIES: Final[dict[str, str]] = {
     "BaiChuanForCausalLM": "jaxserve.models.baichuan",
     "BaichuanForCausalLM": "jaxserve.models.baichuan",
+    "DeepseekV2ForCausalLM": "jaxserve.models.deepseek_v2",
+    "DeepseekV3ForCausalLM": "jaxserve.models.deepseek_v3",
     "GPT2LMHeadModel": "jaxserve.models.gpt2",
     "GPTNeoXForCausalLM": "jaxserve.models.gpt_neox",
     "Gemma2ForCausalLM": "jaxserve.models.gemma2",

@@ -15,11 +15,19 @@ from jaxserve.device.steps import ModelProgram
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.parallel import DtypePolicy
+from jaxserve.layers.routing import Routing
 from jaxserve.layers.rows import ROW_TILE, map_rows
-from jaxserve.layers.sparse_mlp import Routing
 from pallas_kernels import AttentionBatch, native_library
 from sharding.plan import count_collectives
-from tests.tiny_programs import BACKEND, NUM_LAYERS, make_program, random_params, sparse_config, tiny_config
+from tests.tiny_programs import (
+    BACKEND,
+    NUM_LAYERS,
+    latent_config,
+    make_program,
+    random_params,
+    sparse_config,
+    tiny_config,
+)
 
 PAGE_SIZE, NUM_PAGES = 8, 120
 MAX_LENGTH = 200
@@ -37,6 +45,9 @@ SIZES: dict[str, Any] = {
 DYNAMIC = RopeConfig(kind="dynamic", rotary_dim=12, max_positions=64, factor=2.0)
 ROUTING = Routing(num_experts=6, experts_per_token=2, is_normalized=True)
 MULTIPLIED = {"embedding_multiplier": 1.7, "residual_multiplier": 0.3, "logits_divisor": 3.0}
+NATIVE = DtypePolicy(linear="native")
+NATIVE_BFLOAT16 = DtypePolicy(weights="bfloat16", kv="bfloat16", linear="native")
+LATENTS = {"rank": 24, "plain_dim": 20, "value_dim": 18, "query_rank": 36}
 FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "llama": ({}, 1, DtypePolicy()),
     "llama_split": ({}, 2, DtypePolicy()),
@@ -48,9 +59,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "split_in_four": ({"tie_embeddings": True, "mlp_bias": True, "out_bias": True}, 4, BFLOAT16),
     "experts": ({"routing": ROUTING}, 1, DtypePolicy()),
     "experts_split": ({"routing": ROUTING}, 2, BFLOAT16),
+    "latents": (LATENTS, 1, DtypePolicy()),
+    "latents_native": (LATENTS, 1, NATIVE),
+    "latents_native_split": (LATENTS, 2, NATIVE_BFLOAT16),
 }
-NATIVE = DtypePolicy(linear="native")
-NATIVE_BFLOAT16 = DtypePolicy(weights="bfloat16", kv="bfloat16", linear="native")
 NATIVE_FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "llama": ({}, 1, NATIVE),
     "llama_split": ({}, 2, NATIVE),
@@ -235,7 +247,7 @@ def together(seed: int) -> list[Step]:
 @functools.cache
 def model_of(family: str) -> Model:
     changes, tensor, policy = FAMILIES[family]
-    make = sparse_config if "routing" in changes else tiny_config
+    make = sparse_config if "routing" in changes else latent_config if "rank" in changes else tiny_config
     return Model(make(**{**SIZES, **changes}), tensor, policy)
 
 
@@ -243,6 +255,8 @@ def model_of(family: str) -> Model:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_schedule_gives_the_same_bits(family: str) -> None:
     """Alone token by token, as one chunk, in chunks, and among others, in programs of all sizes."""
+    if "native" in family and native_library.unavailable() is not None:
+        pytest.skip("needs native kernels")
     check_schedules(model_of(family))
 
 

@@ -85,6 +85,19 @@ GEMMA3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
 }
+DEEPSEEK = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 14,
+    "num_key_value_heads": 8,
+    "head_dim": 12,
+}
 QWEN_MOE = {"num_experts_per_tok": 3, "moe_intermediate_size": 28}
 
 ROWS = {
@@ -165,6 +178,27 @@ ROWS = {
         raw=QWEN_MOE | {"num_experts": 6, "norm_topk_prob": True, "mlp_only_layers": [1]},
         experts=("ep2",),
     ),
+    "deepseek-v2-lite": Row(
+        family="DeepseekV2", raw=DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": 2}, seed=1, experts=("ep2",)
+    ),
+    "deepseek-v2": Row(
+        family="DeepseekV2",
+        raw=DEEPSEEK
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0},
+    ),
+    "deepseek-v3": Row(
+        family="DeepseekV3",
+        raw=DEEPSEEK
+        | {"n_group": 4, "topk_group": 2, "n_shared_experts": 1, "attention_bias": True}
+        | rope("yarn", factor=4.0, original_max_position_embeddings=24, mscale=1.0, mscale_all_dim=0.7),
+        fast=("tp1", "tp2", "dp2"),
+        experts=("ep2", "ep4"),
+    ),
+    "kimi-k2": Row(
+        family="DeepseekV3",
+        raw=DEEPSEEK | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "rope_interleave": False},
+        fast=("tp1",),
+    ),
     "granite-moe": Row(
         family="GraniteMoe", raw=GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 3}, experts=("ep2", "ep4")
     ),
@@ -194,6 +228,9 @@ def make_hf(row: Row) -> Any:
                 parameter.uniform_(0.5, 1.5).sub_(1.0 if row.family.startswith("Gemma") else 0.0)
             else:
                 parameter.normal_(0.0, 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
         model.tie_weights()
     return model
 
