@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention_scores import MASKED
+from pallas_kernels.attention_scores import LOG2_E, MASKED
 from pallas_kernels.mosaic_ring import Splits
 from pallas_kernels.mosaic_support import mosaic_gpu
 
@@ -59,6 +59,7 @@ def combine_splits(
     parts: Float[Array, "R K splits H columns"],
     lse: Float[Array, "R K splits columns"],
     lens: Int[Array, " R"],
+    sinks: Float[Array, "K columns"] | None = None,
     *,
     splits: Splits,
     group: int,
@@ -71,6 +72,7 @@ def combine_splits(
         parts: Weighted means of the values. Splits without tokens are not read.
         lse: Base-2 logarithms of the sums of the weights.
         lens: Length of each context in tokens; a row of length 0 gets zeros.
+        sinks: Logit of each query head that has no value; None for none.
         splits: How the contexts were split.
         group: Query heads per kv head, at most ``columns``.
         dtype: Element type of the result.
@@ -102,7 +104,7 @@ def combine_splits(
         interpret=interpret,
     )
     # Three dimensions, because a copy takes at most five and the tiles of swizzled shared memory add two.
-    return launch(parts.reshape(-1, head_dim, columns), lse, lens)
+    return launch(parts.reshape(-1, head_dim, columns), lse, lens, *([] if sinks is None else [sinks]))
 
 
 def _kernel(
@@ -110,15 +112,14 @@ def _kernel(
     parts_hbm_ref: Any,  # [R * K * splits, H, columns] float32
     lse_hbm_ref: Any,  # [R, K, splits, columns] float32
     lens_ref: Any,  # [R] int32
-    out_hbm_ref: Any,  # [R, K, G, H]
-    *,
+    *refs: Any,  # [K, columns] float32 if there are sinks; then the result [R, K, G, H]
     ring: _Ring,
     lse_ref: Any,  # [splits, columns] float32
     lse_filled: Any,
     out_ref: Any,  # [columns, H]
 ) -> None:
     """Run one (head, row): one warpgroup copies, the other adds up."""
-    plgpu = mosaic_gpu()
+    plgpu, out_hbm_ref = mosaic_gpu(), refs[-1]
     warpgroup, head, row = lax.axis_index("warpgroup"), lax.axis_index("head"), lax.axis_index("row")
     first_part = (row * out_hbm_ref.shape[1] + head) * plan.splits.num_splits
     num_used = plan.splits.num_used(lens_ref[row])
@@ -131,7 +132,8 @@ def _kernel(
     @pl.when(warpgroup == _CONSUMER)
     def _consume():
         plgpu.barrier_wait(lse_filled)
-        out_ref.T[...] = _mean(plan, num_used, ring, lse_ref).astype(out_ref.dtype)
+        sinks_ref = refs[0].at[head] if len(refs) > 1 else None
+        out_ref.T[...] = _mean(plan, num_used, ring, lse_ref, sinks_ref).astype(out_ref.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_ref.at[pl.ds(0, plan.group)], out_hbm_ref.at[row, head])
         plgpu.wait_smem_to_gmem(0)
@@ -167,6 +169,7 @@ def _mean(
     num_used: Int[Array, ""],
     ring: _Ring,
     lse_ref: Any,  # [splits, columns] float32
+    sinks_ref: Any | None,  # [columns] float32
 ) -> Float[Array, "H columns"]:
     """Return the mean of the used splits' means, weighted by their sums; zeros if no split is used."""
     plgpu = mosaic_gpu()
@@ -206,7 +209,11 @@ def _mean(
         plgpu.layout_cast(jnp.zeros((plan.columns,), jnp.float32), per_head),
     )
     values, total = lax.fori_loop(0, _ceil_div(num_used, plan.chunk), add_chunk, state)
-    return values / spread(jnp.maximum(total, 1e-30))
+    total = jnp.maximum(total, 1e-30)
+    if sinks_ref is not None:
+        sinks = plgpu.load(sinks_ref, layout=per_head, optimized=False)
+        total = total + jnp.exp2(sinks * LOG2_E - maximum)
+    return values / spread(total)
 
 
 def _ceil_div(number: Int[Array, ""], divisor: int) -> Int[Array, ""]:

@@ -168,12 +168,14 @@ class PagedAttention(Protocol):
         soft_cap: float | None,
         decode_only: bool,
         row_tile: int | None = None,
+        sinks: Float[Array, " N"] | None = None,
     ) -> Float[Array, "T N H"]:
         """Return each query token's attention over its row's context up to itself; the results of padding tokens are
         undefined but finite.
 
         With a ``row_tile`` a token's result has the same bits in every batch, in a decode step and in a chunk of any
-        length; the query tokens of rows must then come first.
+        length; the query tokens of rows must then come first. ``sinks`` has a logit for each query head: one more term
+        of its softmax's denominator, without a value.
         """
         ...
 
@@ -187,6 +189,7 @@ def reference(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "T N H"]:
     """Compute attention of every token over its row's dense keys and values; zero for tokens that no row owns.
 
@@ -198,6 +201,7 @@ def reference(
         scale: Factor of the scores.
         window: Sliding window in tokens, or None.
         soft_cap: Bound of the scores, or None.
+        sinks: Logit of each query head that has no value, or None.
     """
     num_tokens, num_heads, head_dim = query.shape
     length, num_kv_heads = key.shape[1:3]
@@ -214,7 +218,10 @@ def reference(
         seen = position < own_visible
         if window is not None:
             seen &= position >= own_visible - window
-        weights = jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1)
+        scores = jnp.where(seen, scores, MASKED)
+        if sinks is not None:
+            scores = jnp.concatenate([scores, sinks.reshape(*scores.shape[:2], 1)], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., :length]
         return jnp.einsum("kgs,skh->kgh", weights, value[own_row].astype(jnp.float32), precision=high)
 
     together = max(1, min(num_tokens, _MOST_GATHERED // (length * num_kv_heads * head_dim)))
@@ -328,6 +335,7 @@ def run(implementation: PagedAttention, case: Case, prepared: Prepared) -> Float
         soft_cap=case.soft_cap,
         decode_only=case.is_decode_only,
         row_tile=case.row_tile,
+        sinks=case_sinks(case),
     )
 
 
@@ -336,7 +344,12 @@ def expected(case: Case, inputs: Inputs) -> Float[Array, "T N H"]:
     """Compute the reference in float32; zeros for tokens that no row owns."""
     query, keys, values, batch = inputs
     settings = {"scale": case.head_dim**-0.5, "window": case.window, "soft_cap": case.soft_cap}
-    return reference(query.astype(jnp.float32), keys, values, batch, **settings)
+    return reference(query.astype(jnp.float32), keys, values, batch, sinks=case_sinks(case), **settings)
+
+
+def case_sinks(case: Case) -> Float[Array, " N"] | None:
+    """Return the sinks of a case, the same at each call: above, about and below the scores."""
+    return jnp.linspace(9.0, -5.0, case.num_heads, dtype=jnp.float32) if case.has_sinks else None
 
 
 def compare(case: Case, inputs: Inputs, found: Float[Array, "T N H"], expected: Float[Array, "T N H"]) -> Comparison:

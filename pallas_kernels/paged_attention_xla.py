@@ -39,12 +39,13 @@ class _Softmax(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """Scale, window and soft cap of the scores, and the number of features of a value."""
+    """Scale, window and soft cap of the scores, the number of features of a value, and the sinks of the softmax."""
 
     scale: float
     window: int | None
     soft_cap: float | None
     value_dim: int
+    sinks: Float[Array, "K G"] | None = None
 
     def __call__(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
         scores = products * self.scale
@@ -105,11 +106,13 @@ def attend(
     soft_cap: float | None,
     decode_only: bool,
     row_tile: int | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "T N H"]:
     """Compute attention of each query token over its row's context up to itself; see ``PagedAttention.attend``."""
     num_tokens, num_heads, head_dim = query.shape
     grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scoring = Scoring(scale, window, soft_cap, head_dim)
+    own_sinks = None if sinks is None else sinks.reshape(grouped.shape[1:3])
+    scoring = Scoring(scale, window, soft_cap, head_dim, own_sinks)
     out = attend_grouped(grouped, pools, batch, page_size, scoring, decode_only, row_tile)
     return out.reshape(num_tokens, num_heads, head_dim).astype(query.dtype)
 
@@ -149,7 +152,7 @@ def _decode(
     small = _tile_pages(_SMALL_TILE, page_size, page_table.shape[1])
     if num_rows <= _FEW_ROWS or num_shared_pages is None or scoring.window is not None:
         large = _tile_pages(_LARGE_TILE, page_size, page_table.shape[1]) if num_rows <= _FEW_ROWS else small
-        return _mean(_walk(query, pools, page_table, context_lens, page_size, scoring, small, large))
+        return _mean(_walk(query, pools, page_table, context_lens, page_size, scoring, small, large), scoring.sinks)
     tile = _SHARED_TILE // _SMALL_TILE * small
     shared_tokens = num_shared_pages // tile * tile * page_size
     together = query.transpose(1, 0, 2, 3).reshape(1, num_kv_heads, num_rows * group, head_dim)
@@ -159,12 +162,13 @@ def _decode(
         return array.reshape(num_kv_heads, num_rows, group, *array.shape[3:]).swapaxes(0, 1)
 
     begun = _Softmax(*(apart(array) for array in state)), shared_tokens
-    return _mean(_walk(query, pools, page_table, context_lens, page_size, scoring, small, small, begun))
+    return _mean(_walk(query, pools, page_table, context_lens, page_size, scoring, small, small, begun), scoring.sinks)
 
 
-def _mean(state: _Softmax) -> Float[Array, "... V"]:
-    """Return the weighted mean of the values."""
-    return state.values / jnp.maximum(state.total, 1e-30)[..., None]
+def _mean(state: _Softmax, sinks: Float[Array, "..."] | None) -> Float[Array, "... V"]:
+    """Return the weighted mean of the values; sinks take part in it as if their values were zero."""
+    total = state.total if sinks is None else state.total + jnp.exp(sinks - state.maximum)
+    return state.values / jnp.maximum(total, 1e-30)[..., None]
 
 
 def _token_by_token(
@@ -188,7 +192,7 @@ def _token_by_token(
     def tile_round(i, out):
         queries, table_rows, lens = (lax.dynamic_slice_in_dim(a, i * tile, tile) for a in (padded, rows, context_lens))
         table = jnp.take(batch.page_table, table_rows, axis=0, mode="clip")
-        attended = _mean(_walk(queries, pools, table, lens, page_size, scoring, pages, pages))
+        attended = _mean(_walk(queries, pools, table, lens, page_size, scoring, pages, pages), scoring.sinks)
         return lax.dynamic_update_slice_in_dim(out, attended, i * tile, 0)
 
     used = batch.query_lens.sum()
@@ -348,7 +352,8 @@ def _prefill_tile(
     if scoring.window is not None:
         start = jnp.maximum(first - scoring.window + 1, 0) // tokens
     state = lax.fori_loop(start, -(-last // tokens), round_, state)
-    return _mean(state).transpose(2, 0, 1, 3)
+    sinks = None if scoring.sinks is None else scoring.sinks[..., None]
+    return _mean(state, sinks).transpose(2, 0, 1, 3)
 
 
 def _read(

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings, Pools
 from jaxserve.layers.kv_layout import KVSpec
-from jaxserve.layers.mlp import GatedMLP
-from jaxserve.layers.norm import RMSNorm
+from jaxserve.layers.mlp import GatedMLP, PlainMLP
+from jaxserve.layers.norm import LayerNorm, RMSNorm
 from jaxserve.layers.rows import map_rows
 from jaxserve.layers.sparse_mlp import SparseMLP
 from pallas_kernels.qkv_write import Heads, Rotation
@@ -124,3 +124,46 @@ class PreNormLayer(RMSNormLayer):
         scale = self.residual_multiplier
         x = self.attention.output(attended, residual=x, scale=scale, num_rows=num_rows)
         return self.mlp(x, norm=self.mlp_norm, residual=x, scale=scale, num_rows=num_rows)
+
+
+class LayerNormLayer(DecoderLayer):
+    """A layer norm precedes each branch (GPT-2); the branches run one after the other, or both read the input.
+
+    Args:
+        attention_norm: Norm of the attention branch.
+        attention: Attention.
+        mlp_norm: Norm of the MLP branch.
+        mlp: MLP.
+        is_parallel: Whether both branches read the layer's input (GPT-NeoX).
+    """
+
+    def __init__(
+        self,
+        attention_norm: LayerNorm,
+        attention: Attention,
+        mlp_norm: LayerNorm,
+        mlp: PlainMLP,
+        *,
+        is_parallel: bool = False,
+    ):
+        super().__init__(attention)
+        self.attention_norm = attention_norm
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+        self.is_parallel = is_parallel
+
+    @property
+    def has_fused_norms(self) -> bool:
+        """Return False: no kernel fuses a layer norm."""
+        return False
+
+    def projected(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
+        """Compute queries, keys and values of the normalized input."""
+        return self.attention.project(self.attention_norm(x), num_rows=num_rows)
+
+    def after_attention(
+        self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
+    ) -> Float[Array, "T D"]:
+        """Return the layer's output from its input and the attention output."""
+        after = self.attention.output(attended, residual=x, num_rows=num_rows)
+        normed = self.mlp_norm(x if self.is_parallel else after)
+        return self.mlp(normed, residual=after, num_rows=num_rows)

@@ -29,6 +29,7 @@ class GroupedQueryAttention(Attention):
         qkv: Query, key and value projections in checkpoints: three modules, or one with the rows of q, k, then v.
         is_interleaved: Whether that one module has the rows of q, k and v of the first head, then of the second, …
         out: Output projection in checkpoints.
+        is_transposed: Whether checkpoints have the weights of the projections as ``[in, out]``.
         qkv_bias: Whether these have a bias.
         out_bias: Whether the output projection has a bias.
         qk_norm: RMSNorm of queries and keys: none, over each head (Qwen3), or over all heads at once (OLMo-2).
@@ -48,6 +49,7 @@ class GroupedQueryAttention(Attention):
         qkv: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
         is_interleaved: bool = False,
         out: str = "o_proj",
+        is_transposed: bool = False,
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm: QkNorm = "none",
@@ -59,6 +61,7 @@ class GroupedQueryAttention(Attention):
         self.qk_norm = qk_norm
         q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         rows = rows_of(qkv, (q_width, kv_width, kv_width), (head_dim,) * 3)
+        rows = [each._replace(is_transposed=is_transposed) for each in rows]
         if is_interleaved:
             rows = [each._replace(start=i * head_dim, stride=3 * head_dim) for i, each in enumerate(rows)]
         self.qkv = ColumnParallelLinear(
@@ -76,6 +79,7 @@ class GroupedQueryAttention(Attention):
             mesh_axis=self.mesh_axis,
             bias=out_bias,
             scope=scope.at(out),
+            is_transposed=is_transposed,
         )
         q_scope, k_scope = scope.at("q_norm"), scope.at("k_norm")
         if qk_norm == "head":

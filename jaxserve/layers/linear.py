@@ -64,6 +64,7 @@ class RowParallelLinear(nnx.Module):
         mesh_axis: Mesh axis that they are split over; None for none.
         bias: Whether there is a bias.
         scope: Scope of the module.
+        is_transposed: Whether checkpoints have the weight as ``[in, out]``.
     """
 
     def __init__(
@@ -75,9 +76,10 @@ class RowParallelLinear(nnx.Module):
         mesh_axis: str | None,
         bias: bool,
         scope: Scope,
+        is_transposed: bool = False,
     ):
-        recipe, parts = whole(scope.at("weight").module, (outer, inner)), (1, scope.parallel.parts(mesh_axis))
-        self.weight = weight(recipe, ("embed", inner_axis), parts, scope)
+        recipe, parts = whole(scope.at("weight").module, (outer, inner), is_transposed), scope.parallel.parts(mesh_axis)
+        self.weight = weight(recipe, ("embed", inner_axis), (1, parts), scope)
         self.bias = vector(whole(scope.at("bias").module, (outer,)), "embed", scope) if bias else None
         self.mesh_axis, self.dtype = mesh_axis, scope.policy.activations_dtype
 

@@ -6,7 +6,7 @@ over a module without values; see :mod:`jaxserve.models.abstract`.
 A parameter's *global* array is cut into equal parts along its sharded axis, one per device. Where several projections
 share one matrix (query, key and value; gate and up), its rows are therefore ordered by device first: each device's
 part holds its own query heads, then its key heads, then its value heads. Key/value heads are repeated if there are
-fewer than devices. Weights stay ``[out, in]``, as Hugging Face stores them.
+fewer than devices. Weights are ``[out, in]``, as Hugging Face stores most of them; others are transposed by the loader.
 """
 
 from collections.abc import Sequence
@@ -36,6 +36,7 @@ class Rows(NamedTuple):
         stride: Rows from one unit to the next, where each unit has rows of other projections beside it; None: ``unit``.
         expert: Index of an expert, and the number of experts, where one tensor has the rows of all experts; None where
             the tensor has these rows only.
+        is_transposed: Whether checkpoints have these rows as columns, with weights ``[in, out]``.
     """
 
     module: str
@@ -45,6 +46,7 @@ class Rows(NamedTuple):
     total: int | None = None
     stride: int | None = None
     expert: tuple[int, int] | None = None
+    is_transposed: bool = False
 
 
 class Split(NamedTuple):
@@ -107,17 +109,18 @@ def stack_rows(scope: Scope, rows: Sequence[Rows], tensor: str, width: int | Non
             name, index = scope.at(each.module).at(tensor).module, each.expert[:1] if each.expert else ()
             for unit in range(first, first + num_local, together):
                 start, count = each.start + unit * stride, together * each.unit
-                pieces.append(Piece(name, (*index, start, *origin), (target, *origin), (count, *trailing)))
+                is_transposed = each.is_transposed and width is not None
+                source = (*origin, start) if is_transposed else (start, *origin)
+                pieces.append(Piece(name, (*index, *source), (target, *origin), (count, *trailing), is_transposed))
                 target += count
-    sources = {
-        scope.at(each.module).at(tensor).module: (
-            *(each.expert[1:] if each.expert else ()),
-            each.total or each.num_rows,
-            *trailing,
-        )
-        for each in rows
-    }
+    sources = {scope.at(each.module).at(tensor).module: _source_shape(each, trailing) for each in rows}
     return TensorRecipe((target, *trailing), tuple(pieces), tuple(sources.items()))
+
+
+def _source_shape(rows: Rows, trailing: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the tensor that rows of ``trailing`` elements are part of."""
+    shape = (rows.total or rows.num_rows, *trailing)
+    return (*(rows.expert[1:] if rows.expert else ()), *(shape[::-1] if rows.is_transposed else shape))
 
 
 def padded_rows(scope: Scope, tensor: str, count: int, width: int) -> TensorRecipe:

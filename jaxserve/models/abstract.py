@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -57,6 +57,7 @@ class AbstractModel(NamedTuple):
         params: Shape, dtype and sharding of each array by its path, in flat order.
         logical: Each parameter as it is in checkpoints, by its path.
         ignored: Regular expressions of full names of tensors that no parameter needs.
+        optional_prefix: Prefix of tensors' names that some checkpoints leave out.
         kv_specs: KV cache of each layer.
         layer_width: Matmul outputs of the widest layer, in elements per token on one device.
         has_fused_norms: Whether kernels can fuse all norms with the neighbouring matmuls.
@@ -67,6 +68,7 @@ class AbstractModel(NamedTuple):
     params: dict[str, jax.ShapeDtypeStruct]
     logical: dict[str, LogicalParam]
     ignored: tuple[str, ...]
+    optional_prefix: str
     kv_specs: tuple[KVSpec, ...]
     layer_width: int
     has_fused_norms: bool
@@ -79,6 +81,14 @@ class AbstractModel(NamedTuple):
     def recipes(self) -> dict[str, TensorRecipe]:
         """The source of each parameter, by its path."""
         return {path: param.recipe for path, param in self.logical.items()}
+
+    def recipes_for(self, tensors: Collection[str]) -> dict[str, TensorRecipe]:
+        """Return the recipes in the names of a checkpoint with these tensors: without the optional prefix if no tensor
+        has it."""
+        prefix = self.optional_prefix
+        if not prefix or any(name.startswith(prefix) for name in tensors):
+            return self.recipes
+        return {path: recipe.renamed(lambda name: name.removeprefix(prefix)) for path, recipe in self.recipes.items()}
 
 
 @functools.lru_cache(maxsize=8)
@@ -112,6 +122,7 @@ def abstract_model(config: ModelConfig, scope: Scope, sharding: ShardingOf) -> A
         params,
         logical,
         module.ignored,
+        module.optional_prefix,
         module.kv_specs,
         max(_width(layer) for layer in cast(Iterable[nnx.Module], module.layers)),
         module.has_fused_norms,

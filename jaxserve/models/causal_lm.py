@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools, choose_attention
-from jaxserve.layers.embedding import VocabEmbedding
+from jaxserve.layers.embedding import PositionEmbedding, VocabEmbedding
 from jaxserve.layers.kv_layout import KVIndices, KVSpec
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.norm import LayerNorm, RMSNorm
@@ -60,7 +60,9 @@ class CausalLM(nnx.Module):
         embedding_multiplier: Factor of the embeddings.
         logits_divisor: Divisor of the logits.
         logits_soft_cap: Logits become cap * tanh(logit / cap); None for no cap.
-        ropes: Rotary embeddings, which layers refer to by index; None for the config's.
+        ropes: Rotary embeddings, which layers refer to by index; None for the config's, if it has one.
+        position_embed: Learned vectors of positions, added to the embeddings; None for none.
+        optional_prefix: Prefix of tensors' names that some checkpoints leave out.
     """
 
     def __init__(
@@ -76,13 +78,17 @@ class CausalLM(nnx.Module):
         logits_divisor: float = 1.0,
         logits_soft_cap: float | None = None,
         ropes: tuple[RopeConfig, ...] | None = None,
+        position_embed: PositionEmbedding | None = None,
+        optional_prefix: str = "",
     ):
         self.config = config
         self.embed, self.layers, self.norm, self.head = embed, nnx.List[Any](layers), norm, head
-        self.ignored = ignored
+        self.ignored, self.optional_prefix = ignored, optional_prefix
         self.embedding_multiplier, self.logits_divisor = embedding_multiplier, logits_divisor
         self.logits_soft_cap = logits_soft_cap
-        self.ropes = (config.rope,) if ropes is None else ropes
+        own = () if config.rope is None else (config.rope,)
+        self.ropes = own if ropes is None else ropes
+        self.position_embed = position_embed
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
@@ -180,6 +186,8 @@ class CausalLM(nnx.Module):
         x = self.embed(tokens)
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
+        if self.position_embed is not None:
+            x = x + self.position_embed(positions)
         return x, tuple(rope_cos_sin(rope, positions, lengths) for rope in self.ropes)
 
     def _scores(self, hidden: Float[Array, "R D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "R V"]:

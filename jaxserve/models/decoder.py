@@ -9,7 +9,7 @@ from jaxserve.layers.decoder import PreNormLayer
 from jaxserve.layers.embedding import VocabEmbedding
 from jaxserve.layers.grouped_query_attention import GroupedQueryAttention, QkNorm
 from jaxserve.layers.mlp import GatedMLP
-from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.sparse_mlp import SparseMLP
@@ -24,6 +24,7 @@ class DecoderConfig(ModelConfig):
         num_heads: N, query heads.
         num_kv_heads: K, key/value heads; divides N.
         head_dim: H; need not be D / N.
+        rope: Rotary embedding.
         ffn_size: F.
         norm_eps: Added to the mean square in every RMSNorm.
         norm_offset: Added to the weight of every RMSNorm.
@@ -39,6 +40,7 @@ class DecoderConfig(ModelConfig):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rope: RopeConfig
     ffn_size: int
     norm_eps: float
     norm_offset: float = 0.0

@@ -15,6 +15,7 @@ FAMILIES: Final[dict[str, str]] = {
     "BaichuanForCausalLM": "jaxserve.models.baichuan",
     "DeepseekV2ForCausalLM": "jaxserve.models.deepseek_v2",
     "DeepseekV3ForCausalLM": "jaxserve.models.deepseek_v3",
+    "GPT2LMHeadModel": "jaxserve.models.gpt2",
     "GPTNeoXForCausalLM": "jaxserve.models.gpt_neox",
     "Gemma2ForCausalLM": "jaxserve.models.gemma2",
     "Gemma3ForCausalLM": "jaxserve.models.gemma3",

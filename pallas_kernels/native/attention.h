@@ -18,6 +18,7 @@ typedef struct {
   const void *values;     // [P, K, p, H]
   const int32_t *table;   // [R, M]
   const int32_t *context_lens, *query_starts, *query_lens;  // [R]
+  const float *sinks;     // [N] logits that take part in the softmax without a value, or null
   float *out;             // [T, N, value width]
   int num_heads, num_kv_heads, width, value_width, page_size, table_width, is_bf16;
   // Latents, [P, 1, H, p], lie where keys do, and their first features are the values. All heads share them: a key/value

@@ -181,12 +181,14 @@ static void clear_unowned(const Attention *a, int num_rows, int64_t num_tokens) 
 
 static int are_attend_operands(FfiFrame *frame) {
   const FfiBuffer *query = ffi_argument(frame, 0), *out = ffi_result(frame, 0), *table = ffi_argument(frame, 3);
-  if (frame->arguments.size != 10 || !is_first_page(ffi_argument(frame, 9), ffi_argument(frame, 1))) return 0;
+  if (frame->arguments.size != 11 || !is_first_page(ffi_argument(frame, 9), ffi_argument(frame, 1))) return 0;
   if (query->dtype != FFI_F32 || query->rank != 3) return 0;
   if (out->dtype != FFI_F32 || elements(out) != elements(query)) return 0;
   const int64_t heads = ffi_int(frame, "num_kv_heads"), width = query->dims[2];
   if (heads <= 0 || query->dims[1] % heads || query->dims[1] / heads > MOST_GROUP || width > MOST_WIDTH) return 0;
   if (!are_pools(ffi_argument(frame, 1), ffi_argument(frame, 2), heads, width, ffi_int(frame, "page_size"))) return 0;
+  const FfiBuffer *sinks = ffi_argument(frame, 10);
+  if (sinks->dtype != FFI_F32 || sinks->rank != 1 || (sinks->dims[0] && sinks->dims[0] != query->dims[1])) return 0;
   for (int i = 4; i < 7; i++)
     if (!is_s32(ffi_argument(frame, i), 1, table->dims[0])) return 0;
   return is_s32(table, 2, table->dims[0]) && is_s32(ffi_argument(frame, 7), 0, 0) && is_s32(ffi_argument(frame, 8), 0, 0);
@@ -265,8 +267,8 @@ static int integer(FfiFrame *frame, int i) { return *(const int32_t *)ffi_argume
 
 // Arguments: query f32 [T, N, H], keys [P, K, H, p], values [P, K, p, H] (flat rows [P, K * H * p] too), page_table s32
 // [R, M], context_lens, query_starts, query_lens s32 [R], num_decode, num_shared_pages s32: the first rows have one token
-// each, and the pages that all of them begin with; first_page s32: where the layer's pages begin in the pools. Attributes:
-// num_kv_heads, page_size, window, scale, soft_cap.
+// each, and the pages that all of them begin with; first_page s32: where the layer's pages begin in the pools; sinks f32
+// [N], or [0] for none. Attributes: num_kv_heads, page_size, window, scale, soft_cap.
 EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
   if (!are_attend_operands(frame)) return ffi_error(frame, "jaxserve_attend: shapes or dtypes do not go together");
@@ -279,6 +281,7 @@ EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
       .context_lens = ffi_argument(frame, 4)->data,
       .query_starts = ffi_argument(frame, 5)->data,
       .query_lens = ffi_argument(frame, 6)->data,
+      .sinks = ffi_argument(frame, 10)->dims[0] ? ffi_argument(frame, 10)->data : 0,
       .out = ffi_result(frame, 0)->data,
       .num_heads = (int)query->dims[1],
       .num_kv_heads = ffi_int(frame, "num_kv_heads"),

@@ -166,12 +166,21 @@ static void merge(Partial into, Partial from, int rows, int padded) {
   }
 }
 
+// What the weighted values of a softmax are multiplied by, with a head's sink in its denominator.
+static float with_sink(float sink, float maximum, float total) {
+  if (sink <= maximum) return 1 / (total + exp_of(sink - maximum));
+  const float kept = exp_of(maximum - sink);
+  return kept / (total * kept + 1);
+}
+
 static void finish(const Attention *a, Tile tile, Partial from) {
   const int group = a->num_heads / a->num_kv_heads, width = a->value_width, padded = padded_width(width);
   for (int r = 0; r < tile.count * group; r++) {
     const int token = a->query_starts[tile.row] + tile.first + r / group;
-    float *to = a->out + ((int64_t)token * a->num_heads + tile.head * group + r % group) * width;
-    const float factor = from.total[r] == 0 ? 0 : 1 / from.total[r];  // it sees nothing
+    const int head = tile.head * group + r % group;
+    float *to = a->out + ((int64_t)token * a->num_heads + head) * width;
+    float factor = from.total[r] == 0 ? 0 : 1 / from.total[r];  // it sees nothing
+    if (a->sinks && from.total[r] != 0) factor = with_sink(a->sinks[head], from.maximum[r], from.total[r]);
     const float *values = from.values + (int64_t)r * padded;
     for (int h = 0; h < width; h++) to[h] = values[h] * factor;
   }

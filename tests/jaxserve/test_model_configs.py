@@ -12,6 +12,7 @@ from jaxserve.layers.decoder import RMSNormLayer
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import outline
 from jaxserve.models.decoder import DecoderConfig
+from jaxserve.models.gpt2 import GPT2Config
 from jaxserve.models.hf_config import read_config_json
 from jaxserve.models.hf_decoder import ACTIVATIONS
 from jaxserve.models.olmo2 import Olmo2Layer
@@ -350,12 +351,46 @@ def test_all_problems_come_in_one_error() -> None:
         ("LlamaForCausalLM", {"rope_theta": 10**400}, r"rope_theta: expected a number above 0, got 1000+\.\.\."),
         ("LlamaForCausalLM", {"rms_norm_eps": float("inf")}, "rms_norm_eps: expected a number above 0, got inf"),
         ("LlamaForCausalLM", {"bos_token_id": -1}, "bos_token_id: expected an integer from 0"),
+        ("GPT2LMHeadModel", {"n_head": 5}, "n_head: expected a divisor of n_embd 64, got 5"),
+        ("GPT2LMHeadModel", {"n_positions": 0}, "n_positions: expected an integer from 1"),
+        ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention: expected false"),
     ],
     ids=str,
 )
 def test_wrong_fields_are_named(architecture: str, raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(architecture, **raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {},
+        {"n_inner": 100, "layer_norm_epsilon": 1e-3, "activation_function": "relu", "tie_word_embeddings": False},
+        {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+        {"n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": 77, "bos_token_id": None, "eos_token_id": [1, 2]},
+    ],
+    ids=str,
+)
+def test_fields_of_gpt2_as_in_transformers(raw: dict[str, Any], tmp_path: Path) -> None:
+    expected = transformers.GPT2Config(**{**SIZES, **raw}, architectures=["GPT2LMHeadModel"], dtype="bfloat16")
+    expected.save_pretrained(tmp_path)
+    config = cast(GPT2Config, config_from_hf(read_config_json(tmp_path / "config.json"), "config.json"))
+    sizes = (config.hidden_size, config.num_layers, config.num_heads, config.max_positions, config.vocab_size)
+    assert sizes == (expected.n_embd, expected.n_layer, expected.n_head, expected.n_positions, 96)
+    assert config.ffn_size == (expected.n_inner or 4 * expected.n_embd)
+    assert (config.norm_eps, config.tie_embeddings) == (expected.layer_norm_epsilon, expected.tie_word_embeddings)
+    assert config.activation == ACTIVATIONS[expected.activation_function]
+    eos = expected.eos_token_id
+    assert (config.bos_token_id, config.eos_token_ids) == (
+        expected.bos_token_id,
+        tuple(eos if isinstance(eos, list) else [eos]),
+    )
+    assert (config.rope, config.dtype) == (None, "bfloat16")
+    scales = [layer.attention.scale for layer in outline(config, Scope()).layers]
+    head_scale = (config.hidden_size // config.num_heads) ** -0.5 if expected.scale_attn_weights else 1.0
+    divisors = [index + 1 if expected.scale_attn_by_inverse_layer_idx else 1 for index in range(config.num_layers)]
+    assert scales == [head_scale / divisor for divisor in divisors]
 
 
 def test_unknown_architecture_lists_the_supported_ones() -> None:

@@ -157,6 +157,13 @@ ROWS = {
     "gemma3": Row(family="Gemma3", raw=GEMMA | {"layer_types": GEMMA3_LAYERS, "rope_parameters": GEMMA3_ROPES}),
     "gpt-neox": Row(family="GPTNeoX", raw=NEOX),
     "gpt-neox-serial": Row(family="GPTNeoX", raw=NEOX | {"use_parallel_residual": False, "attention_bias": False}),
+    "gpt2": Row(family="GPT2", raw={"tie_word_embeddings": True}, fast=("tp1", "tp2", "tp4")),
+    "gpt2-bare-names": Row(
+        family="GPT2",
+        raw={"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "n_inner": 52},
+        save="bare",
+        fast=("tp1",),
+    ),
     "mixtral": Row(
         family="Mixtral", raw={"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11}, save="shards"
     ),
@@ -206,17 +213,18 @@ def prompts(vocab_size: int) -> list[list[int]]:
 def make_hf(row: Row) -> Any:
     """Transformers' model with random weights, none of them neutral."""
     name = {"Gemma3": "Gemma3TextConfig"}.get(row.family, f"{row.family}Config")
+    model_class = {"GPT2": "GPT2LMHeadModel"}.get(row.family, f"{row.family}ForCausalLM")
     config = getattr(transformers, name)(**{**SIZES, **row.raw})
     config._attn_implementation = "eager"
     torch.manual_seed(row.seed)
-    model = getattr(transformers, f"{row.family}ForCausalLM")(config).to(torch.float32).eval()
+    model = getattr(transformers, model_class)(config).to(torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 gain = 6.0 if "lm_head" in name else 1.0 if "embed" in name else 1.6
                 scale = gain if "embed" in name else gain * parameter.shape[-1] ** -0.5
                 parameter.normal_(0.0, scale)
-            elif "norm" in name:
+            elif "norm" in name or ".ln_" in name:
                 parameter.uniform_(0.5, 1.5).sub_(1.0 if row.family.startswith("Gemma") else 0.0)
             else:
                 parameter.normal_(0.0, 0.5)
@@ -242,6 +250,9 @@ def save(model: Any, row: Row, directory: Path) -> None:
             parts = [tensors.pop(f"{prefix}{name}_proj.weight") for name in "qkv"]
             tensors[f"{prefix}W_pack.weight"] = torch.cat(parts)
         raw["architectures"] = ["BaiChuanForCausalLM"]
+    if row.save == "bare":
+        tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+        tensors |= {f"h.0.attn.{name}": torch.ones(1, 1, 96, 96) for name in ("bias", "masked_bias")}
     path.write_text(json.dumps(raw))
     torch.save(tensors, directory / "pytorch_model.bin")
 
@@ -365,6 +376,23 @@ def test_load_model_says_what_is_wrong(checkpoint: Callable[[str], Checkpoint], 
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
     with pytest.raises(CheckpointError, match="safetensors"):
         load_model(tmp_path)
+
+
+def test_names_with_a_prefix_that_only_some_tensors_have(
+    checkpoint: Callable[[str], Checkpoint], tmp_path: Path
+) -> None:
+    directory = checkpoint("gpt2-bare-names").directory
+    tensors = torch.load(directory / "pytorch_model.bin")
+    tensors["transformer.wpe.weight"] = tensors.pop("wpe.weight")
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=r"(?s)missing: transformer\.wte\.weight .*unexpected: wte\.weight"):
+        load_model(tmp_path)
+
+
+def test_learned_positions_limit_the_context(checkpoint: Callable[[str], Checkpoint]) -> None:
+    with pytest.raises(ConfigError, match="max_model_len=97 exceeds the model's maximum of 96 positions"):
+        LLM(str(checkpoint("gpt2").directory), max_model_len=97)
 
 
 def test_expert_parallelism_needs_experts_that_can_be_shared(checkpoint: Callable[[str], Checkpoint]) -> None:

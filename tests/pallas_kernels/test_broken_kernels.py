@@ -105,6 +105,8 @@ ATTENTION_CASES = {
     "prefill": AttentionCase(rows=((1, 1), (2100, 20), (70, 70)), **LONG),
     "decode_window": AttentionCase(rows=((2100, 1), (1, 1), (1100, 1)), window=200, **LONG),
     "prefill_window": AttentionCase(rows=((1, 1), (2100, 20), (70, 70)), window=200, **LONG),
+    "decode_sinks": AttentionCase(rows=((2100, 1), (1, 1), (1100, 1)), has_sinks=True, **LONG),
+    "prefill_sinks": AttentionCase(rows=((1, 1), (2100, 20), (70, 70)), has_sinks=True, **LONG),
 }
 
 
@@ -116,6 +118,18 @@ def changed_launch(batch: Callable[[Any], Any] = lambda batch: batch, window: in
             if window:
                 settings["window"] += window
             return attend(self, query, pools, batch(own_batch), **settings)
+
+        return broken
+
+    return replaced(PagedKernels, "attend", make)
+
+
+def changed_sinks(change: Callable[[Any], Any]) -> Fault:
+    """Return a fault that changes the sinks which attention kernels are launched with."""
+
+    def make(attend):
+        def broken(self, query, pools, batch, *, sinks, **settings):
+            return attend(self, query, pools, batch, sinks=change(sinks), **settings)
 
         return broken
 
@@ -168,6 +182,10 @@ LAUNCH_FAULTS: dict[str, Fault] = {
 WINDOW_FAULTS: dict[str, Fault] = {
     "window_too_wide": changed_launch(window=1),
     "window_too_narrow": changed_launch(window=-1),
+}
+SINKS_FAULTS: dict[str, Fault] = {
+    "sinks_ignored": changed_sinks(lambda sinks: None),
+    "sinks_of_other_heads": changed_sinks(lambda sinks: sinks[::-1]),
 }
 
 
@@ -274,6 +292,8 @@ BROKEN_ATTENTION = [
     *[("decode", 4, table, fault) for table in (TRITON_FAULTS, TILE_FAULTS, COMBINE_FAULTS) for fault in table],
     *[("prefill", 1, table, fault) for table in (LAUNCH_FAULTS, TRITON_FAULTS) for fault in table],
     *[(case, 4, WINDOW_FAULTS, fault) for case in ("decode_window", "prefill_window") for fault in WINDOW_FAULTS],
+    *[("decode_sinks", splits, SINKS_FAULTS, fault) for splits in (1, 4) for fault in SINKS_FAULTS],
+    *[("prefill_sinks", 1, SINKS_FAULTS, fault) for fault in SINKS_FAULTS],
 ]
 
 
@@ -294,6 +314,8 @@ MOSAIC_CASES = {
     "prefill": AttentionCase(rows=((330, 20),), **SMALL),
     "decode_window": AttentionCase(rows=((330, 1), (1, 1)), window=200, **SMALL),
     "prefill_window": AttentionCase(rows=((330, 20),), window=200, **SMALL),
+    "decode_sinks": AttentionCase(rows=((330, 1), (1, 1)), has_sinks=True, **SMALL),
+    "prefill_sinks": AttentionCase(rows=((330, 20),), has_sinks=True, **SMALL),
 }
 
 
@@ -346,6 +368,7 @@ BROKEN_MOSAIC = [
     *[("decode", table, fault) for table in (MOSAIC_FAULTS, SPAN_FAULTS) for fault in table],
     *[("prefill", MOSAIC_FAULTS, fault) for fault in MOSAIC_FAULTS],
     *[(case, WINDOW_FAULTS, fault) for case in ("decode_window", "prefill_window") for fault in WINDOW_FAULTS],
+    *[(case, SINKS_FAULTS, "sinks_of_other_heads") for case in ("decode_sinks", "prefill_sinks")],
 ]
 
 
