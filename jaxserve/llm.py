@@ -180,7 +180,7 @@ class LLM:
 
         Args:
             text: The completion, generated with ``skip_special_tokens=False`` if the model's markers are special
-                tokens.
+                tokens, as those of GPT-OSS are.
             tools: The offered tools with their JSON schemas, which formats without types need.
             prompt: The text before the completion, which may open the reasoning.
 

@@ -66,15 +66,16 @@ class HarmonyReasoning(ReasoningFormat):
         if starts_inside is None:
             header = (yield from _read_first_header(source, texts.add)) or header
         while True:
+            messages = thoughts if header.channel == "analysis" else texts
             if header.is_call:
                 content(f"{CALL_START}{header.recipient}{MESSAGE}")
-            kind = thoughts if header.channel == "analysis" else texts
-            kind.begin()
-            following = yield from _read_body(source, content if header.is_call else kind.add)
+            following = yield from _read_body(source, content if header.is_call else messages.add)
             if following is None:
                 return
             if header.is_call:
                 content(CALL_END)
+            else:
+                messages.end()
             header = following
 
 
@@ -86,14 +87,14 @@ class _Messages:
         self._separator = ""
         self._has_text = False
 
-    def begin(self) -> None:
-        """Begin a message."""
-        self._separator = "\n" if self._has_text else ""
-
     def add(self, text: str) -> None:
-        """Append to the message."""
+        """Append to the current message."""
         self._emit(self._separator + text)
         self._separator, self._has_text = "", True
+
+    def end(self) -> None:
+        """End the current message."""
+        self._separator = "\n" if self._has_text else ""
 
 
 def _read_first_header(source: Source, emit: Emit) -> Reading[_Header | None]:

@@ -174,9 +174,9 @@ def _detect_format(template: str) -> ContentFormat:
 
 
 def _template_message(message: Message, content_format: ContentFormat) -> dict[str, Any]:
-    """Return a message for templates: content converted, "reasoning_content" added, arguments as mappings.
+    """Return a message for templates: content converted, reasoning under all its names, arguments as mappings.
 
-    GPT-OSS calls the reasoning "thinking", needs it until its calls are answered, and rejects it next to content.
+    GPT-OSS reads reasoning as "thinking", and rejects it in a message with content and tool calls.
     """
     changed = dict(message)
     if message.get("reasoning") is not None:
@@ -185,8 +185,8 @@ def _template_message(message: Message, content_format: ContentFormat) -> dict[s
     calls = cast("list[Mapping[str, Any]]", changed.pop("tool_calls", None) or [])
     if calls:
         changed["tool_calls"] = [_with_mapping_arguments(call) for call in calls]
-        if changed.get("reasoning_content") and not changed["content"]:
-            changed.setdefault("thinking", changed["reasoning_content"])
+    if changed.get("reasoning_content") is not None:
+        changed.setdefault("thinking", "" if calls and changed["content"] else changed["reasoning_content"])
     return changed
 
 

@@ -11,9 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.cli_arguments import field_docs
+from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.parsers import MessageDelta, MessageParser, ParsedMessage, tool_choice_schema, tool_parser
 from jaxserve.parsers.json_scanner import MAX_DEPTH, JsonScanner, whole_json
+from jaxserve.parsers.reasoning_formats import REASONING_FORMATS
+from jaxserve.parsers.tool_formats import TOOL_FORMATS
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -724,6 +728,12 @@ def test_names_of_formats() -> None:
         tool_parser("llama3")
     with pytest.raises(ConfigError, match="got 'zzz'$"):
         MessageParser(tools="zzz")
+
+
+def test_names_are_documented() -> None:
+    documented = field_docs(EngineConfig)
+    for setting, formats in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", REASONING_FORMATS)):
+        assert set(formats) <= set(re.findall(r"\w+", documented[setting]))
 
 
 def test_nothing_after_the_end() -> None:
