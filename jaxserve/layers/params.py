@@ -97,23 +97,24 @@ def stack_rows(scope: Scope, rows: Sequence[Rows], tensor: str, width: int | Non
     trailing = () if width is None else (width,)
     origin = (0,) * len(trailing)
     size = scope.parallel.size
+    names = [scope.at(each.module).at(tensor).module for each in rows]
     pieces: list[Piece] = []
     target = 0
     for device in range(size):
-        for each in rows:
+        for each, name in zip(rows, names, strict=True):
             units = each.num_rows // each.unit
             if units % size and size % units:
                 raise ConfigError(f"{scope.at(each.module).module}: {units} units cannot be split over {size} devices")
             num_local, first = max(1, units // size), device * units // size
             stride, together = (each.unit, num_local) if each.stride is None else (each.stride, 1)
-            name, index = scope.at(each.module).at(tensor).module, each.expert[:1] if each.expert else ()
+            index = each.expert[:1] if each.expert else ()
             for unit in range(first, first + num_local, together):
                 start, count = each.start + unit * stride, together * each.unit
                 is_transposed = each.is_transposed and width is not None
                 source = (*origin, start) if is_transposed else (start, *origin)
                 pieces.append(Piece(name, (*index, *source), (target, *origin), (count, *trailing), is_transposed))
                 target += count
-    sources = {scope.at(each.module).at(tensor).module: _source_shape(each, trailing) for each in rows}
+    sources = {name: _source_shape(each, trailing) for each, name in zip(rows, names, strict=True)}
     return TensorRecipe((target, *trailing), tuple(pieces), tuple(sources.items()))
 
 
