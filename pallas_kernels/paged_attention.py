@@ -92,7 +92,7 @@ def token_contexts(batch: AttentionBatch, num_tokens: int) -> tuple[Int[Array, "
 
 
 class PoolSpec(NamedTuple):
-    """Shape of one layer's key or value pool, whose first dimension is pages, and its dimension with key/value heads."""
+    """Shape of one layer's key or value pool, with pages first, and its dimension that is split by key/value heads."""
 
     shape: tuple[int, ...]
     heads_dimension: int

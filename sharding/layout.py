@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from sharding.axes import DISPATCHES, LOGICAL_AXES, MESH_AXES, Dispatch
+from sharding.axes import DISPATCHES, LOGICAL_AXES, MESH_AXES
 
 _SPLIT_WITH_ROWS = ("batch", "pages", "experts")
 
@@ -30,7 +30,7 @@ class ShardingLayout:
 
     name: str
     rules: Mapping[str, str]
-    dispatch: Dispatch = "all_reduce"
+    dispatch: str = "all_reduce"
 
     def __post_init__(self):
         for logical, axis in self.rules.items():

@@ -67,17 +67,18 @@ def make_program(
     config: ModelConfig,
     *,
     tensor: int = 1,
+    expert: int = 1,
     layout: str = "tensor_parallel",
     num_pages: int = 24,
     num_slots: int = 4,
     policy: DtypePolicy = DtypePolicy(),  # noqa: B008 - frozen
     **settings: Any,
 ) -> ModelProgram:
-    """The model on the first ``tensor`` devices, with pages of 8 tokens; ``settings`` are further fields.
+    """The model on the first ``tensor * expert`` devices, with pages of 8 tokens; ``settings`` are further fields.
 
     A policy that names native kernels runs attention natively too.
     """
-    mesh = make_mesh(MeshShape(tensor=tensor))
+    mesh = make_mesh(MeshShape(tensor=tensor, expert=expert))
     kernel = load("paged_attention", "native") if policy.linear == "native" else KERNEL
     settings = {"truncation": TRUNCATION} | settings
     return ModelProgram(config, mesh, get_layout(layout).on(mesh), policy, kernel, 8, num_pages, num_slots, **settings)

@@ -118,7 +118,9 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     ensure_cpu_devices(mesh_shape.num_devices)
     mesh = make_mesh(mesh_shape)
     device = mesh.devices.flat[0]
-    check_tensor_size(model, Parallel.from_layout(layout, sizes["tensor"], sizes.get(layout.mesh_axis("experts") or "")))
+    check_tensor_size(
+        model, Parallel.from_layout(layout, sizes["tensor"], sizes.get(layout.mesh_axis("experts") or ""))
+    )
     first, *others = data_slices(mesh)
     layout = layout.on(first)
     page_size = config.block_size or 64

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -48,7 +48,7 @@ class PendingStep:
         ]
 
 
-def _result(output: StepOutput, plan: StepPlan) -> StepResult:
+def _result(output: Any, plan: StepPlan) -> StepResult:
     """Return a lane's result from its part of the outputs."""
     return StepResult(_token_lists(output.tokens, plan), output.logprobs, output.prompt_logprobs, output.sums)
 

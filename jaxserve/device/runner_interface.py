@@ -30,8 +30,8 @@ class Runner(Protocol):
     """Runs the plans of one data slice; owns its parameters, pages and slots.
 
     A layout that splits rows over devices divides a data slice into lanes, each with its own pages and slots; every
-    step runs a plan for each lane. Other layouts have one lane. Plans are its only input and results its only output; both can be serialized and sent to another process. Not
-    thread-safe.
+    step runs a plan for each lane. Other layouts have one lane. Plans are the only input and results the only output;
+    both can be serialized and sent to another process. Not thread-safe.
     """
 
     def launch(self, plans: Sequence[StepPlan]) -> int:

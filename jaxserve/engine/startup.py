@@ -202,15 +202,14 @@ def _warm_up(runners: list[StepRunner]) -> float:
 def _log_choices(plan: EnginePlan) -> None:
     program = plan.programs[0]
     device = program.mesh.devices.flat[0]
+    sizes = {"data": len(plan.programs)} | {axis: program.mesh.shape[axis] for axis in ("tensor", "expert")}
     logger.info(
-        "%s on %d %s device(s): %s; mesh data=%d tensor=%d expert=%d, layout %s; attention: %s; pages of %d tokens; %d programs",
+        "%s on %d %s device(s): %s; mesh %s, layout %s; attention: %s; pages of %d tokens; %d programs",
         plan.config.architecture,
         len(plan.programs) * program.mesh.devices.size,
         device.device_kind,
         program.policy,
-        len(plan.programs),
-        program.mesh.shape["tensor"],
-        program.mesh.shape["expert"],
+        " ".join(f"{axis}={size}" for axis, size in sizes.items()),
         program.layout.name,
         program.kernel.name,
         program.page_size,

@@ -82,7 +82,7 @@ def exchange_capacity(num_rows: int, per_token: int, num_devices: int) -> int:
 def _exchange(
     local: LocalExperts,
     x: Float[Array, "T D"],
-    choices: Float[Array, "T 2k"],
+    choices: Float[Array, "T choices"],
     needs: Bool[Array, "devices T"],
     axis: str,
     capacity: int,
@@ -99,11 +99,11 @@ def _exchange(
     return y
 
 
-def _pack(weights: Float[Array, "T k"], experts: Int[Array, "T k"]) -> Float[Array, "T 2k"]:
+def _pack(weights: Float[Array, "T k"], experts: Int[Array, "T k"]) -> Float[Array, "T choices"]:
     """Return weights and indices of experts, which float32 represents exactly, as one array."""
     return jnp.concatenate([weights, experts.astype(jnp.float32)], axis=1)
 
 
-def _unpack(choices: Float[Array, "T 2k"]) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
+def _unpack(choices: Float[Array, "T choices"]) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
     weights, experts = jnp.split(choices, 2, axis=1)
     return weights, experts.astype(jnp.int32)

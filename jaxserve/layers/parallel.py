@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from sharding import ShardingLayout
-from sharding.axes import Dispatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ class Parallel:
     experts: str | None = None
     expert_ffn: str | None = None
     rows: str | None = None
-    dispatch: Dispatch = "all_reduce"
+    dispatch: str = "all_reduce"
 
     @classmethod
     def from_layout(cls, layout: ShardingLayout, size: int, expert_size: int | None = None) -> "Parallel":

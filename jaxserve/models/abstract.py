@@ -127,9 +127,7 @@ def check_tensor_size(config: ModelConfig, parallel: Parallel) -> None:
             texts = [*dict.fromkeys(split.text for split in splits)]
             divided = " and ".join(part for part in (", ".join(texts[:-1]), texts[-1]) if part)
             valid = ", ".join(map(str, _sizes(splits, _MAX_TENSOR_SIZE)))
-            raise ConfigError(
-                f"{name}={size} does not divide {divided} of {config.architecture}; valid sizes: {valid}"
-            )
+            raise ConfigError(f"{name}={size} does not divide {divided} of {config.architecture}; valid sizes: {valid}")
 
 
 def tensor_parallel_sizes(config: ModelConfig, parallel: Parallel, limit: int = _MAX_TENSOR_SIZE) -> list[int]:
