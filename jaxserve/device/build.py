@@ -223,6 +223,8 @@ def _layout_name(config: EngineConfig, model: ModelConfig) -> str:
             "tensor_parallel_size; use only one of them"
         )
     axis, default = ("tensor", "expert_parallel") if size == 1 else ("expert", "expert_gather")
+    if size > 1 and config.deterministic:
+        default = "expert_all_to_all"  # adds the parts of a row in the same order on every device
     fitting = [name for name in LAYOUTS if get_layout(name).mesh_axis("experts") == axis]
     if config.layout not in ("tensor_parallel", *fitting):
         get_layout(config.layout)
