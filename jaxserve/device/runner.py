@@ -41,7 +41,7 @@ class PendingStep:
         num_lanes = len(self._plans)
         if num_lanes == 1:
             return [_result(output, self._plans[0])]
-        parts = jax.tree.map(lambda array: array.reshape(num_lanes, -1, *array.shape[1:]), output)
+        parts = jax.tree.map(lambda array: array.reshape(num_lanes, len(array) // num_lanes, *array.shape[1:]), output)
         return [
             _result(jax.tree.map(lambda part, lane=lane: part[lane], parts), plan)
             for lane, plan in enumerate(self._plans)
