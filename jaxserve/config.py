@@ -36,7 +36,12 @@ class EngineConfig:
         data_parallel_size: Number of replicas of the model, each with its own KV pages and scheduler.
         enable_expert_parallel: Split the experts over the devices of ``tensor_parallel_size``, not the features of each
             expert.
-        layout: Name of the sharding layout.
+        expert_parallel_size: Number of devices that share the experts of a model, in addition to those of
+            ``tensor_parallel_size``, which split the features of each expert. By default they also share the requests:
+            each has its own KV pages and up to ``max_num_seqs`` sequences per step, and all run each step together.
+        layout: Name of the sharding layout. ``tensor_parallel`` means ``expert_parallel`` with
+            ``enable_expert_parallel`` and ``expert_gather`` with ``expert_parallel_size``, which also supports
+            ``expert_all_to_all`` and ``expert_all_reduce`` (all devices have all requests).
         seed: Seed of requests without one.
         gpu_memory_utilization: Fraction of a device's memory to use, in (0, 1].
         kv_cache_memory_bytes: Bytes of KV pages per device; None uses the remaining memory (on CPUs at most 1 GiB).
@@ -92,6 +97,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    expert_parallel_size: int = 1
     layout: str = "tensor_parallel"
     seed: int = 0
     gpu_memory_utilization: float = 0.92

@@ -88,17 +88,18 @@ def make_program(
     config: ModelConfig,
     *,
     tensor: int = 1,
+    expert: int = 1,
     layout: str = "tensor_parallel",
     num_pages: int = 24,
     num_slots: int = 4,
     policy: DtypePolicy = DtypePolicy(),  # noqa: B008 - frozen
     **settings: Any,
 ) -> ModelProgram:
-    """The model on the first ``tensor`` devices, with pages of 8 tokens; ``settings`` are further fields.
+    """The model on the first ``tensor * expert`` devices, with pages of 8 tokens; ``settings`` are further fields.
 
     A policy that names native kernels runs attention natively too.
     """
-    mesh = make_mesh(MeshShape(tensor=tensor))
+    mesh = make_mesh(MeshShape(tensor=tensor, expert=expert))
     operation = outline(config, Scope()).kv_specs[0].operation
     if operation == "latent_attention" or policy.linear == "native":
         kernel = load(operation, "native" if policy.linear == "native" else "xla")
@@ -117,10 +118,13 @@ def random_params(program: ModelProgram, seed: int = 0) -> tuple[jax.Array, ...]
     arrays: dict[str, jax.Array] = {}
     for param in model.logical.values():
         array = np.zeros(param.struct.shape, np.float32)
-        for source, source_start, target_start, shape in param.recipe.pieces:
-            target = tuple(slice(start, start + size) for start, size in zip(target_start, shape, strict=True))
-            box = tuple(slice(start, start + size) for start, size in zip(source_start, shape, strict=True))
-            array[target] = tensors[source][box]
+        for piece in param.recipe.pieces:
+            target, box = (
+                tuple(slice(start, start + size) for start, size in zip(starts, lengths, strict=True))
+                for starts, lengths in ((piece.target_start, piece.shape), (piece.source_start, piece.source_shape))
+            )
+            part = tensors[piece.source][box]
+            array[target] = (part.swapaxes(-1, -2) if piece.is_transposed else part).reshape(piece.shape)
         arrays |= _stored(array.astype(param.struct.dtype), param, model)
     return tuple(arrays[path] for path in model.params)
 
