@@ -241,14 +241,11 @@ def test_every_device_holds_what_is_planned_for_it(name: str, tmp_path: Path) ->
 def test_needs_follow_the_axis_of_experts(tmp_path: Path) -> None:
     """Devices share the experts' weights but not pages and slots; in a step, experts compute the rows of all lanes."""
     write_checkpoint(tmp_path, SPARSE | {"moe_intermediate_size": 200}, seed=0)
-    settings = {"block_size": 8, "max_num_seqs": 4, "kernels": "xla"}
+    settings: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "kernels": "xla"}
+    layouts: list[dict[str, Any]] = [{}, {"expert_parallel_size": 2, "layout": "expert_all_reduce"}]
+    layouts.append({"expert_parallel_size": 2})
     one, all_rows, lanes = (
-        plan_engine(EngineConfig(model=str(tmp_path), **settings, **more)).needs
-        for more in (
-            {},
-            {"expert_parallel_size": 2, "layout": "expert_all_reduce"},
-            {"expert_parallel_size": 2},
-        )
+        plan_engine(EngineConfig(model=str(tmp_path), **settings, **layout)).needs for layout in layouts
     )
     experts = 2 * 4 * 3 * 200 * 16 * 4  # layers, experts, matrices, features
     assert one.weights - lanes.weights == one.weights - all_rows.weights == experts // 2
