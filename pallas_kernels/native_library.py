@@ -13,11 +13,11 @@ from pathlib import Path
 
 import jax
 
-VERSION = 7  # of handlers.c
+VERSION = 8  # of handlers.c
 PATH = Path(__file__).with_name("libjaxserve_native.so")
 _INSTRUCTIONS = ("neither AVX2 nor AVX-512", "avx2", "avx512", "amx")
 _LIMIT = "JAXSERVE_MAX_CPU_ISA"
-_HANDLERS = ("attend", "write_kv", "qkv_write", "linear", "argmax", "truncation", "copy_pages")
+_HANDLERS = ("attend", "write_kv", "qkv_write", "linear", "grouped_matmul", "argmax", "truncation", "copy_pages")
 
 
 @functools.cache

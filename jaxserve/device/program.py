@@ -309,7 +309,10 @@ class ModelProgram:
 
 
 def computes_rows_natively(has_fused_norms: bool, policy: DtypePolicy, kernel: PagedAttention) -> bool:
-    """Whether native kernels compute each row separately; without fused normalization, XLA computes part of it."""
+    """Whether native kernels compute each row separately; without fused normalization, XLA computes part of it.
+
+    Mixtures of experts count as fused: what XLA computes of them is in tiles of rows.
+    """
     return policy.linear == kernel.name == "native" and has_fused_norms
 
 

@@ -49,8 +49,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "experts": ({"routing": ROUTING}, 1, DtypePolicy()),
     "experts_split": ({"routing": ROUTING}, 2, BFLOAT16),
 }
-NATIVE = DtypePolicy(linear="native")
-NATIVE_BFLOAT16 = DtypePolicy(weights="bfloat16", kv="bfloat16", linear="native")
+NATIVE = DtypePolicy(linear="native", grouped="native")
+NATIVE_BFLOAT16 = DtypePolicy(weights="bfloat16", kv="bfloat16", linear="native", grouped="native")
 NATIVE_FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "llama": ({}, 1, NATIVE),
     "llama_split": ({}, 2, NATIVE),
@@ -58,6 +58,8 @@ NATIVE_FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "head_norms_and_windows": ({"qk_norm": "head", "sliding_windows": (20, None)}, 1, NATIVE),
     "multiplied_and_capped": ({**MULTIPLIED, "attention_soft_cap": 5.0, "rope": DYNAMIC}, 1, NATIVE),
     "split_in_four": ({"tie_embeddings": True, "mlp_bias": True, "out_bias": True}, 4, NATIVE_BFLOAT16),
+    "experts": ({"routing": ROUTING}, 1, NATIVE),
+    "experts_split": ({"routing": ROUTING}, 2, NATIVE_BFLOAT16),
 }
 same_code = pytest.mark.skipif(
     "interpret" in (BACKEND or "") and "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"],
@@ -234,9 +236,13 @@ def together(seed: int) -> list[Step]:
 
 @functools.cache
 def model_of(family: str) -> Model:
-    changes, tensor, policy = FAMILIES[family]
+    return Model(*config_of(FAMILIES[family]))
+
+
+def config_of(row: tuple[dict[str, Any], int, DtypePolicy]) -> tuple[ModelConfig, int, DtypePolicy]:
+    changes, tensor, policy = row
     make = sparse_config if "routing" in changes else tiny_config
-    return Model(make(**{**SIZES, **changes}), tensor, policy)
+    return make(**{**SIZES, **changes}), tensor, policy
 
 
 @same_code
@@ -250,8 +256,7 @@ def test_any_schedule_gives_the_same_bits(family: str) -> None:
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
 def test_native_kernels_give_the_same_bits_without_tiles(family: str) -> None:
     """Also with one thread in place of all."""
-    changes, tensor, policy = NATIVE_FAMILIES[family]
-    model = Model(tiny_config(**{**SIZES, **changes}), tensor, policy, row_tile=None)
+    model = Model(*config_of(NATIVE_FAMILIES[family]), row_tile=None)
     expected = check_schedules(model)
     native_library.set_threads(1)
     try:
