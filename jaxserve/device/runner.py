@@ -39,7 +39,7 @@ class PendingStep:
     def wait(self) -> StepResult:
         """Wait for the step; return its result."""
         output = jax.tree.map(np.asarray, self._output)
-        return StepResult(self._token_lists(output.tokens), output.logprobs, output.prompt_logprobs, output.sums)
+        return StepResult(self._token_lists(output.tokens), *output[1:])
 
     def _token_lists(self, tokens: np.ndarray) -> list[list[int]]:
         columns = self._plan.columns

@@ -18,6 +18,7 @@ from jaxserve.device.runner import StepRunner
 from jaxserve.device.runner_interface import Runner
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.expert_load import ExpertLoad
 from jaxserve.engine.metrics import CompileCounter
 from jaxserve.engine.model_defaults import (
     check_parsers,
@@ -130,7 +131,14 @@ def assemble_engine(
     for runner in runners:
         allocator = PageAllocator(program.num_pages, program.page_size, keeps_free_pages=config.enable_prefix_caching)
         replicas.append(Replica(Scheduler(limits, allocator, proposer), runner, depth))
-    return Engine(replicas, make_admission(config, plan, tokenizer), seed=config.seed, counter=CompileCounter())
+    groups = config.expert_load_metrics
+    return Engine(
+        replicas,
+        make_admission(config, plan, tokenizer),
+        seed=config.seed,
+        counter=CompileCounter(),
+        expert_load=ExpertLoad(plan.expert_layers, plan.num_experts, groups) if groups else None,
+    )
 
 
 def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> Admission:

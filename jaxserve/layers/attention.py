@@ -31,6 +31,7 @@ class AttentionSettings:
         row_tile: Rows per tile wherever the number of rows could change a result; None computes all rows at once. See
             :mod:`jaxserve.layers.rows`.
         layer_indices: Pools and page table of each layer; None: layer i uses pool i, and all layers share table 0.
+        counts_expert_tokens: Whether layers with experts count the tokens of each.
     """
 
     kernel: PagedAttention
@@ -38,6 +39,7 @@ class AttentionSettings:
     decode_only: bool
     row_tile: int | None = None
     layer_indices: tuple[KVIndices, ...] | None = None
+    counts_expert_tokens: bool = False
 
 
 def choose_attention(device: Device, dtype: str, name: str | None = None, **sizes: int) -> Choice:

@@ -154,13 +154,25 @@ class SparseMLP(nnx.Module):
         num_rows: Int[Array, ""] | None = None,
     ) -> Float[Array, "T D"]:
         """Compute ``residual + scale * mlp(norm(x))``; rows from ``num_rows`` on are undefined."""
+        return self.with_experts(x, norm=norm, residual=residual, scale=scale, num_rows=num_rows)[0]
+
+    def with_experts(
+        self,
+        x: Float[Array, "T D"],
+        *,
+        norm: RMSNorm | None = None,
+        residual: Float[Array, "T D"] | None = None,
+        scale: float = 1.0,
+        num_rows: Int[Array, ""] | None = None,
+    ) -> tuple[Float[Array, "T D"], Int[Array, "T k"]]:
+        """Compute the same, and the indices of each token's experts."""
         tile = self.tile if self.tile is not None and len(x) % self.tile == 0 else None
         choose = partial(self._choose, norm)
         x, weights, experts = map_rows(choose, (x,), len(x) if num_rows is None else num_rows, tile)
         y = self._routed(x, weights, experts, num_rows, tile)
         if self.shared is not None:
             y += self.shared.partial(x, num_rows, tile)
-        return add_branch(all_reduce(y, self.mesh_axis).astype(self.dtype), residual, scale)
+        return add_branch(all_reduce(y, self.mesh_axis).astype(self.dtype), residual, scale), experts
 
     def _choose(
         self, norm: RMSNorm | None, x: Float[Array, "T D"]

@@ -132,7 +132,7 @@ def trace(program: ModelProgram, shape: Shape, row_tile: int | None) -> jax.stag
     def body(arrays, pools, tokens, positions, order, batch):  # noqa: ANN001, ANN202 - as traced below
         model = abstract.merge(arrays)
         lengths = jnp.full_like(positions, MAX_LENGTH)
-        hidden, pools = model.hidden(tokens, positions, lengths, pools, [batch], settings)
+        hidden, pools, _ = model.hidden(tokens, positions, lengths, pools, [batch], settings)
         logits = model.logits(hidden[order], batch.query_lens.sum(), row_tile)
         return pools, hidden, logits
 
