@@ -75,6 +75,9 @@ class EngineConfig:
             cannot run; None uses the best for each. ``attention_backend`` takes precedence for attention.
         num_threads: Threads of the native CPU kernels, for the whole process; None uses the CPUs available to the
             process, or fewer if its cgroup has a quota.
+        expert_load_metrics: Count the tokens routed to each expert, for the metric ``jaxserve:expert_tokens`` and
+            ``LLM.expert_load``. The number is that of groups of consecutive layers that the metric distinguishes, so 1
+            gives a time series per expert. 0: no counting.
         disable_log_stats: Disable the periodic log line and per-request metrics.
         compilation_cache_dir: Directory that keeps compiled programs for the next start; empty disables it.
         warm_up: Run every program once before the engine is ready, so that no request waits for work that XLA delays
@@ -121,6 +124,7 @@ class EngineConfig:
     attention_backend: str | None = None
     kernels: str | None = None
     num_threads: int | None = None
+    expert_load_metrics: int = 0
     disable_log_stats: bool = True
     compilation_cache_dir: str | None = None
     warm_up: bool = True

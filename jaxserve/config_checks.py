@@ -74,6 +74,7 @@ _WHOLE_FIELDS = MappingProxyType(
         "num_threads": 1,
         "seed": 0,
         "long_prefill_token_threshold": 0,
+        "expert_load_metrics": 0,
         "max_logprobs": -1,
     }
 )

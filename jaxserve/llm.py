@@ -4,6 +4,8 @@ import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from jaxtyping import Int
 from tqdm import tqdm
 
 from jaxserve.config import EngineConfig
@@ -91,6 +93,16 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """Return the engine's metrics, each with ``name`` and ``value``."""
         return self.engine.metrics()
+
+    def expert_load(self) -> Int[np.ndarray, "layers E"]:
+        """Return the number of tokens that each expert of each layer with experts has computed so far.
+
+        Raises:
+            ConfigError: The engine does not count them.
+        """
+        if self.engine.expert_load is None:
+            raise ConfigError("expert_load needs an engine that counts tokens; set expert_load_metrics=1")
+        return self.engine.expert_load.total()
 
     def generate(
         self,

@@ -21,6 +21,7 @@ HELP = MappingProxyType(
         "corrupted_requests": "Number of requests that failed because of NaN logits.",
         "steps": "Steps launched.",
         "decode_rows": "Number of rows of those steps that decoded one token.",
+        "expert_tokens": "Number of tokens routed to an expert, by group of layers.",
         "request_success": "Number of finished samples, by finish reason.",
         "time_to_first_token_seconds": "Seconds from a request's arrival to its first token.",
         "inter_token_latency_seconds": "Seconds between consecutive tokens of a completion.",

@@ -1,7 +1,11 @@
-"""Matmul of each row with its expert's matrix (mixture of experts): interface, cases and a plain reference."""
+"""Matmul of each row with its expert's matrix (mixture of experts): interface, cases and a plain reference.
+
+An implementation owns how it stores the matrices, like one of ``linear``: ``packed_shape``, ``pack`` and its inverse
+``unpack`` on the host.
+"""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +24,41 @@ class GroupedMatmul(Protocol):
         """Return why it cannot run on such a device, or None."""
         ...
 
+    def packed_shape(self, outer: int, inner: int, dtype: str, is_gated: bool = False) -> tuple[int, ...]:
+        """Return the shape of one expert's packed matrix; its first axis holds outputs, its second features."""
+        ...
+
+    def pack(self, matrices: Float[np.ndarray, "E outer inner"], is_gated: bool = False) -> Float[np.ndarray, "E ..."]:
+        """Pack a matrix [out, in] per expert: F rows; gated, F rows of the gate, then F rows of the up projection.
+
+        May overwrite the argument and return its memory, so that the matrices are not in memory twice.
+        """
+        ...
+
+    def unpack(
+        self, packed: Float[np.ndarray, "E ..."], outer: int, inner: int, is_gated: bool = False
+    ) -> Float[np.ndarray, "E outer inner"]:
+        """Unpack the matrices, bit for bit."""
+        ...
+
     def grouped_matmul(
         self,
         lhs: Float[Array, "T D"],
-        rhs: Float[Array, "E rows D"],
+        rhs: Float[Array, "E ..."],
         group_sizes: Int[Array, " E"],
+        num_out: int,
         *,
         is_gated: bool = False,
     ) -> Float[Array, "T F"]:
-        """Compute ``lhs[t] @ rhs[expert of t].T`` in lhs's dtype, accumulated in float32.
+        """Compute ``lhs[t] @ matrix of t's expert.T`` in lhs's dtype, accumulated in float32.
 
         Args:
-            lhs: Rows in the order of their experts.
-            rhs: A matrix [out, in] per expert: F rows; gated, F rows of the gate, then F rows of the up
-                projection, and the result is ``silu(gate) * up``.
+            lhs: Rows in the order of their experts; rounded to rhs's dtype where the device multiplies in that.
+            rhs: The packed matrices.
             group_sizes: Rows of each expert. Their sum may be less than T: the results of later rows are undefined but
                 finite.
-            is_gated: Whether rhs holds two projections.
+            num_out: F, columns of the result.
+            is_gated: Whether each matrix holds two projections, and the result is ``silu(gate) * up``.
         """
         ...
 
@@ -113,10 +135,10 @@ BENCHES: Mapping[str, Case] = {
 
 
 class Inputs(NamedTuple):
-    """Arguments of a call."""
+    """Arguments of a call; ``rhs`` is packed once they are prepared."""
 
     lhs: Float[Array, "T D"]
-    rhs: Float[Array, "E rows D"]
+    rhs: Float[Array, "E ..."]
     group_sizes: Int[Array, " E"]
 
 
@@ -134,14 +156,20 @@ def make_inputs(case: Case, key: jax.Array) -> Inputs:
     return Inputs(jax.random.normal(keys[0], (case.num_rows, case.num_in), case.dtype), rhs, sizes)
 
 
-def prepare(implementation: Any, case: Case, inputs: Inputs) -> Inputs:
-    """Return the inputs: weights are used as checkpoints store them."""
-    return inputs
+def prepare(implementation: GroupedMatmul, case: Case, inputs: Inputs) -> Inputs:
+    """Pack the matrices; for shapes, return the packed shape."""
+    _, outer, inner = inputs.rhs.shape
+    shape = implementation.packed_shape(outer, inner, case.dtype, case.is_gated)
+    if shape == (outer, inner):
+        return inputs
+    struct = jax.ShapeDtypeStruct((case.experts, *shape), case.dtype)
+    packed = jax.pure_callback(lambda rhs: implementation.pack(np.array(rhs), case.is_gated), struct, inputs.rhs)
+    return inputs._replace(rhs=packed)
 
 
-def run(implementation: Any, case: Case, prepared: Inputs) -> Float[Array, "T F"]:
+def run(implementation: GroupedMatmul, case: Case, prepared: Inputs) -> Float[Array, "T F"]:
     """Return the product."""
-    return implementation.grouped_matmul(*prepared, is_gated=case.is_gated)
+    return implementation.grouped_matmul(*prepared, case.num_out, is_gated=case.is_gated)
 
 
 def expected(case: Case, inputs: Inputs) -> Float[Array, "T F"]:

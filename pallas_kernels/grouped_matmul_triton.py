@@ -11,6 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import jax_triton
+from pallas_kernels.plain_experts import pack as pack
+from pallas_kernels.plain_experts import packed_shape as packed_shape
+from pallas_kernels.plain_experts import unpack as unpack
 
 _MOST_EXPERTS = 4096
 
@@ -35,18 +38,22 @@ def unsupported(platform: str, device_kind: str, dtype: str, *, num_experts: int
 
 
 def grouped_matmul(
-    lhs: Float[Array, "T D"], rhs: Float[Array, "E rows D"], group_sizes: Int[Array, " E"], *, is_gated: bool = False
+    lhs: Float[Array, "T D"],
+    rhs: Float[Array, "E rows D"],
+    group_sizes: Int[Array, " E"],
+    num_out: int,
+    *,
+    is_gated: bool = False,
 ) -> Float[Array, "T F"]:
     """Compute ``lhs[t] @ rhs[expert of t].T``; see ``grouped_matmul.GroupedMatmul``. Rows after all experts get
     zeros."""
     num_rows, num_in = lhs.shape
     num_experts = rhs.shape[0]
-    num_out = rhs.shape[1] // 2 if is_gated else rhs.shape[1]
     tiling = choose_tiling(num_rows, num_experts, is_gated=is_gated, is_single=lhs.dtype == jnp.float32)
     row_tiles = num_rows // tiling.block_m + min(num_experts + 1, num_rows)
     return jax_triton.call(
         jax_triton.kernels("grouped_matmul_kernels").grouped_matmul_kernel,
-        lhs,
+        lhs.astype(rhs.dtype),
         rhs,
         group_sizes,
         num_rows,

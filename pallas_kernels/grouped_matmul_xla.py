@@ -9,6 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.plain_experts import pack as pack
+from pallas_kernels.plain_experts import packed_shape as packed_shape
+from pallas_kernels.plain_experts import unpack as unpack
+
 _TILE = 64  # rows; each tile reads its expert's matrix once
 _ROWS_BY_EXPERT = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
@@ -21,10 +25,17 @@ def unsupported(platform: str, device_kind: str, dtype: str, *, num_experts: int
 
 
 def grouped_matmul(
-    lhs: Float[Array, "T D"], rhs: Float[Array, "E rows D"], group_sizes: Int[Array, " E"], *, is_gated: bool = False
+    lhs: Float[Array, "T D"],
+    rhs: Float[Array, "E rows D"],
+    group_sizes: Int[Array, " E"],
+    num_out: int,
+    *,
+    is_gated: bool = False,
 ) -> Float[Array, "T F"]:
     """Compute ``lhs[t] @ rhs[expert of t].T``; see ``grouped_matmul.GroupedMatmul``."""
-    product = lax.platform_dependent(lhs, rhs, group_sizes, cpu=_by_tiles, default=_ragged)
+    del num_out
+    rows = lhs.astype(rhs.dtype)
+    product = lax.platform_dependent(rows, rhs, group_sizes, cpu=_by_tiles, default=_ragged)
     if is_gated:
         gate, up = jnp.split(product, 2, axis=1)
         product = jax.nn.silu(gate) * up

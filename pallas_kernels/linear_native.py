@@ -47,7 +47,7 @@ def pack(weight: Float[np.ndarray, "outer inner"], is_gated: bool = False) -> Fl
     """Return a weight in panels, aligned so that XLA uses it without a copy."""
     weight = np.ascontiguousarray(weight)
     outer, inner = weight.shape
-    packed = _aligned(packed_shape(outer, inner, str(weight.dtype), is_gated), weight.dtype)
+    packed = aligned(packed_shape(outer, inner, str(weight.dtype), is_gated), weight.dtype)
     _convert(weight, packed, weight.shape, packed.shape, is_gated, is_inverse=False)
     return packed
 
@@ -57,7 +57,7 @@ def unpack(
 ) -> Float[np.ndarray, "outer inner"]:
     """Unpack a weight, bit for bit."""
     packed = np.ascontiguousarray(packed)
-    weight = _aligned((outer, inner), packed.dtype)
+    weight = aligned((outer, inner), packed.dtype)
     _convert(packed, weight, weight.shape, packed.shape, is_gated, is_inverse=True)
     return weight
 
@@ -113,7 +113,8 @@ def _convert(
     )
 
 
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return an uninitialized array that XLA uses without a copy."""
     size = int(np.prod(shape)) * dtype.itemsize
     raw = np.empty(size + _ALIGNMENT_BYTES, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT_BYTES

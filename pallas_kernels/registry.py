@@ -16,6 +16,7 @@ OPERATIONS: dict[str, dict[str, str]] = {
     },
     "grouped_matmul": {
         "triton": "pallas_kernels.grouped_matmul_triton",
+        "native": "pallas_kernels.grouped_matmul_native",
         "xla": "pallas_kernels.grouped_matmul_xla",
     },
     "linear": {

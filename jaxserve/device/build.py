@@ -26,6 +26,7 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.layers.rows import ROW_TILE
 from jaxserve.models.abstract import check_tensor_size, outline
+from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.loading import find_model_directory, load_weights, read_model_config
 from jaxserve.models.sparse_decoder import SparseConfig
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
@@ -83,6 +84,8 @@ class EnginePlan:
         max_model_len: Maximum context length in tokens.
         max_num_seqs: Most sequences per step and lane (``Runner``).
         max_num_batched_tokens: Most query tokens per step and lane.
+        expert_layers: Indices of the layers with experts.
+        num_experts: Number of experts of each; 0 for a dense model.
     """
 
     directory: Path
@@ -93,6 +96,8 @@ class EnginePlan:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    expert_layers: tuple[int, ...] = ()
+    num_experts: int = 0
 
     @property
     def num_lanes(self) -> int:
@@ -138,7 +143,9 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     page_size = config.block_size or 64
     scope = Scope(parallel=Parallel.on_mesh(layout, first))
     policy, kernel = choose_kernels(config, model, scope, first.devices.flat[0], page_size)
-    is_invariant = computes_rows_natively(outline(model, scope).has_fused_norms, policy, kernel)
+    module = outline(model, scope)
+    _check_expert_load(config, module)
+    is_invariant = computes_rows_natively(module.has_fused_norms, policy, kernel)
     is_deterministic = is_invariant if config.deterministic is None else config.deterministic
     _log_determinism(config, is_deterministic, is_invariant)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
@@ -158,6 +165,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
         logprobs_mode=config.logprobs_mode,
         processors=load_processors(config.logits_processors or []),
         truncation=choose_step_truncation(device, config.kernels or config.attention_backend),
+        counts_expert_tokens=config.expert_load_metrics > 0,
     )
     if config.tensor_parallel_size > 1 and program.parallel.size == 1:
         raise ConfigError(
@@ -177,7 +185,20 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
         max_model_len=needs.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        expert_layers=module.expert_layers,
+        num_experts=module.num_experts,
     )
+
+
+def _check_expert_load(config: EngineConfig, module: CausalLM) -> None:
+    """Raise ConfigError unless the model has as many layers with experts as ``expert_load_metrics`` has groups."""
+    groups, layers, name = config.expert_load_metrics, len(module.expert_layers), module.config.architecture
+    if groups and not layers:
+        raise ConfigError(f"expert_load_metrics needs a model with experts; {name} has none")
+    if groups > layers:
+        raise ConfigError(
+            f"expert_load_metrics={groups} exceeds the {layers} layers with experts of {name}; use 0 to {layers}"
+        )
 
 
 def _make_buckets(

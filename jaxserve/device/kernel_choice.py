@@ -92,7 +92,7 @@ def _choose_policy(policy: DtypePolicy, device: Device, kernels: str | None) -> 
     where = {"platform": device.platform, "device_kind": device.device_kind, "dtype": policy.weights}
     choice = choose("linear", **where, name=kernels)
     logger.info("Matrix multiplication: %s (%s)", choice.name, choice.why)
-    grouped = choose("grouped_matmul", **where)
+    grouped = choose("grouped_matmul", **where, name=kernels)
     return dataclasses.replace(policy, linear=choice.name, grouped=grouped.name)
 
 

@@ -151,6 +151,7 @@ class ModelProgram:
         logprobs_mode: One of ``LOGPROBS_MODES``.
         processors: Logits processors of the engine.
         truncation: Implementation of min-p, top-k and top-p; None for the best on the mesh's devices.
+        counts_expert_tokens: Whether steps count the tokens routed to each expert.
     """
 
     config: ModelConfig
@@ -167,6 +168,7 @@ class ModelProgram:
     logprobs_mode: str = LOGPROBS_MODES[0]
     processors: tuple[LogitsProcessor, ...] = ()
     truncation: Truncation | None = None
+    counts_expert_tokens: bool = False
 
     @property
     def sampler(self) -> SamplerSettings:
@@ -314,7 +316,10 @@ class ModelProgram:
 
 
 def computes_rows_natively(has_fused_norms: bool, policy: DtypePolicy, kernel: AttentionKernel) -> bool:
-    """Whether native kernels compute each row separately; without fused normalization, XLA computes part of it."""
+    """Whether native kernels compute each row separately; without fused normalization, XLA computes part of it.
+
+    Mixtures of experts count as fused: what XLA computes of them is in tiles of rows.
+    """
     return policy.linear == kernel.name == "native" and has_fused_norms
 
 

@@ -50,7 +50,7 @@ class PendingStep:
 
 def _result(output: Any, plan: StepPlan) -> StepResult:
     """Return a lane's result from its part of the outputs."""
-    return StepResult(_token_lists(output.tokens, plan), output.logprobs, output.prompt_logprobs, output.sums)
+    return StepResult(_token_lists(output.tokens, plan), *output[1:])
 
 
 def _token_lists(tokens: np.ndarray, plan: StepPlan) -> list[list[int]]:

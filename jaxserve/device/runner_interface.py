@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Int
 
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.plan import StepPlan
@@ -17,12 +18,14 @@ class StepResult(NamedTuple):
         logprobs: Logprobs of the samples, indexed as in ``StepPlan.first_samples``; None if not requested.
         prompt_logprobs: Logprobs of the prompt token after each query token; None if not requested.
         sums: Sum of hidden states over each row's prompt, float32 [R, D]; None if no pooling completes.
+        expert_tokens: Tokens routed to each expert of each layer with experts; None unless the engine counts them.
     """
 
     tokens: list[list[int]]
     logprobs: TokenLogprobs | None
     prompt_logprobs: TokenLogprobs | None
     sums: np.ndarray | None = None
+    expert_tokens: Int[np.ndarray, "layers E"] | None = None
 
 
 @runtime_checkable

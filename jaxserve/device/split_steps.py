@@ -41,12 +41,14 @@ class ModelOutput(NamedTuple):
         sampler_part: The sampler's part of the step's buffer.
         prompt: The scorer's input, padded to the largest step; None in decode shapes.
         sums: See ``StepOutput``.
+        expert_tokens: See ``StepOutput``.
     """
 
     logits: Float[Array, "samples V"]
     sampler_part: Int[Array, " size"]
     prompt: PromptTokens | None
     sums: Float[Array, "R D"] | None
+    expert_tokens: Int[Array, "layers E"] | None
 
 
 class SamplerOutput(NamedTuple):
@@ -91,7 +93,7 @@ class SplitStep:
         sampled = self.sampler(output.logits, state.latest, state.tables, output.sampler_part, mask)
         prompt = None if self.scorer is None else self.scorer(params, output.prompt)
         state = state._replace(latest=sampled.latest, tables=sampled.tables or state.tables)
-        return state, StepOutput(sampled.tokens, sampled.logprobs, prompt, output.sums)
+        return state, StepOutput(sampled.tokens, sampled.logprobs, prompt, output.sums, output.expert_tokens)
 
 
 def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> jax.stages.Traced:
@@ -112,14 +114,14 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
     ) -> tuple[StepState, ModelOutput]:
         module = program.model(arrays)
         batch = unpack(buffer, shape, state.latest, program.page_size, program.num_pages)
-        state, hidden, sums = run_layers(module, state, batch, attention, program.row_tile)
+        state, hidden, sums, expert_tokens = run_layers(module, state, batch, attention, program.row_tile)
         logits = module.logits(hidden[batch.sampled_tokens], batch.sampler.num_rows, program.layer_tile)
         prompt = None
         if not shape.decode_only:
             padding = (0, max_tokens - shape.num_tokens)
             targets = jnp.pad(batch.targets, padding, constant_values=-1)
             prompt = PromptTokens(jnp.pad(hidden, (padding, (0, 0))), targets, batch.num_target_tokens[None])
-        return state, ModelOutput(logits, sampler_part(buffer, shape, batch), prompt, sums)
+        return state, ModelOutput(logits, sampler_part(buffer, shape, batch), prompt, sums, expert_tokens)
 
     state, buffer = program.abstract_state(), program.rows_struct((shape.buffer_size,), jnp.int32)
     out_shardings = (shardings(state), program.rows_sharding)

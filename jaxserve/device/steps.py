@@ -35,12 +35,14 @@ class StepOutput(NamedTuple):
         logprobs: Logprobs of the sampled tokens; undefined unless the sampler variant computes them.
         prompt_logprobs: Logprobs of the prompt token after each query token; None unless the step scores prompts.
         sums: Sum of hidden states over each row's prompt so far, for pooling; None in decode shapes.
+        expert_tokens: Tokens routed to each expert of each layer with experts; None unless the program counts them.
     """
 
     tokens: Int[Array, " samples"]
     logprobs: TokenLogprobs
     prompt_logprobs: TokenLogprobs | None
     sums: Float[Array, "R D"] | None
+    expert_tokens: Int[Array, "layers E"] | None
 
 
 class PromptTokens(NamedTuple):
@@ -83,8 +85,15 @@ def attention_settings(program: ModelProgram, shape: BatchShape) -> AttentionSet
     tile = program.row_tile
     assert tile is None or (shape.num_rows % tile == 0 and shape.num_tokens % tile == 0), (shape, tile)
     indices = program.kv_layout.layer_indices
-    kernel, page_size, tile = program.kernel, program.page_size, program.layer_tile
-    return AttentionSettings(kernel, page_size, shape.decode_only, tile, indices, program.layout.rows_axis)
+    return AttentionSettings(
+        program.kernel,
+        program.page_size,
+        shape.decode_only,
+        program.layer_tile,
+        indices,
+        program.layout.rows_axis,
+        program.counts_expert_tokens,
+    )
 
 
 class StepSettings(NamedTuple):
@@ -109,7 +118,7 @@ def run_step(
     model: CausalLM, state: StepState, batch: StepBatch, mask: Int[Array, "R words"], settings: StepSettings
 ) -> tuple[StepState, StepOutput]:
     """Run a step on one device of the mesh: embedding, layers, head, sampler, slot updates."""
-    state, hidden, sums = run_layers(model, state, batch, settings.attention, settings.row_tile)
+    state, hidden, sums, expert_tokens = run_layers(model, state, batch, settings.attention, settings.row_tile)
     variant = batch.sampler.variant if settings.variant == "any" else settings.variant
     rows, tile = hidden[batch.sampled_tokens], settings.row_tile
     tokens, logprobs = sample_rows(
@@ -120,7 +129,8 @@ def run_step(
         tokens_to_score = PromptTokens(hidden, batch.targets, batch.num_target_tokens[None])
         prompt = score_prompt(model, tokens_to_score, settings.sampler, tile)
     latest, tables, tokens = keep_tokens(state.latest, state.tables, batch.sampler, tokens)
-    return state._replace(latest=latest, tables=tables), StepOutput(tokens, logprobs, prompt, sums)
+    output = StepOutput(tokens, logprobs, prompt, sums, expert_tokens)
+    return state._replace(latest=latest, tables=tables), output
 
 
 class LayersOutput(NamedTuple):
@@ -130,11 +140,13 @@ class LayersOutput(NamedTuple):
         state: The state, without the tokens that the step is going to sample.
         hidden: Hidden state of each query token, before the final normalization.
         sums: See ``StepOutput``.
+        expert_tokens: See ``StepOutput``.
     """
 
     state: StepState
     hidden: Float[Array, "T D"]
     sums: Float[Array, "R D"] | None
+    expert_tokens: Int[Array, "layers E"] | None
 
 
 def run_layers(
@@ -143,11 +155,13 @@ def run_layers(
     """Run embedding and layers on one device of the mesh; pool hidden states ``row_tile`` tokens at a time."""
     first = batch.tokens.at[batch.attention[0].query_starts].get(mode="clip")
     tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, first))
-    hidden, pools = model.hidden(batch.tokens, batch.positions, batch.lengths, state.pools, batch.attention, settings)
+    hidden, pools, expert_tokens = model.hidden(
+        batch.tokens, batch.positions, batch.lengths, state.pools, batch.attention, settings
+    )
     kept, sums = state.sums, None
     if not settings.decode_only:
         kept, sums = _pool_hidden(model, hidden, kept, batch, row_tile)
-    return LayersOutput(StepState(tuple(pools), state.latest, tables, kept), hidden, sums)
+    return LayersOutput(StepState(tuple(pools), state.latest, tables, kept), hidden, sums, expert_tokens)
 
 
 def sample_rows(

@@ -10,7 +10,8 @@ import numpy as np
 from jaxserve.device.runner_interface import StepResult
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.delivery import deliver
-from jaxserve.engine.metrics import CompileCounter, EngineMetrics
+from jaxserve.engine.expert_load import ExpertLoad
+from jaxserve.engine.metrics import PREFIX, CompileCounter, EngineMetrics
 from jaxserve.engine.pooling import pooled_vector
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState, Sample
@@ -35,12 +36,22 @@ class Engine:
         admission: Validates requests and creates their state.
         seed: Seed from which requests without one get theirs.
         counter: Counts compilations during steps.
+        expert_load: Counts the tokens of each expert; None if steps do not.
     """
 
-    def __init__(self, replicas: list[Replica], admission: Admission, *, seed: int, counter: CompileCounter):
+    def __init__(
+        self,
+        replicas: list[Replica],
+        admission: Admission,
+        *,
+        seed: int,
+        counter: CompileCounter,
+        expert_load: ExpertLoad | None = None,
+    ):
         self.replicas = replicas
         self._schedulers = [scheduler for replica in replicas for scheduler in replica.schedulers]
         self.admission = admission
+        self.expert_load = expert_load
         self._counter = counter
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
@@ -142,7 +153,8 @@ class Engine:
 
     def metrics(self) -> list[Metric]:
         """Return the current metrics."""
-        return self._metrics.collect(self.replicas, self._counter.count)
+        found = self._metrics.collect(self.replicas, self._counter.count)
+        return found if self.expert_load is None else found + self.expert_load.collect(PREFIX)
 
     def close(self) -> None:
         """Free the devices' memory; the engine cannot be used afterwards. May be called again."""
@@ -162,6 +174,8 @@ class Engine:
 
     def _deliver(self, completion: Completion, result: StepResult, now: float) -> list[RequestState]:
         """Deliver a step's results in one lane; return the requests they changed."""
+        if self.expert_load is not None and result.expert_tokens is not None:
+            self.expert_load.add(result.expert_tokens)
         for sequence, row, first in completion.scored:
             request, _ = self._owners[sequence.sequence_id]
             assert result.prompt_logprobs is not None

@@ -18,6 +18,7 @@ from jaxserve.device.runner import StepRunner
 from jaxserve.device.runner_interface import Runner
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.expert_load import ExpertLoad
 from jaxserve.engine.metrics import CompileCounter
 from jaxserve.engine.model_defaults import (
     check_parsers,
@@ -131,7 +132,14 @@ def assemble_engine(
     for runner in runners:
         allocators = [PageAllocator(*pages, keeps_free_pages=keeps) for _ in range(program.num_lanes)]
         replicas.append(Replica([Scheduler(limits, each, proposer) for each in allocators], runner, depth))
-    return Engine(replicas, make_admission(config, plan, tokenizer), seed=config.seed, counter=CompileCounter())
+    groups = config.expert_load_metrics
+    return Engine(
+        replicas,
+        make_admission(config, plan, tokenizer),
+        seed=config.seed,
+        counter=CompileCounter(),
+        expert_load=ExpertLoad(plan.expert_layers, plan.num_experts, groups) if groups else None,
+    )
 
 
 def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> Admission:

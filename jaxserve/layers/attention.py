@@ -35,6 +35,7 @@ class AttentionSettings:
             :mod:`jaxserve.layers.rows`.
         layer_indices: Pools and page table of each layer; None: layer i uses pool i, and all layers share table 0.
         rows_axis: Mesh axis of devices that have rows of their own and share experts; None for none.
+        counts_expert_tokens: Whether layers with experts count the tokens of each.
     """
 
     kernel: AttentionKernel
@@ -43,6 +44,7 @@ class AttentionSettings:
     row_tile: int | None = None
     layer_indices: tuple[KVIndices, ...] | None = None
     rows_axis: str | None = None
+    counts_expert_tokens: bool = False
 
 
 def choose_attention(

@@ -2,18 +2,33 @@
 
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings, Pools
+from jaxserve.layers.expert_load import count_tokens
 from jaxserve.layers.kv_layout import KVSpec
 from jaxserve.layers.mlp import GatedMLP, PlainMLP
 from jaxserve.layers.norm import LayerNorm, RMSNorm
 from jaxserve.layers.rows import map_rows
 from jaxserve.layers.sparse_mlp import SparseMLP
 from pallas_kernels.qkv_write import Heads, Rotation
+
+
+class LayerOutput(NamedTuple):
+    """Outputs of a layer.
+
+    Attributes:
+        x: The residual stream after this layer.
+        pools: The layer's pools with the step's keys and values.
+        expert_tokens: Tokens routed to each expert, if the layer has experts and counts them.
+    """
+
+    x: Float[Array, "T D"]
+    pools: Pools
+    expert_tokens: Int[Array, " E"] | None = None
 
 
 class DecoderLayer(nnx.Module, ABC):
@@ -46,15 +61,32 @@ class DecoderLayer(nnx.Module, ABC):
     ) -> Float[Array, "T D"]:
         """Return the layer's output from its input and the attention output; ``num_rows`` as in :meth:`projected`."""
 
+    @property
+    def num_experts(self) -> int:
+        """Number of experts that each token is routed to some of; 0 for a layer without a router."""
+        return 0
+
+    def after_attention_with_experts(
+        self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
+    ) -> tuple[Float[Array, "T D"], Int[Array, "T k"] | None]:
+        """Return the layer's output, and the experts of each token if the layer has experts; see
+        :meth:`after_attention`."""
+        return self.after_attention(x, attended, num_rows), None
+
     def __call__(
         self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
-    ) -> tuple[Float[Array, "T D"], Pools]:
-        """Return the residual stream after this layer, and the layer's pools with the step's keys and values."""
+    ) -> LayerOutput:
+        """Run the layer."""
         num_tokens, tile = inputs.num_tokens, settings.row_tile
         query, pools = self._written(x, pools, inputs, settings)
         attended = self.attention.attend(query, pools, inputs.batch, settings)
-        after = partial(self.after_attention, num_rows=num_tokens if tile is None else None)
-        return map_rows(after, (x, attended), num_tokens, tile), pools
+        used = num_tokens if tile is None else None
+        if not settings.counts_expert_tokens:
+            after = partial(self.after_attention, num_rows=used)
+            return LayerOutput(map_rows(after, (x, attended), num_tokens, tile), pools)
+        after = partial(self.after_attention_with_experts, num_rows=used)
+        x, experts = map_rows(after, (x, attended), num_tokens, tile)
+        return LayerOutput(x, pools, None if experts is None else count_tokens(experts, num_tokens, self.num_experts))
 
     def _written(
         self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
@@ -124,6 +156,21 @@ class PreNormLayer(RMSNormLayer):
         scale = self.residual_multiplier
         x = self.attention.output(attended, residual=x, scale=scale, num_rows=num_rows)
         return self.mlp(x, norm=self.mlp_norm, residual=x, scale=scale, num_rows=num_rows)
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts that each token is routed to some of; 0 for a dense layer."""
+        return self.mlp.routing.num_experts if isinstance(self.mlp, SparseMLP) else 0
+
+    def after_attention_with_experts(
+        self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
+    ) -> tuple[Float[Array, "T D"], Int[Array, "T k"] | None]:
+        """Return the layer's output, and the experts of each token if the MLP is a mixture of experts."""
+        if not isinstance(self.mlp, SparseMLP):
+            return self.after_attention(x, attended, num_rows), None
+        scale = self.residual_multiplier
+        x = self.attention.output(attended, residual=x, scale=scale, num_rows=num_rows)
+        return self.mlp.with_experts(x, norm=self.mlp_norm, residual=x, scale=scale, num_rows=num_rows)
 
 
 class LayerNormLayer(DecoderLayer):

@@ -1,4 +1,4 @@
-"""Unquantized weights, each device's part packed for the implementation of ``linear``."""
+"""Unquantized weights, each device's part packed for the implementation of ``linear`` or ``grouped_matmul``."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -13,26 +13,28 @@ from pallas_kernels.registry import load
 
 
 def arrays(weight: Weight) -> dict[str, StoredArray]:
-    """Return one array: the devices' packed parts side by side; experts' matrices are stacked, as they are."""
-    if weight.experts is not None:
-        shape = (weight.experts.num_experts, weight.outer, weight.inner)
-        return {"weight": StoredArray(shape, weight.dtype, ("experts", *weight.axes))}
-    first, second, *rest = _kernel(weight).packed_shape(*weight.local, weight.dtype, weight.is_gated)
+    """Return one array: the devices' packed parts side by side, for each expert if there are experts."""
+    kernel = _kernel(weight) if weight.experts is None else _grouped_kernel(weight)
+    first, second, *rest = kernel.packed_shape(*weight.local, weight.dtype, weight.is_gated)
     shape = (first * weight.parts[0], second * weight.parts[1], *rest)
-    return {"weight": StoredArray(shape, weight.dtype, (*weight.axes, *[None] * len(rest)))}
+    axes = (*weight.axes, *[None] * len(rest))
+    if weight.experts is not None:
+        shape, axes = (weight.experts.num_experts, *shape), ("experts", *axes)
+    return {"weight": StoredArray(shape, weight.dtype, axes)}
 
 
 def fill(weight: Weight, part: Float[np.ndarray, "outer inner"]) -> dict[str, np.ndarray]:
     """Pack one device's part."""
     if weight.experts is not None:
-        return {"weight": part.reshape(-1, *weight.local)}
+        return {"weight": _grouped_kernel(weight).pack(part.reshape(-1, *weight.local), weight.is_gated)}
     return {"weight": _kernel(weight).pack(part, weight.is_gated)}
 
 
 def restore(weight: Weight, arrays: Mapping[str, np.ndarray]) -> Float[np.ndarray, "outer inner"]:
     """Unpack one device's part, bit for bit."""
     if weight.experts is not None:
-        return arrays["weight"].reshape(-1, weight.local[1])
+        matrices = _grouped_kernel(weight).unpack(arrays["weight"], *weight.local, weight.is_gated)
+        return matrices.reshape(-1, weight.local[1])
     return _kernel(weight).unpack(arrays["weight"], *weight.local, weight.is_gated)
 
 
@@ -57,10 +59,14 @@ def grouped_matmul(
     weight: Weight, arrays: Arrays, x: Float[Array, "T inner"], group_sizes: Int[Array, " E"]
 ) -> Float[Array, "T results"]:
     """Multiply each row by the matrix of its expert, using the kernel."""
-    kernel = cast(GroupedMatmul, load("grouped_matmul", weight.kernel))
-    weights = arrays["weight"]
-    return kernel.grouped_matmul(x.astype(weights.dtype), weights, group_sizes, is_gated=weight.is_gated)
+    num_out = weight.local[0] // (1 + weight.is_gated)
+    kernel = _grouped_kernel(weight)
+    return kernel.grouped_matmul(x, arrays["weight"], group_sizes, num_out, is_gated=weight.is_gated)
 
 
 def _kernel(weight: Weight) -> LinearKernel:
     return cast(LinearKernel, load("linear", weight.kernel))
+
+
+def _grouped_kernel(weight: Weight) -> GroupedMatmul:
+    return cast(GroupedMatmul, load("grouped_matmul", weight.kernel))

@@ -4,6 +4,9 @@ The tokens' rows are sorted by expert, multiplied by their experts' matrices, pu
 router's weights. No token is ever dropped. Devices split the features of every expert (logical axis ``expert_ffn``),
 the experts (``experts``), or both. If each of them has all rows, one all-reduce adds what they computed, the shared
 expert's part included; rows that are split too are exchanged first (:mod:`jaxserve.layers.expert_dispatch`).
+
+Native kernels compute each row separately. What XLA computes between them runs in tiles of rows then, so that a row has
+the same bits in every batch.
 """
 
 from collections.abc import Sequence
@@ -13,7 +16,7 @@ from typing import Final, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from checkpoints import whole
 from jaxserve.layers.expert_dispatch import exchange_rows, gather_rows
@@ -23,6 +26,7 @@ from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Parallel, Scope
 from jaxserve.layers.params import Rows, Split, expert_weights, rows_of, stack_rows, vector
 from jaxserve.layers.routing import Routing
+from jaxserve.layers.rows import ROW_TILE, map_rows
 from jaxserve.layers.storage import grouped_matmul
 from sharding.collectives import all_reduce, axis_index
 
@@ -56,12 +60,15 @@ class SharedExpert(nnx.Module):
     def __init__(self, mlp: GatedMLP, gate: ColumnParallelLinear | None):
         self.mlp, self.gate = mlp, gate
 
-    def partial(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None) -> Float[Array, "T D"]:
-        """Compute this device's part of the output, in float32."""
+    def partial(
+        self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None, tile: int | None = None
+    ) -> Float[Array, "T D"]:
+        """Compute this device's part of the output, in float32; ``tile`` as in :func:`map_rows`."""
         y = self.mlp.partial(x, num_rows=num_rows)
         if self.gate is None:
             return y
-        return y * jax.nn.sigmoid(self.gate(x, num_rows=num_rows).astype(jnp.float32))
+        gates = self.gate(x, num_rows=num_rows).astype(jnp.float32)
+        return map_rows(_gated, (y, gates), len(x) if num_rows is None else num_rows, tile)
 
 
 class SparseMLP(nnx.Module):
@@ -86,9 +93,10 @@ class SparseMLP(nnx.Module):
         names: ExpertNames = DEFAULT_NAMES,
         shared: SharedExpert | None = None,
     ):
-        self.has_fused_norms = False  # the router and the experts share one normalized input
-        parallel, count = scope.parallel, routing.num_experts
-        self.routing, self.shared, self.dtype = routing, shared, scope.policy.activations_dtype
+        parallel, policy, count = scope.parallel, scope.policy, routing.num_experts
+        self.tile = ROW_TILE if policy.linear == policy.grouped == "native" else None
+        self.has_fused_norms = self.tile is not None  # not fused, but in tiles of its own
+        self.routing, self.shared, self.dtype = routing, shared, policy.activations_dtype
         self.experts_axis, self.ffn_axis, self.dispatch = parallel.experts, parallel.expert_ffn, parallel.dispatch
         self.shared_axis = parallel.ffn
         self.splits = _splits(ffn_size, count, parallel)
@@ -128,16 +136,39 @@ class SparseMLP(nnx.Module):
         num_rows: Int[Array, ""] | None = None,
     ) -> Float[Array, "T D"]:
         """Compute ``residual + scale * mlp(norm(x))``; rows from ``num_rows`` on are undefined."""
-        x = x if norm is None else norm(x)
-        correction = None if self.correction is None else self.correction[...]
-        weights, experts = self.routing(self.router(x, num_rows=num_rows).astype(jnp.float32), correction)
+        return self.with_experts(x, norm=norm, residual=residual, scale=scale, num_rows=num_rows)[0]
+
+    def with_experts(
+        self,
+        x: Float[Array, "T D"],
+        *,
+        norm: RMSNorm | None = None,
+        residual: Float[Array, "T D"] | None = None,
+        scale: float = 1.0,
+        num_rows: Int[Array, ""] | None = None,
+    ) -> tuple[Float[Array, "T D"], Int[Array, "T k"]]:
+        """Compute the same, and the indices of each token's experts."""
+        tile, choose = self._tile(x), partial(self._choose, norm)
+        x, weights, experts = map_rows(choose, (x,), len(x) if num_rows is None else num_rows, tile)
         if self.dispatch == "all_reduce":
             y = self._routed(x, weights, experts, num_rows)
         else:
             y = self._exchanged(x, weights, experts, num_rows)
         if self.shared is not None:
-            y += self._once(self.shared.partial(x, num_rows))
-        return add_branch(all_reduce(y, self._summed_axes).astype(self.dtype), residual, scale)
+            y += self._once(self.shared.partial(x, num_rows, tile))
+        return add_branch(all_reduce(y, self._summed_axes).astype(self.dtype), residual, scale), experts
+
+    def _tile(self, x: Float[Array, "T D"]) -> int | None:
+        """Return the number of rows that XLA computes at a time; None for all."""
+        return self.tile if self.tile is not None and len(x) % self.tile == 0 else None
+
+    def _choose(
+        self, norm: RMSNorm | None, x: Float[Array, "T D"]
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T k"], Int[Array, "T k"]]:
+        """Normalize; return that, and the weights and indices of each token's experts."""
+        x = x if norm is None else norm(x)
+        correction = None if self.correction is None else self.correction[...]
+        return x, *self.routing(self.router(x).astype(jnp.float32), correction)
 
     @property
     def _summed_axes(self) -> tuple[str, ...]:
@@ -189,13 +220,30 @@ class SparseMLP(nnx.Module):
         order = jnp.argsort(key, stable=True)
         group_sizes = jnp.sum(key[:, None] == jnp.arange(num_local), axis=0, dtype=jnp.int32)
         gated = grouped_matmul(self.gate_up, x[order // per_token], group_sizes)
-        outputs = grouped_matmul(self.down, gated, group_sizes)[jnp.argsort(order)].astype(jnp.float32)
-        outputs = outputs.reshape(num_tokens, per_token, -1)
-        y = jnp.zeros_like(outputs[:, 0])
-        for index in range(per_token):  # in a fixed order
-            own = weights[:, index, None] * outputs[:, index]
-            y += jnp.where(is_computed[:, index, None], own, 0.0)
-        return y
+        outputs = grouped_matmul(self.down, gated, group_sizes)
+        places = jnp.argsort(order).reshape(num_tokens, per_token)
+        add = partial(_weighted_sum, outputs)
+        return map_rows(
+            add, (places, weights, is_computed), num_tokens if num_rows is None else num_rows, self._tile(x)
+        )
+
+
+def _weighted_sum(
+    outputs: Float[Array, "rows D"],
+    places: Int[Array, "T k"],
+    weights: Float[Array, "T k"],
+    is_computed: Bool[Array, "T k"],
+) -> Float[Array, "T D"]:
+    """Add up the rows of ``outputs`` at each token's places, weighted, in float32 and in order."""
+    found = outputs[places].astype(jnp.float32)
+    y = jnp.zeros_like(found[:, 0])
+    for index in range(places.shape[1]):
+        y += jnp.where(is_computed[:, index, None], weights[:, index, None] * found[:, index], 0.0)
+    return y
+
+
+def _gated(y: Float[Array, "T D"], gates: Float[Array, "T 1"]) -> Float[Array, "T D"]:
+    return y * jax.nn.sigmoid(gates)
 
 
 def replicated_linear(hidden_size: int, module: str, num_outputs: int, scope: Scope) -> ColumnParallelLinear:

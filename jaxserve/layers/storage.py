@@ -97,8 +97,10 @@ class StorageMethod(Protocol):
         ...
 
     def fill(self, weight: Weight, part: Float[np.ndarray, "outer inner"]) -> dict[str, np.ndarray]:
-        """Convert one device's part of the weight to its part of each array, on the host. May return the same
-        memory."""
+        """Convert one device's part of the weight to its part of each array, on the host.
+
+        May overwrite ``part`` and return its memory, so that a large weight is not in memory twice.
+        """
         ...
 
     def restore(self, weight: Weight, arrays: Mapping[str, np.ndarray]) -> Float[np.ndarray, "outer inner"]:

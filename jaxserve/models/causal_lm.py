@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools, choose_attention
+from jaxserve.layers.decoder import LayerOutput
 from jaxserve.layers.embedding import PositionEmbedding, VocabEmbedding
 from jaxserve.layers.kv_layout import KVIndices, KVSpec
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
@@ -38,11 +39,30 @@ class Layer(Protocol):
         """Whether kernels can fuse all its norms with the neighbouring matmuls."""
         ...
 
+    @property
+    def num_experts(self) -> int:
+        """Number of experts that each token is routed to some of; 0 for a layer without a router."""
+        ...
+
     def __call__(
         self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
-    ) -> tuple[Float[Array, "T D"], Pools]:
-        """Return the residual stream after this layer, and the layer's pools with the step's keys and values."""
+    ) -> LayerOutput:
+        """Run the layer."""
         ...
+
+
+class HiddenStates(NamedTuple):
+    """Outputs of a model's layers.
+
+    Attributes:
+        x: Hidden state of each token, before the head's norm.
+        pools: Pools of the whole model, with the step's keys and values.
+        expert_tokens: Tokens routed to each expert of each layer that has experts; None if they are not counted.
+    """
+
+    x: Float[Array, "T D"]
+    pools: list[Pools]
+    expert_tokens: Int[Array, "layers E"] | None
 
 
 class CausalLM(nnx.Module):
@@ -97,6 +117,16 @@ class CausalLM(nnx.Module):
         return tuple(layer.kv_spec for layer in self.layers)
 
     @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with experts."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.num_experts)
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of each layer that has some; 0 for a dense model."""
+        return max(layer.num_experts for layer in self.layers)
+
+    @property
     def has_fused_norms(self) -> bool:
         """Whether kernels can fuse all norms with the neighbouring matmuls."""
         return all(layer.has_fused_norms for layer in self.layers)
@@ -109,7 +139,7 @@ class CausalLM(nnx.Module):
         pools: Sequence[Pools],
         batches: Sequence[AttentionBatch],
         settings: AttentionSettings,
-    ) -> tuple[Float[Array, "T D"], list[Pools]]:
+    ) -> HiddenStates:
         """Compute hidden states before the head's norm, and the pools with the step's keys and values.
 
         Args:
@@ -146,7 +176,7 @@ class CausalLM(nnx.Module):
         inputs: Sequence[AttentionInputs],
         settings: AttentionSettings,
         layers: slice = slice(None),
-    ) -> tuple[Float[Array, "T D"], list[Pools]]:
+    ) -> HiddenStates:
         """Compute hidden states after some of the layers, and all pools with the keys and values that these write.
 
         Args:
@@ -156,13 +186,15 @@ class CausalLM(nnx.Module):
             settings: Settings fixed at compile time.
             layers: The layers to run; by default all.
         """
-        written = list(pools)
+        written, expert_tokens = list(pools), []
         for index in range(len(self.layers))[layers]:
             pool, table, first_page = settings.layer_indices[index] if settings.layer_indices else KVIndices(index, 0)
             own = inputs[table]._replace(batch=inputs[table].batch._replace(first_page=jnp.int32(first_page)))
             layer = nnx.split(self.layers[index])
-            x, written[pool] = _run_layer(*layer, x, written[pool], own, settings)
-        return x, written
+            x, written[pool], counts = _run_layer(*layer, x, written[pool], own, settings)
+            if counts is not None:
+                expert_tokens.append(counts)
+        return HiddenStates(x, written, jnp.stack(expert_tokens) if expert_tokens else None)
 
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int[Array, ""] | None = None, row_tile: int | None = None
@@ -219,8 +251,8 @@ class CausalLM(nnx.Module):
         positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), num_rows)
         settings = AttentionSettings(kernel, _NOTEBOOK_PAGE_SIZE, decode_only=False)
         flat = jnp.asarray(tokens, jnp.int32).reshape(-1)
-        x, _ = self.hidden(flat, positions, jnp.full_like(positions, length), pools, [batch], settings)
-        return self.logits(x).reshape(num_rows, length, -1)
+        hidden = self.hidden(flat, positions, jnp.full_like(positions, length), pools, [batch], settings)
+        return self.logits(hidden.x).reshape(num_rows, length, -1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5))
@@ -231,7 +263,7 @@ def _run_layer(
     pools: Pools,
     inputs: AttentionInputs,
     settings: AttentionSettings,
-) -> tuple[Float[Array, "T D"], Pools]:
+) -> LayerOutput:
     """Run one layer. It is inlined in a step; as its own function it lets equal layers be traced once."""
     return nnx.merge(graphdef, state)(x, pools, inputs, settings)
 

@@ -30,7 +30,12 @@ OBJECTS = (
         for name in (
             "handlers",
             "threads",
-            *(f"{operation}_handler" for operation in ("argmax", "attention", "linear", "truncation", "write")),
+            "linear_job",
+            "linear_pack",
+            *(
+                f"{operation}_handler"
+                for operation in ("argmax", "attention", "grouped", "linear", "truncation", "write")
+            ),
         )
     }
 )

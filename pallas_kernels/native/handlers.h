@@ -17,8 +17,9 @@ int instructions_in_use(void);
 const Kernels *choose_kernels(int page_size, int width, int is_bf16);
 
 // Buffers of a thread, kept for its next call: of a caller, of one that splits tiles, of one whose rows share their
-// beginning, for any thread that computes a piece, and for the values that it makes of latents.
-typedef enum { OF_CALL, OF_SPLIT, OF_SHARED, OF_JOB, OF_VALUES, NUM_BUFFERS } OwnBuffer;
+// beginning, of one that multiplies by several experts, for any thread that computes a piece, and for the values that it
+// makes of latents.
+typedef enum { OF_CALL, OF_SPLIT, OF_SHARED, OF_EXPERTS, OF_JOB, OF_VALUES, NUM_BUFFERS } OwnBuffer;
 
 // A thread's buffer with at least this size, on a cache line; null where there is no memory.
 void *reserve(OwnBuffer which, size_t size);

@@ -45,8 +45,8 @@ SIZES: dict[str, Any] = {
 DYNAMIC = RopeConfig(kind="dynamic", rotary_dim=12, max_positions=64, factor=2.0)
 ROUTING = Routing(num_experts=6, experts_per_token=2, is_normalized=True)
 MULTIPLIED = {"embedding_multiplier": 1.7, "residual_multiplier": 0.3, "logits_divisor": 3.0}
-NATIVE = DtypePolicy(linear="native")
-NATIVE_BFLOAT16 = DtypePolicy(weights="bfloat16", kv="bfloat16", linear="native")
+NATIVE = DtypePolicy(linear="native", grouped="native")
+NATIVE_BFLOAT16 = DtypePolicy(weights="bfloat16", kv="bfloat16", linear="native", grouped="native")
 LATENTS = {"rank": 24, "plain_dim": 20, "value_dim": 18, "query_rank": 36}
 FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "llama": ({}, 1, DtypePolicy()),
@@ -70,6 +70,8 @@ NATIVE_FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "head_norms_and_windows": ({"qk_norm": "head", "sliding_windows": (20, None)}, 1, NATIVE),
     "multiplied_and_capped": ({**MULTIPLIED, "attention_soft_cap": 5.0, "rope": DYNAMIC}, 1, NATIVE),
     "split_in_four": ({"tie_embeddings": True, "mlp_bias": True, "out_bias": True}, 4, NATIVE_BFLOAT16),
+    "experts": ({"routing": ROUTING}, 1, NATIVE),
+    "experts_split": ({"routing": ROUTING}, 2, NATIVE_BFLOAT16),
 }
 same_code = pytest.mark.skipif(
     "interpret" in (BACKEND or "") and "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"],
@@ -142,7 +144,7 @@ def trace(program: ModelProgram, shape: Shape, row_tile: int | None) -> jax.stag
     def body(arrays, pools, tokens, positions, order, batch):  # noqa: ANN001, ANN202 - as traced below
         model = abstract.merge(arrays)
         lengths = jnp.full_like(positions, MAX_LENGTH)
-        hidden, pools = model.hidden(tokens, positions, lengths, pools, [batch], settings)
+        hidden, pools, _ = model.hidden(tokens, positions, lengths, pools, [batch], settings)
         logits = model.logits(hidden[order], batch.query_lens.sum(), row_tile)
         return pools, hidden, logits
 
@@ -246,9 +248,13 @@ def together(seed: int) -> list[Step]:
 
 @functools.cache
 def model_of(family: str) -> Model:
-    changes, tensor, policy = FAMILIES[family]
+    return Model(*config_of(FAMILIES[family]))
+
+
+def config_of(row: tuple[dict[str, Any], int, DtypePolicy]) -> tuple[ModelConfig, int, DtypePolicy]:
+    changes, tensor, policy = row
     make = sparse_config if "routing" in changes else latent_config if "rank" in changes else tiny_config
-    return Model(make(**{**SIZES, **changes}), tensor, policy)
+    return make(**{**SIZES, **changes}), tensor, policy
 
 
 @same_code
@@ -264,8 +270,7 @@ def test_any_schedule_gives_the_same_bits(family: str) -> None:
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
 def test_native_kernels_give_the_same_bits_without_tiles(family: str) -> None:
     """Also with one thread in place of all."""
-    changes, tensor, policy = NATIVE_FAMILIES[family]
-    model = Model(tiny_config(**{**SIZES, **changes}), tensor, policy, row_tile=None)
+    model = Model(*config_of(NATIVE_FAMILIES[family]), row_tile=None)
     expected = check_schedules(model)
     native_library.set_threads(1)
     try:

@@ -405,10 +405,10 @@ def test_a_slice_of_the_layers_is_a_stage() -> None:
         keys, values = KERNEL.pool_specs(3, 8, spec.num_kv_heads, spec.head_dim)
         pools.append((jnp.zeros(keys.shape), jnp.zeros(values.shape)))
     settings, batch = AttentionSettings(KERNEL, 8, decode_only=False), one_row(length)
-    whole, written = model.hidden(*step, pools, [batch], settings)
+    whole, written, _ = model.hidden(*step, pools, [batch], settings)
     x, inputs = model.embedded(*step, [batch], settings)
-    x, pools = model.through(x, pools, inputs, settings, slice(0, 1))
-    x, pools = model.through(x, pools, inputs, settings, slice(1, None))
+    x, pools, _ = model.through(x, pools, inputs, settings, slice(0, 1))
+    x, pools, _ = model.through(x, pools, inputs, settings, slice(1, None))
     np.testing.assert_array_equal(model.logits(x), model.logits(whole))
     for found, expected in zip(pools, written, strict=True):
         for pool, expected_pool in zip(found, expected, strict=True):

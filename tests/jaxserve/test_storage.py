@@ -16,6 +16,7 @@ from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.layers.storage import Weight, load_method
 from jaxserve.models.abstract import LogicalParam
 from jaxserve.models.loading import load_weights, read_model_config
+from pallas_kernels import native_library
 from tests import int8_storage, switchable
 from tests.random_checkpoint import write_checkpoint
 from tests.tiny_programs import make_program
@@ -70,8 +71,11 @@ def checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return tmp_path
 
 
-def laid_out(directory: Path, method: str, tensor: int, linear: str = "xla") -> ModelProgram:
-    return make_program(read_model_config(directory), tensor=tensor, policy=DtypePolicy(storage=method, linear=linear))
+def laid_out(
+    directory: Path, method: str, tensor: int, kernels: str = "xla", layout: str = "tensor_parallel"
+) -> ModelProgram:
+    policy = DtypePolicy(storage=method, linear=kernels, grouped=kernels)
+    return make_program(read_model_config(directory), tensor=tensor, policy=policy, layout=layout)
 
 
 def logical_weights(program: ModelProgram, directory: Path) -> dict[str, np.ndarray]:
@@ -137,6 +141,21 @@ def test_devices_that_share_experts_read_their_own(
         array = arrays[f"layers.1.mlp.{path}" + (".rows" if method == "int8" else "")]
         assert {shard.data.shape for shard in array.addressable_shards} == {shape}
         assert len({str(shard.index) for shard in array.addressable_shards}) == 6, "no device has another's part"
+
+
+@pytest.mark.skipif(native_library.unavailable() is not None, reason="needs native kernels")
+@pytest.mark.parametrize("checkpoint", [SPARSE | {"num_experts": 4}], ids=["sparse"], indirect=True)
+@pytest.mark.parametrize("tensor, layout", [(1, "tensor_parallel"), (2, "tensor_parallel"), (2, "expert_parallel")])
+def test_weights_packed_for_native_kernels_come_back(checkpoint: Path, tensor: int, layout: str) -> None:
+    """Each device's part on its own: its outputs, its features, or its experts."""
+    exact = logical_weights(laid_out(checkpoint, "plain", tensor, layout=layout), checkpoint)
+    program = laid_out(checkpoint, "plain", tensor, "native", layout)
+    assert program.abstract_model.params["layers.1.mlp.gate_up"].shape[0] == 4
+    assert len(program.abstract_model.params["layers.1.mlp.gate_up"].shape) == 5
+    found = logical_weights(program, checkpoint)
+    assert found.keys() == exact.keys()
+    for path, weight in found.items():
+        np.testing.assert_array_equal(weight, exact[path], path)
 
 
 def test_a_method_may_keep_a_weight_in_several_arrays(checkpoint: Path) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import (
+    grouped_matmul_native,
     linear,
     linear_native,
     native_library,
@@ -274,6 +275,70 @@ def test_a_row_is_multiplied_alike_in_any_company(threads, dtype, sizes):
     np.testing.assert_array_equal(multiply(x), whole)
 
 
+def experts_problem(num_experts: int, num_in: int, outer: int, dtype: str, is_gated: bool):
+    """Random rows, each expert's matrix, and the packed matrices."""
+    x = jax.random.normal(jax.random.key(0), (300, num_in))
+    matrices = np.array(jax.random.normal(jax.random.key(1), (num_experts, outer, num_in)).astype(dtype))
+    return x, matrices, jnp.asarray(grouped_matmul_native.pack(matrices.copy(), is_gated))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_in, num_out, is_gated", [(800, 100, False), (37, 9, True)])
+def test_a_row_is_multiplied_alike_among_any_rows_of_any_experts(threads, dtype, num_in, num_out, is_gated):
+    """As the linear kernel multiplies it: alone, with others of its expert, between others' rows, on any threads."""
+    x, matrices, packed = experts_problem(5, num_in, num_out * (1 + is_gated), dtype, is_gated)
+
+    def multiply(rows, sizes):
+        found = grouped_matmul_native.grouped_matmul(rows, packed, jnp.array(sizes), num_out, is_gated=is_gated)
+        return np.asarray(found)
+
+    def of_expert(expert):
+        alone = jnp.asarray(linear_native.pack(matrices[expert], is_gated))
+        fused = linear.Fused(activation="silu" if is_gated else None)
+        return np.asarray(linear_native.matmul(x, alone, len(matrices[expert]), fused=fused))
+
+    wanted = [of_expert(expert) for expert in range(5)]
+    for sizes in ([1, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 300, 0, 0, 0], [7, 1, 0, 100, 13], [60] * 5, [0] * 5):
+        borders = np.cumsum([0, *sizes])
+        expected = [wanted[e][start:end] for e, (start, end) in enumerate(zip(borders, borders[1:], strict=False))]
+        zeros = np.zeros((300 - borders[-1], num_out))
+        for count in (1, 2, 5):
+            threads(count)
+            np.testing.assert_array_equal(multiply(x, sizes), np.concatenate([*expected, zeros]))
+
+
+@needs_native
+def test_experts_without_rows_take_no_part():
+    """Neither NaN in their matrices nor in the rows of others shows."""
+    x, _, packed = experts_problem(4, 64, 48, "float32", is_gated=False)
+    sizes = jnp.array([2, 0, 3, 0])
+    expected = np.asarray(grouped_matmul_native.grouped_matmul(x[:6], packed, sizes, 48))
+    broken = packed.at[jnp.array([1, 3])].set(jnp.nan)
+    found = np.asarray(grouped_matmul_native.grouped_matmul(x[:6].at[4:].set(jnp.nan), broken, sizes, 48))
+    np.testing.assert_array_equal(found[:4], expected[:4])
+    assert np.isnan(found[4]).all() and not found[5].any()
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape, is_gated", [((3, 64, 32), True), ((2, 64, 96), False), ((3, 10, 37), True)], ids=str)
+def test_packed_experts_come_back_bit_for_bit(shape, is_gated, dtype):
+    """In the memory that they came in, where their panels fill it."""
+    num_experts, outer, inner = shape
+    matrices = np.array(jax.random.normal(jax.random.key(2), shape).astype(dtype))
+    given = matrices.copy()
+    packed = grouped_matmul_native.pack(given, is_gated)
+    assert packed.shape[1:] == grouped_matmul_native.packed_shape(outer, inner, dtype, is_gated)
+    assert np.shares_memory(packed, given) == (inner % 32 == 0)
+    for expert in range(num_experts):
+        np.testing.assert_array_equal(packed[expert], linear_native.pack(matrices[expert], is_gated))
+    assert grouped_matmul_native.unpack(packed, outer, inner, is_gated).tobytes() == matrices.tobytes()
+    given = matrices.copy()
+    given.flags.writeable = False
+    np.testing.assert_array_equal(grouped_matmul_native.pack(given, is_gated), packed)
+
+
 @needs_native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(1, 1), (32, 32), (33, 37), (100, 64), (31, 1), (7, 129), (2, 3), (90, 64)], ids=str)
@@ -351,6 +416,23 @@ def test_calls_that_do_not_go_together_are_errors():
     ):
         with pytest.raises(Exception, match="jaxserve_linear: shapes or dtypes do not go together"):
             jax.block_until_ready(linear_native.matmul(jnp.ones((2, 64)), packed, 40, fused=fused))
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "width, num_out, sizes, message",
+    [
+        (63, 40, [1, 1], "shapes or dtypes do not go together"),
+        (64, 72, [1, 1], "shapes or dtypes do not go together"),
+        (64, 40, [-1, 1], "group_sizes must not be negative, nor exceed the rows together"),
+        (64, 40, [2, 2], "group_sizes must not be negative, nor exceed the rows together"),
+    ],
+)
+def test_operands_of_experts_that_do_not_go_together_are_errors(width, num_out, sizes, message):
+    packed = jnp.zeros((2, *grouped_matmul_native.packed_shape(40, 64, "float32")))
+    with pytest.raises(Exception, match=f"jaxserve_grouped_matmul: {message}"):
+        found = grouped_matmul_native.grouped_matmul(jnp.ones((3, width)), packed, jnp.array(sizes), num_out)
+        jax.block_until_ready(found)
 
 
 @needs_native
@@ -445,6 +527,7 @@ CHILD = textwrap.dedent("""
     import jax
     from pallas_kernels import linear, linear_native, native_library, paged_attention as op, qkv_write, truncation
     from pallas_kernels import paged_attention_native as native, qkv_write_native, truncation_native
+    from pallas_kernels import grouped_matmul, grouped_matmul_native
     wanted, *path = sys.argv[1:]
     if path:
         native_library.PATH = Path(path[0])
@@ -460,8 +543,11 @@ CHILD = textwrap.dedent("""
         found = jax.jit(functools.partial(op.run, native, case))(prepared)
         worst[name] = op.compare(case, inputs, found, op.expected(case, inputs)).worst
     others = {"linear": (linear, linear_native), "qkv_write": (qkv_write, qkv_write_native)}
+    others["grouped_matmul"] = grouped_matmul, grouped_matmul_native
     for name, (other, module) in (others | {"truncation": (truncation, truncation_native)}).items():
         for case_name, case in other.CASES.items():
+            if other.dtype(case) == "float16":
+                continue
             inputs = other.make_inputs(case, jax.random.key(1))
             found = other.run(module, case, other.prepare(module, case, inputs))
             worst[f"{name} {case_name}"] = other.compare(case, inputs, found, other.expected(case, inputs)).worst

@@ -48,7 +48,7 @@ def forward(program: ModelProgram) -> jax.stages.Wrapped:
         model = abstract.merge(arrays)
         nothing = LatestTokens(*jnp.zeros((2, program.num_slots), jnp.int32))
         batch = unpack(buffer, SHAPE, nothing, program.page_size, program.num_pages)
-        hidden, _ = model.hidden(batch.tokens, batch.positions, batch.lengths, pools, batch.attention, settings)
+        hidden, _, _ = model.hidden(batch.tokens, batch.positions, batch.lengths, pools, batch.attention, settings)
         return model.logits(hidden)
 
     param_specs = tuple(struct.sharding.spec for struct in abstract.params.values())
