@@ -436,7 +436,7 @@ LATENT_FAULTS: dict[str, Fault] = {
     "wrong_factor": replaced(latent_decode_mosaic, "mosaic_gpu", wrong_factor),
     "split_dropped": changed_combination(lambda lse: lse.at[:, :, 1].set(MASKED)),
     "weight_too_large": changed_combination(lambda lse: lse.at[:, :, 1].add(0.25)),
-    **SPAN_FAULTS,
+    "last_tile_of_a_split_left_out": SPAN_FAULTS["last_tile_of_a_split_left_out"],
 }
 
 
