@@ -112,14 +112,18 @@ CASES: dict[str, Case] = {
     "odd_widths": _SMALL._replace(head_dim=46, value_dim=36),
     "wide": _SMALL._replace(rows=((130, 1), (20, 20)), num_heads=16, head_dim=576, value_dim=512, page_size=64),
     "bfloat16": _SMALL._replace(head_dim=96, value_dim=64, dtype="bfloat16"),
+    "bfloat16_tiles": _SMALL._replace(
+        rows=((130, 1), (5, 1), (70, 9)), num_heads=5, head_dim=192, value_dim=128, dtype="bfloat16"
+    ),
     "bfloat16_wide": _SMALL._replace(
         rows=((130, 1), (20, 20)), num_heads=16, head_dim=576, value_dim=512, page_size=64, dtype="bfloat16"
     ),
     "one_by_one": _SMALL._replace(row_tile=8),
 }
 
+_DEEPSEEK = {"dtype": "bfloat16", "head_dim": 576, "value_dim": 512}
 DEVICE_CASES: dict[str, Case] = add_twins(
-    CASES, {"bf16_deepseek": {"dtype": "bfloat16", "head_dim": 576, "value_dim": 512, "num_heads": 128}}
+    CASES, {"bf16_deepseek": _DEEPSEEK | {"num_heads": 128}, "bf16_deepseek_tp8": _DEEPSEEK | {"num_heads": 16}}
 )
 
 

@@ -4,11 +4,10 @@ Latents are stored transposed inside a page, [P, H * p], like the keys of ``page
 its values are the first features of the keys.
 """
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.latent_attention import Pools
-from pallas_kernels.page_writes import as_stored_latents
+from pallas_kernels.page_writes import as_stored_latents, copy_pool_pages
 from pallas_kernels.paged_attention import AttentionBatch, PoolSpec
 from pallas_kernels.paged_attention_xla import Scoring, attend_grouped
 
@@ -47,7 +46,7 @@ def write_kv(
 def copy_pages(pools: Pools, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> Pools:
     """Return the pool with pages copied; see ``PagedAttention.copy_pages``."""
     (pool,) = pools
-    return (pool.at[targets].set(jnp.take(pool, sources, 0, mode="clip"), mode="drop"),)
+    return (copy_pool_pages(pool, sources, targets),)
 
 
 def attend(

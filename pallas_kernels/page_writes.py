@@ -53,7 +53,12 @@ def copy_pages(
     pools: tuple[Float[Array, "P ..."], Float[Array, "P ..."]], sources: Int[Array, " C"], targets: Int[Array, " C"]
 ) -> tuple[Float[Array, "P ..."], Float[Array, "P ..."]]:
     """Return pools of any layout with pages copied; see ``PagedAttention.copy_pages``."""
-    key_pool, value_pool = (
-        pool.at[targets].set(jnp.take(pool, sources, 0, mode="clip"), mode="drop") for pool in pools
-    )
-    return key_pool, value_pool
+    key_pool, value_pool = pools
+    return copy_pool_pages(key_pool, sources, targets), copy_pool_pages(value_pool, sources, targets)
+
+
+def copy_pool_pages(
+    pool: Float[Array, "P ..."], sources: Int[Array, " C"], targets: Int[Array, " C"]
+) -> Float[Array, "P ..."]:
+    """Return a pool of any layout with pages copied; see ``PagedAttention.copy_pages``."""
+    return pool.at[targets].set(jnp.take(pool, sources, 0, mode="clip"), mode="drop")

@@ -49,8 +49,10 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "mosaic-interpret": "pallas_kernels.paged_attention_mosaic:INTERPRET",
     },
     "latent_attention": {
+        "mosaic": "pallas_kernels.latent_attention_mosaic:MOSAIC",
         "native": "pallas_kernels.latent_attention_native",
         "xla": "pallas_kernels.latent_attention_xla",
+        "mosaic-interpret": "pallas_kernels.latent_attention_mosaic:INTERPRET",
     },
 }
 

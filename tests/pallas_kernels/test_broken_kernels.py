@@ -19,6 +19,8 @@ import pytest
 from pallas_kernels import (
     decode_attention_mosaic,
     decode_attention_triton,
+    latent_attention_mosaic,
+    latent_decode_mosaic,
     mosaic_support,
     paged_attention,
     paged_attention_pages,
@@ -32,6 +34,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.attention_scores import MASKED
 from pallas_kernels.attention_tiles import Pages
+from pallas_kernels.latent_attention_mosaic import LatentKernels
 from pallas_kernels.mosaic_ring import Splits
 from pallas_kernels.operation import Comparison
 from pallas_kernels.paged_attention_cases import Case as AttentionCase
@@ -110,7 +113,9 @@ ATTENTION_CASES = {
 }
 
 
-def changed_launch(batch: Callable[[Any], Any] = lambda batch: batch, window: int = 0) -> Fault:
+def changed_launch(
+    batch: Callable[[Any], Any] = lambda batch: batch, window: int = 0, owner: type = PagedKernels
+) -> Fault:
     """Return a fault that changes the batch which attention kernels are launched with, or widens their window."""
 
     def make(attend):
@@ -121,7 +126,7 @@ def changed_launch(batch: Callable[[Any], Any] = lambda batch: batch, window: in
 
         return broken
 
-    return replaced(PagedKernels, "attend", make)
+    return replaced(owner, "attend", make)
 
 
 def changed_sinks(change: Callable[[Any], Any]) -> Fault:
@@ -136,12 +141,13 @@ def changed_sinks(change: Callable[[Any], Any]) -> Fault:
     return replaced(PagedKernels, "attend", make)
 
 
-def longer_contexts(change: int) -> Fault:
+def longer_contexts(change: int, owner: type = PagedKernels) -> Fault:
     """Return a fault that shifts the end of each context, and the diagonal of each chunk."""
     return changed_launch(
         lambda batch: batch._replace(
             context_lens=jnp.where(batch.context_lens > 1, batch.context_lens + change, batch.context_lens)
-        )
+        ),
+        owner=owner,
     )
 
 
@@ -375,7 +381,11 @@ BROKEN_MOSAIC = [
 @pytest.fixture
 def clean_interpreter():
     """Forget compiled kernels, which would hide patches, and reset the interpreter of Mosaic GPU kernels."""
-    kernels: list[Any] = [decode_attention_mosaic.decode_attention, prefill_attention_mosaic.prefill_attention]
+    kernels: list[Any] = [
+        decode_attention_mosaic.decode_attention,
+        prefill_attention_mosaic.prefill_attention,
+        latent_decode_mosaic.decode_latents,
+    ]
     callbacks = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
 
     def forget():
@@ -397,6 +407,71 @@ def test_broken_mosaic_attention_is_noticed(monkeypatch, clean_interpreter, case
         table[fault](monkeypatch)
 
     assert_noticed(monkeypatch, "paged_attention", "mosaic-interpret", MOSAIC_CASES[case], patch, num_splits=2)
+
+
+# ---------------------------------------------------------------- attention over latents: faults in its Mosaic kernel
+
+LATENT_CASE = AttentionCase(
+    rows=((330, 1), (1, 1)), num_heads=5, num_kv_heads=1, head_dim=192, value_dim=128, dtype="bfloat16", spare_rows=1
+)
+
+
+def stale_latents(copy_lanes):
+    return lambda tiles, span, pages_ref, *others: copy_lanes(tiles, span, StalePages(pages_ref), *others)
+
+
+def without_rotated_key(compute_weights):
+    return lambda plan, *others: compute_weights(plan._replace(head_dim=plan.value_dim), *others)
+
+
+def columns_of_the_other_adder(add_values):
+    def broken(plan, span, lane, weights, first_column):
+        return add_values(plan, span, lane, weights, plan.part - first_column)
+
+    return broken
+
+
+def wrong_factor(mosaic_gpu):
+    """Rescale the sums of earlier tiles by too little where a later tile has a larger score."""
+
+    def load(ref, **options):
+        factor = mosaic_gpu().load(ref, **options)
+        return jnp.where(factor < 1, 1.1 * factor, factor)
+
+    return lambda: SimpleNamespace(**{**vars(mosaic_gpu()), "load": load})
+
+
+def changed_combination(change: Callable[[Any], Any]) -> Fault:
+    """Return a fault that changes the logarithms with which the splits of a row are combined."""
+
+    def make(combine_splits):
+        return lambda parts, lse, lens, **settings: combine_splits(parts, change(lse), lens, **settings)
+
+    return replaced(latent_decode_mosaic, "combine_splits", make)
+
+
+LATENT_FAULTS: dict[str, Fault] = {
+    "token_too_many": longer_contexts(1, LatentKernels),
+    "token_too_few": longer_contexts(-1, LatentKernels),
+    "stale_copy": replaced(latent_decode_mosaic, "copy_lanes", stale_latents),
+    "rotated_key_ignored": replaced(latent_decode_mosaic, "_compute_weights", without_rotated_key),
+    "columns_of_the_other_adder": replaced(latent_decode_mosaic, "_add_values", columns_of_the_other_adder),
+    "wrong_factor": replaced(latent_decode_mosaic, "mosaic_gpu", wrong_factor),
+    "split_dropped": changed_combination(lambda lse: lse.at[:, :, 1].set(MASKED)),
+    "weight_too_large": changed_combination(lambda lse: lse.at[:, :, 1].add(0.25)),
+    "last_tile_of_a_split_left_out": SPAN_FAULTS["last_tile_of_a_split_left_out"],
+}
+
+
+@pytest.mark.skipif(mosaic_support.missing_jax() is not None, reason=str(mosaic_support.missing_jax()))
+@pytest.mark.parametrize("fault", LATENT_FAULTS)
+def test_broken_mosaic_attention_over_latents_is_noticed(monkeypatch, clean_interpreter, fault):
+    def patch(monkeypatch):
+        clean_interpreter()
+        LATENT_FAULTS[fault](monkeypatch)
+
+    monkeypatch.setattr(latent_attention_mosaic, "decode_splits", lambda *sizes: 2)
+    assert_noticed(monkeypatch, "latent_attention", "mosaic-interpret", LATENT_CASE, patch)
 
 
 # ---------------------------------------------------------------- writing keys and values
