@@ -158,7 +158,8 @@ BENCHES: dict[str, Case] = {
     for page_size in (64, 16)
     for name, chunk in _CHUNKS.items()
     for before, prefix in _PREFIXES.items()
-} | {
+}
+BENCHES |= {
     "sinks_decode_64x8k_page_64": _bench(*[(1 << 13, 1)] * 64, page_size=64, **_GPT_OSS),
     "sinks_decode_8x8k_page_64": _bench(*[(1 << 13, 1)] * 8, page_size=64, **_GPT_OSS),
     "sinks_prefill_2k_after_8k_page_64": _bench((5 << 11, 1 << 11), page_size=64, **_GPT_OSS),
