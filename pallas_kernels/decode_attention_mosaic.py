@@ -98,7 +98,8 @@ def decode_attention(
     if num_splits == 1:
         return out[0].reshape(query.shape)
     settings = {"splits": splits, "group": group, "dtype": query.dtype}
-    combined = combine_splits(*out, lens, sinks, **settings, interpret=interpret)
+    parts, lse = out
+    combined = combine_splits(parts, lse, lens, sinks, **settings, interpret=interpret)
     return combined.reshape(query.shape)
 
 

@@ -92,7 +92,7 @@ def token_contexts(batch: AttentionBatch, num_tokens: int) -> tuple[Int[Array, "
 
 
 class PoolSpec(NamedTuple):
-    """Shape of one of a layer's pools, and which of its dimensions is split by key/value heads; None for none."""
+    """Shape of one of a layer's pools, with pages first, and its dimension that is split by key/value heads, if any."""
 
     shape: tuple[int, ...]
     heads_dimension: int | None

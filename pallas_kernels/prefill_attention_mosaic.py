@@ -171,8 +171,9 @@ def _kernel(
     def _consume():
         if plan.consumers > 1:
             plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-        sinks_ref = refs[0].at[head] if len(refs) > 1 else None
-        _attend(plan, block, warpgroup, head * plan.group, query_hbm_ref, sinks_ref, refs[-1], ring=ring, **scratch)
+        *given, out_ref = refs
+        sinks_ref = given[0].at[head] if given else None
+        _attend(plan, block, warpgroup, head * plan.group, query_hbm_ref, sinks_ref, out_ref, ring=ring, **scratch)
 
     @pl.when(is_used & (warpgroup == plan.consumers))
     def _produce():

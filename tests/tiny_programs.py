@@ -100,17 +100,18 @@ def make_program(
     config: ModelConfig,
     *,
     tensor: int = 1,
+    expert: int = 1,
     layout: str = "tensor_parallel",
     num_pages: int = 24,
     num_slots: int = 4,
     policy: DtypePolicy = DtypePolicy(),  # noqa: B008 - frozen
     **settings: Any,
 ) -> ModelProgram:
-    """The model on the first ``tensor`` devices, with pages of 8 tokens; ``settings`` are further fields.
+    """The model on the first ``tensor * expert`` devices, with pages of 8 tokens; ``settings`` are further fields.
 
     A policy that names native kernels runs attention natively too.
     """
-    mesh = make_mesh(MeshShape(tensor=tensor))
+    mesh = make_mesh(MeshShape(tensor=tensor, expert=expert))
     operation = outline(config, Scope()).kv_specs[0].operation
     if operation == "latent_attention" or policy.linear == "native":
         kernel = load(operation, "native" if policy.linear == "native" else "xla")

@@ -122,14 +122,15 @@ def assemble_engine(
     runners: Iterable[Runner],
     proposer: DraftProposer | None = None,
 ) -> Engine:
-    """Return an engine with one replica per runner."""
+    """Return an engine with one replica per runner, each with a scheduler per lane."""
     program = plan.programs[0]
     sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
     limits = SchedulerLimits(*sizes, plan.buckets.max_samples - 1, plan.needs.windows)
     depth, replicas = 1 if config.async_scheduling is False else STEPS_IN_FLIGHT, []
+    pages, keeps = (program.num_pages, program.page_size), config.enable_prefix_caching
     for runner in runners:
-        allocator = PageAllocator(program.num_pages, program.page_size, keeps_free_pages=config.enable_prefix_caching)
-        replicas.append(Replica(Scheduler(limits, allocator, proposer), runner, depth))
+        allocators = [PageAllocator(*pages, keeps_free_pages=keeps) for _ in range(program.num_lanes)]
+        replicas.append(Replica([Scheduler(limits, each, proposer) for each in allocators], runner, depth))
     return Engine(replicas, make_admission(config, plan, tokenizer), seed=config.seed, counter=CompileCounter())
 
 
@@ -201,14 +202,14 @@ def _warm_up(runners: list[StepRunner]) -> float:
 def _log_choices(plan: EnginePlan) -> None:
     program = plan.programs[0]
     device = program.mesh.devices.flat[0]
+    sizes = {"data": len(plan.programs)} | {axis: program.mesh.shape[axis] for axis in ("tensor", "expert")}
     logger.info(
-        "%s on %d %s device(s): %s; mesh data=%d tensor=%d, layout %s; attention: %s; pages of %d tokens; %d programs",
+        "%s on %d %s device(s): %s; mesh %s, layout %s; attention: %s; pages of %d tokens; %d programs",
         plan.config.architecture,
         len(plan.programs) * program.mesh.devices.size,
         device.device_kind,
         program.policy,
-        len(plan.programs),
-        program.mesh.devices.size,
+        " ".join(f"{axis}={size}" for axis, size in sizes.items()),
         program.layout.name,
         program.kernel.name,
         program.page_size,
@@ -239,7 +240,7 @@ def _make_ledger(
     return MemoryLedger(
         lines=tuple(lines),
         total=total,
-        num_pages=program.num_pages * len(plan.programs),
+        num_pages=program.num_pages * program.num_lanes * len(plan.programs),
         page_size=program.page_size,
         max_model_len=plan.max_model_len,
         request_pages=plan.needs.request_pages,

@@ -34,6 +34,7 @@ class AttentionSettings:
         row_tile: Rows per tile wherever the number of rows could change a result; None computes all rows at once. See
             :mod:`jaxserve.layers.rows`.
         layer_indices: Pools and page table of each layer; None: layer i uses pool i, and all layers share table 0.
+        rows_axis: Mesh axis of devices that have rows of their own and share experts; None for none.
     """
 
     kernel: AttentionKernel
@@ -41,6 +42,7 @@ class AttentionSettings:
     decode_only: bool
     row_tile: int | None = None
     layer_indices: tuple[KVIndices, ...] | None = None
+    rows_axis: str | None = None
 
 
 def choose_attention(

@@ -9,6 +9,7 @@ part holds its own query heads, then its key heads, then its value heads. Key/va
 fewer than devices. Weights are ``[out, in]``, as Hugging Face stores most of them; others are transposed by the loader.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -56,11 +57,13 @@ class Split(NamedTuple):
         num_units: Number of units.
         text: Number and name of the units, for messages.
         may_repeat: Whether more devices than units may hold copies.
+        is_experts: Whether the devices along the axis of the experts share them, rather than the tensor axis.
     """
 
     num_units: int
     text: str
     may_repeat: bool = False
+    is_experts: bool = False
 
     def fits(self, size: int) -> bool:
         """Return whether ``size`` devices can share the units."""
@@ -82,7 +85,9 @@ def rows_of(modules: Sequence[str], counts: Sequence[int], units: Sequence[int])
     return [Rows(module, *each, sum(counts)) for each in zip(counts, units, starts, strict=True)]
 
 
-def stack_rows(scope: Scope, rows: Sequence[Rows], tensor: str, width: int | None = None) -> TensorRecipe:
+def stack_rows(
+    scope: Scope, rows: Sequence[Rows], tensor: str, width: int | None = None, num_groups: int = 1
+) -> TensorRecipe:
     """Return the recipe of an array of rows of several modules, ordered by device.
 
     Args:
@@ -90,6 +95,7 @@ def stack_rows(scope: Scope, rows: Sequence[Rows], tensor: str, width: int | Non
         rows: Rows of each module.
         tensor: Name of the modules' tensor, such as ``weight``.
         width: Features per row; None for vectors.
+        num_groups: Groups of devices that first share the modules, in order; the devices of a group share the rows.
 
     Raises:
         ConfigError: The devices cannot share the rows equally.
@@ -97,23 +103,26 @@ def stack_rows(scope: Scope, rows: Sequence[Rows], tensor: str, width: int | Non
     trailing = () if width is None else (width,)
     origin = (0,) * len(trailing)
     size = scope.parallel.size
+    names = [scope.at(each.module).at(tensor).module for each in rows]
     pieces: list[Piece] = []
     target = 0
-    for device in range(size):
-        for each in rows:
+    num_modules = len(rows) // num_groups
+    for group, device in itertools.product(range(num_groups), range(size)):
+        part = slice(group * num_modules, (group + 1) * num_modules)
+        for each, name in zip(rows[part], names[part], strict=True):
             units = each.num_rows // each.unit
             if units % size and size % units:
                 raise ConfigError(f"{scope.at(each.module).module}: {units} units cannot be split over {size} devices")
             num_local, first = max(1, units // size), device * units // size
             stride, together = (each.unit, num_local) if each.stride is None else (each.stride, 1)
-            name, index = scope.at(each.module).at(tensor).module, each.expert[:1] if each.expert else ()
+            index = each.expert[:1] if each.expert else ()
             for unit in range(first, first + num_local, together):
                 start, count = each.start + unit * stride, together * each.unit
                 is_transposed = each.is_transposed and width is not None
                 source = (*origin, start) if is_transposed else (start, *origin)
                 pieces.append(Piece(name, (*index, *source), (target, *origin), (count, *trailing), is_transposed))
                 target += count
-    sources = {scope.at(each.module).at(tensor).module: _source_shape(each, trailing) for each in rows}
+    sources = {name: _source_shape(each, trailing) for each, name in zip(rows, names, strict=True)}
     return TensorRecipe((target, *trailing), tuple(pieces), tuple(sources.items()))
 
 
@@ -202,13 +211,13 @@ def expert_weights(
         recipe: Source of their rows [experts * out, in], ordered by device, then by expert.
         axes: Logical axes of outputs and input features.
         parts: Number of devices that each of them is split over.
-        scope: Scope of the layer; ``scope.parallel.experts`` splits the experts.
+        scope: Scope of the layer.
         num_experts: Number of experts on all devices.
         experts_per_token: Experts that compute each token.
         is_gated: As in :func:`weight`.
     """
     rows, inner = recipe.shape
-    policy, mesh_axis = scope.policy, scope.parallel.experts
+    policy = scope.policy
     what = Weight(
         rows // num_experts,
         inner,
@@ -220,10 +229,12 @@ def expert_weights(
         is_gated,
         Experts(num_experts, experts_per_token),
     )
-    return _stored(what, recipe, (axes[0] if mesh_axis is None else "experts", axes[1]))
+    return _stored(what, recipe, (("experts", axes[0]), axes[1]))
 
 
-def _stored(what: Weight, recipe: TensorRecipe, axes: tuple[str | None, str | None]) -> nnx.Param[Any]:
+def _stored(
+    what: Weight, recipe: TensorRecipe, axes: tuple[str | tuple[str, str] | None, str | None]
+) -> nnx.Param[Any]:
     """Return a parameter of zeros in the arrays of its storage method; ``axes`` are those of the recipe's array."""
     arrays = load_method(what.method).arrays(what)
     value = {name: jnp.zeros(array.shape, array.dtype) for name, array in arrays.items()}

@@ -1,8 +1,9 @@
 """Mixture-of-experts MLP (arXiv:1701.06538): a router chooses a few experts for each token.
 
 The tokens' rows are sorted by expert, multiplied by their experts' matrices, put back in order, and summed with the
-router's weights. No token is ever dropped. Devices split the features of every expert (logical axis ``expert_ffn``) or
-the experts (``experts``); one all-reduce adds what they computed, the shared expert's part included.
+router's weights. No token is ever dropped. Devices split the features of every expert (logical axis ``expert_ffn``),
+the experts (``experts``), or both. If each of them has all rows, one all-reduce adds what they computed, the shared
+expert's part included; rows that are split too are exchanged first (:mod:`jaxserve.layers.expert_dispatch`).
 """
 
 import dataclasses
@@ -16,10 +17,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from checkpoints import whole
+from jaxserve.layers.expert_dispatch import exchange_rows, gather_rows
 from jaxserve.layers.linear import ColumnParallelLinear, add_branch
 from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.norm import RMSNorm
-from jaxserve.layers.parallel import Scope
+from jaxserve.layers.parallel import Parallel, Scope
 from jaxserve.layers.params import Rows, Split, expert_weights, matrix, rows_of, stack_rows, vector
 from jaxserve.layers.routing import Routing
 from jaxserve.layers.storage import grouped_matmul
@@ -117,11 +119,9 @@ class SparseMLP(nnx.Module):
         self.has_fused_norms = False  # the router and the experts share one normalized input
         parallel, count = scope.parallel, routing.num_experts
         self.routing, self.shared, self.dtype = routing, shared, scope.policy.activations_dtype
-        self.experts_axis, self.mesh_axis = parallel.experts, parallel.experts or parallel.expert_ffn
-        if self.experts_axis is None:
-            self.splits = (Split(ffn_size, f"expert intermediate size {ffn_size}"),)
-        else:
-            self.splits = (Split(count, f"{count} experts"),)
+        self.experts_axis, self.ffn_axis, self.dispatch = parallel.experts, parallel.expert_ffn, parallel.dispatch
+        self.shared_axis = parallel.ffn
+        self.splits = _splits(ffn_size, count, parallel)
         self.num_local = count // parallel.parts(self.experts_axis)
         self.router = replicated_linear(hidden_size, names.router, count, scope, bias=router_bias)
         bias = whole(scope.at(names.router).at("e_score_correction_bias").module, (count,))
@@ -130,10 +130,11 @@ class SparseMLP(nnx.Module):
         build = partial(expert_weights, num_experts=count, experts_per_token=routing.experts_per_token)
         self.gate_up = build(
             stack_rows(
-                scope if self.experts_axis is None else scope.unsplit(),
+                scope if self.ffn_axis is not None else scope.unsplit(),
                 _expert_rows(names, names.gate_up, (ffn_size, ffn_size), count),
                 names.tensor,
                 hidden_size,
+                parallel.parts(self.experts_axis),
             ),
             ("expert_ffn", "embed"),
             (parts, 1),
@@ -165,10 +166,44 @@ class SparseMLP(nnx.Module):
         x = x if norm is None else norm(x)
         correction = None if self.correction is None else self.correction[...]
         weights, experts = self.routing(self.router(x, num_rows=num_rows).astype(jnp.float32), correction)
-        y = self._routed(x, weights, experts, num_rows)
+        if self.dispatch == "all_reduce":
+            y = self._routed(x, weights, experts, num_rows)
+        else:
+            y = self._exchanged(x, weights, experts, num_rows)
         if self.shared is not None:
-            y += self.shared.partial(x, num_rows)
-        return add_branch(all_reduce(y, self.mesh_axis).astype(self.dtype), residual, scale)
+            y += self._once(self.shared.partial(x, num_rows))
+        return add_branch(all_reduce(y, self._summed_axes).astype(self.dtype), residual, scale)
+
+    @property
+    def _summed_axes(self) -> tuple[str, ...]:
+        """Mesh axes of the devices whose results add up."""
+        axes = (self.experts_axis if self.dispatch == "all_reduce" else None, self.ffn_axis)
+        return tuple(dict.fromkeys(axis for axis in axes if axis is not None))
+
+    def _once(self, y: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Return what the shared expert computes, zero where another device along an axis of experts alone adds it."""
+        axis = self.experts_axis
+        if self.dispatch != "all_reduce" or axis in (None, self.shared_axis):
+            return y
+        return jnp.where(axis_index(axis) == 0, y, 0.0)
+
+    def _exchanged(
+        self,
+        x: Float[Array, "T D"],
+        weights: Float[Array, "T k"],
+        experts: Int[Array, "T k"],
+        num_rows: Int[Array, ""] | None,
+    ) -> Float[Array, "T D"]:
+        """Compute the weighted sum of the chosen experts on all devices of their axis, in float32."""
+        axis = self.experts_axis
+        assert axis is not None
+        if num_rows is not None:
+            experts = jnp.where((jnp.arange(len(x)) < num_rows)[:, None], experts, self.routing.num_experts)
+        local = partial(self._routed, num_rows=None)
+        if self.dispatch == "gather":
+            return gather_rows(local, x, weights, experts, axis)
+        same = (axis, *self._summed_axes)
+        return exchange_rows(local, x, weights, experts, axis, num_local=self.num_local, same_axes=same)
 
     def _routed(
         self,
@@ -211,8 +246,8 @@ class SparseMLP(nnx.Module):
         if self.down_bias is None:
             return outputs
         bias = self.down_bias[...][experts].astype(jnp.float32)
-        if self.experts_axis is None and self.mesh_axis is not None:  # an expert's devices add their parts
-            bias = jnp.where(axis_index(self.mesh_axis) == 0, bias, 0)
+        if self.ffn_axis is not None:  # the devices that share an expert add their parts
+            bias = jnp.where(axis_index(self.ffn_axis) == 0, bias, 0)
         return outputs + bias
 
 
@@ -235,6 +270,16 @@ def _expert_bias(name: str | None, num_experts: int, width: int, axis: str, scop
     if name is None:
         return None
     return matrix(whole(scope.at(name).module, (num_experts, width)), ("experts", axis), scope, 0)
+
+
+def _splits(ffn_size: int, num_experts: int, parallel: Parallel) -> tuple[Split, ...]:
+    """Return the requirements on the devices that share the features of experts, and on those that share experts."""
+    splits = list[Split]()
+    if parallel.expert_ffn is not None or parallel.experts is None:
+        splits.append(Split(ffn_size, f"expert intermediate size {ffn_size}"))
+    if parallel.experts is not None:
+        splits.append(Split(num_experts, f"{num_experts} experts", is_experts=parallel.experts != parallel.heads))
+    return tuple(splits)
 
 
 def _expert_rows(names: ExpertNames, modules: Sequence[str], counts: Sequence[int], num_experts: int) -> list[Rows]:

@@ -19,6 +19,7 @@ from jaxserve.layers.rope import rope_cos_sin
 from jaxserve.layers.rows import map_rows
 from pallas_kernels import AttentionBatch
 from pallas_kernels.qkv_write import Rotation
+from sharding.collectives import all_max
 
 _NOTEBOOK_PAGE_SIZE = 64
 
@@ -133,6 +134,8 @@ class CausalLM(nnx.Module):
         """Compute the first layer's input, and the inputs shared by the layers of each page table; see
         :meth:`hidden`."""
         num_tokens = batches[0].query_lens.sum()
+        if settings.row_tile is not None:  # devices that share experts run the same number of tiles
+            num_tokens = all_max(num_tokens, settings.rows_axis)
         x, rotations = map_rows(self._embed, (tokens, positions, lengths), num_tokens, settings.row_tile)
         return x, tuple(AttentionInputs(batch, num_tokens, rotations) for batch in batches)
 

@@ -39,13 +39,13 @@ CONFIG_CLASSES = {
     "GraniteForCausalLM": transformers.GraniteConfig,
 }
 QUANTIZED = {
+    "deepseek-r1": "quantized with fp8",
+    "kimi-k2": "quantized with fp8",
     "llama-2-13b-bnb-nf4": r"quantized with bitsandbytes \(4-bit\)",
     "llama-3.1-8b-instruct-bnb-int8": r"quantized with bitsandbytes \(8-bit\)",
     "qwen3-14b-mlx-4bit": r"quantized with mlx \(4-bit\)",
 }
 OTHER_ARCHITECTURES = {
-    "deepseek-r1": "DeepseekV3ForCausalLM",
-    "kimi-k2": "DeepseekV3ForCausalLM",
     "pythia-410m": "GPTNeoXForSequenceClassification",
     "qwen3.5-25b-a3b-moe": "Qwen3_5MoeForConditionalGeneration",
 }

@@ -17,6 +17,7 @@ import transformers
 
 from checkpoints import CheckpointError
 from jaxserve import LLM, ConfigError, SamplingParams, load_model
+from sharding.axes import DISPATCHES
 
 torch = pytest.importorskip("torch")
 
@@ -40,7 +41,19 @@ SIZES: dict[str, Any] = {
 }
 LAYOUTS = {"tp1": {}, "tp2": {"tensor_parallel_size": 2}, "tp4": {"tensor_parallel_size": 4}}
 LAYOUTS |= {"dp2": {"data_parallel_size": 2}}
-EXPERT_LAYOUTS = {f"ep{size}": {"tensor_parallel_size": size, "enable_expert_parallel": True} for size in (2, 4)}
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    f"ep{size}": {"tensor_parallel_size": size, "enable_expert_parallel": True} for size in (2, 4)
+}
+EXPERT_MESHES = [(tensor, expert) for expert in range(2, 9) for tensor in (1, 2, 4) if tensor * expert <= 8]
+EXPERT_LAYOUTS |= {
+    f"tp{tensor}-experts{expert}-{dispatch}": {
+        "tensor_parallel_size": tensor,
+        "expert_parallel_size": expert,
+        "layout": f"expert_{dispatch}",
+    }
+    for tensor, expert in EXPERT_MESHES
+    for dispatch in DISPATCHES
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +68,7 @@ class Row:
             length from the first token on, and transformers is asked for the same.
         save: How the checkpoint is stored.
         fast: Layouts that run by default; the others are slow tests.
-        experts: Layouts that split the experts.
+        num_experts: Number of experts, which runs on every layout that can split them.
     """
 
     family: str
@@ -64,7 +77,19 @@ class Row:
     is_fixed_rope: bool = True
     save: str = "safetensors"
     fast: tuple[str, ...] = ("tp1", "tp2")
-    experts: tuple[str, ...] = ()
+    num_experts: int = 0
+
+    @property
+    def expert_layouts(self) -> list[str]:
+        """Layouts that split the experts."""
+        sizes = {"expert_parallel_size", "enable_expert_parallel"}
+        assert all(sizes & layout.keys() for layout in EXPERT_LAYOUTS.values())
+        return [
+            name
+            for name, layout in EXPERT_LAYOUTS.items()
+            if self.num_experts
+            and self.num_experts % layout.get("expert_parallel_size", layout["tensor_parallel_size"]) == 0
+        ]
 
 
 def rope(kind: str, **raw: Any) -> dict[str, Any]:
@@ -174,21 +199,26 @@ ROWS = {
             **rope("yarn", factor=4.0, original_max_position_embeddings=24, beta_fast=6.0, truncate=False),
         },
         save="shards",
-        experts=("ep2",),
+        fast=("tp1", "tp2", "ep2", "tp2-experts3-all_to_all"),
+        num_experts=6,
     ),
     "mixtral": Row(
-        family="Mixtral", raw={"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11}, save="shards"
+        family="Mixtral",
+        raw={"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11},
+        save="shards",
+        num_experts=5,
     ),
     "qwen2-moe": Row(
         family="Qwen2Moe",
         raw=QWEN_MOE | {"num_experts": 6, "shared_expert_intermediate_size": 36, "decoder_sparse_step": 2},
-        fast=("tp1", "tp2", "dp2"),
-        experts=("ep2",),
+        fast=("tp1", "tp2", "dp2", "ep2", "tp2-experts2-gather"),
+        num_experts=6,
     ),
     "qwen3-moe": Row(
         family="Qwen3Moe",
         raw=QWEN_MOE | {"num_experts": 6, "norm_topk_prob": True, "mlp_only_layers": [1]},
-        experts=("ep2",),
+        fast=("tp1", "tp2", "ep2", "tp1-experts2-all_to_all"),
+        num_experts=6,
     ),
     "deepseek-v2-lite": Row(
         family="DeepseekV2", raw=DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": 2}, seed=1, experts=("ep2",)
@@ -212,7 +242,10 @@ ROWS = {
         fast=("tp1",),
     ),
     "granite-moe": Row(
-        family="GraniteMoe", raw=GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 3}, experts=("ep2", "ep4")
+        family="GraniteMoe",
+        raw=GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 3},
+        fast=("tp1", "tp2", "ep2", "ep4", "tp1-experts2-gather"),
+        num_experts=4,
     ),
 }
 
@@ -336,11 +369,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
 def combinations() -> list[Any]:
     """Every row on every layout; some of them slow."""
     return [
-        pytest.param(
-            name, layout, marks=[] if layout in (*row.fast, *row.experts) else [pytest.mark.slow], id=f"{name}-{layout}"
-        )
+        pytest.param(name, layout, marks=[] if layout in row.fast else [pytest.mark.slow], id=f"{name}-{layout}")
         for name, row in ROWS.items()
-        for layout in (*LAYOUTS, *row.experts)
+        for layout in (*LAYOUTS, *row.expert_layouts)
     ]
 
 
@@ -459,3 +490,37 @@ def test_expert_parallelism_needs_experts_that_can_be_shared(checkpoint: Callabl
         LLM(str(checkpoint("llama").directory), **settings)
     with pytest.raises(ConfigError, match="enable_expert_parallel needs layout='expert_parallel', got layout='repl"):
         LLM(str(checkpoint("qwen3-moe").directory), **settings, layout="replicated")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        (
+            "qwen3-moe",
+            {"expert_parallel_size": 4},
+            "expert_parallel_size=4 does not divide 6 experts .*sizes: 1, 2, 3, 6$",
+        ),
+        ("qwen3-moe", {"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide .*; valid sizes: 1, 2, 4$"),
+        ("llama", {}, "expert_parallel_size=2 needs a model with experts; LlamaForCausalLM has none"),
+        (
+            "qwen3-moe",
+            {"layout": "expert_parallel"},
+            "expert_parallel_size=2 needs layout='expert_all_reduce' or layout='expert_all_to_all' or "
+            "layout='expert_gather', got layout='expert_parallel'",
+        ),
+        ("qwen3-moe", {"layout": "expert_ring"}, "unknown layout 'expert_ring'; supported layouts: expert_all_reduce"),
+        ("qwen3-moe", {"enable_expert_parallel": True}, "expert_parallel_size=2 splits .*; use only one of them"),
+        (
+            "qwen3-moe",
+            {"expert_parallel_size": 6, "tensor_parallel_size": 2},
+            "the mesh needs 12 devices, but JAX has 8",
+        ),
+        ("qwen3-moe", {"expert_parallel_size": 0}, "expert_parallel_size: expected an integer >= 1, got 0"),
+        ("qwen3-moe", {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
+    ],
+)
+def test_experts_that_devices_of_their_own_cannot_share(
+    name: str, settings: dict[str, Any], message: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(str(checkpoint(name).directory), **{"dtype": "float32", "expert_parallel_size": 2, **settings})

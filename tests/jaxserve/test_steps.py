@@ -23,7 +23,7 @@ from jaxserve.models.registry import build_model
 from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.plan import ON_DEVICE, PageGrant, Row, Sampling, SlotSetup, StepPlan
 from scripts.compile_text import compiled_collectives
-from sharding.plan import bytes_per_device, count_collectives
+from sharding.plan import bytes_per_device, count_collectives, stated_collectives
 from tests.plan_rows import decode_rows
 from tests.tiny_programs import BACKEND, NUM_LAYERS, make_program, random_params, tiny_config
 
@@ -71,11 +71,9 @@ def compiled_decode(
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_a_decode_step_communicates_what_its_layout_states(tensor: int, is_olmo: bool, is_split: bool) -> None:
     counted, compiled, program = compiled_decode(tensor, is_olmo, is_split)
-    layout = program.layout
-    assert layout.all_reduces_per_layer == 2
-    all_reduces = (2 + is_olmo) * NUM_LAYERS + layout.all_reduces_per_step
-    assert counted == {"all-reduce": all_reduces, "all-gather": layout.all_gathers_per_step}
-    assert (layout.all_reduces_per_step, layout.all_gathers_per_step) == (1, 1)
+    stated = stated_collectives(program.layout, NUM_LAYERS)
+    assert stated == {"all-reduce": 2 * NUM_LAYERS + 1, "all-gather": 1}
+    assert counted == {**stated, "all-reduce": stated["all-reduce"] + is_olmo * NUM_LAYERS}
     assert compiled_collectives(text_of(compiled)) == counted, "XLA added or lost collectives"
 
 
@@ -229,14 +227,14 @@ def run_requests(
 
     def read() -> None:
         plan, handle = pending.pop(0)
-        result = runner.collect(handle)
+        (result,) = runner.collect(handle)
         results.append(result)
         for row, new in zip(plan.rows, result.tokens, strict=True):
             assert len(new) == row.num_samples
             tokens[row.slot] += new
 
     def launch(plan: StepPlan) -> None:
-        pending.append((plan, runner.launch(plan)))
+        pending.append((plan, runner.launch([plan])))
         while len(pending) >= in_flight:
             read()
 
