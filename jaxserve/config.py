@@ -40,8 +40,8 @@ class EngineConfig:
             ``tensor_parallel_size``, which split the features of each expert. By default they also share the requests:
             each has its own KV pages and up to ``max_num_seqs`` sequences per step, and all run each step together.
         layout: Name of the sharding layout. ``tensor_parallel`` means ``expert_parallel`` with
-            ``enable_expert_parallel`` and ``expert_gather`` with ``expert_parallel_size``, which also supports
-            ``expert_all_to_all`` and ``expert_all_reduce`` (all devices have all requests).
+            ``enable_expert_parallel``. With ``expert_parallel_size`` it means ``expert_gather``, or
+            ``expert_all_to_all`` if ``deterministic`` is True; ``expert_all_reduce`` gives all devices all requests.
         seed: Seed of requests without one.
         gpu_memory_utilization: Fraction of a device's memory to use, in (0, 1].
         kv_cache_memory_bytes: Bytes of KV pages per device; None uses the remaining memory (on CPUs at most 1 GiB).

@@ -147,20 +147,23 @@ _PREFIXES = {"0": 0, "8k": 1 << 13, "32k": 1 << 15}
 _GPT_OSS = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "has_sinks": True}
 _MOST_TOKENS = 1 << 22  # of context: 16 GB of keys and values, and as much for the copy that they are made from
 
-BENCHES: dict[str, Case] = {
-    f"decode_{num_rows}x{name}_page_{page_size}": _bench(*[(context, 1)] * num_rows, page_size=page_size)
-    for page_size in (64, 16)
-    for name, context in _CONTEXTS.items()
-    for num_rows in (1, 8, 64, 256)
-    if num_rows * context <= _MOST_TOKENS
-} | {
-    f"prefill_{name}_after_{before}_page_{page_size}": _bench((prefix + chunk, chunk), page_size=page_size)
-    for page_size in (64, 16)
-    for name, chunk in _CHUNKS.items()
-    for before, prefix in _PREFIXES.items()
-}
-BENCHES |= {
-    "sinks_decode_64x8k_page_64": _bench(*[(1 << 13, 1)] * 64, page_size=64, **_GPT_OSS),
-    "sinks_decode_8x8k_page_64": _bench(*[(1 << 13, 1)] * 8, page_size=64, **_GPT_OSS),
-    "sinks_prefill_2k_after_8k_page_64": _bench((5 << 11, 1 << 11), page_size=64, **_GPT_OSS),
-}
+BENCHES: dict[str, Case] = (
+    {
+        f"decode_{num_rows}x{name}_page_{page_size}": _bench(*[(context, 1)] * num_rows, page_size=page_size)
+        for page_size in (64, 16)
+        for name, context in _CONTEXTS.items()
+        for num_rows in (1, 8, 64, 256)
+        if num_rows * context <= _MOST_TOKENS
+    }
+    | {
+        f"prefill_{name}_after_{before}_page_{page_size}": _bench((prefix + chunk, chunk), page_size=page_size)
+        for page_size in (64, 16)
+        for name, chunk in _CHUNKS.items()
+        for before, prefix in _PREFIXES.items()
+    }
+    | {
+        "sinks_decode_64x8k_page_64": _bench(*[(1 << 13, 1)] * 64, page_size=64, **_GPT_OSS),
+        "sinks_decode_8x8k_page_64": _bench(*[(1 << 13, 1)] * 8, page_size=64, **_GPT_OSS),
+        "sinks_prefill_2k_after_8k_page_64": _bench((5 << 11, 1 << 11), page_size=64, **_GPT_OSS),
+    }
+)

@@ -94,6 +94,18 @@ class EnginePlan:
     max_num_seqs: int
     max_num_batched_tokens: int
 
+    @property
+    def num_lanes(self) -> int:
+        """Number of lanes of all data slices."""
+        return len(self.programs) * self.programs[0].num_lanes
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """Devices along each mesh axis; ``expert`` is omitted if it has one."""
+        mesh = self.programs[0].mesh.shape
+        sizes = {"data": len(self.programs), "tensor": mesh["tensor"], "expert": mesh["expert"]}
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis != "expert"}
+
 
 def find_model(config: EngineConfig) -> Path:
     """Return the model's directory, downloading the model first when needed."""

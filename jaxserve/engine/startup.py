@@ -202,14 +202,13 @@ def _warm_up(runners: list[StepRunner]) -> float:
 def _log_choices(plan: EnginePlan) -> None:
     program = plan.programs[0]
     device = program.mesh.devices.flat[0]
-    sizes = {"data": len(plan.programs)} | {axis: program.mesh.shape[axis] for axis in ("tensor", "expert")}
     logger.info(
         "%s on %d %s device(s): %s; mesh %s, layout %s; attention: %s; pages of %d tokens; %d programs",
         plan.config.architecture,
         len(plan.programs) * program.mesh.devices.size,
         device.device_kind,
         program.policy,
-        " ".join(f"{axis}={size}" for axis, size in sizes.items()),
+        " ".join(f"{axis}={size}" for axis, size in plan.mesh_sizes.items()),
         program.layout.name,
         program.kernel.name,
         program.page_size,
@@ -240,7 +239,7 @@ def _make_ledger(
     return MemoryLedger(
         lines=tuple(lines),
         total=total,
-        num_pages=program.num_pages * program.num_lanes * len(plan.programs),
+        num_pages=program.num_pages * plan.num_lanes,
         page_size=program.page_size,
         max_model_len=plan.max_model_len,
         request_pages=plan.needs.request_pages,

@@ -215,10 +215,9 @@ def test_each_lane_has_its_own_prefix_cache(llm: LLM) -> None:
 def test_vectors_are_those_of_one_device(llm: LLM, whole: LLM) -> None:
     """Beside requests that generate, in chunks, on every lane."""
     prompts = ["reverse garden:", "count the trees of the long street:", "5+6=", "sort 3 2 1: " * 5]
-    params = [PoolingParams(), PoolingParams(), PoolingParams(), PoolingParams()]
     for number in range(3):
         submit(llm, f"{number}+{number}=")
-    requests = [llm.engine.submit(parse_prompts(prompt)[0], each) for prompt, each in zip(prompts, params, strict=True)]
+    requests = [llm.engine.submit(parse_prompts(prompt)[0], PoolingParams()) for prompt in prompts]
     finish(llm)
     assert len({request.lane for request in requests}) > 1
     vectors = [output.outputs.embedding for output in whole.embed(prompts, use_tqdm=False)]
