@@ -100,7 +100,8 @@ class SparseMLP(nnx.Module):
         scope: Scope of the module.
         names: Names in checkpoints.
         shared: The shared expert, if there is one.
-        activation: Activation of experts with biases; None: ``silu(gate) * up``, for experts without biases.
+        activation: Activation of experts with biases, whose gate and up are interleaved; None: ``silu(gate) * up``, of
+            experts without biases.
         router_bias: Whether the router has a bias.
     """
 
@@ -148,7 +149,8 @@ class SparseMLP(nnx.Module):
             (1, parts),
             scope,
         )
-        self.activation, self.is_interleaved = activation, names.is_interleaved
+        assert (activation is not None) == (names.biases is not None) == names.is_interleaved
+        self.activation = activation
         gate_up_bias, down_bias = names.biases or (None, None)
         self.gate_up_bias = _expert_bias(gate_up_bias, count, 2 * ffn_size, "expert_ffn", scope)
         self.down_bias = _expert_bias(down_bias, count, hidden_size, "embed", scope)
@@ -238,13 +240,10 @@ class SparseMLP(nnx.Module):
         gated = grouped_matmul(self.gate_up, x, group_sizes)
         if self.activation is None:
             return grouped_matmul(self.down, gated, group_sizes).astype(jnp.float32)
-        wide = gated.astype(jnp.float32)
-        if self.gate_up_bias is not None:
-            wide += self.gate_up_bias[...][experts].astype(jnp.float32)
-        gate, up = (wide[:, ::2], wide[:, 1::2]) if self.is_interleaved else jnp.split(wide, 2, axis=1)
-        outputs = grouped_matmul(self.down, self.activation(gate, up), group_sizes).astype(jnp.float32)
-        if self.down_bias is None:
-            return outputs
+        assert self.gate_up_bias is not None and self.down_bias is not None
+        wide = gated.astype(jnp.float32) + self.gate_up_bias[...][experts].astype(jnp.float32)
+        activated = self.activation(wide[:, ::2], wide[:, 1::2])
+        outputs = grouped_matmul(self.down, activated, group_sizes).astype(jnp.float32)
         bias = self.down_bias[...][experts].astype(jnp.float32)
         if self.ffn_axis is not None:  # the devices that share an expert add their parts
             bias = jnp.where(axis_index(self.ffn_axis) == 0, bias, 0)
