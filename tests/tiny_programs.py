@@ -12,15 +12,18 @@ from jaxserve.layers.attention import select_attention
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.parallel import DtypePolicy, Scope
 from jaxserve.layers.routing import Routing
+from jaxserve.layers.sparse_mlp import ClampedSwiGLU
 from jaxserve.models.abstract import AbstractModel, LogicalParam, outline
 from jaxserve.models.decoder import DecoderConfig
 from jaxserve.models.deepseek_v2 import DeepseekConfig
+from jaxserve.models.gpt_oss import GptOssConfig
 from jaxserve.models.sparse_decoder import SparseConfig
 from jaxserve.sampling.sampler import select_truncation
 from pallas_kernels import OPERATIONS
 from pallas_kernels.registry import load
 from sharding import MeshShape, get_layout, make_mesh
 from tests import switchable
+from tests.copied_pieces import copy_piece
 from tests.switchable import SwitchableConfig
 
 NUM_LAYERS = 2
@@ -84,6 +87,15 @@ def latent_config(**changes: Any) -> DeepseekConfig:
     return DeepseekConfig(**{**fields, "is_interleaved": True, "num_extra_layers": 0, **changes})
 
 
+def gpt_oss_config(**changes: Any) -> GptOssConfig:
+    """The same sizes with attention sinks, and experts with biases in both layers."""
+    base = sparse_config()
+    fields = {name: getattr(base, name) for name in SparseConfig.__dataclass_fields__}
+    fields |= {"architecture": "GptOssForCausalLM", "out_bias": True, "sparse_layers": (True,) * NUM_LAYERS}
+    fields |= {"shared_ffn_size": 0, "routing": Routing(num_experts=8, experts_per_token=3, is_normalized=True)}
+    return GptOssConfig(**{**fields, "gating": ClampedSwiGLU(alpha=1.702, limit=7.0), **changes})
+
+
 def make_program(
     config: ModelConfig,
     *,
@@ -119,12 +131,7 @@ def random_params(program: ModelProgram, seed: int = 0) -> tuple[jax.Array, ...]
     for param in model.logical.values():
         array = np.zeros(param.struct.shape, np.float32)
         for piece in param.recipe.pieces:
-            target, box = (
-                tuple(slice(start, start + size) for start, size in zip(starts, lengths, strict=True))
-                for starts, lengths in ((piece.target_start, piece.shape), (piece.source_start, piece.source_shape))
-            )
-            part = tensors[piece.source][box]
-            array[target] = (part.swapaxes(-1, -2) if piece.is_transposed else part).reshape(piece.shape)
+            copy_piece(piece, tensors, array)
         arrays |= _stored(array.astype(param.struct.dtype), param, model)
     return tuple(arrays[path] for path in model.params)
 

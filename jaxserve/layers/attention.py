@@ -119,6 +119,11 @@ class Attention(nnx.Module, ABC):
         """Norms over each head of queries and keys."""
         return None
 
+    @property
+    def head_sinks(self) -> Float[Array, " N"] | None:
+        """Logit of each query head that is one more term of its softmax's denominator, without a value."""
+        return None
+
     @abstractmethod
     def project(
         self, x: Float[Array, "T D"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
@@ -168,6 +173,7 @@ class Attention(nnx.Module, ABC):
             soft_cap=self.soft_cap,
             decode_only=settings.decode_only,
             row_tile=settings.row_tile,
+            sinks=self.head_sinks,
         )
 
     def output(

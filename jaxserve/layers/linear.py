@@ -49,9 +49,15 @@ class ColumnParallelLinear(nnx.Module):
         self, x: Float[Array, "T inner"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
     ) -> Float[Array, "T results"]:
         """Compute this device's outputs from normalized rows; rows from ``num_rows`` on are undefined."""
+        return self.in_float32(x, norm=norm, num_rows=num_rows).astype(self.dtype)
+
+    def in_float32(
+        self, x: Float[Array, "T inner"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
+    ) -> Float[Array, "T results"]:
+        """Compute the same, not rounded to the activations' dtype."""
         bias = None if self.bias is None else self.bias[...]
         fused = Fused(norm=fused_norm(norm), bias=bias, activation=self.activation)
-        return matmul(self.weight, x, fused=fused, num_rows=num_rows).astype(self.dtype)
+        return matmul(self.weight, x, fused=fused, num_rows=num_rows).astype(jnp.float32)
 
 
 class RowParallelLinear(nnx.Module):

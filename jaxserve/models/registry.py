@@ -17,6 +17,7 @@ FAMILIES: Final[dict[str, str]] = {
     "DeepseekV3ForCausalLM": "jaxserve.models.deepseek_v3",
     "GPT2LMHeadModel": "jaxserve.models.gpt2",
     "GPTNeoXForCausalLM": "jaxserve.models.gpt_neox",
+    "GptOssForCausalLM": "jaxserve.models.gpt_oss",
     "Gemma2ForCausalLM": "jaxserve.models.gemma2",
     "Gemma3ForCausalLM": "jaxserve.models.gemma3",
     "GemmaForCausalLM": "jaxserve.models.gemma",

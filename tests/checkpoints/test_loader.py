@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from checkpoints import CheckpointError, Piece, TensorRecipe, load_array, load_arrays, loader, open_checkpoint, whole
 from checkpoints.tensor_info import Index, TensorInfo
+from tests.copied_pieces import copy_piece
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -55,10 +56,7 @@ def random_array(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> np.nd
 def numpy_assembly(arrays: dict[str, np.ndarray], recipe: TensorRecipe, dtype: DTypeLike) -> np.ndarray:
     expected = np.zeros(recipe.shape, np.dtype(dtype))
     for piece in recipe.pieces:
-        source = tuple(slice(start, start + n) for start, n in zip(piece.source_start, piece.source_shape, strict=True))
-        target = tuple(slice(start, start + n) for start, n in zip(piece.target_start, piece.shape, strict=True))
-        values = arrays[piece.source][source]
-        expected[target] = values.T if piece.is_transposed else values
+        copy_piece(piece, arrays, expected)
     return expected
 
 

@@ -17,11 +17,13 @@ from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.layers.routing import Routing
 from jaxserve.layers.rows import ROW_TILE, map_rows
+from jaxserve.layers.sparse_mlp import ClampedSwiGLU
 from pallas_kernels import AttentionBatch, native_library
 from sharding.plan import count_collectives
 from tests.tiny_programs import (
     BACKEND,
     NUM_LAYERS,
+    gpt_oss_config,
     latent_config,
     make_program,
     random_params,
@@ -47,6 +49,7 @@ ROUTING = Routing(num_experts=6, experts_per_token=2, is_normalized=True)
 MULTIPLIED = {"embedding_multiplier": 1.7, "residual_multiplier": 0.3, "logits_divisor": 3.0}
 NATIVE = DtypePolicy(linear="native", grouped="native")
 NATIVE_BFLOAT16 = DtypePolicy(weights="bfloat16", kv="bfloat16", linear="native", grouped="native")
+GATING = ClampedSwiGLU(alpha=1.702, limit=7.0)
 LATENTS = {"rank": 24, "plain_dim": 20, "value_dim": 18, "query_rank": 36}
 FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "llama": ({}, 1, DtypePolicy()),
@@ -62,6 +65,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "latents": (LATENTS, 1, DtypePolicy()),
     "latents_native": (LATENTS, 1, NATIVE),
     "latents_native_split": (LATENTS, 2, NATIVE_BFLOAT16),
+    "sinks": ({"gating": GATING, "sliding_windows": (20, None)}, 1, DtypePolicy()),
+    "sinks_native_split": ({"gating": GATING, "sliding_windows": (20, None)}, 2, NATIVE_BFLOAT16),
 }
 NATIVE_FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "llama": ({}, 1, NATIVE),
@@ -253,7 +258,8 @@ def model_of(family: str) -> Model:
 
 def config_of(row: tuple[dict[str, Any], int, DtypePolicy]) -> tuple[ModelConfig, int, DtypePolicy]:
     changes, tensor, policy = row
-    make = sparse_config if "routing" in changes else latent_config if "rank" in changes else tiny_config
+    makers = {"routing": sparse_config, "rank": latent_config, "gating": gpt_oss_config}
+    make = next((maker for field, maker in makers.items() if field in changes), tiny_config)
     return make(**{**SIZES, **changes}), tensor, policy
 
 

@@ -10,9 +10,11 @@ import transformers
 from jaxserve.errors import ConfigError, UnsupportedModelError
 from jaxserve.layers.decoder import RMSNormLayer
 from jaxserve.layers.parallel import Scope
+from jaxserve.layers.sparse_mlp import ClampedSwiGLU
 from jaxserve.models.abstract import outline
 from jaxserve.models.decoder import DecoderConfig
 from jaxserve.models.gpt2 import GPT2Config
+from jaxserve.models.gpt_oss import GptOssConfig
 from jaxserve.models.hf_config import read_config_json
 from jaxserve.models.hf_decoder import ACTIVATIONS
 from jaxserve.models.olmo2 import Olmo2Layer
@@ -393,6 +395,55 @@ def test_fields_of_gpt2_as_in_transformers(raw: dict[str, Any], tmp_path: Path) 
     assert scales == [head_scale / divisor for divisor in divisors]
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {},
+        {
+            "sliding_window": 16,
+            "swiglu_limit": 3.0,
+            "swiglu_alpha": 2.0,
+            "num_local_experts": 8,
+            "attention_bias": False,
+        },
+        {"layer_types": ["full_attention", "sliding_attention"] * 3, "num_experts_per_tok": 2, "head_dim": 32},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}},
+        {"num_key_value_heads": 4, "bos_token_id": 5, "eos_token_id": [1, 2], "tie_word_embeddings": True},
+    ],
+    ids=str,
+)
+def test_fields_of_gpt_oss_as_in_transformers(raw: dict[str, Any]) -> None:
+    config = cast(GptOssConfig, read("GptOssForCausalLM", **raw))
+    expected = transformers.GptOssConfig(**SIZES, **raw)
+    assert config.sliding_windows == hf_windows(expected)
+    assert (config.num_kv_heads, config.head_dim) == (expected.num_key_value_heads, expected.head_dim)
+    assert (config.norm_eps, config.tie_embeddings) == (expected.rms_norm_eps, expected.tie_word_embeddings)
+    assert (config.qkv_bias, config.out_bias) == (expected.attention_bias,) * 2
+    assert (config.bos_token_id, list(config.eos_token_ids)) == (expected.bos_token_id, expected.eos_token_id or [])
+    assert config.routing.num_experts == expected.num_local_experts
+    assert config.routing.experts_per_token == expected.num_experts_per_tok and config.routing.is_normalized
+    assert (config.expert_ffn_size, config.sparse_layers) == (expected.intermediate_size, (True,) * 6)
+    assert config.gating == ClampedSwiGLU(alpha=expected.swiglu_alpha, limit=expected.swiglu_limit)
+    rope = expected.rope_parameters
+    assert (config.rope.kind, config.rope.factor, config.rope.theta) == ("yarn", rope["factor"], rope["rope_theta"])
+    assert config.rope.original_max_positions == rope["original_max_position_embeddings"]
+    assert config.rope.truncate == rope.get("truncate", True)
+
+
+def test_the_config_of_gpt_oss_20b() -> None:
+    """In the form of its config.json, which transformers 4 saved."""
+    yarn = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+    config = read(
+        "GptOssForCausalLM",
+        max_position_embeddings=131072,
+        rope_theta=150000,
+        rope_scaling={**yarn, "rope_type": "yarn", "truncate": False},
+        num_local_experts=32,
+        experts_per_token=4,
+    )
+    assert (config.max_positions, config.rope.truncate, config.rope.theta) == (131072, False, 150000.0)
+
+
 def test_unknown_architecture_lists_the_supported_ones() -> None:
     with pytest.raises(
         UnsupportedModelError, match="GPT9ForCausalLM is not supported; supported: BaiChuanForCausalLM, "
@@ -438,6 +489,7 @@ def test_quantized_checkpoints_are_refused_by_method(folder: str, shared_data: P
         ({"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}, "fp8"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
         ({"quantization_config": {"some": 1, "other": 2}}, r"an unknown method \(fields other, some\)"),
+        ({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}, "mxfp4"),
         ({"quantization": "int4"}, r"an unknown method \('int4'\)"),
     ],
     ids=str,

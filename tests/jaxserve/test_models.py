@@ -191,6 +191,19 @@ ROWS = {
         save="bare",
         fast=("tp1",),
     ),
+    "gpt-oss": Row(
+        family="GptOss",
+        raw={
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 9,
+            "swiglu_limit": 1.2,
+            **rope("yarn", factor=4.0, original_max_position_embeddings=24, beta_fast=6.0, truncate=False),
+        },
+        save="shards",
+        fast=("tp1", "tp2", "ep2", "tp2-experts3-all_to_all"),
+        num_experts=6,
+    ),
     "mixtral": Row(
         family="Mixtral",
         raw={"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11},
@@ -399,6 +412,18 @@ def test_a_module_on_its_own_gives_the_logits_of_transformers(
     np.testing.assert_allclose(np.asarray(model(tokens)), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_deterministic_tokens_do_not_depend_on_the_batch(checkpoint: Callable[[str], Checkpoint]) -> None:
+    made = checkpoint("gpt-oss")
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, logprobs=1)
+    settings: dict[str, Any] = {"deterministic": True, "max_num_seqs": 3, "max_num_batched_tokens": 16}
+    with LLM(str(made.directory), dtype="bfloat16", enable_prefix_caching=False, **settings) as llm:
+        alone = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0] for prompt in made.prompts]
+        together = [output.outputs[0] for output in llm.generate(made.prompts, params, use_tqdm=False)]
+    for one, other in zip(alone, together, strict=True):
+        assert one.token_ids == other.token_ids and one.cumulative_logprob == other.cumulative_logprob
+
+
 def test_a_module_in_another_type_is_near(checkpoint: Callable[[str], Checkpoint]) -> None:
     made = checkpoint("llama")
     tokens = np.array([made.prompts[1]])
@@ -430,6 +455,20 @@ def test_names_with_a_prefix_that_only_some_tensors_have(
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
     with pytest.raises(CheckpointError, match=r"(?s)missing: transformer\.wte\.weight .*unexpected: wte\.weight"):
         load_model(tmp_path)
+
+
+def test_a_fused_tensor_of_experts_of_another_shape_is_refused(
+    checkpoint: Callable[[str], Checkpoint], tmp_path: Path
+) -> None:
+    """The matrices the wrong way round, and one expert too few."""
+    made = checkpoint("gpt-oss")
+    tensors = {name: tensor.contiguous() for name, tensor in made.model.state_dict().items()}
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    (tmp_path / "config.json").write_text((made.directory / "config.json").read_text())
+    for wrong, shape in ((tensors[name].mT, "6, 104, 40"), (tensors[name][:5], "5, 40, 104")):
+        torch.save({**tensors, name: wrong.contiguous()}, tmp_path / "pytorch_model.bin")
+        with pytest.raises(CheckpointError, match=rf"gate_up_proj has shape \[{shape}\], expected \[6, 40, 104\]"):
+            load_model(tmp_path)
 
 
 def test_learned_positions_limit_the_context(checkpoint: Callable[[str], Checkpoint]) -> None:
