@@ -1,5 +1,6 @@
 """Devices that share experts and have requests of their own: the answers of one device, whatever the others run."""
 
+import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -10,12 +11,17 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, PoolingParams, RequestOutput, SamplingParams
+from jaxserve.config import EngineConfig
 from jaxserve.demo import MODEL_DIRECTORY
+from jaxserve.device.build import plan_engine
+from jaxserve.engine.model_defaults import find_tokenizer
 from jaxserve.engine.request_state import RequestState
+from jaxserve.engine.startup import assemble_engine
 from jaxserve.request import parse_prompts
 from jaxserve.scheduling.scheduler import Scheduler
 from tests.jaxserve.test_request_mix import REQUESTS, outcome, scores
 from tests.random_checkpoint import write_checkpoint
+from tests.remote_runner import RemoteRunner
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2MoeForCausalLM"],
@@ -49,6 +55,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "gather with tensor": {"expert_parallel_size": 2, "tensor_parallel_size": 2},
     "deterministic": {"expert_parallel_size": 2, "deterministic": True},
     "deterministic on four": {"expert_parallel_size": 4, "deterministic": True},
+    "deterministic with tensor": {"expert_parallel_size": 2, "tensor_parallel_size": 2, "deterministic": True},
     "all_to_all": {"expert_parallel_size": 4, "layout": "expert_all_to_all"},
     "one step at a time": {"expert_parallel_size": 2, "async_scheduling": False},
     "two replicas": {"expert_parallel_size": 2, "data_parallel_size": 2},
@@ -129,6 +136,20 @@ def test_requests_of_every_kind_are_as_on_one_device(seed: int, llm: LLM, expect
         for (prompt, params), output in zip(pairs, found, strict=True):
             (alone,) = llm.generate(prompt, params, use_tqdm=False)
             assert scores(alone) == scores(output)
+
+
+def test_the_plan_counts_all_lanes(llm: LLM) -> None:
+    """A request has the pages of one lane, and the engine those of all."""
+    (program, *_), num_lanes = llm.plan.programs, len(schedulers(llm))
+    assert [scheduler.allocator.num_pages for scheduler in schedulers(llm)] == [program.num_pages] * num_lanes
+    assert llm.ledger.num_pages == num_lanes * program.num_pages
+    assert llm.ledger.max_concurrency == num_lanes * program.num_pages / (128 // 8)
+    names = ("data", "tensor", "expert")
+    sizes = [getattr(llm.config, f"{name}_parallel_size") for name in names]
+    assert llm.plan.mesh_sizes == dict(zip(names, sizes, strict=True))
+    assert llm.plan.num_lanes == sizes[0] * sizes[2] == num_lanes
+    is_exchanged = llm.config.deterministic or llm.config.layout == "expert_all_to_all"
+    assert program.layout.name == ("expert_all_to_all" if is_exchanged else "expert_gather")
 
 
 def test_requests_go_to_the_lane_with_the_fewest(llm: LLM) -> None:
@@ -273,3 +294,25 @@ def test_a_lane_that_preempts_leaves_the_others_alone(scarce: Callable[..., LLM]
         assert len(tokens(request)) == (5 if request.lane else 40)
     assert value(llm, "num_preemptions") == first.num_preemptions
     assert value(llm, "compiles_after_ready") == 0
+
+
+@pytest.mark.slow
+def test_a_runner_in_another_process_has_the_same_lanes(model: Path, expected: list[RequestOutput]) -> None:
+    """Plans of all lanes go there, results of all come back."""
+    config = EngineConfig(model=str(model), **SETTINGS, expert_parallel_size=2)
+    runner = RemoteRunner(config)
+    plan = plan_engine(config)
+    engine = assemble_engine(config, plan, find_tokenizer(config, plan.directory), [runner])
+    requests = [
+        engine.submit(parse_prompts(prompt)[0], SamplingParams(**params))
+        for prompt, params in REQUESTS
+        if "n" not in params
+    ]
+    while engine.num_unfinished:
+        engine.step()
+    others = [output for output, (_, params) in zip(expected, REQUESTS, strict=True) if "n" not in params]
+    assert [request.samples[0].output().token_ids for request in requests] == [
+        one.outputs[0].token_ids for one in others
+    ]
+    assert {len(pickle.loads(sent)) for sent in runner.plans} == {2}
+    engine.close()
