@@ -143,7 +143,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     page_size = config.block_size or 64
     scope = Scope(parallel=Parallel.on_mesh(layout, first))
     policy, kernel = choose_kernels(config, model, scope, first.devices.flat[0], page_size)
-    module = outline(model, scope)
+    module = outline(model, dataclasses.replace(scope, policy=policy))
     _check_expert_load(config, module)
     is_invariant = computes_rows_natively(module.has_fused_norms, policy, kernel)
     is_deterministic = is_invariant if config.deterministic is None else config.deterministic

@@ -46,6 +46,12 @@ SIZES: dict[str, Any] = {
 }
 DYNAMIC = RopeConfig(kind="dynamic", rotary_dim=12, max_positions=64, factor=2.0)
 ROUTING = Routing(num_experts=6, experts_per_token=2, is_normalized=True)
+MIXTRAL: dict[str, Any] = {
+    "architecture": "MixtralForCausalLM",
+    "sparse_layers": (True, True),
+    "shared_ffn_size": 0,
+    "qkv_bias": False,
+}
 MULTIPLIED = {"embedding_multiplier": 1.7, "residual_multiplier": 0.3, "logits_divisor": 3.0}
 NATIVE = DtypePolicy(linear="native", grouped="native")
 NATIVE_BFLOAT16 = DtypePolicy(weights="bfloat16", kv="bfloat16", linear="native", grouped="native")
@@ -77,6 +83,8 @@ NATIVE_FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "split_in_four": ({"tie_embeddings": True, "mlp_bias": True, "out_bias": True}, 4, NATIVE_BFLOAT16),
     "experts": ({"routing": ROUTING}, 1, NATIVE),
     "experts_split": ({"routing": ROUTING}, 2, NATIVE_BFLOAT16),
+    "experts_alone": ({"routing": ROUTING, **MIXTRAL}, 1, NATIVE_BFLOAT16),
+    "experts_alone_split": ({"routing": ROUTING, **MIXTRAL}, 2, NATIVE),
 }
 same_code = pytest.mark.skipif(
     "interpret" in (BACKEND or "") and "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"],

