@@ -6,7 +6,8 @@
 Both models have random weights in bfloat16; the mixture has 8 experts, 2 of them active per token, and the dense model
 an MLP of twice an expert's width. jaxserve runs both in one process, in turns, and prints the ratio of each pair of
 turns, which other programs on the machine hardly change. Then ``drive_hf.py`` and ``drive_vllm.py`` of the workloads'
-folder run the mixture, each in a process of its own. A is one request of 128 + 128 tokens, B 32 ragged requests at once.
+folder run the mixture, each in a process of its own. A is one request of 128 + 128 tokens, B 32 ragged requests at
+once.
 """
 
 import argparse

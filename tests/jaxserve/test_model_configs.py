@@ -425,6 +425,7 @@ def test_fields_of_gpt_oss_as_in_transformers(raw: dict[str, Any]) -> None:
     assert (config.expert_ffn_size, config.sparse_layers) == (expected.intermediate_size, (True,) * 6)
     assert config.gating == ClampedSwiGLU(alpha=expected.swiglu_alpha, limit=expected.swiglu_limit)
     rope = expected.rope_parameters
+    assert rope is not None and config.rope is not None
     assert (config.rope.kind, config.rope.factor, config.rope.theta) == ("yarn", rope["factor"], rope["rope_theta"])
     assert config.rope.original_max_positions == rope["original_max_position_embeddings"]
     assert config.rope.truncate == rope.get("truncate", True)
