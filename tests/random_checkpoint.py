@@ -27,6 +27,23 @@ LLAMA: dict[str, Any] = {
     "dtype": "float32",
 }
 """A small ``config.json``, for tests to change."""
+DEEPSEEK: dict[str, Any] = {
+    **LLAMA,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+"""One with latents and experts."""
 
 
 def write_checkpoint(directory: Path, config: dict[str, Any], seed: int) -> None:

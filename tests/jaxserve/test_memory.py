@@ -27,7 +27,7 @@ from jaxserve.device.memory import (
 from jaxserve.layers.cpu import cpu_key
 from jaxserve.scheduling.page_allocator import KVWindow
 from tests.jaxserve.test_lanes import CONFIG as SPARSE
-from tests.random_checkpoint import write_checkpoint
+from tests.random_checkpoint import DEEPSEEK, write_checkpoint
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -211,6 +211,15 @@ SPLIT: dict[str, dict[str, Any]] = {
     "experts over tensor": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "experts with all rows": {"expert_parallel_size": 2, "tensor_parallel_size": 2, "layout": "expert_all_reduce"},
     "experts and rows": {"expert_parallel_size": 2, "tensor_parallel_size": 2},
+    "latents": {"tensor_parallel_size": 2},
+    "latents and rows": {"expert_parallel_size": 2, "tensor_parallel_size": 2},
+    "windows": {"tensor_parallel_size": 2, "num_experts": 0},
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "latents": DEEPSEEK,
+    "latents and rows": DEEPSEEK,
+    "windows": SPARSE
+    | {"architectures": ["Gemma2ForCausalLM"], "sliding_window": 16, "num_hidden_layers": 3, "max_window_layers": 1},
 }
 
 
@@ -219,7 +228,7 @@ def test_every_device_holds_what_is_planned_for_it(name: str, tmp_path: Path) ->
     """Weights, pages and the state of slots; a lane's pages are its own devices' alone."""
     settings = {**SPLIT[name]}
     dense = {} if settings.pop("num_experts", 4) else {"mlp_only_layers": [0, 1]}
-    write_checkpoint(tmp_path, SPARSE | dense, seed=0)
+    write_checkpoint(tmp_path, KINDS.get(name, SPARSE) | dense, seed=0)
     config = EngineConfig(model=str(tmp_path), max_num_seqs=4, block_size=8, num_gpu_blocks_override=200, **settings)
     plan = plan_engine(config)
     (program,), needs = plan.programs, plan.needs
@@ -232,9 +241,10 @@ def test_every_device_holds_what_is_planned_for_it(name: str, tmp_path: Path) ->
     assert len(held) == program.mesh.devices.size == (2 if "expert_parallel_size" not in settings else 4)
     for size in held.values():
         assert size == pytest.approx(planned, rel=0.02)
-    assert program.num_lanes == (2 if name == "experts and rows" else 1)
+    assert program.num_lanes == (2 if name.endswith("and rows") else 1)
     assert program.num_pages == 200
-    pool, _ = program.abstract_state().pools[0]
+    pool, *others = program.abstract_state().pools[0]
+    assert len(others) == (0 if "latents" in name else 1)
     assert pool.shape[0] == program.num_lanes * pool.sharding.shard_shape(pool.shape)[0]
 
 

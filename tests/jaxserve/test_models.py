@@ -487,6 +487,31 @@ def test_expert_parallelism_needs_experts_that_can_be_shared(checkpoint: Callabl
 
 
 @pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "mixtral",
+            {"num_local_experts": 6},
+            r"missing: .*experts.5.w1.weight \[52, 40\]",
+        ),
+        ("mixtral", {"num_local_experts": 6}, r"block_sparse_moe.gate.weight has shape \[5, 40\], expected \[6, 40\]"),
+        ("granite-moe", {"num_local_experts": 5}, r"has shape \[4, 104, 40\], expected \[5, 104, 40\]"),
+        ("deepseek-v3", {"n_routed_experts": 12, "n_group": 6}, r"missing: .*experts.8.gate_proj"),
+        ("deepseek-v3", {"kv_lora_rank": 24}, r"kv_b_proj.weight has shape \[192, 20\], expected \[192, 24\]"),
+        ("deepseek-v3", {"n_group": 3}, r"n_group: expected a divisor of the 8 experts, got 3"),
+        ("deepseek-v3", {"topk_group": 1}, r"topk_group: 1 groups of 2 experts are too few for 3"),
+        ("deepseek-v3", {"scoring_func": "softmax"}, r"scoring_func: expected sigmoid, got 'softmax'"),
+    ],
+)
+def test_experts_that_a_checkpoint_lacks_are_named_before_loading(
+    name: str, change: dict[str, Any], message: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    settings = {"dtype": "float32", "compilation_cache_dir": ""}
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        LLM(str(checkpoint(name).directory), hf_overrides=change, **settings)
+
+
+@pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
         (
