@@ -61,7 +61,8 @@ class ShardingLayout:
         if shares != (self.dispatch != "all_reduce") or shares != (rows is not None):
             raise LayoutError(
                 f"layout {self.name!r}: dispatch {self.dispatch!r} with batch over {rows} and experts over "
-                f"{rules.get('experts')}; gather and all_to_all need both over one mesh axis, all_reduce needs all rows on every device"
+                f"{rules.get('experts')}; gather and all_to_all need both over one mesh axis, "
+                "all_reduce needs all rows on every device"
             )
 
     @property
