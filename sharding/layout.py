@@ -58,10 +58,11 @@ class ShardingLayout:
                 "split only experts besides"
             )
         shares = rows is not None and rules.get("experts") == rows
-        if shares != (self.dispatch != "all_reduce"):
+        if shares != (self.dispatch != "all_reduce") or shares != (rows is not None):
             raise LayoutError(
                 f"layout {self.name!r}: dispatch {self.dispatch!r} with batch over {rows} and experts over "
-                f"{rules.get('experts')}; gather and all_to_all need both over one mesh axis, all_reduce over different"
+                f"{rules.get('experts')}; gather and all_to_all need both over one mesh axis, "
+                "all_reduce needs all rows on every device"
             )
 
     @property

@@ -208,6 +208,11 @@ def test_dimensions_of_several_axes() -> None:
         ),
         ({"experts": "expert"}, "gather", "dispatch 'gather' with batch over None and experts over expert"),
         ({"batch": "data", "pages": "data", "experts": "expert"}, "all_to_all", "dispatch 'all_to_all' with batch"),
+        (
+            {"batch": "data", "pages": "data"},
+            "all_reduce",
+            "dispatch 'all_reduce' with batch over data and experts over",
+        ),
         ({}, "gather", "dispatch 'gather' with batch over None and experts over None"),
     ],
 )
