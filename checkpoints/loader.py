@@ -36,6 +36,7 @@ class _Copy(NamedTuple):
     source: str
     source_index: Index
     target_index: Index
+    is_transposed: bool
 
 
 class Stored(NamedTuple):
@@ -163,6 +164,7 @@ def _assemble(reader: CheckpointReader, recipe: TensorRecipe, bounds: Bounds, dt
     def copy(chunk: _Copy) -> None:
         values = reader.read(chunk.source, chunk.source_index)
         with np.errstate(over="ignore", invalid="ignore"):
+            values = values.T if chunk.is_transposed else values
             shard[chunk.target_index] = values.reshape(shard[chunk.target_index].shape)
 
     for piece in recipe.pieces:
@@ -187,14 +189,18 @@ def _chunks(piece: Piece, bounds: Bounds, itemsize: int) -> list[_Copy]:
         return []
     extra = len(piece.source_start) - len(piece.shape)
     leading = tuple(slice(index, index + 1) for index in piece.source_start[:extra])
-    sources = [
-        begin + start - target
-        for begin, start, target in zip(piece.source_start[extra:], starts, piece.target_start, strict=True)
-    ]
-    targets = [start - origin for start, (origin, _) in zip(starts, bounds, strict=True)]
+    order = -1 if piece.is_transposed else 1  # boxes are tiled in the order of the source's axes
+    skipped = [start - target for start, target in zip(starts, piece.target_start, strict=True)][::order]
+    sources = [begin + skip for begin, skip in zip(piece.source_start[extra:], skipped, strict=True)]
+    targets = [start - origin for start, (origin, _) in zip(starts, bounds, strict=True)][::order]
     return [
-        _Copy(piece.source, leading + _box(sources, offsets, steps), _box(targets, offsets, steps))
-        for offsets, steps in _tiles(lengths, itemsize)
+        _Copy(
+            piece.source,
+            leading + _box(sources, offsets, steps),
+            _box(targets, offsets, steps)[::order],
+            piece.is_transposed,
+        )
+        for offsets, steps in _tiles(lengths[::order], itemsize)
     ]
 
 

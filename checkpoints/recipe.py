@@ -1,12 +1,12 @@
 """How a model's array is assembled from rectangular pieces of checkpoint tensors.
 
-One form covers a plain copy, a vocabulary padded with zeros, KV heads repeated for more devices than heads, and
-fused projections (Phi-3's `qkv_proj`, Baichuan's `W_pack`) whose rows are reordered per device. Nothing is
-transposed: weights stay `[out, in]` as Hugging Face stores them.
+One form covers a plain copy, a vocabulary padded with zeros, KV heads repeated for more devices than heads,
+fused projections (Phi-3's `qkv_proj`, Baichuan's `W_pack`) whose rows are reordered per device, and weights that a
+checkpoint stores as `[in, out]` (GPT-2): the model's are `[out, in]`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,13 +15,21 @@ class Piece(NamedTuple):
     """A box of `shape` copied from `source_start` of the tensor `source` to `target_start` of the array.
 
     A source of more dimensions than the array has the same matrix once for each index of its leading ones, as where all
-    experts share one tensor; `source_start` then begins with those indices.
+    experts share one tensor; `source_start` then begins with those indices. A transposed piece is the transpose of a
+    matrix of its source, whose box has the two lengths of `shape` in the other order.
     """
 
     source: str
     source_start: tuple[int, ...]
     target_start: tuple[int, ...]
     shape: tuple[int, ...]
+    is_transposed: bool = False
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """Lengths of the box in the source."""
+        lengths = self.shape[::-1] if self.is_transposed else self.shape
+        return (1,) * (len(self.source_start) - len(lengths)) + lengths
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class TensorRecipe:
 
     Raises:
         ValueError: a piece has another rank than the array or a higher one than its source, reaches outside its source
-            or the array, or copies from a tensor that is not in `sources`.
+            or the array, is transposed but not a matrix, or copies from a tensor that is not in `sources`.
     """
 
     shape: tuple[int, ...]
@@ -48,8 +56,9 @@ class TensorRecipe:
             if piece.source not in source_shapes:
                 raise ValueError(f"{piece}: its source is not in sources {sorted(source_shapes)}")
             source_shape = source_shapes[piece.source]
-            extra = len(piece.source_start) - len(piece.shape)
-            if not _is_box_inside(piece.source_start, (1,) * extra + piece.shape, source_shape):
+            if piece.is_transposed and len(piece.shape) != 2:
+                raise ValueError(f"{piece} is transposed, which needs two dimensions, but has {len(piece.shape)}")
+            if not _is_box_inside(piece.source_start, piece.source_shape, source_shape):
                 raise ValueError(f"{piece} reaches outside its source of shape {list(source_shape)}")
             if not _is_box_inside(piece.target_start, piece.shape, self.shape):
                 raise ValueError(f"{piece} reaches outside the array of shape {list(self.shape)}")
@@ -59,17 +68,24 @@ class TensorRecipe:
         """Number of elements of the array."""
         return math.prod(self.shape)
 
+    def renamed(self, name: Callable[[str], str]) -> "TensorRecipe":
+        """Return the same recipe with other names of its sources; `name` returns the new name of each."""
+        pieces = tuple(piece._replace(source=name(piece.source)) for piece in self.pieces)
+        return TensorRecipe(self.shape, pieces, tuple((name(source), shape) for source, shape in self.sources))
 
-def whole(source: str, shape: Sequence[int]) -> TensorRecipe:
-    """Return the recipe of an array that equals one checkpoint tensor.
+
+def whole(source: str, shape: Sequence[int], is_transposed: bool = False) -> TensorRecipe:
+    """Return the recipe of an array that equals one checkpoint tensor, or its transpose.
 
     Args:
         source: name of the tensor.
-        shape: its expected shape, which is also the array's.
+        shape: the array's shape.
+        is_transposed: whether the tensor is the transpose of the array, a matrix.
     """
     shape = tuple(shape)
     origin = (0,) * len(shape)
-    return TensorRecipe(shape, (Piece(source, origin, origin, shape),), ((source, shape),))
+    piece = Piece(source, origin, origin, shape, is_transposed)
+    return TensorRecipe(shape, (piece,), ((source, piece.source_shape),))
 
 
 def _is_box_inside(start: tuple[int, ...], lengths: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -36,7 +36,12 @@ class EngineConfig:
         data_parallel_size: Number of replicas of the model, each with its own KV pages and scheduler.
         enable_expert_parallel: Split the experts over the devices of ``tensor_parallel_size``, not the features of each
             expert.
-        layout: Name of the sharding layout.
+        expert_parallel_size: Number of devices that share the experts of a model, in addition to those of
+            ``tensor_parallel_size``, which split the features of each expert. By default they also share the requests:
+            each has its own KV pages and up to ``max_num_seqs`` sequences per step, and all run each step together.
+        layout: Name of the sharding layout. ``tensor_parallel`` means ``expert_parallel`` with
+            ``enable_expert_parallel``. With ``expert_parallel_size`` it means ``expert_gather``, or
+            ``expert_all_to_all`` if ``deterministic`` is True; ``expert_all_reduce`` gives all devices all requests.
         seed: Seed of requests without one.
         gpu_memory_utilization: Fraction of a device's memory to use, in (0, 1].
         kv_cache_memory_bytes: Bytes of KV pages per device; None uses the remaining memory (on CPUs at most 1 GiB).
@@ -60,9 +65,10 @@ class EngineConfig:
         logprobs_mode: Values of logprobs: ``raw_logprobs`` before masks, penalties and temperature,
             ``processed_logprobs`` after them, ``raw_logits`` and ``processed_logits`` the logits themselves.
         logits_processors: Functions that change logits in the step (``LogitsProcessor``), or their ``module:name``.
-        reasoning_parser: Format of the model's reasoning, for ``parse_message`` and ``thinking_token_budget``;
-            structured outputs then start after the reasoning.
-        tool_call_parser: Format of the model's tool calls, for ``parse_message``.
+        reasoning_parser: Format of the model's reasoning, for ``parse_message`` and ``thinking_token_budget``:
+            deepseek_r1, deepseek_v3, openai_gptoss, qwen3 or think. Structured outputs then start after the reasoning.
+        tool_call_parser: Format of the model's tool calls, for ``parse_message``: deepseek_v3, deepseek_v31, hermes,
+            kimi_k2, llama3_json, mistral, openai, pythonic, qwen3, qwen3_coder or qwen3_xml.
         attention_backend: Attention kernels: triton, mosaic, jax-triton, native, xla, pallas-interpret or
             mosaic-interpret; None uses the first that the device supports.
         kernels: ``native`` (CPU) or ``xla`` forces these kernels for all operations that have both, and fails if they
@@ -94,6 +100,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    expert_parallel_size: int = 1
     layout: str = "tensor_parallel"
     seed: int = 0
     gpu_memory_utilization: float = 0.92

@@ -66,6 +66,7 @@ _WHOLE_FIELDS = MappingProxyType(
     {
         "tensor_parallel_size": 1,
         "data_parallel_size": 1,
+        "expert_parallel_size": 1,
         "num_gpu_blocks_override": 1,
         "kv_cache_memory_bytes": 1,
         "max_num_seqs": 1,

@@ -17,7 +17,7 @@ from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import BeamSearchOutput, EmbeddingRequestOutput, PoolingRequestOutput, RequestOutput
-from jaxserve.parsers import MessageParser, ParsedMessage, starts_in_reasoning
+from jaxserve.parsers import MessageParser, ParsedMessage, chosen_reasoning, starts_in_reasoning
 from jaxserve.pooling_params import PoolingParams, check_pooling_task
 from jaxserve.request import parse_prompts, priorities_for_each
 from jaxserve.sampling_params import BeamSearchParams, SamplingParams
@@ -192,14 +192,15 @@ class LLM:
 
         Args:
             text: The completion, generated with ``skip_special_tokens=False`` if the model's markers are special
-                tokens.
+                tokens, as those of GPT-OSS are.
             tools: The offered tools with their JSON schemas, which formats without types need.
             prompt: The text before the completion, which may open the reasoning.
 
         Raises:
             ConfigError: The engine has neither ``reasoning_parser`` nor ``tool_call_parser``.
         """
-        reasoning, calls = self.config.reasoning_parser, self.config.tool_call_parser
+        calls = self.config.tool_call_parser
+        reasoning = chosen_reasoning(self.config.reasoning_parser, calls)
         if reasoning is None and calls is None:
             raise ConfigError("parse_message needs an engine with reasoning_parser or tool_call_parser set")
         begun = None if reasoning is None else starts_in_reasoning(prompt, reasoning)

@@ -1,7 +1,7 @@
 """Triton kernels of paged attention. Imports triton: import this module only through ``jax_triton.kernels``.
 
 Constants come in two tuples. SHAPE: key/value heads, query heads of each, tokens of a page, width of a head. SCORING:
-scale, window (0: none), soft cap (0: none).
+scale, window (0: none), soft cap (0: none), whether there are sinks.
 """
 
 from typing import no_type_check
@@ -68,6 +68,13 @@ def _walk(
 
 @triton.jit
 @no_type_check
+def _with_sinks(total, maximum, sinks_ptr, heads, is_head):
+    """Add to softmax denominators the sinks of some query heads."""
+    return total + tl.exp2(tl.load(sinks_ptr + heads, mask=is_head, other=0).to(tl.float32) * _LOG2_E - maximum)
+
+
+@triton.jit
+@no_type_check
 def decode_kernel(
     query_ptr,  # [R, N, H]
     keys_ptr,  # [P, K, p, H]
@@ -75,6 +82,7 @@ def decode_kernel(
     table_ptr,  # [Rt, M] int32
     rows_ptr,  # [R] int32
     lens_ptr,  # [R] int32
+    sinks_ptr,  # [N] float32, read if there is one split
     table_width,  # M
     out_ptr,  # [R, N, splits, H]
     logs_ptr,  # [R, N, splits] logarithms to base 2 of the softmax's denominators
@@ -112,6 +120,8 @@ def decode_kernel(
     maximum, total, summed = _walk(state, query, positions, pools, table, start, stop, SHAPE, SCORING, TILE, True)
     is_empty = total == 0
     total = tl.where(is_empty, 1.0, total)
+    if SCORING[3] and tl.num_programs(2) == 1:
+        total = _with_sinks(total, maximum, sinks_ptr, heads, is_head)
     at = at * tl.num_programs(2) + split
     tl.store(out_ptr + at[:, None] * HEAD_DIM + dims[None, :], summed / total[:, None], mask=mask)
     tl.store(logs_ptr + at, tl.where(is_empty, _NO_SCORE, maximum + tl.log2(total)), mask=is_head)
@@ -122,9 +132,11 @@ def decode_kernel(
 def combine_kernel(
     parts_ptr,  # [R * N, SPLITS, HEAD_DIM] float32
     logs_ptr,  # [R * N, SPLITS] float32
+    sinks_ptr,  # [N] float32
     out_ptr,  # [R * N, HEAD_DIM]
     SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    SINKS: tl.constexpr,  # N, or 0 for none
 ):
     """The mean of the splits of one row and head, weighted by their denominators; grid (R * N,)."""
     BLOCK_H: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
@@ -144,7 +156,10 @@ def combine_kernel(
         total += weights
         summed += tl.sum(parts * weights[:, None], 0)
     out = out_ptr + tl.program_id(0).to(tl.int64) * HEAD_DIM + dims
-    tl.store(out, summed / tl.sum(total, 0), mask=dims < HEAD_DIM)
+    denominator = tl.sum(total, 0)
+    if SINKS > 0:
+        denominator = _with_sinks(denominator, highest, sinks_ptr, tl.program_id(0) % SINKS, True)
+    tl.store(out, summed / denominator, mask=dims < HEAD_DIM)
 
 
 @triton.jit
@@ -170,6 +185,7 @@ def prefill_kernel(
     starts_ptr,  # [R] int32
     lens_ptr,  # [R] int32
     bounds_ptr,  # [2] int32: first prefill row and the one after the last
+    sinks_ptr,  # [N] float32
     table_width,  # M
     out_ptr,  # [T, N, H]
     SHAPE: tl.constexpr,
@@ -211,4 +227,6 @@ def prefill_kernel(
             start = (prefix + first + 1) // TILE  # tiles before it are seen by all queries
             state = _walk(state, query, positions, pools, table, 0, start, SHAPE, SCORING, TILE, False)
         maximum, total, summed = _walk(state, query, positions, pools, table, start, stop, SHAPE, SCORING, TILE, True)
+        if SCORING[3]:
+            total = _with_sinks(total, maximum, sinks_ptr, head, is_query)
         tl.store(out_ptr + at[:, None] * HEAD_DIM + dims[None, :], summed / total[:, None], mask=mask)

@@ -53,9 +53,10 @@ class Softmax(NamedTuple):
         total = self.total * kept + jnp.sum(weights, axis=1)
         return Softmax(maximum, total, self.values * kept[:, None] + added)
 
-    def mean(self) -> Float[Array, "rows H"]:
-        """Return the weighted mean of the values; zero if nothing was seen."""
-        return self.values / jnp.where(self.total == 0, 1, self.total)[:, None]
+    def mean(self, sinks: Float[Array, " rows"] | None = None) -> Float[Array, "rows H"]:
+        """Return the weighted mean of the values; zero if nothing was seen. ``sinks`` are logits without values."""
+        total = self.total if sinks is None else self.total + jnp.exp2(sinks * LOG2_E - self.maximum)
+        return self.values / jnp.where(total == 0, 1, total)[:, None]
 
 
 class Pages(NamedTuple):

@@ -25,6 +25,7 @@ def decode_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: Float[Array, " N"] | None = None,
     num_splits: int,
 ) -> Float[Array, "R N H"]:
     """Compute attention of one query per row, the last token of a context.
@@ -39,6 +40,7 @@ def decode_attention(
         scale: Factor of the scores.
         window: Number of latest tokens that are seen; None: all.
         soft_cap: Bound of the scores, or None.
+        sinks: Logit of each query head that has no value, or None.
         num_splits: Programs that share a context.
     """
     num_rows, num_heads, head_dim = query.shape
@@ -53,6 +55,7 @@ def decode_attention(
         page_table,
         rows,
         lens,
+        pointer(sinks, query),
         page_table.shape[1],
         out_type=(
             jax.ShapeDtypeStruct((num_rows, num_heads, num_splits, head_dim), part_type),
@@ -62,7 +65,7 @@ def decode_attention(
         num_warps=8 if query.dtype == jnp.float32 else 4,
         num_stages=3 if query.dtype == jnp.float32 else 5,  # half of them for pages: their numbers come first
         SHAPE=(num_kv_heads, num_heads // num_kv_heads, page_size, head_dim),
-        SCORING=tuple(scoring_constants(scale, window, soft_cap)),
+        SCORING=tuple(scoring_constants(scale, window, soft_cap, sinks is not None)),
         TILE=context_tile(query.dtype),
     )
     if num_splits == 1:
@@ -71,12 +74,14 @@ def decode_attention(
         kernels.combine_kernel,
         parts,
         logs,
+        pointer(sinks, query),
         out_type=jax.ShapeDtypeStruct(query.shape, query.dtype),
         grid=(num_rows * num_heads,),
         num_warps=4,
         num_stages=2,
         SPLITS=num_splits,
         HEAD_DIM=head_dim,
+        SINKS=0 if sinks is None else num_heads,
     )
 
 
@@ -86,11 +91,18 @@ class ScoringConstants(NamedTuple):
     scale: float
     window: int
     soft_cap: float
+    has_sinks: bool
 
 
-def scoring_constants(scale: float, window: int | None, soft_cap: float | None) -> ScoringConstants:
+def scoring_constants(scale: float, window: int | None, soft_cap: float | None, has_sinks: bool) -> ScoringConstants:
     """Return the constants of a kernel call."""
-    return ScoringConstants(float(scale), window or 0, float(soft_cap or 0))
+    return ScoringConstants(float(scale), window or 0, float(soft_cap or 0), has_sinks)
+
+
+def pointer(optional: Array | None, other: Array) -> Array:
+    """Return an array that a kernel's pointer to an optional one can name: ``other``, which it does not read, if there
+    is none."""
+    return other if optional is None else optional
 
 
 def context_tile(dtype: jnp.dtype) -> int:

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention_scores import MASKED
+from pallas_kernels.attention_scores import LOG2_E, MASKED
 from pallas_kernels.combine_attention_mosaic import combine_splits
 from pallas_kernels.mosaic_ring import Ring, Span, Splits, Tiles, copy_tiles, swizzled
 from pallas_kernels.mosaic_support import Scoring, mosaic_gpu
@@ -40,6 +40,7 @@ class _Plan(NamedTuple):
     splits: Splits
     tiles: Tiles
     scoring: Scoring
+    has_sinks: bool
 
     @property
     def columns(self) -> int:
@@ -59,6 +60,7 @@ def decode_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: Float[Array, " N"] | None = None,
     num_splits: int,
     interpret: Any = None,
 ) -> Float[Array, "R N H"]:
@@ -77,6 +79,7 @@ def decode_attention(
         scale: Factor that query-key dot products are multiplied by.
         window: Number of tokens that a query sees, itself included; None for all.
         soft_cap: Bound that scores approach by a tanh; None for no bound.
+        sinks: Logit of each query head that has no value; None for none.
         num_splits: Number of parts, equal in tiles, that each context is split into and that run side by side.
         interpret: ``InterpretGPUParams`` to run on a CPU.
     """
@@ -86,14 +89,17 @@ def decode_attention(
     is_crowded = head_dim > 128 and group > _WIDE_GROUP
     tiles = Tiles(TILE, _NUM_STAGES - is_crowded, page_size)
     splits = Splits(num_splits, TILE, window)
-    plan = _Plan(num_kv_heads, group, head_dim, splits, tiles, scoring)
+    plan = _Plan(num_kv_heads, group, head_dim, splits, tiles, scoring, sinks is not None and num_splits == 1)
     grouped = query.reshape(num_rows, num_kv_heads, group, head_dim)
+    if sinks is not None:
+        sinks = jnp.pad(sinks.reshape(num_kv_heads, group), ((0, 0), (0, plan.columns - group)))
     launch = _launch(plan, num_rows, query.dtype, interpret)
-    out = launch(page_table, rows, lens, grouped, key_pool, value_pool)
+    out = launch(page_table, rows, lens, grouped, key_pool, value_pool, *([sinks] if plan.has_sinks else []))
     if num_splits == 1:
         return out[0].reshape(query.shape)
+    settings = {"splits": splits, "group": group, "dtype": query.dtype}
     parts, lse = out
-    combined = combine_splits(parts, lse, lens, splits=splits, group=group, dtype=query.dtype, interpret=interpret)
+    combined = combine_splits(parts, lse, lens, sinks, **settings, interpret=interpret)
     return combined.reshape(query.shape)
 
 
@@ -134,7 +140,8 @@ def _kernel(
     query_hbm_ref: Any,  # [R, K, G, H]
     key_hbm_ref: Any,  # [P, K, p, H]
     value_hbm_ref: Any,  # [P, K, p, H]
-    *out_refs: Any,  # [R, K, G, H]; or [R, K, splits, H, columns] and [R, K, splits, columns] float32
+    *refs: Any,  # [K, columns] float32 if there are sinks and one split; then the results:
+    # [R, K, G, H]; or [R, K, splits, H, columns] and [R, K, splits, columns] float32
     ring: Ring,
     plain_ref: Any,  # [columns, H]
     query_filled: Any,
@@ -157,7 +164,8 @@ def _kernel(
     def _consume():
         mosaic_gpu().barrier_wait(query_filled)
         index = (row, head, split) if is_split else (row, head)
-        _attend(plan, span, ring, plain_ref, *(ref.at[index] for ref in out_refs), **scratch)
+        sinks_ref, out_refs = (refs[0].at[head], refs[1:]) if plan.has_sinks else (None, refs)
+        _attend(plan, span, ring, plain_ref, sinks_ref, *(ref.at[index] for ref in out_refs), **scratch)
 
 
 def _attend(
@@ -165,6 +173,7 @@ def _attend(
     span: Span,
     ring: Ring,
     plain_ref: Any,  # [columns, H]: queries, then results
+    sinks_ref: Any | None,  # [columns] float32
     *out_refs: Any,  # [G, H]; or [H, columns] and [columns] float32
     query_ref: Any,  # [columns, H]
     weights_ref: Any,  # [columns, TILE]
@@ -214,6 +223,9 @@ def _attend(
     )
     values, maximum, total = lax.fori_loop(0, span.num_tiles, round_, state)
     total = jnp.maximum(total.sum(0), 1e-30)
+    if sinks_ref is not None:
+        sinks = plgpu.load(sinks_ref, layout=per_head, optimized=False)
+        total = total + jnp.exp2(sinks * LOG2_E - maximum)
     mean = values / spread(total, plan.head_dim)
     if plan.splits.num_splits > 1:
         out_refs[0][...] = mean

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention_scores import MASKED
+from pallas_kernels.attention_scores import LOG2_E, MASKED
 from pallas_kernels.attention_tiles import (
     Pages,
     Scoring,
@@ -63,6 +63,7 @@ def decode_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: Float[Array, " N"] | None = None,
     num_splits: int,
     interpret: bool = False,
 ) -> Float[Array, "R N H"]:
@@ -78,6 +79,7 @@ def decode_attention(
         scale: Factor of the scores.
         window: Number of latest tokens that are seen, or None for all.
         soft_cap: Smooth bound of the scores, or None.
+        sinks: Logit of each query head that has no value, or None.
         num_splits: Parts of a context that run in parallel. A row's result depends on its own context and this
             number, not on other rows.
         interpret: Run in plain JAX, on any platform.
@@ -99,7 +101,7 @@ def decode_attention(
         compiler_params=pltriton.CompilerParams(num_warps=_NUM_WARPS, num_stages=_num_stages(pages, key_pool.dtype)),
         interpret=interpret,
         name="paged_decode_attention",
-    )(query.astype(key_pool.dtype), key_pool, value_pool, page_table, rows, lens)
+    )(query.astype(key_pool.dtype), key_pool, value_pool, page_table, rows, lens, sinks if num_splits == 1 else None)
     if num_splits == 1:
         return attended
     is_large = padded(num_splits) * pages.width > _LARGE_COMBINE
@@ -110,7 +112,7 @@ def decode_attention(
         compiler_params=pltriton.CompilerParams(num_warps=2 * _NUM_WARPS if is_large else _NUM_WARPS, num_stages=1),
         interpret=interpret,
         name="paged_decode_combine",
-    )(*attended, lens)
+    )(*attended, lens, sinks)
 
 
 def _tile(head_dim: int, dtype: jnp.dtype) -> int:
@@ -132,6 +134,7 @@ def _attend_kernel(
     table_ref: Any,  # [Rt, M]
     rows_ref: Any,  # [R]
     lens_ref: Any,  # [R]
+    sinks_ref: Any | None,  # [N]
     out_ref: Any,  # [R, N, H], or for several splits their means [R, N, S, H]
     log_ref: Any = None,  # [R, N, S], the base-2 logarithm of their sums
     *,
@@ -157,7 +160,8 @@ def _attend_kernel(
     begun = Softmax.empty(padded(plan.group), pages.width)
     softmax = pages.walk((table_ref, key_ref, value_ref), row, head, (start, stop), begun, score)
     if plan.num_splits == 1:
-        store_heads(out_ref, (r, heads[:, None]), softmax.mean(), is_head, pages.head_dim)
+        sinks = None if sinks_ref is None else pltriton.load(sinks_ref.at[heads], mask=is_head, other=0)
+        store_heads(out_ref, (r, heads[:, None]), softmax.mean(sinks), is_head, pages.head_dim)
         return
     is_used = is_head & (start < stop)
     store_heads(out_ref, (r, heads[:, None], split), softmax.mean(), is_used, pages.head_dim)
@@ -169,6 +173,7 @@ def _combine_kernel(
     parts_ref: Any,  # [R, N, S, H]
     logs_ref: Any,  # [R, N, S]
     lens_ref: Any,  # [R]
+    sinks_ref: Any | None,  # [N]
     out_ref: Any,  # [R, N, H]
     *,
     plan: _Plan,
@@ -178,9 +183,12 @@ def _combine_kernel(
     split = jnp.arange(padded(plan.num_splits))
     is_used = split < ceil_div(last - first, num_tiles)
     logs = pltriton.load(logs_ref.at[r, head, split], mask=is_used, other=MASKED)
-    weights = jnp.where(is_used, jnp.exp2(logs - jnp.max(logs)), 0)
+    maximum = jnp.max(logs)
+    weights = jnp.where(is_used, jnp.exp2(logs - maximum), 0)
     parts = load_heads(parts_ref, (r, head, split[:, None]), is_used, plan.pages.head_dim)
     total = jnp.sum(weights)
+    if sinks_ref is not None:
+        total += jnp.exp2(sinks_ref[head] * LOG2_E - maximum)
     mean = jnp.sum(parts * weights[:, None], axis=0) / jnp.where(total == 0, 1, total)
     columns = jnp.arange(plan.pages.width)
     place = out_ref.at[r, head, columns]

@@ -1,9 +1,10 @@
-"""Shared parts of the Pallas Mosaic GPU attention kernels: splits of contexts, and a ring of tiles of keys and values.
+"""Shared parts of the Pallas Mosaic GPU attention kernels: splits of contexts, and rings of tiles of pools.
 
 A producer warpgroup copies each tile page by page through the tensor memory accelerator (TMA) into shared memory. The
 keys and the values of a tile have separate barriers, so that computing scores can start before the values arrive.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -26,13 +27,19 @@ class Tiles(NamedTuple):
         """Return the number of copies that fill a tile; a page larger than a tile fills several tiles."""
         return max(1, self.size // self.page_size)
 
+    def lane(self, width: int, dtype: Any, num_consumers: int) -> "Lane":
+        """Return the allocation of a ring of tiles of one pool."""
+        plgpu = mosaic_gpu()
+        return Lane(
+            plgpu.SMEM((self.num_stages, self.size, width), dtype, transforms=swizzled()),
+            plgpu.Barrier(num_arrivals=self.num_pages, num_barriers=self.num_stages),
+            plgpu.Barrier(num_arrivals=num_consumers, num_barriers=self.num_stages),
+        )
+
     def scratch(self, head_dim: int, dtype: Any, num_consumers: int) -> "Ring":
         """Return the allocation of a ring."""
-        plgpu = mosaic_gpu()
-        ring = plgpu.SMEM((self.num_stages, self.size, head_dim), dtype, transforms=swizzled())
-        filled = plgpu.Barrier(num_arrivals=self.num_pages, num_barriers=self.num_stages)
-        free = plgpu.Barrier(num_arrivals=num_consumers, num_barriers=self.num_stages)
-        return Ring(ring, ring, filled, filled, free, free)
+        lane = self.lane(head_dim, dtype, num_consumers)
+        return Ring(lane.ref, lane.ref, lane.filled, lane.filled, lane.free, lane.free)
 
 
 class Span(NamedTuple):
@@ -74,6 +81,14 @@ class Splits(NamedTuple):
         return first, num_tiles, jnp.maximum(lax.div(num_tiles + (self.num_splits - 1), self.num_splits), 1)
 
 
+class Lane(NamedTuple):
+    """A ring of tiles of one pool and its barriers, which say which slots are filled and which are free."""
+
+    ref: Any  # [stages, size, width]
+    filled: Any
+    free: Any
+
+
 class Ring(NamedTuple):
     """The ring and its barriers, which say which slots the producer has filled and the consumers have freed."""
 
@@ -100,10 +115,30 @@ def copy_tiles(
     value_hbm_ref: Any,  # [P, K, p, H]
     head: Int[Array, ""],
 ) -> None:
-    """Fill the ring as the consumers free it, and return once they have freed every slot: the work of the producer.
+    """Fill a ring with keys and values as the consumers free it; see ``copy_lanes``."""
+    keys = Lane(ring.key_ref, ring.key_filled, ring.key_free)
+    values = Lane(ring.value_ref, ring.value_filled, ring.value_free)
+    copy_lanes(tiles, span, pages_ref, ((key_hbm_ref, keys), (value_hbm_ref, values)), head)
+
+
+def copy_lanes(
+    tiles: Tiles,
+    span: Span,
+    pages_ref: Any,  # [M] int32
+    lanes: Sequence[tuple[Any, Lane]],  # pools [P, ..., p, width] with their rings
+    *index: Int[Array, ""],
+) -> None:
+    """Fill rings as the consumers free them, and return once they have freed every slot: the work of the producer.
 
     The page numbers of a tile are loaded before the wait for its slot. Past the end of the context the last page is
     copied again; consumers mask its tokens.
+
+    Args:
+        tiles: How the context is read.
+        span: The part of it to copy.
+        pages_ref: Its pages.
+        lanes: Pools and the rings that their tiles pass through.
+        index: Position in the dimensions of a pool between pages and tokens.
     """
     plgpu = mosaic_gpu()
     chunk = tiles.size // tiles.num_pages
@@ -113,27 +148,27 @@ def copy_tiles(
         first = lax.div(tile * tiles.size, tiles.page_size)
         return tuple(pages_ref[jnp.minimum(first + i, last_page)] for i in range(tiles.num_pages))
 
-    def await_free(i, free):
+    def await_free(i, lane):
         @pl.when(i >= tiles.num_stages)
         def _():
-            plgpu.barrier_wait(free.at[lax.rem(i, tiles.num_stages)])
+            plgpu.barrier_wait(lane.free.at[lax.rem(i, tiles.num_stages)])
 
-    def fill(i, ids, pool_ref, ring_ref, filled, free):
+    def fill(i, ids, pool_ref, lane):
         slot = lax.rem(i, tiles.num_stages)
         start = 0 if tiles.num_pages > 1 else lax.rem((span.first + i) * tiles.size, tiles.page_size)
-        await_free(i, free)
+        await_free(i, lane)
         for j, page in enumerate(ids):
-            source = pool_ref.at[page, head, pl.ds(start, chunk)]
-            plgpu.copy_gmem_to_smem(source, ring_ref.at[slot, pl.ds(j * chunk, chunk)], filled.at[slot])
+            source = pool_ref.at[(page, *index, pl.ds(start, chunk))]
+            plgpu.copy_gmem_to_smem(source, lane.ref.at[slot, pl.ds(j * chunk, chunk)], lane.filled.at[slot])
 
     def round_(i, ids):
-        fill(i, ids, key_hbm_ref, ring.key_ref, ring.key_filled, ring.key_free)
-        fill(i, ids, value_hbm_ref, ring.value_ref, ring.value_filled, ring.value_free)
+        for pool_ref, lane in lanes:
+            fill(i, ids, pool_ref, lane)
         return page_ids(span.first + i + 1)
 
     def drain(i, _):
-        await_free(span.num_tiles + i, ring.key_free)
-        await_free(span.num_tiles + i, ring.value_free)
+        for _, lane in lanes:
+            await_free(span.num_tiles + i, lane)
 
     lax.fori_loop(0, span.num_tiles, round_, page_ids(span.first))
     lax.fori_loop(0, tiles.num_stages, drain, None)

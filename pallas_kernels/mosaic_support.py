@@ -16,7 +16,8 @@ _HOPPER = ("H100", "H200", "H800", "GH200")
 _DTYPES = ("bfloat16", "float16")
 _MOST_SHARED = 64 * 128  # query heads that share a key/value head, times their width: what registers hold
 _MOST_GROUP = 64  # of those heads
-_SIZES = {"head_dim": (64, 128, 256), "page_size": (16, 32, 64, 128)}
+_HEAD_DIMS = (64, 128, 256)
+_PAGE_SIZES = (16, 32, 64, 128)
 
 
 class Scoring(NamedTuple):
@@ -57,13 +58,30 @@ def not_hopper(platform: str, device_kind: str) -> str | None:
     return None if is_hopper else f"needs an NVIDIA Hopper GPU ({', '.join(_HOPPER)})"
 
 
-def unsupported_operands(dtype: str, sizes: Mapping[str, int]) -> str | None:
-    """Return why the kernels cannot take such operands, or None; missing sizes are assumed to be supported."""
+def cannot_interpret(platform: str) -> str | None:
+    """Return why the interpreted kernels cannot run on a platform, or None."""
+    return missing_jax() if platform == "cpu" else "the interpreter of Mosaic GPU kernels runs on CPUs"
+
+
+def unsupported_pages(dtype: str, sizes: Mapping[str, int]) -> str | None:
+    """Return why the kernels cannot read such pages, or None; missing sizes are assumed to be supported."""
     if dtype not in _DTYPES:
         return f"keys and values must be {' or '.join(_DTYPES)}, not {dtype}"
-    for size, allowed in _SIZES.items():
-        if sizes.get(size, allowed[0]) not in allowed:
-            return f"{size} must be one of {', '.join(map(str, allowed))}, not {sizes[size]}"
+    return _not_one_of("page_size", _PAGE_SIZES, sizes)
+
+
+def unsupported_operands(dtype: str, sizes: Mapping[str, int]) -> str | None:
+    """Return why the kernels of ``paged_attention`` cannot take such operands, or None; see ``unsupported_pages``."""
+    reason = unsupported_pages(dtype, sizes) or _not_one_of("head_dim", _HEAD_DIMS, sizes)
+    if reason is not None:
+        return reason
     group = sizes.get("num_heads", 1) // sizes.get("num_kv_heads", 1)
     most = min(_MOST_GROUP, _MOST_SHARED // sizes.get("head_dim", 64))
     return None if group <= most else f"{group} query heads share a key/value head, at most {most} can"
+
+
+def _not_one_of(name: str, allowed: tuple[int, ...], sizes: Mapping[str, int]) -> str | None:
+    """Return why a size is not supported, or None."""
+    if sizes.get(name, allowed[0]) in allowed:
+        return None
+    return f"{name} must be one of {', '.join(map(str, allowed))}, not {sizes[name]}"

@@ -20,6 +20,19 @@ def as_stored(
     return jnp.where(is_finite, key, jnp.nan), jnp.where(is_finite, value, 0)
 
 
+def as_stored_latents(
+    pool: Float[Array, "P ..."], key: Float[Array, "T 1 rotated"], value: Float[Array, "T 1 latent"]
+) -> Float[Array, "T H"]:
+    """Return latents beside their rotated keys in the dtype of their pool; see ``as_stored``.
+
+    The rotated key is never a value, so it takes the NaN of a latent that is not finite.
+    """
+    key, value = key[:, 0].astype(pool.dtype), value[:, 0].astype(pool.dtype)
+    is_finite = jnp.isfinite(value)
+    key = jnp.where(is_finite.all(1, keepdims=True), key, jnp.nan)
+    return jnp.concatenate([jnp.where(is_finite, value, 0), key], axis=1)
+
+
 def write_pages(
     pools: tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]],
     key: Float[Array, "T K H"],
@@ -40,7 +53,12 @@ def copy_pages(
     pools: tuple[Float[Array, "P ..."], Float[Array, "P ..."]], sources: Int[Array, " C"], targets: Int[Array, " C"]
 ) -> tuple[Float[Array, "P ..."], Float[Array, "P ..."]]:
     """Return pools of any layout with pages copied; see ``PagedAttention.copy_pages``."""
-    key_pool, value_pool = (
-        pool.at[targets].set(jnp.take(pool, sources, 0, mode="clip"), mode="drop") for pool in pools
-    )
-    return key_pool, value_pool
+    key_pool, value_pool = pools
+    return copy_pool_pages(key_pool, sources, targets), copy_pool_pages(value_pool, sources, targets)
+
+
+def copy_pool_pages(
+    pool: Float[Array, "P ..."], sources: Int[Array, " C"], targets: Int[Array, " C"]
+) -> Float[Array, "P ..."]:
+    """Return a pool of any layout with pages copied; see ``PagedAttention.copy_pages``."""
+    return pool.at[targets].set(jnp.take(pool, sources, 0, mode="clip"), mode="drop")

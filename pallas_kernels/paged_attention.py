@@ -92,10 +92,10 @@ def token_contexts(batch: AttentionBatch, num_tokens: int) -> tuple[Int[Array, "
 
 
 class PoolSpec(NamedTuple):
-    """Shape of one layer's key or value pool, and which of its dimensions is split by key/value heads."""
+    """Shape of one of a layer's pools, with pages first, and its dimension that is split by key/value heads, if any."""
 
     shape: tuple[int, ...]
-    heads_dimension: int
+    heads_dimension: int | None
 
 
 @runtime_checkable
@@ -168,12 +168,14 @@ class PagedAttention(Protocol):
         soft_cap: float | None,
         decode_only: bool,
         row_tile: int | None = None,
+        sinks: Float[Array, " N"] | None = None,
     ) -> Float[Array, "T N H"]:
         """Return each query token's attention over its row's context up to itself; the results of padding tokens are
         undefined but finite.
 
         With a ``row_tile`` a token's result has the same bits in every batch, in a decode step and in a chunk of any
-        length; the query tokens of rows must then come first.
+        length; the query tokens of rows must then come first. ``sinks`` has a logit for each query head: one more term
+        of its softmax's denominator, without a value.
         """
         ...
 
@@ -187,6 +189,7 @@ def reference(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "T N H"]:
     """Compute attention of every token over its row's dense keys and values; zero for tokens that no row owns.
 
@@ -198,6 +201,7 @@ def reference(
         scale: Factor of the scores.
         window: Sliding window in tokens, or None.
         soft_cap: Bound of the scores, or None.
+        sinks: Logit of each query head that has no value, or None.
     """
     num_tokens, num_heads, head_dim = query.shape
     length, num_kv_heads = key.shape[1:3]
@@ -214,7 +218,10 @@ def reference(
         seen = position < own_visible
         if window is not None:
             seen &= position >= own_visible - window
-        weights = jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1)
+        scores = jnp.where(seen, scores, MASKED)
+        if sinks is not None:
+            scores = jnp.concatenate([scores, sinks.reshape(*scores.shape[:2], 1)], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., :length]
         return jnp.einsum("kgs,skh->kgh", weights, value[own_row].astype(jnp.float32), precision=high)
 
     together = max(1, min(num_tokens, _MOST_GATHERED // (length * num_kv_heads * head_dim)))
@@ -269,15 +276,14 @@ def _laid_out(case: Case, numbers: Float[Array, " size"]) -> Inputs:
 
 def make_batch(case: Case) -> AttentionBatch:
     """Return the batch of a case, the same at each call."""
-    counts = case.row_pages()
-    num_pages = _num_pages(case)
-    order = np.random.default_rng(0).permutation(num_pages)
-    table = np.full((case.num_rows, case.table_pages or max(counts) + 2), num_pages, np.int32)
+    counts, usable = case.row_pages(), num_pages(case)
+    order = np.random.default_rng(0).permutation(usable)
+    table = np.full((case.num_rows, case.table_pages or max(counts) + 2), usable, np.int32)
     for row, last in enumerate(np.cumsum(counts)):
         table[row, : counts[row]] = order[last - counts[row] : last]
     contexts, queries = (np.array([row[i] for row in case.rows] + [0] * case.spare_rows) for i in (0, 1))
     starts = np.cumsum(queries) - queries
-    pages, offsets = np.full(case.num_tokens, num_pages + 1), np.zeros(case.num_tokens)
+    pages, offsets = np.full(case.num_tokens, usable + 1), np.zeros(case.num_tokens)
     for row, (context, length) in enumerate(case.rows):
         position = np.arange(context - length, context)
         tokens = starts[row] + np.arange(length)
@@ -289,26 +295,31 @@ def make_batch(case: Case) -> AttentionBatch:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def prepare(implementation: PagedAttention, case: Case, inputs: Inputs) -> Prepared:
     """Lay out pools as the implementation does: NaN in unowned pages, stale numbers after a context's end."""
-    num_pages = _num_pages(case)
-    table = inputs.batch.page_table
-    specs = implementation.pool_specs(num_pages, case.page_size, case.num_kv_heads, case.head_dim)
-    owned = jnp.where(table < num_pages, table, num_pages + 2).reshape(-1)
-    content = jnp.where(jnp.arange(num_pages + 2) < num_pages, jnp.nan, 0.0).at[owned].set(_STALE, mode="drop")
-    key_pool, value_pool = (_filled(spec.shape, content).astype(case.dtype) for spec in specs)
-    num_rows, length = inputs.keys.shape[:2]
-    position = jnp.broadcast_to(jnp.arange(length), (num_rows, length))
-    pages = jnp.take_along_axis(table[:num_rows], position // case.page_size, axis=1)
-    pages = jnp.where(position < inputs.batch.context_lens[:num_rows, None], pages, num_pages + 1)
-    places = inputs.batch._replace(token_pages=pages.reshape(-1), token_offsets=(position % case.page_size).reshape(-1))
-    shape = (num_rows * length, case.num_kv_heads, case.head_dim)
+    specs = implementation.pool_specs(num_pages(case), case.page_size, case.num_kv_heads, case.head_dim)
+    key_pool, value_pool = (unowned_pool(case, inputs.batch, spec.shape).astype(case.dtype) for spec in specs)
+    places, num_tokens = context_places(case, inputs.batch, inputs.keys.shape[1])
+    shape = (num_tokens, case.num_kv_heads, case.head_dim)
     keys, values = inputs.keys.reshape(shape), inputs.values.reshape(shape)
     pools = implementation.write_kv((key_pool, value_pool), keys, values, places, case.page_size)
     return Prepared(inputs.query, pools, inputs.batch)
 
 
-def _filled(shape: tuple[int, ...], content: Float[Array, " P"]) -> Float[Array, "P ..."]:
-    """Return a pool that has one number in each page."""
+def unowned_pool(case: Case, batch: AttentionBatch, shape: tuple[int, ...]) -> Float[Array, "P ..."]:
+    """Return a pool without contexts: NaN in pages that no row owns, stale numbers in the others."""
+    usable = num_pages(case)
+    owned = jnp.where(batch.page_table < usable, batch.page_table, usable + 2).reshape(-1)
+    content = jnp.where(jnp.arange(usable + 2) < usable, jnp.nan, 0.0).at[owned].set(_STALE, mode="drop")
     return jnp.broadcast_to(content.reshape(-1, *[1] * (len(shape) - 1)), shape)
+
+
+def context_places(case: Case, batch: AttentionBatch, length: int) -> tuple[AttentionBatch, int]:
+    """Return the batch that writes every token of contexts padded to ``length``, and the number of those tokens."""
+    num_rows = len(case.rows)
+    position = jnp.broadcast_to(jnp.arange(length), (num_rows, length))
+    pages = jnp.take_along_axis(batch.page_table[:num_rows], position // case.page_size, axis=1)
+    pages = jnp.where(position < batch.context_lens[:num_rows, None], pages, num_pages(case) + 1)
+    offsets = (position % case.page_size).reshape(-1)
+    return batch._replace(token_pages=pages.reshape(-1), token_offsets=offsets), num_rows * length
 
 
 def run(implementation: PagedAttention, case: Case, prepared: Prepared) -> Float[Array, "T N H"]:
@@ -324,6 +335,7 @@ def run(implementation: PagedAttention, case: Case, prepared: Prepared) -> Float
         soft_cap=case.soft_cap,
         decode_only=case.is_decode_only,
         row_tile=case.row_tile,
+        sinks=case_sinks(case),
     )
 
 
@@ -332,7 +344,12 @@ def expected(case: Case, inputs: Inputs) -> Float[Array, "T N H"]:
     """Compute the reference in float32; zeros for tokens that no row owns."""
     query, keys, values, batch = inputs
     settings = {"scale": case.head_dim**-0.5, "window": case.window, "soft_cap": case.soft_cap}
-    return reference(query.astype(jnp.float32), keys, values, batch, **settings)
+    return reference(query.astype(jnp.float32), keys, values, batch, sinks=case_sinks(case), **settings)
+
+
+def case_sinks(case: Case) -> Float[Array, " N"] | None:
+    """Return the sinks of a case, the same at each call: above, about and below the scores."""
+    return jnp.linspace(9.0, -5.0, case.num_heads, dtype=jnp.float32) if case.has_sinks else None
 
 
 def compare(case: Case, inputs: Inputs, found: Float[Array, "T N H"], expected: Float[Array, "T N H"]) -> Comparison:
@@ -373,6 +390,6 @@ def dtype(case: Case) -> str:
     return case.dtype
 
 
-def _num_pages(case: Case) -> int:
+def num_pages(case: Case) -> int:
     """Return the number of usable pages of a case's pools: those in use and three unowned ones."""
     return sum(case.row_pages()) + 3

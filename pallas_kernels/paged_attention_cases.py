@@ -1,6 +1,6 @@
 """Shapes that paged attention is checked on, and shapes of real models that it is measured on."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pallas_kernels.operation import BFLOAT16_HEADS, add_twins
 
@@ -21,6 +21,9 @@ class Case(NamedTuple):
         spare_tokens: Padding tokens after the rows' tokens, in a step that is not of decode rows alone.
         row_tile: As ``PagedAttention.attend`` takes it.
         table_pages: Width of the page table; None for two pages more than the longest context has.
+        has_sinks: Whether each query head has a sink.
+        value_dim: Width of a value that is the beginning of its key, in ``latent_attention``; None for values of their
+            own, as wide as a head.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -35,6 +38,13 @@ class Case(NamedTuple):
     spare_tokens: int = 3
     row_tile: int | None = None
     table_pages: int | None = None
+    has_sinks: bool = False
+    value_dim: int | None = None
+
+    @property
+    def value_width(self) -> int:
+        """Return the width of a value."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def num_single(self) -> int:
@@ -97,6 +107,12 @@ CASES: dict[str, Case] = {
     "bfloat16_mixed": Case(rows=_MIXED, num_heads=8, head_dim=64, dtype="bfloat16"),
     "one_by_one": Case(rows=_MIXED, row_tile=8),
     "one_by_one_window": Case(rows=((100, 1), (120, 60)), window=24, row_tile=8),
+    "sinks": Case(rows=_MIXED, has_sinks=True),
+    "sinks_decode": Case(rows=((2050, 1), (1, 1), (513, 1)), num_heads=6, page_size=32, has_sinks=True),
+    "sinks_window": Case(
+        rows=((150, 1), (90, 40)), num_heads=16, head_dim=64, window=70, dtype="bfloat16", has_sinks=True
+    ),
+    "sinks_one_by_one": Case(rows=_MIXED, row_tile=8, has_sinks=True),
 }
 
 
@@ -109,16 +125,14 @@ ENGINE_LEAST_ROWS = 2
 ENGINE_MODEL_LENS = (8448, 131072)
 
 
-def _bench(*rows: tuple[int, int], page_size: int) -> Case:
-    """Return the attention of a layer of Llama-3.1-8B, as the engine calls it."""
+def _bench(*rows: tuple[int, int], page_size: int, **sizes: Any) -> Case:
+    """Return the attention of a layer of Llama-3.1-8B, or one of other sizes, as the engine calls it."""
     longest = max(context for context, _ in rows)
     model_len = next(length for length in ENGINE_MODEL_LENS if longest <= length)
     is_decode = all(query == 1 for _, query in rows)
     return Case(
         rows=rows,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
+        **{"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, **sizes},
         page_size=page_size,
         dtype="bfloat16",
         spare_rows=max(ENGINE_LEAST_ROWS, len(rows)) - len(rows) if is_decode else ENGINE_ROWS - len(rows),
@@ -130,17 +144,26 @@ def _bench(*rows: tuple[int, int], page_size: int) -> Case:
 _CONTEXTS = {"1k": 1 << 10, "8k": 1 << 13, "32k": 1 << 15}
 _CHUNKS = {"256": 1 << 8, "2k": 1 << 11, "8k": 1 << 13}
 _PREFIXES = {"0": 0, "8k": 1 << 13, "32k": 1 << 15}
+_GPT_OSS = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "has_sinks": True}
 _MOST_TOKENS = 1 << 22  # of context: 16 GB of keys and values, and as much for the copy that they are made from
 
-BENCHES: dict[str, Case] = {
-    f"decode_{num_rows}x{name}_page_{page_size}": _bench(*[(context, 1)] * num_rows, page_size=page_size)
-    for page_size in (64, 16)
-    for name, context in _CONTEXTS.items()
-    for num_rows in (1, 8, 64, 256)
-    if num_rows * context <= _MOST_TOKENS
-} | {
-    f"prefill_{name}_after_{before}_page_{page_size}": _bench((prefix + chunk, chunk), page_size=page_size)
-    for page_size in (64, 16)
-    for name, chunk in _CHUNKS.items()
-    for before, prefix in _PREFIXES.items()
-}
+BENCHES: dict[str, Case] = (
+    {
+        f"decode_{num_rows}x{name}_page_{page_size}": _bench(*[(context, 1)] * num_rows, page_size=page_size)
+        for page_size in (64, 16)
+        for name, context in _CONTEXTS.items()
+        for num_rows in (1, 8, 64, 256)
+        if num_rows * context <= _MOST_TOKENS
+    }
+    | {
+        f"prefill_{name}_after_{before}_page_{page_size}": _bench((prefix + chunk, chunk), page_size=page_size)
+        for page_size in (64, 16)
+        for name, chunk in _CHUNKS.items()
+        for before, prefix in _PREFIXES.items()
+    }
+    | {
+        "sinks_decode_64x8k_page_64": _bench(*[(1 << 13, 1)] * 64, page_size=64, **_GPT_OSS),
+        "sinks_decode_8x8k_page_64": _bench(*[(1 << 13, 1)] * 8, page_size=64, **_GPT_OSS),
+        "sinks_prefill_2k_after_8k_page_64": _bench((5 << 11, 1 << 11), page_size=64, **_GPT_OSS),
+    }
+)

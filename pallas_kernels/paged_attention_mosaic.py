@@ -6,17 +6,15 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import qkv_write_triton
 from pallas_kernels.decode_attention_mosaic import decode_attention
-from pallas_kernels.mosaic_support import interpreter, missing_jax, not_hopper, unsupported_operands
+from pallas_kernels.mosaic_support import cannot_interpret, interpreter, missing_jax, not_hopper, unsupported_operands
 from pallas_kernels.paged_attention_pages import PagedKernels
 from pallas_kernels.prefill_attention_mosaic import prefill_attention
 
 
 def _cannot_interpret(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
     """Return why the interpreted kernels cannot run, or None."""
-    if platform != "cpu":
-        return "the interpreter of Mosaic GPU kernels runs on CPUs"
     del device_kind
-    return missing_jax() or unsupported_operands(dtype, sizes)
+    return cannot_interpret(platform) or unsupported_operands(dtype, sizes)
 
 
 def _unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:

@@ -87,6 +87,7 @@ def attend(
     soft_cap: float | None,
     decode_only: bool,
     row_tile: int | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "T N H"]:
     """Compute the attention of each query token over its row's context up to itself; zeros for tokens of no row.
 
@@ -105,6 +106,7 @@ def attend(
         batch.num_single,
         batch.num_shared_pages,
         jnp.asarray(batch.first_page, jnp.int32),
+        jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
         num_kv_heads=np.int32(num_kv_heads),
         page_size=np.int32(page_size),
         window=np.int32(window or 0),

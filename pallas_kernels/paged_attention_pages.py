@@ -34,6 +34,7 @@ class DecodeKernel(Protocol):
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        sinks: Float[Array, " N"] | None,
         num_splits: int,
     ) -> Float[Array, "R N H"]: ...
 
@@ -52,6 +53,7 @@ class PrefillKernel(Protocol):
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        sinks: Float[Array, " N"] | None,
     ) -> Float[Array, "T N H"]: ...
 
 
@@ -120,9 +122,10 @@ class PagedKernels:
         soft_cap: float | None,
         decode_only: bool,
         row_tile: int | None = None,
+        sinks: Float[Array, " N"] | None = None,
     ) -> Float[Array, "T N H"]:
         """Compute attention of each query token over its row's context up to itself; see ``PagedAttention.attend``."""
-        settings = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
         if row_tile is not None:
             return self._one_by_one(query, pools, batch, settings)
         num_rows = min(query.shape[0], batch.context_lens.shape[0])

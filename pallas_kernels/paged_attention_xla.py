@@ -26,20 +26,26 @@ _FEW_TOKENS = 1
 _TOKEN_TILE = 8  # query tokens that walk together where results must not depend on how many there are
 
 
+Pools = tuple[Float[Array, "P row"], ...]
+"""Keys and values, or one pool of latents, whose first features are their values."""
+
+
 class _Softmax(NamedTuple):
     """A softmax in progress: running maximum, sum and weighted values."""
 
     maximum: Float[Array, "..."]
     total: Float[Array, "..."]
-    values: Float[Array, "... H"]
+    values: Float[Array, "... V"]
 
 
-class _Scoring(NamedTuple):
-    """Scale, window and soft cap of the scores."""
+class Scoring(NamedTuple):
+    """Scale, window and soft cap of the scores, the number of features of a value, and the sinks of the softmax."""
 
     scale: float
     window: int | None
     soft_cap: float | None
+    value_dim: int
+    sinks: Float[Array, "K G"] | None = None
 
     def __call__(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
         scores = products * self.scale
@@ -100,38 +106,53 @@ def attend(
     soft_cap: float | None,
     decode_only: bool,
     row_tile: int | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "T N H"]:
     """Compute attention of each query token over its row's context up to itself; see ``PagedAttention.attend``."""
     num_tokens, num_heads, head_dim = query.shape
     grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scoring = _Scoring(scale, window, soft_cap)
+    own_sinks = None if sinks is None else sinks.reshape(grouped.shape[1:3])
+    scoring = Scoring(scale, window, soft_cap, head_dim, own_sinks)
+    out = attend_grouped(grouped, pools, batch, page_size, scoring, decode_only, row_tile)
+    return out.reshape(num_tokens, num_heads, head_dim).astype(query.dtype)
+
+
+def attend_grouped(
+    grouped: Float[Array, "T K G H"],
+    pools: Pools,
+    batch: AttentionBatch,
+    page_size: int,
+    scoring: Scoring,
+    decode_only: bool,
+    row_tile: int | None,
+) -> Float[Array, "T K G V"]:
+    """Compute attention of queries that are grouped by their key/value head, in float32; see :func:`attend`."""
     num_rows = batch.context_lens.shape[0]
     if row_tile is not None:
-        out = _token_by_token(grouped, pools, batch, page_size, scoring)
-    elif decode_only:
-        out = _decode(grouped, pools, batch.page_table, batch.context_lens, page_size, scoring, batch.num_shared_pages)
-    else:
-        decode_lens = jnp.where(jnp.arange(num_rows) < batch.num_single, batch.context_lens, 0)
-        out = _decode(grouped[:num_rows], pools, batch.page_table, decode_lens, page_size, scoring)
-        out = _prefill(grouped, out, pools, batch, page_size, scoring)
-    return out.reshape(num_tokens, num_heads, head_dim).astype(query.dtype)
+        return _token_by_token(grouped, pools, batch, page_size, scoring)
+    if decode_only:
+        shared = batch.num_shared_pages
+        return _decode(grouped, pools, batch.page_table, batch.context_lens, page_size, scoring, shared)
+    decode_lens = jnp.where(jnp.arange(num_rows) < batch.num_single, batch.context_lens, 0)
+    out = _decode(grouped[:num_rows], pools, batch.page_table, decode_lens, page_size, scoring)
+    return _prefill(grouped, out, pools, batch, page_size, scoring)
 
 
 def _decode(
     query: Float[Array, "R K G H"],
-    pools: tuple[Float[Array, "P row"], Float[Array, "P row"]],
+    pools: Pools,
     page_table: Int[Array, "R M"],
     context_lens: Int[Array, " R"],
     page_size: int,
-    scoring: _Scoring,
+    scoring: Scoring,
     num_shared_pages: Int[Array, ""] | None = None,
-) -> Float[Array, "R K G H"]:
+) -> Float[Array, "R K G V"]:
     """Attend with one query per row. Few rows use large tiles; many rows read their common prefix once for all."""
     num_rows, num_kv_heads, group, head_dim = query.shape
     small = _tile_pages(_SMALL_TILE, page_size, page_table.shape[1])
     if num_rows <= _FEW_ROWS or num_shared_pages is None or scoring.window is not None:
         large = _tile_pages(_LARGE_TILE, page_size, page_table.shape[1]) if num_rows <= _FEW_ROWS else small
-        return _mean(_walk(query, pools, page_table, context_lens, page_size, scoring, small, large))
+        return _mean(_walk(query, pools, page_table, context_lens, page_size, scoring, small, large), scoring.sinks)
     tile = _SHARED_TILE // _SMALL_TILE * small
     shared_tokens = num_shared_pages // tile * tile * page_size
     together = query.transpose(1, 0, 2, 3).reshape(1, num_kv_heads, num_rows * group, head_dim)
@@ -141,21 +162,22 @@ def _decode(
         return array.reshape(num_kv_heads, num_rows, group, *array.shape[3:]).swapaxes(0, 1)
 
     begun = _Softmax(*(apart(array) for array in state)), shared_tokens
-    return _mean(_walk(query, pools, page_table, context_lens, page_size, scoring, small, small, begun))
+    return _mean(_walk(query, pools, page_table, context_lens, page_size, scoring, small, small, begun), scoring.sinks)
 
 
-def _mean(state: _Softmax) -> Float[Array, "... H"]:
-    """Return the weighted mean of the values."""
-    return state.values / jnp.maximum(state.total, 1e-30)[..., None]
+def _mean(state: _Softmax, sinks: Float[Array, "..."] | None) -> Float[Array, "... V"]:
+    """Return the weighted mean of the values; sinks take part in it as if their values were zero."""
+    total = state.total if sinks is None else state.total + jnp.exp(sinks - state.maximum)
+    return state.values / jnp.maximum(total, 1e-30)[..., None]
 
 
 def _token_by_token(
     query: Float[Array, "T K G H"],
-    pools: tuple[Float[Array, "P row"], Float[Array, "P row"]],
+    pools: Pools,
     batch: AttentionBatch,
     page_size: int,
-    scoring: _Scoring,
-) -> Float[Array, "T K G H"]:
+    scoring: Scoring,
+) -> Float[Array, "T K G V"]:
     """Return every query token as a row of its own, with the same operations at any position.
 
     The tiles of its context start at its first token and have one size, so that they neither depend on where a chunk
@@ -170,20 +192,20 @@ def _token_by_token(
     def tile_round(i, out):
         queries, table_rows, lens = (lax.dynamic_slice_in_dim(a, i * tile, tile) for a in (padded, rows, context_lens))
         table = jnp.take(batch.page_table, table_rows, axis=0, mode="clip")
-        attended = _mean(_walk(queries, pools, table, lens, page_size, scoring, pages, pages))
+        attended = _mean(_walk(queries, pools, table, lens, page_size, scoring, pages, pages), scoring.sinks)
         return lax.dynamic_update_slice_in_dim(out, attended, i * tile, 0)
 
     used = batch.query_lens.sum()
-    return lax.fori_loop(0, -(-used // tile), tile_round, jnp.zeros(padded.shape, jnp.float32))[:num_tokens]
+    return lax.fori_loop(0, -(-used // tile), tile_round, _no_values(padded, scoring))[:num_tokens]
 
 
 def _walk(
     query: Float[Array, "R K G H"],
-    pools: tuple[Float[Array, "P row"], Float[Array, "P row"]],
+    pools: Pools,
     page_table: Int[Array, "R M"],
     context_lens: Int[Array, " R"],
     page_size: int,
-    scoring: _Scoring,
+    scoring: Scoring,
     small: int,
     large: int,
     begun: tuple[_Softmax, Int[Array, ""]] | None = None,
@@ -193,7 +215,7 @@ def _walk(
 
     ``begun`` is the softmax over the first tokens of every context, which are whole tiles.
     """
-    num_rows, num_kv_heads, group, head_dim = query.shape
+    num_rows, num_kv_heads, group, _ = query.shape
     longest = context_lens.max()
     first = jnp.zeros((), jnp.int32)
     if scoring.window is not None:
@@ -202,7 +224,7 @@ def _walk(
         state, first = begun
     else:
         shape = (num_rows, num_kv_heads, group)
-        state = _Softmax(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+        state = _Softmax(jnp.full(shape, MASKED), jnp.zeros(shape), _no_values(query, scoring))
 
     def walk(state: _Softmax, tile: int, start: Int[Array, ""], stop: Int[Array, ""]) -> _Softmax:
         def round_(i, state):
@@ -226,18 +248,15 @@ def _decode_tile(
     i: Int[Array, ""],
     tile: int,
     query: Float[Array, "R K G H"],
-    pools: tuple[Float[Array, "P row"], Float[Array, "P row"]],
+    pools: Pools,
     page_table: Int[Array, "R M"],
     context_lens: Int[Array, " R"],
     page_size: int,
-    scoring: _Scoring,
+    scoring: Scoring,
 ) -> _Softmax:
     """Return the softmax of every row with ``tile`` more pages of its context."""
     num_rows, num_kv_heads, group, head_dim = query.shape
-    key_pool, value_pool = pools
-    pages = _table_slice(page_table, i, tile)
-    keys = jnp.take(key_pool, pages, axis=0, mode="clip").reshape(num_rows, tile, num_kv_heads, head_dim, page_size)
-    values = jnp.take(value_pool, pages, axis=0, mode="clip").reshape(num_rows, tile, num_kv_heads, page_size, head_dim)
+    keys, values = _read(pools, _table_slice(page_table, i, tile), (num_kv_heads, head_dim, page_size), scoring)
     spread = jnp.broadcast_to(query[:, None], (num_rows, tile, num_kv_heads, group, head_dim))
     batched = (((4,), (3,)), ((0, 1, 2), (0, 1, 2)))
     scores = scoring(_dot(spread, keys, batched))
@@ -256,12 +275,12 @@ def _decode_tile(
 
 def _prefill(
     query: Float[Array, "T K G H"],
-    decoded: Float[Array, "R K G H"],
-    pools: tuple[Float[Array, "P row"], Float[Array, "P row"]],
+    decoded: Float[Array, "R K G V"],
+    pools: Pools,
     batch: AttentionBatch,
     page_size: int,
-    scoring: _Scoring,
-) -> Float[Array, "T K G H"]:
+    scoring: Scoring,
+) -> Float[Array, "T K G V"]:
     """Attend for the rows after the decode rows, one tile of a row's queries at a time, over its visible context.
 
     Tiles are written in order and whole: what one writes after its row's end is overwritten by the next, or is
@@ -270,8 +289,7 @@ def _prefill(
     num_tokens = query.shape[0]
     tile = min(_QUERY_TILE, num_tokens)
     padded = jnp.pad(query, ((0, tile), (0, 0), (0, 0), (0, 0)))
-    out = jnp.zeros(padded.shape, jnp.float32)
-    out = lax.dynamic_update_slice_in_dim(out, decoded.astype(jnp.float32), 0, 0)
+    out = lax.dynamic_update_slice_in_dim(_no_values(padded, scoring), decoded.astype(jnp.float32), 0, 0)
 
     def row_round(row, out):
         start, length = batch.query_starts[row], batch.query_lens[row]
@@ -293,28 +311,27 @@ def _prefill_tile(
     query: Float[Array, "Q K G H"],
     first: Int[Array, ""],
     last: Int[Array, ""],
-    pools: tuple[Float[Array, "P row"], Float[Array, "P row"]],
+    pools: Pools,
     pages: Int[Array, " M"],
     page_size: int,
-    scoring: _Scoring,
-) -> Float[Array, "Q K G H"]:
+    scoring: Scoring,
+) -> Float[Array, "Q K G V"]:
     """Attend with queries at positions ``first``.. over the context before ``last``."""
     num_queries, num_kv_heads, group, head_dim = query.shape
-    key_pool, value_pool = pools
+    width = scoring.value_dim
     tile = _tile_pages(_PREFILL_TILE, page_size, pages.shape[0])
     tokens = tile * page_size
     stacked = query.transpose(1, 2, 0, 3).reshape(num_kv_heads, group * num_queries, head_dim)
     shape = (num_kv_heads, group, num_queries)
-    state = _Softmax(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    state = _Softmax(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, width)))
     position = first + jnp.arange(num_queries)
     batched = (((2,), (1,)), ((0,), (0,)))
 
     def round_(i, state):
         chosen = _table_slice(pages[None], i, tile)[0]
-        keys = jnp.take(key_pool, chosen, axis=0, mode="clip").reshape(tile, num_kv_heads, head_dim, page_size)
-        values = jnp.take(value_pool, chosen, axis=0, mode="clip").reshape(tile, num_kv_heads, page_size, head_dim)
+        keys, values = _read(pools, chosen, (num_kv_heads, head_dim, page_size), scoring)
         keys = keys.transpose(1, 2, 0, 3).reshape(num_kv_heads, head_dim, tokens)
-        values = values.transpose(1, 0, 2, 3).reshape(num_kv_heads, tokens, head_dim)
+        values = values.transpose(1, 0, 2, 3).reshape(num_kv_heads, tokens, width)
         scores = scoring(_dot(stacked, keys, batched)).reshape(*shape, tokens)
         context = i * tokens + jnp.arange(tokens)
         seen = context[None, :] <= position[:, None]
@@ -328,14 +345,32 @@ def _prefill_tile(
         return _Softmax(
             maximum,
             state.total * kept + weights.sum(-1),
-            state.values * kept[..., None] + added.reshape(*shape, head_dim),
+            state.values * kept[..., None] + added.reshape(*shape, width),
         )
 
     start = jnp.zeros((), jnp.int32)
     if scoring.window is not None:
         start = jnp.maximum(first - scoring.window + 1, 0) // tokens
     state = lax.fori_loop(start, -(-last // tokens), round_, state)
-    return _mean(state).transpose(2, 0, 1, 3)
+    sinks = None if scoring.sinks is None else scoring.sinks[..., None]
+    return _mean(state, sinks).transpose(2, 0, 1, 3)
+
+
+def _read(
+    pools: Pools, pages: Int[Array, "..."], shape: tuple[int, int, int], scoring: Scoring
+) -> tuple[Float[Array, "... K H p"], Float[Array, "... K p V"]]:
+    """Return the keys and values of pages; ``shape`` is K, H and p."""
+    num_kv_heads, head_dim, page_size = shape
+    keys = jnp.take(pools[0], pages, axis=0, mode="clip").reshape(*pages.shape, num_kv_heads, head_dim, page_size)
+    if len(pools) == 1:
+        return keys, keys[..., : scoring.value_dim, :].swapaxes(-1, -2)
+    values = jnp.take(pools[1], pages, axis=0, mode="clip")
+    return keys, values.reshape(*pages.shape, num_kv_heads, page_size, head_dim)
+
+
+def _no_values(query: Float[Array, "T K G H"], scoring: Scoring) -> Float[Array, "T K G V"]:
+    """Return zeros, a value for each query."""
+    return jnp.zeros((*query.shape[:-1], scoring.value_dim), jnp.float32)
 
 
 def _tile_pages(tokens: int, page_size: int, table_pages: int) -> int:

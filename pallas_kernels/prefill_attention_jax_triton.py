@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels import jax_triton
-from pallas_kernels.decode_attention_jax_triton import context_tile, scoring_constants
+from pallas_kernels.decode_attention_jax_triton import context_tile, pointer, scoring_constants
 from pallas_kernels.paged_attention import AttentionBatch, row_tokens
 
 
@@ -24,6 +24,7 @@ def prefill_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "T N H"]:
     """Compute attention of the tokens of rows ``num_single`` to ``num_rows``; zeros for all others.
 
@@ -35,6 +36,7 @@ def prefill_attention(
         scale: Factor of the scores.
         window: Number of latest tokens that a query sees; None: all.
         soft_cap: Bound of the scores, or None.
+        sinks: Logit of each query head that has no value, or None.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, page_size = key_pool.shape[1:3]
@@ -53,13 +55,14 @@ def prefill_attention(
         batch.query_starts,
         batch.query_lens,
         jnp.stack([batch.num_single, batch.num_rows]),
+        pointer(sinks, query),
         batch.page_table.shape[1],
         out_type=jax.ShapeDtypeStruct(query.shape, query.dtype),
         grid=(tiles, num_kv_heads),
         num_warps=8,
         num_stages=3 if query.dtype == jnp.float32 or head_dim > 128 else 5,
         SHAPE=(num_kv_heads, group, page_size, head_dim),
-        SCORING=tuple(scoring_constants(scale, window, soft_cap)),
+        SCORING=tuple(scoring_constants(scale, window, soft_cap, sinks is not None)),
         TILES=(pl.next_power_of_2(num_rows), query_rows, context_tile(query.dtype)),
     )
     row = jnp.arange(num_rows)

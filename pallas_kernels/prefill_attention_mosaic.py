@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention_scores import MASKED
+from pallas_kernels.attention_scores import LOG2_E, MASKED
 from pallas_kernels.mosaic_ring import Ring, Span, Tiles, copy_tiles, swizzled
 from pallas_kernels.mosaic_support import Scoring, mosaic_gpu
 from pallas_kernels.paged_attention import AttentionBatch
@@ -76,6 +76,7 @@ def prefill_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: Float[Array, " N"] | None = None,
     interpret: Any = None,
 ) -> Float[Array, "T N H"]:
     """Compute the attention of the query tokens of all rows after the decode rows; all other tokens get zeros.
@@ -90,6 +91,7 @@ def prefill_attention(
         scale: Factor that query-key dot products are multiplied by.
         window: Number of tokens that a query sees, itself included; None for all.
         soft_cap: Bound that scores approach by a tanh; None for no bound.
+        sinks: Logit of each query head that has no value; None for none.
         interpret: ``InterpretGPUParams`` to run on a CPU. Weights then pass through shared memory, since the
             interpreter cannot run ``wgmma`` with an operand in registers.
     """
@@ -113,7 +115,11 @@ def prefill_attention(
     )
     padded = jnp.pad(query, ((0, padding), (0, 0), (0, 0)))
     launch = _launch(plan, num_kv_heads, query.dtype, interpret)
-    return launch(batch.page_table, jnp.stack(blocks), padded, key_pool, value_pool)[:num_tokens]
+    arrays = [batch.page_table, jnp.stack(blocks), padded, key_pool, value_pool]
+    if sinks is not None:
+        own = jnp.repeat(sinks.reshape(num_kv_heads, group), tokens, axis=1)
+        arrays.append(jnp.pad(own, ((0, 0), (0, _ROWS - group * tokens))))
+    return launch(*arrays)[:num_tokens]
 
 
 def _launch(plan: _Plan, num_kv_heads: int, dtype: Any, interpret: Any) -> Any:
@@ -149,7 +155,7 @@ def _kernel(
     query_hbm_ref: Any,  # [T, N, H]
     key_hbm_ref: Any,  # [P, K, p, H]
     value_hbm_ref: Any,  # [P, K, p, H]
-    out_ref: Any,  # [T, N, H]
+    *refs: Any,  # [K, _ROWS] float32 if there are sinks; then the result [T, N, H]
     ring: Ring,
     **scratch: Any,
 ) -> None:
@@ -165,7 +171,9 @@ def _kernel(
     def _consume():
         if plan.consumers > 1:
             plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-        _attend(plan, block, warpgroup, head * plan.group, query_hbm_ref, out_ref, ring=ring, **scratch)
+        *given, out_ref = refs
+        sinks_ref = given[0].at[head] if given else None
+        _attend(plan, block, warpgroup, head * plan.group, query_hbm_ref, sinks_ref, out_ref, ring=ring, **scratch)
 
     @pl.when(is_used & (warpgroup == plan.consumers))
     def _produce():
@@ -264,7 +272,7 @@ class _Consumer(NamedTuple):
         plgpu.barrier_arrive(self.ring.value_free.at[slot])
         return values, new_maximum, total
 
-    def softmax(self) -> Float[Array, "_ROWS H"]:
+    def softmax(self, sinks_ref: Any | None) -> Float[Array, "_ROWS H"]:
         """Return the weighted means of the values over all tiles; zeros if there are none."""
         plgpu = mosaic_gpu()
         layout, block = plgpu.Layout.WGMMA, self.block
@@ -278,9 +286,13 @@ class _Consumer(NamedTuple):
         if self.plan.scoring.window is not None:
             state = lax.fori_loop(block.first, block.whole, masked, state)
         state = lax.fori_loop(block.whole, block.diagonal, whole, state)
-        values, _, total = lax.fori_loop(block.diagonal, block.stop, masked, state)
+        values, maximum, total = lax.fori_loop(block.diagonal, block.stop, masked, state)
         pl.when(self.index == 0)(self.take_turns)
-        return values / _spread(jnp.maximum(total, 1e-30), self.plan.head_dim)
+        total = jnp.maximum(total, 1e-30)
+        if sinks_ref is not None:
+            sinks = plgpu.load(sinks_ref, layout=layout.reduce(1), optimized=False)
+            total = total + jnp.exp2(sinks * LOG2_E - maximum)
+        return values / _spread(total, self.plan.head_dim)
 
 
 def _spread(per_row: Array, columns: int) -> Array:
@@ -294,6 +306,7 @@ def _attend(
     index: Any,
     first_head: Any,
     query_hbm_ref: Any,  # [T, N, H]
+    sinks_ref: Any | None,  # [_ROWS] float32
     out_ref: Any,  # [T, N, H]
     *,
     plain_ref: Any,  # [consumers, _ROWS, H]
@@ -312,7 +325,7 @@ def _attend(
     plgpu.commit_smem()
     weights_ref = None if weights_ref is None else weights_ref.at[index]
     consumer = _Consumer(plan, block, index, query_ref, weights_ref, ring, turn)
-    plain_ref[...] = consumer.softmax().astype(plain_ref.dtype)
+    plain_ref[...] = consumer.softmax(sinks_ref).astype(plain_ref.dtype)
     plgpu.commit_smem()
     count = jnp.clip(block.used - index * plan.tokens, 0, plan.tokens)
     _store_results(plan, token, count, first_head, plain_ref, out_ref)

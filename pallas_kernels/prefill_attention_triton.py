@@ -53,6 +53,7 @@ def prefill_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: Float[Array, " N"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T N H"]:
     """Compute attention of the query tokens of all rows after the decode rows; zeros for other tokens.
@@ -65,6 +66,7 @@ def prefill_attention(
         scale: Factor of the scores.
         window: Number of latest tokens that are seen, or None for all.
         soft_cap: Smooth bound of the scores, or None.
+        sinks: Logit of each query head that has no value, or None.
         interpret: Run in plain JAX, on any platform.
     """
     num_tokens, num_heads, head_dim = query.shape
@@ -83,7 +85,7 @@ def prefill_attention(
         compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=3),
         interpret=interpret,
         name="paged_prefill_attention",
-    )(query.astype(key_pool.dtype), key_pool, value_pool, batch.page_table, jnp.stack(blocks))
+    )(query.astype(key_pool.dtype), key_pool, value_pool, batch.page_table, jnp.stack(blocks), sinks)
 
 
 def _block_shape(num_queries: int, head_dim: int, dtype: jnp.dtype) -> tuple[int, int, int]:
@@ -103,6 +105,7 @@ def _kernel(
     value_ref: Any,  # [P, K, p, H]
     table_ref: Any,  # [R, M]
     blocks_ref: Any,  # [5, blocks]: a BlockMap
+    sinks_ref: Any | None,  # [N]
     out_ref: Any,  # [T, N, H]
     *,
     plan: _Plan,
@@ -137,4 +140,6 @@ def _kernel(
     diagonal = jnp.maximum(diagonal, start)
     softmax = walk((start, diagonal), softmax, score_all)
     softmax = walk((diagonal, stop), softmax, score_seen)
-    store_heads(out_ref, where, softmax.mean(), is_used, pages.head_dim)
+    heads = head * plan.group + member
+    sinks = None if sinks_ref is None else pltriton.load(sinks_ref.at[heads], mask=is_used, other=0)
+    store_heads(out_ref, where, softmax.mean(sinks), is_used, pages.head_dim)

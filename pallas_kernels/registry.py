@@ -48,6 +48,12 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "pallas-interpret": "pallas_kernels.paged_attention_triton:INTERPRET",
         "mosaic-interpret": "pallas_kernels.paged_attention_mosaic:INTERPRET",
     },
+    "latent_attention": {
+        "mosaic": "pallas_kernels.latent_attention_mosaic:MOSAIC",
+        "native": "pallas_kernels.latent_attention_native",
+        "xla": "pallas_kernels.latent_attention_xla",
+        "mosaic-interpret": "pallas_kernels.latent_attention_mosaic:INTERPRET",
+    },
 }
 
 

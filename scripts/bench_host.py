@@ -12,7 +12,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,8 +68,9 @@ class HostRunner:
         self._buckets = Buckets.make(num_rows, 8192, table_pages)
         self._tokens = [[token] for token in random.Random(0).choices(range(270, vocab_size), k=num_rows)]
 
-    def launch(self, plan: StepPlan) -> int:
+    def launch(self, plans: Sequence[StepPlan]) -> int:
         """Build the step's buffers; the handle is the number of rows."""
+        (plan,) = plans
         builder = self._builder
         builder.apply(plan)
         self._masks.apply(plan.setups)
@@ -79,9 +80,9 @@ class HostRunner:
         builder.build(plan, shape, VARIANTS.index(variant))
         return plan.num_rows
 
-    def collect(self, handle: int) -> StepResult:
+    def collect(self, handle: int) -> list[StepResult]:
         """Return the tokens."""
-        return StepResult(self._tokens[:handle], None, None)
+        return [StepResult(self._tokens[:handle], None, None)]
 
     def weights(self) -> dict[str, np.ndarray]:
         """Return no weights."""
@@ -112,7 +113,7 @@ def main() -> None:
     scheduler.schedule = clock.timed("schedule", scheduler.schedule)
     scheduler.complete = clock.timed("complete", scheduler.complete)
     runner.launch = clock.timed("batch", runner.launch)
-    replica = Replica(scheduler, runner, depth=2)
+    replica = Replica([scheduler], runner, depth=2)
     engine = Engine([replica], Admission(limits, tokenizer, None), seed=0, counter=CompileCounter())
     print(json.dumps(measure(engine, options.rows, options.steps, clock)))
 

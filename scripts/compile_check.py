@@ -34,6 +34,7 @@ from pallas_kernels.registry import OPERATIONS, load, operation  # noqa: E402
 from scripts.gpu.models import CONFIGS, LLAMA_70B  # noqa: E402
 from scripts.gpu.steps import step_program  # noqa: E402
 from sharding import get_layout  # noqa: E402
+from sharding.plan import stated_collectives  # noqa: E402
 
 _MIB = 1 << 20
 
@@ -125,12 +126,10 @@ def _step_faults(program: ModelProgram, shape: BatchShape, tensor: int, found: C
     bound = temporary_bound(program, shape)
     if found.temporary_bytes > bound:
         faults.append(f"takes {found.temporary_bytes / _MIB:.0f} MiB of temporaries, bound {bound / _MIB:.0f}")
-    layout, layers = program.layout, program.config.num_layers
-    most_graphs = 1 + layout.all_reduces_per_layer * layers + layout.all_reduces_per_step + layout.all_gathers_per_step
+    wanted = stated_collectives(program.layout, program.config.num_layers)
+    most_graphs = 1 + sum(wanted.values())
     if not 1 <= found.num_graphs <= most_graphs or (tensor == 1 and len(found.segments) > 1):
         faults.append(f"is not {most_graphs} CUDA graph(s): {', '.join(found.segments) or 'nothing'}")
-    reduces = layout.all_reduces_per_layer * layers + layout.all_reduces_per_step
-    wanted = {kind: n for kind, n in (("all-reduce", reduces), ("all-gather", layout.all_gathers_per_step)) if n}
     if found.collectives != wanted:
         faults.append(f"communicates {dict(found.collectives)}, stated {wanted}")
     return faults

@@ -27,4 +27,4 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
 fi
 cd "$root"
 exec "$venv/bin/python" -m pytest -q -p no:cacheprovider \
-  tests/pallas_kernels/test_mosaic.py tests/pallas_kernels/test_broken_kernels.py -k mosaic "$@"
+  tests/pallas_kernels/test_{mosaic,latent_mosaic,broken_kernels,kernels}.py -k mosaic "$@"

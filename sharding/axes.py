@@ -1,4 +1,4 @@
-"""Names of the device mesh's axes and of the logical axes of arrays."""
+"""Names of the device mesh's axes, of the logical axes of arrays, and of the forms of expert dispatch."""
 
 from typing import Literal, get_args
 
@@ -9,3 +9,6 @@ LogicalAxis = Literal[
     "vocab", "embed", "q_heads", "kv_heads", "head_dim", "ffn", "experts", "expert_ffn", "batch", "pages"
 ]
 LOGICAL_AXES: tuple[LogicalAxis, ...] = get_args(LogicalAxis)
+
+Dispatch = Literal["all_reduce", "gather", "all_to_all"]
+DISPATCHES: tuple[Dispatch, ...] = get_args(Dispatch)

@@ -5,14 +5,29 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 
-def all_reduce(x: Float[Array, "..."], axis: str | None) -> Float[Array, "..."]:
-    """Return the sum of ``x`` over the devices along a mesh axis."""
-    return x if axis is None else lax.psum(x, axis)
+def all_reduce(x: Float[Array, "..."], axis: str | tuple[str, ...] | None) -> Float[Array, "..."]:
+    """Return the sum of ``x`` over the devices along a mesh axis, or along several."""
+    return lax.psum(x, axis) if axis else x
+
+
+def all_max(x: Int[Array, "..."], axis: str | tuple[str, ...] | None) -> Int[Array, "..."]:
+    """Return the largest ``x`` of the devices along a mesh axis, or along several."""
+    return lax.pmax(x, axis) if axis else x
 
 
 def all_gather(x: Shaped[Array, "..."], axis: str | None, dimension: int) -> Shaped[Array, "..."]:
     """Concatenate ``x`` of all devices along a mesh axis, in device order, along ``dimension``."""
     return x if axis is None else lax.all_gather(x, axis, axis=dimension, tiled=True)
+
+
+def reduce_scatter(x: Float[Array, "..."], axis: str | None, dimension: int) -> Float[Array, "..."]:
+    """Return this device's part, along ``dimension``, of the sum of ``x`` over the devices along a mesh axis."""
+    return x if axis is None else lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
+
+
+def all_to_all(x: Shaped[Array, "..."], axis: str | None) -> Shaped[Array, "..."]:
+    """Send ``x[d]`` to device d along a mesh axis; ``result[d]`` is what device d sent."""
+    return x if axis is None else lax.all_to_all(x, axis, 0, 0)
 
 
 def axis_index(axis: str | None) -> Int[Array, ""] | int:

@@ -6,11 +6,13 @@ from types import MappingProxyType
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from sharding.axes import LOGICAL_AXES, MESH_AXES
+from sharding.axes import DISPATCHES, LOGICAL_AXES, MESH_AXES
+
+_SPLIT_WITH_ROWS = ("batch", "pages", "experts")
 
 
 class LayoutError(ValueError):
-    """A layout names an unknown axis, or maps two dimensions of an array to one mesh axis."""
+    """A layout names an unknown axis, maps two dimensions of an array to one mesh axis, or contradicts itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,17 +21,16 @@ class ShardingLayout:
 
     Attributes:
         name: Name of the layout in ``sharding.registry``.
-        rules: Mesh axis of each split logical axis; logical axes that are not listed are replicated.
-        all_reduces_per_layer: All-reduces over ``tensor`` per decoder layer (query/key norms over all heads add one).
-        all_reduces_per_step: Further all-reduces per step.
-        all_gathers_per_step: All-gathers per step.
+        rules: Mesh axis of each split logical axis; logical axes that are not listed are replicated. Rows (``batch``)
+            and the pages of their keys and values (``pages``) are split together.
+        dispatch: How rows reach their experts. ``all_reduce``: every device has the rows and adds what its experts
+            compute. ``gather`` and ``all_to_all``: the axis of the experts also splits the rows, which all experts'
+            devices gather, or which are sent to the devices that need them.
     """
 
     name: str
     rules: Mapping[str, str]
-    all_reduces_per_layer: int = 0
-    all_reduces_per_step: int = 0
-    all_gathers_per_step: int = 0
+    dispatch: str = "all_reduce"
 
     def __post_init__(self):
         for logical, axis in self.rules.items():
@@ -38,6 +39,36 @@ class ShardingLayout:
             if axis not in MESH_AXES:
                 raise LayoutError(f"layout {self.name!r}: unknown mesh axis {axis!r}; known: {MESH_AXES}")
         object.__setattr__(self, "rules", MappingProxyType(dict(self.rules)))
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        """Raise LayoutError if rows are split in a way that the dispatch of experts or another rule contradicts."""
+        rules, rows = self.rules, self.rows_axis
+        if self.dispatch not in DISPATCHES:
+            raise LayoutError(f"layout {self.name!r}: unknown dispatch {self.dispatch!r}; known: {DISPATCHES}")
+        if rules.get("pages") != rows:
+            raise LayoutError(
+                f"layout {self.name!r} splits batch over {rows} and pages over {rules.get('pages')}; a sequence's rows "
+                "and pages are on the same devices, so both must name one mesh axis"
+            )
+        others = [logical for logical, axis in rules.items() if axis == rows and logical not in _SPLIT_WITH_ROWS]
+        if others:
+            raise LayoutError(
+                f"layout {self.name!r} splits batch and {', '.join(others)} over {rows}; an axis that splits rows can "
+                "split only experts besides"
+            )
+        shares = rows is not None and rules.get("experts") == rows
+        if shares != (self.dispatch != "all_reduce"):
+            raise LayoutError(
+                f"layout {self.name!r}: dispatch {self.dispatch!r} with batch over {rows} and experts over "
+                f"{rules.get('experts')}; gather and all_to_all need both over one mesh axis, all_reduce over different"
+            )
+
+    @property
+    def rows_axis(self) -> str | None:
+        """The mesh axis that rows, their sequences' state and their pages are split over; None: every device has all
+        rows."""
+        return self.rules.get("batch")
 
     def mesh_axis(self, logical: str) -> str | None:
         """Return the mesh axis that a logical axis is split over, or None."""
@@ -45,21 +76,25 @@ class ShardingLayout:
             raise LayoutError(f"layout {self.name!r}: unknown logical axis {logical!r}; known: {LOGICAL_AXES}")
         return self.rules.get(logical)
 
-    def spec(self, *axes: str | None) -> PartitionSpec:
+    def spec(self, *axes: str | tuple[str, ...] | None) -> PartitionSpec:
         """Return the partition of an array from its logical axes, one per dimension (None: replicated).
 
-        Raises:
-            LayoutError: Two dimensions map to the same mesh axis.
-        """
-        entries = [None if axis is None else self.mesh_axis(axis) for axis in axes]
-        used = [entry for entry in entries if entry is not None]
-        if len(used) != len(set(used)):
-            raise LayoutError(f"layout {self.name!r} maps two dimensions of {axes} to one mesh axis: {entries}")
-        while entries and entries[-1] is None:
-            entries.pop()
-        return PartitionSpec(*entries)
+        A dimension may have several logical axes, the first of them split first.
 
-    def sharding(self, mesh: Mesh, *axes: str | None) -> NamedSharding:
+        Raises:
+            LayoutError: Two logical axes map to the same mesh axis.
+        """
+        names = [(axis,) if isinstance(axis, str) else axis or () for axis in axes]
+        entries = [tuple(filter(None, map(self.mesh_axis, each))) for each in names]
+        used = [axis for entry in entries for axis in entry]
+        if len(used) != len(set(used)):
+            found = [entry[0] if len(entry) == 1 else entry or None for entry in entries]
+            raise LayoutError(f"layout {self.name!r} maps two dimensions of {axes} to one mesh axis: {found}")
+        while entries and not entries[-1]:
+            entries.pop()
+        return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+
+    def sharding(self, mesh: Mesh, *axes: str | tuple[str, ...] | None) -> NamedSharding:
         """Return ``spec`` bound to a mesh."""
         return NamedSharding(mesh, self.spec(*axes))
 
@@ -69,9 +104,7 @@ class ShardingLayout:
         kept = {logical: axis for logical, axis in self.rules.items() if sizes[axis] > 1}
         if kept == dict(self.rules):
             return self
-        return dataclasses.replace(
-            self, rules=kept, all_reduces_per_layer=0, all_reduces_per_step=0, all_gathers_per_step=0
-        )
+        return dataclasses.replace(self, rules=kept, dispatch=self.dispatch if "batch" in kept else "all_reduce")
 
 
 def stacked(sharding: Sharding) -> Sharding:

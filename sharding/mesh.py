@@ -32,11 +32,8 @@ class MeshShape:
             size = getattr(self, axis)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise MeshError(f"mesh axis {axis!r}: expected an integer >= 1, got {size!r}")
-        for axis in ("stage", "expert"):
-            if getattr(self, axis) > 1:
-                raise MeshError(
-                    f"mesh axis {axis!r}: got size {getattr(self, axis)}, but only size 1 is supported so far"
-                )
+        if self.stage > 1:
+            raise MeshError(f"mesh axis 'stage': got size {self.stage}, but only size 1 is supported so far")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -74,7 +71,7 @@ def ensure_cpu_devices(num_devices: int) -> None:
 
 
 def make_mesh(shape: MeshShape, devices: list[Device] | None = None) -> Mesh:
-    """Build the mesh over the first devices of the platform.
+    """Build the mesh over the first devices of the platform; consecutive devices are neighbors along ``tensor``.
 
     Args:
         shape: Size of each axis.
@@ -86,7 +83,8 @@ def make_mesh(shape: MeshShape, devices: list[Device] | None = None) -> Mesh:
     devices = jax.devices() if devices is None else devices
     if len(devices) < shape.num_devices:
         raise MeshError(_too_few(shape.num_devices, len(devices)))
-    grid = np.array(devices[: shape.num_devices], dtype=object).reshape(shape.sizes)
+    grid = np.array(devices[: shape.num_devices], dtype=object)
+    grid = grid.reshape(shape.data, shape.stage, shape.expert, shape.tensor).swapaxes(2, 3)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 

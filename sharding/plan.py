@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
+from sharding.layout import ShardingLayout
+
 _KINDS = {
     "psum": "all-reduce",
     "psum_invariant": "all-reduce",
@@ -49,6 +51,40 @@ def count_collectives(traced: jax.stages.Traced) -> dict[str, int]:
     for collective in collectives(traced.jaxpr.jaxpr):
         counts[collective.kind] += collective.times
     return dict(counts)
+
+
+def stated_collectives(
+    layout: ShardingLayout, num_layers: int, num_sparse: int = 0, *, has_fallback: bool = False
+) -> dict[str, int]:
+    """Return the number of collectives of each kind in one step, as the layout states them.
+
+    Norms over all heads at once, loops over tiles of rows, and prompt logprobs add to these.
+
+    Args:
+        layout: Layout, resolved on the mesh.
+        num_layers: Decoder layers.
+        num_sparse: Those of them with experts.
+        has_fallback: Whether an exchange of fewer rows, with one of all rows as its fallback, precedes the experts
+            (``all_to_all``).
+    """
+    splits = {logical: layout.mesh_axis(logical) is not None for logical in layout.rules}
+    counts: collections.Counter[str] = collections.Counter()
+    counts["all-reduce"] += num_layers * splits.get("q_heads", False) + splits.get("vocab", False)
+    counts["all-reduce"] += (num_layers - num_sparse) * splits.get("ffn", False)
+    counts["all-gather"] += splits.get("vocab", False)
+    for kind, count in _expert_collectives(layout, has_fallback).items():
+        counts[kind] += num_sparse * count
+    return {kind: count for kind, count in counts.items() if count}
+
+
+def _expert_collectives(layout: ShardingLayout, has_fallback: bool) -> dict[str, int]:
+    """Return the collectives of one layer of experts."""
+    features = int(layout.mesh_axis("expert_ffn") is not None)
+    if layout.dispatch == "gather":
+        return {"all-gather": 2, "reduce-scatter": 1, "all-reduce": features}
+    if layout.dispatch == "all_to_all":
+        return {"all-to-all": 6 if has_fallback else 3, "all-reduce": features + has_fallback}
+    return {"all-reduce": int(features or layout.mesh_axis("experts") is not None)}
 
 
 def bytes_per_device(shape: tuple[int, ...], itemsize: int, sharding: jax.sharding.Sharding) -> int:

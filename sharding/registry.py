@@ -5,6 +5,9 @@ import importlib
 from sharding.layout import LayoutError, ShardingLayout
 
 LAYOUTS = {
+    "expert_all_reduce": "sharding.layouts.expert_all_reduce",
+    "expert_all_to_all": "sharding.layouts.expert_all_to_all",
+    "expert_gather": "sharding.layouts.expert_gather",
     "expert_parallel": "sharding.layouts.expert_parallel",
     "replicated": "sharding.layouts.replicated",
     "tensor_parallel": "sharding.layouts.tensor_parallel",

@@ -81,14 +81,14 @@ ANSWER = (output((" a", 1)), output((" b", 2), reason="length", times=TIMES))
 class FakeReplica:
     """A replica with two sequences running and one waiting."""
 
-    class scheduler:  # noqa: N801 (an attribute)
+    class Scheduler:
         """Its scheduler."""
 
         running, waiting, num_preemptions = (1, 2), (3,), 4
         pages = type("Pages", (), {"num_queried_tokens": 30, "num_hit_tokens": 12})
         allocator = type("Allocator", (), {"usage": 0.25})
 
-    num_steps, num_decode_rows = 7, 9
+    schedulers, num_steps, num_decode_rows = (Scheduler,), 7, 9
 
 
 def engine_numbers() -> list[Metric]:

@@ -2,7 +2,7 @@
 
 import multiprocessing
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,7 +23,7 @@ class RemoteRunner:
         config: From which both processes plan the same engine.
 
     Attributes:
-        plans: Every plan, as it was sent.
+        plans: The plans of every step, as they were sent.
     """
 
     def __init__(self, config: EngineConfig):
@@ -34,12 +34,12 @@ class RemoteRunner:
         other.close()
         self.plans: list[bytes] = []
 
-    def launch(self, plan: StepPlan) -> int:
+    def launch(self, plans: Sequence[StepPlan]) -> int:
         """See ``Runner``."""
-        self.plans.append(pickle.dumps(plan))
+        self.plans.append(pickle.dumps(plans))
         return self._ask("launch", self.plans[-1])
 
-    def collect(self, handle: int) -> StepResult:
+    def collect(self, handle: int) -> list[StepResult]:
         """See ``Runner``."""
         return self._ask("collect", pickle.dumps(handle))
 

@@ -10,16 +10,20 @@ import numpy as np
 from jaxserve.device.steps import ModelProgram
 from jaxserve.layers.attention import select_attention
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
-from jaxserve.layers.parallel import DtypePolicy
-from jaxserve.layers.sparse_mlp import Routing
-from jaxserve.models.abstract import AbstractModel, LogicalParam
+from jaxserve.layers.parallel import DtypePolicy, Scope
+from jaxserve.layers.routing import Routing
+from jaxserve.layers.sparse_mlp import ClampedSwiGLU
+from jaxserve.models.abstract import AbstractModel, LogicalParam, outline
 from jaxserve.models.decoder import DecoderConfig
+from jaxserve.models.deepseek_v2 import DeepseekConfig
+from jaxserve.models.gpt_oss import GptOssConfig
 from jaxserve.models.sparse_decoder import SparseConfig
 from jaxserve.sampling.sampler import select_truncation
 from pallas_kernels import OPERATIONS
 from pallas_kernels.registry import load
 from sharding import MeshShape, get_layout, make_mesh
 from tests import switchable
+from tests.copied_pieces import copy_piece
 from tests.switchable import SwitchableConfig
 
 NUM_LAYERS = 2
@@ -63,22 +67,56 @@ def sparse_config(**changes: Any) -> SparseConfig:
     return SparseConfig(**{**fields, **changes})
 
 
+def latent_config(**changes: Any) -> DeepseekConfig:
+    """The same sizes with latents, and grouped experts beside a shared one in the second layer."""
+    base = sparse_config(
+        routing=Routing(
+            num_experts=8,
+            experts_per_token=3,
+            is_normalized=True,
+            scoring="sigmoid",
+            num_groups=4,
+            groups_per_token=2,
+            experts_per_group_score=2,
+            is_corrected=True,
+        )
+    )
+    fields = {name: getattr(base, name) for name in SparseConfig.__dataclass_fields__}
+    fields |= {"architecture": "DeepseekV3ForCausalLM", "qkv_bias": False, "num_kv_heads": 4}
+    fields |= {"query_rank": 10, "rank": 12, "plain_dim": 6, "value_dim": 7, "attention_scale": 0.3}
+    return DeepseekConfig(**{**fields, "is_interleaved": True, "num_extra_layers": 0, **changes})
+
+
+def gpt_oss_config(**changes: Any) -> GptOssConfig:
+    """The same sizes with attention sinks, and experts with biases in both layers."""
+    base = sparse_config()
+    fields = {name: getattr(base, name) for name in SparseConfig.__dataclass_fields__}
+    fields |= {"architecture": "GptOssForCausalLM", "out_bias": True, "sparse_layers": (True,) * NUM_LAYERS}
+    fields |= {"shared_ffn_size": 0, "routing": Routing(num_experts=8, experts_per_token=3, is_normalized=True)}
+    return GptOssConfig(**{**fields, "gating": ClampedSwiGLU(alpha=1.702, limit=7.0), **changes})
+
+
 def make_program(
     config: ModelConfig,
     *,
     tensor: int = 1,
+    expert: int = 1,
     layout: str = "tensor_parallel",
     num_pages: int = 24,
     num_slots: int = 4,
     policy: DtypePolicy = DtypePolicy(),  # noqa: B008 - frozen
     **settings: Any,
 ) -> ModelProgram:
-    """The model on the first ``tensor`` devices, with pages of 8 tokens; ``settings`` are further fields.
+    """The model on the first ``tensor * expert`` devices, with pages of 8 tokens; ``settings`` are further fields.
 
     A policy that names native kernels runs attention natively too.
     """
-    mesh = make_mesh(MeshShape(tensor=tensor))
-    kernel = load("paged_attention", "native") if policy.linear == "native" else KERNEL
+    mesh = make_mesh(MeshShape(tensor=tensor, expert=expert))
+    operation = outline(config, Scope()).kv_specs[0].operation
+    if operation == "latent_attention" or policy.linear == "native":
+        kernel = load(operation, "native" if policy.linear == "native" else "xla")
+    else:
+        kernel = KERNEL
     settings = {"truncation": TRUNCATION} | settings
     return ModelProgram(config, mesh, get_layout(layout).on(mesh), policy, kernel, 8, num_pages, num_slots, **settings)
 
@@ -92,10 +130,8 @@ def random_params(program: ModelProgram, seed: int = 0) -> tuple[jax.Array, ...]
     arrays: dict[str, jax.Array] = {}
     for param in model.logical.values():
         array = np.zeros(param.struct.shape, np.float32)
-        for source, source_start, target_start, shape in param.recipe.pieces:
-            target = tuple(slice(start, start + size) for start, size in zip(target_start, shape, strict=True))
-            box = tuple(slice(start, start + size) for start, size in zip(source_start, shape, strict=True))
-            array[target] = tensors[source][box]
+        for piece in param.recipe.pieces:
+            copy_piece(piece, tensors, array)
         arrays |= _stored(array.astype(param.struct.dtype), param, model)
     return tuple(arrays[path] for path in model.params)
 

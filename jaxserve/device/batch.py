@@ -176,7 +176,7 @@ class BatchBuilder:
 def _fill_samples(views: dict[str, np.ndarray], counts: np.ndarray, ends: np.ndarray) -> None:
     """Set each sample's row and query token: ``counts`` samples for the last tokens of each row."""
     sample_ends = counts.cumsum()
-    num_samples = int(sample_ends[-1])
+    num_samples = int(counts.sum())
     views["sample_rows"][:num_samples] = np.arange(len(counts)).repeat(counts)
     views["sampled_tokens"][:num_samples] = (ends - sample_ends).repeat(counts) + np.arange(num_samples)
     views["num_samples"][...] = num_samples

@@ -32,7 +32,7 @@ from jaxserve.models.sparse_decoder import SparseConfig
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from jaxserve.scheduling.page_allocator import KVWindow
 from pallas_kernels.native_library import set_threads
-from sharding import MeshShape, data_slices, ensure_cpu_devices, get_layout, make_mesh
+from sharding import LAYOUTS, MeshShape, data_slices, ensure_cpu_devices, get_layout, make_mesh
 from sharding.mesh import Device
 from sharding.plan import bytes_per_device
 
@@ -82,8 +82,8 @@ class EnginePlan:
         buckets: Batch shapes to compile.
         needs: Memory needs per device.
         max_model_len: Maximum context length in tokens.
-        max_num_seqs: Most sequences per step and data slice.
-        max_num_batched_tokens: Most query tokens per step and data slice.
+        max_num_seqs: Most sequences per step and lane (``Runner``).
+        max_num_batched_tokens: Most query tokens per step and lane.
         expert_layers: Indices of the layers with experts.
         num_experts: Number of experts of each; 0 for a dense model.
     """
@@ -98,6 +98,18 @@ class EnginePlan:
     max_num_batched_tokens: int
     expert_layers: tuple[int, ...] = ()
     num_experts: int = 0
+
+    @property
+    def num_lanes(self) -> int:
+        """Number of lanes of all data slices."""
+        return len(self.programs) * self.programs[0].num_lanes
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """Devices along each mesh axis; ``expert`` is omitted if it has one."""
+        mesh = self.programs[0].mesh.shape
+        sizes = {"data": len(self.programs), "tensor": mesh["tensor"], "expert": mesh["expert"]}
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis != "expert"}
 
 
 def find_model(config: EngineConfig) -> Path:
@@ -117,11 +129,15 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     set_gpu_memory_fraction(config.gpu_memory_utilization)
     if config.num_threads is not None:
         set_threads(config.num_threads)
-    ensure_cpu_devices(config.tensor_parallel_size * config.data_parallel_size)
-    mesh = make_mesh(MeshShape(data=config.data_parallel_size, tensor=config.tensor_parallel_size))
-    device = mesh.devices.flat[0]
+    sizes = {"tensor": config.tensor_parallel_size, "expert": config.expert_parallel_size}
+    mesh_shape = MeshShape(data=config.data_parallel_size, **sizes)
     layout = get_layout(_layout_name(config, model))
-    check_tensor_size(model, Parallel.from_layout(layout, config.tensor_parallel_size))
+    ensure_cpu_devices(mesh_shape.num_devices)
+    mesh = make_mesh(mesh_shape)
+    device = mesh.devices.flat[0]
+    check_tensor_size(
+        model, Parallel.from_layout(layout, sizes["tensor"], sizes.get(layout.mesh_axis("experts") or ""))
+    )
     first, *others = data_slices(mesh)
     layout = layout.on(first)
     page_size = config.block_size or 64
@@ -230,13 +246,26 @@ def _layout_name(config: EngineConfig, model: ModelConfig) -> str:
     Raises:
         ConfigError: Expert parallelism is requested with another layout, or for a model without experts.
     """
-    if not config.enable_expert_parallel:
+    size = config.expert_parallel_size
+    if size == 1 and not config.enable_expert_parallel:
         return config.layout
-    if config.layout not in ("tensor_parallel", "expert_parallel"):
-        raise ConfigError(f"enable_expert_parallel needs layout='expert_parallel', got layout={config.layout!r}")
+    setting = "enable_expert_parallel" if size == 1 else f"expert_parallel_size={size}"
+    if size > 1 and config.enable_expert_parallel:
+        raise ConfigError(
+            f"{setting} splits experts over devices of their own, enable_expert_parallel over those of "
+            "tensor_parallel_size; use only one of them"
+        )
+    axis, default = ("tensor", "expert_parallel") if size == 1 else ("expert", "expert_gather")
+    if size > 1 and config.deterministic:
+        default = "expert_all_to_all"  # adds the parts of a row in the same order on every device
+    fitting = [name for name in LAYOUTS if get_layout(name).mesh_axis("experts") == axis]
+    if config.layout not in ("tensor_parallel", *fitting):
+        get_layout(config.layout)
+        names = " or ".join(f"layout={name!r}" for name in fitting)
+        raise ConfigError(f"{setting} needs {names}, got layout={config.layout!r}")
     if not isinstance(model, SparseConfig):
-        raise ConfigError(f"enable_expert_parallel needs a model with experts; {model.architecture} has none")
-    return "expert_parallel"
+        raise ConfigError(f"{setting} needs a model with experts; {model.architecture} has none")
+    return default if config.layout == "tensor_parallel" else config.layout
 
 
 def _batch_limits(config: EngineConfig, device: Device) -> tuple[int, int]:

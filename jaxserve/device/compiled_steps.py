@@ -2,9 +2,10 @@
 
 import concurrent.futures
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxserve.device.program import ModelProgram, StepState, shardings
 from jaxserve.device.split_steps import SplitStep, trace_model, trace_sampler, trace_scorer
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import trace_step
+from jaxserve.layers.attention import Pools
 from jaxserve.layers.kv_layout import PoolKind
 from jaxserve.sampling.penalties import IN_PROMPT, MAX_TRACKED, SlotTables
 from jaxserve.scheduling.plan import PageCopy, SlotSetup, StepPlan
@@ -25,28 +27,35 @@ from jaxserve.scheduling.plan import PageCopy, SlotSetup, StepPlan
 COPY_CAPACITY = 8
 """Most pages copied per call."""
 
-Pools = tuple[Array, Array]
-
 
 def trace_set_up(program: ModelProgram) -> jax.stages.Traced:
-    """Trace the program that writes a slot's row (see ``slot_row``) to the ``SlotTables``."""
+    """Trace the program that writes a slot's row of each lane (see ``slot_row``) to the ``SlotTables``."""
     vocab_size = program.config.vocab_size
     tables = program.abstract_state().tables
 
     def set_up(tables: SlotTables, row: Int[Array, " size"]) -> SlotTables:
         counts, bias, tracked_ids = (lax.slice(row, (start,), (stop,))[None] for start, stop in _row_parts(vocab_size))
         parts = SlotTables(counts, lax.bitcast_convert_type(bias, jnp.float32), tracked_ids)
-        return jax.tree.map(lambda table, part: lax.dynamic_update_slice(table, part, (row[0], 0)), tables, parts)
+        return jax.tree.map(lambda table, part: table.at[row[0]].set(part[0], mode="drop"), tables, parts)
 
-    row = program.replicated_struct((_row_parts(vocab_size)[-1][1],), jnp.int32)
-    return jax.jit(set_up, donate_argnums=0, out_shardings=shardings(tables)).trace(tables, row)
+    row = program.rows_struct((_row_parts(vocab_size)[-1][1],), jnp.int32)
+    return program.trace(set_up, (tables, row), out_shardings=shardings(tables), donated=[0])
 
 
-def slot_row(setup: SlotSetup, vocab_size: int) -> np.ndarray:
-    """Return the int32 input of ``trace_set_up``'s program: slot, token counts, bias (float32 bits), tracked tokens."""
-    sampling = setup.sampling
+_NO_SLOT = np.iinfo(np.int32).max
+
+
+def slot_row(setup: SlotSetup | None, vocab_size: int) -> np.ndarray:
+    """Return a lane's part of the int32 input of ``trace_set_up``'s program, which writes nothing for None.
+
+    It has the slot, token counts, bias (float32 bits), and tracked tokens.
+    """
     parts = _row_parts(vocab_size)
     row = np.zeros(parts[-1][1], np.int32)
+    if setup is None:
+        row[0] = _NO_SLOT
+        return row
+    sampling = setup.sampling
     row[0] = setup.slot
     counts, bias, tracked_ids = (row[start:stop] for start, stop in parts)
     if sampling.has_penalties:
@@ -68,7 +77,7 @@ def trace_copy_pages(program: ModelProgram, kind: PoolKind, count: int) -> jax.s
         count: Number of pools stacked in the same arrays; the same pages are copied in each.
     """
     pools = program.abstract_pools(kind, count)
-    pages = program.replicated_struct((COPY_CAPACITY,), jnp.int32)
+    pages = program.rows_struct((COPY_CAPACITY,), jnp.int32)
 
     def copy(pools: Pools, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> Pools:
         if count > 1:
@@ -76,21 +85,27 @@ def trace_copy_pages(program: ModelProgram, kind: PoolKind, count: int) -> jax.s
             first = num_pages * jnp.arange(count, dtype=jnp.int32)[:, None]
             sources = (first + jnp.minimum(sources, num_pages - 1)).ravel()
             targets = jnp.where(targets < num_pages, first + targets, count * num_pages).ravel()
-        return program.kernel.copy_pages(pools, sources, targets)
+        return program.kernel.copy_pages(cast(Any, pools), sources, targets)
 
     return program.trace(copy, (pools, pages, pages), out_shardings=shardings(pools), donated=[0])
 
 
-def copy_arrays(copies: Sequence[PageCopy], num_pages: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def copy_arrays(copies: Sequence[Sequence[PageCopy]], num_pages: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return sources and targets for each call of ``trace_copy_pages``'s program; padding copies write nothing.
 
     Each call reads all its sources before it writes, so a page may be a source and the target of a later copy.
+
+    Args:
+        copies: Copies of each lane.
+        num_pages: Usable pages of a lane.
     """
     calls = []
-    for start in range(0, len(copies), COPY_CAPACITY):
-        pages = np.array(copies[start : start + COPY_CAPACITY], np.int32)
-        sources, targets = np.full((2, COPY_CAPACITY), num_pages + 2, np.int32)
-        sources[: len(pages)], targets[: len(pages)] = pages.T
+    for start in range(0, max(map(len, copies)), COPY_CAPACITY):
+        arrays = np.full((2, len(copies), COPY_CAPACITY), num_pages + 2, np.int32)
+        for lane, each in enumerate(copies):
+            pages = np.array(each[start : start + COPY_CAPACITY], np.int32).reshape(-1, 2)
+            arrays[:, lane, : len(pages)] = pages.T
+        sources, targets = arrays.reshape(2, -1)
         calls.append((sources, targets))
     return calls
 
@@ -183,26 +198,30 @@ class CompiledSteps:
             for shape, variant in self.keys
         }
 
-    def prepare(self, state: StepState, setups: Sequence[SlotSetup], copies: Sequence[PageCopy]) -> StepState:
-        """Set up slots and copy pages; return the new state. Donates ``state``."""
+    def prepare(
+        self, state: StepState, setups: Sequence[Sequence[SlotSetup]], copies: Sequence[Sequence[PageCopy]]
+    ) -> StepState:
+        """Set up slots and copy pages of each lane; return the new state. Donates ``state``."""
         assert self._set_up is not None
-        kinds = self.program.kv_layout.pools
-        for setup in setups:
-            state = state._replace(tables=self._set_up(state.tables, slot_row(setup, self.program.config.vocab_size)))
+        kinds, vocab_size = self.program.kv_layout.pools, self.program.config.vocab_size
+        for lanes in itertools.zip_longest(*setups):
+            rows = np.concatenate([slot_row(setup, vocab_size) for setup in lanes])
+            state = state._replace(tables=self._set_up(state.tables, rows))
         for sources, targets in copy_arrays(copies, self.program.num_pages):
             pools = zip(kinds, state.pools, strict=True)
             copied = tuple(self._copy_pages[kind](pool, sources, targets) for kind, pool in pools)
             state = state._replace(pools=copied)
         return state
 
-    def choose(self, plan: StepPlan, variant: str) -> tuple[BatchShape, CompiledStep]:
-        """Return the batch shape and the compiled step for a plan."""
-        scores_prompt = any(plan.columns.targets)
+    def choose(self, plans: Sequence[StepPlan], variant: str) -> tuple[BatchShape, CompiledStep]:
+        """Return the batch shape and the compiled step for the plans of all lanes."""
+        scores_prompt = any(any(plan.columns.targets) for plan in plans)
         if scores_prompt and self.platform != "cpu":
             shape = self.buckets.scoring_shape
         else:
-            decode_only = plan.is_decode_only and ("any" in self._decode_variants or variant in self._decode_variants)
-            shape = self.buckets.shape_for(plan.num_tokens, decode_only)
+            is_compiled = "any" in self._decode_variants or variant in self._decode_variants
+            decode_only = is_compiled and all(plan.is_decode_only for plan in plans)
+            shape = self.buckets.shape_for(max(plan.num_tokens for plan in plans), decode_only)
         shape = self._shapes[shape]
         step = self._steps.get((shape, variant)) or self._steps[shape, "any"]
         if isinstance(step, SplitStep) and not scores_prompt:

@@ -2,17 +2,18 @@
 
 import dataclasses
 import logging
-from typing import cast
+from typing import NamedTuple, cast
 
 from jaxserve.config import EngineConfig
-from jaxserve.layers.attention import choose_attention
+from jaxserve.errors import ConfigError
+from jaxserve.layers.attention import AttentionKernel, choose_attention
 from jaxserve.layers.cpu import has_bfloat16_products
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Scope
 from jaxserve.models.abstract import outline
 from jaxserve.models.loading import resolve_dtype
 from jaxserve.sampling.sampler import choose_truncation
-from pallas_kernels import OPERATIONS, PagedAttention, choose
+from pallas_kernels import OPERATIONS, choose
 from pallas_kernels.native_library import unavailable
 from pallas_kernels.registry import load
 from pallas_kernels.truncation import Truncation
@@ -23,25 +24,45 @@ logger = logging.getLogger(__name__)
 
 def attention_sizes(model: ModelConfig, scope: Scope, page_size: int) -> list[dict[str, int]]:
     """Return the per-device sizes that attention implementations depend on, one entry per kind of layer."""
-    specs = outline(model, scope).kv_specs
-    heads = dict.fromkeys((spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs)
-    return [
-        {"page_size": page_size, "head_dim": head_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        for num_heads, num_kv_heads, head_dim in heads
-    ]
+    specs = dict.fromkeys(spec._replace(window=None) for spec in outline(model, scope).kv_specs)
+    return [{"page_size": page_size, **spec.sizes} for spec in specs]
+
+
+def attention_operation(model: ModelConfig, scope: Scope) -> str:
+    """Return the operation that all layers of a model attend with.
+
+    Raises:
+        ConfigError: The layers need more than one.
+    """
+    operations = {spec.operation for spec in outline(model, scope).kv_specs}
+    if len(operations) > 1:
+        raise ConfigError(f"{model.architecture} mixes layers with {' and '.join(sorted(operations))}; expected one")
+    return operations.pop()
+
+
+class _AttentionShapes(NamedTuple):
+    """The operation that a model attends with, and the sizes of its kinds of layers."""
+
+    operation: str
+    sizes: list[dict[str, int]]
+
+    def unsupported(self, kernel: AttentionKernel, device: Device, dtype: str) -> str | None:
+        """Return why an implementation does not support some kind of layer, or None."""
+        reasons = (kernel.unsupported(device.platform, device.device_kind, dtype, **layer) for layer in self.sizes)
+        return next((reason for reason in reasons if reason is not None), None)
 
 
 def choose_kernels(
     config: EngineConfig, model: ModelConfig, scope: Scope, device: Device, page_size: int
-) -> tuple[DtypePolicy, PagedAttention]:
+) -> tuple[DtypePolicy, AttentionKernel]:
     """Choose the dtypes, the matmul implementation and the attention implementation."""
     widens = config.kernels != "xla" and unavailable() is None
     dtype = resolve_dtype(config.dtype, model, device.platform, has_bfloat16_products() or widens)
     policy = _choose_policy(DtypePolicy.for_platform(dtype, device.platform), device, config.kernels)
-    sizes = attention_sizes(model, scope, page_size)
+    attention = _AttentionShapes(attention_operation(model, scope), attention_sizes(model, scope, page_size))
     backend = config.attention_backend or config.kernels
-    policy = _with_narrow_pages(policy, device, backend, sizes)
-    return policy, _choose_kernel(device, policy, backend, sizes)
+    policy = _with_narrow_pages(policy, device, backend, attention)
+    return policy, _choose_kernel(device, policy, backend, attention)
 
 
 def choose_step_truncation(device: Device, backend: str | None) -> Truncation:
@@ -53,13 +74,14 @@ def choose_step_truncation(device: Device, backend: str | None) -> Truncation:
 
 
 def _choose_kernel(
-    device: Device, policy: DtypePolicy, name: str | None, sizes: list[dict[str, int]]
-) -> PagedAttention:
+    device: Device, policy: DtypePolicy, name: str | None, attention: _AttentionShapes
+) -> AttentionKernel:
     """Choose one attention implementation that supports all kinds of layers."""
-    choices = [choose_attention(device, policy.kv, name, **each) for each in sizes]
-    able = [choice for choice in choices if _unsupported(choice.implementation, device, policy.kv, sizes) is None]
-    choice = able[0] if able else choose_attention(device, policy.kv, "xla", **sizes[0])
-    kernel = cast(PagedAttention, choice.implementation)
+    operation = attention.operation
+    choices = [choose_attention(device, policy.kv, name, operation, **each) for each in attention.sizes]
+    able = [choice for choice in choices if attention.unsupported(choice.implementation, device, policy.kv) is None]
+    choice = able[0] if able else choose_attention(device, policy.kv, "xla", operation, **attention.sizes[0])
+    kernel = cast(AttentionKernel, choice.implementation)
     writing = "a separate kernel" if kernel.writer is None else "a kernel fused with normalization and RoPE"
     logger.info("Attention on %s: %s (%s); pages written by %s", device.device_kind, choice.name, choice.why, writing)
     return kernel
@@ -74,17 +96,11 @@ def _choose_policy(policy: DtypePolicy, device: Device, kernels: str | None) -> 
     return dataclasses.replace(policy, linear=choice.name, grouped=grouped.name)
 
 
-def _unsupported(kernel: PagedAttention, device: Device, dtype: str, sizes: list[dict[str, int]]) -> str | None:
-    """Return why an implementation does not support some kind of layer, or None."""
-    reasons = (kernel.unsupported(device.platform, device.device_kind, dtype, **layer) for layer in sizes)
-    return next((reason for reason in reasons if reason is not None), None)
-
-
 def _with_narrow_pages(
-    policy: DtypePolicy, device: Device, name: str | None, sizes: list[dict[str, int]]
+    policy: DtypePolicy, device: Device, name: str | None, attention: _AttentionShapes
 ) -> DtypePolicy:
     """Store the keys and values of 16-bit models in that dtype on CPUs too, if native kernels can read it."""
     if device.platform != "cpu" or policy.weights == policy.kv or name not in (None, "native"):
         return policy
-    reason = _unsupported(load("paged_attention", "native"), device, policy.weights, sizes)
+    reason = attention.unsupported(load(attention.operation, "native"), device, policy.weights)
     return policy if reason is not None else dataclasses.replace(policy, kv=policy.weights)

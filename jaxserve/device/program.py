@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.config_checks import LOGPROBS_MODES
 from jaxserve.device.step_batch import LatestTokens
+from jaxserve.layers.attention import AttentionKernel, Pools
 from jaxserve.layers.kv_layout import KVLayout, PoolKind, lay_out_kv
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
@@ -28,7 +29,6 @@ from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from jaxserve.sampling.logprobs import MAX_LOGPROBS
 from jaxserve.sampling.penalties import MAX_TRACKED, SlotTables
 from jaxserve.sampling.sampler import SamplerSettings, select_truncation
-from pallas_kernels import PagedAttention
 from pallas_kernels.registry import load
 from pallas_kernels.truncation import Truncation
 from sharding import ShardingLayout, stacked
@@ -119,13 +119,13 @@ class StepState(NamedTuple):
     """State that devices keep between steps; each step donates and returns it.
 
     Attributes:
-        pools: Key and value pages; see ``KVLayout``.
+        pools: Pages of each pool; see ``KVLayout``.
         latest: Latest token and position of each slot.
         tables: Vocabulary-sized sampling state of each slot.
         sums: Sum of hidden states over each slot's prompt so far, for pooling requests.
     """
 
-    pools: tuple[tuple[Array, Array], ...]
+    pools: tuple[Pools, ...]
     latest: LatestTokens
     tables: SlotTables
     sums: Float[Array, "slots D"]
@@ -140,10 +140,10 @@ class ModelProgram:
         mesh: Mesh of one data slice.
         layout: Sharding layout, resolved on the mesh.
         policy: Dtypes.
-        kernel: Implementation of paged attention.
+        kernel: Implementation of attention.
         page_size: Tokens per page.
-        num_pages: Usable pages.
-        num_slots: Most running sequences.
+        num_pages: Usable pages of each lane.
+        num_slots: Most running sequences of each lane.
         max_model_len: Maximum context length in tokens; None for no limit.
         row_tile: Rows computed together in deterministic mode, a divisor of the rows and tokens of every batch shape;
             None computes all rows at once.
@@ -158,7 +158,7 @@ class ModelProgram:
     mesh: Mesh
     layout: ShardingLayout
     policy: DtypePolicy
-    kernel: PagedAttention
+    kernel: AttentionKernel
     page_size: int
     num_pages: int
     num_slots: int
@@ -213,9 +213,8 @@ class ModelProgram:
 
     @property
     def pool_pages(self) -> int:
-        """Pages of a pool, including those for padding."""
-        keys, _ = self.kernel.pool_specs(self.num_pages, self.page_size, self.parallel.size, 8)
-        return keys.shape[0]
+        """Pages of a pool in one lane, including those for padding."""
+        return self.kernel.pool_specs(self.num_pages, self.page_size, self.parallel.size, 8)[0].shape[0]
 
     @functools.cached_property
     def packing(self) -> Packing:
@@ -243,12 +242,12 @@ class ModelProgram:
         Args:
             function: Per-device function.
             arguments: Shapes and shardings of its arguments.
-            out_shardings: Shardings of its results, as a tree prefix; None if all are replicated.
+            out_shardings: Shardings of its results, as a tree prefix; None if all are arrays of rows or slots.
             donated: Indices of donated arguments.
         """
         in_specs, out_specs = (
             jax.tree.map(lambda sharding: sharding.spec, tree)
-            for tree in (shardings(tuple(arguments)), self.replicated if out_shardings is None else out_shardings)
+            for tree in (shardings(tuple(arguments)), self.rows_sharding if out_shardings is None else out_shardings)
         )
         sharded = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return jax.jit(sharded, donate_argnums=donated).trace(*arguments)
@@ -256,24 +255,24 @@ class ModelProgram:
     def abstract_state(self) -> StepState:
         """Return shapes and shardings of the ``StepState``."""
         pools = tuple(map(self.abstract_pools, self.kv_layout.pools, self.kv_layout.counts))
-        latest = LatestTokens(*[self.replicated_struct((self.num_slots,), jnp.int32)] * 2)
+        latest = LatestTokens(*[self.rows_struct((self.num_slots,), jnp.int32)] * 2)
         vocabulary = (self.num_slots, self.config.vocab_size)
         tables = SlotTables(
-            token_counts=self.replicated_struct(vocabulary, jnp.int32),
-            bias=self.replicated_struct(vocabulary, jnp.float32),
-            tracked_ids=self.replicated_struct((self.num_slots, MAX_TRACKED), jnp.int32),
+            token_counts=self.rows_struct(vocabulary, jnp.int32),
+            bias=self.rows_struct(vocabulary, jnp.float32),
+            tracked_ids=self.rows_struct((self.num_slots, MAX_TRACKED), jnp.int32),
         )
-        sums = self.replicated_struct((self.num_slots, self.config.hidden_size), jnp.float32)
+        sums = self.rows_struct((self.num_slots, self.config.hidden_size), jnp.float32)
         return StepState(pools, latest, tables, sums)
 
     def abstract_pools(self, kind: PoolKind, count: int = 1) -> Any:
-        """Return shapes and shardings of a key and a value pool, or of ``count`` of each stacked in one array."""
+        """Return shapes and shardings of a layer's pools, or of ``count`` of each stacked in one array."""
         all_kv_heads = self.parallel.size * kind.num_kv_heads
         structs = []
         for pool in self.kernel.pool_specs(self.num_pages, self.page_size, all_kv_heads, kind.head_dim):
-            axes = ["kv_heads" if i == pool.heads_dimension else None for i in range(len(pool.shape))]
+            axes = ["pages", *["kv_heads" if i == pool.heads_dimension else None for i in range(1, len(pool.shape))]]
             sharding = self.layout.sharding(self.mesh, *axes)
-            shape = (count * pool.shape[0], *pool.shape[1:])
+            shape = (self.num_lanes * count * pool.shape[0], *pool.shape[1:])
             structs.append(jax.ShapeDtypeStruct(shape, jnp.dtype(kind.dtype), sharding=sharding))
         return tuple(structs)
 
@@ -297,20 +296,26 @@ class ModelProgram:
         return _bytes_per_device(self.abstract_state()._replace(pools=()))
 
     @property
-    def replicated(self) -> NamedSharding:
-        """Sharding of an array that is replicated on every device."""
-        return self.layout.sharding(self.mesh)
+    def num_lanes(self) -> int:
+        """Number of lanes: parts of the mesh with their own rows, slots and pages, which run every step together."""
+        return self.parallel.num_row_parts
+
+    @property
+    def rows_sharding(self) -> NamedSharding:
+        """Sharding of an array of rows or slots: the lanes' parts one after the other; without lanes, replicated."""
+        return self.layout.sharding(self.mesh, "batch")
 
     def mask_shape(self, num_rows: int) -> tuple[int, int]:
-        """Return the shape of a step's vocabulary mask: int32 words with a bit per token."""
+        """Return the shape of a lane's vocabulary mask: int32 words with a bit per token."""
         return num_rows, -(-self.config.vocab_size // 32)
 
-    def replicated_struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return the abstract value of an array that is replicated on every device."""
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+    def rows_struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return the abstract value of an array of rows or slots, from the shape of one lane's part."""
+        first, *rest = shape
+        return jax.ShapeDtypeStruct((self.num_lanes * first, *rest), dtype, sharding=self.rows_sharding)
 
 
-def computes_rows_natively(has_fused_norms: bool, policy: DtypePolicy, kernel: PagedAttention) -> bool:
+def computes_rows_natively(has_fused_norms: bool, policy: DtypePolicy, kernel: AttentionKernel) -> bool:
     """Whether native kernels compute each row separately; without fused normalization, XLA computes part of it.
 
     Mixtures of experts count as fused: what XLA computes of them is in tiles of rows.

@@ -1,15 +1,14 @@
 """Run plans on the devices of one data slice; owns parameters, pages and compiled steps."""
 
 import itertools
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxserve.device.batch import BatchBuilder
 from jaxserve.device.compiled_steps import CompiledStep, CompiledSteps
-from jaxserve.device.masks import TokenMasks
+from jaxserve.device.lane import Lane
 from jaxserve.device.memory import return_freed_memory
 from jaxserve.device.runner_interface import StepResult
 from jaxserve.device.steps import StepOutput
@@ -30,49 +29,70 @@ from jaxserve.scheduling.row_arrays import row_arrays
 class PendingStep:
     """A launched step whose outputs are being copied to the host."""
 
-    def __init__(self, output: StepOutput, plan: StepPlan):
+    def __init__(self, output: StepOutput, plans: Sequence[StepPlan]):
         self._output = output
-        self._plan = plan
+        self._plans = plans
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
 
-    def wait(self) -> StepResult:
-        """Wait for the step; return its result."""
+    def wait(self) -> list[StepResult]:
+        """Wait for the step; return the result of each lane."""
         output = jax.tree.map(np.asarray, self._output)
-        return StepResult(self._token_lists(output.tokens), *output[1:])
+        num_lanes = len(self._plans)
+        if num_lanes == 1:
+            return [_result(output, self._plans[0])]
+        parts = jax.tree.map(lambda array: array.reshape(num_lanes, len(array) // num_lanes, *array.shape[1:]), output)
+        return [
+            _result(jax.tree.map(lambda part, lane=lane: part[lane], parts), plan)
+            for lane, plan in enumerate(self._plans)
+        ]
 
-    def _token_lists(self, tokens: np.ndarray) -> list[list[int]]:
-        columns = self._plan.columns
-        if columns.has_drafts:
-            counts = zip(self._plan.first_samples, columns.num_samples, strict=True)
-            return [[t for t in tokens[first : first + count].tolist() if t != NO_TOKEN] for first, count in counts]
-        tokens = tokens[: self._plan.num_rows]
-        lists = tokens[:, None].tolist()
-        is_empty = (tokens == NO_TOKEN) | (row_arrays(columns).num_samples == 0)
-        for row in is_empty.nonzero()[0].tolist():
-            lists[row] = []
-        return lists
+
+def _result(output: Any, plan: StepPlan) -> StepResult:
+    """Return a lane's result from its part of the outputs."""
+    return StepResult(_token_lists(output.tokens, plan), *output[1:])
+
+
+def _token_lists(tokens: np.ndarray, plan: StepPlan) -> list[list[int]]:
+    """Return the tokens of each row, without those that are none."""
+    columns = plan.columns
+    if columns.has_drafts:
+        counts = zip(plan.first_samples, columns.num_samples, strict=True)
+        return [[t for t in tokens[first : first + count].tolist() if t != NO_TOKEN] for first, count in counts]
+    tokens = tokens[: plan.num_rows]
+    lists = tokens[:, None].tolist()
+    is_empty = (tokens == NO_TOKEN) | (row_arrays(columns).num_samples == 0)
+    for row in is_empty.nonzero()[0].tolist():
+        lists[row] = []
+    return lists
 
 
 class StepInputs(NamedTuple):
     """A compiled step and its inputs besides parameters and state.
 
     Attributes:
-        columns: Rows of the plan.
+        columns: Rows of each lane's plan.
         step: The compiled step.
         variant: Sampler variant.
-        buffer: Buffer from ``BatchBuilder``.
-        mask: Token mask of each row.
+        buffer: The lanes' buffers from ``BatchBuilder``, one after the other.
+        mask: Token mask of each row, likewise.
         is_reusable: Whether steps with the same rows can reuse these inputs until a slot changes: the device tracks the
             positions, and ``num_shared_pages`` remains a lower bound because contexts only grow.
     """
 
-    columns: RowColumns
+    columns: tuple[RowColumns, ...]
     step: CompiledStep
     variant: str
     buffer: np.ndarray
     mask: jax.Array | np.ndarray
     is_reusable: bool
+
+    def fit(self, plans: Sequence[StepPlan]) -> bool:
+        """Return whether plans have the same rows and change no slot."""
+        for plan, columns in zip(plans, self.columns, strict=True):
+            if plan.columns is not columns or plan.setups or plan.grants or plan.copies or plan.masks:
+                return False
+        return True
 
 
 class StepRunner:
@@ -87,62 +107,53 @@ class StepRunner:
         self._steps = steps
         self._params = params
         program = steps.program
-        self._builder = BatchBuilder(
-            program.num_slots,
-            steps.buckets.table_pages,
-            program.page_size,
-            program.num_pages,
-            tuple(program.arguments.values()),
-            steps.buckets.num_tables,
-        )
-        self._masks = TokenMasks(program.config.vocab_size)
-        self._biased_slots: set[int] = set()
+        self._lanes = [Lane(program, steps.buckets) for _ in range(program.num_lanes)]
         self._inputs: StepInputs | None = None
         self._handles = itertools.count()
         self._launched: dict[int, PendingStep] = {}
         self._state = program.empty_state()
         self._open_masks = {
-            rows: jax.device_put(np.full(program.mask_shape(rows), -1, np.int32), program.replicated)
-            for rows in {shape.num_rows for shape in steps.buckets.shapes()}
+            rows: jax.device_put(np.full((program.num_lanes * rows, words), -1, np.int32), program.rows_sharding)
+            for rows, words in {program.mask_shape(shape.num_rows) for shape in steps.buckets.shapes()}
         }
 
-    def launch(self, plan: StepPlan) -> int:
+    def launch(self, plans: Sequence[StepPlan]) -> int:
         """See ``Runner``."""
         inputs = self._inputs
-        has_updates = plan.setups or plan.grants or plan.copies or plan.masks
-        if inputs is not None and plan.columns is inputs.columns and not has_updates:
-            self._builder.starts.advance(plan)
+        if inputs is not None and inputs.fit(plans):
+            for lane, plan in zip(self._lanes, plans, strict=True):
+                lane.builder.starts.advance(plan)
         else:
-            inputs = self._prepare(plan)
+            inputs = self._prepare(plans)
             self._inputs = inputs if inputs.is_reusable else None
         self._state, output = inputs.step(self._params, self._state, inputs.buffer, inputs.mask)
         if inputs.variant != "full":
             output = output._replace(logprobs=None)
-        if not any(pooling is not None and pooling.is_last for pooling in plan.columns.pooling):
+        if not any(pooling is not None and pooling.is_last for plan in plans for pooling in plan.columns.pooling):
             output = output._replace(sums=None)
         handle = next(self._handles)
-        self._launched[handle] = PendingStep(output, plan)
+        self._launched[handle] = PendingStep(output, plans)
         return handle
 
-    def _prepare(self, plan: StepPlan) -> StepInputs:
-        """Apply a plan's slot changes, and create the inputs of its step."""
-        builder, masks = self._builder, self._masks
-        builder.apply(plan)
-        masks.apply(plan.setups)
-        setups = [setup for setup in plan.setups if self._needs_row(setup)]
-        if setups or plan.copies:
-            self._state = self._steps.prepare(self._state, setups, plan.copies)
-        masked = masks.rows(plan, builder.starts)
-        is_full = bool(masked) or self._steps.program.is_always_full
-        variant = builder.variant(plan, is_full)
-        shape, step = self._steps.choose(plan, variant)
-        mask = masks.array(masked, shape.num_rows) if masked else self._open_masks[shape.num_rows]
-        buffer = builder.build(plan, shape, VARIANTS.index(variant))
-        is_masked = masks.has_static_masks or bool(plan.masks)
-        is_reusable = not is_masked and all(start == ON_DEVICE for start in plan.columns.starts)
-        return StepInputs(plan.columns, step, variant, buffer, mask, is_reusable)
+    def _prepare(self, plans: Sequence[StepPlan]) -> StepInputs:
+        """Apply the plans' slot changes, and create the inputs of their step."""
+        lanes, steps = [*zip(self._lanes, plans, strict=True)], self._steps
+        setups = [lane.apply(plan) for lane, plan in lanes]
+        if any(setups) or any(plan.copies for plan in plans):
+            self._state = steps.prepare(self._state, setups, [plan.copies for plan in plans])
+        masked = [lane.masked_rows(plan) for lane, plan in lanes]
+        is_full = any(masked) or steps.program.is_always_full
+        variant = max((lane.builder.variant(plan, is_full) for lane, plan in lanes), key=VARIANTS.index)
+        shape, step = steps.choose(plans, variant)
+        mask = self._open_masks[shape.num_rows]
+        if any(masked):
+            masks = zip(self._lanes, masked, strict=True)
+            mask = _joined([lane.mask(rows, shape.num_rows) for lane, rows in masks])
+        buffer = _joined([lane.builder.build(plan, shape, VARIANTS.index(variant)) for lane, plan in lanes])
+        is_reusable = all(_is_reusable(lane, plan) for lane, plan in lanes)
+        return StepInputs(tuple(plan.columns for plan in plans), step, variant, buffer, mask, is_reusable)
 
-    def collect(self, handle: int) -> StepResult:
+    def collect(self, handle: int) -> list[StepResult]:
         """See ``Runner``."""
         return self._launched.pop(handle).wait()
 
@@ -176,26 +187,20 @@ class StepRunner:
         slot, page, token = 0, 0, 0
         grants = [PageGrant(slot, 0, [page], table) for table in range(self._steps.buckets.num_tables)]
         decode = StepPlan(0, [], grants, [Row(slot, 0, [token], 1)])
-        self._builder.apply(decode)
-        self._state = self._steps.prepare(self._state, [SlotSetup(slot, Sampling(), 1)], [PageCopy(page, page)])
+        for lane in self._lanes:
+            lane.builder.apply(decode)
+        setups, copies = [SlotSetup(slot, Sampling(), 1)], [PageCopy(page, page)]
+        num_lanes = len(self._lanes)
+        self._state = self._steps.prepare(self._state, [setups] * num_lanes, [copies] * num_lanes)
         for (shape, variant), step in self._steps.items():
             number = VARIANTS.index("greedy" if variant == "any" else variant)
-            chunk = [token] * min(2, shape.num_tokens, self._builder.page_size)
+            chunk = [token] * min(2, shape.num_tokens, self._steps.program.page_size)
             mixed = StepPlan(0, [], [], [Row(slot, 0, chunk, 1, targets=chunk)])
-            buffer = self._builder.build(decode if shape.decode_only else mixed, shape, number)
+            plan = decode if shape.decode_only else mixed
+            buffer = _joined([lane.builder.build(plan, shape, number) for lane in self._lanes])
             outputs = step(self._params, self._state, buffer, self._open_masks[shape.num_rows])
             self._state, _ = jax.block_until_ready(outputs)
         return_freed_memory()
-
-    def _needs_row(self, setup: SlotSetup) -> bool:
-        """Whether a slot's tables must be written: its request uses them, or the previous one left a bias there."""
-        slot, sampling = setup.slot, setup.sampling
-        was_biased = slot in self._biased_slots
-        if sampling.logit_bias:
-            self._biased_slots.add(slot)
-        elif was_biased:
-            self._biased_slots.remove(slot)
-        return was_biased or bool(sampling.logit_bias or sampling.tracked_ids) or sampling.has_penalties
 
     def close(self) -> None:
         """See ``Runner``."""
@@ -203,3 +208,14 @@ class StepRunner:
             pending.wait()
         for array in jax.tree.leaves((self._params, self._state, self._open_masks)):
             array.delete()
+
+
+def _is_reusable(lane: Lane, plan: StepPlan) -> bool:
+    """Return whether a lane's next step can have the same inputs; see ``StepInputs``."""
+    is_masked = lane.has_static_masks or bool(plan.masks)
+    return not is_masked and all(start == ON_DEVICE for start in plan.columns.starts)
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    """Return the lanes' arrays one after the other."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -1,6 +1,6 @@
 """The interface between a replica and the runner of its plans, in this process or another."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -11,7 +11,7 @@ from jaxserve.scheduling.plan import StepPlan
 
 
 class StepResult(NamedTuple):
-    """Results of a step, in host memory.
+    """Results of one lane's part of a step, in host memory.
 
     Attributes:
         tokens: Tokens of each row; empty if the row does not sample, or its logits are NaN or all masked.
@@ -32,16 +32,17 @@ class StepResult(NamedTuple):
 class Runner(Protocol):
     """Runs the plans of one data slice; owns its parameters, pages and slots.
 
-    Plans are its only input and results its only output; both can be serialized and sent to another process. Not
-    thread-safe.
+    A layout that splits rows over devices divides a data slice into lanes, each with its own pages and slots; every
+    step runs a plan for each lane. Other layouts have one lane. Plans are the only input and results the only output;
+    both can be serialized and sent to another process. Not thread-safe.
     """
 
-    def launch(self, plan: StepPlan) -> int:
-        """Launch a step and return its handle without waiting. Steps run in launch order."""
+    def launch(self, plans: Sequence[StepPlan]) -> int:
+        """Launch a step of one plan per lane and return its handle without waiting. Steps run in launch order."""
         ...
 
-    def collect(self, handle: int) -> StepResult:
-        """Wait for a step and return its result, or raise its error. Call once per handle."""
+    def collect(self, handle: int) -> list[StepResult]:
+        """Wait for a step and return the result of each lane, or raise its error. Call once per handle."""
         ...
 
     def weights(self) -> dict[str, np.ndarray]:

@@ -120,11 +120,11 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
         if not shape.decode_only:
             padding = (0, max_tokens - shape.num_tokens)
             targets = jnp.pad(batch.targets, padding, constant_values=-1)
-            prompt = PromptTokens(jnp.pad(hidden, (padding, (0, 0))), targets, batch.num_target_tokens)
+            prompt = PromptTokens(jnp.pad(hidden, (padding, (0, 0))), targets, batch.num_target_tokens[None])
         return state, ModelOutput(logits, sampler_part(buffer, shape, batch), prompt, sums, expert_tokens)
 
-    state, buffer = program.abstract_state(), program.replicated_struct((shape.buffer_size,), jnp.int32)
-    out_shardings = (shardings(state), program.replicated)
+    state, buffer = program.abstract_state(), program.rows_struct((shape.buffer_size,), jnp.int32)
+    out_shardings = (shardings(state), program.rows_sharding)
     return program.trace(model, (program.abstract_params, state, buffer), out_shardings, donated=[1])
 
 
@@ -132,8 +132,8 @@ def trace_sampler(program: ModelProgram, shape: SamplerShape) -> jax.stages.Trac
     """Trace a sampler that selects its variant at run time.
 
     The traced function maps (logits, latest tokens, ``SlotTables``, the sampler's part of the buffer, vocabulary mask)
-    to ``SamplerOutput``. It donates the latest tokens and, if it counts drafts, the tables. Every device of the mesh
-    computes the same.
+    to ``SamplerOutput``. It donates the latest tokens and, if it counts drafts, the tables. Devices with the
+    same rows compute the same.
     """
     settings, num_samples = program.sampler, shape.num_samples
     tile = sampler_tile(num_samples, program.row_tile)
@@ -160,9 +160,9 @@ def trace_sampler(program: ModelProgram, shape: SamplerShape) -> jax.stages.Trac
         return SamplerOutput(latest, tables if counts_drafts else None, tokens, logprobs)
 
     state = program.abstract_state()
-    logits = program.replicated_struct((num_samples, program.config.vocab_size), jnp.float32)
-    part = program.replicated_struct((shape.size,), jnp.int32)
-    mask = program.replicated_struct(program.mask_shape(shape.num_rows), jnp.int32)
+    logits = program.rows_struct((num_samples, program.config.vocab_size), jnp.float32)
+    part = program.rows_struct((shape.size,), jnp.int32)
+    mask = program.rows_struct(program.mask_shape(shape.num_rows), jnp.int32)
     donated = [1, 2] if counts_drafts else [1]
     return program.trace(sampler, (logits, state.latest, state.tables, part, mask), donated=donated)
 
@@ -193,8 +193,7 @@ def trace_scorer(program: ModelProgram, max_tokens: int) -> jax.stages.Traced:
     def scorer(arrays: tuple[Array, ...], prompt: PromptTokens) -> TokenLogprobs:
         return score_prompt(program.model(arrays), prompt, program.sampler, program.row_tile)
 
-    hidden = program.replicated_struct((max_tokens, program.config.hidden_size), program.policy.activations_dtype)
-    prompt = PromptTokens(
-        hidden, program.replicated_struct((max_tokens,), jnp.int32), program.replicated_struct((), jnp.int32)
-    )
+    hidden = program.rows_struct((max_tokens, program.config.hidden_size), program.policy.activations_dtype)
+    targets, count = (program.rows_struct((size,), jnp.int32) for size in (max_tokens, 1))
+    prompt = PromptTokens(hidden, targets, count)
     return program.trace(scorer, (program.abstract_params, prompt))

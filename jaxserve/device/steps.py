@@ -56,7 +56,7 @@ class PromptTokens(NamedTuple):
 
     hidden: Float[Array, "T D"]
     targets: Int[Array, " T"]
-    num_target_tokens: Int[Array, ""]
+    num_target_tokens: Int[Array, " 1"]
 
 
 def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.stages.Traced:
@@ -74,9 +74,9 @@ def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.st
         batch = unpack(buffer, shape, state.latest, program.page_size, program.num_pages)
         return run_step(program.model(arrays), state, batch, mask, settings)
 
-    state, buffer = program.abstract_state(), program.replicated_struct((shape.buffer_size,), jnp.int32)
-    mask = program.replicated_struct(program.mask_shape(shape.num_rows), jnp.int32)
-    out_shardings = (shardings(state), program.replicated)
+    state, buffer = program.abstract_state(), program.rows_struct((shape.buffer_size,), jnp.int32)
+    mask = program.rows_struct(program.mask_shape(shape.num_rows), jnp.int32)
+    out_shardings = (shardings(state), program.rows_sharding)
     return program.trace(step, (program.abstract_params, state, buffer, mask), out_shardings, donated=[1])
 
 
@@ -85,8 +85,15 @@ def attention_settings(program: ModelProgram, shape: BatchShape) -> AttentionSet
     tile = program.row_tile
     assert tile is None or (shape.num_rows % tile == 0 and shape.num_tokens % tile == 0), (shape, tile)
     indices = program.kv_layout.layer_indices
-    counts = program.counts_expert_tokens
-    return AttentionSettings(program.kernel, program.page_size, shape.decode_only, program.layer_tile, indices, counts)
+    return AttentionSettings(
+        program.kernel,
+        program.page_size,
+        shape.decode_only,
+        program.layer_tile,
+        indices,
+        program.layout.rows_axis,
+        program.counts_expert_tokens,
+    )
 
 
 class StepSettings(NamedTuple):
@@ -119,7 +126,7 @@ def run_step(
     )
     prompt = None
     if settings.scores_prompt:
-        tokens_to_score = PromptTokens(hidden, batch.targets, batch.num_target_tokens)
+        tokens_to_score = PromptTokens(hidden, batch.targets, batch.num_target_tokens[None])
         prompt = score_prompt(model, tokens_to_score, settings.sampler, tile)
     latest, tables, tokens = keep_tokens(state.latest, state.tables, batch.sampler, tokens)
     output = StepOutput(tokens, logprobs, prompt, sums, expert_tokens)
@@ -228,5 +235,5 @@ def score_prompt(
         untracked = jnp.zeros((targets.shape[0], 0), jnp.int32)
         return token_logprobs(model.logits(hidden), targets, untracked, settings.max_logprobs, settings.is_normalized)
 
-    filled = map_rows(scored_rows, (hidden, targets), prompt.num_target_tokens, tile)
+    filled = map_rows(scored_rows, (hidden, targets), prompt.num_target_tokens[0], tile)
     return jax.tree.map(lambda array: array[:num_tokens], filled)

@@ -193,7 +193,7 @@ class Admission:
             prompt_token_ids=token_ids,
             params=params,
             samples=self._samples(inputs),
-            replica=0,
+            lane=0,
             arrival_s=arrival_s,
             queued_s=time.monotonic(),
             prompt_logprobs=_empty_prompt_logprobs(params, len(token_ids)),

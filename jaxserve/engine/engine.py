@@ -49,6 +49,7 @@ class Engine:
         expert_load: ExpertLoad | None = None,
     ):
         self.replicas = replicas
+        self._schedulers = [scheduler for replica in replicas for scheduler in replica.schedulers]
         self.admission = admission
         self.expert_load = expert_load
         self._counter = counter
@@ -105,12 +106,12 @@ class Engine:
             raise RequestError(f"request id {request.request_id!r} is in use", parameter="request_id")
         if request.grammar is not None:
             request.grammar.result()
-        schedulers = [replica.scheduler for replica in self.replicas]
-        request.replica = min(range(len(schedulers)), key=lambda i: schedulers[i].num_unfinished)
+        schedulers = self._schedulers
+        request.lane = min(range(len(schedulers)), key=lambda i: schedulers[i].num_unfinished)
         self._requests[request.request_id] = request
         for sample in request.samples:
             self._owners[sample.sequence.sequence_id] = (request, sample)
-        schedulers[request.replica].add(request.samples[0].sequence)
+        schedulers[request.lane].add(request.samples[0].sequence)
 
     def submit(self, prompt: PromptInput, params: SamplingParams | PoolingParams) -> RequestState:
         """Prepare a request and enqueue it."""
@@ -132,22 +133,22 @@ class Engine:
             now = time.monotonic()
             for sequence in itertools.chain.from_iterable(filter(None, launched)):
                 self._owners[sequence.sequence_id][0].note_scheduled(now)
-            return [request for due in found if due is not None for request in self._deliver(*due, now)]
+            return [request for lanes in found for lane in lanes for request in self._deliver(*lane, now)]
         except Exception as error:
             self._failure = error
             raise EngineDeadError(f"the engine stopped: {error}") from error
 
     def abort(self, request: RequestState, reason: FinishReason = "abort") -> None:
         """Abort a request. Does nothing if it has finished."""
-        scheduler = self.replicas[request.replica].scheduler
+        scheduler = self._schedulers[request.lane]
         for sample in request.samples:
             scheduler.finish(sample.sequence, reason)
         self._close(request)
 
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache without affecting running requests. Always returns True, as in vLLM's API."""
-        for replica in self.replicas:
-            replica.scheduler.allocator.reset()
+        for scheduler in self._schedulers:
+            scheduler.allocator.reset()
         return True
 
     def metrics(self) -> list[Metric]:
@@ -172,7 +173,7 @@ class Engine:
             raise EngineDeadError(f"the engine stopped: {self._failure}") from self._failure
 
     def _deliver(self, completion: Completion, result: StepResult, now: float) -> list[RequestState]:
-        """Deliver the results of a step; return the requests they changed."""
+        """Deliver a step's results in one lane; return the requests they changed."""
         if self.expert_load is not None and result.expert_tokens is not None:
             self.expert_load.add(result.expert_tokens)
         for sequence, row, first in completion.scored:
@@ -186,7 +187,7 @@ class Engine:
         )
         self._metrics.delivered(delivery, now, pooled)
         for request, sample, stop_string, length in delivery.stopped:
-            scheduler = self.replicas[request.replica].scheduler
+            scheduler = self._schedulers[request.lane]
             if length < len(sample.sequence.token_ids):
                 scheduler.rollback(sample.sequence, length)
             scheduler.finish(sample.sequence, "stop", stop_string, replaces=True)
@@ -238,7 +239,7 @@ class Engine:
         """Finish a request with an error, and remove its pages from the prefix cache."""
         request.error = error
         for sample in request.samples:
-            self.replicas[request.replica].scheduler.finish(sample.sequence, "error", replaces=True)
+            self._schedulers[request.lane].finish(sample.sequence, "error", replaces=True)
         self._close(request)
 
     def _close(self, request: RequestState) -> None:

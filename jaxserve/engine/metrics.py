@@ -119,7 +119,7 @@ class EngineMetrics:
 
     def collect(self, replicas: Sequence[Replica], num_compiles: int) -> list[Metric]:
         """Return the current metrics in a fixed order; ``num_compiles`` is the count of a ``CompileCounter``."""
-        schedulers = [replica.scheduler for replica in replicas]
+        schedulers = [scheduler for replica in replicas for scheduler in replica.schedulers]
         usage = sum(scheduler.allocator.usage for scheduler in schedulers) / len(schedulers)
         gauges = {
             "num_requests_running": sum(len(scheduler.running) for scheduler in schedulers),

@@ -7,7 +7,7 @@ from checkpoints import resolve_model
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import EnginePlan
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.parsers import reasoning_parser, tool_parser
+from jaxserve.parsers import chosen_reasoning, reasoning_parser
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured_output.reasoning import ReasoningMarkers
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -17,22 +17,19 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenize
 
 
 def check_parsers(config: EngineConfig) -> None:
-    """Raise a ``ConfigError`` if ``reasoning_parser`` or ``tool_call_parser`` is unknown."""
-    if config.reasoning_parser is not None:
-        reasoning_parser(config.reasoning_parser)
-    if config.tool_call_parser is not None:
-        tool_parser(config.tool_call_parser)
+    """Raise a ``ConfigError`` if ``reasoning_parser`` or ``tool_call_parser`` is unknown, or they do not match."""
+    chosen_reasoning(config.reasoning_parser, config.tool_call_parser)
 
 
 def reasoning_markers(config: EngineConfig, tokenizer: Tokenizer | None) -> ReasoningMarkers | None:
     """Return the tokens that delimit the model's reasoning; None without a reasoning parser or a tokenizer."""
-    if config.reasoning_parser is None or tokenizer is None:
+    name = chosen_reasoning(config.reasoning_parser, config.tool_call_parser)
+    if name is None or tokenizer is None:
         return None
-    parser = reasoning_parser(config.reasoning_parser)
-    start, end = (tokenizer.encode(text, add_special_tokens=False) for text in (parser.start_text, parser.end_text))
-    if not start or not end:
-        return None
-    return ReasoningMarkers(config.reasoning_parser, tuple(start), tuple(end))
+    parser = reasoning_parser(name)
+    texts = (parser.start_text, parser.end_text, *parser.content_start())
+    start, end, *content = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    return ReasoningMarkers(name, start, end, tuple(content)) if start and end and all(content) else None
 
 
 def find_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:

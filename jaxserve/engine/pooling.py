@@ -58,7 +58,7 @@ def pooling_state(
         prompt_token_ids=token_ids,
         params=_UNUSED_PARAMS,
         samples=[Sample(0, sequence, None, None)],
-        replica=0,
+        lane=0,
         arrival_s=arrival_s,
         queued_s=queued_s,
         pooling=params,

@@ -148,7 +148,7 @@ class RequestState:
     prompt_token_ids: list[int]
     params: SamplingParams
     samples: list[Sample]
-    replica: int
+    lane: int
     arrival_s: float
     queued_s: float
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None

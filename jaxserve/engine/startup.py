@@ -123,14 +123,15 @@ def assemble_engine(
     runners: Iterable[Runner],
     proposer: DraftProposer | None = None,
 ) -> Engine:
-    """Return an engine with one replica per runner."""
+    """Return an engine with one replica per runner, each with a scheduler per lane."""
     program = plan.programs[0]
     sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
     limits = SchedulerLimits(*sizes, plan.buckets.max_samples - 1, plan.needs.windows)
     depth, replicas = 1 if config.async_scheduling is False else STEPS_IN_FLIGHT, []
+    pages, keeps = (program.num_pages, program.page_size), config.enable_prefix_caching
     for runner in runners:
-        allocator = PageAllocator(program.num_pages, program.page_size, keeps_free_pages=config.enable_prefix_caching)
-        replicas.append(Replica(Scheduler(limits, allocator, proposer), runner, depth))
+        allocators = [PageAllocator(*pages, keeps_free_pages=keeps) for _ in range(program.num_lanes)]
+        replicas.append(Replica([Scheduler(limits, each, proposer) for each in allocators], runner, depth))
     groups = config.expert_load_metrics
     return Engine(
         replicas,
@@ -210,13 +211,12 @@ def _log_choices(plan: EnginePlan) -> None:
     program = plan.programs[0]
     device = program.mesh.devices.flat[0]
     logger.info(
-        "%s on %d %s device(s): %s; mesh data=%d tensor=%d, layout %s; attention: %s; pages of %d tokens; %d programs",
+        "%s on %d %s device(s): %s; mesh %s, layout %s; attention: %s; pages of %d tokens; %d programs",
         plan.config.architecture,
         len(plan.programs) * program.mesh.devices.size,
         device.device_kind,
         program.policy,
-        len(plan.programs),
-        program.mesh.devices.size,
+        " ".join(f"{axis}={size}" for axis, size in plan.mesh_sizes.items()),
         program.layout.name,
         program.kernel.name,
         program.page_size,
@@ -247,7 +247,7 @@ def _make_ledger(
     return MemoryLedger(
         lines=tuple(lines),
         total=total,
-        num_pages=program.num_pages * len(plan.programs),
+        num_pages=program.num_pages * plan.num_lanes,
         page_size=program.page_size,
         max_model_len=plan.max_model_len,
         request_pages=plan.needs.request_pages,

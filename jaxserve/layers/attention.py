@@ -13,11 +13,14 @@ from jaxserve.layers.linear import RowParallelLinear
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Split
-from pallas_kernels import AttentionBatch, Choice, PagedAttention, choose
+from pallas_kernels import AttentionBatch, Choice, LatentAttention, PagedAttention, choose
 from pallas_kernels.qkv_write import Heads, QkNorms, Rotation, split_heads
 from sharding.mesh import Device
 
-Pools = tuple[jax.Array, jax.Array]
+Pools = tuple[jax.Array, ...]
+"""A layer's pools: of keys and of values, or one of latents."""
+
+AttentionKernel = PagedAttention | LatentAttention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,33 +34,29 @@ class AttentionSettings:
         row_tile: Rows per tile wherever the number of rows could change a result; None computes all rows at once. See
             :mod:`jaxserve.layers.rows`.
         layer_indices: Pools and page table of each layer; None: layer i uses pool i, and all layers share table 0.
+        rows_axis: Mesh axis of devices that have rows of their own and share experts; None for none.
         counts_expert_tokens: Whether layers with experts count the tokens of each.
     """
 
-    kernel: PagedAttention
+    kernel: AttentionKernel
     page_size: int
     decode_only: bool
     row_tile: int | None = None
     layer_indices: tuple[KVIndices, ...] | None = None
+    rows_axis: str | None = None
     counts_expert_tokens: bool = False
 
 
-def choose_attention(device: Device, dtype: str, name: str | None = None, **sizes: int) -> Choice:
-    """Choose the implementation of paged attention for a device and a dtype of KV pages; see
-    ``pallas_kernels.choose``."""
-    return choose(
-        "paged_attention",
-        platform=device.platform,
-        device_kind=device.device_kind,
-        dtype=dtype,
-        name=name,
-        **sizes,
-    )
+def choose_attention(
+    device: Device, dtype: str, name: str | None = None, operation: str = "paged_attention", **sizes: int
+) -> Choice:
+    """Choose the implementation of attention for a device and a dtype of KV pages; see ``pallas_kernels.choose``."""
+    return choose(operation, platform=device.platform, device_kind=device.device_kind, dtype=dtype, name=name, **sizes)
 
 
 def select_attention(device: Device, dtype: str, name: str | None = None, **sizes: int) -> PagedAttention:
-    """Return only the implementation that ``choose_attention`` chooses."""
-    return cast(PagedAttention, choose_attention(device, dtype, name, **sizes).implementation)
+    """Return only the implementation of paged attention that ``choose_attention`` chooses."""
+    return cast(PagedAttention, choose_attention(device, dtype, name, "paged_attention", **sizes).implementation)
 
 
 class AttentionInputs(NamedTuple):
@@ -120,6 +119,11 @@ class Attention(nnx.Module, ABC):
         """Norms over each head of queries and keys."""
         return None
 
+    @property
+    def head_sinks(self) -> Float[Array, " N"] | None:
+        """Logit of each query head that is one more term of its softmax's denominator, without a value."""
+        return None
+
     @abstractmethod
     def project(
         self, x: Float[Array, "T D"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
@@ -141,6 +145,7 @@ class Attention(nnx.Module, ABC):
         self, qkv: Float[Array, "T width"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> tuple[Float[Array, "T N H"], Pools]:
         """Return the queries, and this layer's pools with the step's keys and values, using the kernel's own writer."""
+        assert settings.kernel.writer is not None
         return settings.kernel.writer.write(
             qkv,
             pools,
@@ -156,9 +161,10 @@ class Attention(nnx.Module, ABC):
         self, query: Float[Array, "T N H"], pools: Pools, batch: AttentionBatch, settings: AttentionSettings
     ) -> Float[Array, "T N H"]:
         """Attend to pools that already have the step's keys and values."""
-        return settings.kernel.attend(
+        kernel = cast(PagedAttention, settings.kernel)
+        return kernel.attend(
             query,
-            pools,
+            cast(tuple[jax.Array, jax.Array], pools),
             batch,
             page_size=settings.page_size,
             num_kv_heads=self.num_kv_heads,
@@ -167,6 +173,7 @@ class Attention(nnx.Module, ABC):
             soft_cap=self.soft_cap,
             decode_only=settings.decode_only,
             row_tile=settings.row_tile,
+            sinks=self.head_sinks,
         )
 
     def output(

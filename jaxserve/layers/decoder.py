@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings, Pools
 from jaxserve.layers.expert_load import count_tokens
 from jaxserve.layers.kv_layout import KVSpec
-from jaxserve.layers.mlp import GatedMLP
-from jaxserve.layers.norm import RMSNorm
+from jaxserve.layers.mlp import GatedMLP, PlainMLP
+from jaxserve.layers.norm import LayerNorm, RMSNorm
 from jaxserve.layers.rows import map_rows
 from jaxserve.layers.sparse_mlp import SparseMLP
 from pallas_kernels.qkv_write import Heads, Rotation
@@ -99,11 +99,16 @@ class DecoderLayer(nnx.Module, ABC):
         if settings.kernel.writer is not None and tile is None:
             return self.attention.write_projected(self.projected(x, num_tokens), pools, inputs, settings)
         rotation = self.attention.rotation(inputs) or ()
-        heads = map_rows(self._heads, (x, *rotation), num_tokens, tile)
-        return heads.query, settings.kernel.write_kv(pools, heads.key, heads.value, inputs.batch, settings.page_size)
+        computed = partial(self._heads, num_rows=num_tokens if tile is None else None)
+        heads = map_rows(computed, (x, *rotation), num_tokens, tile)
+        kernel_pools = cast(Any, pools)  # as many as the kernel's operation has
+        written = settings.kernel.write_kv(kernel_pools, heads.key, heads.value, inputs.batch, settings.page_size)
+        return heads.query, written
 
-    def _heads(self, x: Float[Array, "T D"], *rotation: Float[Array, "T half"]) -> Heads:
-        return self.attention.heads(self.projected(x), cast(Rotation, rotation) if rotation else None)
+    def _heads(
+        self, x: Float[Array, "T D"], *rotation: Float[Array, "T half"], num_rows: Int[Array, ""] | None
+    ) -> Heads:
+        return self.attention.heads(self.projected(x, num_rows), cast(Rotation, rotation) if rotation else None)
 
 
 class RMSNormLayer(DecoderLayer):
@@ -166,3 +171,46 @@ class PreNormLayer(RMSNormLayer):
         scale = self.residual_multiplier
         x = self.attention.output(attended, residual=x, scale=scale, num_rows=num_rows)
         return self.mlp.with_experts(x, norm=self.mlp_norm, residual=x, scale=scale, num_rows=num_rows)
+
+
+class LayerNormLayer(DecoderLayer):
+    """A layer norm precedes each branch (GPT-2); the branches run one after the other, or both read the input.
+
+    Args:
+        attention_norm: Norm of the attention branch.
+        attention: Attention.
+        mlp_norm: Norm of the MLP branch.
+        mlp: MLP.
+        is_parallel: Whether both branches read the layer's input (GPT-NeoX).
+    """
+
+    def __init__(
+        self,
+        attention_norm: LayerNorm,
+        attention: Attention,
+        mlp_norm: LayerNorm,
+        mlp: PlainMLP,
+        *,
+        is_parallel: bool = False,
+    ):
+        super().__init__(attention)
+        self.attention_norm = attention_norm
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+        self.is_parallel = is_parallel
+
+    @property
+    def has_fused_norms(self) -> bool:
+        """Return False: no kernel fuses a layer norm."""
+        return False
+
+    def projected(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
+        """Compute queries, keys and values of the normalized input."""
+        return self.attention.project(self.attention_norm(x), num_rows=num_rows)
+
+    def after_attention(
+        self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
+    ) -> Float[Array, "T D"]:
+        """Return the layer's output from its input and the attention output."""
+        after = self.attention.output(attended, residual=x, num_rows=num_rows)
+        normed = self.mlp_norm(x if self.is_parallel else after)
+        return self.mlp(normed, residual=after, num_rows=num_rows)

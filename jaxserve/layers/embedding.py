@@ -1,9 +1,10 @@
-"""Token embedding and output head, with the vocabulary split over a mesh axis."""
+"""Token embedding and output head, with the vocabulary split over a mesh axis, and learned positions."""
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from checkpoints import whole
 from jaxserve.layers.linear import fused_norm
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
@@ -42,3 +43,16 @@ class VocabEmbedding(nnx.Module):
         fused = Fused(norm=fused_norm(norm))
         scores = matmul(self.weight, hidden, fused=fused, num_rows=num_rows)
         return all_gather(scores, self.mesh_axis, 1)[:, : self.vocab_size]
+
+
+class PositionEmbedding(nnx.Module):
+    """A learned vector for each position, which is added to the token's embedding (GPT-2); whole on every device."""
+
+    def __init__(self, num_positions: int, hidden_size: int, *, scope: Scope):
+        recipe = whole(scope.at("weight").module, (num_positions, hidden_size))
+        self.weight = weight(recipe, (None, "embed"), (1, 1), scope)
+        self.num_positions, self.dtype = num_positions, scope.policy.activations_dtype
+
+    def __call__(self, positions: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Look up the vectors of positions; later positions than the last, of padding, get the last one's."""
+        return rows(self.weight, jnp.minimum(positions, self.num_positions - 1)).astype(self.dtype)

@@ -11,7 +11,7 @@ from jaxserve.layers.attention import Attention
 from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxserve.layers.norm import RMSNorm, split_mean_squares
 from jaxserve.layers.parallel import Scope
-from jaxserve.layers.params import rows_of
+from jaxserve.layers.params import Rows, rows_of, stack_rows, vector
 from pallas_kernels.qkv_write import QkNorms
 
 QkNorm = Literal["none", "head", "width"]
@@ -29,9 +29,11 @@ class GroupedQueryAttention(Attention):
         qkv: Query, key and value projections in checkpoints: three modules, or one with the rows of q, k, then v.
         is_interleaved: Whether that one module has the rows of q, k and v of the first head, then of the second, …
         out: Output projection in checkpoints.
+        is_transposed: Whether checkpoints have the weights of the projections as ``[in, out]``.
         qkv_bias: Whether these have a bias.
         out_bias: Whether the output projection has a bias.
         qk_norm: RMSNorm of queries and keys: none, over each head (Qwen3), or over all heads at once (OLMo-2).
+        has_sinks: Whether each query head has a sink (GPT-OSS).
         norm_eps: Epsilon of that norm.
         norm_offset: Offset of its weight.
         options: Further options of ``Attention``.
@@ -48,9 +50,11 @@ class GroupedQueryAttention(Attention):
         qkv: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
         is_interleaved: bool = False,
         out: str = "o_proj",
+        is_transposed: bool = False,
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm: QkNorm = "none",
+        has_sinks: bool = False,
         norm_eps: float = 1e-6,
         norm_offset: float = 0.0,
         **options: Any,
@@ -59,6 +63,7 @@ class GroupedQueryAttention(Attention):
         self.qk_norm = qk_norm
         q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         rows = rows_of(qkv, (q_width, kv_width, kv_width), (head_dim,) * 3)
+        rows = [each._replace(is_transposed=is_transposed) for each in rows]
         if is_interleaved:
             rows = [each._replace(start=i * head_dim, stride=3 * head_dim) for i, each in enumerate(rows)]
         self.qkv = ColumnParallelLinear(
@@ -76,7 +81,10 @@ class GroupedQueryAttention(Attention):
             mesh_axis=self.mesh_axis,
             bias=out_bias,
             scope=scope.at(out),
+            is_transposed=is_transposed,
         )
+        sinks = stack_rows(scope, [Rows("sinks", num_heads)], "")
+        self.sinks = vector(sinks, "q_heads", scope) if has_sinks else None
         q_scope, k_scope = scope.at("q_norm"), scope.at("k_norm")
         if qk_norm == "head":
             norm = partial(RMSNorm, head_dim, eps=norm_eps, axis="head_dim", offset=norm_offset)
@@ -96,6 +104,11 @@ class GroupedQueryAttention(Attention):
         if self.qk_norm != "head":
             return None
         return QkNorms(self.q_norm.gain, self.k_norm.gain, self.q_norm.eps)
+
+    @property
+    def head_sinks(self) -> Float[Array, " N"] | None:
+        """Logit of each query head that is one more term of its softmax's denominator, without a value."""
+        return None if self.sinks is None else self.sinks[...].astype(jnp.float32)
 
     def project(
         self, x: Float[Array, "T D"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None

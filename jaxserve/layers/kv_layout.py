@@ -29,6 +29,8 @@ class KVSpec(NamedTuple):
         head_dim: H.
         dtype: Element type.
         window: Number of latest tokens that a query sees, itself included; None for all.
+        value_dim: For latents (MLA), the number of leading features that are the value; ``num_kv_heads`` is then 1, and
+            every device stores the whole latent. None for keys and values of their own.
     """
 
     num_heads: int
@@ -36,6 +38,18 @@ class KVSpec(NamedTuple):
     head_dim: int
     dtype: str
     window: int | None
+    value_dim: int | None = None
+
+    @property
+    def operation(self) -> str:
+        """Name of the operation in ``pallas_kernels.registry`` that attends to it."""
+        return "paged_attention" if self.value_dim is None else "latent_attention"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that implementations of the operation depend on, besides the page size."""
+        sizes = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+        return sizes if self.value_dim is None else {**sizes, "value_dim": self.value_dim}
 
     @property
     def pool(self) -> PoolKind:

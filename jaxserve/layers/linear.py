@@ -49,9 +49,15 @@ class ColumnParallelLinear(nnx.Module):
         self, x: Float[Array, "T inner"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
     ) -> Float[Array, "T results"]:
         """Compute this device's outputs from normalized rows; rows from ``num_rows`` on are undefined."""
+        return self.in_float32(x, norm=norm, num_rows=num_rows).astype(self.dtype)
+
+    def in_float32(
+        self, x: Float[Array, "T inner"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
+    ) -> Float[Array, "T results"]:
+        """Compute the same, not rounded to the activations' dtype."""
         bias = None if self.bias is None else self.bias[...]
         fused = Fused(norm=fused_norm(norm), bias=bias, activation=self.activation)
-        return matmul(self.weight, x, fused=fused, num_rows=num_rows).astype(self.dtype)
+        return matmul(self.weight, x, fused=fused, num_rows=num_rows).astype(jnp.float32)
 
 
 class RowParallelLinear(nnx.Module):
@@ -64,6 +70,7 @@ class RowParallelLinear(nnx.Module):
         mesh_axis: Mesh axis that they are split over; None for none.
         bias: Whether there is a bias.
         scope: Scope of the module.
+        is_transposed: Whether checkpoints have the weight as ``[in, out]``.
     """
 
     def __init__(
@@ -75,9 +82,10 @@ class RowParallelLinear(nnx.Module):
         mesh_axis: str | None,
         bias: bool,
         scope: Scope,
+        is_transposed: bool = False,
     ):
-        recipe, parts = whole(scope.at("weight").module, (outer, inner)), (1, scope.parallel.parts(mesh_axis))
-        self.weight = weight(recipe, ("embed", inner_axis), parts, scope)
+        recipe, parts = whole(scope.at("weight").module, (outer, inner), is_transposed), scope.parallel.parts(mesh_axis)
+        self.weight = weight(recipe, ("embed", inner_axis), (1, parts), scope)
         self.bias = vector(whole(scope.at("bias").module, (outer,)), "embed", scope) if bias else None
         self.mesh_axis, self.dtype = mesh_axis, scope.policy.activations_dtype
 

@@ -78,17 +78,33 @@ class PlainMLP(nnx.Module):
         scope: Scope of the module.
         up: Input projection in checkpoints.
         down: Output projection in checkpoints.
+        is_transposed: Whether checkpoints have their weights as ``[in, out]``.
     """
 
-    def __init__(self, hidden_size: int, ffn_size: int, *, activation: str, scope: Scope, up: str, down: str):
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        activation: str,
+        scope: Scope,
+        up: str,
+        down: str,
+        is_transposed: bool = False,
+    ):
         mesh_axis = scope.parallel.ffn
         self.splits = (Split(ffn_size, f"intermediate_size {ffn_size}"),)
         self.activation = activation
-        self.up = ColumnParallelLinear(
-            hidden_size, [Rows(up, ffn_size)], outer_axis="ffn", mesh_axis=mesh_axis, bias=True, scope=scope
-        )
+        rows = [Rows(up, ffn_size, is_transposed=is_transposed)]
+        self.up = ColumnParallelLinear(hidden_size, rows, outer_axis="ffn", mesh_axis=mesh_axis, bias=True, scope=scope)
         self.down = RowParallelLinear(
-            ffn_size, hidden_size, inner_axis="ffn", mesh_axis=mesh_axis, bias=True, scope=scope.at(down)
+            ffn_size,
+            hidden_size,
+            inner_axis="ffn",
+            mesh_axis=mesh_axis,
+            bias=True,
+            scope=scope.at(down),
+            is_transposed=is_transposed,
         )
 
     def __call__(

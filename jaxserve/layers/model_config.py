@@ -58,7 +58,7 @@ class ModelConfig(ABC):
         hidden_size: D.
         num_layers: L.
         max_positions: Longest context in tokens, including the extension by linear, dynamic and yarn scaling.
-        rope: Rotary embedding.
+        rope: Rotary embedding; None for a model without one.
         bos_token_id: First token of a text, if the model has one.
         eos_token_ids: Tokens that end a generation.
         dtype: Element type that the checkpoint declares.
@@ -69,7 +69,7 @@ class ModelConfig(ABC):
     hidden_size: int
     num_layers: int
     max_positions: int
-    rope: RopeConfig
+    rope: RopeConfig | None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"

@@ -14,41 +14,65 @@ class Parallel:
 
     Attributes:
         size: Devices along the layout's tensor axis.
+        expert_size: Devices along the axis that the experts are split over.
         vocab: Mesh axis the vocabulary is split over.
         heads: Mesh axis the attention heads are split over.
         ffn: Mesh axis the MLP's features are split over.
         experts: Mesh axis the experts are split over.
         expert_ffn: Mesh axis the features of each expert are split over.
+        rows: Mesh axis that rows are split over, each device with its own sequences.
+        dispatch: How rows reach their experts; see ``ShardingLayout``.
     """
 
     size: int = 1
+    expert_size: int = 1
     vocab: str | None = None
     heads: str | None = None
     ffn: str | None = None
     experts: str | None = None
     expert_ffn: str | None = None
+    rows: str | None = None
+    dispatch: str = "all_reduce"
 
     @classmethod
-    def from_layout(cls, layout: ShardingLayout, size: int) -> "Parallel":
-        """Return the view of a layout whose tensor axis has ``size`` devices."""
+    def from_layout(cls, layout: ShardingLayout, size: int, expert_size: int | None = None) -> "Parallel":
+        """Return the view of a layout whose tensor axis has ``size`` devices.
+
+        Args:
+            layout: The layout.
+            size: Devices along the tensor axis.
+            expert_size: Devices along the axis of the experts; None: they are split over the tensor axis, if at all.
+        """
+        experts = layout.mesh_axis("experts")
         return cls(
             size=size,
+            expert_size=1 if experts is None else expert_size or size,
             vocab=layout.mesh_axis("vocab"),
             heads=layout.mesh_axis("q_heads"),
             ffn=layout.mesh_axis("ffn"),
-            experts=layout.mesh_axis("experts"),
+            experts=experts,
             expert_ffn=layout.mesh_axis("expert_ffn"),
+            rows=layout.rows_axis,
+            dispatch=layout.dispatch,
         )
 
     @classmethod
     def on_mesh(cls, layout: ShardingLayout, mesh: Mesh) -> "Parallel":
         """Return the view of a layout on a mesh."""
-        axis = layout.mesh_axis("q_heads")
-        return cls.from_layout(layout, 1 if axis is None else mesh.shape[axis])
+        tensor, experts = layout.mesh_axis("q_heads"), layout.mesh_axis("experts")
+        sizes = [1 if axis is None else mesh.shape[axis] for axis in (tensor, experts)]
+        return cls.from_layout(layout, *sizes)
+
+    @property
+    def num_row_parts(self) -> int:
+        """Number of parts that rows are split into, each with its own sequences and pages."""
+        return 1 if self.rows is None else self.expert_size
 
     def parts(self, mesh_axis: str | None) -> int:
-        """Return the number of devices that a mesh axis splits over: the size of the tensor axis, or 1 for None."""
-        return 1 if mesh_axis is None else self.size
+        """Return the number of devices along a mesh axis; 1 for None."""
+        if mesh_axis is None:
+            return 1
+        return self.expert_size if mesh_axis == self.experts else self.size
 
     def heads_per_device(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
         """Return query and KV heads per device; with fewer KV heads than devices, several devices hold the same

@@ -6,9 +6,10 @@ over a module without values; see :mod:`jaxserve.models.abstract`.
 A parameter's *global* array is cut into equal parts along its sharded axis, one per device. Where several projections
 share one matrix (query, key and value; gate and up), its rows are therefore ordered by device first: each device's
 part holds its own query heads, then its key heads, then its value heads. Key/value heads are repeated if there are
-fewer than devices. Weights stay ``[out, in]``, as Hugging Face stores them.
+fewer than devices. Weights are ``[out, in]``, as Hugging Face stores most of them; others are transposed by the loader.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ class Rows(NamedTuple):
         stride: Rows from one unit to the next, where each unit has rows of other projections beside it; None: ``unit``.
         expert: Index of an expert, and the number of experts, where one tensor has the rows of all experts; None where
             the tensor has these rows only.
+        is_transposed: Whether checkpoints have these rows as columns, with weights ``[in, out]``.
     """
 
     module: str
@@ -45,6 +47,7 @@ class Rows(NamedTuple):
     total: int | None = None
     stride: int | None = None
     expert: tuple[int, int] | None = None
+    is_transposed: bool = False
 
 
 class Split(NamedTuple):
@@ -54,11 +57,13 @@ class Split(NamedTuple):
         num_units: Number of units.
         text: Number and name of the units, for messages.
         may_repeat: Whether more devices than units may hold copies.
+        is_experts: Whether the devices along the axis of the experts share them, rather than the tensor axis.
     """
 
     num_units: int
     text: str
     may_repeat: bool = False
+    is_experts: bool = False
 
     def fits(self, size: int) -> bool:
         """Return whether ``size`` devices can share the units."""
@@ -80,7 +85,9 @@ def rows_of(modules: Sequence[str], counts: Sequence[int], units: Sequence[int])
     return [Rows(module, *each, sum(counts)) for each in zip(counts, units, starts, strict=True)]
 
 
-def stack_rows(scope: Scope, rows: Sequence[Rows], tensor: str, width: int | None = None) -> TensorRecipe:
+def stack_rows(
+    scope: Scope, rows: Sequence[Rows], tensor: str, width: int | None = None, num_groups: int = 1
+) -> TensorRecipe:
     """Return the recipe of an array of rows of several modules, ordered by device.
 
     Args:
@@ -88,6 +95,7 @@ def stack_rows(scope: Scope, rows: Sequence[Rows], tensor: str, width: int | Non
         rows: Rows of each module.
         tensor: Name of the modules' tensor, such as ``weight``.
         width: Features per row; None for vectors.
+        num_groups: Groups of devices that first share the modules, in order; the devices of a group share the rows.
 
     Raises:
         ConfigError: The devices cannot share the rows equally.
@@ -95,29 +103,33 @@ def stack_rows(scope: Scope, rows: Sequence[Rows], tensor: str, width: int | Non
     trailing = () if width is None else (width,)
     origin = (0,) * len(trailing)
     size = scope.parallel.size
+    names = [scope.at(each.module).at(tensor).module for each in rows]
     pieces: list[Piece] = []
     target = 0
-    for device in range(size):
-        for each in rows:
+    num_modules = len(rows) // num_groups
+    for group, device in itertools.product(range(num_groups), range(size)):
+        part = slice(group * num_modules, (group + 1) * num_modules)
+        for each, name in zip(rows[part], names[part], strict=True):
             units = each.num_rows // each.unit
             if units % size and size % units:
                 raise ConfigError(f"{scope.at(each.module).module}: {units} units cannot be split over {size} devices")
             num_local, first = max(1, units // size), device * units // size
             stride, together = (each.unit, num_local) if each.stride is None else (each.stride, 1)
-            name, index = scope.at(each.module).at(tensor).module, each.expert[:1] if each.expert else ()
+            index = each.expert[:1] if each.expert else ()
             for unit in range(first, first + num_local, together):
                 start, count = each.start + unit * stride, together * each.unit
-                pieces.append(Piece(name, (*index, start, *origin), (target, *origin), (count, *trailing)))
+                is_transposed = each.is_transposed and width is not None
+                source = (*origin, start) if is_transposed else (start, *origin)
+                pieces.append(Piece(name, (*index, *source), (target, *origin), (count, *trailing), is_transposed))
                 target += count
-    sources = {
-        scope.at(each.module).at(tensor).module: (
-            *(each.expert[1:] if each.expert else ()),
-            each.total or each.num_rows,
-            *trailing,
-        )
-        for each in rows
-    }
+    sources = {name: _source_shape(each, trailing) for each, name in zip(rows, names, strict=True)}
     return TensorRecipe((target, *trailing), tuple(pieces), tuple(sources.items()))
+
+
+def _source_shape(rows: Rows, trailing: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the tensor that rows of ``trailing`` elements are part of."""
+    shape = (rows.total or rows.num_rows, *trailing)
+    return (*(rows.expert[1:] if rows.expert else ()), *(shape[::-1] if rows.is_transposed else shape))
 
 
 def padded_rows(scope: Scope, tensor: str, count: int, width: int) -> TensorRecipe:
@@ -128,7 +140,9 @@ def padded_rows(scope: Scope, tensor: str, count: int, width: int) -> TensorReci
     return TensorRecipe((padded, width), (Piece(name, (0, 0), (0, 0), (count, width)),), ((name, (count, width)),))
 
 
-def vector(recipe: TensorRecipe, axis: str, scope: Scope, fill: float = 0.0) -> nnx.Param[Any]:
+def vector(
+    recipe: TensorRecipe, axis: str, scope: Scope, fill: float = 0.0, dtype: str | None = None
+) -> nnx.Param[Any]:
     """Return a parameter that is stored as it is, such as a bias; without a checkpoint its value is ``fill``.
 
     Args:
@@ -136,8 +150,24 @@ def vector(recipe: TensorRecipe, axis: str, scope: Scope, fill: float = 0.0) -> 
         axis: Its logical axis.
         scope: Scope of its layer.
         fill: Its value before it is loaded.
+        dtype: Its element type; None for that of the weights.
     """
-    return nnx.Param(jnp.full(recipe.shape, fill, scope.policy.weights), axes=(axis,), recipe=recipe)
+    return nnx.Param(jnp.full(recipe.shape, fill, dtype or scope.policy.weights), axes=(axis,), recipe=recipe)
+
+
+def matrix(
+    recipe: TensorRecipe, axes: tuple[str | None, str | None], scope: Scope, outputs_per_token: int
+) -> nnx.Param[Any]:
+    """Return a matrix that is stored as it is, for einsums that ``storage.matmul`` does not compute.
+
+    Args:
+        recipe: Source of its elements.
+        axes: Its logical axes.
+        scope: Scope of its layer.
+        outputs_per_token: Elements that one device computes with it for a token, for the memory plan.
+    """
+    value = jnp.zeros(recipe.shape, scope.policy.weights)
+    return nnx.Param(value, axes=axes, recipe=recipe, outputs_per_token=outputs_per_token)
 
 
 def weight(
@@ -181,13 +211,13 @@ def expert_weights(
         recipe: Source of their rows [experts * out, in], ordered by device, then by expert.
         axes: Logical axes of outputs and input features.
         parts: Number of devices that each of them is split over.
-        scope: Scope of the layer; ``scope.parallel.experts`` splits the experts.
+        scope: Scope of the layer.
         num_experts: Number of experts on all devices.
         experts_per_token: Experts that compute each token.
         is_gated: As in :func:`weight`.
     """
     rows, inner = recipe.shape
-    policy, mesh_axis = scope.policy, scope.parallel.experts
+    policy = scope.policy
     what = Weight(
         rows // num_experts,
         inner,
@@ -199,10 +229,12 @@ def expert_weights(
         is_gated,
         Experts(num_experts, experts_per_token),
     )
-    return _stored(what, recipe, (axes[0] if mesh_axis is None else "experts", axes[1]))
+    return _stored(what, recipe, (("experts", axes[0]), axes[1]))
 
 
-def _stored(what: Weight, recipe: TensorRecipe, axes: tuple[str | None, str | None]) -> nnx.Param[Any]:
+def _stored(
+    what: Weight, recipe: TensorRecipe, axes: tuple[str | tuple[str, str] | None, str | None]
+) -> nnx.Param[Any]:
     """Return a parameter of zeros in the arrays of its storage method; ``axes`` are those of the recipe's array."""
     arrays = load_method(what.method).arrays(what)
     value = {name: jnp.zeros(array.shape, array.dtype) for name, array in arrays.items()}

@@ -26,9 +26,10 @@ def map_rows(
 
     Args:
         function: Takes one array for each of ``arrays`` and returns a tree of arrays; row r of its results depends
-            only on row r of its arguments. It may communicate: every device runs the same number of tiles.
+            only on row r of its arguments. It may communicate.
         arrays: Arrays with T rows.
-        num_rows: Rows in use, the first of the T; the same on every device. Results after their tiles are zero.
+        num_rows: Rows in use, the first of the T; the same on all devices that ``function`` communicates with. Results
+            after their tiles are zero.
         tile: Rows per tile, which divides T; None calls the function once, with all rows.
     """
     if tile is None:

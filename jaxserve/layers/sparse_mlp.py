@@ -1,8 +1,9 @@
 """Mixture-of-experts MLP (arXiv:1701.06538): a router chooses a few experts for each token.
 
 The tokens' rows are sorted by expert, multiplied by their experts' matrices, put back in order, and summed with the
-router's weights. No token is ever dropped. Devices split the features of every expert (logical axis ``expert_ffn``) or
-the experts (``experts``); one all-reduce adds what they computed, the shared expert's part included.
+router's weights. No token is ever dropped. Devices split the features of every expert (logical axis ``expert_ffn``),
+the experts (``experts``), or both. If each of them has all rows, one all-reduce adds what they computed, the shared
+expert's part included; rows that are split too are exchanged first (:mod:`jaxserve.layers.expert_dispatch`).
 
 Native kernels compute each row separately. What XLA computes between them runs in tiles of rows then, so that a row has
 the same bits in every batch.
@@ -11,19 +12,21 @@ the same bits in every batch.
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from checkpoints import whole
+from jaxserve.layers.expert_dispatch import exchange_rows, gather_rows
 from jaxserve.layers.linear import ColumnParallelLinear, add_branch
 from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.norm import RMSNorm
-from jaxserve.layers.parallel import Scope
-from jaxserve.layers.params import Rows, Split, expert_weights, rows_of, stack_rows
+from jaxserve.layers.parallel import Parallel, Scope
+from jaxserve.layers.params import Rows, Split, expert_weights, matrix, rows_of, stack_rows, vector
+from jaxserve.layers.routing import Routing
 from jaxserve.layers.rows import ROW_TILE, map_rows
 from jaxserve.layers.storage import grouped_matmul
 from sharding.collectives import all_reduce, axis_index
@@ -37,35 +40,39 @@ class ExpertNames(NamedTuple):
             [experts, out, in] holds all experts.
         down: Down projection, likewise.
         router: The router's module.
+        tensor: Name of the tensor with the weights of these modules; empty if ``gate_up`` and ``down`` name tensors.
+        is_transposed: Whether the projections' weights are ``[in, out]``.
+        is_interleaved: Whether the one module of gate and up has a row of gate, one of up, and so on.
+        biases: Tensors [experts, out] of the biases of ``gate_up`` and ``down``; None for none.
     """
 
     gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
     down: str = "experts.{}.down_proj"
     router: str = "gate"
+    tensor: str = "weight"
+    is_transposed: bool = False
+    is_interleaved: bool = False
+    biases: tuple[str, str] | None = None
 
 
 DEFAULT_NAMES: Final = ExpertNames()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Routing:
-    """How a token's experts are chosen and weighted: the softmax over all experts, then the largest.
+class ClampedSwiGLU:
+    """``gate * sigmoid(alpha * gate) * (up + 1)``, with bounded gate and up (GPT-OSS).
 
     Attributes:
-        num_experts: E.
-        experts_per_token: k, experts that compute each token.
-        is_normalized: Whether the weights of the chosen experts are scaled to a sum of 1, which equals a softmax over
-            their logits alone.
+        alpha: Slope of the sigmoid.
+        limit: Bound of gate from above, and of up from both sides.
     """
 
-    num_experts: int
-    experts_per_token: int
-    is_normalized: bool
+    alpha: float
+    limit: float
 
-    def __call__(self, logits: Float[Array, "T E"]) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
-        """Return the weights and indices of each token's experts, the largest weight first."""
-        weights, experts = lax.top_k(jax.nn.softmax(logits, axis=-1), self.experts_per_token)
-        return (weights / weights.sum(-1, keepdims=True) if self.is_normalized else weights), experts
+    def __call__(self, gate: Float[Array, "T F"], up: Float[Array, "T F"]) -> Float[Array, "T F"]:
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
 
 
 class SharedExpert(nnx.Module):
@@ -86,7 +93,7 @@ class SharedExpert(nnx.Module):
         y = self.mlp.partial(x, num_rows=num_rows)
         if self.gate is None:
             return y
-        gates = self.gate(x, num_rows=num_rows).astype(jnp.float32)
+        gates = self.gate.in_float32(x, num_rows=num_rows)
         return map_rows(_gated, (y, gates), len(x) if num_rows is None else num_rows, tile)
 
 
@@ -100,6 +107,9 @@ class SparseMLP(nnx.Module):
         scope: Scope of the module.
         names: Names in checkpoints.
         shared: The shared expert, if there is one.
+        activation: Activation of experts with biases, whose gate and up are interleaved; None: ``silu(gate) * up``, of
+            experts without biases.
+        router_bias: Whether the router has a bias.
     """
 
     def __init__(
@@ -111,38 +121,47 @@ class SparseMLP(nnx.Module):
         scope: Scope,
         names: ExpertNames = DEFAULT_NAMES,
         shared: SharedExpert | None = None,
+        activation: ClampedSwiGLU | None = None,
+        router_bias: bool = False,
     ):
         parallel, policy, count = scope.parallel, scope.policy, routing.num_experts
         self.tile = ROW_TILE if policy.linear == policy.grouped == "native" else None
         self.has_fused_norms = self.tile is not None  # not fused, but in tiles of its own
         self.routing, self.shared, self.dtype = routing, shared, policy.activations_dtype
-        self.experts_axis, self.mesh_axis = parallel.experts, parallel.experts or parallel.expert_ffn
-        if self.experts_axis is None:
-            self.splits = (Split(ffn_size, f"expert intermediate size {ffn_size}"),)
-        else:
-            self.splits = (Split(count, f"{count} experts"),)
+        self.experts_axis, self.ffn_axis, self.dispatch = parallel.experts, parallel.expert_ffn, parallel.dispatch
+        self.shared_axis = parallel.ffn
+        self.splits = _splits(ffn_size, count, parallel)
         self.num_local = count // parallel.parts(self.experts_axis)
-        self.router = replicated_linear(hidden_size, names.router, count, scope)
+        self.router = replicated_linear(hidden_size, names.router, count, scope, bias=router_bias)
+        bias = whole(scope.at(names.router).at("e_score_correction_bias").module, (count,))
+        self.correction = vector(bias, "embed", scope, dtype="float32") if routing.is_corrected else None
         parts = parallel.parts(parallel.expert_ffn)
         build = partial(expert_weights, num_experts=count, experts_per_token=routing.experts_per_token)
         self.gate_up = build(
             stack_rows(
-                scope if self.experts_axis is None else scope.unsplit(),
-                _expert_rows(names.gate_up, (ffn_size, ffn_size), count),
-                "weight",
+                scope if self.ffn_axis is not None else scope.unsplit(),
+                _expert_rows(names, names.gate_up, (ffn_size, ffn_size), count),
+                names.tensor,
                 hidden_size,
+                parallel.parts(self.experts_axis),
             ),
             ("expert_ffn", "embed"),
             (parts, 1),
             scope,
-            is_gated=True,
+            is_gated=activation is None,
         )
+        down_rows = _expert_rows(names, (names.down,), (hidden_size,), count)
         self.down = build(
-            stack_rows(scope.unsplit(), _expert_rows((names.down,), (hidden_size,), count), "weight", ffn_size),
+            stack_rows(scope.unsplit(), down_rows, names.tensor, ffn_size),
             ("embed", "expert_ffn"),
             (1, parts),
             scope,
         )
+        assert (activation is not None) == (names.biases is not None) == names.is_interleaved
+        self.activation = activation
+        gate_up_bias, down_bias = names.biases or (None, None)
+        self.gate_up_bias = _expert_bias(gate_up_bias, count, 2 * ffn_size, "expert_ffn", scope)
+        self.down_bias = _expert_bias(down_bias, count, hidden_size, "embed", scope)
 
     def __call__(
         self,
@@ -166,20 +185,58 @@ class SparseMLP(nnx.Module):
         num_rows: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "T D"], Int[Array, "T k"]]:
         """Compute the same, and the indices of each token's experts."""
-        tile = self.tile if self.tile is not None and len(x) % self.tile == 0 else None
-        choose = partial(self._choose, norm)
+        tile, choose = self._tile(x), partial(self._choose, norm)
         x, weights, experts = map_rows(choose, (x,), len(x) if num_rows is None else num_rows, tile)
-        y = self._routed(x, weights, experts, num_rows, tile)
+        if self.dispatch == "all_reduce":
+            y = self._routed(x, weights, experts, num_rows)
+        else:
+            y = self._exchanged(x, weights, experts, num_rows)
         if self.shared is not None:
-            y += self.shared.partial(x, num_rows, tile)
-        return add_branch(all_reduce(y, self.mesh_axis).astype(self.dtype), residual, scale), experts
+            y += self._once(self.shared.partial(x, num_rows, tile))
+        return add_branch(all_reduce(y, self._summed_axes).astype(self.dtype), residual, scale), experts
+
+    def _tile(self, x: Float[Array, "T D"]) -> int | None:
+        """Return the number of rows that XLA computes at a time; None for all."""
+        return self.tile if self.tile is not None and len(x) % self.tile == 0 else None
 
     def _choose(
         self, norm: RMSNorm | None, x: Float[Array, "T D"]
     ) -> tuple[Float[Array, "T D"], Float[Array, "T k"], Int[Array, "T k"]]:
         """Normalize; return that, and the weights and indices of each token's experts."""
         x = x if norm is None else norm(x)
-        return x, *self.routing(self.router(x).astype(jnp.float32))
+        correction = None if self.correction is None else self.correction[...]
+        return x, *self.routing(self.router.in_float32(x), correction)
+
+    @property
+    def _summed_axes(self) -> tuple[str, ...]:
+        """Mesh axes of the devices whose results add up."""
+        axes = (self.experts_axis if self.dispatch == "all_reduce" else None, self.ffn_axis)
+        return tuple(dict.fromkeys(axis for axis in axes if axis is not None))
+
+    def _once(self, y: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Return what the shared expert computes, zero where another device along an axis of experts alone adds it."""
+        axis = self.experts_axis
+        if self.dispatch != "all_reduce" or axis in (None, self.shared_axis):
+            return y
+        return jnp.where(axis_index(axis) == 0, y, 0.0)
+
+    def _exchanged(
+        self,
+        x: Float[Array, "T D"],
+        weights: Float[Array, "T k"],
+        experts: Int[Array, "T k"],
+        num_rows: Int[Array, ""] | None,
+    ) -> Float[Array, "T D"]:
+        """Compute the weighted sum of the chosen experts on all devices of their axis, in float32."""
+        axis = self.experts_axis
+        assert axis is not None
+        if num_rows is not None:
+            experts = jnp.where((jnp.arange(len(x)) < num_rows)[:, None], experts, self.routing.num_experts)
+        local = partial(self._routed, num_rows=None)
+        if self.dispatch == "gather":
+            return gather_rows(local, x, weights, experts, axis)
+        same = (axis, *self._summed_axes)
+        return exchange_rows(local, x, weights, experts, axis, num_local=self.num_local, same_axes=same)
 
     def _routed(
         self,
@@ -187,7 +244,6 @@ class SparseMLP(nnx.Module):
         weights: Float[Array, "T k"],
         experts: Int[Array, "T k"],
         num_rows: Int[Array, ""] | None,
-        tile: int | None,
     ) -> Float[Array, "T D"]:
         """Compute the weighted sum of this device's part of the chosen experts, in float32."""
         num_tokens, per_token = experts.shape
@@ -200,11 +256,31 @@ class SparseMLP(nnx.Module):
         key = jnp.where(is_computed, experts, num_local).reshape(-1)  # tokens of other devices' experts sort last
         order = jnp.argsort(key, stable=True)
         group_sizes = jnp.sum(key[:, None] == jnp.arange(num_local), axis=0, dtype=jnp.int32)
-        gated = grouped_matmul(self.gate_up, x[order // per_token], group_sizes)
-        outputs = grouped_matmul(self.down, gated, group_sizes)
+        outputs = self._computed(x[order // per_token], group_sizes, jnp.minimum(key[order], num_local - 1))
         places = jnp.argsort(order).reshape(num_tokens, per_token)
-        add = partial(_weighted_sum, outputs)
-        return map_rows(add, (places, weights, is_computed), num_tokens if num_rows is None else num_rows, tile)
+        add, used = partial(_weighted_sum, outputs), num_tokens if num_rows is None else num_rows
+        return map_rows(add, (places, weights, is_computed), used, self._tile(x))
+
+    def _computed(
+        self, x: Float[Array, "rows D"], group_sizes: Int[Array, " E"], experts: Int[Array, " rows"]
+    ) -> Float[Array, "rows D"]:
+        """Compute this device's part of the output of each row's expert; rows are ordered by expert."""
+        gated = grouped_matmul(self.gate_up, x, group_sizes)
+        if self.activation is None:
+            return grouped_matmul(self.down, gated, group_sizes)
+        assert self.down_bias is not None
+        activated = map_rows(self._activated, (gated, experts), group_sizes.sum(), self._tile(x))
+        outputs = grouped_matmul(self.down, activated, group_sizes).astype(jnp.float32)
+        bias = self.down_bias[...][experts].astype(jnp.float32)
+        if self.ffn_axis is not None:  # the devices that share an expert add their parts
+            bias = jnp.where(axis_index(self.ffn_axis) == 0, bias, 0)
+        return outputs + bias
+
+    def _activated(self, gated: Float[Array, "rows F2"], experts: Int[Array, " rows"]) -> Float[Array, "rows F"]:
+        """Add the bias of each row's expert to interleaved gate and up, and apply the activation, in float32."""
+        assert self.activation is not None and self.gate_up_bias is not None
+        wide = gated.astype(jnp.float32) + self.gate_up_bias[...][experts].astype(jnp.float32)
+        return self.activation(wide[:, ::2], wide[:, 1::2])
 
 
 def _weighted_sum(
@@ -225,22 +301,45 @@ def _gated(y: Float[Array, "T D"], gates: Float[Array, "T 1"]) -> Float[Array, "
     return y * jax.nn.sigmoid(gates)
 
 
-def replicated_linear(hidden_size: int, module: str, num_outputs: int, scope: Scope) -> ColumnParallelLinear:
+def replicated_linear(
+    hidden_size: int, module: str, num_outputs: int, scope: Scope, bias: bool = False
+) -> ColumnParallelLinear:
     """Build a small projection that every device computes whole: a router, or the gate of a shared expert."""
     return ColumnParallelLinear(
         hidden_size,
         [Rows(module, num_outputs)],
         outer_axis=None,
         mesh_axis=None,
-        bias=False,
+        bias=bias,
         scope=scope.unsplit(),
     )
 
 
-def _expert_rows(modules: Sequence[str], counts: Sequence[int], num_experts: int) -> list[Rows]:
-    """Return the rows of all experts, one expert after the other; ``modules`` as in :class:`ExpertNames`."""
+def _expert_bias(name: str | None, num_experts: int, width: int, axis: str, scope: Scope) -> nnx.Param[Any] | None:
+    """Return the biases [experts, out] of all experts, which devices split as they split the experts' matrices."""
+    if name is None:
+        return None
+    return matrix(whole(scope.at(name).module, (num_experts, width)), ("experts", axis), scope, 0)
+
+
+def _splits(ffn_size: int, num_experts: int, parallel: Parallel) -> tuple[Split, ...]:
+    """Return the requirements on the devices that share the features of experts, and on those that share experts."""
+    splits = list[Split]()
+    if parallel.expert_ffn is not None or parallel.experts is None:
+        splits.append(Split(ffn_size, f"expert intermediate size {ffn_size}"))
+    if parallel.experts is not None:
+        splits.append(Split(num_experts, f"{num_experts} experts", is_experts=parallel.experts != parallel.heads))
+    return tuple(splits)
+
+
+def _expert_rows(names: ExpertNames, modules: Sequence[str], counts: Sequence[int], num_experts: int) -> list[Rows]:
+    """Return the rows of all experts' projections in ``modules``, one expert after the other."""
+    units = (1,) * len(counts)
+    if names.is_interleaved and len(counts) > 1:
+        counts, units = (sum(counts),), (len(counts),)
     rows: list[Rows] = []
     for index in range(num_experts):
-        for each in rows_of([module.format(index) for module in modules], counts, (1,) * len(counts)):
-            rows.append(each if "{}" in modules[0] else each._replace(expert=(index, num_experts)))
+        for each in rows_of([module.format(index) for module in modules], counts, units):
+            own = each._replace(is_transposed=names.is_transposed)
+            rows.append(own if "{}" in modules[0] else own._replace(expert=(index, num_experts)))
     return rows

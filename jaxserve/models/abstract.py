@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -19,7 +19,7 @@ from jaxserve.layers.storage import Weight, load_method
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.registry import build_model
 
-ShardingOf = Callable[[tuple[str | None, ...]], jax.sharding.Sharding]
+ShardingOf = Callable[[tuple[str | tuple[str, ...] | None, ...]], jax.sharding.Sharding]
 """Returns the sharding of an array with the given logical axes."""
 
 _MAX_TENSOR_SIZE = 64
@@ -57,6 +57,7 @@ class AbstractModel(NamedTuple):
         params: Shape, dtype and sharding of each array by its path, in flat order.
         logical: Each parameter as it is in checkpoints, by its path.
         ignored: Regular expressions of full names of tensors that no parameter needs.
+        optional_prefix: Prefix of tensors' names that some checkpoints leave out.
         kv_specs: KV cache of each layer.
         layer_width: Matmul outputs of the widest layer, in elements per token on one device.
         has_fused_norms: Whether kernels can fuse all norms with the neighbouring matmuls.
@@ -67,6 +68,7 @@ class AbstractModel(NamedTuple):
     params: dict[str, jax.ShapeDtypeStruct]
     logical: dict[str, LogicalParam]
     ignored: tuple[str, ...]
+    optional_prefix: str
     kv_specs: tuple[KVSpec, ...]
     layer_width: int
     has_fused_norms: bool
@@ -79,6 +81,14 @@ class AbstractModel(NamedTuple):
     def recipes(self) -> dict[str, TensorRecipe]:
         """The source of each parameter, by its path."""
         return {path: param.recipe for path, param in self.logical.items()}
+
+    def recipes_for(self, tensors: Collection[str]) -> dict[str, TensorRecipe]:
+        """Return the recipes in the names of a checkpoint with these tensors: without the optional prefix if no tensor
+        has it."""
+        prefix = self.optional_prefix
+        if not prefix or any(name.startswith(prefix) for name in tensors):
+            return self.recipes
+        return {path: recipe.renamed(lambda name: name.removeprefix(prefix)) for path, recipe in self.recipes.items()}
 
 
 @functools.lru_cache(maxsize=8)
@@ -112,25 +122,23 @@ def abstract_model(config: ModelConfig, scope: Scope, sharding: ShardingOf) -> A
         params,
         logical,
         module.ignored,
+        module.optional_prefix,
         module.kv_specs,
-        max(_width(layer) for layer in cast(Iterable[nnx.Module], module.layers)),
+        max(_width(layer, scope.parallel) for layer in cast(Iterable[nnx.Module], module.layers)),
         module.has_fused_norms,
     )
 
 
 def check_tensor_size(config: ModelConfig, parallel: Parallel) -> None:
     """Raise ConfigError, listing the valid sizes, unless the model can be split as ``parallel`` says."""
-    size = parallel.size
-    if size == 1:
-        return
-    splits = _splits(config, parallel)
-    if not all(split.fits(size) for split in splits):
-        *first, last = dict.fromkeys(split.text for split in splits)
-        sizes = ", ".join(map(str, tensor_parallel_sizes(config, parallel)))
-        raise ConfigError(
-            f"tensor_parallel_size={size} does not divide {', '.join(first)} and {last} of {config.architecture}; "
-            f"valid sizes: {sizes}"
-        )
+    sizes = {"tensor_parallel_size": parallel.size, "expert_parallel_size": parallel.expert_size}
+    for is_experts, (name, size) in enumerate(sizes.items()):
+        splits = [] if size == 1 else [split for split in _splits(config, parallel) if split.is_experts == is_experts]
+        if not all(split.fits(size) for split in splits):
+            texts = [*dict.fromkeys(split.text for split in splits)]
+            divided = " and ".join(part for part in (", ".join(texts[:-1]), texts[-1]) if part)
+            valid = ", ".join(map(str, _sizes(splits, _MAX_TENSOR_SIZE)))
+            raise ConfigError(f"{name}={size} does not divide {divided} of {config.architecture}; valid sizes: {valid}")
 
 
 def tensor_parallel_sizes(config: ModelConfig, parallel: Parallel, limit: int = _MAX_TENSOR_SIZE) -> list[int]:
@@ -138,13 +146,18 @@ def tensor_parallel_sizes(config: ModelConfig, parallel: Parallel, limit: int = 
 
     ``parallel`` says which parts of the model are split; its number of devices is not used.
     """
-    splits = _splits(config, parallel)
+    return _sizes([split for split in _splits(config, parallel) if not split.is_experts], limit)
+
+
+def _sizes(splits: Iterable[Split], limit: int) -> list[int]:
+    """Return every number of devices, up to ``limit``, that meets the requirements."""
     return [size for size in range(1, limit + 1) if all(split.fits(size) for split in splits)]
 
 
 def _splits(config: ModelConfig, parallel: Parallel) -> list[Split]:
     """Return the divisibility requirements of the layers, in their order."""
-    modules = nnx.iter_modules(outline(config, Scope(parallel=dataclasses.replace(parallel, size=1))))
+    whole = dataclasses.replace(parallel, size=1, expert_size=1)
+    modules = nnx.iter_modules(outline(config, Scope(parallel=whole)))
     return list(dict.fromkeys(split for _, module in modules for split in getattr(module, "splits", ())))
 
 
@@ -173,7 +186,14 @@ def _logical(variable: nnx.Variable[Any], arrays: tuple[str, ...], sharding: Sha
     return LogicalParam(recipe, struct, arrays, weight)
 
 
-def _width(layer: nnx.Module) -> int:
-    """Return the matmul outputs of a layer, in elements per token on one device."""
-    weights = [variable.get_metadata().get("weight") for _, variable in nnx.to_flat_state(nnx.state(layer))]
-    return sum(weight.outputs_per_token for weight in weights if weight is not None)
+def _width(layer: nnx.Module, parallel: Parallel) -> int:
+    """Return the matmul outputs of a layer, in elements per token on one device, whose experts have the rows of all."""
+    total = 0
+    for _, variable in nnx.to_flat_state(nnx.state(layer)):
+        metadata = variable.get_metadata()
+        weight: Weight | None = metadata.get("weight")
+        if weight is None:
+            total += metadata.get("outputs_per_token", 0)
+        else:
+            total += weight.outputs_per_token * (1 if weight.experts is None else parallel.num_row_parts)
+    return total

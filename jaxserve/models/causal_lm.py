@@ -10,9 +10,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools, select_attention
+from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools, choose_attention
 from jaxserve.layers.decoder import LayerOutput
-from jaxserve.layers.embedding import VocabEmbedding
+from jaxserve.layers.embedding import PositionEmbedding, VocabEmbedding
 from jaxserve.layers.kv_layout import KVIndices, KVSpec
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.norm import LayerNorm, RMSNorm
@@ -20,6 +20,7 @@ from jaxserve.layers.rope import rope_cos_sin
 from jaxserve.layers.rows import map_rows
 from pallas_kernels import AttentionBatch
 from pallas_kernels.qkv_write import Rotation
+from sharding.collectives import all_max
 
 _NOTEBOOK_PAGE_SIZE = 64
 
@@ -80,7 +81,9 @@ class CausalLM(nnx.Module):
         embedding_multiplier: Factor of the embeddings.
         logits_divisor: Divisor of the logits.
         logits_soft_cap: Logits become cap * tanh(logit / cap); None for no cap.
-        ropes: Rotary embeddings, which layers refer to by index; None for the config's.
+        ropes: Rotary embeddings, which layers refer to by index; None for the config's, if it has one.
+        position_embed: Learned vectors of positions, added to the embeddings; None for none.
+        optional_prefix: Prefix of tensors' names that some checkpoints leave out.
     """
 
     def __init__(
@@ -96,13 +99,17 @@ class CausalLM(nnx.Module):
         logits_divisor: float = 1.0,
         logits_soft_cap: float | None = None,
         ropes: tuple[RopeConfig, ...] | None = None,
+        position_embed: PositionEmbedding | None = None,
+        optional_prefix: str = "",
     ):
         self.config = config
         self.embed, self.layers, self.norm, self.head = embed, nnx.List[Any](layers), norm, head
-        self.ignored = ignored
+        self.ignored, self.optional_prefix = ignored, optional_prefix
         self.embedding_multiplier, self.logits_divisor = embedding_multiplier, logits_divisor
         self.logits_soft_cap = logits_soft_cap
-        self.ropes = (config.rope,) if ropes is None else ropes
+        own = () if config.rope is None else (config.rope,)
+        self.ropes = own if ropes is None else ropes
+        self.position_embed = position_embed
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
@@ -157,6 +164,8 @@ class CausalLM(nnx.Module):
         """Compute the first layer's input, and the inputs shared by the layers of each page table; see
         :meth:`hidden`."""
         num_tokens = batches[0].query_lens.sum()
+        if settings.row_tile is not None:  # devices that share experts run the same number of tiles
+            num_tokens = all_max(num_tokens, settings.rows_axis)
         x, rotations = map_rows(self._embed, (tokens, positions, lengths), num_tokens, settings.row_tile)
         return x, tuple(AttentionInputs(batch, num_tokens, rotations) for batch in batches)
 
@@ -212,6 +221,8 @@ class CausalLM(nnx.Module):
         x = self.embed(tokens)
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
+        if self.position_embed is not None:
+            x = x + self.position_embed(positions)
         return x, tuple(rope_cos_sin(rope, positions, lengths) for rope in self.ropes)
 
     def _scores(self, hidden: Float[Array, "R D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "R V"]:
@@ -230,7 +241,8 @@ class CausalLM(nnx.Module):
     def __call__(self, tokens: Int[Array, "B T"] | Int[np.ndarray, "B T"]) -> Float[Array, "B T V"]:
         """Compute logits of every token of B sequences, each attending to its own past, in temporary pages."""
         num_rows, length = tokens.shape
-        kernel = select_attention(jax.devices()[0], self.kv_specs[0].dtype)
+        spec = self.kv_specs[0]
+        kernel = choose_attention(jax.devices()[0], spec.dtype, operation=spec.operation).implementation
         batch, num_pages = _private_batch(num_rows, length, _NOTEBOOK_PAGE_SIZE)
         pools = []
         for spec in self.kv_specs:

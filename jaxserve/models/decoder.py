@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxserve.layers.attention import Attention
 from jaxserve.layers.decoder import PreNormLayer
 from jaxserve.layers.embedding import VocabEmbedding
 from jaxserve.layers.grouped_query_attention import GroupedQueryAttention, QkNorm
 from jaxserve.layers.mlp import GatedMLP
-from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.sparse_mlp import SparseMLP
@@ -23,6 +24,7 @@ class DecoderConfig(ModelConfig):
         num_heads: N, query heads.
         num_kv_heads: K, key/value heads; divides N.
         head_dim: H; need not be D / N.
+        rope: Rotary embedding.
         ffn_size: F.
         norm_eps: Added to the mean square in every RMSNorm.
         norm_offset: Added to the weight of every RMSNorm.
@@ -38,6 +40,7 @@ class DecoderConfig(ModelConfig):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rope: RopeConfig
     ffn_size: int
     norm_eps: float
     norm_offset: float = 0.0
@@ -54,13 +57,21 @@ LayerBuilder = Callable[[Any, int, Scope], Layer]
 """Builds a layer from the family's config, its index and its scope."""
 
 
-def build_decoder(config: DecoderConfig, scope: Scope, layer: LayerBuilder | None = None, **options: Any) -> CausalLM:
+def build_decoder(
+    config: DecoderConfig,
+    scope: Scope,
+    layer: LayerBuilder | None = None,
+    *,
+    ignored: tuple[str, ...] = (),
+    **options: Any,
+) -> CausalLM:
     """Build embedding, layers, norm and head with the names of Llama's checkpoints.
 
     Args:
         config: The model.
         scope: Scope of the model.
         layer: Builds each layer; None: ``build_layer``.
+        ignored: Regular expressions of further tensors to ignore; see ``CausalLM``.
         options: Options of ``CausalLM``.
     """
     layer, sizes = layer or build_layer, (config.vocab_size, config.hidden_size)
@@ -71,7 +82,7 @@ def build_decoder(config: DecoderConfig, scope: Scope, layer: LayerBuilder | Non
         layers=[layer(config, index, inner.at(f"layers.{index}")) for index in range(config.num_layers)],
         norm=build_norm(config, inner.at("norm")),
         head=None if config.tie_embeddings else VocabEmbedding(*sizes, scope=scope.at("lm_head")),
-        ignored=(r".*\.rotary_emb\.inv_freq", *((r"lm_head\.weight",) if config.tie_embeddings else ())),
+        ignored=(r".*\.rotary_emb\.inv_freq", *((r"lm_head\.weight",) if config.tie_embeddings else ()), *ignored),
         **options,
     )
 
@@ -87,14 +98,17 @@ def build_layer(
     scale: float | None = None,
     residual_multiplier: float = 1.0,
     mlp: GatedMLP | SparseMLP | None = None,
+    attention: Attention | None = None,
 ) -> PreNormLayer:
     """Build a Llama layer; the options are those of ``GroupedQueryAttention``, ``GatedMLP`` and ``PreNormLayer``.
 
-    ``mlp`` replaces the dense MLP.
+    ``mlp`` replaces the dense MLP, ``attention`` the grouped-query attention.
     """
+    if attention is None:
+        attention = build_attention(config, index, scope.at("self_attn"), qkv=qkv, qk_norm=qk_norm, scale=scale)
     return PreNormLayer(
         build_norm(config, scope.at("input_layernorm")),
-        build_attention(config, index, scope.at("self_attn"), qkv=qkv, qk_norm=qk_norm, scale=scale),
+        attention,
         build_norm(config, scope.at("post_attention_layernorm")),
         build_mlp(config, scope.at("mlp"), gate_up) if mlp is None else mlp,
         residual_multiplier=residual_multiplier,

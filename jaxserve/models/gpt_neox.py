@@ -1,12 +1,10 @@
 """GPT-NeoX and Pythia (arXiv:2204.06745): layer norms with biases, a plain MLP, and branches that run in parallel."""
 
 import dataclasses
+from functools import partial
 from typing import Final
 
-from jaxtyping import Array, Float, Int
-
-from jaxserve.layers.attention import Attention
-from jaxserve.layers.decoder import DecoderLayer
+from jaxserve.layers.decoder import LayerNormLayer
 from jaxserve.layers.embedding import VocabEmbedding
 from jaxserve.layers.mlp import PlainMLP
 from jaxserve.layers.norm import LayerNorm
@@ -59,47 +57,28 @@ def build(config: NeoXConfig, scope: Scope) -> CausalLM:
     return CausalLM(
         config,
         embed=VocabEmbedding(*sizes, scope=inner.at("embed_in")),
-        layers=[NeoXLayer(config, index, inner.at(f"layers.{index}")) for index in range(config.num_layers)],
+        layers=[_build_layer(config, index, inner.at(f"layers.{index}")) for index in range(config.num_layers)],
         norm=LayerNorm(config.hidden_size, eps=config.norm_eps, scope=inner.at("final_layer_norm")),
         head=None if config.tie_embeddings else VocabEmbedding(*sizes, scope=scope.at("embed_out")),
         ignored=(*unused, *((r"embed_out\.weight",) if config.tie_embeddings else ())),
     )
 
 
-class NeoXLayer(DecoderLayer):
-    """``x + attention(norm(x)) + mlp(other_norm(x))``, or one branch after the other."""
-
-    def __init__(self, config: NeoXConfig, index: int, scope: Scope):
-        attention: Attention = build_attention(
+def _build_layer(config: NeoXConfig, index: int, scope: Scope) -> LayerNormLayer:
+    norm = partial(LayerNorm, config.hidden_size, eps=config.norm_eps)
+    return LayerNormLayer(
+        norm(scope=scope.at("input_layernorm")),
+        build_attention(
             config, index, scope.at("attention"), qkv=("query_key_value",), is_interleaved=True, out="dense"
-        )
-        super().__init__(attention)
-        size = config.hidden_size
-        self.is_parallel = config.is_parallel
-        self.attention_norm = LayerNorm(size, eps=config.norm_eps, scope=scope.at("input_layernorm"))
-        self.mlp_norm = LayerNorm(size, eps=config.norm_eps, scope=scope.at("post_attention_layernorm"))
-        self.mlp = PlainMLP(
-            size,
+        ),
+        norm(scope=scope.at("post_attention_layernorm")),
+        PlainMLP(
+            config.hidden_size,
             config.ffn_size,
             activation=config.activation,
             scope=scope.at("mlp"),
             up="dense_h_to_4h",
             down="dense_4h_to_h",
-        )
-
-    @property
-    def has_fused_norms(self) -> bool:
-        """Return False: no kernel fuses a layer norm."""
-        return False
-
-    def projected(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
-        """Compute queries, keys and values of the normalized input."""
-        return self.attention.project(self.attention_norm(x), num_rows=num_rows)
-
-    def after_attention(
-        self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
-    ) -> Float[Array, "T D"]:
-        """Return the layer's output from its input and the attention output."""
-        after = self.attention.output(attended, residual=x, num_rows=num_rows)
-        normed = self.mlp_norm(x if self.is_parallel else after)
-        return self.mlp(normed, residual=after, num_rows=num_rows)
+        ),
+        is_parallel=config.is_parallel,
+    )

@@ -78,6 +78,11 @@ class ConfigFields:
         aliases = {name: self.raw[other] for other, name in names.items() if other in self.raw}
         return ConfigFields({**aliases, **self.raw}, self.path, self._prefix, self._problems)
 
+    def with_defaults(self, values: Mapping[str, Any]) -> "ConfigFields":
+        """Return the same fields, with values for those that are missing or null; problems are shared."""
+        given = {name: value for name, value in self.raw.items() if value is not None}
+        return ConfigFields({**self.raw, **values, **given}, self.path, self._prefix, self._problems)
+
     def nested(self, field: str) -> "ConfigFields":
         """Return the object in a field, or an empty one; its problems are recorded in this object's list."""
         value = self.raw.get(field)

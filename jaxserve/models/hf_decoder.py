@@ -8,7 +8,7 @@ from jaxserve.models.decoder import DecoderConfig
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_rope import RopeDefaults, longest_context, read_rope
 
-_MAX_LAYERS: Final = 10_000
+MAX_LAYERS: Final = 10_000
 _DTYPES: Final = ("float32", "float16", "bfloat16")
 
 ACTIVATIONS: Final[Mapping[str, str]] = {
@@ -55,7 +55,7 @@ def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaul
     Problems are recorded in ``fields``: the result is usable only after ``fields.raise_problems()``.
     """
     hidden_size = fields.integer("hidden_size")
-    num_layers = fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads")
     head_dim = _read_head_dim(fields, hidden_size, num_heads, defaults)
     rope = read_rope(fields, head_dim, defaults.rope)
@@ -69,7 +69,7 @@ def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaul
         head_dim=head_dim,
         ffn_size=fields.integer("intermediate_size"),
         norm_eps=fields.number("rms_norm_eps", defaults.norm_eps),
-        activation=_read_activation(fields, defaults),
+        activation=read_activation(fields, defaults.activation_field, defaults.activation),
         max_positions=longest_context(rope),
         tie_embeddings=fields.flag("tie_word_embeddings", defaults.tie_embeddings),
         rope=rope,
@@ -77,7 +77,7 @@ def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaul
         sliding_windows=(None,) * num_layers,
         bos_token_id=fields.nullable_integer("bos_token_id", defaults.bos_token_id, minimum=0),
         eos_token_ids=fields.token_ids("eos_token_id", defaults.eos_token_ids),
-        dtype=_read_dtype(fields),
+        dtype=read_dtype(fields),
     )
 
 
@@ -145,14 +145,15 @@ def _read_kv_heads(fields: ConfigFields, num_heads: int, defaults: FamilyDefault
     return num_kv_heads
 
 
-def _read_activation(fields: ConfigFields, defaults: FamilyDefaults) -> str:
-    name = fields.text(defaults.activation_field, defaults.activation)
+def read_activation(fields: ConfigFields, field: str, default: str) -> str:
+    """Return our name of the activation in a field."""
+    name = fields.text(field, default)
     if name not in ACTIVATIONS:
-        fields.note(defaults.activation_field, f"expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
+        fields.note(field, f"expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
     return ACTIVATIONS.get(name, "silu")
 
 
-def _read_dtype(fields: ConfigFields) -> str:
+def read_dtype(fields: ConfigFields) -> str:
     """Read ``dtype``, or ``torch_dtype`` as it was called before transformers 5."""
     field = "dtype" if fields.is_given("dtype") else "torch_dtype"
     dtype = fields.text(field, "float32").removeprefix("torch.")

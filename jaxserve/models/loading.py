@@ -72,7 +72,7 @@ def check_weights(directory: Path, model: AbstractModel) -> None:
         CheckpointError: Files or tensors are missing, damaged, unexpected or of the wrong shape.
     """
     with open_checkpoint(directory) as reader:
-        check_recipes(reader.tensors, model.recipes, model.ignored)
+        check_recipes(reader.tensors, model.recipes_for(reader.tensors), model.ignored)
 
 
 def load_weights(directory: Path, model: AbstractModel) -> tuple[jax.Array, ...]:
@@ -90,12 +90,13 @@ def load_weights(directory: Path, model: AbstractModel) -> tuple[jax.Array, ...]
     """
     logical = model.logical
     with open_checkpoint(directory) as reader:
-        check_recipes(reader.tensors, model.recipes, model.ignored)
+        recipes = model.recipes_for(reader.tensors)
+        check_recipes(reader.tensors, recipes, model.ignored)
         total = sum(int(np.prod(param.struct.shape)) * param.struct.dtype.itemsize for param in logical.values())
         with progress_bar(total) as progress:
             arrays = load_arrays(
                 reader,
-                model.recipes,
+                recipes,
                 {path: param.struct.dtype for path, param in logical.items()},
                 {path: param.struct.sharding for path, param in logical.items()},
                 cast(Callable[[int, int], None], progress),

@@ -13,7 +13,11 @@ from jaxserve.models.hf_config import ConfigFields, check_not_quantized
 FAMILIES: Final[dict[str, str]] = {
     "BaiChuanForCausalLM": "jaxserve.models.baichuan",
     "BaichuanForCausalLM": "jaxserve.models.baichuan",
+    "DeepseekV2ForCausalLM": "jaxserve.models.deepseek_v2",
+    "DeepseekV3ForCausalLM": "jaxserve.models.deepseek_v3",
+    "GPT2LMHeadModel": "jaxserve.models.gpt2",
     "GPTNeoXForCausalLM": "jaxserve.models.gpt_neox",
+    "GptOssForCausalLM": "jaxserve.models.gpt_oss",
     "Gemma2ForCausalLM": "jaxserve.models.gemma2",
     "Gemma3ForCausalLM": "jaxserve.models.gemma3",
     "GemmaForCausalLM": "jaxserve.models.gemma",

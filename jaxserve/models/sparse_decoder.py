@@ -7,7 +7,8 @@ from typing import Any
 from jaxserve.layers.decoder import PreNormLayer
 from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.parallel import Scope
-from jaxserve.layers.sparse_mlp import DEFAULT_NAMES, ExpertNames, Routing, SharedExpert, SparseMLP, replicated_linear
+from jaxserve.layers.routing import Routing
+from jaxserve.layers.sparse_mlp import DEFAULT_NAMES, ExpertNames, SharedExpert, SparseMLP, replicated_linear
 from jaxserve.models.decoder import DecoderConfig, build_layer
 from jaxserve.models.hf_config import ConfigFields
 

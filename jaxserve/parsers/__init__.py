@@ -12,6 +12,7 @@ from jaxserve.parsers.message import ParsedMessage as ParsedMessage
 from jaxserve.parsers.message import ToolCall as ToolCall
 from jaxserve.parsers.message import ToolCallDelta as ToolCallDelta
 from jaxserve.parsers.parser import MessageParser as MessageParser
+from jaxserve.parsers.parser import chosen_reasoning as chosen_reasoning
 from jaxserve.parsers.parser import leading_reasoning as leading_reasoning
 from jaxserve.parsers.parser import reasoning_parser as reasoning_parser
 from jaxserve.parsers.parser import starts_in_reasoning as starts_in_reasoning

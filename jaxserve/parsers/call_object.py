@@ -5,10 +5,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from jaxserve.parsers.json_scanner import JsonScanner, whole_json
 from jaxserve.parsers.message import MessageBuilder
-from jaxserve.parsers.source import NotACall, Reading, Source, partial_length
+from jaxserve.parsers.source import MAX_NAME_LENGTH, NotACall, Reading, Source, first_marker, partial_length
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-MAX_NAME_LENGTH = 256
 
 
 class CallReader:
@@ -23,21 +22,30 @@ class CallReader:
         self.source = source
         self.message = message
         self._make_id = make_id
+        self._ids: set[str] = set()
 
     def open(self, name: str, call_id: str | None = None) -> None:
-        """Open a call; the held text is its beginning."""
+        """Open a call; the held text is its beginning. It gets a new id if the model wrote none, or one twice."""
         self.source.release()
-        self.message.open_call(call_id or self._make_id(), name)
+        if call_id is None or call_id in self._ids:
+            call_id = self._make_id()
+        self._ids.add(call_id)
+        self.message.open_call(call_id, name)
 
     def attempt(self, reading: Reading[None]) -> Reading[bool]:
-        """Read a possible call; return whether it was one. If not, its text becomes content."""
+        """Read a possible call; return whether it was one. If not, its text becomes content.
+
+        Held text of an open call is part of the call if the end of the text cuts it off, and content otherwise.
+        """
         num_calls = self.message.num_calls
         try:
             yield from reading
         except NotACall:
+            text = self.source.release()
             if self.message.is_call_open:
                 self.message.close_call(is_complete=False)
-            self.message.add_content(self.source.release())
+                text = "" if self.source.is_at_end else text
+            self.message.add_content(text)
         return self.message.num_calls > num_calls
 
     def read_content(self, markers: Sequence[str], separator: str = "") -> Reading[str]:
@@ -49,7 +57,7 @@ class CallReader:
         source = self.source
         while True:
             text = source.rest()
-            index, marker = _first_marker(text, markers)
+            index, marker = first_marker(text, markers)
             if not marker and source.is_ended:
                 if not (self.message.is_after_call and text.strip() in ("", separator)):
                     self.message.add_content(text)
@@ -164,11 +172,6 @@ class CallReader:
         if is_name and not text:
             raise NotACall
         return text
-
-
-def _first_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
-    found = [(index, marker) for marker in markers if (index := text.find(marker)) >= 0]
-    return min(found, default=(len(text), ""))
 
 
 def _as_object(written: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from jaxserve.parsers.call_object import CallReader
-from jaxserve.parsers.json_scanner import whole_json
+from jaxserve.parsers.json_scanner import escaped, whole_json
 from jaxserve.parsers.source import NotACall, Reading
 
 FUNCTION_START = "<function="
@@ -70,9 +70,9 @@ class TagCallReader:
         if types <= {"string"}:
             message.add_arguments('"')
             is_whole = yield from source.read_until(
-                _PARAMETER_END, lambda text: message.add_arguments(_escaped(trimmed.more(text)))
+                _PARAMETER_END, lambda text: message.add_arguments(escaped(trimmed.more(text)))
             )
-            message.add_arguments('"' if is_whole else _escaped(trimmed.kept))
+            message.add_arguments('"' if is_whole else escaped(trimmed.kept))
         else:
             parts: list[str] = []
             is_whole = yield from source.read_until(_PARAMETER_END, lambda text: parts.append(trimmed.more(text)))
@@ -148,7 +148,3 @@ def _typed(written: str, types: frozenset[str]) -> str:
         if name in types and text.startswith(start) and (made := whole_json(text)):
             return made
     return json.dumps(written, ensure_ascii=False)
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,5 +1,6 @@
 """Recognizes one JSON value, a character at a time."""
 
+import json
 import re
 
 MAX_DEPTH = 200
@@ -157,3 +158,8 @@ def whole_json(text: str) -> str:
     text = text.strip()
     count, made = scanner.take(f"{text} ")  # a number has no terminator, so a space ends it.
     return made if scanner.is_done and count == len(text) else ""
+
+
+def escaped(text: str) -> str:
+    """Return a text as it is written inside a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

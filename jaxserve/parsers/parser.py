@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from jaxserve.errors import ConfigError
 from jaxserve.parsers.call_object import CallReader
 from jaxserve.parsers.message import MessageBuilder, MessageDelta, ParsedMessage
-from jaxserve.parsers.reasoning_formats import REASONING_FORMATS, ReasoningFormat
+from jaxserve.parsers.reasoning_format import ReasoningFormat
+from jaxserve.parsers.reasoning_formats import REASONING_FORMATS
 from jaxserve.parsers.source import Reading, Source
 from jaxserve.parsers.tool_choice import chosen_function, parameter_schemas
 from jaxserve.parsers.tool_formats import TOOL_FORMATS, NamedFormat, RequiredFormat, ToolFormat
@@ -32,12 +33,33 @@ def tool_parser(name: str) -> type[ToolFormat]:
 
 
 def reasoning_parser(name: str) -> type[ReasoningFormat]:
-    """Return the reasoning format with this vLLM name; it has `start_text` and `end_text`.
+    """Return the reasoning format with this vLLM name, which declares its markers.
 
     Raises:
       ConfigError: The name is unknown.
     """
     return _named(REASONING_FORMATS, name, "reasoning_parser")
+
+
+def chosen_reasoning(reasoning: str | None, tools: str | None) -> str | None:
+    """Return the reasoning format to use: the named one, or the one that the format of tool calls needs.
+
+    Args:
+      reasoning: Name of a reasoning format, or None.
+      tools: Name of a tool-call format, or None.
+
+    Raises:
+      ConfigError: A format is unknown, or the two do not match.
+    """
+    if reasoning is not None:
+        reasoning_parser(reasoning)
+    needed = None if tools is None else tool_parser(tools).reasoning
+    if needed is None or reasoning == needed:
+        return reasoning
+    if reasoning is not None:
+        message = f"tool_call_parser={tools!r} requires reasoning_parser={needed!r}, got {reasoning!r}"
+        raise ConfigError(f"{message}; leave reasoning_parser out to use it")
+    return needed
 
 
 def starts_in_reasoning(prompt: str, name: str) -> bool | None:
@@ -53,7 +75,7 @@ def starts_in_reasoning(prompt: str, name: str) -> bool | None:
     reasoning, prompt = reasoning_parser(name), prompt.rstrip()
     if prompt.endswith(reasoning.start_text):
         return True
-    return False if prompt.endswith(reasoning.end_text) else None
+    return False if prompt.endswith("".join(reasoning.content_start())) else None
 
 
 def leading_reasoning(name: str) -> str:
@@ -75,7 +97,7 @@ class MessageParser:
     malformed calls.
 
     Args:
-      reasoning: Name of a reasoning format, or None to leave reasoning in the content.
+      reasoning: Name of a reasoning format, or None to leave reasoning in the content (unless `tools` needs a format).
       tools: Name of a tool-call format, or None to leave calls in the content. Its markers may be special tokens:
         generate with `skip_special_tokens=False`.
       schemas: The tools as offered to the model, in OpenAI's form.
@@ -111,6 +133,7 @@ class MessageParser:
             self._calls = _Driver(source, chosen.run(reader))
             content = self._calls.feed
         self._thoughts: _Driver | None = None
+        reasoning = chosen_reasoning(reasoning, tools)
         if reasoning is not None:
             source = Source()
             thoughts = reasoning_parser(reasoning)()

@@ -1,45 +1,19 @@
 """Formats of reasoning. Each splits a completion into reasoning and the rest."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
+from jaxserve.parsers.harmony import HarmonyReasoning
+from jaxserve.parsers.reasoning_format import Emit, ReasoningFormat
 from jaxserve.parsers.source import Reading, Source
-
-Emit = Callable[[str], None]
-
-
-class ReasoningFormat(ABC):
-    """A format of reasoning."""
-
-    start_text: ClassVar[str]
-    end_text: ClassVar[str]
-
-    @classmethod
-    def begins_inside(cls, starts_inside: bool | None) -> bool | None:
-        """Return whether a completion begins inside the reasoning; None if it does only if it begins with `start_text`.
-
-        Args:
-          starts_inside: As in `run`.
-        """
-        return starts_inside
-
-    @abstractmethod
-    def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
-        """Read to the end of the text.
-
-        Args:
-          source: The text.
-          starts_inside: Whether the prompt has already opened the reasoning; None if it has no markers.
-          reasoning: Receives the reasoning, without its tags.
-          content: Receives the rest.
-        """
 
 
 class Qwen3Reasoning(ReasoningFormat):
     """<think>…</think> at the beginning of the completion, if at all.
 
     With `enable_thinking=False` the template writes an empty pair into the prompt, and the completion has none.
+    DeepSeek V3.1 reasons only if its template was asked to (`thinking=True`): the prompt then opens the reasoning, and
+    otherwise closes it.
     """
 
     start_text: ClassVar[str] = "<think>"
@@ -87,6 +61,8 @@ class ThinkReasoning(ReasoningFormat):
 
 REASONING_FORMATS: Mapping[str, type[ReasoningFormat]] = {
     "deepseek_r1": DeepSeekR1Reasoning,
+    "deepseek_v3": Qwen3Reasoning,
+    "openai_gptoss": HarmonyReasoning,
     "qwen3": Qwen3Reasoning,
     "think": ThinkReasoning,
 }

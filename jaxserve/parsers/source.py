@@ -11,6 +11,9 @@ Result = TypeVar("Result")
 # Yields when the available text is used up before the end; the driver resumes it after the next piece.
 Reading = Generator[None, None, Result]
 
+MAX_NAME_LENGTH = 256
+"""Longest name of a tool; longer text is not a call."""
+
 
 class NotACall(Exception):
     """The text that was being read as a tool call is not one, or is malformed."""
@@ -40,6 +43,11 @@ class Source:
     def rest(self) -> str:
         """Return the unread text that is available."""
         return self._text[self._position :]
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all text has been read."""
+        return self.is_ended and self._position == len(self._text)
 
     def advance(self, count: int) -> None:
         """Mark characters as read."""
@@ -92,6 +100,15 @@ class Source:
                 return ""
             yield
 
+    def take(self, marker: str) -> Reading[None]:
+        """Take white space and a marker.
+
+        Raises:
+          NotACall: Other text, or the end.
+        """
+        if not (yield from self.match([marker])):
+            raise NotACall
+
     def skip_closing(self, tag: str) -> Reading[None]:
         """Take a closing tag and the white space before it, if they follow; also a tag truncated by the end."""
         taken = yield from self.match([tag])
@@ -99,16 +116,16 @@ class Source:
         if not taken and self.is_ended and rest and tag.startswith(rest):
             self.advance(len(self.rest()))
 
-    def read_name(self, end: str, limit: int = 256) -> Reading[str]:
+    def read_name(self, end: str) -> Reading[str]:
         """Take a name and the marker after it; return the name.
 
         Raises:
-          NotACall: No marker within `limit` characters, or characters that no name has.
+          NotACall: No marker within `MAX_NAME_LENGTH` characters, or characters that no name has.
         """
         name = ""
         while not name.endswith(end):
             character = yield from self.peek()
-            if not character or character in "<\n{" or len(name) > limit:
+            if not character or character in "<\n{" or len(name) > MAX_NAME_LENGTH:
                 raise NotACall
             self.advance(1)
             name += character
@@ -117,27 +134,51 @@ class Source:
             raise NotACall
         return name
 
+    def read_identifier(self) -> Reading[str]:
+        """Take white space and a name of letters, digits and "_-./:"; return the name.
+
+        Raises:
+          NotACall: There is no name, or one of more than `MAX_NAME_LENGTH` characters.
+        """
+        name = ""
+        character = yield from self.peek_past_space()
+        while character and (character.isalnum() or character in "_-./:") and len(name) <= MAX_NAME_LENGTH:
+            self.advance(1)
+            name += character
+            character = yield from self.peek()
+        if not 0 < len(name) <= MAX_NAME_LENGTH:
+            raise NotACall
+        return name
+
+    def read_to(self, markers: Sequence[str], emit: Callable[[str], None]) -> Reading[str]:
+        """Pass text on up to the first of several markers, which stays unread; return the marker, or "" at the end."""
+        while True:
+            text = self.rest()
+            index, marker = first_marker(text, markers)
+            if not marker and not self.is_ended:
+                index -= partial_length(text, markers)
+            if index:
+                emit(text[:index])
+            self.advance(index)
+            if marker or self.is_ended:
+                return marker
+            yield
+
     def read_until(self, end: str, emit: Callable[[str], None]) -> Reading[bool]:
         """Pass text on up to a marker, and take the marker.
 
         Returns:
           Whether the marker was found; if not, all text has been passed on.
         """
-        while True:
-            text = self.rest()
-            index = text.find(end)
-            safe = index if index >= 0 else len(text)
-            if index < 0 and not self.is_ended:
-                safe -= partial_length(text, [end])
-            if safe:
-                emit(text[:safe])
-            self.advance(safe)
-            if index >= 0:
-                self.advance(len(end))
-                return True
-            if self.is_ended:
-                return False
-            yield
+        marker = yield from self.read_to([end], emit)
+        self.advance(len(marker))
+        return bool(marker)
+
+
+def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
+    """Return the first marker in `text` and its index; the text's length and "" if there is none."""
+    found = [(index, marker) for marker in markers if (index := text.find(marker)) >= 0]
+    return min(found, default=(len(text), ""))
 
 
 def partial_length(text: str, markers: Sequence[str]) -> int:

@@ -1,12 +1,14 @@
 """Formats of tool calls. Each reads a whole completion: calls, and the content around them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from jaxserve.parsers.call_object import CallReader
 from jaxserve.parsers.function_tags import FUNCTION_START, Schemas, TagCallReader
+from jaxserve.parsers.harmony import CALL_END, CALL_START, FUNCTIONS, MESSAGE
 from jaxserve.parsers.json_scanner import JsonScanner
+from jaxserve.parsers.python_calls import PythonCallReader
 from jaxserve.parsers.source import NotACall, Reading
 
 _CALL_START = "<tool_call>"
@@ -23,6 +25,8 @@ class ToolFormat(ABC):
 
     id_length: ClassVar[int | None] = None
     """Length of the alphanumeric ids that the model's template requires; None for vLLM's usual ids."""
+    reasoning: ClassVar[str | None] = None
+    """Name of the reasoning format that has to read the text first; None if any or none may."""
 
     def __init__(self, schemas: Schemas) -> None:
         self.schemas = schemas
@@ -95,26 +99,125 @@ class MistralFormat(ToolFormat):
         source = reader.source
         while (yield from reader.read_content(["[TOOL_CALLS]"])):
             if (yield from source.match(["["])):
-                yield from _read_list(reader)
+                yield from _read_list(reader, lambda: _read_object(reader))
             elif (yield from source.peek_past_space()) == "{":
                 yield from reader.attempt(_read_object(reader))
             else:
                 yield from reader.attempt(self._read_named(reader))
 
     def _read_named(self, reader: CallReader) -> Reading[None]:
-        source = reader.source
-        name, call_id = "", None
-        while (character := (yield from source.peek())) and (character.isalnum() or character in "_-./:"):
-            source.advance(1)
-            name += character
+        source, call_id = reader.source, None
+        name = yield from source.read_identifier()
         if (yield from source.match(["[CALL_ID]"])):
             call_id = (yield from source.read_name("[ARGS]")).strip()
         else:
             yield from source.match(["[ARGS]"])
-        if not name or (yield from source.peek_past_space()) != "{":
+        yield from _read_named_call(reader, name, call_id)
+
+
+class SectionFormat(ToolFormat):
+    """Calls between markers, all of them between the markers of a section, which may be missing."""
+
+    section_start: ClassVar[str]
+    call_start: ClassVar[str]
+    closings: ClassVar[tuple[str, ...]]
+    """Texts that may follow a call's arguments, in this order."""
+
+    def run(self, reader: CallReader) -> Reading[None]:
+        """Read to the end of the text."""
+        source = reader.source
+        while marker := (yield from reader.read_content([self.section_start, self.call_start])):
+            if marker == self.section_start:
+                yield from source.match([self.call_start])
+            if (yield from reader.attempt(self.read_call(reader))):
+                for closing in self.closings:
+                    yield from source.skip_closing(closing)
+
+    @abstractmethod
+    def read_call(self, reader: CallReader) -> Reading[None]:
+        """Read one call, whose opening marker was already taken, up to the end of its arguments."""
+
+
+class DeepSeekFormat(SectionFormat):
+    """<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜> of DeepSeek V3.1, or V3's and R1's longer form.
+
+    The longer form has a type before the name, and the arguments in a block of Markdown; line breaks are spaces here:
+    <｜tool▁call▁begin｜>function<｜tool▁sep｜>name ```json {…} ```<｜tool▁call▁end｜>
+    """
+
+    section_start: ClassVar[str] = "<｜tool▁calls▁begin｜>"
+    call_start: ClassVar[str] = "<｜tool▁call▁begin｜>"
+    closings: ClassVar[tuple[str, ...]] = ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+
+    def read_call(self, reader: CallReader) -> Reading[None]:
+        """Read one call, whose opening marker was already taken, up to the end of its arguments."""
+        source = reader.source
+        name = yield from source.read_identifier()
+        yield from source.take("<｜tool▁sep｜>")
+        if (yield from source.peek_past_space()) != "{":
+            name = yield from source.read_identifier()
+            if (yield from source.match(["```"])):
+                yield from source.match(["json"])
+        yield from _read_named_call(reader, name)
+
+
+class KimiK2Format(SectionFormat):
+    """<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>: Kimi K2.
+
+    The text before the arguments is the call's id.
+    """
+
+    section_start: ClassVar[str] = "<|tool_calls_section_begin|>"
+    call_start: ClassVar[str] = "<|tool_call_begin|>"
+    closings: ClassVar[tuple[str, ...]] = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
+
+    def read_call(self, reader: CallReader) -> Reading[None]:
+        """Read one call, whose opening marker was already taken, up to the end of its arguments."""
+        call_id = yield from reader.source.read_identifier()
+        yield from reader.source.take("<|tool_call_argument_begin|>")
+        name, _, number = call_id.rpartition(":")
+        if name and number.isdecimal():
+            yield from _read_named_call(reader, name.removeprefix(FUNCTIONS), call_id)
+        else:
+            yield from _read_named_call(reader, call_id.removeprefix(FUNCTIONS))
+
+
+class OpenAIFormat(ToolFormat):
+    """Harmony's messages to functions, as `HarmonyReasoning` leaves them in the content: GPT-OSS.
+
+    A message without arguments is a call with none. The name of an offered function may lack "functions.".
+    """
+
+    reasoning: ClassVar[str | None] = "openai_gptoss"
+
+    def run(self, reader: CallReader) -> Reading[None]:
+        """Read to the end of the text."""
+        while (yield from reader.read_content([CALL_START])):
+            if (yield from reader.attempt(self._read(reader))):
+                yield from reader.source.skip_closing(CALL_END)
+
+    def _read(self, reader: CallReader) -> Reading[None]:
+        source = reader.source
+        recipient = yield from source.read_identifier()
+        yield from source.take(MESSAGE)
+        name = recipient.removeprefix(FUNCTIONS)
+        if name == recipient and name not in self.schemas:
             raise NotACall
-        reader.open(name, call_id)
-        yield from reader.read_arguments()
+        is_closed = bool((yield from source.match([CALL_END])))
+        if not is_closed and (yield from source.peek_past_space()):
+            yield from _read_named_call(reader, name)
+            return
+        reader.open(name)
+        reader.message.add_arguments("{}")
+        reader.message.close_call(is_complete=is_closed)
+
+
+class PythonicFormat(ToolFormat):
+    """[name(key="value", …), …] at the beginning of the completion: Gemma 3, Llama 3.2 and 4."""
+
+    def run(self, reader: CallReader) -> Reading[None]:
+        """Read to the end of the text."""
+        yield from _read_leading_list(reader, PythonCallReader(reader).read_call)
 
 
 class RequiredFormat(ToolFormat):
@@ -122,12 +225,7 @@ class RequiredFormat(ToolFormat):
 
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
-        reader.source.hold()
-        if (yield from reader.source.match(["["])):
-            yield from _read_list(reader)
-        else:
-            reader.message.add_content(reader.source.release())
-        yield from reader.read_content([])
+        yield from _read_leading_list(reader, lambda: _read_object(reader))
 
 
 class NamedFormat(ToolFormat):
@@ -136,21 +234,20 @@ class NamedFormat(ToolFormat):
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
         reader.source.hold()
-        yield from reader.attempt(self._read(reader))
-        yield from reader.read_content([])
-
-    def _read(self, reader: CallReader) -> Reading[None]:
-        if (yield from reader.source.peek_past_space()) != "{":
-            raise NotACall
         (name,) = self.schemas
-        reader.open(name)
-        yield from reader.read_arguments()
+        yield from reader.attempt(_read_named_call(reader, name))
+        yield from reader.read_content([])
 
 
 TOOL_FORMATS: Mapping[str, type[ToolFormat]] = {
+    "deepseek_v3": DeepSeekFormat,
+    "deepseek_v31": DeepSeekFormat,
     "hermes": HermesFormat,
+    "kimi_k2": KimiK2Format,
     "llama3_json": Llama3JsonFormat,
     "mistral": MistralFormat,
+    "openai": OpenAIFormat,
+    "pythonic": PythonicFormat,
     "qwen3": Qwen3Format,
     "qwen3_coder": Qwen3Format,
     "qwen3_xml": Qwen3Format,
@@ -162,13 +259,33 @@ def _read_object(reader: CallReader) -> Reading[None]:
     yield from reader.read_call()
 
 
-def _read_list(reader: CallReader) -> Reading[None]:
+def _read_named_call(reader: CallReader, name: str, call_id: str | None = None) -> Reading[None]:
+    """Read the arguments of a function, an object, and open its call."""
+    if (yield from reader.source.peek_past_space()) != "{":
+        raise NotACall
+    reader.open(name, call_id)
+    yield from reader.read_arguments()
+
+
+def _read_leading_list(reader: CallReader, read_call: Callable[[], Reading[None]]) -> Reading[None]:
+    """Read a list of calls at the beginning of the text, and the content after it."""
+    reader.source.hold()
+    if (yield from reader.source.match(["["])):
+        yield from _read_list(reader, read_call)
+    else:
+        reader.message.add_content(reader.source.release())
+    yield from reader.read_content([])
+
+
+def _read_list(reader: CallReader, read_call: Callable[[], Reading[None]]) -> Reading[None]:
     """Read calls up to the closing bracket, whose opening one was already taken; stop at anything that is not a
     call."""
     source = reader.source
-    while (yield from reader.attempt(_read_object(reader))):
+    while (yield from reader.attempt(read_call())):
         if not (yield from source.match([","])):
             yield from source.skip_closing("]")
+            return
+        if (yield from source.match(["]"])):
             return
         yield from source.peek_past_space()
         source.hold()

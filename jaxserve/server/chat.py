@@ -11,6 +11,7 @@ from jaxserve.parsers import (
     MessageParser,
     ParsedMessage,
     leading_reasoning,
+    reasoning_parser,
     starts_in_reasoning,
     tool_choice_schema,
 )
@@ -59,12 +60,16 @@ class ToolUse:
         choice: ``none``, ``auto``, ``required`` or the object that names a function.
         schema: The JSON schema that constrains the completion (``structured_outputs.json``); None if nothing does.
         can_be_parallel: Whether the model may call several functions at once.
+        has_special_markers: Whether the completion can only be parsed with its special tokens.
+        banned_words: Texts that the model must not write, because they start calls that ``schema`` does not constrain.
     """
 
     tools: tuple[Mapping[str, Any], ...] | None = None
     choice: str | Mapping[str, Any] = "none"
     schema: Mapping[str, Any] | None = None
     can_be_parallel: bool = True
+    has_special_markers: bool = False
+    banned_words: tuple[str, ...] = ()
 
     def sampling_fields(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that the tools ask for.
@@ -76,8 +81,8 @@ class ToolUse:
             RequestError: The tool choice and the request both constrain the completion.
         """
         found: dict[str, Any] = {}
-        if self.choice == "auto" and given.get("skip_special_tokens") is None:
-            found["skip_special_tokens"] = False  # the marks of calls may be special tokens
+        if self.has_special_markers or (self.choice == "auto" and given.get("skip_special_tokens") is None):
+            found["skip_special_tokens"] = False  # the markers of calls may be special tokens
         if self.schema is not None:
             if given.get("structured_outputs") is not None:
                 message = (
@@ -85,6 +90,8 @@ class ToolUse:
                 )
                 raise RequestError(message, parameter="tool_choice", value=self.choice)
             found["structured_outputs"] = {"json": dict(self.schema)}
+            if self.banned_words:
+                found["bad_words"] = [*(given.get("bad_words") or ()), *self.banned_words]
         return found
 
 
@@ -106,21 +113,25 @@ def check_tools(
         RequestError: A wrong form, a choice without tools, or ``auto`` on a server that cannot parse calls.
     """
     schemas = parameter_schemas(tools or ())
+    names = frontend.parsers
+    reasoning = None if names.reasoning is None else reasoning_parser(names.reasoning)
+    is_special = reasoning is not None and reasoning.has_special_markers
     if not tools:
         if choice not in (None, "none"):
             message = "When using `tool_choice`, `tools` must be set."
             raise RequestError(message, parameter="tool_choice", value=choice)
-        return ToolUse()
+        return ToolUse(has_special_markers=is_special)
     chosen = "auto" if choice is None else choice
     if isinstance(chosen, str) and chosen not in ("none", "auto", "required"):
         message = 'Invalid value for `tool_choice`: only a named tool, "none", "auto" or "required" are supported.'
         raise RequestError(message, parameter="tool_choice", value=chosen)
     chosen_function(chosen, schemas)
-    if chosen == "auto" and not (frontend.config.enable_auto_tool_choice and frontend.parsers.tools):
+    if chosen == "auto" and not (frontend.config.enable_auto_tool_choice and names.tools):
         message = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
         raise RequestError(message, parameter="tool_choice", value=chosen)
     schema = tool_choice_schema(tools, chosen, can_be_parallel)
-    return ToolUse(tuple(tools), chosen, schema, can_be_parallel is not False)
+    banned = reasoning.call_texts if reasoning is not None and schema is not None else ()
+    return ToolUse(tuple(tools), chosen, schema, can_be_parallel is not False, is_special, banned)
 
 
 class ChatParser:

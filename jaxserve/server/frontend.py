@@ -26,7 +26,7 @@ class ParserNames:
     """Names of the parsers in ``jaxserve.parsers`` for what the model writes besides content; None: no parser.
 
     Attributes:
-        reasoning: The engine's ``reasoning_parser``.
+        reasoning: The engine's ``reasoning_parser``, or the one that its ``tool_call_parser`` needs.
         tools: The engine's ``tool_call_parser``.
     """
 

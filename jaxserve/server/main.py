@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from jaxserve.errors import EngineDeadError, JaxserveError
+from jaxserve.parsers import chosen_reasoning
 from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.frontend import Frontend, ParserNames
@@ -41,7 +42,8 @@ async def serve(engine_arguments: dict[str, Any], config: ServerConfig) -> int:
     map_large_buffers_apart()
     _warn_of_exposure(config)
     engine = EngineClient(engine_arguments, config)
-    parsers = ParserNames(engine_arguments.get("reasoning_parser"), engine_arguments.get("tool_call_parser"))
+    calls = engine_arguments.get("tool_call_parser")
+    parsers = ParserNames(chosen_reasoning(engine_arguments.get("reasoning_parser"), calls), calls)
     model = str(engine_arguments.get("model", "demo"))
     log, limits = RequestLog(config, model), RequestLimits()
     frontend = Frontend(config, engine, limits, Authenticator(config), log, model, parsers)

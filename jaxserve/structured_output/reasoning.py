@@ -18,11 +18,14 @@ class ReasoningMarkers(NamedTuple):
         name: Name of the reasoning parser.
         start_ids: Tokens that start the reasoning.
         end_ids: Tokens that end it.
+        content_ids: Token sequences, one somewhere after the other, after which the content starts; by default
+            ``end_ids`` alone.
     """
 
     name: str
     start_ids: tuple[int, ...]
     end_ids: tuple[int, ...]
+    content_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class Reasoning(NamedTuple):
@@ -71,6 +74,7 @@ class AfterReasoning:
         self._constraint = constraint
         self._markers = reasoning.markers
         self._is_open = reasoning.is_open
+        self._awaited = list(self._markers.content_ids or (self._markers.end_ids,))
         self._recent: list[int] = []
 
     def mask(self) -> bytes | None:
@@ -91,7 +95,9 @@ class AfterReasoning:
                 return False
         if not self._is_open:
             return self._constraint.accept(token)
-        end = list(self._markers.end_ids)
-        self._recent = [*self._recent, token][-len(end) :]
-        self._is_open = self._recent != end
+        self._recent = [*self._recent, token][-len(self._awaited[0]) :]
+        if self._recent == list(self._awaited[0]):
+            self._recent = []
+            self._awaited.pop(0)
+            self._is_open = bool(self._awaited)
         return False

@@ -94,7 +94,8 @@ def render_chat(
 
     Args:
       conversation: Messages with "role" and "content". An assistant's "tool_calls" are in OpenAI's form, with
-        arguments as a mapping or as JSON; as in vLLM, templates always get a mapping.
+        arguments as a mapping or as JSON. As in vLLM, templates get a mapping; those that fail on it, because they
+        append the arguments to a string (DeepSeek R1 and V3), get JSON.
       template: Jinja source.
       add_generation_prompt: Whether to end with the start of an assistant message.
       continue_final_message: Whether to leave the last message open, for the model to continue.
@@ -114,7 +115,7 @@ def render_chat(
         "continue_final_message": continue_final_message,
         "add_generation_prompt": add_generation_prompt,
     }
-    render = functools.partial(_render, conversation, template, options, variables)
+    render = functools.partial(_render_calls, conversation, template, options, variables)
     try:
         if content_format != "auto":
             return render(cast("ContentFormat", content_format))
@@ -126,19 +127,32 @@ def render_chat(
         raise RequestError(f"the chat template failed: {error}") from error
 
 
-def _render(
+def _render_calls(
     conversation: Sequence[Message],
     template: str,
     options: Mapping[str, Any],
     variables: Mapping[str, Any],
     content_format: ContentFormat,
 ) -> str:
+    """Render with mappings as arguments of tool calls, or with JSON if the template cannot use mappings."""
+    messages = [_template_message(message, content_format) for message in conversation]
+    try:
+        return _render(messages, template, options, variables)
+    except TypeError:
+        if not any("tool_calls" in message for message in messages):
+            raise
+    return _render([_with_json_arguments(message) for message in messages], template, options, variables)
+
+
+def _render(
+    messages: Sequence[dict[str, Any]], template: str, options: Mapping[str, Any], variables: Mapping[str, Any]
+) -> str:
     from transformers.utils import chat_template_utils
 
     environment = _environment(template)
     environment.concat = _join_bounded
     rendered, _ = chat_template_utils.render_jinja_template(
-        conversations=[[_template_message(message, content_format) for message in conversation]],
+        conversations=[list(messages)],
         chat_template=template,
         **options,
         **variables,
@@ -160,7 +174,10 @@ def _detect_format(template: str) -> ContentFormat:
 
 
 def _template_message(message: Message, content_format: ContentFormat) -> dict[str, Any]:
-    """Return a message for templates: content converted, "reasoning_content" added, arguments as mappings."""
+    """Return a message for templates: content converted, reasoning under all its names, arguments as mappings.
+
+    GPT-OSS reads reasoning as "thinking", and rejects it in a message with content and tool calls.
+    """
     changed = dict(message)
     if message.get("reasoning") is not None:
         changed.setdefault("reasoning_content", message["reasoning"])
@@ -168,6 +185,19 @@ def _template_message(message: Message, content_format: ContentFormat) -> dict[s
     calls = cast("list[Mapping[str, Any]]", changed.pop("tool_calls", None) or [])
     if calls:
         changed["tool_calls"] = [_with_mapping_arguments(call) for call in calls]
+    if changed.get("reasoning_content") is not None:
+        changed.setdefault("thinking", "" if calls and changed["content"] else changed["reasoning_content"])
+    return changed
+
+
+def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    changed = dict(message)
+    if "tool_calls" in changed:
+        changed["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}
+            for call in changed["tool_calls"]
+            for arguments in [call["function"]["arguments"]]
+        ]
     return changed
 
 

@@ -143,14 +143,38 @@ static void add_values_bf16(int rows, const float *weights, const Block *block, 
   add_all_values(rows, 1, weights, block, width, sums, padded, ahead);
 }
 
+// Turns a block's latents, which lie as keys do, into values: their leading features in float32, [token][width].
+static void spread_latents(const Attention *a, Block *block, float *to) {
+  const int width = a->value_width, stride = key_stride(a->page_size);
+  for (int g = 0; g < block->groups; g++, to += (int64_t)LANES * width) {
+    block->values[g] = (const char *)to;
+    for (int h = 0; h < width; h += LANES) {
+      const int count = width - h;
+      Vec rows[LANES];
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; i += a->is_bf16 ? 2 : 1) {
+        const char *from = block->keys[g] + (int64_t)(h + i) / (a->is_bf16 ? 2 : 1) * stride;
+        rows[i] = i < count ? vec_load((const float *)from) : vec_zero();
+        if (a->is_bf16) vec_split_bf16(&rows[i], &rows[i + 1]);
+      }
+      vec_transpose(rows);
+      for (int i = 0; i < LANES; i++) {
+        if (count >= LANES) vec_store(to + (int64_t)i * width + h, rows[i]);
+        else vec_store_some(vec_lanes(0, count), to + (int64_t)i * width + h, rows[i]);
+      }
+    }
+  }
+}
+
 static int tile_tokens(int group) { return group >= ROWS ? 1 : TILE_BLOCKS * (ROWS / group); }
-static void attend(const Attention *a, Piece piece, Piece after, Partial out) {
+static void attend(const Attention *a, Piece piece, Piece after, Partial out, float *values) {
   const Tile tile = piece.tile;
   const int group = a->num_heads / a->num_kv_heads, width = a->width, stride = key_stride(a->page_size);
-  const int padded = padded_width(width), rows = tile.count * group;
+  const int padded = padded_width(a->value_width), rows = tile.count * group;
   const int prefix = context_before(a, tile), end = context_end(a, piece);
   if (!piece.done) clear_partial(out, rows, padded);
-  float query[TILE_BLOCKS * ROWS * MOST_WIDTH > MOST_WIDTH * 64 ? TILE_BLOCKS * ROWS * MOST_WIDTH : MOST_WIDTH * 64];
+  _Static_assert(TILE_BLOCKS * ROWS * MOST_WIDTH <= MOST_QUERY, "the query rows of a tile do not fit");
+  float query[MOST_QUERY];
   float scores[ROWS * BLOCK];
   // Query rows are packed [width][rows of a register tile], scaled.
   for (int r0 = 0; r0 < rows; r0 += ROWS) {
@@ -165,14 +189,15 @@ static void attend(const Attention *a, Piece piece, Piece after, Partial out) {
     const int count = block.count;
     Ahead ahead;
     next = locate_next(a, piece, after, at, block.groups, &ahead);
+    if (a->is_latent) spread_latents(a, &block, values);
     for (int r0 = 0; r0 < rows; r0 += ROWS) {
       const int some = rows - r0 < ROWS ? rows - r0 : ROWS;
       if (sees_nothing(a, tile, prefix, r0, some, at, count)) continue;
       (a->is_bf16 ? multiply_keys_bf16 : multiply_keys_f32)(some, query + r0 * width, &block, width, stride, scores,
                                                                 &ahead);
       weigh_rows(a, tile, prefix, r0, some, at, count, block.groups * LANES, scores, out);
-      (a->is_bf16 ? add_values_bf16 : add_values_f32)(some, scores, &block, width, out.values + (int64_t)r0 * padded, padded,
-                                                      &ahead);
+      (a->is_bf16 && !a->is_latent ? add_values_bf16 : add_values_f32)(
+          some, scores, &block, a->value_width, out.values + (int64_t)r0 * padded, padded, &ahead);
     }
   }
 }

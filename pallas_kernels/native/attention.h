@@ -6,7 +6,10 @@ enum {
   BLOCK = 128,      // context tokens whose scores are computed together
   CHUNK = 1024,     // context tokens whose softmax is computed from nothing; chunks are merged in order
   MOST_WIDTH = 256, // of a head
-  MOST_GROUP = 64   // query heads that share a key/value head
+  MOST_GROUP = 64,  // query heads that share a key/value head
+  MOST_LATENT = 1024,  // width of a latent with its rotated key
+  LATENT_GROUP = 16,   // query heads of a tile over latents
+  MOST_QUERY = MOST_GROUP * MOST_WIDTH  // numbers of a tile's query rows
 };
 
 typedef struct {
@@ -15,8 +18,12 @@ typedef struct {
   const void *values;     // [P, K, p, H]
   const int32_t *table;   // [R, M]
   const int32_t *context_lens, *query_starts, *query_lens;  // [R]
-  float *out;             // [T, N, H]
-  int num_heads, num_kv_heads, width, page_size, table_width, is_bf16;
+  const float *sinks;     // [N] logits that take part in the softmax without a value, or null
+  float *out;             // [T, N, value width]
+  int num_heads, num_kv_heads, width, value_width, page_size, table_width, is_bf16;
+  // Latents, [P, 1, H, p], lie where keys do, and their first features are the values. All heads share them: a key/value
+  // head is then any group of query heads.
+  int is_latent;
   float scale, soft_cap;  // soft_cap 0: none
   int window;             // 0: none
 } Attention;
@@ -45,8 +52,9 @@ typedef struct {
   int (*tile_tokens)(int group);                       // query tokens of a tile
   int (*padded_width)(int width);                      // of a row of a partial
   // Computes a piece's softmax, which goes on from what the partial holds where `done` is not 0, and prefetches the
-  // keys and values that the piece after it begins with; of no tokens: there is none.
-  void (*attend)(const Attention *, Piece, Piece after, Partial);
+  // keys and values that the piece after it begins with; of no tokens: there is none. Latents need room for the values of
+  // a block, [BLOCK][value width].
+  void (*attend)(const Attention *, Piece, Piece after, Partial, float *values);
   void (*merge)(Partial into, Partial from, int rows, int padded);
   void (*finish)(const Attention *, Tile, Partial);
 } Kernels;

@@ -88,7 +88,8 @@ static void find_pairs(const Block *block, int steps, int width, int page_size, 
   }
 }
 
-static void attend(const Attention *a, Piece piece, Piece after, Partial out) {
+static void attend(const Attention *a, Piece piece, Piece after, Partial out, float *values) {
+  (void)values;  // of latents, which other kernels compute
   const Tile tile = piece.tile;
   const int group = a->num_heads / a->num_kv_heads, width = a->width, rows = tile.count * group;
   const int prefix = context_before(a, tile), end = context_end(a, piece);

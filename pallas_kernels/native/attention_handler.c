@@ -71,14 +71,20 @@ static int num_shared_pieces(const AttendJob *job) {
   return tiles * job->shared_chunks * job->attention.num_kv_heads;
 }
 
+static void attend_piece(AttendJob *job, Piece piece, Piece after, Partial out) {
+  const Attention *a = &job->attention;
+  float *values = a->is_latent ? reserve(OF_VALUES, sizeof(float) * BLOCK * a->value_width) : 0;
+  if (a->is_latent && !values) atomic_store(&job->failed, 1);
+  else job->kernels->attend(a, piece, after, out, values);
+}
+
 static void shared_job(void *context) {
   AttendJob *job = context;
   const int pieces = num_shared_pieces(job);
   for (int i = atomic_fetch_add(&job->next, 1), next; i < pieces; i = next) {
     next = atomic_fetch_add(&job->next, 1);
     const Piece piece = shared_piece(job, i), after = next < pieces ? shared_piece(job, next) : (Piece){0};
-    const Partial out = shared_partial(job, piece.tile.head, piece.chunk, piece.tile.row);
-    job->kernels->attend(&job->attention, piece, after, out);
+    attend_piece(job, piece, after, shared_partial(job, piece.tile.head, piece.chunk, piece.tile.row));
   }
 }
 
@@ -98,7 +104,7 @@ static void attend_over(AttendJob *job, Piece piece, Piece after, Partial out) {
     memcpy(out.total, from.total, sizeof(float) * rows);
     memcpy(out.values, from.values, sizeof(float) * rows * job->padded);
   }
-  if (piece.done < CHUNK) job->kernels->attend(&job->attention, piece, after, out);
+  if (piece.done < CHUNK) attend_piece(job, piece, after, out);
 }
 
 // All chunks of a tile.
@@ -163,7 +169,7 @@ static void chunks_job(void *context) {
 
 // Zeros for tokens that no row owns; rows own consecutive tokens, in order.
 static void clear_unowned(const Attention *a, int num_rows, int64_t num_tokens) {
-  const int64_t token_size = (int64_t)a->num_heads * a->width;
+  const int64_t token_size = (int64_t)a->num_heads * a->value_width;
   int64_t done = 0;
   for (int r = 0; r <= num_rows; r++) {
     if (r < num_rows && a->query_lens[r] <= 0) continue;
@@ -175,12 +181,14 @@ static void clear_unowned(const Attention *a, int num_rows, int64_t num_tokens) 
 
 static int are_attend_operands(FfiFrame *frame) {
   const FfiBuffer *query = ffi_argument(frame, 0), *out = ffi_result(frame, 0), *table = ffi_argument(frame, 3);
-  if (frame->arguments.size != 10 || !is_first_page(ffi_argument(frame, 9), ffi_argument(frame, 1))) return 0;
+  if (frame->arguments.size != 11 || !is_first_page(ffi_argument(frame, 9), ffi_argument(frame, 1))) return 0;
   if (query->dtype != FFI_F32 || query->rank != 3) return 0;
   if (out->dtype != FFI_F32 || elements(out) != elements(query)) return 0;
   const int64_t heads = ffi_int(frame, "num_kv_heads"), width = query->dims[2];
   if (heads <= 0 || query->dims[1] % heads || query->dims[1] / heads > MOST_GROUP || width > MOST_WIDTH) return 0;
   if (!are_pools(ffi_argument(frame, 1), ffi_argument(frame, 2), heads, width, ffi_int(frame, "page_size"))) return 0;
+  const FfiBuffer *sinks = ffi_argument(frame, 10);
+  if (sinks->dtype != FFI_F32 || sinks->rank != 1 || (sinks->dims[0] && sinks->dims[0] != query->dims[1])) return 0;
   for (int i = 4; i < 7; i++)
     if (!is_s32(ffi_argument(frame, i), 1, table->dims[0])) return 0;
   return is_s32(table, 2, table->dims[0]) && is_s32(ffi_argument(frame, 7), 0, 0) && is_s32(ffi_argument(frame, 8), 0, 0);
@@ -206,47 +214,22 @@ static int attend_shared(AttendJob *job, int num_decode, int num_pages) {
   return 1;
 }
 
-// Arguments: query f32 [T, N, H], keys [P, K, H, p], values [P, K, p, H] (flat rows [P, K * H * p] too), page_table s32
-// [R, M], context_lens, query_starts, query_lens s32 [R], num_decode, num_shared_pages s32: the first rows have one token
-// each, and the pages that all of them begin with; first_page s32: where the layer's pages begin in the pools. Attributes:
-// num_kv_heads, page_size, window, scale, soft_cap.
-EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
-  if (ffi_answered_metadata(frame)) return 0;
-  if (!are_attend_operands(frame)) return ffi_error(frame, "jaxserve_attend: shapes or dtypes do not go together");
-  FfiBuffer *query = ffi_argument(frame, 0), *keys = ffi_argument(frame, 1), *table = ffi_argument(frame, 3);
-  AttendJob job = {.num_rows = (int)table->dims[0]};
-  Attention *a = &job.attention;
-  *a = (Attention){
-      .query = query->data,
-      .keys = pages_from(keys, ffi_argument(frame, 9)),
-      .values = pages_from(ffi_argument(frame, 2), ffi_argument(frame, 9)),
-      .table = table->data,
-      .context_lens = ffi_argument(frame, 4)->data,
-      .query_starts = ffi_argument(frame, 5)->data,
-      .query_lens = ffi_argument(frame, 6)->data,
-      .out = ffi_result(frame, 0)->data,
-      .num_heads = (int)query->dims[1],
-      .num_kv_heads = ffi_int(frame, "num_kv_heads"),
-      .width = (int)query->dims[2],
-      .page_size = ffi_int(frame, "page_size"),
-      .table_width = (int)table->dims[1],
-      .is_bf16 = keys->dtype == FFI_BF16,
-      .scale = ffi_float(frame, "scale"),
-      .soft_cap = ffi_float(frame, "soft_cap"),
-      .window = ffi_int(frame, "window"),
-  };
-  const int group = a->num_heads / a->num_kv_heads;
-  job.kernels = choose_kernels(a->page_size, a->width, a->is_bf16);
+// Computes a step's attention; 0 where there is no memory.
+static int attend_rows(Attention attention, int64_t num_tokens, int64_t num_rows, int num_decode, int num_shared_pages) {
+  AttendJob job = {.attention = attention, .num_rows = (int)num_rows};
+  const Attention *a = &job.attention;
+  const int group = a->num_heads / a->num_kv_heads, is_amx_able = a->is_bf16 && !a->is_latent;
+  job.kernels = choose_kernels(a->page_size, a->width, is_amx_able);
   job.tile_tokens = job.kernels->tile_tokens(group);
-  job.padded = job.kernels->padded_width(a->width);
+  if (job.tile_tokens * group * a->width > MOST_QUERY) job.tile_tokens = MOST_QUERY / (group * a->width);
+  job.padded = job.kernels->padded_width(a->value_width);
   job.most_rows = job.tile_tokens * group;
-  clear_unowned(a, job.num_rows, query->dims[0]);
-  if (!attend_shared(&job, *(const int32_t *)ffi_argument(frame, 7)->data, *(const int32_t *)ffi_argument(frame, 8)->data))
-    return ffi_error(frame, "jaxserve_attend: out of memory");
+  clear_unowned(a, job.num_rows, num_tokens);
+  if (!attend_shared(&job, num_decode, num_shared_pages)) return 0;
 
   int longest = 0, most_tokens = 0;
   int *first = reserve(OF_CALL, sizeof(int) * (job.num_rows + 1));
-  if (!first) return ffi_error(frame, "jaxserve_attend: out of memory");
+  if (!first) return 0;
   for (int r = 0; r < job.num_rows; r++) {
     first[r] = job.num_tiles;
     if (a->query_lens[r] <= 0) continue;
@@ -265,7 +248,7 @@ EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
   if (job.is_split) {  // the same arithmetic in the same order, by more threads
     const size_t lefts = whole_lines(sizeof(atomic_int) * job.num_tiles);
     char *memory = reserve(OF_SPLIT, lefts + (size_t)split_bytes);
-    if (!memory) return ffi_error(frame, "jaxserve_attend: out of memory");
+    if (!memory) return 0;
     job.left = (atomic_int *)memory;
     job.slots = memory + lefts;
     for (int i = 0; i < job.num_tiles; i++) {
@@ -277,5 +260,85 @@ EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
     }
   }
   run_job(job.is_split ? chunks_job : tiles_job, &job);
-  return atomic_load(&job.failed) ? ffi_error(frame, "jaxserve_attend: out of memory") : 0;
+  return !atomic_load(&job.failed);
+}
+
+static int integer(FfiFrame *frame, int i) { return *(const int32_t *)ffi_argument(frame, i)->data; }
+
+// Arguments: query f32 [T, N, H], keys [P, K, H, p], values [P, K, p, H] (flat rows [P, K * H * p] too), page_table s32
+// [R, M], context_lens, query_starts, query_lens s32 [R], num_decode, num_shared_pages s32: the first rows have one token
+// each, and the pages that all of them begin with; first_page s32: where the layer's pages begin in the pools; sinks f32
+// [N], or [0] for none. Attributes: num_kv_heads, page_size, window, scale, soft_cap.
+EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
+  if (ffi_answered_metadata(frame)) return 0;
+  if (!are_attend_operands(frame)) return ffi_error(frame, "jaxserve_attend: shapes or dtypes do not go together");
+  const FfiBuffer *query = ffi_argument(frame, 0), *keys = ffi_argument(frame, 1), *table = ffi_argument(frame, 3);
+  const Attention attention = {
+      .query = query->data,
+      .keys = pages_from(keys, ffi_argument(frame, 9)),
+      .values = pages_from(ffi_argument(frame, 2), ffi_argument(frame, 9)),
+      .table = table->data,
+      .context_lens = ffi_argument(frame, 4)->data,
+      .query_starts = ffi_argument(frame, 5)->data,
+      .query_lens = ffi_argument(frame, 6)->data,
+      .sinks = ffi_argument(frame, 10)->dims[0] ? ffi_argument(frame, 10)->data : 0,
+      .out = ffi_result(frame, 0)->data,
+      .num_heads = (int)query->dims[1],
+      .num_kv_heads = ffi_int(frame, "num_kv_heads"),
+      .width = (int)query->dims[2],
+      .value_width = (int)query->dims[2],
+      .page_size = ffi_int(frame, "page_size"),
+      .table_width = (int)table->dims[1],
+      .is_bf16 = keys->dtype == FFI_BF16,
+      .scale = ffi_float(frame, "scale"),
+      .soft_cap = ffi_float(frame, "soft_cap"),
+      .window = ffi_int(frame, "window"),
+  };
+  const int is_done = attend_rows(attention, query->dims[0], table->dims[0], integer(frame, 7), integer(frame, 8));
+  return is_done ? 0 : ffi_error(frame, "jaxserve_attend: out of memory");
+}
+
+static int are_latent_operands(FfiFrame *frame) {
+  const FfiBuffer *query = ffi_argument(frame, 0), *pool = ffi_argument(frame, 1), *table = ffi_argument(frame, 2);
+  const FfiBuffer *out = ffi_result(frame, 0);
+  if (frame->arguments.size != 9 || !is_first_page(ffi_argument(frame, 8), pool)) return 0;
+  if (query->dtype != FFI_F32 || query->rank != 3 || query->dims[1] <= 0) return 0;
+  if (!is_latent_pool(pool, query->dims[2], ffi_int(frame, "page_size"))) return 0;
+  if (out->dtype != FFI_F32 || out->rank != 3 || out->dims[0] != query->dims[0] || out->dims[1] != query->dims[1]) return 0;
+  if (out->dims[2] <= 0 || out->dims[2] > query->dims[2]) return 0;
+  for (int i = 3; i < 6; i++)
+    if (!is_s32(ffi_argument(frame, i), 1, table->dims[0])) return 0;
+  return is_s32(table, 2, table->dims[0]) && is_s32(ffi_argument(frame, 6), 0, 0) && is_s32(ffi_argument(frame, 7), 0, 0);
+}
+
+// Arguments: query f32 [T, N, H], latents [P, H, p], then as of jaxserve_attend from page_table on. Attributes: page_size,
+// scale. Result: f32 [T, N, values], of the latents' first features.
+EXPORT FfiError *jaxserve_attend_latents(FfiFrame *frame) {
+  if (ffi_answered_metadata(frame)) return 0;
+  if (!are_latent_operands(frame))
+    return ffi_error(frame, "jaxserve_attend_latents: shapes or dtypes do not go together");
+  const FfiBuffer *query = ffi_argument(frame, 0), *pool = ffi_argument(frame, 1), *table = ffi_argument(frame, 2);
+  const int num_heads = (int)query->dims[1];
+  int group = num_heads < LATENT_GROUP ? num_heads : LATENT_GROUP;
+  while (num_heads % group) group--;
+  const Attention attention = {
+      .query = query->data,
+      .keys = pages_from(pool, ffi_argument(frame, 8)),
+      .table = table->data,
+      .context_lens = ffi_argument(frame, 3)->data,
+      .query_starts = ffi_argument(frame, 4)->data,
+      .query_lens = ffi_argument(frame, 5)->data,
+      .out = ffi_result(frame, 0)->data,
+      .num_heads = num_heads,
+      .num_kv_heads = num_heads / group,
+      .width = (int)query->dims[2],
+      .value_width = (int)ffi_result(frame, 0)->dims[2],
+      .page_size = ffi_int(frame, "page_size"),
+      .table_width = (int)table->dims[1],
+      .is_bf16 = pool->dtype == FFI_BF16,
+      .is_latent = 1,
+      .scale = ffi_float(frame, "scale"),
+  };
+  const int is_done = attend_rows(attention, query->dims[0], table->dims[0], integer(frame, 6), integer(frame, 7));
+  return is_done ? 0 : ffi_error(frame, "jaxserve_attend_latents: out of memory");
 }

@@ -54,9 +54,10 @@ static Block locate(const Attention *a, Tile tile, int at, int end) {
   const int32_t *pages = a->table + (int64_t)tile.row * a->table_width;
   for (int g = 0; g < block.groups; g++) {
     const int token = at + g * LANES, offset = token % page_size;
-    const int64_t page = page_offset(pages[token / page_size], tile.head, a->num_kv_heads, page_size, width, a->is_bf16);
+    const int head = a->is_latent ? 0 : tile.head, heads = a->is_latent ? 1 : a->num_kv_heads;
+    const int64_t page = page_offset(pages[token / page_size], head, heads, page_size, width, a->is_bf16);
     block.keys[g] = (const char *)a->keys + page + key_offset(offset, page_size, width, a->is_bf16);
-    block.values[g] = (const char *)a->values + page + value_offset(offset, width, a->is_bf16);
+    if (!a->is_latent) block.values[g] = (const char *)a->values + page + value_offset(offset, width, a->is_bf16);
   }
   return block;
 }
@@ -78,8 +79,8 @@ static Block locate_next(const Attention *a, Piece piece, Piece after, int at, i
   if (at + BLOCK < end) next = locate(a, piece.tile, at + BLOCK, end);
   else if (after.tile.count) next = locate(a, after.tile, context_begin(a, after), context_end(a, after));
   memcpy(ahead->groups, next.keys, next.groups * sizeof(char *));
-  memcpy(ahead->groups + next.groups, next.values, next.groups * sizeof(char *));
-  ahead->num_groups = 2 * next.groups;
+  if (!a->is_latent) memcpy(ahead->groups + next.groups, next.values, next.groups * sizeof(char *));
+  ahead->num_groups = (a->is_latent ? 1 : 2) * next.groups;
   ahead->group_bytes = LANES * a->width * (a->is_bf16 ? 2 : 4);
   ahead->group = ahead->at = 0;
   ahead->pace = (next.groups + groups - 1) / groups;
@@ -144,7 +145,7 @@ static void weigh(float *scores, int num_lanes, int first, int last, float soft_
 // The same for some rows of a tile, from `row` on.
 static void weigh_rows(const Attention *a, Tile tile, int prefix, int row, int rows, int at, int count, int num_lanes,
                        float *scores, Partial out) {
-  const int padded = padded_width(a->width);
+  const int padded = padded_width(a->value_width);
   for (int r = 0; r < rows; r++) {
     const int visible = visible_to(a, tile, prefix, row + r), first = a->window ? visible - a->window - at : 0;
     weigh(scores + r * BLOCK, num_lanes, first, visible - at < count ? visible - at : count, a->soft_cap,
@@ -165,12 +166,21 @@ static void merge(Partial into, Partial from, int rows, int padded) {
   }
 }
 
+// What the weighted values of a softmax are multiplied by, with a head's sink in its denominator.
+static float with_sink(float sink, float maximum, float total) {
+  if (sink <= maximum) return 1 / (total + exp_of(sink - maximum));
+  const float kept = exp_of(maximum - sink);
+  return kept / (total * kept + 1);
+}
+
 static void finish(const Attention *a, Tile tile, Partial from) {
-  const int group = a->num_heads / a->num_kv_heads, width = a->width, padded = padded_width(width);
+  const int group = a->num_heads / a->num_kv_heads, width = a->value_width, padded = padded_width(width);
   for (int r = 0; r < tile.count * group; r++) {
     const int token = a->query_starts[tile.row] + tile.first + r / group;
-    float *to = a->out + ((int64_t)token * a->num_heads + tile.head * group + r % group) * width;
-    const float factor = from.total[r] == 0 ? 0 : 1 / from.total[r];  // it sees nothing
+    const int head = tile.head * group + r % group;
+    float *to = a->out + ((int64_t)token * a->num_heads + head) * width;
+    float factor = from.total[r] == 0 ? 0 : 1 / from.total[r];  // it sees nothing
+    if (a->sinks && from.total[r] != 0) factor = with_sink(a->sinks[head], from.maximum[r], from.total[r]);
     const float *values = from.values + (int64_t)r * padded;
     for (int h = 0; h < width; h++) to[h] = values[h] * factor;
   }

@@ -8,7 +8,7 @@
 
 // Python refuses a library of another version, and puts the number into the names of its targets: programs that were
 // compiled for older handlers must not find these. Raise it when handlers, arguments, attributes or layouts change.
-enum { VERSION = 8 };
+enum { VERSION = 10 };
 EXPORT int jaxserve_version(void) { return VERSION; }
 
 // Whether the CPU multiplies bfloat16 on tiles, and the system lets this process.
@@ -92,6 +92,10 @@ int are_pools(const FfiBuffer *keys, const FfiBuffer *values, int64_t heads, int
          values->rank >= 1 && keys->dims[0] == values->dims[0] && page_size > 0 && page_size % avx2_kernels.lanes == 0 &&
          (keys->dtype == FFI_F32 || width % 2 == 0) &&
          elements(keys) == keys->dims[0] * heads * width * page_size && elements(values) == elements(keys);
+}
+
+int is_latent_pool(const FfiBuffer *pool, int64_t width, int64_t page_size) {
+  return are_pools(pool, pool, 1, width, page_size) && width <= MOST_LATENT;
 }
 
 int is_s32(const FfiBuffer *buffer, int64_t rank, int64_t first) {

@@ -17,8 +17,9 @@ int instructions_in_use(void);
 const Kernels *choose_kernels(int page_size, int width, int is_bf16);
 
 // Buffers of a thread, kept for its next call: of a caller, of one that splits tiles, of one whose rows share their
-// beginning, of one that multiplies by several experts, for any thread that computes a piece.
-typedef enum { OF_CALL, OF_SPLIT, OF_SHARED, OF_EXPERTS, OF_JOB, NUM_BUFFERS } OwnBuffer;
+// beginning, of one that multiplies by several experts, for any thread that computes a piece, and for the values that it
+// makes of latents.
+typedef enum { OF_CALL, OF_SPLIT, OF_SHARED, OF_EXPERTS, OF_JOB, OF_VALUES, NUM_BUFFERS } OwnBuffer;
 
 // A thread's buffer with at least this size, on a cache line; null where there is no memory.
 void *reserve(OwnBuffer which, size_t size);
@@ -40,6 +41,9 @@ static inline void *pages_from(const FfiBuffer *pool, const FfiBuffer *first) {
 static inline int is_first_page(const FfiBuffer *first, const FfiBuffer *pool) {
   return is_s32(first, 0, 0) && *(const int32_t *)first->data >= 0 && *(const int32_t *)first->data < pool->dims[0];
 }
+
+// A pool of pages that hold width * page_size numbers each.
+int is_latent_pool(const FfiBuffer *pool, int64_t width, int64_t page_size);
 
 // Two pools of pages that hold num_kv_heads * width * page_size numbers each.
 int are_pools(const FfiBuffer *keys, const FfiBuffer *values, int64_t heads, int64_t width, int64_t page_size);

@@ -109,7 +109,7 @@ static int count_together(const QkvWrite *w, int64_t first, int64_t last) {
 
 static void write_tokens(const QkvWrite *w, int64_t first, int64_t last) {
   const int width = w->width, stride = key_stride(w->page_size);
-  float keys[LANES * MOST_WIDTH];  // [token][width]
+  float keys[LANES * MOST_LATENT];  // [token][width]
   for (int count; first < last; first += count) {
     count = count_together(w, first, last);
     for (int64_t t = first; t < first + count; t++)
@@ -119,7 +119,7 @@ static void write_tokens(const QkvWrite *w, int64_t first, int64_t last) {
     for (int k = 0; k < w->num_kv_heads; k++) {
       for (int i = 0; i < count; i++) {
         prepare_head(w, first + i, w->key + (first + i) * w->stride + (int64_t)k * width, w->key_weight, keys + i * width);
-        write_value(w, first + i, k, keys + i * width);
+        if (w->values) write_value(w, first + i, k, keys + i * width);
       }
       char *to = (char *)w->keys + page_of(w, first, k) + key_offset(w->offsets[first], w->page_size, width, w->is_bf16);
       (w->is_bf16 ? write_keys_bf16 : write_keys_f32)(keys, count, width, stride, to);

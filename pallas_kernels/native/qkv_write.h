@@ -9,7 +9,7 @@ typedef struct {
   const float *query_weight, *key_weight;   // [H] of the norms; null: none
   const int32_t *pages, *offsets;           // [T]
   float *out;                               // [T, N, H] queries
-  void *keys, *values;                      // [P, K, H, p], [P, K, p, H]; see pages.h
+  void *keys, *values;                      // [P, K, H, p], [P, K, p, H]; see pages.h; null values: none are written
   int64_t stride;
   int num_heads, num_kv_heads, width, half, page_size, is_bf16;
   float eps;

@@ -73,6 +73,37 @@ EXPORT FfiError *jaxserve_write_kv(FfiFrame *frame) {
   return 0;
 }
 
+// Arguments: latents f32 [T, H], which the pool's type holds exactly, the pool [P, H, p] (the result is the same memory),
+// token_pages, token_offsets s32 [T], first_page s32: where the layer's pages begin in the pool. Attribute: page_size.
+EXPORT FfiError *jaxserve_write_latents(FfiFrame *frame) {
+  if (ffi_answered_metadata(frame)) return 0;
+  const FfiBuffer *latents = ffi_argument(frame, 0), *pool = ffi_argument(frame, 1);
+  const FfiBuffer *pages = ffi_argument(frame, 2), *offsets = ffi_argument(frame, 3);
+  if (pool->data != ffi_result(frame, 0)->data)
+    return ffi_error(frame, "jaxserve_write_latents: the pool is not updated in place");
+  if (frame->arguments.size != 5 || !is_first_page(ffi_argument(frame, 4), pool) || latents->dtype != FFI_F32 ||
+      latents->rank != 2 || !is_latent_pool(pool, latents->dims[1], ffi_int(frame, "page_size")) ||
+      !is_s32(pages, 1, latents->dims[0]) || !is_s32(offsets, 1, latents->dims[0]))
+    return ffi_error(frame, "jaxserve_write_latents: shapes or dtypes do not go together");
+  WriteJob job = {
+      .write =
+          {
+              .key = latents->data,
+              .pages = pages->data,
+              .offsets = offsets->data,
+              .keys = pages_from(pool, ffi_argument(frame, 4)),
+              .stride = latents->dims[1],
+              .num_kv_heads = 1,
+              .width = (int)latents->dims[1],
+              .page_size = ffi_int(frame, "page_size"),
+              .is_bf16 = pool->dtype == FFI_BF16,
+          },
+      .num_tokens = latents->dims[0],
+  };
+  run_write(&job);
+  return 0;
+}
+
 static int are_qkv_operands(FfiFrame *frame) {
   if (frame->arguments.size != 11 || !is_first_page(ffi_argument(frame, 10), ffi_argument(frame, 1))) return 0;
   const FfiBuffer *qkv = ffi_argument(frame, 0), *cos = ffi_argument(frame, 3), *sin = ffi_argument(frame, 4);
@@ -150,22 +181,26 @@ static void copy_pages_of(const FfiBuffer *pool, const FfiBuffer *sources, const
     if (to[i] >= 0 && to[i] < num_pages) memcpy(pages + to[i] * size, scratch + i * size, size);
 }
 
-// Arguments: both pools (results 0 and 1 are the same memory), sources, targets s32 [C]; nothing is written to a target that
-// is no page.
+// Arguments: one or two pools (the results are the same memory), sources, targets s32 [C]; nothing is written to a target
+// that is no page.
 EXPORT FfiError *jaxserve_copy_pages(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
-  FfiBuffer *pools[] = {ffi_argument(frame, 0), ffi_argument(frame, 1)};
-  FfiBuffer *sources = ffi_argument(frame, 2), *targets = ffi_argument(frame, 3);
-  if (!are_in_place(frame, 0, 0)) return ffi_error(frame, "jaxserve_copy_pages: the pools are not updated in place");
-  for (int i = 0; i < 2; i++) {
-    if ((pools[i]->dtype != FFI_F32 && pools[i]->dtype != FFI_BF16) || pools[i]->rank < 1 || pools[i]->dims[0] == 0)
+  const int count = (int)frame->arguments.size - 2;
+  if (count != 1 && count != 2) return ffi_error(frame, "jaxserve_copy_pages: shapes or dtypes do not go together");
+  FfiBuffer *sources = ffi_argument(frame, count), *targets = ffi_argument(frame, count + 1);
+  size_t largest = 0;
+  for (int i = 0; i < count; i++) {
+    const FfiBuffer *pool = ffi_argument(frame, i);
+    if (pool->data != ffi_result(frame, i)->data)
+      return ffi_error(frame, "jaxserve_copy_pages: the pools are not updated in place");
+    if ((pool->dtype != FFI_F32 && pool->dtype != FFI_BF16) || pool->rank < 1 || pool->dims[0] == 0)
       return ffi_error(frame, "jaxserve_copy_pages: shapes or dtypes do not go together");
+    if (page_bytes(pool) > largest) largest = page_bytes(pool);
   }
-  if (frame->arguments.size != 4 || !is_s32(sources, 1, sources->dims[0]) || !is_s32(targets, 1, sources->dims[0]))
+  if (!is_s32(sources, 1, sources->dims[0]) || !is_s32(targets, 1, sources->dims[0]))
     return ffi_error(frame, "jaxserve_copy_pages: shapes or dtypes do not go together");
-  const size_t sizes[] = {page_bytes(pools[0]), page_bytes(pools[1])};
-  char *scratch = reserve(OF_CALL, (size_t)targets->dims[0] * (sizes[0] > sizes[1] ? sizes[0] : sizes[1]));
+  char *scratch = reserve(OF_CALL, (size_t)targets->dims[0] * largest);
   if (!scratch) return ffi_error(frame, "jaxserve_copy_pages: out of memory");
-  for (int i = 0; i < 2; i++) copy_pages_of(pools[i], sources, targets, scratch);
+  for (int i = 0; i < count; i++) copy_pages_of(ffi_argument(frame, i), sources, targets, scratch);
   return 0;
 }

@@ -25,6 +25,8 @@ ENVIRONMENT: dict[str, str] = AS_NEEDED
 GOALS = {
     "paged_attention": "decode on >= 256 MB of keys and values: 80 % of copy bandwidth, then 92 %; prefill: 450 "
     "TFLOP/s, then 600",
+    "latent_attention": "decode of 16 heads: 70 % of copy bandwidth, then 85 %; of 128 heads: 55 % of the matrix rate, "
+    "then 70 %",
     "int4_matmul": "70 % of copy bandwidth on packed bytes, then 85 %",
     "grouped_matmul": "prefill: 70 % of the matrix rate, then 80 %",
 }

@@ -72,9 +72,10 @@ class JaxPagedAttention:
         soft_cap: float | None,
         decode_only: bool,
         row_tile: int | None = None,
+        sinks: Float[Array, " N"] | None = None,
     ) -> Float[Array, "T N H"]:
         """Compute attention of one query per row."""
-        assert decode_only and window is None and row_tile is None
+        assert decode_only and window is None and row_tile is None and sinks is None
         kernel = importlib.import_module("jax.experimental.pallas.ops.gpu.paged_attention").paged_attention
         return kernel(
             query * jnp.asarray(scale, query.dtype),

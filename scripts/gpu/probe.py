@@ -17,6 +17,7 @@ ENVIRONMENT: dict[str, str] = AS_NEEDED
 # The smallest of each operation in the dtype and sizes of its production tiles.
 CASES = {
     "paged_attention": "one_token_bf16_h128",
+    "latent_attention": "one_token_bf16_deepseek",
     "qkv_write": "one_token",
     "truncation": "few_tokens",
     "int4_matmul": "rows_1",

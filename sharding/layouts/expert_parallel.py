@@ -15,7 +15,4 @@ from sharding.layout import ShardingLayout
 LAYOUT = ShardingLayout(
     "expert_parallel",
     {"vocab": "tensor", "q_heads": "tensor", "kv_heads": "tensor", "ffn": "tensor", "experts": "tensor"},
-    all_reduces_per_layer=2,
-    all_reduces_per_step=1,
-    all_gathers_per_step=1,
 )

@@ -21,7 +21,4 @@ from sharding.layout import ShardingLayout
 LAYOUT = ShardingLayout(
     "tensor_parallel",
     {"vocab": "tensor", "q_heads": "tensor", "kv_heads": "tensor", "ffn": "tensor", "expert_ffn": "tensor"},
-    all_reduces_per_layer=2,
-    all_reduces_per_step=1,
-    all_gathers_per_step=1,
 )

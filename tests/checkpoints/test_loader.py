@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from checkpoints import CheckpointError, Piece, TensorRecipe, load_array, load_arrays, loader, open_checkpoint, whole
 from checkpoints.tensor_info import Index, TensorInfo
+from tests.copied_pieces import copy_piece
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -55,9 +56,7 @@ def random_array(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> np.nd
 def numpy_assembly(arrays: dict[str, np.ndarray], recipe: TensorRecipe, dtype: DTypeLike) -> np.ndarray:
     expected = np.zeros(recipe.shape, np.dtype(dtype))
     for piece in recipe.pieces:
-        source = tuple(slice(start, start + n) for start, n in zip(piece.source_start, piece.shape, strict=True))
-        target = tuple(slice(start, start + n) for start, n in zip(piece.target_start, piece.shape, strict=True))
-        expected[target] = arrays[piece.source][source]
+        copy_piece(piece, arrays, expected)
     return expected
 
 
@@ -88,10 +87,13 @@ def problems(draw: st.DrawFn) -> Problem:
     pieces = []
     for _ in range(draw(st.integers(0, 5))):
         source = draw(st.sampled_from(sorted(arrays)))
-        box = [draw(st.integers(0, min(n, m))) for n, m in zip(arrays[source].shape, shape, strict=True)]
-        starts = [draw(st.integers(0, n - b)) for n, b in zip(arrays[source].shape, box, strict=True)]
+        is_transposed = rank == 2 and draw(st.booleans())
+        order = -1 if is_transposed else 1
+        lengths = arrays[source].shape[::order]
+        box = [draw(st.integers(0, min(n, m))) for n, m in zip(lengths, shape, strict=True)]
+        starts = [draw(st.integers(0, n - b)) for n, b in zip(lengths, box, strict=True)][::order]
         targets = [draw(st.integers(0, n - b)) for n, b in zip(shape, box, strict=True)]
-        pieces.append(Piece(source, tuple(starts), tuple(targets), tuple(box)))
+        pieces.append(Piece(source, tuple(starts), tuple(targets), tuple(box), is_transposed))
     axes: list[str | None] = [None] * rank
     axes[draw(st.integers(0, rank - 1))] = "tensor"
     return arrays, shape, pieces, axes
@@ -160,6 +162,24 @@ def test_matrices_of_a_stacked_tensor_are_read_where_they_are_needed() -> None:
     array = load_array(reader, recipe, "float32", sharding((2,), "tensor"))
     np.testing.assert_array_equal(array, stacked[:, 1:].reshape(20, 3))
     assert [index[0] for _, index in reader.reads] == [slice(index, index + 1) for index in range(4)]
+
+
+@pytest.mark.parametrize("axes", [("tensor",), (None, "tensor")])
+def test_devices_read_their_own_part_of_transposed_matrices(
+    monkeypatch: pytest.MonkeyPatch, axes: tuple[str | None, ...]
+) -> None:
+    monkeypatch.setattr(loader, "CHUNK_BYTES", 64)
+    stacked = random_array((2, 6, 10))
+    reader = ArrayReader({"experts": stacked})
+    pieces = tuple(Piece("experts", (index, 0, 0), (10 * index, 0), (10, 6), True) for index in range(2))
+    recipe = TensorRecipe((20, 6), pieces, (("experts", (2, 6, 10)),))
+    array = load_array(reader, recipe, "float32", sharding((2,), *axes))
+    np.testing.assert_array_equal(array, stacked.swapaxes(1, 2).reshape(20, 6))
+    counts = np.zeros(stacked.shape, int)
+    for _, index in reader.reads:
+        counts[index] += 1
+        assert counts[index].size * 4 <= 64
+    assert (counts == 1).all()
 
 
 def test_each_device_reads_its_part_and_replicas_are_read_once() -> None:

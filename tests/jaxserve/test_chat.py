@@ -56,6 +56,13 @@ TEMPLATES = [
     ("vllm/tool_chat_template_mistral.jinja", "mistral", "[TOOL_CALLS]", "</s>", True),
     ("vllm/tool_chat_template_mistral3.jinja", "mistral", "[TOOL_CALLS]", "</s>", True),
     ("vllm/tool_chat_template_qwen3coder.jinja", "qwen3_coder", "<tool_call>", "<|im_end|>", False),
+    (
+        "vllm/tool_chat_template_deepseekr1.jinja",
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜>",
+        "<｜end▁of▁sentence｜>",
+        True,
+    ),
 ]
 
 
@@ -117,6 +124,62 @@ def test_prompts_tell_whether_they_end_in_reasoning(
     text = render(template.read_text(), conversation)
     assert starts_in_reasoning(text, "deepseek_r1") in (True, None)
     assert text.count("<s>") == 1
+
+
+def test_a_template_that_appends_arguments_to_a_string_gets_json(
+    real_tokenizer: Callable[[str], Tokenizer], shared_data: Path
+) -> None:
+    """DeepSeek R1's own template: with a mapping, Jinja would raise a TypeError."""
+    tokenizer = real_tokenizer("deepseek-r1")
+    mapped = {**CALL, "function": {"name": "get_weather", "arguments": ARGUMENTS}}
+    for call in (CALL, mapped):
+        turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+        text = tokenizer.render_chat([CONVERSATION[0], turn, *CONVERSATION[2:]])
+        after = text[text.index("<｜tool▁calls▁begin｜>") :]
+        message = MessageParser(tools="deepseek_v3").parse(after[: after.index("<｜end▁of▁sentence｜>")])
+        assert [json.loads(call.arguments) for call in message.tool_calls] == [ARGUMENTS]
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "start", "end"),
+    [
+        ("deepseekv31", "deepseek_v31", "<｜tool▁calls▁begin｜>", "<｜end▁of▁sentence｜>"),
+        ("gemma3_pythonic", "pythonic", "[get_weather(", "<end_of_turn>"),
+    ],
+)
+def test_calls_with_one_argument_parse_back(shared_data: Path, file: str, name: str, start: str, end: str) -> None:
+    """vLLM's template for Gemma leaves out commas between arguments, and that for DeepSeek V3.1 begins with a space."""
+    template = (shared_data / f"configs/chat-templates/vllm/tool_chat_template_{file}.jinja").read_text()
+    arguments = {"city": 'Zü"rich'}
+    call = {**CALL, "function": {"name": "get_weather", "arguments": arguments}}
+    text = render(
+        template, [CONVERSATION[0], {**CONVERSATION[1], "tool_calls": [call]}, *CONVERSATION[2:]], tools=TOOLS
+    )
+    after = text[text.rindex(start, 0, text.index("celsius")) :]
+    message = MessageParser(tools=name).parse(after[: after.index(end)])
+    assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == [("get_weather", arguments)]
+    assert message.content is None
+
+
+def test_deepseek_reasons_if_its_template_was_asked_to(shared_data: Path) -> None:
+    template = (shared_data / "configs/chat-templates/vllm/tool_chat_template_deepseekv31.jinja").read_text()
+    question: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+    for thinking, expected in ((True, True), (False, False)):
+        text = render(template, question, variables={"thinking": thinking})
+        assert starts_in_reasoning(text, "deepseek_v3") is expected
+    answered = [*question, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "1"}]
+    text = render(template, answered, variables={"thinking": True})
+    assert starts_in_reasoning(text, "deepseek_v3") is None
+    message = MessageParser("deepseek_v3", prompt_ends_in_reasoning=None).parse("It is 1.")
+    assert (message.reasoning, message.content) == (None, "It is 1.")
+
+
+def test_gemma_has_no_system_messages(shared_data: Path) -> None:
+    template = (shared_data / "configs/chat-templates/google-gemma-2-2b-it.jinja").read_text()
+    conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    with pytest.raises(RequestError, match="^the chat template failed: System role not supported$"):
+        render(template, conversation)
+    assert render(template, conversation[1:]) == "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n"
 
 
 def test_bos_of_tool_conversations_is_never_doubled(

@@ -15,11 +15,21 @@ from jaxserve.device.steps import ModelProgram
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.parallel import DtypePolicy
+from jaxserve.layers.routing import Routing
 from jaxserve.layers.rows import ROW_TILE, map_rows
-from jaxserve.layers.sparse_mlp import Routing
+from jaxserve.layers.sparse_mlp import ClampedSwiGLU
 from pallas_kernels import AttentionBatch, native_library
 from sharding.plan import count_collectives
-from tests.tiny_programs import BACKEND, NUM_LAYERS, make_program, random_params, sparse_config, tiny_config
+from tests.tiny_programs import (
+    BACKEND,
+    NUM_LAYERS,
+    gpt_oss_config,
+    latent_config,
+    make_program,
+    random_params,
+    sparse_config,
+    tiny_config,
+)
 
 PAGE_SIZE, NUM_PAGES = 8, 120
 MAX_LENGTH = 200
@@ -43,6 +53,10 @@ MIXTRAL: dict[str, Any] = {
     "qkv_bias": False,
 }
 MULTIPLIED = {"embedding_multiplier": 1.7, "residual_multiplier": 0.3, "logits_divisor": 3.0}
+NATIVE = DtypePolicy(linear="native", grouped="native")
+NATIVE_BFLOAT16 = DtypePolicy(weights="bfloat16", kv="bfloat16", linear="native", grouped="native")
+GATING = ClampedSwiGLU(alpha=1.702, limit=7.0)
+LATENTS = {"rank": 24, "plain_dim": 20, "value_dim": 18, "query_rank": 36}
 FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "llama": ({}, 1, DtypePolicy()),
     "llama_split": ({}, 2, DtypePolicy()),
@@ -54,9 +68,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "split_in_four": ({"tie_embeddings": True, "mlp_bias": True, "out_bias": True}, 4, BFLOAT16),
     "experts": ({"routing": ROUTING}, 1, DtypePolicy()),
     "experts_split": ({"routing": ROUTING}, 2, BFLOAT16),
+    "latents": (LATENTS, 1, DtypePolicy()),
+    "latents_native": (LATENTS, 1, NATIVE),
+    "latents_native_split": (LATENTS, 2, NATIVE_BFLOAT16),
+    "sinks": ({"gating": GATING, "sliding_windows": (20, None)}, 1, DtypePolicy()),
+    "sinks_native_split": ({"gating": GATING, "sliding_windows": (20, None)}, 2, NATIVE_BFLOAT16),
 }
-NATIVE = DtypePolicy(linear="native", grouped="native")
-NATIVE_BFLOAT16 = DtypePolicy(weights="bfloat16", kv="bfloat16", linear="native", grouped="native")
 NATIVE_FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "llama": ({}, 1, NATIVE),
     "llama_split": ({}, 2, NATIVE),
@@ -249,7 +266,8 @@ def model_of(family: str) -> Model:
 
 def config_of(row: tuple[dict[str, Any], int, DtypePolicy]) -> tuple[ModelConfig, int, DtypePolicy]:
     changes, tensor, policy = row
-    make = sparse_config if "routing" in changes else tiny_config
+    makers = {"routing": sparse_config, "rank": latent_config, "gating": gpt_oss_config}
+    make = next((maker for field, maker in makers.items() if field in changes), tiny_config)
     return make(**{**SIZES, **changes}), tensor, policy
 
 
@@ -257,6 +275,8 @@ def config_of(row: tuple[dict[str, Any], int, DtypePolicy]) -> tuple[ModelConfig
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_schedule_gives_the_same_bits(family: str) -> None:
     """Alone token by token, as one chunk, in chunks, and among others, in programs of all sizes."""
+    if "native" in family and native_library.unavailable() is not None:
+        pytest.skip("needs native kernels")
     check_schedules(model_of(family))
 
 

@@ -85,7 +85,7 @@ class Run:
         replica = self.engine.replicas[0]
         while not replica.is_idle:
             self.engine.step()
-        allocator = replica.scheduler.allocator
+        allocator = replica.schedulers[0].allocator
         assert allocator.num_free == allocator.num_pages
         return [state.output() for state in states]
 
@@ -170,5 +170,5 @@ def test_drafts_and_preemption(run: Run) -> None:
     few.proposer.texts = run.proposer.texts
     for kind in ("right", "mixed"):
         check_same(few.answers(kind, REQUESTS), expected)
-    assert few.engine.replicas[0].scheduler.num_preemptions > 5
+    assert few.engine.replicas[0].schedulers[0].num_preemptions > 5
     few.engine.close()

@@ -68,7 +68,7 @@ class Driver:
 
     def run(self, plan: StepPlan) -> StepResult:
         """A step, and what it gives its slots."""
-        result = self.runner.collect(self.runner.launch(plan))
+        result = self.runner.collect(self.runner.launch([plan]))[0]
         for row, first, tokens in zip(plan.rows, plan.first_samples, result.tokens, strict=True):
             assert len(tokens) <= row.num_samples
             self.tokens[row.slot] += tokens
@@ -152,7 +152,7 @@ def test_a_row_with_drafts_beside_a_chunk_and_a_row_that_samples_nothing() -> No
     grants = [PageGrant(slot, 0, [30 + 2 * (slot - 6), 31 + 2 * (slot - 6)]) for slot in (6, 7)]
     plan = StepPlan(2, setups, grants, rows)
     assert list(plan.first_samples) == [0, 1, 2, 4, 5]
-    result = driver.runner.collect(driver.runner.launch(plan))
+    result = driver.runner.collect(driver.runner.launch([plan]))[0]
     assert result.tokens[:3] == [[expected.tokens[0][2]], [], text[1:3]]
     assert result.tokens[3] == [expected.tokens[0][0]], "the prompt of slot 0, greedy too"
     assert result.tokens[4] == expected.tokens[2][1:5]

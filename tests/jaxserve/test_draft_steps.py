@@ -80,10 +80,10 @@ class Load:
         plan = self.scheduler.schedule()
         if plan is not None:
             self.num_device_starts += sum(row.start == ON_DEVICE and row.num_samples > 1 for row in plan.rows)
-            self.in_flight.append((plan, self.runner.launch(plan)))
+            self.in_flight.append((plan, self.runner.launch([plan])))
         if self.in_flight and (plan is None or len(self.in_flight) >= self.depth):
             plan, handle = self.in_flight.pop(0)
-            tokens = self.runner.collect(handle).tokens
+            tokens = self.runner.collect(handle)[0].tokens
             self.num_kept += sum(len(some) - 1 for some in tokens if some)
             self.scheduler.complete(plan, tokens)
 

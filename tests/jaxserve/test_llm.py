@@ -27,7 +27,7 @@ from jaxserve import (
     UnsupportedModelError,
 )
 from jaxserve.config import EngineConfig
-from jaxserve.device import build, compiled_steps, runner
+from jaxserve.device import batch, build, compiled_steps
 from jaxserve.device.compiled_steps import CompiledSteps
 from jaxserve.device.runner import StepRunner
 from jaxserve.layers import attention
@@ -490,7 +490,7 @@ def test_compile_sizes_compile_fewer_programs_for_the_same_answers(
     params = [GREEDY.clone(max_tokens=12, logprobs=2), GREEDY.clone(temperature=0.9, seed=5, max_tokens=15)] * 8
     prompts = [{"prompt_token_ids": [5, 7, 9, i, 6][i % 3 :]} for i in range(16)]
     compiled, compile_one, decoded = [], compiled_steps._compile, []
-    build_batch = runner.BatchBuilder.build
+    build_batch = batch.BatchBuilder.build
 
     def noted(self: Any, plan: Any, shape: Any, variant: int) -> Any:
         decoded.append((shape.decode_only, plan.num_rows if plan.is_decode_only else 0))
@@ -509,7 +509,7 @@ def test_compile_sizes_compile_fewer_programs_for_the_same_answers(
     monkeypatch.setattr(compiled_steps, "_compile", lambda lowered: compiled.append(1) or compile_one(lowered))
     caplog.set_level(logging.INFO)
     (expected, scored), num_default = answers(), len(compiled)
-    monkeypatch.setattr(runner.BatchBuilder, "build", noted)
+    monkeypatch.setattr(batch.BatchBuilder, "build", noted)
     sizes = {"mixed": [settings["max_num_batched_tokens"]], "decode": [2]}
     (found, found_scored), num_given = answers(compile_sizes=sizes), len(compiled)
     num_slices = settings.get("data_parallel_size", 1)

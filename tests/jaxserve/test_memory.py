@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jaxserve import LLM, MemoryPlanError
 from jaxserve.config import EngineConfig
-from jaxserve.device.build import EnginePlan, plan_engine
+from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.compilation_cache import use_compilation_cache
 from jaxserve.device.memory import (
     MemoryNeeds,
@@ -26,6 +26,8 @@ from jaxserve.device.memory import (
 )
 from jaxserve.layers.cpu import cpu_key
 from jaxserve.scheduling.page_allocator import KVWindow
+from tests.jaxserve.test_lanes import CONFIG as SPARSE
+from tests.random_checkpoint import write_checkpoint
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -202,6 +204,53 @@ def test_needs_follow_the_layout(without_weights: Path) -> None:
     assert one.weights == parameters * 4
     half = plan_stories(without_weights, kernels="xla", dtype="bfloat16").needs
     assert half.weights == parameters * 2
+
+
+SPLIT: dict[str, dict[str, Any]] = {
+    "dense": {"tensor_parallel_size": 2, "num_experts": 0},
+    "experts over tensor": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "experts with all rows": {"expert_parallel_size": 2, "tensor_parallel_size": 2, "layout": "expert_all_reduce"},
+    "experts and rows": {"expert_parallel_size": 2, "tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_every_device_holds_what_is_planned_for_it(name: str, tmp_path: Path) -> None:
+    """Weights, pages and the state of slots; a lane's pages are its own devices' alone."""
+    settings = {**SPLIT[name]}
+    dense = {} if settings.pop("num_experts", 4) else {"mlp_only_layers": [0, 1]}
+    write_checkpoint(tmp_path, SPARSE | dense, seed=0)
+    config = EngineConfig(model=str(tmp_path), max_num_seqs=4, block_size=8, num_gpu_blocks_override=200, **settings)
+    plan = plan_engine(config)
+    (program,), needs = plan.programs, plan.needs
+    arrays = jax.tree.leaves((load_params(plan, program), program.empty_state()))
+    planned = needs.weights + needs.slots + 200 * needs.page
+    held = dict.fromkeys(program.mesh.devices.flat, 0)
+    for array in arrays:
+        for shard in array.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    assert len(held) == program.mesh.devices.size == (2 if "expert_parallel_size" not in settings else 4)
+    for size in held.values():
+        assert size == pytest.approx(planned, rel=0.02)
+    assert program.num_lanes == (2 if name == "experts and rows" else 1)
+    assert program.num_pages == 200
+    pool, _ = program.abstract_state().pools[0]
+    assert pool.shape[0] == program.num_lanes * pool.sharding.shard_shape(pool.shape)[0]
+
+
+def test_needs_follow_the_axis_of_experts(tmp_path: Path) -> None:
+    """Devices share the experts' weights but not pages and slots; in a step, experts compute the rows of all lanes."""
+    write_checkpoint(tmp_path, SPARSE | {"moe_intermediate_size": 200}, seed=0)
+    settings: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "kernels": "xla"}
+    layouts: list[dict[str, Any]] = [{}, {"expert_parallel_size": 2, "layout": "expert_all_reduce"}]
+    layouts.append({"expert_parallel_size": 2})
+    one, all_rows, lanes = (
+        plan_engine(EngineConfig(model=str(tmp_path), **settings, **layout)).needs for layout in layouts
+    )
+    experts = 2 * 4 * 3 * 200 * 16 * 4  # layers, experts, matrices, features
+    assert one.weights - lanes.weights == one.weights - all_rows.weights == experts // 2
+    assert one.page == lanes.page == all_rows.page and one.slots == lanes.slots == all_rows.slots
+    assert one.temporaries == all_rows.temporaries < lanes.temporaries < 2 * one.temporaries
 
 
 def test_a_real_model_that_is_too_large(shared_data: Path) -> None:

@@ -75,7 +75,7 @@ def fake_replica() -> Any:
         running, waiting, num_preemptions, pages, allocator = [1, 2], [3], 4, Pages, Allocator
 
     class FakeReplica:
-        scheduler, num_steps, num_decode_rows = Scheduler, 7, 9
+        schedulers, num_steps, num_decode_rows = (Scheduler,), 7, 9
 
     return cast(Any, FakeReplica)
 

@@ -10,8 +10,11 @@ import transformers
 from jaxserve.errors import ConfigError, UnsupportedModelError
 from jaxserve.layers.decoder import RMSNormLayer
 from jaxserve.layers.parallel import Scope
+from jaxserve.layers.sparse_mlp import ClampedSwiGLU
 from jaxserve.models.abstract import outline
 from jaxserve.models.decoder import DecoderConfig
+from jaxserve.models.gpt2 import GPT2Config
+from jaxserve.models.gpt_oss import GptOssConfig
 from jaxserve.models.hf_config import read_config_json
 from jaxserve.models.hf_decoder import ACTIVATIONS
 from jaxserve.models.olmo2 import Olmo2Layer
@@ -36,13 +39,13 @@ CONFIG_CLASSES = {
     "GraniteForCausalLM": transformers.GraniteConfig,
 }
 QUANTIZED = {
+    "deepseek-r1": "quantized with fp8",
+    "kimi-k2": "quantized with fp8",
     "llama-2-13b-bnb-nf4": r"quantized with bitsandbytes \(4-bit\)",
     "llama-3.1-8b-instruct-bnb-int8": r"quantized with bitsandbytes \(8-bit\)",
     "qwen3-14b-mlx-4bit": r"quantized with mlx \(4-bit\)",
 }
 OTHER_ARCHITECTURES = {
-    "deepseek-r1": "DeepseekV3ForCausalLM",
-    "kimi-k2": "DeepseekV3ForCausalLM",
     "pythia-410m": "GPTNeoXForSequenceClassification",
     "qwen3.5-25b-a3b-moe": "Qwen3_5MoeForConditionalGeneration",
 }
@@ -350,12 +353,95 @@ def test_all_problems_come_in_one_error() -> None:
         ("LlamaForCausalLM", {"rope_theta": 10**400}, r"rope_theta: expected a number above 0, got 1000+\.\.\."),
         ("LlamaForCausalLM", {"rms_norm_eps": float("inf")}, "rms_norm_eps: expected a number above 0, got inf"),
         ("LlamaForCausalLM", {"bos_token_id": -1}, "bos_token_id: expected an integer from 0"),
+        ("GPT2LMHeadModel", {"n_head": 5}, "n_head: expected a divisor of n_embd 64, got 5"),
+        ("GPT2LMHeadModel", {"n_positions": 0}, "n_positions: expected an integer from 1"),
+        ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention: expected false"),
     ],
     ids=str,
 )
 def test_wrong_fields_are_named(architecture: str, raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(architecture, **raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {},
+        {"n_inner": 100, "layer_norm_epsilon": 1e-3, "activation_function": "relu", "tie_word_embeddings": False},
+        {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+        {"n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": 77, "bos_token_id": None, "eos_token_id": [1, 2]},
+    ],
+    ids=str,
+)
+def test_fields_of_gpt2_as_in_transformers(raw: dict[str, Any], tmp_path: Path) -> None:
+    expected = transformers.GPT2Config(**{**SIZES, **raw}, architectures=["GPT2LMHeadModel"], dtype="bfloat16")
+    expected.save_pretrained(tmp_path)
+    config = cast(GPT2Config, config_from_hf(read_config_json(tmp_path / "config.json"), "config.json"))
+    sizes = (config.hidden_size, config.num_layers, config.num_heads, config.max_positions, config.vocab_size)
+    assert sizes == (expected.n_embd, expected.n_layer, expected.n_head, expected.n_positions, 96)
+    assert config.ffn_size == (expected.n_inner or 4 * expected.n_embd)
+    assert (config.norm_eps, config.tie_embeddings) == (expected.layer_norm_epsilon, expected.tie_word_embeddings)
+    assert config.activation == ACTIVATIONS[expected.activation_function]
+    eos = expected.eos_token_id
+    assert (config.bos_token_id, config.eos_token_ids) == (
+        expected.bos_token_id,
+        tuple(eos if isinstance(eos, list) else [eos]),
+    )
+    assert (config.rope, config.dtype) == (None, "bfloat16")
+    scales = [layer.attention.scale for layer in outline(config, Scope()).layers]
+    head_scale = (config.hidden_size // config.num_heads) ** -0.5 if expected.scale_attn_weights else 1.0
+    divisors = [index + 1 if expected.scale_attn_by_inverse_layer_idx else 1 for index in range(config.num_layers)]
+    assert scales == [head_scale / divisor for divisor in divisors]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {},
+        {
+            "sliding_window": 16,
+            "swiglu_limit": 3.0,
+            "swiglu_alpha": 2.0,
+            "num_local_experts": 8,
+            "attention_bias": False,
+        },
+        {"layer_types": ["full_attention", "sliding_attention"] * 3, "num_experts_per_tok": 2, "head_dim": 32},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}},
+        {"num_key_value_heads": 4, "bos_token_id": 5, "eos_token_id": [1, 2], "tie_word_embeddings": True},
+    ],
+    ids=str,
+)
+def test_fields_of_gpt_oss_as_in_transformers(raw: dict[str, Any]) -> None:
+    config = cast(GptOssConfig, read("GptOssForCausalLM", **raw))
+    expected = transformers.GptOssConfig(**SIZES, **raw)
+    assert config.sliding_windows == hf_windows(expected)
+    assert (config.num_kv_heads, config.head_dim) == (expected.num_key_value_heads, expected.head_dim)
+    assert (config.norm_eps, config.tie_embeddings) == (expected.rms_norm_eps, expected.tie_word_embeddings)
+    assert (config.qkv_bias, config.out_bias) == (expected.attention_bias,) * 2
+    assert (config.bos_token_id, list(config.eos_token_ids)) == (expected.bos_token_id, expected.eos_token_id or [])
+    assert config.routing.num_experts == expected.num_local_experts
+    assert config.routing.experts_per_token == expected.num_experts_per_tok and config.routing.is_normalized
+    assert (config.expert_ffn_size, config.sparse_layers) == (expected.intermediate_size, (True,) * 6)
+    assert config.gating == ClampedSwiGLU(alpha=expected.swiglu_alpha, limit=expected.swiglu_limit)
+    rope = expected.rope_parameters
+    assert (config.rope.kind, config.rope.factor, config.rope.theta) == ("yarn", rope["factor"], rope["rope_theta"])
+    assert config.rope.original_max_positions == rope["original_max_position_embeddings"]
+    assert config.rope.truncate == rope.get("truncate", True)
+
+
+def test_the_config_of_gpt_oss_20b() -> None:
+    """In the form of its config.json, which transformers 4 saved."""
+    yarn = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+    config = read(
+        "GptOssForCausalLM",
+        max_position_embeddings=131072,
+        rope_theta=150000,
+        rope_scaling={**yarn, "rope_type": "yarn", "truncate": False},
+        num_local_experts=32,
+        experts_per_token=4,
+    )
+    assert (config.max_positions, config.rope.truncate, config.rope.theta) == (131072, False, 150000.0)
 
 
 def test_unknown_architecture_lists_the_supported_ones() -> None:
@@ -403,6 +489,7 @@ def test_quantized_checkpoints_are_refused_by_method(folder: str, shared_data: P
         ({"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}, "fp8"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
         ({"quantization_config": {"some": 1, "other": 2}}, r"an unknown method \(fields other, some\)"),
+        ({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}, "mxfp4"),
         ({"quantization": "int4"}, r"an unknown method \('int4'\)"),
     ],
     ids=str,

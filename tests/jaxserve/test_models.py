@@ -17,6 +17,9 @@ import transformers
 
 from checkpoints import CheckpointError
 from jaxserve import LLM, ConfigError, SamplingParams, load_model
+from jaxserve.config import EngineConfig
+from jaxserve.device.build import plan_engine
+from sharding.axes import DISPATCHES
 
 torch = pytest.importorskip("torch")
 
@@ -40,7 +43,19 @@ SIZES: dict[str, Any] = {
 }
 LAYOUTS = {"tp1": {}, "tp2": {"tensor_parallel_size": 2}, "tp4": {"tensor_parallel_size": 4}}
 LAYOUTS |= {"dp2": {"data_parallel_size": 2}}
-EXPERT_LAYOUTS = {f"ep{size}": {"tensor_parallel_size": size, "enable_expert_parallel": True} for size in (2, 4)}
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    f"ep{size}": {"tensor_parallel_size": size, "enable_expert_parallel": True} for size in (2, 4)
+}
+EXPERT_MESHES = [(tensor, expert) for expert in range(2, 9) for tensor in (1, 2, 4) if tensor * expert <= 8]
+EXPERT_LAYOUTS |= {
+    f"tp{tensor}-experts{expert}-{dispatch}": {
+        "tensor_parallel_size": tensor,
+        "expert_parallel_size": expert,
+        "layout": f"expert_{dispatch}",
+    }
+    for tensor, expert in EXPERT_MESHES
+    for dispatch in DISPATCHES
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +70,7 @@ class Row:
             length from the first token on, and transformers is asked for the same.
         save: How the checkpoint is stored.
         fast: Layouts that run by default; the others are slow tests.
-        experts: Layouts that split the experts.
+        num_experts: Number of experts, which runs on every layout that can split them.
     """
 
     family: str
@@ -64,7 +79,19 @@ class Row:
     is_fixed_rope: bool = True
     save: str = "safetensors"
     fast: tuple[str, ...] = ("tp1", "tp2")
-    experts: tuple[str, ...] = ()
+    num_experts: int = 0
+
+    @property
+    def expert_layouts(self) -> list[str]:
+        """Layouts that split the experts."""
+        sizes = {"expert_parallel_size", "enable_expert_parallel"}
+        assert all(sizes & layout.keys() for layout in EXPERT_LAYOUTS.values())
+        return [
+            name
+            for name, layout in EXPERT_LAYOUTS.items()
+            if self.num_experts
+            and self.num_experts % layout.get("expert_parallel_size", layout["tensor_parallel_size"]) == 0
+        ]
 
 
 def rope(kind: str, **raw: Any) -> dict[str, Any]:
@@ -84,6 +111,19 @@ GEMMA3_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 GEMMA3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+}
+DEEPSEEK = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 14,
+    "num_key_value_heads": 8,
+    "head_dim": 12,
 }
 QWEN_MOE = {"num_experts_per_tok": 3, "moe_intermediate_size": 28}
 
@@ -144,22 +184,70 @@ ROWS = {
     "gemma3": Row(family="Gemma3", raw=GEMMA | {"layer_types": GEMMA3_LAYERS, "rope_parameters": GEMMA3_ROPES}),
     "gpt-neox": Row(family="GPTNeoX", raw=NEOX),
     "gpt-neox-serial": Row(family="GPTNeoX", raw=NEOX | {"use_parallel_residual": False, "attention_bias": False}),
+    "gpt2": Row(family="GPT2", raw={"tie_word_embeddings": True}, fast=("tp1", "tp2", "tp4")),
+    "gpt2-bare-names": Row(
+        family="GPT2",
+        raw={"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "n_inner": 52},
+        save="bare",
+        fast=("tp1",),
+    ),
+    "gpt-oss": Row(
+        family="GptOss",
+        raw={
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 9,
+            "swiglu_limit": 1.2,
+            **rope("yarn", factor=4.0, original_max_position_embeddings=24, beta_fast=6.0, truncate=False),
+        },
+        save="shards",
+        fast=("tp1", "tp2", "ep2", "tp2-experts3-all_to_all"),
+        num_experts=6,
+    ),
     "mixtral": Row(
-        family="Mixtral", raw={"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11}, save="shards"
+        family="Mixtral",
+        raw={"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11},
+        save="shards",
+        num_experts=5,
     ),
     "qwen2-moe": Row(
         family="Qwen2Moe",
         raw=QWEN_MOE | {"num_experts": 6, "shared_expert_intermediate_size": 36, "decoder_sparse_step": 2},
-        fast=("tp1", "tp2", "dp2"),
-        experts=("ep2",),
+        fast=("tp1", "tp2", "dp2", "ep2", "tp2-experts2-gather"),
+        num_experts=6,
     ),
     "qwen3-moe": Row(
         family="Qwen3Moe",
         raw=QWEN_MOE | {"num_experts": 6, "norm_topk_prob": True, "mlp_only_layers": [1]},
-        experts=("ep2",),
+        fast=("tp1", "tp2", "ep2", "tp1-experts2-all_to_all"),
+        num_experts=6,
+    ),
+    "deepseek-v2-lite": Row(
+        family="DeepseekV2", raw=DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": 2}, seed=1, num_experts=8
+    ),
+    "deepseek-v2": Row(
+        family="DeepseekV2",
+        raw=DEEPSEEK
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0},
+    ),
+    "deepseek-v3": Row(
+        family="DeepseekV3",
+        raw=DEEPSEEK
+        | {"n_group": 4, "topk_group": 2, "n_shared_experts": 1, "attention_bias": True}
+        | rope("yarn", factor=4.0, original_max_position_embeddings=24, mscale=1.0, mscale_all_dim=0.7),
+        fast=("tp1", "tp2", "ep2", "tp2-experts2-gather"),
+        num_experts=8,
+    ),
+    "kimi-k2": Row(
+        family="DeepseekV3",
+        raw=DEEPSEEK | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "rope_interleave": False},
+        fast=("tp1",),
     ),
     "granite-moe": Row(
-        family="GraniteMoe", raw=GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 3}, experts=("ep2", "ep4")
+        family="GraniteMoe",
+        raw=GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 3},
+        fast=("tp1", "tp2", "ep2", "ep4", "tp1-experts2-gather"),
+        num_experts=4,
     ),
 }
 
@@ -172,20 +260,24 @@ def prompts(vocab_size: int) -> list[list[int]]:
 def make_hf(row: Row) -> Any:
     """Transformers' model with random weights, none of them neutral."""
     name = {"Gemma3": "Gemma3TextConfig"}.get(row.family, f"{row.family}Config")
+    model_class = {"GPT2": "GPT2LMHeadModel"}.get(row.family, f"{row.family}ForCausalLM")
     config = getattr(transformers, name)(**{**SIZES, **row.raw})
     config._attn_implementation = "eager"
     torch.manual_seed(row.seed)
-    model = getattr(transformers, f"{row.family}ForCausalLM")(config).to(torch.float32).eval()
+    model = getattr(transformers, model_class)(config).to(torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 gain = 6.0 if "lm_head" in name else 1.0 if "embed" in name else 1.6
                 scale = gain if "embed" in name else gain * parameter.shape[-1] ** -0.5
                 parameter.normal_(0.0, scale)
-            elif "norm" in name:
+            elif "norm" in name or ".ln_" in name:
                 parameter.uniform_(0.5, 1.5).sub_(1.0 if row.family.startswith("Gemma") else 0.0)
             else:
                 parameter.normal_(0.0, 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
         model.tie_weights()
     return model
 
@@ -205,6 +297,9 @@ def save(model: Any, row: Row, directory: Path) -> None:
             parts = [tensors.pop(f"{prefix}{name}_proj.weight") for name in "qkv"]
             tensors[f"{prefix}W_pack.weight"] = torch.cat(parts)
         raw["architectures"] = ["BaiChuanForCausalLM"]
+    if row.save == "bare":
+        tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+        tensors |= {f"h.0.attn.{name}": torch.ones(1, 1, 96, 96) for name in ("bias", "masked_bias")}
     path.write_text(json.dumps(raw))
     torch.save(tensors, directory / "pytorch_model.bin")
 
@@ -276,11 +371,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
 def combinations() -> list[Any]:
     """Every row on every layout; some of them slow."""
     return [
-        pytest.param(
-            name, layout, marks=[] if layout in (*row.fast, *row.experts) else [pytest.mark.slow], id=f"{name}-{layout}"
-        )
+        pytest.param(name, layout, marks=[] if layout in row.fast else [pytest.mark.slow], id=f"{name}-{layout}")
         for name, row in ROWS.items()
-        for layout in (*LAYOUTS, *row.experts)
+        for layout in (*LAYOUTS, *row.expert_layouts)
     ]
 
 
@@ -288,13 +381,23 @@ def combinations() -> list[Any]:
 def test_greedy_tokens_equal_those_of_transformers(
     name: str, layout: str, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
+    """Ragged, in chunks, with pages for one request at a time, so that the other is preempted, and from the cache."""
     made = checkpoint(name)
-    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 8, "compilation_cache_dir": ""}
-    with LLM(str(made.directory), dtype="float32", **settings, **(LAYOUTS | EXPERT_LAYOUTS)[layout]) as llm:
+    settings: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 8}
+    settings |= {"max_model_len": PROMPT_LENGTHS[-1] + NUM_NEW, "compilation_cache_dir": "", "dtype": "float32"}
+    settings |= (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    pages = plan_engine(EngineConfig(model=str(made.directory), **settings)).needs.request_pages
+    with LLM(str(made.directory), **settings, num_gpu_blocks_override=pages) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW)
         outputs = llm.generate(made.prompts, params, use_tqdm=False)
+        llm.generate(made.prompts[-1], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+        (repeated,) = llm.generate(made.prompts[-1], params, use_tqdm=False)
+        preemptions = sum(metric.value for metric in llm.get_metrics() if metric.name == "jaxserve:num_preemptions")
     assert [output.outputs[0].token_ids for output in outputs] == made.expected
     assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+    assert preemptions > 0 or "dp" in layout or "experts" in layout, "both requests have run without a preemption"
+    assert repeated.num_cached_tokens, "nothing was cached"
+    assert repeated.outputs[0].token_ids == made.expected[-1]
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -307,6 +410,18 @@ def test_a_module_on_its_own_gives_the_logits_of_transformers(
     tokens = np.array([longest, longest[::-1]])
     expected = np.stack([logits_of(made.model, row.tolist()) for row in tokens])
     np.testing.assert_allclose(np.asarray(model(tokens)), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_deterministic_tokens_do_not_depend_on_the_batch(checkpoint: Callable[[str], Checkpoint]) -> None:
+    made = checkpoint("gpt-oss")
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, logprobs=1)
+    settings: dict[str, Any] = {"deterministic": True, "max_num_seqs": 3, "max_num_batched_tokens": 16}
+    with LLM(str(made.directory), dtype="bfloat16", enable_prefix_caching=False, **settings) as llm:
+        alone = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0] for prompt in made.prompts]
+        together = [output.outputs[0] for output in llm.generate(made.prompts, params, use_tqdm=False)]
+    for one, other in zip(alone, together, strict=True):
+        assert one.token_ids == other.token_ids and one.cumulative_logprob == other.cumulative_logprob
 
 
 def test_a_module_in_another_type_is_near(checkpoint: Callable[[str], Checkpoint]) -> None:
@@ -330,6 +445,37 @@ def test_load_model_says_what_is_wrong(checkpoint: Callable[[str], Checkpoint], 
         load_model(tmp_path)
 
 
+def test_names_with_a_prefix_that_only_some_tensors_have(
+    checkpoint: Callable[[str], Checkpoint], tmp_path: Path
+) -> None:
+    directory = checkpoint("gpt2-bare-names").directory
+    tensors = torch.load(directory / "pytorch_model.bin")
+    tensors["transformer.wpe.weight"] = tensors.pop("wpe.weight")
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=r"(?s)missing: transformer\.wte\.weight .*unexpected: wte\.weight"):
+        load_model(tmp_path)
+
+
+def test_a_fused_tensor_of_experts_of_another_shape_is_refused(
+    checkpoint: Callable[[str], Checkpoint], tmp_path: Path
+) -> None:
+    """The matrices the wrong way round, and one expert too few."""
+    made = checkpoint("gpt-oss")
+    tensors = {name: tensor.contiguous() for name, tensor in made.model.state_dict().items()}
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    (tmp_path / "config.json").write_text((made.directory / "config.json").read_text())
+    for wrong, shape in ((tensors[name].mT, "6, 104, 40"), (tensors[name][:5], "5, 40, 104")):
+        torch.save({**tensors, name: wrong.contiguous()}, tmp_path / "pytorch_model.bin")
+        with pytest.raises(CheckpointError, match=rf"gate_up_proj has shape \[{shape}\], expected \[6, 40, 104\]"):
+            load_model(tmp_path)
+
+
+def test_learned_positions_limit_the_context(checkpoint: Callable[[str], Checkpoint]) -> None:
+    with pytest.raises(ConfigError, match="max_model_len=97 exceeds the model's maximum of 96 positions"):
+        LLM(str(checkpoint("gpt2").directory), max_model_len=97)
+
+
 def test_expert_parallelism_needs_experts_that_can_be_shared(checkpoint: Callable[[str], Checkpoint]) -> None:
     settings = {"dtype": "float32", "enable_expert_parallel": True, "tensor_parallel_size": 4}
     with pytest.raises(ConfigError, match=r"does not divide .*6 experts.*; valid sizes: 1, 2$"):
@@ -338,3 +484,37 @@ def test_expert_parallelism_needs_experts_that_can_be_shared(checkpoint: Callabl
         LLM(str(checkpoint("llama").directory), **settings)
     with pytest.raises(ConfigError, match="enable_expert_parallel needs layout='expert_parallel', got layout='repl"):
         LLM(str(checkpoint("qwen3-moe").directory), **settings, layout="replicated")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        (
+            "qwen3-moe",
+            {"expert_parallel_size": 4},
+            "expert_parallel_size=4 does not divide 6 experts .*sizes: 1, 2, 3, 6$",
+        ),
+        ("qwen3-moe", {"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide .*; valid sizes: 1, 2, 4$"),
+        ("llama", {}, "expert_parallel_size=2 needs a model with experts; LlamaForCausalLM has none"),
+        (
+            "qwen3-moe",
+            {"layout": "expert_parallel"},
+            "expert_parallel_size=2 needs layout='expert_all_reduce' or layout='expert_all_to_all' or "
+            "layout='expert_gather', got layout='expert_parallel'",
+        ),
+        ("qwen3-moe", {"layout": "expert_ring"}, "unknown layout 'expert_ring'; supported layouts: expert_all_reduce"),
+        ("qwen3-moe", {"enable_expert_parallel": True}, "expert_parallel_size=2 splits .*; use only one of them"),
+        (
+            "qwen3-moe",
+            {"expert_parallel_size": 6, "tensor_parallel_size": 2},
+            "the mesh needs 12 devices, but JAX has 8",
+        ),
+        ("qwen3-moe", {"expert_parallel_size": 0}, "expert_parallel_size: expected an integer >= 1, got 0"),
+        ("qwen3-moe", {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
+    ],
+)
+def test_experts_that_devices_of_their_own_cannot_share(
+    name: str, settings: dict[str, Any], message: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(str(checkpoint(name).directory), **{"dtype": "float32", "expert_parallel_size": 2, **settings})

@@ -44,6 +44,9 @@ CASES = [
     Case("deepseek_r1", "<think>\nHm.\n</think>Yes.", False, "\nHm.\n", "Yes."),
     Case("deepseek_r1", "Hm.</thi", None, "Hm.</thi", None),
     Case("deepseek_r1", "Yes.", False, None, "Yes."),
+    Case("deepseek_v3", "Hm.</think>Yes.", True, "Hm.", "Yes."),
+    Case("deepseek_v3", "Yes.", False, None, "Yes."),
+    Case("deepseek_v3", "It is 21 degrees.", None, None, "It is 21 degrees."),
     Case("think", "<think>a</think>B<think>c</think>D", None, "ac", "BD"),
     Case("think", "A <think>b", None, "b", "A "),
     Case("think", "a</think>B", True, "a", "B"),
@@ -132,13 +135,18 @@ def test_reasoning_comes_at_once() -> None:
 
 def test_where_prompts_end() -> None:
     assert starts_in_reasoning("<｜Assistant｜><think>\n", "deepseek_r1") is True
+    assert starts_in_reasoning("<｜Assistant｜></think>", "deepseek_v3") is False
+    assert starts_in_reasoning("<|start|>assistant", "openai_gptoss") is None
+    assert starts_in_reasoning("<|start|>assistant<|channel|>analysis<|message|>", "openai_gptoss") is True
+    assert starts_in_reasoning("<|start|>assistant<|channel|>final<|message|>", "openai_gptoss") is False
     assert starts_in_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n", "qwen3") is False
     assert starts_in_reasoning("what is <think>?<|im_start|>assistant\n", "qwen3") is None
 
 
 def test_names_and_tags() -> None:
-    for name in ("deepseek_r1", "qwen3", "think"):
+    for name in ("deepseek_r1", "deepseek_v3", "qwen3", "think"):
         assert (reasoning_parser(name).start_text, reasoning_parser(name).end_text) == ("<think>", "</think>")
-    expected = r"reasoning_parser must be one of \['deepseek_r1', 'qwen3', 'think'\], got 'qwen'; did you mean 'qwen3'"
+    names = r"\['deepseek_r1', 'deepseek_v3', 'openai_gptoss', 'qwen3', 'think'\]"
+    expected = f"reasoning_parser must be one of {names}, got 'qwen'; did you mean 'qwen3'"
     with pytest.raises(ConfigError, match=expected):
         MessageParser("qwen")

@@ -70,7 +70,7 @@ def check_plain(value: Any) -> None:
 
 def check_plan(sent: bytes) -> StepPlan:
     """A plan survives the way there, with what is derived from its rows."""
-    plan = pickle.loads(sent)
+    (plan,) = pickle.loads(sent)
     assert isinstance(plan, StepPlan) and pickle.loads(pickle.dumps(plan)) == plan
     check_plain(plan)
     fresh = dataclasses.replace(plan)

@@ -87,6 +87,11 @@ def read(raw: dict[str, Any], architecture: str = "LlamaForCausalLM") -> ModelCo
     return config_from_hf({"architectures": [architecture], **SIZES, **raw}, "config.json")
 
 
+def rope_of(config: ModelConfig) -> RopeConfig:
+    assert config.rope is not None
+    return config.rope
+
+
 def oracle(raw: dict[str, Any], seq_len: int | None = None) -> tuple[np.ndarray, float]:
     """Frequencies and attention factor of transformers, from the function that it looks up by kind."""
     config = LlamaConfig(**SIZES, **{"max_position_embeddings": 2048, **raw})
@@ -124,7 +129,7 @@ def assert_angles(config: RopeConfig, expected: np.ndarray, factor: float, lengt
 
 @pytest.mark.parametrize("raw", CONSTANT_KINDS, ids=str)
 def test_matches_transformers(raw: dict[str, Any]) -> None:
-    config = read({"max_position_embeddings": 2048, **raw}).rope
+    config = rope_of(read({"max_position_embeddings": 2048, **raw}))
     expected, factor = oracle(raw)
     assert attention_factor(config) == pytest.approx(factor, rel=1e-12)
     np.testing.assert_allclose(frequencies_of(config), expected, rtol=1e-6, atol=1e-7)
@@ -135,7 +140,7 @@ def test_matches_transformers(raw: dict[str, Any]) -> None:
 @pytest.mark.parametrize("length", [1, 2048, 2049, 5000, 30000])
 def test_dynamic_uses_the_final_length(factor: float, length: int) -> None:
     raw = {"rope_scaling": {"type": "dynamic", "factor": factor}, "rope_theta": 10000.0}
-    config = read({"max_position_embeddings": 2048, **raw}).rope
+    config = rope_of(read({"max_position_embeddings": 2048, **raw}))
     expected, attention = oracle(raw, seq_len=length)
     assert_angles(config, expected, attention, length, ulp=4e-7)
     np.testing.assert_allclose(frequencies_of(config, length), expected, rtol=1e-6, atol=1e-7)
@@ -149,7 +154,7 @@ def test_dynamic_uses_the_final_length(factor: float, length: int) -> None:
 def test_longrope_uses_the_final_length(extra: dict[str, Any], length: int) -> None:
     scaling = {"rope_type": "longrope", **LONG_FACTORS, **extra}
     raw = {"rope_scaling": scaling, "original_max_position_embeddings": 512}
-    config = read({"max_position_embeddings": 2048, **raw}).rope
+    config = rope_of(read({"max_position_embeddings": 2048, **raw}))
     expected, factor = oracle(raw, seq_len=length)
     assert_angles(config, expected, factor, length)
 
@@ -161,7 +166,7 @@ def test_rotation_matches_llama(raw: dict[str, Any]) -> None:
     positions = torch.arange(100, 107)[None]
     cos, sin = LlamaRotaryEmbedding(LlamaConfig(**SIZES, **raw))(torch.zeros(1), positions)
     expected, _ = llama_apply(torch.tensor(x)[None], torch.tensor(x)[None], cos, sin, unsqueeze_dim=2)
-    ours = apply_rope(jnp.asarray(x), *map(jnp.asarray, compute(read(raw).rope, list(range(100, 107)), [1] * 7)))
+    ours = apply_rope(jnp.asarray(x), *map(jnp.asarray, compute(rope_of(read(raw)), list(range(100, 107)), [1] * 7)))
     np.testing.assert_allclose(ours, expected[0].numpy(), atol=3e-5)
 
 
@@ -177,7 +182,7 @@ def test_partial_rotation_with_longrope_matches_phi3(last_position: int) -> None
         "rope_scaling": {"type": "su", **factors},
     }
     config = read(raw, "Phi3ForCausalLM")
-    assert config.rope.rotary_dim == 2 * half
+    assert rope_of(config).rotary_dim == 2 * half
     x = np.random.default_rng(1).standard_normal((5, 2, 64)).astype(np.float32)
     positions = np.linspace(0, last_position, 5).astype(np.int64)
     hf_config = Phi3Config(
@@ -185,7 +190,7 @@ def test_partial_rotation_with_longrope_matches_phi3(last_position: int) -> None
     )
     cos, sin = Phi3RotaryEmbedding(hf_config)(torch.zeros(1), torch.tensor(positions)[None])
     expected, _ = phi3_apply(torch.tensor(x)[None], torch.tensor(x)[None], cos, sin, unsqueeze_dim=2)
-    tables = compute(config.rope, positions.tolist(), [last_position + 1] * 5)
+    tables = compute(rope_of(config), positions.tolist(), [last_position + 1] * 5)
     ours = np.asarray(apply_rope(jnp.asarray(x), *map(jnp.asarray, tables)))
     np.testing.assert_allclose(ours, expected[0].numpy(), atol=2e-4)
     np.testing.assert_array_equal(ours[..., 2 * half :], x[..., 2 * half :])

@@ -75,7 +75,7 @@ class Driver:
 
     def _run(self, plan: StepPlan, slots: list[int]) -> StepResult:
         self.number += 1
-        result = self.runner.collect(self.runner.launch(plan))
+        result = self.runner.collect(self.runner.launch([plan]))[0]
         for slot, tokens in zip(slots, result.tokens, strict=True):
             self.texts[slot] += tokens
         return result
@@ -143,8 +143,8 @@ def test_a_decode_row_of_a_known_token_is_not_counted_twice() -> None:
     whole.start({0: (sampling, text)}, len(PROMPT))
     setup = SlotSetup(0, sampling, 30, text, len(PROMPT))
     grant = PageGrant(0, 0, [0, 1, 2, 3])
-    parts.runner.collect(parts.runner.launch(StepPlan(0, [setup], [grant], [Row(0, 0, text[:-1], 0)])))
-    last = parts.runner.collect(parts.runner.launch(StepPlan(1, [], [], decode_rows([0], [len(text) - 1], [6]))))
+    parts.runner.collect(parts.runner.launch([StepPlan(0, [setup], [grant], [Row(0, 0, text[:-1], 0)])]))
+    last = parts.runner.collect(parts.runner.launch([StepPlan(1, [], [], decode_rows([0], [len(text) - 1], [6]))]))[0]
     assert last.tokens == [whole.texts[0][-1:]]
     parts.texts[0] = [*text, *last.tokens[0]]
     for _ in range(4):
@@ -173,7 +173,7 @@ def test_steps_whose_rows_go_on_are_as_those_made_anew() -> None:
             if shares and previous is not None:
                 plan.share_columns(previous)
             previous = plan
-            tokens.append(driver.runner.collect(driver.runner.launch(plan)).tokens)
+            tokens.append(driver.runner.collect(driver.runner.launch([plan]))[0].tokens)
             inputs.append(driver.runner._inputs)
         driver.runner.close()
         found.append(tokens)
@@ -286,8 +286,8 @@ def test_decode_steps_larger_than_every_decode_shape_run_as_mixed_steps(
         steps = compiled_steps(tensor, (), row_tile, buckets)
         shapes, choose = [], steps.choose
 
-        def noted(plan: StepPlan, variant: str, choose: Any = choose, shapes: list = shapes) -> Any:
-            shape, compiled = choose(plan, variant)
+        def noted(plans: list[StepPlan], variant: str, choose: Any = choose, shapes: list = shapes) -> Any:
+            shape, compiled = choose(plans, variant)
             shapes.append((shape.num_tokens, shape.decode_only))
             return shape, compiled
 
@@ -340,7 +340,7 @@ def test_a_processor_without_arguments_applies_to_every_row() -> None:
     steps = compiled_steps(1, (Always(),))
     runner = StepRunner(steps, random_params(steps.program))
     plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], decode_rows([0], [0], [5]))
-    assert runner.collect(runner.launch(plan)).tokens == [[13]]
+    assert runner.collect(runner.launch([plan]))[0].tokens == [[13]]
     runner.close()
 
 
@@ -371,7 +371,7 @@ def test_programs_of_given_sizes() -> None:
         (4, "full", 64, "any"),
     ):
         plan = StepPlan(0, [], [], decode_rows(range(rows), [0] * rows, [5] * rows))
-        shape, compiled = steps.choose(plan, variant)
+        shape, compiled = steps.choose([plan], variant)
         assert (shape.num_tokens, shape.decode_only, shape.scores_prompt) == (size, size == 2, False)
         assert compiled is steps._steps[shape, expected]
 
@@ -452,7 +452,7 @@ def test_page_copies_move_the_pages_asked(tensor: int, num_copies: int) -> None:
     copies = [PageCopy(*pair) for pair in zip(pages[:num_copies], pages[num_copies:], strict=True)]
     written = copies[0].source  # the step's own token goes to the page just copied from
     plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [written])], decode_rows([0], [0], [5]), copies)
-    runner.collect(runner.launch(plan))
+    runner.collect(runner.launch([plan]))
     untouched = [page for page in range(NUM_PAGES + 1) if page not in (written, *(copy.target for copy in copies))]
     for old, new in zip(before, pool_pages(runner), strict=True):
         for source, target in copies:
@@ -465,7 +465,7 @@ def test_page_copies_move_the_pages_asked(tensor: int, num_copies: int) -> None:
 def test_copies_beyond_a_call() -> None:
     """Several calls of fixed size; what fills the last names no page of the pool."""
     copies = [PageCopy(i, 100 + i) for i in range(COPY_CAPACITY + 3)]
-    calls = copy_arrays(copies, 200)
+    calls = copy_arrays([copies], 200)
     assert [sources.shape for sources, _ in calls] == [(COPY_CAPACITY,)] * 2
     pairs = [pair for sources, targets in calls for pair in zip(sources.tolist(), targets.tolist(), strict=True)]
     assert [pair for pair in pairs if pair[1] < 202] == copies
@@ -482,15 +482,15 @@ def test_a_runner_takes_the_weights_of_another(tensor: int) -> None:
     names = [*first.runner.weights()]
     assert names == [*program.abstract_model.params]
     plan = StepPlan(9, [], [], [Row(0, 0, PROMPT, 1)])
-    handle = second.runner.launch(plan)
+    handle = second.runner.launch([plan])
     weights = first.runner.weights()
     half = len(names) // 2
     second.runner.set_weights({name: weights[name] for name in names[:half]})
     np.testing.assert_array_equal(second.runner.weights()[names[0]], weights[names[0]])
-    mixed = second.runner.collect(second.runner.launch(plan))
+    mixed = second.runner.collect(second.runner.launch([plan]))[0]
     second.runner.set_weights({name: weights[name] for name in names[half:]})
-    jax.tree.map(np.testing.assert_array_equal, second.runner.collect(handle), other)
-    jax.tree.map(np.testing.assert_array_equal, second.runner.collect(second.runner.launch(plan)), expected)
+    jax.tree.map(np.testing.assert_array_equal, second.runner.collect(handle)[0], other)
+    jax.tree.map(np.testing.assert_array_equal, second.runner.collect(second.runner.launch([plan]))[0], expected)
     assert not np.array_equal(raw_logprobs(mixed, 0), raw_logprobs(other, 0))
     assert not np.array_equal(raw_logprobs(mixed, 0), raw_logprobs(expected, 0))
     for driver in (first, second):

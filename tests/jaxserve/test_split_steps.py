@@ -84,13 +84,13 @@ def test_nothing_compiles_behind_the_start(steps: CompiledSteps) -> None:
     counter.close()
     assert counter.count == 0
     plan = StepPlan(0, [], [], [Row(0, 0, PROMPT, 1, PROMPT)])
-    shape, step = steps.choose(plan, "greedy")
+    shape, step = steps.choose([plan], "greedy")
     assert shape.num_tokens == 16 and isinstance(step, SplitStep) and step.scorer is not None
     runner.close()
 
 
 def run(runner: StepRunner, plan: StepPlan) -> StepResult:
-    return runner.collect(runner.launch(plan))
+    return runner.collect(runner.launch([plan]))[0]
 
 
 def test_memory_of_a_step_includes_what_its_programs_hand_on(steps: CompiledSteps) -> None:

@@ -1,5 +1,6 @@
 """The compiled step: its collectives, its memory, and the same tokens however it is laid out."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -10,10 +11,10 @@ import pytest
 
 from jaxserve.device.batch import BatchBuilder
 from jaxserve.device.buckets import Buckets
-from jaxserve.device.compiled_steps import CompiledSteps
+from jaxserve.device.compiled_steps import CompiledSteps, trace_set_up
 from jaxserve.device.runner import StepRunner
 from jaxserve.device.runner_interface import StepResult
-from jaxserve.device.split_steps import trace_model, trace_scorer
+from jaxserve.device.split_steps import trace_model, trace_sampler, trace_scorer
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import ModelProgram, StepState, trace_step
 from jaxserve.layers.model_config import ModelConfig
@@ -23,9 +24,9 @@ from jaxserve.models.registry import build_model
 from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.plan import ON_DEVICE, PageGrant, Row, Sampling, SlotSetup, StepPlan
 from scripts.compile_text import compiled_collectives
-from sharding.plan import bytes_per_device, count_collectives
+from sharding.plan import bytes_per_device, count_collectives, stated_collectives
 from tests.plan_rows import decode_rows
-from tests.tiny_programs import BACKEND, NUM_LAYERS, make_program, random_params, tiny_config
+from tests.tiny_programs import BACKEND, NUM_LAYERS, make_program, random_params, sparse_config, tiny_config
 
 PAGE_SIZE, NUM_SLOTS, TABLE_PAGES = 8, 4, 4
 BUCKETS = Buckets(decode_rows=(4,), mixed_tokens=(16,), max_num_seqs=4, table_pages=TABLE_PAGES)
@@ -71,11 +72,9 @@ def compiled_decode(
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_a_decode_step_communicates_what_its_layout_states(tensor: int, is_olmo: bool, is_split: bool) -> None:
     counted, compiled, program = compiled_decode(tensor, is_olmo, is_split)
-    layout = program.layout
-    assert layout.all_reduces_per_layer == 2
-    all_reduces = (2 + is_olmo) * NUM_LAYERS + layout.all_reduces_per_step
-    assert counted == {"all-reduce": all_reduces, "all-gather": layout.all_gathers_per_step}
-    assert (layout.all_reduces_per_step, layout.all_gathers_per_step) == (1, 1)
+    stated = stated_collectives(program.layout, NUM_LAYERS)
+    assert stated == {"all-reduce": 2 * NUM_LAYERS + 1, "all-gather": 1}
+    assert counted == {**stated, "all-reduce": stated["all-reduce"] + is_olmo * NUM_LAYERS}
     assert compiled_collectives(text_of(compiled)) == counted, "XLA added or lost collectives"
 
 
@@ -90,6 +89,25 @@ def test_one_device_communicates_nothing(is_split: bool) -> None:
 def test_sampling_communicates_nothing(variant: str) -> None:
     counted = count_collectives(trace_step(make_program(tiny_config(), tensor=2), DECODE, variant))
     assert counted == {"all-reduce": 2 * NUM_LAYERS + 1, "all-gather": 1}
+
+
+@pytest.mark.parametrize("layout", ["expert_all_reduce", "expert_all_to_all", "expert_gather"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_steps_with_experts_communicate_what_their_layout_states(layout: str, tensor: int) -> None:
+    """Whole or split; with row tiles, devices with rows of their own agree on the number of tiles."""
+    tiled = 8 if layout == "expert_gather" else None
+    for row_tile in {None, tiled}:
+        program = make_program(sparse_config(), tensor=tensor, expert=2, layout=layout, row_tile=row_tile)
+        stated = stated_collectives(program.layout, NUM_LAYERS, 1)
+        if row_tile is not None:
+            stated["all-reduce"] = stated.get("all-reduce", 0) + 1
+        shape = dataclasses.replace(MIXED, num_rows=8)
+        assert count_collectives(trace_model(program, shape, 32)) == stated
+        assert count_collectives(trace_step(program, shape, "any")) == stated
+        gathers = {"all-gather": 1} if tensor > 1 else {}
+        assert count_collectives(trace_scorer(program, 32)) == gathers
+        assert count_collectives(trace_sampler(program, shape.sampler)) == {}
+        assert count_collectives(trace_set_up(program)) == {}
 
 
 def test_prompt_logprobs_gather_only_where_asked() -> None:
@@ -229,14 +247,14 @@ def run_requests(
 
     def read() -> None:
         plan, handle = pending.pop(0)
-        result = runner.collect(handle)
+        (result,) = runner.collect(handle)
         results.append(result)
         for row, new in zip(plan.rows, result.tokens, strict=True):
             assert len(new) == row.num_samples
             tokens[row.slot] += new
 
     def launch(plan: StepPlan) -> None:
-        pending.append((plan, runner.launch(plan)))
+        pending.append((plan, runner.launch([plan])))
         while len(pending) >= in_flight:
             read()
 
@@ -324,6 +342,39 @@ def test_one_program_a_step_gives_what_several_do(tensor: int) -> None:
         for array, other in zip(jax.tree.leaves(found[1:]), jax.tree.leaves(one[1:]), strict=True):
             if array.dtype == np.float32:
                 np.testing.assert_allclose(array, other, atol=1e-4)
+
+
+def run_lanes(delays: list[int], platform: str, **layout: Any) -> list[list[StepResult]]:
+    """Results of each lane, which runs the plans of all requests that many steps after the first launch."""
+    program = make_program(sparse_config(), num_pages=20, **layout)
+    steps = CompiledSteps(program, BUCKETS, platform)
+    steps.compile()
+    runner = StepRunner(steps, random_params(program))
+    slots = [[2, 0, 1], [1, 2], [0, 1, 2]]
+    plans = prefill_plans()
+    plans += [StepPlan(3 + i, [], [], decode_rows(slots[i % 3], [ON_DEVICE] * len(slots[i % 3]))) for i in range(6)]
+    nothing = StepPlan(-1, [], [], [])
+    results: list[list[StepResult]] = [[] for _ in delays]
+    for step in range(len(plans) + max(delays)):
+        taken = [plans[step - delay] if 0 <= step - delay < len(plans) else nothing for delay in delays]
+        for lane, (plan, result) in enumerate(zip(taken, runner.collect(runner.launch(taken)), strict=True)):
+            results[lane] += [] if plan is nothing else [result]
+            assert plan is not nothing or result.tokens == []
+    runner.close()
+    return results
+
+
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_lanes_of_one_program_do_not_see_each_other(tensor: int) -> None:
+    """Steps as accelerators run them: one lane prefills while another decodes or has nothing to do."""
+    (expected,) = run_lanes([0], "cpu")
+    for results in run_lanes([0, 2], "gpu", tensor=tensor, expert=2, layout="expert_gather"):
+        for found, one in zip(results, expected, strict=True):
+            assert found.tokens == one.tokens
+            assert one.prompt_logprobs is None or found.prompt_logprobs is not None
+            for array, other in zip(one.logprobs or (), found.logprobs or (), strict=False):
+                if array.dtype == np.float32:
+                    np.testing.assert_allclose(array[: len(one.tokens)], other[: len(one.tokens)], atol=1e-4)
 
 
 def test_width_norms_do_not_depend_on_the_layout() -> None:

@@ -1,5 +1,6 @@
 """Storage methods: what is multiplied with, given back and planned."""
 
+import collections
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from checkpoints.safetensors_reader import SafetensorsReader
 from jaxserve.device.program import ModelProgram
 from jaxserve.layers import storage
 from jaxserve.layers.parallel import DtypePolicy
@@ -111,6 +113,34 @@ def test_the_logical_weights_come_back(checkpoint: Path, method: str, tensor: in
         else:
             step = np.abs(exact[path]).max(1, keepdims=True) / 127
             assert (np.abs(found[path] - exact[path]) <= step / 2 + 1e-6).all(), path
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_devices_that_share_experts_read_their_own(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expert on each of three ranks, its features on two devices: every element of the checkpoint is read once."""
+    write_checkpoint(tmp_path, SPARSE, seed=3)
+    policy = DtypePolicy(storage=method)
+    program = make_program(read_model_config(tmp_path), tensor=2, expert=3, layout="expert_gather", policy=policy)
+    num_read = collections.Counter[str]()
+    read = SafetensorsReader.read
+
+    def counted(self: SafetensorsReader, name: str, index: Any) -> np.ndarray:
+        found = read(self, name, index)
+        num_read[name] += found.size
+        return found
+
+    monkeypatch.setattr(SafetensorsReader, "read", counted)
+    model = program.abstract_model
+    arrays = dict(zip(model.params, load_weights(tmp_path, model), strict=True))
+    sources = {name: shape for recipe in model.recipes.values() for name, shape in recipe.sources}
+    experts = [name for name in sources if ".experts." in name]
+    assert len(experts) == 3 * 3 and all(num_read[name] == np.prod(sources[name]) for name in experts)
+    for path, shape in (("gate_up", (1, 2 * 6, 16)), ("down", (1, 16, 6))):
+        array = arrays[f"layers.1.mlp.{path}" + (".rows" if method == "int8" else "")]
+        assert {shard.data.shape for shard in array.addressable_shards} == {shape}
+        assert len({str(shard.index) for shard in array.addressable_shards}) == 6, "no device has another's part"
 
 
 @pytest.mark.skipif(native_library.unavailable() is not None, reason="needs native kernels")

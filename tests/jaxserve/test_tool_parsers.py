@@ -11,9 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.cli_arguments import field_docs
+from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.parsers import MessageDelta, MessageParser, ParsedMessage, tool_choice_schema, tool_parser
 from jaxserve.parsers.json_scanner import MAX_DEPTH, JsonScanner, whole_json
+from jaxserve.parsers.reasoning_formats import REASONING_FORMATS
+from jaxserve.parsers.tool_formats import TOOL_FORMATS
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -64,6 +68,33 @@ def coder(*parameters: tuple[str, str]) -> str:
     """A call of get_weather as Qwen 3 Coder writes it."""
     written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters)
     return f"<tool_call>\n<function=get_weather>\n{written}</function>\n</tool_call>"
+
+
+def v3(name: str, arguments: str) -> str:
+    """A call as DeepSeek V3 and R1 write it."""
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+
+
+def v31(name: str, arguments: str) -> str:
+    """A call as DeepSeek V3.1 writes it."""
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
+
+
+SECTION = "<｜tool▁calls▁begin｜>"
+
+
+def deepseek(*calls: str, separator: str = "") -> str:
+    """All calls of a completion."""
+    return f"{SECTION}{separator.join(calls)}<｜tool▁calls▁end｜>"
+
+
+KIMI_END = "<|tool_call_end|><|tool_calls_section_end|>"
+
+
+def kimi(call_id: str, arguments: str) -> str:
+    """A call of Kimi K2."""
+    call = f"<|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{arguments}"
+    return f"<|tool_calls_section_begin|>{call}{KIMI_END}"
 
 
 CASES = [
@@ -161,6 +192,76 @@ CASES = [
     Case("qwen3", "a <function=b c", "a <function=b c", []),
     Case("qwen3", "<tool_call>\n<function=f>\n<parameter=a>\nbc", None, [("f", '{"a": "bc…')]),
     Case("qwen3", f"{CODER[:-24]}oops", "\noops", [("get_weather", '{"city": "Zürich"…')]),
+    # ---- DeepSeek
+    Case("deepseek_v3", deepseek(v3("get_weather", WEATHER)), None, [("get_weather", WEATHER)]),
+    Case(
+        "deepseek_v3",
+        "Ok.\n" + deepseek(v3("f", NASTY), v3("now", "{}"), separator="\n") + "\n",
+        "Ok.",
+        [("f", NASTY), ("now", "{}")],
+    ),
+    Case("deepseek_v3", v3("f", '{"a": "```"}'), None, [("f", '{"a": "```"}')]),
+    Case("deepseek_v3", f"{SECTION}no call", f"{SECTION}no call", []),
+    Case("deepseek_v3", f"<{SECTION[1:6]} x", f"<{SECTION[1:6]} x", []),
+    Case("deepseek_v3", deepseek(v3("a b", "{}")), deepseek(v3("a b", "{}")), []),
+    Case("deepseek_v3", deepseek(v3("f", "[1]")), deepseek(v3("f", "[1]")), []),
+    Case(
+        "deepseek_v3",
+        deepseek(v3("f", '{"a": !}')),
+        "!}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [("f", '{"a": …')],
+    ),
+    Case("deepseek_v3", deepseek(v3("f", '{"a": 1}'))[:-30], None, [("f", '{"a": 1}')]),
+    Case("deepseek_v31", deepseek(v31("get_weather", WEATHER)), None, [("get_weather", WEATHER)]),
+    Case("deepseek_v31", deepseek(v31("f", NASTY), v31("now", "{}")), None, [("f", NASTY), ("now", "{}")]),
+    Case("deepseek_v31", f"A{deepseek(v31('now', '{}'))}B", "AB", [("now", "{}")]),
+    Case("deepseek_v31", deepseek("f<｜tool▁sep｜>"), deepseek("f<｜tool▁sep｜>"), []),
+    Case("deepseek_v31", f'{SECTION}<｜tool▁call▁begin｜>f<｜tool▁sep｜>{{"a": "b', None, [("f", '{"a": "b…')]),
+    # ---- Kimi K2
+    Case("kimi_k2", kimi("functions.get_weather:0", WEATHER), None, [("get_weather", WEATHER)]),
+    Case("kimi_k2", f"Hm. {kimi('functions.a.b:12', NASTY)}\n", "Hm.", [("a.b", NASTY)]),
+    Case("kimi_k2", kimi("functions.f:0", "{}") * 2, None, [("f", "{}")] * 2),
+    Case("kimi_k2", kimi("f", "{}").removeprefix("<|tool_calls_section_begin|>"), None, [("f", "{}")]),
+    Case("kimi_k2", kimi("functions.f:0", "oops"), kimi("functions.f:0", "oops"), []),
+    Case("kimi_k2", kimi("", "{}"), kimi("", "{}"), []),
+    Case("kimi_k2", kimi("functions.f:0", '{"a": tru').removesuffix(KIMI_END), None, [("f", '{"a": tru…')]),
+    Case("kimi_k2", kimi("functions.f:0", '{"a": 1] b'), f"] b{KIMI_END}", [("f", '{"a": 1…')]),
+    # ---- Python
+    Case("pythonic", '[get_weather(city="Zürich", days=2)]', None, [("get_weather", WEATHER)]),
+    Case("pythonic", "\n[now(), f(a=1,), ]\n", None, [("now", "{}"), ("f", '{"a": 1}')]),
+    Case(
+        "pythonic",
+        """[f(a='it\\'s "x"', b="(]", c=[True, None, {'k': -2.5, 3: [],}], d=.5, e=1_000, f=0x1F, g=true, h=1e-7)]""",
+        None,
+        [
+            (
+                "f",
+                '{"a": "it\'s \\"x\\"", "b": "(]", "c": [true, null, {"k": -2.5, "3": []}], "d": 0.5, "e": 1000,'
+                ' "f": 31, "g": true, "h": 1e-7}',
+            )
+        ],
+    ),
+    Case(
+        "pythonic",
+        r"""[f(a='''x'"\ny''', b="", c="\x41\u00e9\U0001F600\d\\\t", d='', e="\ud83d\ude00")]""".replace(r"\'", "'"),
+        None,
+        [("f", r"""{"a": "x'\"\ny", "b": "", "c": "A\u00e9\ud83d\ude00\\d\\\t", "d": "", "e": "\ud83d\ude00"}""")],
+    ),
+    Case("pythonic", '[f(a="line\nbreak")] so', " so", [("f", '{"a": "line\\nbreak"}')]),
+    Case("pythonic", "Sure: [now()]", "Sure: [now()]", []),
+    Case("pythonic", "[link](https://x.org)", "[link](https://x.org)", []),
+    Case("pythonic", "[1, 2, 3]", "[1, 2, 3]", []),
+    Case("pythonic", "[] x", "[] x", []),
+    Case("pythonic", '[f("positional")]', '[f("positional")]', []),
+    Case("pythonic", "[f(x) for x in y]", "[f(x) for x in y]", []),
+    Case("pythonic", "[f(a", "[f(a", []),
+    Case("pythonic", '[f(a=1, "b")]', ', "b")]', [("f", '{"a": 1…')]),
+    Case("pythonic", "[f(a=b)]", "b)]", [("f", '{"a": …')]),
+    Case("pythonic", "[f(a=inf)]", "inf)]", [("f", '{"a": …')]),
+    Case("pythonic", "[f(a=1e999j)]", "1e999j)]", [("f", '{"a": …')]),
+    Case("pythonic", r'[f(a="\xZ1")]', 'Z1")]', [("f", '{"a": "…')]),
+    Case("pythonic", '[f(a=[1, {"b": "c', None, [("f", '{"a": [1, {"b": "c…')]),
+    Case("pythonic", "[now(), oops", "oops", [("now", "{}")]),
 ]
 IDS = [f"{case.format}-{index}" for index, case in enumerate(CASES)]
 
@@ -309,6 +410,11 @@ def test_arguments_come_as_they_are_written() -> None:
     (call,) = parser.feed("<tool_call><function=f><parameter=city>\nZür").tool_calls
     assert call.arguments == '{"city": "Zür'
     assert parser.feed("ich\n</para").tool_calls[0].arguments == "ich"
+    parser = make_parser("pythonic")
+    assert not parser.feed("[f(a")
+    assert parser.feed("=").tool_calls[0].arguments == '{"a": '
+    assert parser.feed("'b\\").tool_calls[0].arguments == '"b'
+    assert parser.feed("n c").tool_calls[0].arguments == "\\n c"
 
 
 def test_content_is_not_held_longer_than_needed() -> None:
@@ -333,6 +439,11 @@ def test_ids() -> None:
     assert re.fullmatch("[A-Za-z0-9]{9}", call.id)
     (call,) = MessageParser(tools="mistral").parse("[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}").tool_calls
     assert call.id == "abcdefghi"
+    written = [kimi(call_id, "{}") for call_id in ("functions.f:0", "functions.f:1", "functions.f:1", "g")]
+    ids = [call.id for call in MessageParser(tools="kimi_k2").parse("".join(written)).tool_calls]
+    assert ids[:2] == ["functions.f:0", "functions.f:1"]
+    assert all(re.fullmatch("chatcmpl-tool-[0-9a-f]{32}", call_id) for call_id in ids[2:])
+    assert len(set(ids)) == 4
 
 
 def test_work_grows_with_the_text_alone() -> None:
@@ -369,6 +480,11 @@ SNIPPETS = [
     "[TOOL_CALLS]",
     "[ARGS]",
     "<|python_tag|>",
+    "<｜tool▁call▁end｜>",
+    "```",
+    "<|tool_call_end|>",
+    "<|call|>",
+    "<|channel|>",
     "{",
     "}",
     '"',
@@ -393,13 +509,34 @@ def write(name: str, calls: Sequence[tuple[str, str]]) -> str:
         return "[TOOL_CALLS]" + json.dumps([{"name": n, "arguments": json.loads(a)} for n, a in calls])
     if name == "mistral-named":
         return "".join(f"[TOOL_CALLS]{n}[ARGS]{a}" for n, a in calls)
+    if name == "deepseek_v3":
+        return deepseek(*(v3(n, a) for n, a in calls), separator="\n")
+    if name == "deepseek_v31":
+        return deepseek(*(v31(n, a) for n, a in calls))
+    if name == "kimi_k2":
+        return "".join(kimi(f"functions.{n}:{index}", a) for index, (n, a) in enumerate(calls))
+    if name == "openai":
+        start = "<|start|>assistant<|channel|>commentary to=functions."
+        return "".join(f"{start}{n} <|constrain|>json<|message|>{a}<|call|>" for n, a in calls)
     if name == "llama3_json":
         return "; ".join(f'{{"name": "{n}", "parameters": {a}}}' for n, a in calls)
     return "\n".join(f'<tool_call>\n{{"name": "{n}", "arguments": {a}}}\n</tool_call>' for n, a in calls)
 
 
 @given(
-    name=st.sampled_from(["hermes", "llama3_json", "mistral", "mistral-named", "qwen3"]),
+    name=st.sampled_from(
+        [
+            "deepseek_v3",
+            "deepseek_v31",
+            "hermes",
+            "kimi_k2",
+            "llama3_json",
+            "mistral",
+            "mistral-named",
+            "openai",
+            "qwen3",
+        ]
+    ),
     calls=st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3),
     is_ascii=st.booleans(),
     seed=st.integers(0, 2**32),
@@ -427,9 +564,32 @@ def test_any_strings_survive_in_tags(values: dict[str, str], seed: int) -> None:
     assert json.loads(call.arguments) == values
 
 
+@given(arguments=st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), VALUES), seed=st.integers(0, 2**32))
+def test_any_values_survive_in_python(arguments: dict[str, Any], seed: int) -> None:
+    written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    message = check_stream(lambda: make_parser("pythonic"), groupings(f"[f({written}), now()]", seed))
+    first, second = message.tool_calls
+    assert json.loads(first.arguments) == arguments
+    assert (second.name, second.arguments, message.content) == ("now", "{}", None)
+
+
+MARKED = [
+    v3("f", "{}"),
+    SECTION,
+    v31("f", '{"a":'),
+    "<｜tool▁sep｜>f",
+    kimi("functions.f:0", "{}"),
+    "<|tool_call_begin|>f",
+]
+PYTHON = ["[f(", "a=", "'x', ", '"""', "[1, {", ")]", "True"]
+
+
 @given(
-    name=st.sampled_from(["hermes", "llama3_json", "mistral", "qwen3"]),
-    parts=st.lists(st.sampled_from([*SNIPPETS, HERMES, LLAMA, CODER, '"name": "f"', '"arguments": {', "<function=f>"])),
+    name=st.sampled_from(["deepseek_v3", "hermes", "kimi_k2", "llama3_json", "mistral", "pythonic", "qwen3"]),
+    parts=st.lists(
+        st.sampled_from([*SNIPPETS, HERMES, LLAMA, CODER, '"name": "f"', '"arguments": {', "<function=f>"])
+        | st.sampled_from([*MARKED, *PYTHON])
+    ),
     seed=st.integers(0, 2**32),
 )
 def test_any_text_gives_the_same_in_any_grouping(name: str, parts: list[str], seed: int) -> None:
@@ -561,12 +721,19 @@ def test_bad_tools_and_choices(tools: Any, choice: Any, message: str) -> None:
 
 def test_names_of_formats() -> None:
     assert tool_parser("qwen3_coder") is tool_parser("qwen3")
+    assert tool_parser("deepseek_v31") is tool_parser("deepseek_v3")
     with pytest.raises(
-        ConfigError, match=r"tool_call_parser must be one of \['hermes', .*'; did you mean 'llama3_json'\?"
+        ConfigError, match=r"tool_call_parser must be one of \['deepseek_v3', .*'; did you mean 'llama3_json'\?"
     ):
         tool_parser("llama3")
     with pytest.raises(ConfigError, match="got 'zzz'$"):
         MessageParser(tools="zzz")
+
+
+def test_names_are_documented() -> None:
+    documented = field_docs(EngineConfig)
+    for setting, formats in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", REASONING_FORMATS)):
+        assert set(formats) <= set(re.findall(r"\w+", documented[setting]))
 
 
 def test_nothing_after_the_end() -> None:

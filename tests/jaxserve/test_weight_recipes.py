@@ -17,6 +17,7 @@ from jaxserve.models.decoder import DecoderConfig
 from jaxserve.models.hf_config import read_config_json
 from jaxserve.models.registry import config_from_hf
 from sharding import get_layout
+from tests.copied_pieces import copy_piece
 
 REAL_CONFIGS = [
     "gemma-2b-it",
@@ -45,8 +46,8 @@ ARCHITECTURES = [
 HEAD_DIM, WIDTH, FFN, VOCABULARY, NUM_HEADS = 6, 10, 12, 13, 8
 
 
-def abstract(config: DecoderConfig, size: int) -> AbstractModel:
-    parallel = Parallel.from_layout(get_layout("tensor_parallel"), size) if size > 1 else Parallel()
+def abstract(config: DecoderConfig, size: int, layout: str = "tensor_parallel") -> AbstractModel:
+    parallel = Parallel.from_layout(get_layout(layout), size) if size > 1 else Parallel()
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return abstract_model(config, Scope(parallel=dataclasses.replace(parallel, size=size)), lambda axes: device)
 
@@ -102,10 +103,7 @@ def assemble(recipe: TensorRecipe, tensors: dict[str, np.ndarray]) -> np.ndarray
     array = np.zeros(recipe.shape)
     covered = np.zeros(recipe.shape, int)
     for piece in recipe.pieces:
-        source = tuple(slice(start, start + size) for start, size in zip(piece.source_start, piece.shape, strict=True))
-        target = tuple(slice(start, start + size) for start, size in zip(piece.target_start, piece.shape, strict=True))
-        array[target] = tensors[piece.source][source]
-        covered[target] += 1
+        covered[copy_piece(piece, tensors, array)] += 1
     assert covered.max() <= 1
     return array
 
@@ -354,3 +352,23 @@ def test_a_size_that_does_not_fit_says_which_do(size: int) -> None:
         match="8 query heads, 4 key/value heads and intermediate_size 12 of LlamaForCausalLM; valid sizes: 1, 2, 4",
     ):
         weight_recipes(tiny("LlamaForCausalLM"), size)
+
+
+@pytest.mark.parametrize("layout", ["tensor_parallel", "expert_parallel"])
+def test_transposed_matrices_of_experts_in_one_tensor(layout: str) -> None:
+    """By device, then by expert; a device of several reads its own experts only, or its own features of each."""
+    config, num_experts = tiny("GptOssForCausalLM", num_local_experts=4, num_experts_per_tok=2), 4
+    tensors = checkpoint_tensors(config)
+    recipes = abstract(config, 2, layout).recipes
+    gate_up, down = (tensors[f"model.layers.1.mlp.experts.{name}_proj"] for name in ("gate_up", "down"))
+    assert (gate_up.shape, down.shape) == ((num_experts, WIDTH, 2 * FFN), (num_experts, FFN, WIDTH))
+    rows = gate_up.swapaxes(1, 2)
+    parts = np.split(rows, 2, axis=1 if layout == "tensor_parallel" else 0)
+    expected = np.concatenate([part.reshape(-1, WIDTH) for part in parts])
+    np.testing.assert_array_equal(assemble(recipes["layers.1.mlp.gate_up"], tensors), expected)
+    expected = down.swapaxes(1, 2).reshape(-1, FFN)
+    np.testing.assert_array_equal(assemble(recipes["layers.1.mlp.down"], tensors), expected)
+    if layout == "expert_parallel":
+        half = len(expected) // 2
+        pieces = [piece for piece in recipes["layers.1.mlp.down"].pieces if piece.target_start[0] < half]
+        assert [piece.source_start[0] for piece in pieces] == [0, 1]

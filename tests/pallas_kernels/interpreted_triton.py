@@ -84,7 +84,12 @@ def without_pages(row, first, count):
 
 def scoring(window):
     """Return a change of the constant SCORING that adds to the sliding window."""
-    return lambda constants: (constants[0], constants[1] + window, constants[2])
+    return lambda constants: (constants[0], constants[1] + window, *constants[2:])
+
+
+def without_sinks(constants):
+    """Return the constant SCORING without sinks."""
+    return (*constants[:3], False)
 
 
 # What each fault changes: the kernel, its parameter, and what becomes of that parameter's value. Rows, pages and sizes
@@ -109,6 +114,12 @@ FAULTS = {
     "prefill_page_of_the_tile_before": {"prefill_kernel": {"table_ptr": copied((2, 1), (2, 2))}},
     "prefill_page_of_another_row": {"prefill_kernel": {"table_ptr": copied((1, 1), (2, 1))}},
     "prefill_heads_swapped": {"prefill_kernel": {"query_ptr": swapped(1)}},
+    "decode_sinks_ignored": {"decode_kernel": {"SCORING": without_sinks}},
+    "combine_sinks_ignored": {"combine_kernel": {"SINKS": lambda num_heads: 0}},
+    **{
+        f"{part}_sinks_swapped": {f"{part}_kernel": {"sinks_ptr": swapped(0)}}
+        for part in ("decode", "combine", "prefill")
+    },
     **{
         f"{part}_window_{name}": {f"{part}_kernel": {"SCORING": scoring(change)}}
         for part in ("decode", "prefill")

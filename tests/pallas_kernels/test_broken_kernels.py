@@ -19,6 +19,8 @@ import pytest
 from pallas_kernels import (
     decode_attention_mosaic,
     decode_attention_triton,
+    latent_attention_mosaic,
+    latent_decode_mosaic,
     mosaic_support,
     paged_attention,
     paged_attention_pages,
@@ -32,6 +34,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.attention_scores import MASKED
 from pallas_kernels.attention_tiles import Pages
+from pallas_kernels.latent_attention_mosaic import LatentKernels
 from pallas_kernels.mosaic_ring import Splits
 from pallas_kernels.operation import Comparison
 from pallas_kernels.paged_attention_cases import Case as AttentionCase
@@ -105,10 +108,14 @@ ATTENTION_CASES = {
     "prefill": AttentionCase(rows=((1, 1), (2100, 20), (70, 70)), **LONG),
     "decode_window": AttentionCase(rows=((2100, 1), (1, 1), (1100, 1)), window=200, **LONG),
     "prefill_window": AttentionCase(rows=((1, 1), (2100, 20), (70, 70)), window=200, **LONG),
+    "decode_sinks": AttentionCase(rows=((2100, 1), (1, 1), (1100, 1)), has_sinks=True, **LONG),
+    "prefill_sinks": AttentionCase(rows=((1, 1), (2100, 20), (70, 70)), has_sinks=True, **LONG),
 }
 
 
-def changed_launch(batch: Callable[[Any], Any] = lambda batch: batch, window: int = 0) -> Fault:
+def changed_launch(
+    batch: Callable[[Any], Any] = lambda batch: batch, window: int = 0, owner: type = PagedKernels
+) -> Fault:
     """Return a fault that changes the batch which attention kernels are launched with, or widens their window."""
 
     def make(attend):
@@ -119,15 +126,28 @@ def changed_launch(batch: Callable[[Any], Any] = lambda batch: batch, window: in
 
         return broken
 
+    return replaced(owner, "attend", make)
+
+
+def changed_sinks(change: Callable[[Any], Any]) -> Fault:
+    """Return a fault that changes the sinks which attention kernels are launched with."""
+
+    def make(attend):
+        def broken(self, query, pools, batch, *, sinks, **settings):
+            return attend(self, query, pools, batch, sinks=change(sinks), **settings)
+
+        return broken
+
     return replaced(PagedKernels, "attend", make)
 
 
-def longer_contexts(change: int) -> Fault:
+def longer_contexts(change: int, owner: type = PagedKernels) -> Fault:
     """Return a fault that shifts the end of each context, and the diagonal of each chunk."""
     return changed_launch(
         lambda batch: batch._replace(
             context_lens=jnp.where(batch.context_lens > 1, batch.context_lens + change, batch.context_lens)
-        )
+        ),
+        owner=owner,
     )
 
 
@@ -168,6 +188,10 @@ LAUNCH_FAULTS: dict[str, Fault] = {
 WINDOW_FAULTS: dict[str, Fault] = {
     "window_too_wide": changed_launch(window=1),
     "window_too_narrow": changed_launch(window=-1),
+}
+SINKS_FAULTS: dict[str, Fault] = {
+    "sinks_ignored": changed_sinks(lambda sinks: None),
+    "sinks_of_other_heads": changed_sinks(lambda sinks: sinks[::-1]),
 }
 
 
@@ -274,6 +298,8 @@ BROKEN_ATTENTION = [
     *[("decode", 4, table, fault) for table in (TRITON_FAULTS, TILE_FAULTS, COMBINE_FAULTS) for fault in table],
     *[("prefill", 1, table, fault) for table in (LAUNCH_FAULTS, TRITON_FAULTS) for fault in table],
     *[(case, 4, WINDOW_FAULTS, fault) for case in ("decode_window", "prefill_window") for fault in WINDOW_FAULTS],
+    *[("decode_sinks", splits, SINKS_FAULTS, fault) for splits in (1, 4) for fault in SINKS_FAULTS],
+    *[("prefill_sinks", 1, SINKS_FAULTS, fault) for fault in SINKS_FAULTS],
 ]
 
 
@@ -294,6 +320,8 @@ MOSAIC_CASES = {
     "prefill": AttentionCase(rows=((330, 20),), **SMALL),
     "decode_window": AttentionCase(rows=((330, 1), (1, 1)), window=200, **SMALL),
     "prefill_window": AttentionCase(rows=((330, 20),), window=200, **SMALL),
+    "decode_sinks": AttentionCase(rows=((330, 1), (1, 1)), has_sinks=True, **SMALL),
+    "prefill_sinks": AttentionCase(rows=((330, 20),), has_sinks=True, **SMALL),
 }
 
 
@@ -346,13 +374,18 @@ BROKEN_MOSAIC = [
     *[("decode", table, fault) for table in (MOSAIC_FAULTS, SPAN_FAULTS) for fault in table],
     *[("prefill", MOSAIC_FAULTS, fault) for fault in MOSAIC_FAULTS],
     *[(case, WINDOW_FAULTS, fault) for case in ("decode_window", "prefill_window") for fault in WINDOW_FAULTS],
+    *[(case, SINKS_FAULTS, "sinks_of_other_heads") for case in ("decode_sinks", "prefill_sinks")],
 ]
 
 
 @pytest.fixture
 def clean_interpreter():
     """Forget compiled kernels, which would hide patches, and reset the interpreter of Mosaic GPU kernels."""
-    kernels: list[Any] = [decode_attention_mosaic.decode_attention, prefill_attention_mosaic.prefill_attention]
+    kernels: list[Any] = [
+        decode_attention_mosaic.decode_attention,
+        prefill_attention_mosaic.prefill_attention,
+        latent_decode_mosaic.decode_latents,
+    ]
     callbacks = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
 
     def forget():
@@ -374,6 +407,71 @@ def test_broken_mosaic_attention_is_noticed(monkeypatch, clean_interpreter, case
         table[fault](monkeypatch)
 
     assert_noticed(monkeypatch, "paged_attention", "mosaic-interpret", MOSAIC_CASES[case], patch, num_splits=2)
+
+
+# ---------------------------------------------------------------- attention over latents: faults in its Mosaic kernel
+
+LATENT_CASE = AttentionCase(
+    rows=((330, 1), (1, 1)), num_heads=5, num_kv_heads=1, head_dim=192, value_dim=128, dtype="bfloat16", spare_rows=1
+)
+
+
+def stale_latents(copy_lanes):
+    return lambda tiles, span, pages_ref, *others: copy_lanes(tiles, span, StalePages(pages_ref), *others)
+
+
+def without_rotated_key(compute_weights):
+    return lambda plan, *others: compute_weights(plan._replace(head_dim=plan.value_dim), *others)
+
+
+def columns_of_the_other_adder(add_values):
+    def broken(plan, span, lane, weights, first_column):
+        return add_values(plan, span, lane, weights, plan.part - first_column)
+
+    return broken
+
+
+def wrong_factor(mosaic_gpu):
+    """Rescale the sums of earlier tiles by too little where a later tile has a larger score."""
+
+    def load(ref, **options):
+        factor = mosaic_gpu().load(ref, **options)
+        return jnp.where(factor < 1, 1.1 * factor, factor)
+
+    return lambda: SimpleNamespace(**{**vars(mosaic_gpu()), "load": load})
+
+
+def changed_combination(change: Callable[[Any], Any]) -> Fault:
+    """Return a fault that changes the logarithms with which the splits of a row are combined."""
+
+    def make(combine_splits):
+        return lambda parts, lse, lens, **settings: combine_splits(parts, change(lse), lens, **settings)
+
+    return replaced(latent_decode_mosaic, "combine_splits", make)
+
+
+LATENT_FAULTS: dict[str, Fault] = {
+    "token_too_many": longer_contexts(1, LatentKernels),
+    "token_too_few": longer_contexts(-1, LatentKernels),
+    "stale_copy": replaced(latent_decode_mosaic, "copy_lanes", stale_latents),
+    "rotated_key_ignored": replaced(latent_decode_mosaic, "_compute_weights", without_rotated_key),
+    "columns_of_the_other_adder": replaced(latent_decode_mosaic, "_add_values", columns_of_the_other_adder),
+    "wrong_factor": replaced(latent_decode_mosaic, "mosaic_gpu", wrong_factor),
+    "split_dropped": changed_combination(lambda lse: lse.at[:, :, 1].set(MASKED)),
+    "weight_too_large": changed_combination(lambda lse: lse.at[:, :, 1].add(0.25)),
+    "last_tile_of_a_split_left_out": SPAN_FAULTS["last_tile_of_a_split_left_out"],
+}
+
+
+@pytest.mark.skipif(mosaic_support.missing_jax() is not None, reason=str(mosaic_support.missing_jax()))
+@pytest.mark.parametrize("fault", LATENT_FAULTS)
+def test_broken_mosaic_attention_over_latents_is_noticed(monkeypatch, clean_interpreter, fault):
+    def patch(monkeypatch):
+        clean_interpreter()
+        LATENT_FAULTS[fault](monkeypatch)
+
+    monkeypatch.setattr(latent_attention_mosaic, "decode_splits", lambda *sizes: 2)
+    assert_noticed(monkeypatch, "latent_attention", "mosaic-interpret", LATENT_CASE, patch)
 
 
 # ---------------------------------------------------------------- writing keys and values

@@ -44,6 +44,9 @@ ATTENTION_CASES = (
     "window_one",
     "soft_cap_and_window",
     "bfloat16_mixed",
+    "sinks",
+    "sinks_decode",
+    "sinks_window",
 )
 INTERPRETED = [
     *[("int4_matmul", "int4_matmul_triton", case) for case in int4_matmul.CASES],
@@ -79,6 +82,8 @@ BROKEN = {
             "prefill_window_too_wide",
             "prefill_window_too_narrow",
         ),
+        "sinks_window": ("decode_sinks_swapped", "decode_sinks_ignored", "prefill_sinks_swapped"),
+        "sinks_decode": ("combine_sinks_swapped", "combine_sinks_ignored"),
     },
     ("int4_matmul", "int4_matmul_triton"): {
         "many_splits": (
@@ -197,6 +202,7 @@ COMPILED = [
     (grouped_matmul, grouped_matmul_triton, "qwen3_30b_a3b_gate_up_64"),
     (grouped_matmul, grouped_matmul_triton, "mixtral_8x7b_down_8192"),
     (paged_attention, paged_attention_jax_triton.JAX_TRITON, "prefill_2k_after_0_page_64"),
+    (paged_attention, paged_attention_jax_triton.JAX_TRITON, "sinks_prefill_2k_after_8k_page_64"),
 ]
 
 

@@ -27,6 +27,8 @@ DECODE_CASES = {
     "one_head_in_a_window": (Case(((129, 1), (333, 1)), 1, 1, 64, 64, window=70, **SMALL), 4),
     "more_splits_than_pages": (Case(((200, 1),), 8, 1, 128, 128, soft_cap=5.0, **SMALL), 5),
     "group_of_ten_that_sees_itself": (Case(((77, 1), (5, 1)), 10, 1, 64, 16, window=1, **SMALL), 1),
+    "sinks": (Case(((63, 1), (300, 1)), 7, 1, 64, 32, has_sinks=True, **SMALL), 1),
+    "sinks_in_splits": (Case(((77, 1), (300, 1)), 12, 2, 64, 32, window=150, has_sinks=True, **SMALL), 4),
     "group_of_seven_in_eight_splits": (Case(((570, 1), (1, 1)), 7, 1, 64, 64, **SMALL), 8),
 }
 # (splits, kv heads, head_dim, group, window, lens): from no token to more tiles than splits.
@@ -43,6 +45,7 @@ PREFILL_CASES = {
     "mixed": Case(((33, 1), (64, 64), (150, 20)), 8, 2, 64, 16, **SMALL),
     "group_of_seven": Case(((300, 30),), 7, 1, 128, 32, soft_cap=5.0, **SMALL),
     "window_over_blocks": Case(((260, 140),), 1, 1, 64, 64, window=40, **SMALL),
+    "sinks": Case(((33, 1), (100, 40)), 10, 2, 64, 32, window=50, has_sinks=True, **SMALL),
     "wide_head": Case(((140, 70),), 2, 1, 256, 128, **SMALL),
 }
 
@@ -81,6 +84,7 @@ def decode(prepared, case: Case, num_splits: int, rows: tuple[int, ...], query_t
         scale=case.head_dim**-0.5,
         window=case.window,
         soft_cap=case.soft_cap,
+        sinks=paged_attention.case_sinks(case),
         num_splits=num_splits,
         interpret=interpreter(detect_races=True),
     )
@@ -179,6 +183,7 @@ def test_prefill_matches_reference(name, races):
         scale=case.head_dim**-0.5,
         window=case.window,
         soft_cap=case.soft_cap,
+        sinks=paged_attention.case_sinks(case),
         interpret=interpreter(detect_races=True),
     )
     used = sum(length for _, length in case.rows)
@@ -187,7 +192,15 @@ def test_prefill_matches_reference(name, races):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("settings, num_kernels", [({"window": 100, "soft_cap": 30.0}, 3), ({"row_tile": 8}, 2)])
+@pytest.mark.parametrize(
+    "settings, num_kernels",
+    [
+        ({"window": 100, "soft_cap": 30.0}, 3),
+        ({"row_tile": 8}, 2),
+        ({"has_sinks": True}, 3),
+        ({"has_sinks": True, "spare_rows": 100}, 2),  # contexts that are not split
+    ],
+)
 def test_lowers_for_an_h200(settings, num_kernels):
     case = Case(((4000, 1), (900, 300)), 40, 8, 128, 16, dtype="bfloat16", **settings)
     prepared = prepared_shapes(paged_attention, MOSAIC, case)

@@ -61,7 +61,7 @@ def attend(case: Case, prepared) -> np.ndarray:
 
 @needs_native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("settings", [{}, {"window": 1300}, {"soft_cap": 3.0}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"window": 1300}, {"soft_cap": 3.0, "has_sinks": True}], ids=str)
 def test_long_contexts_are_right_and_do_not_depend_on_threads(threads, dtype, settings):
     """Few tiles of several chunks each are split over threads; one thread takes them one after the other."""
     case = LONG._replace(dtype=dtype, **settings)
@@ -79,7 +79,7 @@ def test_long_contexts_are_right_and_do_not_depend_on_threads(threads, dtype, se
 
 @needs_native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("settings", [{}, {"window": 70}, {"soft_cap": 3.0}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"window": 70, "has_sinks": True}, {"soft_cap": 3.0}], ids=str)
 def test_a_token_has_the_same_bits_in_a_chunk_and_alone(dtype, settings):
     chunk = Case(((1300, 150),), 6, 2, 64, 64, dtype=dtype, spare_rows=0, spare_tokens=0, **settings)
     _, (query, pools, batch) = problem(chunk)

@@ -13,14 +13,28 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.device.batch import BatchBuilder
 from jaxserve.device.step_batch import BatchShape, LatestTokens, unpack
 from jaxserve.device.steps import ModelProgram, attention_settings
+from jaxserve.layers.expert_dispatch import exchange_capacity
+from jaxserve.layers.sparse_mlp import Routing
 from jaxserve.scheduling.plan import PageGrant, Row, Sampling, SlotSetup, StepPlan
 from sharding import LAYOUTS, LayoutError, MeshShape, ShardingLayout, get_layout, make_mesh
-from sharding.plan import count_collectives
+from sharding.plan import count_collectives, stated_collectives
 from tests.tiny_programs import NUM_LAYERS, make_program, random_params, sparse_config, tiny_config
 
-ROWS = ["expert_parallel", "replicated", "tensor_parallel"]
+TENSOR = [(2, 1), (4, 1), (8, 1)]
+EXPERT = [(1, 2), (2, 2), (2, 4), (1, 8)]
+ROWS = {
+    "expert_all_reduce": EXPERT,
+    "expert_all_to_all": EXPERT,
+    "expert_gather": [*EXPERT, (2, 1)],
+    "expert_parallel": TENSOR,
+    "replicated": TENSOR,
+    "tensor_parallel": TENSOR,
+}
+"""The meshes, devices along ``tensor`` and ``expert``, that each layout is tested on."""
 DENSE = tiny_config(num_heads=8, hidden_size=32)
+ROUTING = Routing(num_experts=8, experts_per_token=1, is_normalized=False)
 CONFIGS = {"dense": DENSE, "sparse": sparse_config(num_heads=8, hidden_size=32)}
+CONFIGS["switch"] = sparse_config(num_heads=8, hidden_size=32, routing=ROUTING)
 SHAPE = BatchShape(num_tokens=16, num_rows=4, table_pages=4, decode_only=False)
 PROMPTS = ([3, 50, 7, 21, 0], [52, 9], [1, 2, 3, 4, 5, 6, 7, 8])
 
@@ -40,55 +54,95 @@ def forward(program: ModelProgram) -> jax.stages.Wrapped:
     param_specs = tuple(struct.sharding.spec for struct in abstract.params.values())
     pools = list(program.abstract_state().pools)
     pool_specs = jax.tree.map(lambda struct: struct.sharding.spec, pools)
+    rows = program.rows_sharding.spec
     wrapped = jax.shard_map(
-        body, mesh=program.mesh, in_specs=(param_specs, pool_specs, P()), out_specs=P(), check_vma=False
+        body, mesh=program.mesh, in_specs=(param_specs, pool_specs, rows), out_specs=rows, check_vma=False
     )
     return jax.jit(wrapped)
 
 
-def prompt_buffer(program: ModelProgram) -> np.ndarray:
-    """The prompts as prefill rows, a page each."""
-    setups = [SlotSetup(slot, Sampling(), 20) for slot in range(len(PROMPTS))]
-    grants = [PageGrant(slot, 0, [5 * slot]) for slot in range(len(PROMPTS))]
-    prefill = [Row(slot, 0, prompt, 1) for slot, prompt in enumerate(PROMPTS)]
+def prompts_of(lane: int) -> list[int]:
+    """The prompts that a lane computes: all, then fewer and fewer, down to none."""
+    return [*range(lane % (len(PROMPTS) + 1), len(PROMPTS))]
+
+
+def prompt_buffer(program: ModelProgram, prompts: list[int]) -> np.ndarray:
+    """Prompts as prefill rows, a page each."""
+    setups = [SlotSetup(slot, Sampling(), 20) for slot in range(len(prompts))]
+    grants = [PageGrant(slot, 0, [5 * slot]) for slot in range(len(prompts))]
+    prefill = [Row(slot, 0, PROMPTS[prompt], 1) for slot, prompt in enumerate(prompts)]
     plan = StepPlan(0, setups, grants, prefill)
     builder = BatchBuilder(program.num_slots, SHAPE.table_pages, program.page_size, program.num_pages)
     builder.apply(plan)
     return builder.build(plan, SHAPE, 0)
 
 
-def logits_and_collectives(program: ModelProgram) -> tuple[np.ndarray, dict[str, int]]:
-    """Logits of the prompts' tokens, and what the program communicates."""
+def logits_and_collectives(program: ModelProgram) -> tuple[list[np.ndarray], dict[str, int]]:
+    """Logits of each lane's tokens, and what the program communicates."""
     pools = jax.tree.map(
         lambda struct: jax.device_put(np.zeros(struct.shape, struct.dtype), struct.sharding),
         list(program.abstract_state().pools),
     )
     call = forward(program)
-    arguments = (random_params(program), pools, prompt_buffer(program))
+    lanes = range(program.num_lanes)
+    arguments = (random_params(program), pools, np.concatenate([prompt_buffer(program, prompts_of(i)) for i in lanes]))
     traced = call.trace(*arguments)
-    logits = traced.lower().compile()(*arguments)
-    return np.asarray(logits)[: sum(map(len, PROMPTS))], count_collectives(traced)
+    logits = np.asarray(traced.lower().compile()(*arguments)).reshape(program.num_lanes, SHAPE.num_tokens, -1)
+    counts = [sum(len(PROMPTS[prompt]) for prompt in prompts_of(lane)) for lane in lanes]
+    return [each[:count] for each, count in zip(logits, counts, strict=True)], count_collectives(traced)
 
 
 @functools.cache
-def whole_logits(name: str) -> np.ndarray:
-    """Those of one device."""
-    return logits_and_collectives(make_program(CONFIGS[name]))[0]
+def whole_logits(name: str) -> list[np.ndarray]:
+    """Those of each prompt, on one device."""
+    (logits,), counted = logits_and_collectives(make_program(CONFIGS[name]))
+    assert counted == {}
+    return np.split(logits, np.cumsum([len(prompt) for prompt in PROMPTS])[:-1])
 
 
-@pytest.mark.parametrize("num_devices", [2, 4, 8])
-@pytest.mark.parametrize("layout", ROWS)
-@pytest.mark.parametrize("model", CONFIGS)
-def test_layout(model: str, layout: str, num_devices: int) -> None:
+def combinations() -> list[tuple[str, str, int, int]]:
+    """Every layout on its meshes, with the models that it can split."""
+    return [
+        (model, layout, tensor, expert)
+        for layout, meshes in ROWS.items()
+        for tensor, expert in meshes
+        for model in (("sparse", "switch") if expert > 1 else ("dense", "sparse"))
+    ]
+
+
+@pytest.mark.parametrize(("model", "layout", "tensor", "expert"), combinations())
+def test_layout(model: str, layout: str, tensor: int, expert: int) -> None:
     """Two key/value heads: on 4 and 8 devices they are replicated; the vocabulary of 53 is padded."""
-    program = make_program(CONFIGS[model], tensor=num_devices, layout=layout)
+    program = make_program(CONFIGS[model], tensor=tensor, expert=expert, layout=layout)
     logits, counted = logits_and_collectives(program)
-    np.testing.assert_allclose(logits, whole_logits(model), atol=2e-5, rtol=2e-5)
+    assert len(logits) == (expert if layout in ("expert_gather", "expert_all_to_all") else 1)
+    for lane, found in enumerate(logits):
+        expected = [whole_logits(model)[prompt] for prompt in prompts_of(lane)]
+        np.testing.assert_allclose(found, np.concatenate([found[:0], *expected]), atol=2e-5, rtol=2e-5)
+    per_token = 1 if model == "switch" else 3
+    has_fallback = exchange_capacity(SHAPE.num_tokens, per_token, expert) < SHAPE.num_tokens
+    stated = stated_collectives(program.layout, NUM_LAYERS, int(model != "dense"), has_fallback=has_fallback)
+    assert counted == stated
+    assert has_fallback == (model == "switch" and expert >= 4)
+
+
+def test_stated_collectives() -> None:
+    """By hand, for three layers of which two have experts."""
+    mesh, one = make_mesh(MeshShape(tensor=2, expert=2)), make_mesh(MeshShape(expert=2))
     stated = {
-        "all-reduce": NUM_LAYERS * program.layout.all_reduces_per_layer + program.layout.all_reduces_per_step,
-        "all-gather": program.layout.all_gathers_per_step,
+        ("expert_all_reduce", mesh): {"all-reduce": 3 + 1 + 2 + 1, "all-gather": 1},
+        ("expert_all_reduce", one): {"all-reduce": 2},
+        ("expert_gather", mesh): {"all-reduce": 3 + 1 + 2 + 1, "all-gather": 1 + 4, "reduce-scatter": 2},
+        ("expert_gather", one): {"all-gather": 4, "reduce-scatter": 2},
+        ("expert_all_to_all", mesh): {"all-reduce": 3 + 1 + 2 + 1, "all-gather": 1, "all-to-all": 6},
+        ("expert_all_to_all", one): {"all-to-all": 6},
+        ("expert_parallel", mesh): {"all-reduce": 3 + 1 + 2 + 1, "all-gather": 1},
+        ("replicated", mesh): {},
     }
-    assert counted == {kind: count for kind, count in stated.items() if count}
+    for (name, devices), expected in stated.items():
+        assert stated_collectives(get_layout(name).on(devices), 3, 2) == expected, name
+    found = stated_collectives(get_layout("expert_all_to_all").on(one), 3, 2, has_fallback=True)
+    assert found == {"all-to-all": 12, "all-reduce": 2}, "both exchanges, and the count that chooses"
 
 
 def test_every_layout_has_a_row() -> None:
@@ -105,7 +159,7 @@ def test_layouts_are_named_and_described(name: str) -> None:
 
 def test_unknown_layout() -> None:
     with pytest.raises(
-        LayoutError, match="unknown layout 'tp'; supported layouts: expert_parallel, replicated, tensor_parallel"
+        LayoutError, match="unknown layout 'tp'; supported layouts: expert_all_reduce, .*replicated, tensor_parallel"
     ):
         get_layout("tp")
 
@@ -127,6 +181,41 @@ def test_one_mesh_axis_splits_one_dimension() -> None:
         get_layout("tensor_parallel").spec("vocab", None, "ffn")
 
 
+def test_dimensions_of_several_axes() -> None:
+    layout = get_layout("expert_gather")
+    assert layout.spec(("experts", "expert_ffn"), "embed") == P(("expert", "tensor"))
+    assert layout.spec(("experts", "embed"), "expert_ffn") == P("expert", "tensor")
+    assert get_layout("expert_parallel").spec(("experts", "expert_ffn")) == P("tensor")
+    with pytest.raises(LayoutError, match=r"maps two dimensions of \(\('experts', 'batch'\), 'ffn'\) to one mesh axis"):
+        layout.spec(("experts", "batch"), "ffn")
+
+
+@pytest.mark.parametrize(
+    ("rules", "dispatch", "message"),
+    [
+        ({}, "scatter", "unknown dispatch 'scatter'; known: .'all_reduce', 'gather'"),
+        ({"batch": "expert"}, "all_reduce", "splits batch over expert and pages over None; .* must name one mesh axis"),
+        ({"pages": "expert"}, "all_reduce", "splits batch over None and pages over expert"),
+        (
+            {"batch": "tensor", "pages": "tensor", "ffn": "tensor"},
+            "all_reduce",
+            "splits batch and ffn over tensor; an axis that splits rows can split only experts besides",
+        ),
+        (
+            {"batch": "expert", "pages": "expert", "experts": "expert"},
+            "all_reduce",
+            "dispatch 'all_reduce' with batch over expert and experts over expert; gather and all_to_all need both",
+        ),
+        ({"experts": "expert"}, "gather", "dispatch 'gather' with batch over None and experts over expert"),
+        ({"batch": "data", "pages": "data", "experts": "expert"}, "all_to_all", "dispatch 'all_to_all' with batch"),
+        ({}, "gather", "dispatch 'gather' with batch over None and experts over None"),
+    ],
+)
+def test_layouts_that_contradict_themselves(rules: dict[str, str], dispatch: str, message: str) -> None:
+    with pytest.raises(LayoutError, match=f"layout 'bad'.* ?{message}"):
+        ShardingLayout("bad", rules, dispatch)
+
+
 def test_specs() -> None:
     """No trailing None: a spec with one compares unequal to what a step gives back."""
     layout = get_layout("tensor_parallel")
@@ -142,10 +231,12 @@ def test_axes_of_one_device_are_dropped() -> None:
     layout = get_layout("tensor_parallel")
     alone = layout.on(make_mesh(MeshShape(data=2)))
     assert dict(alone.rules) == {} and alone.name == layout.name
-    assert (alone.all_reduces_per_layer, alone.all_reduces_per_step, alone.all_gathers_per_step) == (0, 0, 0)
+    assert stated_collectives(alone, 3) == {}
     assert layout.on(make_mesh(MeshShape(tensor=2))) is layout
-    mixed = ShardingLayout("mixed", {"batch": "data", "vocab": "tensor"}).on(make_mesh(MeshShape(tensor=2)))
+    mixed = ShardingLayout("mixed", {"embed": "data", "vocab": "tensor"}).on(make_mesh(MeshShape(tensor=2)))
     assert dict(mixed.rules) == {"vocab": "tensor"}
+    gather = get_layout("expert_gather").on(make_mesh(MeshShape(tensor=2)))
+    assert (gather.rows_axis, gather.dispatch, gather.mesh_axis("expert_ffn")) == (None, "all_reduce", "tensor")
 
 
 def test_layouts_are_frozen() -> None:

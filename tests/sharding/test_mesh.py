@@ -18,10 +18,9 @@ def test_axis_sizes_are_whole_numbers(axis: str, size: int) -> None:
         MeshShape(**{axis: size})
 
 
-@pytest.mark.parametrize("axis", ["stage", "expert"])
-def test_axes_of_later_issues_have_one_device(axis: str) -> None:
-    with pytest.raises(MeshError, match=f"mesh axis '{axis}': got size 2, but only size 1 is supported so far"):
-        MeshShape(**{axis: 2})
+def test_stages_have_one_device() -> None:
+    with pytest.raises(MeshError, match="mesh axis 'stage': got size 2, but only size 1 is supported so far"):
+        MeshShape(stage=2)
 
 
 def test_mesh_has_all_axes_in_order() -> None:
@@ -32,6 +31,13 @@ def test_mesh_has_all_axes_in_order() -> None:
     assert dict(mesh.shape) == {"data": 2, "stage": 1, "tensor": 4, "expert": 1}
     assert list(mesh.devices.flat) == jax.devices(), "devices in order, neighbours along tensor"
     assert all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types)
+
+
+def test_neighbors_share_a_tensor_axis() -> None:
+    mesh = make_mesh(MeshShape(data=2, tensor=2, expert=2))
+    assert dict(mesh.shape) == {"data": 2, "stage": 1, "tensor": 2, "expert": 2}
+    ids = [[device.id for device in mesh.devices[data, 0, :, expert]] for data in range(2) for expert in range(2)]
+    assert ids == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_mesh_takes_the_first_devices_or_those_given() -> None:

@@ -209,10 +209,7 @@ def _model(started: StartedEngine, config: EngineConfig) -> model_pb2.Model:
         architecture=plan.config.architecture,
         dtype=program.policy.weights,
         vocab_size=plan.config.vocab_size,
-        mesh=[
-            model_pb2.MeshAxis(name="data", size=len(plan.programs)),
-            model_pb2.MeshAxis(name="tensor", size=devices.size),
-        ],
+        mesh=[model_pb2.MeshAxis(name=name, size=size) for name, size in plan.mesh_sizes.items()],
         device=devices.flat[0].device_kind,
         layout=program.layout.name,
         attention_backend=program.kernel.name,
@@ -226,7 +223,7 @@ def _model(started: StartedEngine, config: EngineConfig) -> model_pb2.Model:
         ),
         memory=[model_pb2.MemoryUse(name=name, size_bytes=size) for name, size in ledger.lines],
         max_num_seqs=max_num_seqs(started),
-        max_num_batched_tokens=plan.max_num_batched_tokens * len(plan.programs),
+        max_num_batched_tokens=plan.max_num_batched_tokens * plan.num_lanes,
     )
 
 

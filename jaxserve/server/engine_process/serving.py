@@ -266,4 +266,4 @@ def _own_error(error: BaseException, what: str) -> JaxserveError:
 
 def max_num_seqs(started: StartedEngine) -> int:
     """Return the number of sequences that the steps of all replicas have room for."""
-    return started.plan.max_num_seqs * len(started.plan.programs)
+    return started.plan.max_num_seqs * started.plan.num_lanes

@@ -117,6 +117,27 @@ def test_answers_are_taken_apart(streams: bool, include_reasoning: bool | None) 
     assert "".join(part.arguments for part in parts) == "{}"
 
 
+def test_harmony_keeps_its_special_tokens() -> None:
+    conversation = chat_pb2.Conversation(messages=[USER])
+    params = sampling_pb2.SamplingParams(skip_special_tokens=True)
+
+    async def main() -> generation_pb2.Completion:
+        async with serving(ParserNames("openai_gptoss", "openai")) as there, connected(there.target) as channel:
+            there.engine.texts = [
+                "<|channel|>analysis<|message|>",
+                "Hm.<|end|><|start|>",
+                "<|channel|>final<|mess",
+                "age|>Yes.",
+            ]
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            answer = await stub.Generate(generation_pb2.GenerateRequest(messages=conversation, sampling_params=params))
+            assert there.engine.last.params.skip_special_tokens is False
+            return answer.completions[0]
+
+    message = run(main).message
+    assert (message.reasoning, message.content) == ("Hm.", "Yes.")
+
+
 def test_other_prompts_are_not_taken_apart() -> None:
     async def main() -> None:
         async with serving(ParserNames(reasoning="qwen3")) as there, connected(there.target) as channel:

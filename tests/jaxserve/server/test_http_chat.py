@@ -2,12 +2,15 @@
 
 import json
 import re
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.outputs import RequestOutput
+from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.frontend import ParserNames
 from jaxserve.text.content_format import convert_content
 from tests.jaxserve.server.http_fakes import CHAT, Answer, FakeEngine, make_server
@@ -263,6 +266,82 @@ def test_a_forced_call_is_a_structure_of_the_answer(stream: bool) -> None:
     assert found["finish_reason"] == "tool_calls"
     calls = found["tool_calls"] if stream else found["message"]["tool_calls"]
     assert calls[0]["function"] == {"name": "sub", "arguments": '{"a": 4}'}
+
+
+class HarmonyEngine(FakeEngine):
+    """Its tokenizer has Harmony's markers as special tokens."""
+
+    async def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs without the markers if the request skips special tokens."""
+        if request.params.skip_special_tokens:
+            self.texts = tuple([re.sub(r"<\|\w+\|>", "", piece) for piece in pieces] for pieces in self.texts)
+        async for output in super().generate(request, request_id):
+            yield output
+
+
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|>"
+HARMONY_CALL = "<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("skips", [None, True, False])
+def test_harmony_needs_its_special_tokens(stream: bool, skips: bool | None) -> None:
+    given = {} if skips is None else {"skip_special_tokens": skips}
+
+    def message(*pieces: str, **fields: Any) -> dict[str, Any]:
+        server = make_server(
+            HarmonyEngine(pieces, rendered="<|start|>assistant"),
+            parsers=ParserNames("openai_gptoss", "openai"),
+            enable_auto_tool_choice=True,
+        )
+        answer = server.post(PATH, chat(stream=stream, **given, **fields))
+        return joined(answer)[0] if stream else _with_reason(answer.json()["choices"][0])
+
+    found = message("<|channel|>ana", "lysis<|message|>H", "m.<|end|><|start|>assistant<|channel|>final<|message|>Yes.")
+    assert (found["reasoning"], found["content"], found["finish_reason"]) == ("Hm.", "Yes.", "stop")
+    found = message(THOUGHT, HARMONY_CALL, '{"a"', ": 12}", tools=[tool()])
+    assert (found["reasoning"], found["content"] or None, found["finish_reason"]) == ("Hm.", None, "tool_calls")
+    assert [call["function"] for call in found["tool_calls"]] == [{"name": "add", "arguments": '{"a": 12}'}]
+    found = message(THOUGHT, f"{HARMONY_CALL}oops", tools=[tool()])
+    assert (found["content"], found["finish_reason"]) == (
+        "<|channel|>commentary to=functions.add<|message|>oops",
+        "stop",
+    )
+    found = message(THOUGHT, tools=[tool()], tool_choice="none", max_tokens=35, include_reasoning=False)
+    assert (found["content"], found["finish_reason"]) == ("", "length")
+
+
+def _with_reason(choice: dict[str, Any]) -> dict[str, Any]:
+    return {**choice["message"], "finish_reason": choice["finish_reason"]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_of_harmony_is_in_its_final_channel(stream: bool) -> None:
+    engine = HarmonyEngine(
+        [THOUGHT, '<|start|>assistant<|channel|>final<|message|>[{"name": "add", "parameters": {}}]']
+    )
+    server = make_server(engine, parsers=ParserNames("openai_gptoss", "openai"))
+    answer = server.post(PATH, chat(tools=[tool()], tool_choice="required", bad_words=["x"], stream=stream))
+    found = joined(answer)[0] if stream else _with_reason(answer.json()["choices"][0])
+    assert (found["reasoning"], found["finish_reason"]) == ("Hm.", "tool_calls")
+    assert [call["function"] for call in found["tool_calls"]] == [{"name": "add", "arguments": "{}"}]
+    params = engine.request.params
+    assert list(params.bad_words or ()) == ["x", "<|channel|>commentary"], "no grammar would constrain such a call"
+    assert params.structured_outputs is not None
+    server.post(PATH, chat(response_format={"type": "json_object"}))
+    assert not engine.request.params.bad_words
+
+
+def test_ids_of_calls_may_be_the_models_own() -> None:
+    text = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>"
+    )
+    server = make_server(FakeEngine([text]), parsers=ParserNames(None, "kimi_k2"), enable_auto_tool_choice=True)
+    choice = server.post(PATH, chat(tools=[tool()])).json()["choices"][0]
+    call = {"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    assert (choice["message"]["tool_calls"], choice["finish_reason"]) == ([call], "tool_calls")
+    assert server.engine.request.params.skip_special_tokens is False
 
 
 def test_a_structure_behind_the_reasoning_may_hold_its_marks() -> None:
