@@ -4,10 +4,10 @@
     python scripts/draw_charts.py
 
 Both models have random weights in bfloat16; the mixture has 8 experts, 2 of them active per token, and the dense model
-an MLP of twice an expert's width. jaxserve runs both in one process, in turns, and prints the ratio of each pair of
-turns, which other programs on the machine hardly change. Then ``drive_hf.py`` and ``drive_vllm.py`` of the workloads'
-folder run the mixture, each in a process of its own. A is one request of 128 + 128 tokens, B 32 ragged requests at
-once.
+an MLP of twice an expert's width. jaxserve runs both in one process: the workloads in turns, and then single decode
+steps in turns, whose ratio other programs on the machine hardly change. A mixture that reads only its active experts
+takes as long for a step as the dense model. Then ``drive_hf.py`` and ``drive_vllm.py`` of the workloads' folder run the
+mixture, each in a process of its own. A is one request of 128 + 128 tokens, B 32 ragged requests at once.
 """
 
 import argparse
@@ -34,10 +34,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from jaxserve import LLM  # noqa: E402
+from jaxserve import LLM, SamplingParams  # noqa: E402
 from jaxserve.layers.parallel import Scope  # noqa: E402
 from jaxserve.models.abstract import abstract_model  # noqa: E402
 from jaxserve.models.loading import read_model_config  # noqa: E402
+from jaxserve.request import parse_prompts  # noqa: E402
 from scripts.bench_peers import Driver, load_workloads, read_bandwidth  # noqa: E402
 
 OUT = REPOSITORY / "scripts" / "charts" / "experts_measurements.json"
@@ -92,13 +93,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, config in MODELS.items():
             write_model(Path(folder) / name, SHAPE | config)
-        turns = take_turns(Path(folder), load_workloads(options.workloads_dir), options.workloads, options.runs)
+        workloads = load_workloads(options.workloads_dir)
+        turns = take_turns(Path(folder), workloads, options.workloads, options.runs)
+        steps = time_steps(Path(folder), workloads.requests("A", 0)[0], options.runs)
         pythons = {"transformers": Path(sys.executable), "vllm": options.vllm_python}
         peers = {
             peer: run_peer(peer, pythons[peer], options.workloads_dir, Path(folder) / "experts", options.workloads)
             for peer in options.peers
         }
-    found = summary(turns, peers, options.machine)
+    found = summary(turns, steps, peers, options.machine)
     options.out.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps(found, indent=2))
 
@@ -144,6 +147,26 @@ def take_turns(folder: Path, workloads: ModuleType, names: str, runs: int) -> di
     return found
 
 
+def time_steps(folder: Path, request: tuple[list[int], int], runs: int) -> dict[str, list[float]]:
+    """Decode one stream of each model in turns, step by step; return the milliseconds of each step by model."""
+    settings = {"dtype": "bfloat16", "max_num_seqs": 1, "max_model_len": 512, "async_scheduling": False}
+    params = SamplingParams(temperature=0.0, max_tokens=request[1], ignore_eos=True, detokenize=False)
+    times: dict[str, list[float]] = {model: [] for model in MODELS}
+    with LLM(str(folder / "experts"), **settings) as experts, LLM(str(folder / "dense"), **settings) as dense:
+        engines = {"experts": experts.engine, "dense": dense.engine}
+        for _ in range(runs):
+            states = [engine.submit(parse_prompts(request[0])[0], params) for engine in engines.values()]
+            while any(state.first_token_s is None for state in states):
+                for engine in engines.values():
+                    engine.step()
+            while not any(state.is_finished() for state in states):
+                for model, engine in engines.items():
+                    start = time.perf_counter()
+                    engine.step()
+                    times[model].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
 def tokens_per_second(driver: Driver, requests: list[tuple[list[int], int]], workload: str) -> float:
     """Return generated tokens per second: of one stream after its first token, or of all requests from their start."""
     start = time.perf_counter()
@@ -164,15 +187,15 @@ def run_peer(peer: str, python: Path, folder: Path, model: Path, workloads: str)
 
 
 def summary(
-    turns: Mapping[str, Mapping[str, Sequence[float]]], peers: Mapping[str, Mapping[str, Any]], machine: str
+    turns: Mapping[str, Mapping[str, Sequence[float]]],
+    steps: Mapping[str, Sequence[float]],
+    peers: Mapping[str, Mapping[str, Any]],
+    machine: str,
 ) -> dict[str, Any]:
-    """Return the result in the form that ``draw_charts.py`` draws, with the ratios of pairs of turns."""
+    """Return the result in the form that ``draw_charts.py`` draws, with the ratios of the models' decode steps."""
     versions = {name: importlib.metadata.version(name) for name in ("jaxserve", "jax")}
     versions |= {peer: next(iter(lines.values()))["version"] for peer, lines in peers.items()}
-    ratios = {
-        workload: [round(a / b, 3) for a, b in zip(rates["experts"], rates["dense"], strict=True)]
-        for workload, rates in turns.items()
-    }
+    ratios = [a / b for a, b in zip(steps["experts"], steps["dense"], strict=True)]
     panels = []
     for workload, rates in turns.items():
         title, key = TITLES[workload]
@@ -187,7 +210,13 @@ def summary(
         "versions": versions | {"python": platform.python_version()},
         "engines": ["jaxserve", "jaxserve, dense", *peers],
         "panels": panels,
-        "experts_to_dense": {w: {"pairs": pairs, "median": statistics.median(pairs)} for w, pairs in ratios.items()},
+        "decode_step": {
+            "ms": {model: round(statistics.median(times), 2) for model, times in steps.items()},
+            "experts_to_dense": {
+                "quartiles": [round(value, 3) for value in statistics.quantiles(ratios, n=4)],
+                "num_pairs": len(ratios),
+            },
+        },
     }
 
 

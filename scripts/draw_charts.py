@@ -14,7 +14,7 @@ from typing import Any
 CHARTS = Path(__file__).parent / "charts"
 WIDTH, PANEL_HEIGHT, HEADER = 760, 112, 64
 BAR_LEFT, BAR_WIDTH, BAR_HEIGHT = 170, 460, 20
-COLOURS = ("#2563eb", "#94a3b8", "#cbd5e1")
+COLOURS = ("#2563eb", "#94a3b8", "#cbd5e1", "#e2e8f0")
 
 
 def draw(measurements: dict[str, Any]) -> str:

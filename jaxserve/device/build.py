@@ -146,6 +146,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     module = outline(model, dataclasses.replace(scope, policy=policy))
     _check_expert_load(config, module)
     is_invariant = computes_rows_natively(module.has_fused_norms, policy, kernel)
+    is_invariant &= scope.parallel.dispatch != "gather"  # whose devices add a row's parts in an order of their own
     is_deterministic = is_invariant if config.deterministic is None else config.deterministic
     _log_determinism(config, is_deterministic, is_invariant)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)

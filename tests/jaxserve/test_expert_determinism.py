@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve import LLM, RequestOutput, SamplingParams
+from jaxserve import LLM, EngineConfig, RequestOutput, SamplingParams
+from jaxserve.device.build import plan_engine
 from pallas_kernels import native_library
 from tests.random_checkpoint import write_checkpoint
 
@@ -45,8 +46,17 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 32,
     "block_size": 8,
     "num_gpu_blocks_override": 200,
+    "max_model_len": 128,
     "compile_sizes": {"decode": [8, 16], "mixed": [16, 32]},
     "warm_up": False,
+}
+FAMILIES["gpt-oss"] = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "head_dim": 16,
 }
 START = [7, 3, 96, 40, 41, 5, 5, 18, 60, 2]
 PROMPTS = [[*START, i, *range(i, 5 * i, 3)] for i in range(13)]
@@ -69,7 +79,7 @@ def bits(output: RequestOutput) -> list[Any]:
         ("qwen2-moe", 1),
         ("mixtral", 2),
         *[pytest.param(*pair, marks=pytest.mark.slow) for pair in (("qwen2-moe", 2), ("mixtral", 1))],
-        *[pytest.param("granite-moe", tensor, marks=pytest.mark.slow) for tensor in (1, 2)],
+        *[pytest.param(name, size, marks=pytest.mark.slow) for name in ("granite-moe", "gpt-oss") for size in (1, 2)],
     ],
 )
 def test_bits_alone_and_in_any_batch(
@@ -88,3 +98,12 @@ def test_bits_alone_and_in_any_batch(
         assert [*map(bits, llm.generate(PROMPTS, PARAMS, use_tqdm=False))] == alone
         assert [*map(bits, llm.generate(PROMPTS[::-1], PARAMS[::-1], use_tqdm=False))] == alone[::-1]
     assert len({tuple(tokens) for tokens, _ in alone}) > 10
+
+
+def test_lanes_that_add_in_an_order_of_their_own_promise_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_checkpoint(tmp_path, BASE | FAMILIES["mixtral"], seed=5)
+    with caplog.at_level("INFO"):
+        plan_engine(EngineConfig(model=str(tmp_path), expert_parallel_size=2))
+    assert "Results are not batch-invariant" in caplog.text
