@@ -1,6 +1,6 @@
 """Measures a small mixture of experts beside the dense model of the same active size, and beside other engines.
 
-    python scripts/bench_experts.py --workloads-dir ../shared/bench/peers --vllm-python VENV/bin/python
+    python scripts/bench_experts.py --peers transformers vllm --vllm-python VENV/bin/python --machine "2 CPUs of …"
     python scripts/draw_charts.py
 
 Both models have random weights in bfloat16; the mixture has 8 experts, 2 of them active per token, and the dense model
@@ -74,6 +74,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": ACTIVE * EXPERT_FFN,
     },
 }
+PEERS = {"transformers": "transformers", "vllm": "vLLM-CPU"}
 TITLES = {"A": ("One stream: decode", "decode_tok_s"), "B": ("32 ragged requests: output", "output_tok_s")}
 
 
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("--workloads-dir", type=Path, default=REPOSITORY.parent / "shared" / "bench" / "peers")
     parser.add_argument("--workloads", default="AB")
     parser.add_argument("--runs", type=int, default=5, help="turns of each model in jaxserve; other engines take 1")
-    parser.add_argument("--peers", nargs="*", choices=("transformers", "vllm"), default=["transformers"])
+    parser.add_argument("--peers", nargs="*", choices=sorted(PEERS), default=["transformers"])
     parser.add_argument("--vllm-python", type=Path, help="Python of an environment with vllm-cpu")
     parser.add_argument("--machine", default=f"{platform.machine()}, {platform.node()}", help="for the result")
     parser.add_argument("--out", type=Path, default=OUT)
@@ -208,7 +209,7 @@ def summary(
         "machine": f"{machine}, {read_bandwidth() / 1e9:.1f} GB/s memory read",
         "model": "Mixtral's form: 8 experts, 2 active, 8 layers of 768, bfloat16, random weights",
         "versions": versions | {"python": platform.python_version()},
-        "engines": ["jaxserve", "jaxserve, dense", *peers],
+        "engines": ["jaxserve", "jaxserve, dense", *(PEERS[peer] for peer in peers)],
         "panels": panels,
         "decode_step": {
             "ms": {model: round(statistics.median(times), 2) for model, times in steps.items()},

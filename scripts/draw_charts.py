@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 CHARTS = Path(__file__).parent / "charts"
-WIDTH, PANEL_HEIGHT, HEADER = 760, 112, 64
+WIDTH, PANEL_TOP, ROW_HEIGHT, HEADER = 760, 40, 24, 64
 BAR_LEFT, BAR_WIDTH, BAR_HEIGHT = 170, 460, 20
 COLOURS = ("#2563eb", "#94a3b8", "#cbd5e1", "#e2e8f0")
 
@@ -24,7 +24,8 @@ def draw(measurements: dict[str, Any]) -> str:
         measurements: `date`, `machine` and `model`, for the header; `engines`, their names; `panels`, each with
             `title`, `unit`, `better` ("higher" or "lower") and `values`, one per engine, null if not measured.
     """
-    height = HEADER + PANEL_HEIGHT * len(measurements["panels"])
+    panel_height = PANEL_TOP + ROW_HEIGHT * len(measurements["engines"])
+    height = HEADER + panel_height * len(measurements["panels"])
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'font-family="system-ui, Segoe UI, Helvetica, Arial, sans-serif" font-size="13" fill="#17202e">',
@@ -33,7 +34,7 @@ def draw(measurements: dict[str, Any]) -> str:
         _text(20, 48, f"{measurements['machine']}; {measurements['date']}", colour="#566377"),
     ]
     for index, panel in enumerate(measurements["panels"]):
-        lines += _panel(HEADER + index * PANEL_HEIGHT, panel, measurements["engines"])
+        lines += _panel(HEADER + index * panel_height, panel, measurements["engines"])
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -42,7 +43,7 @@ def _panel(top: int, panel: dict[str, Any], engines: list[str]) -> list[str]:
     lines = [_text(20, top + 20, title, weight=600)]
     largest = max(value for value in panel["values"] if value is not None)
     for row, (engine, value) in enumerate(zip(engines, panel["values"], strict=True)):
-        y = top + 30 + row * (BAR_HEIGHT + 4)
+        y = top + 30 + row * ROW_HEIGHT
         lines.append(_text(BAR_LEFT - 10, y + 15, engine, anchor="end"))
         if value is None:
             lines.append(_text(BAR_LEFT, y + 15, "not measured", colour="#566377"))

@@ -9,7 +9,11 @@ MEASUREMENTS = json.loads((CHARTS / "cpu_measurements.json").read_text())
 
 
 def test_committed_charts_are_what_the_script_draws() -> None:
-    assert (CHARTS / "cpu.svg").read_text() == draw(MEASUREMENTS), "run: python scripts/draw_charts.py"
+    sources = sorted(CHARTS.glob("*_measurements.json"))
+    assert len(sources) > 1
+    for source in sources:
+        chart = CHARTS / f"{source.stem.removesuffix('_measurements')}.svg"
+        assert chart.read_text() == draw(json.loads(source.read_text())), "run: python scripts/draw_charts.py"
 
 
 def test_table_and_chart_have_the_same_numbers() -> None:
@@ -25,3 +29,13 @@ def test_bars_are_as_long_as_the_values_are_large() -> None:
     short, long = [float(width) for width in re.findall(r'<rect x="170" y="\d+" width="([\d.]+)"', svg)]
     assert long == 2 * short
     assert svg.count("not measured") == 1
+
+
+def test_the_table_of_experts_has_the_measured_numbers() -> None:
+    measured = json.loads((CHARTS / "experts_measurements.json").read_text())
+    page = (CHARTS.parent / "README.md").read_text()
+    for panel in measured["panels"]:
+        cells = " | ".join(f"{value:g}" for value in panel["values"])
+        assert f"| {panel['title']}, tokens/s | {cells} |" in page
+    steps = measured["decode_step"]
+    assert f"{steps['ms']['experts']:g} ms" in page and f"{steps['experts_to_dense']['quartiles'][1]:.2f}" in page
