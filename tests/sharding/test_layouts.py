@@ -18,7 +18,7 @@ from jaxserve.layers.sparse_mlp import Routing
 from jaxserve.scheduling.plan import PageGrant, Row, Sampling, SlotSetup, StepPlan
 from sharding import LAYOUTS, LayoutError, MeshShape, ShardingLayout, get_layout, make_mesh
 from sharding.plan import count_collectives, stated_collectives
-from tests.tiny_programs import NUM_LAYERS, make_program, random_params, sparse_config, tiny_config
+from tests.tiny_programs import NUM_LAYERS, latent_config, make_program, random_params, sparse_config, tiny_config
 
 TENSOR = [(2, 1), (4, 1), (8, 1)]
 EXPERT = [(1, 2), (2, 2), (2, 4), (1, 8)]
@@ -34,6 +34,7 @@ ROWS = {
 DENSE = tiny_config(num_heads=8, hidden_size=32)
 ROUTING = Routing(num_experts=8, experts_per_token=1, is_normalized=False)
 CONFIGS = {"dense": DENSE, "sparse": sparse_config(num_heads=8, hidden_size=32)}
+CONFIGS["latents"] = latent_config(num_heads=8, num_kv_heads=8, hidden_size=32)
 CONFIGS["switch"] = sparse_config(num_heads=8, hidden_size=32, routing=ROUTING)
 SHAPE = BatchShape(num_tokens=16, num_rows=4, table_pages=4, decode_only=False)
 PROMPTS = ([3, 50, 7, 21, 0], [52, 9], [1, 2, 3, 4, 5, 6, 7, 8])
@@ -102,12 +103,16 @@ def whole_logits(name: str) -> list[np.ndarray]:
 
 def combinations() -> list[tuple[str, str, int, int]]:
     """Every layout on its meshes, with the models that it can split."""
-    return [
+    found = [
         (model, layout, tensor, expert)
         for layout, meshes in ROWS.items()
         for tensor, expert in meshes
         for model in (("sparse", "switch") if expert > 1 else ("dense", "sparse"))
     ]
+    latents = [
+        ("latents", layout, *mesh) for layout, meshes in ROWS.items() for mesh in [(2, 2), (8, 1)] if mesh in meshes
+    ]
+    return found + latents
 
 
 @pytest.mark.parametrize(("model", "layout", "tensor", "expert"), combinations())
