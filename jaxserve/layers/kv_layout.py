@@ -48,7 +48,7 @@ class KVSpec(NamedTuple):
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes that implementations of the operation depend on, besides the page size."""
-        sizes = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+        sizes = {"head_dim": self.head_dim, "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
         return sizes if self.value_dim is None else {**sizes, "value_dim": self.value_dim}
 
     @property
