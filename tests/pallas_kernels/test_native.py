@@ -573,6 +573,8 @@ def run_cases(*arguments: str, **environment: str) -> tuple[str, dict[str, float
 @needs_native
 @pytest.mark.parametrize("wanted", ["avx2", "avx512"])
 def test_older_instructions_are_right_too(wanted):
+    if wanted == native_library.instructions():
+        pytest.skip(f"all other tests run with {wanted} here")
     instructions, worst = run_cases("some", JAXSERVE_MAX_CPU_ISA=wanted)
     assert instructions in ("avx2", wanted) and len(worst) > 60
     assert {name: error for name, error in worst.items() if error > 1} == {}
