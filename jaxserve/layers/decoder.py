@@ -153,9 +153,7 @@ class PreNormLayer(RMSNormLayer):
         self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
     ) -> Float[Array, "T D"]:
         """Return the layer's output from its input and the attention output."""
-        scale = self.residual_multiplier
-        x = self.attention.output(attended, residual=x, scale=scale, num_rows=num_rows)
-        return self.mlp(x, norm=self.mlp_norm, residual=x, scale=scale, num_rows=num_rows)
+        return self.after_attention_with_experts(x, attended, num_rows)[0]
 
     @property
     def num_experts(self) -> int:
@@ -166,11 +164,11 @@ class PreNormLayer(RMSNormLayer):
         self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
     ) -> tuple[Float[Array, "T D"], Int[Array, "T k"] | None]:
         """Return the layer's output, and the experts of each token if the MLP is a mixture of experts."""
-        if not isinstance(self.mlp, SparseMLP):
-            return self.after_attention(x, attended, num_rows), None
-        scale = self.residual_multiplier
+        scale, norm = self.residual_multiplier, self.mlp_norm
         x = self.attention.output(attended, residual=x, scale=scale, num_rows=num_rows)
-        return self.mlp.with_experts(x, norm=self.mlp_norm, residual=x, scale=scale, num_rows=num_rows)
+        if isinstance(self.mlp, SparseMLP):
+            return self.mlp.with_experts(x, norm=norm, residual=x, scale=scale, num_rows=num_rows)
+        return self.mlp(x, norm=norm, residual=x, scale=scale, num_rows=num_rows), None
 
 
 class LayerNormLayer(DecoderLayer):

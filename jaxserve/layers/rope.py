@@ -37,8 +37,8 @@ def attention_factor(config: RopeConfig) -> float:
         return config.attention_factor
     if config.kind == "yarn":
         if config.mscale and config.mscale_all_dim:
-            return _yarn_mscale(config.factor, config.mscale) / _yarn_mscale(config.factor, config.mscale_all_dim)
-        return _yarn_mscale(config.factor, 1.0)
+            return yarn_mscale(config.factor, config.mscale) / yarn_mscale(config.factor, config.mscale_all_dim)
+        return yarn_mscale(config.factor, 1.0)
     if config.kind == "longrope" and config.factor > 1.0:
         return math.sqrt(1.0 + math.log(config.factor) / math.log(_original_positions(config)))
     return 1.0
@@ -135,7 +135,7 @@ def _yarn_correction_range(config: RopeConfig) -> tuple[float, float]:
     return low, high if high != low else high + 0.001
 
 
-def _yarn_mscale(factor: float, mscale: float) -> float:
+def yarn_mscale(factor: float, mscale: float) -> float:
     """Return yarn's attention factor for longer contexts, as fitted in its paper."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 

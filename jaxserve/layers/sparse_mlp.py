@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from checkpoints import whole
 from jaxserve.layers.expert_dispatch import exchange_rows, gather_rows
+from jaxserve.layers.expert_load import count_each
 from jaxserve.layers.linear import ColumnParallelLinear, add_branch
 from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.norm import RMSNorm
@@ -255,7 +256,7 @@ class SparseMLP(nnx.Module):
             is_computed &= (jnp.arange(num_tokens) < num_rows)[:, None]
         key = jnp.where(is_computed, experts, num_local).reshape(-1)  # tokens of other devices' experts sort last
         order = jnp.argsort(key, stable=True)
-        group_sizes = jnp.sum(key[:, None] == jnp.arange(num_local), axis=0, dtype=jnp.int32)
+        group_sizes = count_each(key, num_local)
         outputs = self._computed(x[order // per_token], group_sizes, jnp.minimum(key[order], num_local - 1))
         places = jnp.argsort(order).reshape(num_tokens, per_token)
         add, used = partial(_weighted_sum, outputs), num_tokens if num_rows is None else num_rows

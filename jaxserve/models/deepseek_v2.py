@@ -1,7 +1,6 @@
 """DeepSeek-V2 and V2-Lite (arXiv:2405.04434): latent attention, and experts in groups with shared ones beside them."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Final
 
@@ -9,6 +8,7 @@ from jaxserve.layers.decoder import PreNormLayer
 from jaxserve.layers.latent_attention import MultiHeadLatentAttention
 from jaxserve.layers.model_config import RopeConfig
 from jaxserve.layers.parallel import Scope
+from jaxserve.layers.rope import yarn_mscale
 from jaxserve.layers.routing import Routing
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import build_decoder
@@ -98,9 +98,7 @@ def read_deepseek(
 
 def _attention_scale(query_dim: int, rope: RopeConfig) -> float:
     """Return the factor of scores: with YaRN, ``mscale_all_dim`` raises it by the square of the attention factor."""
-    factor = 1.0
-    if rope.kind != "default" and rope.mscale_all_dim and rope.factor > 1.0:
-        factor = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+    factor = yarn_mscale(rope.factor, rope.mscale_all_dim)
     return query_dim**-0.5 * factor * factor
 
 

@@ -170,7 +170,7 @@ def test_lanes_run_each_step_together(llm: LLM) -> None:
 
 
 def test_a_lane_without_work_changes_nothing(llm: LLM) -> None:
-    """One request on one lane, then another on the next while the first is gone."""
+    """The first lane has no more work after two tokens, while the second one goes on."""
     alone = tokens(run_one(llm, "reverse garden:"))
     first = submit(llm, "1+1=", GREEDY.clone(max_tokens=2))
     second = submit(llm, "reverse garden:")

@@ -46,7 +46,7 @@ def attend(module, case: Case, prepared: op.Prepared) -> np.ndarray:
 @pytest.mark.parametrize("row_tile", [None, 8])
 @pytest.mark.parametrize("bad", ["latent", "key"])
 def test_numbers_that_are_not_finite_stay_with_their_sequence(module, row_tile, bad):
-    """Behind a context's end they change nothing, though they are in a page that others could own next."""
+    """After the end of a context they change nothing, although the page may belong to another sequence next."""
     case = SMALL._replace(rows=((20, 1),), row_tile=row_tile, spare_rows=0, spare_tokens=0)
     _, (query, clean, batch) = problem(module, case)
     page, value_dim = batch.page_table[0, 1], case.value_width
