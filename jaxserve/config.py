@@ -5,7 +5,7 @@ import difflib
 from types import MappingProxyType
 from typing import Any
 
-from jaxserve.config_checks import NEUTRAL, check_neutral, check_settings, parse_length
+from jaxserve.config_checks import NEUTRAL, check_neutral, check_settings, check_type, parse_length, parse_mesh
 from jaxserve.errors import ConfigError
 
 SERVING_DEFAULTS = MappingProxyType({"disable_log_stats": False})
@@ -39,7 +39,10 @@ class EngineConfig:
         expert_parallel_size: Number of devices that share the experts of a model, in addition to those of
             ``tensor_parallel_size``, which split the features of each expert. By default they also share the requests:
             each has its own KV pages and up to ``max_num_seqs`` sequences per step, and all run each step together.
-        layout: Name of the sharding layout. ``tensor_parallel`` means ``expert_parallel`` with
+        mesh: Devices along each axis of the mesh, such as ``data=2,tensor=2``, instead of ``data_parallel_size``,
+            ``tensor_parallel_size`` and ``expert_parallel_size``; axes that are not named have one device.
+        layout: Name of the sharding layout, ``path.py:NAME`` for one that a local Python file defines (the file is
+            run), or a ``sharding.ShardingLayout``. ``tensor_parallel`` means ``expert_parallel`` with
             ``enable_expert_parallel``. With ``expert_parallel_size`` it means ``expert_gather``, or
             ``expert_all_to_all`` if ``deterministic`` is True; ``expert_all_reduce`` gives all devices all requests.
         seed: Seed of requests without one.
@@ -101,7 +104,8 @@ class EngineConfig:
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False
     expert_parallel_size: int = 1
-    layout: str = "tensor_parallel"
+    mesh: str | None = None
+    layout: Any = "tensor_parallel"
     seed: int = 0
     gpu_memory_utilization: float = 0.92
     kv_cache_memory_bytes: int | None = None
@@ -150,6 +154,9 @@ class EngineConfig:
                 raise ConfigError(f"LLM has no argument {name!r}{hint}")
         if kept.get("max_model_len") is not None:
             kept["max_model_len"] = parse_length("max_model_len", kept["max_model_len"])
+        if kept.get("mesh") is not None:
+            check_type("mesh", kept["mesh"], str)
+            parse_mesh(kept["mesh"], kept)
         return cls(model=model, **kept)
 
     def __post_init__(self):

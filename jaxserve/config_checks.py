@@ -78,11 +78,16 @@ _WHOLE_FIELDS = MappingProxyType(
         "max_logprobs": -1,
     }
 )
+MESH_FIELDS = MappingProxyType(
+    {"data": "data_parallel_size", "tensor": "tensor_parallel_size", "expert": "expert_parallel_size"}
+)
+"""The setting that each axis of ``mesh`` stands for."""
+
 _CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     {"scheduling_policy": SCHEDULING_POLICIES, "logprobs_mode": LOGPROBS_MODES, "kernels": KERNELS}
 )
 _TEXT_FIELDS = (
-    "tokenizer hf_token revision tokenizer_revision download_dir generation_config chat_template layout "
+    "tokenizer hf_token revision tokenizer_revision download_dir generation_config chat_template mesh "
     "attention_backend compilation_cache_dir reasoning_parser tool_call_parser"
 ).split()
 _TYPED_FIELDS: MappingProxyType[str, type] = MappingProxyType(
@@ -131,6 +136,7 @@ def check_settings(values: Mapping[str, Any], optional: frozenset[str]) -> dict[
     for name, choices in _CHOICES.items():
         if name in given and given[name] not in choices:
             raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {given[name]!r}")
+    checked |= _sizes_of_mesh(values)
     _check_numbers(values)
     _check_generation_config("override_generation_config", given.get("override_generation_config", {}))
     _check_compile_sizes("compile_sizes", given.get("compile_sizes", {}))
@@ -184,6 +190,39 @@ def parse_length(name: str, value: Any) -> int:
     elif isinstance(value, int) and not isinstance(value, bool) and (value >= 1 or value == -1):
         return value
     raise ConfigError(f"{name}: expected a number of tokens >= 1, such as 4096, '4k' or -1 for auto, got {value!r}")
+
+
+def _sizes_of_mesh(values: Mapping[str, Any]) -> dict[str, int]:
+    """Return the settings that the mesh stands for, if one is given."""
+    if values["mesh"] is None:
+        return {}
+    return parse_mesh(values["mesh"], {name: values[name] for name in MESH_FIELDS.values() if values[name] != 1})
+
+
+def parse_mesh(mesh: str, given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the settings that ``axis=size,axis=size`` stands for; axes that are not named have one device.
+
+    Args:
+        mesh: The text.
+        given: Those of the same settings that are given besides.
+
+    Raises:
+        ConfigError: The text is not of this form, an axis is unknown or named twice, or ``given`` says otherwise.
+    """
+    sizes = dict[str, int]()
+    for part in mesh.split(","):
+        axis, _, size = (text.strip() for text in part.partition("="))
+        if axis not in MESH_FIELDS or axis in sizes or not re.fullmatch(r"[1-9]\d{0,5}", size):
+            raise ConfigError(
+                f"mesh: expected a size >= 1 for any of {', '.join(MESH_FIELDS)}, such as 'data=2,tensor=2', "
+                f"got {mesh!r}"
+            )
+        sizes[axis] = int(size)
+    found = {name: sizes.get(axis, 1) for axis, name in MESH_FIELDS.items()}
+    for name, value in given.items():
+        if name in found and value != found[name]:
+            raise ConfigError(f"mesh={mesh!r} means {name}={found[name]}, but {name}={value} is given too; use one")
+    return found
 
 
 def check_neutral(name: str, value: Any) -> None:

@@ -32,7 +32,16 @@ from jaxserve.models.sparse_decoder import SparseConfig
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from jaxserve.scheduling.page_allocator import KVWindow
 from pallas_kernels.native_library import set_threads
-from sharding import LAYOUTS, MeshShape, data_slices, ensure_cpu_devices, get_layout, make_mesh
+from sharding import (
+    LAYOUTS,
+    LayoutError,
+    MeshShape,
+    ShardingLayout,
+    data_slices,
+    ensure_cpu_devices,
+    get_layout,
+    make_mesh,
+)
 from sharding.mesh import Device
 from sharding.plan import bytes_per_device
 
@@ -131,7 +140,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
         set_threads(config.num_threads)
     sizes = {"tensor": config.tensor_parallel_size, "expert": config.expert_parallel_size}
     mesh_shape = MeshShape(data=config.data_parallel_size, **sizes)
-    layout = get_layout(_layout_name(config, model))
+    layout = _choose_layout(config, model)
     ensure_cpu_devices(mesh_shape.num_devices)
     mesh = make_mesh(mesh_shape)
     device = mesh.devices.flat[0]
@@ -170,7 +179,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     )
     if config.tensor_parallel_size > 1 and program.parallel.size == 1:
         raise ConfigError(
-            f"layout {config.layout!r} does not shard the model; it requires tensor_parallel_size=1, got "
+            f"layout {layout.name!r} does not shard the model; it requires tensor_parallel_size=1, got "
             f"{config.tensor_parallel_size}"
         )
     max_samples = 1 + max_draft_tokens
@@ -241,15 +250,22 @@ def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...
     return program.packing.pack(params)
 
 
-def _layout_name(config: EngineConfig, model: ModelConfig) -> str:
-    """Return the name of the layout.
+def _choose_layout(config: EngineConfig, model: ModelConfig) -> ShardingLayout:
+    """Return the layout that the settings name, or the one that expert parallelism means.
 
     Raises:
-        ConfigError: Expert parallelism is requested with another layout, or for a model without experts.
+        ConfigError: Expert parallelism is requested with a layout that does not split experts over its axis, or for a
+            model without experts.
+        LayoutError: The layout is unknown, or contradicts itself.
     """
+    layout = config.layout
+    if not isinstance(layout, str | ShardingLayout):
+        raise ConfigError(f"layout: expected a name, path.py:NAME or a ShardingLayout, got {layout!r}")
+    layout = get_layout(layout) if isinstance(layout, str) else layout
+    _check_axes(layout)
     size = config.expert_parallel_size
     if size == 1 and not config.enable_expert_parallel:
-        return config.layout
+        return layout
     setting = "enable_expert_parallel" if size == 1 else f"expert_parallel_size={size}"
     if size > 1 and config.enable_expert_parallel:
         raise ConfigError(
@@ -259,14 +275,38 @@ def _layout_name(config: EngineConfig, model: ModelConfig) -> str:
     axis, default = ("tensor", "expert_parallel") if size == 1 else ("expert", "expert_gather")
     if size > 1 and config.deterministic:
         default = "expert_all_to_all"  # adds the parts of a row in the same order on every device
-    fitting = [name for name in LAYOUTS if get_layout(name).mesh_axis("experts") == axis]
-    if config.layout not in ("tensor_parallel", *fitting):
-        get_layout(config.layout)
-        names = " or ".join(f"layout={name!r}" for name in fitting)
-        raise ConfigError(f"{setting} needs {names}, got layout={config.layout!r}")
+    is_default = layout == get_layout("tensor_parallel")
+    if not is_default and layout.mesh_axis("experts") != axis:
+        names = " or ".join(f"layout={name!r}" for name in LAYOUTS if get_layout(name).mesh_axis("experts") == axis)
+        raise ConfigError(f"{setting} needs {names}, got layout={layout.name!r}")
     if not isinstance(model, SparseConfig):
         raise ConfigError(f"{setting} needs a model with experts; {model.architecture} has none")
-    return default if config.layout == "tensor_parallel" else config.layout
+    return get_layout(default) if is_default else layout
+
+
+def _check_axes(layout: ShardingLayout) -> None:
+    """Raise LayoutError if a layout splits something that the modules cannot split, or over an axis that they do not
+    use."""
+    rules = layout.rules
+    whole = [logical for logical in ("embed", "head_dim") if logical in rules]
+    if whole:
+        raise LayoutError(f"layout {layout.name!r} splits {' and '.join(whole)}, which every device needs whole")
+    slices = [f"{logical} over {axis}" for logical, axis in rules.items() if axis in ("data", "stage")]
+    if slices:
+        raise LayoutError(
+            f"layout {layout.name!r} splits {', '.join(slices)}; a layout can use only the axes tensor and expert"
+        )
+    axes = {rules.get(logical) for logical in ("vocab", "q_heads", "ffn", "expert_ffn")} - {None}
+    if len(axes) > 1:
+        raise LayoutError(
+            f"layout {layout.name!r} splits vocab, q_heads, ffn and expert_ffn over "
+            f"{' and '.join(sorted(map(str, axes)))}; those of them that are split must be over one axis"
+        )
+    if rules.get("kv_heads") != rules.get("q_heads"):
+        raise LayoutError(
+            f"layout {layout.name!r} splits q_heads over {rules.get('q_heads')} and kv_heads over "
+            f"{rules.get('kv_heads')}; both must be over one axis, or neither split"
+        )
 
 
 def _batch_limits(config: EngineConfig, device: Device) -> tuple[int, int]:

@@ -172,12 +172,35 @@ WRONG = [
     ({"compile_sizes": {"decode": ["2"]}}, r"compile_sizes\.decode\[0\]: .*got '2'"),
     ({"tokenizer": 7}, "tokenizer: expected str, got 7"),
     ({"revision": 7}, "revision: expected str, got 7"),
-    ({"layout": 7}, "layout: expected str, got 7"),
+    ({"mesh": 7}, "mesh: expected str, got 7"),
+    ({"mesh": ""}, "mesh: expected a size >= 1 for any of data, tensor, expert, such as 'data=2,tensor=2', got ''"),
+    ({"mesh": "data"}, "mesh: expected a size .*got 'data'"),
+    ({"mesh": "data=0"}, "mesh: expected a size .*got 'data=0'"),
+    ({"mesh": "data=two"}, "mesh: expected a size .*got 'data=two'"),
+    ({"mesh": "rows=2"}, "mesh: expected a size .*got 'rows=2'"),
+    ({"mesh": "data=2,data=2"}, "mesh: expected a size .*got 'data=2,data=2'"),
+    (
+        {"mesh": "data=2", "tensor_parallel_size": 2},
+        "mesh='data=2' means tensor_parallel_size=1, but tensor_parallel_size=2 is given too; use one",
+    ),
+    (
+        {"mesh": "tensor=2", "tensor_parallel_size": 1},
+        "mesh='tensor=2' means tensor_parallel_size=2, but tensor_parallel_size=1 is given too",
+    ),
+    ({"mesh": "expert=4", "expert_parallel_size": 2}, "means expert_parallel_size=4, but expert_parallel_size=2"),
     ({"max_model_len": 0}, "max_model_len: expected a number of tokens >= 1, such as 4096, '4k' or -1 for auto, got 0"),
     ({"max_model_len": "long"}, "max_model_len: .*got 'long'"),
     ({"max_model_len": 4096.0}, "max_model_len: .*got 4096.0"),
     ({"max_model_len": True}, "max_model_len: .*got True"),
 ]
+
+
+def test_a_mesh_names_its_axes_in_any_order() -> None:
+    """It stands for the sizes; an axis that is not named has one device."""
+    config = make(mesh=" tensor=2, data=3 ")
+    assert (config.data_parallel_size, config.tensor_parallel_size, config.expert_parallel_size) == (3, 2, 1)
+    assert make(mesh="expert=2", expert_parallel_size=2).expert_parallel_size == 2, "the same size twice"
+    assert dataclasses.replace(config, seed=1).tensor_parallel_size == 2
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG)
@@ -191,7 +214,6 @@ def test_wrong_values_say_what_was_expected_and_what_came(arguments: dict[str, A
     [
         ({"seed": None}, "seed: .*got None"),
         ({"tensor_parallel_size": None}, "tensor_parallel_size: .*got None"),
-        ({"layout": None}, "layout: .*got None"),
         ({"trust_remote_code": None}, "trust_remote_code: .*got None"),
         ({"block_size": 16.0}, "block_size: .*got 16.0"),
         ({"dtype": ["float32"]}, "dtype: .*got"),
@@ -245,5 +267,5 @@ def test_every_setting_is_used_somewhere(repository: Path) -> None:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "config":
                     read.add(node.attr)
-    unused = {field.name for field in dataclasses.fields(EngineConfig)} - read
+    unused = {field.name for field in dataclasses.fields(EngineConfig)} - read - {"mesh"}  # which stands for other settings
     assert not unused

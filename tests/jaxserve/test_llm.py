@@ -33,6 +33,7 @@ from jaxserve.device.runner import StepRunner
 from jaxserve.layers import attention
 from jaxserve.layers.parallel import DtypePolicy
 from pallas_kernels import UnsupportedKernelError, paged_attention_mosaic
+from sharding import ShardingLayout
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -429,6 +430,24 @@ def test_a_model_that_is_nowhere(no_compiling: None) -> None:
 # ---------------------------------------------------------------- settings against the model and the machine
 
 
+def test_a_layout_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
+    """As an object, and from a file; with a mesh instead of the sizes."""
+    rules = {"vocab": "tensor", "q_heads": "tensor", "kv_heads": "tensor", "ffn": "tensor"}
+    file = tmp_path / "own.py"
+    file.write_text(f"from sharding import ShardingLayout\nOWN = ShardingLayout('own', {rules})\n")
+    prompts, params = [[1, 2, 3], [4, 5]], SamplingParams(temperature=0.0, max_tokens=6)
+    found = list[list[list[int]]]()
+    for settings in ({}, {"layout": ShardingLayout("own", rules)}, {"layout": f"{file}:OWN"}):
+        mesh = "data=2,tensor=2" if settings else None
+        with LLM(str(tiny_model), **{**SETTINGS, "mesh": mesh, **settings}) as llm:
+            assert llm.plan.programs[0].layout.name == ("own" if settings else "tensor_parallel")
+            assert len(llm.engine.replicas) == (2 if settings else 1)
+            given = [{"prompt_token_ids": prompt} for prompt in prompts]
+            outputs = llm.generate(given, params, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -440,6 +459,19 @@ def test_a_model_that_is_nowhere(no_compiling: None) -> None:
             "layout 'replicated' does not shard the model; it requires tensor_parallel_size=1, got 2",
         ),
         ({"layout": "diagonal"}, "unknown layout 'diagonal'; supported layouts: .*tensor_parallel"),
+        ({"layout": 7}, "layout: expected a name, path.py:NAME or a ShardingLayout, got 7"),
+        ({"layout": None}, "layout: expected a name, .*got None"),
+        ({"layout": "nowhere.py:LAYOUT"}, "layout: expected an existing local Python file .*got 'nowhere.py'"),
+        ({"layout": ShardingLayout("wide", {"embed": "tensor"})}, "layout 'wide' splits embed, which every device"),
+        ({"layout": ShardingLayout("slices", {"ffn": "data"})}, "splits ffn over data; a layout can use only the axes"),
+        (
+            {"layout": ShardingLayout("two", {"ffn": "tensor", "vocab": "expert"})},
+            "layout 'two' splits vocab, q_heads, ffn and expert_ffn over expert and tensor; .*must be over one axis",
+        ),
+        (
+            {"layout": ShardingLayout("keys", {"kv_heads": "tensor", "ffn": "tensor"})},
+            "layout 'keys' splits q_heads over None and kv_heads over tensor; both must",
+        ),
         ({"attention_backend": "flash9"}, "flash9"),
         ({"dtype": "float16"}, "dtype='float16' is not supported on CPUs"),
         ({"max_model_len": 65}, "max_model_len=65 exceeds the model's maximum of 64 positions"),

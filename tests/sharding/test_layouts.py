@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -167,6 +168,29 @@ def test_unknown_layout() -> None:
         LayoutError, match="unknown layout 'tp'; supported layouts: expert_all_reduce, .*replicated, tensor_parallel"
     ):
         get_layout("tp")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("OWN = 1", "expected 'OWN' in .*own.py to be a ShardingLayout, got int; it defines OTHER"),
+        ("", "expected 'OWN' in .*own.py to be a ShardingLayout, got NoneType; it defines OTHER"),
+        ("1 / 0", "own.py cannot be run: ZeroDivisionError: division by zero"),
+        ("OWN = ShardingLayout('own', {'heads': 'tensor'})", "layout 'own': unknown logical axis 'heads'"),
+    ],
+)
+def test_a_file_without_the_layout(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(f"from sharding import ShardingLayout\nOTHER = ShardingLayout('other', {{}})\n{text}\n")
+    with pytest.raises(LayoutError, match=message):
+        get_layout(f"{file}:OWN")
+    assert text or get_layout(f"{file}:OTHER").name == "other"
+
+
+def test_a_layout_comes_from_local_python_files_only(tmp_path: Path) -> None:
+    for name in (f"{tmp_path}/absent.py:OWN", f"{tmp_path}:OWN", "package.module:OWN"):
+        with pytest.raises(LayoutError, match="layout: expected an existing local Python file in path.py:NAME, got"):
+            get_layout(name)
 
 
 def test_unknown_axes() -> None:
