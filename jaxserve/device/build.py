@@ -262,7 +262,7 @@ def _choose_layout(config: EngineConfig, model: ModelConfig) -> ShardingLayout:
     if not isinstance(layout, str | ShardingLayout):
         raise ConfigError(f"layout: expected a name, path.py:NAME or a ShardingLayout, got {layout!r}")
     layout = get_layout(layout) if isinstance(layout, str) else layout
-    _check_axes(layout)
+    _check_axes(layout, has_experts=isinstance(model, SparseConfig))
     size = config.expert_parallel_size
     if size == 1 and not config.enable_expert_parallel:
         return layout
@@ -284,7 +284,7 @@ def _choose_layout(config: EngineConfig, model: ModelConfig) -> ShardingLayout:
     return get_layout(default) if is_default else layout
 
 
-def _check_axes(layout: ShardingLayout) -> None:
+def _check_axes(layout: ShardingLayout, has_experts: bool) -> None:
     """Raise LayoutError if a layout splits something that the modules cannot split, or over an axis that they do not
     use."""
     rules = layout.rules
@@ -296,16 +296,20 @@ def _check_axes(layout: ShardingLayout) -> None:
         raise LayoutError(
             f"layout {layout.name!r} splits {', '.join(slices)}; a layout can use only the axes tensor and expert"
         )
-    axes = {rules.get(logical) for logical in ("vocab", "q_heads", "ffn", "expert_ffn")} - {None}
-    if len(axes) > 1:
+    axes = {logical: rules.get(logical) for logical in ("q_heads", "kv_heads", "ffn")}
+    if len(set(axes.values())) > 1:
+        found = ", ".join(f"{logical} over {axis}" for logical, axis in axes.items())
+        raise LayoutError(f"layout {layout.name!r} has {found}; all three must be over one axis, or none split")
+    for logical in ("vocab", "expert_ffn"):
+        if rules.get(logical) not in (None, axes["ffn"]):
+            raise LayoutError(
+                f"layout {layout.name!r} splits {logical} over {rules[logical]}; it can be split only over the axis of "
+                f"q_heads and ffn, {axes['ffn']}"
+            )
+    if has_experts and axes["ffn"] not in (None, rules.get("expert_ffn"), rules.get("experts")):
         raise LayoutError(
-            f"layout {layout.name!r} splits vocab, q_heads, ffn and expert_ffn over "
-            f"{' and '.join(sorted(map(str, axes)))}; those of them that are split must be over one axis"
-        )
-    if rules.get("kv_heads") != rules.get("q_heads"):
-        raise LayoutError(
-            f"layout {layout.name!r} splits q_heads over {rules.get('q_heads')} and kv_heads over "
-            f"{rules.get('kv_heads')}; both must be over one axis, or neither split"
+            f"layout {layout.name!r} splits ffn over {axes['ffn']}; for a model with experts it must split "
+            f"expert_ffn or experts over {axes['ffn']} too"
         )
 
 

@@ -465,12 +465,12 @@ def test_a_layout_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
         ({"layout": ShardingLayout("wide", {"embed": "tensor"})}, "layout 'wide' splits embed, which every device"),
         ({"layout": ShardingLayout("slices", {"ffn": "data"})}, "splits ffn over data; a layout can use only the axes"),
         (
-            {"layout": ShardingLayout("two", {"ffn": "tensor", "vocab": "expert"})},
-            "layout 'two' splits vocab, q_heads, ffn and expert_ffn over expert and tensor; .*must be over one axis",
+            {"layout": ShardingLayout("two", {"vocab": "tensor"})},
+            "layout 'two' splits vocab over tensor; it can be split only over the axis of q_heads and ffn, None",
         ),
         (
-            {"layout": ShardingLayout("keys", {"kv_heads": "tensor", "ffn": "tensor"})},
-            "layout 'keys' splits q_heads over None and kv_heads over tensor; both must",
+            {"layout": ShardingLayout("one", {"ffn": "tensor"})},
+            "layout 'one' has q_heads over None, kv_heads over None, ffn over tensor; all three must be over one axis",
         ),
         ({"attention_backend": "flash9"}, "flash9"),
         ({"dtype": "float16"}, "dtype='float16' is not supported on CPUs"),

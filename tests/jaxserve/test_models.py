@@ -19,6 +19,7 @@ from checkpoints import CheckpointError
 from jaxserve import LLM, ConfigError, SamplingParams, load_model
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import plan_engine
+from sharding import ShardingLayout
 from sharding.axes import DISPATCHES
 
 torch = pytest.importorskip("torch")
@@ -528,6 +529,15 @@ def test_experts_that_a_checkpoint_lacks_are_named_before_loading(
             "layout='expert_gather', got layout='expert_parallel'",
         ),
         ("qwen3-moe", {"layout": "expert_ring"}, "unknown layout 'expert_ring'; supported layouts: expert_all_reduce"),
+        (
+            "qwen3-moe",
+            {
+                "layout": ShardingLayout(
+                    "own", {**dict.fromkeys(("q_heads", "kv_heads", "ffn"), "tensor"), "experts": "expert"}
+                )
+            },
+            "layout 'own' splits ffn over tensor; .* must split expert_ffn or experts over tensor too",
+        ),
         ("qwen3-moe", {"enable_expert_parallel": True}, "expert_parallel_size=2 splits .*; use only one of them"),
         (
             "qwen3-moe",

@@ -132,6 +132,24 @@ def test_layout(model: str, layout: str, tensor: int, expert: int) -> None:
     assert has_fallback == (model == "switch" and expert >= 4)
 
 
+OWN = [("dense", ()), ("dense", ("vocab",))]
+OWN += [
+    (model, axes)
+    for model in ("sparse", "latents")
+    for axes in (("expert_ffn",), ("experts",), ("vocab", "expert_ffn"))
+]
+
+
+@pytest.mark.parametrize(("model", "axes"), OWN)
+def test_layouts_that_are_not_in_the_registry(model: str, axes: tuple[str, ...]) -> None:
+    """Heads and features split, and what an engine accepts besides."""
+    layout = ShardingLayout("own", dict.fromkeys(("q_heads", "kv_heads", "ffn", *axes), "tensor"))
+    program = dataclasses.replace(make_program(CONFIGS[model], tensor=2), layout=layout)
+    (found,), counted = logits_and_collectives(program)
+    np.testing.assert_allclose(found, np.concatenate(whole_logits(model)), atol=2e-5, rtol=2e-5)
+    assert counted == stated_collectives(layout, NUM_LAYERS, int(model != "dense"))
+
+
 def test_stated_collectives() -> None:
     """By hand, for three layers of which two have experts."""
     mesh, one = make_mesh(MeshShape(tensor=2, expert=2)), make_mesh(MeshShape(expert=2))
