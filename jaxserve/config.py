@@ -5,7 +5,7 @@ import difflib
 from types import MappingProxyType
 from typing import Any
 
-from jaxserve.config_checks import NEUTRAL, check_neutral, check_settings, check_type, parse_length, parse_mesh
+from jaxserve.config_checks import NEUTRAL, check_neutral, check_settings, parse_length, parse_mesh
 from jaxserve.errors import ConfigError
 
 SERVING_DEFAULTS = MappingProxyType({"disable_log_stats": False})
@@ -155,7 +155,6 @@ class EngineConfig:
         if kept.get("max_model_len") is not None:
             kept["max_model_len"] = parse_length("max_model_len", kept["max_model_len"])
         if kept.get("mesh") is not None:
-            check_type("mesh", kept["mesh"], str)
             parse_mesh(kept["mesh"], kept)
         return cls(model=model, **kept)
 

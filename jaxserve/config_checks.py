@@ -87,7 +87,7 @@ _CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     {"scheduling_policy": SCHEDULING_POLICIES, "logprobs_mode": LOGPROBS_MODES, "kernels": KERNELS}
 )
 _TEXT_FIELDS = (
-    "tokenizer hf_token revision tokenizer_revision download_dir generation_config chat_template mesh "
+    "tokenizer hf_token revision tokenizer_revision download_dir generation_config chat_template "
     "attention_backend compilation_cache_dir reasoning_parser tool_call_parser"
 ).split()
 _TYPED_FIELDS: MappingProxyType[str, type] = MappingProxyType(
@@ -207,8 +207,9 @@ def parse_mesh(mesh: str, given: Mapping[str, Any]) -> dict[str, int]:
         given: Those of the same settings that are given besides.
 
     Raises:
-        ConfigError: The text is not of this form, an axis is unknown or named twice, or ``given`` says otherwise.
+        ConfigError: ``mesh`` has another form, names an unknown axis or one twice, or ``given`` says otherwise.
     """
+    check_type("mesh", mesh, str)
     sizes = dict[str, int]()
     for part in mesh.split(","):
         axis, _, size = (text.strip() for text in part.partition("="))
