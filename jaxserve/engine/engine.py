@@ -22,6 +22,7 @@ from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import PromptInput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan_draft import Completion
+from jaxserve.scheduling.router import choose_scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -106,12 +107,11 @@ class Engine:
             raise RequestError(f"request id {request.request_id!r} is in use", parameter="request_id")
         if request.grammar is not None:
             request.grammar.result()
-        schedulers = self._schedulers
-        request.lane = min(range(len(schedulers)), key=lambda i: schedulers[i].num_unfinished)
+        request.lane = choose_scheduler(self._schedulers, request.samples[0].sequence)
         self._requests[request.request_id] = request
         for sample in request.samples:
             self._owners[sample.sequence.sequence_id] = (request, sample)
-        schedulers[request.lane].add(request.samples[0].sequence)
+        self._schedulers[request.lane].add(request.samples[0].sequence)
 
     def submit(self, prompt: PromptInput, params: SamplingParams | PoolingParams) -> RequestState:
         """Prepare a request and enqueue it."""

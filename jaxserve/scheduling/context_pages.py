@@ -14,6 +14,7 @@ Only tokens known to the host enter the cache, not those that steps in flight ma
 (``num_computed`` counts both). A rollback removes the dropped tokens from the cache.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 
@@ -171,6 +172,19 @@ class ContextPages:
     def max_held_pages(self, num_tokens: int) -> int:
         """Return the most pages that a context of ``num_tokens`` tokens holds, over all tables."""
         return max_held_pages(self._allocator.pages_for(num_tokens), self._windows)
+
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """Return the number of tokens in the cached full pages that ``allocate`` would share; change nothing.
+
+        Returns 0 if the sequence reads no cached pages, or if pages leave the cache when they are freed.
+        """
+        if not (sequence.reads_cache and self._allocator.keeps_free_pages):
+            return 0
+        # A copy, because an error removes the pages of a sequence's own keys: they may be those of other sequences.
+        probe = dataclasses.replace(sequence, page_keys=[])
+        self.cache.begin(probe)
+        num_shared, _ = self.cache.find_shared(probe)
+        return num_shared * self._page_size
 
     def allocate(self, sequence: Sequence) -> list[PageCopy] | None:
         """Allocate pages for all tokens of a waiting sequence, reusing cached ones; leave a token to compute.

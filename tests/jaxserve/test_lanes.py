@@ -152,7 +152,8 @@ def test_the_plan_counts_all_lanes(llm: LLM) -> None:
     assert program.layout.name == ("expert_all_to_all" if is_exchanged else "expert_gather")
 
 
-def test_requests_go_to_the_lane_with_the_fewest(llm: LLM) -> None:
+def test_requests_without_a_cached_prefix_go_to_the_lane_with_the_fewest(llm: LLM) -> None:
+    llm.reset_prefix_cache()
     requests = [submit(llm, f"{number}+1=") for number in range(2 * len(schedulers(llm)))]
     assert [request.lane for request in requests] == [*range(len(schedulers(llm)))] * 2
     finish(llm)
@@ -172,6 +173,7 @@ def test_lanes_run_each_step_together(llm: LLM) -> None:
 def test_a_lane_without_work_changes_nothing(llm: LLM) -> None:
     """The first lane has no more work after two tokens, while the second one goes on."""
     alone = tokens(run_one(llm, "reverse garden:"))
+    llm.reset_prefix_cache()
     first = submit(llm, "1+1=", GREEDY.clone(max_tokens=2))
     second = submit(llm, "reverse garden:")
     finish(llm)
@@ -189,6 +191,7 @@ def test_aborts_on_one_lane_leave_the_others_alone(llm: LLM) -> None:
     prompts = [f"sort {number} 4 2:" for number in range(3 * len(schedulers(llm)))]
     alone = [tokens(run_one(llm, prompt)) for prompt in prompts]
     for num_steps in (0, 1, 2, 9):
+        llm.reset_prefix_cache()
         requests = [submit(llm, prompt) for prompt in prompts]
         for _ in range(num_steps):
             llm.engine.step()
@@ -206,7 +209,7 @@ def test_aborts_on_one_lane_leave_the_others_alone(llm: LLM) -> None:
     assert all(scheduler.allocator.usage == 0 for scheduler in schedulers(llm))
 
 
-def test_each_lane_has_its_own_prefix_cache(llm: LLM) -> None:
+def test_requests_go_to_the_lane_that_has_their_prefix(llm: LLM) -> None:
     llm.reset_prefix_cache()
     prompt = "sort 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15:"
     hits = [scheduler.pages.num_hit_tokens for scheduler in schedulers(llm)]
@@ -214,16 +217,19 @@ def test_each_lane_has_its_own_prefix_cache(llm: LLM) -> None:
     def new_hits(lane: int) -> int:
         return schedulers(llm)[lane].pages.num_hit_tokens - hits[lane]
 
-    first = run_one(llm, prompt)
-    assert first.lane == 0 and new_hits(0) == 0
+    busy = submit(llm, "5+6=", GREEDY.clone(max_tokens=2))
+    first = submit(llm, prompt)
+    finish(llm)
+    assert (busy.lane, first.lane) == (0, 1) and new_hits(1) == 0
+    again, more, other = submit(llm, prompt), submit(llm, prompt), submit(llm, prompt)
+    finish(llm)
+    assert (again.lane, more.lane, other.lane) == (1, 1, 0), "the lane that has the prompt, until it has two more"
+    assert new_hits(1) > 2 * 16 and new_hits(0) < 8, "less than a page"
+    assert tokens(first) == tokens(again) == tokens(more) == tokens(other)
     again, other = submit(llm, prompt), submit(llm, prompt)
     finish(llm)
     assert (again.lane, other.lane) == (0, 1)
-    assert new_hits(0) > 16 and new_hits(1) == 0
-    assert tokens(first) == tokens(again) == tokens(other)
-    again, other = submit(llm, prompt), submit(llm, prompt)
-    finish(llm)
-    assert new_hits(1) > 16, "the second lane has the prompt now too"
+    assert new_hits(0) > 16, "the first lane has the prompt now too"
     assert tokens(first) == tokens(again) == tokens(other)
     assert value(llm, "prefix_cache_hits") == sum(scheduler.pages.num_hit_tokens for scheduler in schedulers(llm))
     llm.reset_prefix_cache()
