@@ -12,6 +12,7 @@ LAYOUTS = {
     "expert_gather": "sharding.layouts.expert_gather",
     "expert_parallel": "sharding.layouts.expert_parallel",
     "replicated": "sharding.layouts.replicated",
+    "replicated_attention": "sharding.layouts.replicated_attention",
     "tensor_parallel": "sharding.layouts.tensor_parallel",
 }
 

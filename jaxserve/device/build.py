@@ -297,14 +297,17 @@ def _check_axes(layout: ShardingLayout, has_experts: bool) -> None:
             f"layout {layout.name!r} splits {', '.join(slices)}; a layout can use only the axes tensor and expert"
         )
     axes = {logical: rules.get(logical) for logical in ("q_heads", "kv_heads", "ffn")}
-    if len(set(axes.values())) > 1:
+    if axes["q_heads"] != axes["kv_heads"] or axes["q_heads"] not in (None, axes["ffn"]):
         found = ", ".join(f"{logical} over {axis}" for logical, axis in axes.items())
-        raise LayoutError(f"layout {layout.name!r} has {found}; all three must be over one axis, or none split")
+        raise LayoutError(
+            f"layout {layout.name!r} has {found}; q_heads and kv_heads must both be over the axis of ffn, or neither "
+            "be split"
+        )
     for logical in ("vocab", "expert_ffn"):
         if rules.get(logical) not in (None, axes["ffn"]):
             raise LayoutError(
                 f"layout {layout.name!r} splits {logical} over {rules[logical]}; it can be split only over the axis of "
-                f"q_heads and ffn, {axes['ffn']}"
+                f"ffn, {axes['ffn']}"
             )
     if has_experts and axes["ffn"] not in (None, rules.get("expert_ffn"), rules.get("experts")):
         raise LayoutError(

@@ -214,7 +214,7 @@ class ModelProgram:
     @property
     def pool_pages(self) -> int:
         """Pages of a pool in one lane, including those for padding."""
-        return self.kernel.pool_specs(self.num_pages, self.page_size, self.parallel.size, 8)[0].shape[0]
+        return self.kernel.pool_specs(self.num_pages, self.page_size, self.parallel.num_head_parts, 8)[0].shape[0]
 
     @functools.cached_property
     def packing(self) -> Packing:
@@ -267,7 +267,7 @@ class ModelProgram:
 
     def abstract_pools(self, kind: PoolKind, count: int = 1) -> Any:
         """Return shapes and shardings of a layer's pools, or of ``count`` of each stacked in one array."""
-        all_kv_heads = self.parallel.size * kind.num_kv_heads
+        all_kv_heads = self.parallel.num_head_parts * kind.num_kv_heads
         structs = []
         for pool in self.kernel.pool_specs(self.num_pages, self.page_size, all_kv_heads, kind.head_dim):
             axes = ["pages", *["kv_heads" if i == pool.heads_dimension else None for i in range(1, len(pool.shape))]]

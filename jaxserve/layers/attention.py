@@ -99,10 +99,11 @@ class Attention(nnx.Module, ABC):
         rope: int | None = 0,
     ):
         parallel = scope.parallel
-        self.splits = (
+        heads = (
             Split(num_heads, f"{num_heads} query heads"),
             Split(num_kv_heads, f"{num_kv_heads} key/value heads", may_repeat=True),
         )
+        self.splits = () if parallel.has_whole_attention else heads
         self.num_heads, self.num_kv_heads = parallel.heads_per_device(num_heads, num_kv_heads)
         self.kv_spec = KVSpec(self.num_heads, self.num_kv_heads, head_dim, scope.policy.kv, window)
         self.head_dim, self.window, self.soft_cap = head_dim, window, soft_cap

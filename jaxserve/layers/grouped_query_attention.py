@@ -60,6 +60,7 @@ class GroupedQueryAttention(Attention):
         **options: Any,
     ):
         super().__init__(num_heads, num_kv_heads, head_dim, scope=scope, **options)
+        scope = scope.over(self.mesh_axis)
         self.qk_norm = qk_norm
         q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         rows = rows_of(qkv, (q_width, kv_width, kv_width), (head_dim,) * 3)

@@ -57,6 +57,7 @@ class MultiHeadLatentAttention(Attention):
         **options: Any,
     ):
         super().__init__(num_heads, 1, rank + rotated_dim, scope=scope, **options)
+        scope = scope.over(self.mesh_axis)
         self.kv_spec = self.kv_spec._replace(value_dim=rank)
         self.rank, self.query_rank, self.is_interleaved = rank, query_rank, is_interleaved
         self.plain_dim, self.query_dim, self.value_dim = plain_dim, plain_dim + rotated_dim, value_dim

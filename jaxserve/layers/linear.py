@@ -40,7 +40,8 @@ class ColumnParallelLinear(nnx.Module):
         activation: str | None = None,
         scope: Scope,
     ):
-        recipe, parts = stack_rows(scope, rows, "weight", inner), (scope.parallel.parts(mesh_axis), 1)
+        scope = scope.over(mesh_axis)
+        recipe, parts = stack_rows(scope, rows, "weight", inner), (scope.parallel.size, 1)
         self.weight = weight(recipe, (outer_axis, "embed"), parts, scope, activation is not None)
         self.bias = vector(stack_rows(scope, rows, "bias"), outer_axis or "embed", scope) if bias else None
         self.activation, self.dtype = activation, scope.policy.activations_dtype

@@ -59,7 +59,8 @@ class Parallel:
     @classmethod
     def on_mesh(cls, layout: ShardingLayout, mesh: Mesh) -> "Parallel":
         """Return the view of a layout on a mesh."""
-        tensor, experts = layout.mesh_axis("q_heads"), layout.mesh_axis("experts")
+        split = map(layout.mesh_axis, ("q_heads", "ffn", "vocab", "expert_ffn"))
+        tensor, experts = next((axis for axis in split if axis is not None), None), layout.mesh_axis("experts")
         sizes = [1 if axis is None else mesh.shape[axis] for axis in (tensor, experts)]
         return cls.from_layout(layout, *sizes)
 
@@ -67,6 +68,16 @@ class Parallel:
     def num_row_parts(self) -> int:
         """Number of parts that rows are split into, each with its own sequences and pages."""
         return 1 if self.rows is None else self.expert_size
+
+    @property
+    def num_head_parts(self) -> int:
+        """Number of devices that attention heads are split over; 1 if attention is whole on every device."""
+        return self.parts(self.heads)
+
+    @property
+    def has_whole_attention(self) -> bool:
+        """Whether the layout splits MLPs but no heads."""
+        return self.heads is None and self.ffn is not None
 
     def parts(self, mesh_axis: str | None) -> int:
         """Return the number of devices along a mesh axis; 1 for None."""
@@ -77,7 +88,7 @@ class Parallel:
     def heads_per_device(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
         """Return query and KV heads per device; with fewer KV heads than devices, several devices hold the same
         head."""
-        return num_heads // self.size, max(1, num_kv_heads // self.size)
+        return num_heads // self.num_head_parts, max(1, num_kv_heads // self.num_head_parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,6 +148,13 @@ class Scope:
     def unsplit(self) -> "Scope":
         """Return the same scope with all parameters whole on every device."""
         return dataclasses.replace(self, parallel=Parallel())
+
+    def over(self, mesh_axis: str | None) -> "Scope":
+        """Return the same scope with the number of devices along a mesh axis, for what is split over it or, for None,
+        not split."""
+        return dataclasses.replace(
+            self, parallel=dataclasses.replace(self.parallel, size=self.parallel.parts(mesh_axis))
+        )
 
     def at(self, name: str) -> "Scope":
         """Return the scope of a submodule, by its name relative to this one: ``mlp`` or ``model.layers.3``."""

@@ -329,7 +329,7 @@ def _splits(ffn_size: int, num_experts: int, parallel: Parallel) -> tuple[Split,
     if parallel.expert_ffn is not None or parallel.experts is None:
         splits.append(Split(ffn_size, f"expert intermediate size {ffn_size}"))
     if parallel.experts is not None:
-        splits.append(Split(num_experts, f"{num_experts} experts", is_experts=parallel.experts != parallel.heads))
+        splits.append(Split(num_experts, f"{num_experts} experts", is_experts=parallel.experts != parallel.ffn))
     return tuple(splits)
 
 

@@ -466,11 +466,15 @@ def test_a_layout_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
         ({"layout": ShardingLayout("slices", {"ffn": "data"})}, "splits ffn over data; a layout can use only the axes"),
         (
             {"layout": ShardingLayout("two", {"vocab": "tensor"})},
-            "layout 'two' splits vocab over tensor; it can be split only over the axis of q_heads and ffn, None",
+            "layout 'two' splits vocab over tensor; it can be split only over the axis of ffn, None",
         ),
         (
-            {"layout": ShardingLayout("one", {"ffn": "tensor"})},
-            "layout 'one' has q_heads over None, kv_heads over None, ffn over tensor; all three must be over one axis",
+            {"layout": ShardingLayout("one", {"q_heads": "tensor", "ffn": "tensor"})},
+            "layout 'one' has q_heads over tensor, kv_heads over None, ffn over tensor; q_heads and kv_heads must both",
+        ),
+        (
+            {"layout": ShardingLayout("heads", dict.fromkeys(("q_heads", "kv_heads"), "tensor"))},
+            "kv_heads over tensor, ffn over None; .* must both be over the axis of ffn, or neither be split",
         ),
         ({"attention_backend": "flash9"}, "flash9"),
         ({"dtype": "float16"}, "dtype='float16' is not supported on CPUs"),

@@ -44,6 +44,7 @@ SIZES: dict[str, Any] = {
 }
 LAYOUTS = {"tp1": {}, "tp2": {"tensor_parallel_size": 2}, "tp4": {"tensor_parallel_size": 4}}
 LAYOUTS |= {"dp2": {"data_parallel_size": 2}}
+LAYOUTS |= {"whole-attention4": {"tensor_parallel_size": 4, "layout": "replicated_attention"}}
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     f"ep{size}": {"tensor_parallel_size": size, "enable_expert_parallel": True} for size in (2, 4)
 }
@@ -174,7 +175,7 @@ ROWS = {
     ),
     "baichuan": Row(family="Llama", raw={"num_key_value_heads": 8}, save="w_pack"),
     "smollm3": Row(family="SmolLM3", raw={"no_rope_layers": [1, 0, 1], "attention_bias": True}),
-    "olmo2": Row(family="Olmo2", raw={"num_key_value_heads": 2}, fast=("tp1", "tp2", "tp4")),
+    "olmo2": Row(family="Olmo2", raw={"num_key_value_heads": 2}, fast=("tp1", "tp2", "tp4", "whole-attention4")),
     "granite": Row(family="Granite", raw=GRANITE),
     "gemma": Row(family="Gemma", raw={"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "gemma2": Row(

@@ -247,6 +247,17 @@ def test_biases_follow_the_rows_of_their_weights(num_kv_heads: int, size: int) -
         np.testing.assert_array_equal(bias, tensors[f"model.layers.1.{module}.bias"])
 
 
+def test_attention_is_whole_where_only_features_are_split() -> None:
+    """Not in the order of devices, and no head twice; the rest as where all is split."""
+    config = tiny("Olmo2ForCausalLM", 2)
+    one, whole = weight_recipes(config, 1), abstract(config, 4, "replicated_attention").recipes
+    split = weight_recipes(config, 4)
+    for path, recipe in whole.items():
+        assert recipe == (one if ".attention." in path else split)[path], path
+    assert whole["layers.1.attention.qkv.weight"] != split["layers.1.attention.qkv.weight"]
+    assert whole["layers.1.mlp.gate_up.weight"] != one["layers.1.mlp.gate_up.weight"]
+
+
 @pytest.mark.parametrize("num_kv_heads", [2, 4, 8])
 @pytest.mark.parametrize("size", [1, 4])
 def test_norms_of_queries_and_keys(num_kv_heads: int, size: int) -> None:

@@ -14,12 +14,23 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.device.batch import BatchBuilder
 from jaxserve.device.step_batch import BatchShape, LatestTokens, unpack
 from jaxserve.device.steps import ModelProgram, attention_settings
+from jaxserve.errors import ConfigError
 from jaxserve.layers.expert_dispatch import exchange_capacity
 from jaxserve.layers.sparse_mlp import Routing
+from jaxserve.models.registry import FAMILIES
 from jaxserve.scheduling.plan import PageGrant, Row, Sampling, SlotSetup, StepPlan
 from sharding import LAYOUTS, LayoutError, MeshShape, ShardingLayout, get_layout, make_mesh
 from sharding.plan import count_collectives, stated_collectives
-from tests.tiny_programs import NUM_LAYERS, latent_config, make_program, random_params, sparse_config, tiny_config
+from tests import toy_attention
+from tests.tiny_programs import (
+    NUM_LAYERS,
+    gpt_oss_config,
+    latent_config,
+    make_program,
+    random_params,
+    sparse_config,
+    tiny_config,
+)
 
 TENSOR = [(2, 1), (4, 1), (8, 1)]
 EXPERT = [(1, 2), (2, 2), (2, 4), (1, 8)]
@@ -29,6 +40,7 @@ ROWS = {
     "expert_gather": [*EXPERT, (2, 1)],
     "expert_parallel": TENSOR,
     "replicated": TENSOR,
+    "replicated_attention": TENSOR,
     "tensor_parallel": TENSOR,
 }
 """The meshes, devices along ``tensor`` and ``expert``, that each layout is tested on."""
@@ -132,22 +144,57 @@ def test_layout(model: str, layout: str, tensor: int, expert: int) -> None:
     assert has_fallback == (model == "switch" and expert >= 4)
 
 
-OWN = [("dense", ()), ("dense", ("vocab",))]
+OWN = [("dense", ("q_heads", "kv_heads", *axes)) for axes in ((), ("vocab",))]
 OWN += [
-    (model, axes)
+    (model, ("q_heads", "kv_heads", *axes))
     for model in ("sparse", "latents")
     for axes in (("expert_ffn",), ("experts",), ("vocab", "expert_ffn"))
 ]
+OWN += [("dense", ()), ("sparse", ("experts",)), ("latents", ("experts", "vocab"))]
 
 
 @pytest.mark.parametrize(("model", "axes"), OWN)
 def test_layouts_that_are_not_in_the_registry(model: str, axes: tuple[str, ...]) -> None:
-    """Heads and features split, and what an engine accepts besides."""
-    layout = ShardingLayout("own", dict.fromkeys(("q_heads", "kv_heads", "ffn", *axes), "tensor"))
+    """Features split, and what an engine accepts besides."""
+    layout = ShardingLayout("own", dict.fromkeys(("ffn", *axes), "tensor"))
     program = dataclasses.replace(make_program(CONFIGS[model], tensor=2), layout=layout)
     (found,), counted = logits_and_collectives(program)
     np.testing.assert_allclose(found, np.concatenate(whole_logits(model)), atol=2e-5, rtol=2e-5)
     assert counted == stated_collectives(layout, NUM_LAYERS, int(model != "dense"))
+
+
+SIX_HEADS = {
+    "dense": tiny_config(num_heads=6, num_kv_heads=3),
+    "norms of all heads": tiny_config(num_heads=6, num_kv_heads=3, qk_norm="width"),
+    "sinks": gpt_oss_config(num_heads=6),
+    "latents": latent_config(num_heads=6, num_kv_heads=6),
+    "attention of one's own": tiny_config(num_heads=6, num_kv_heads=1, architecture=toy_attention.ARCHITECTURE),
+}
+
+
+@pytest.mark.parametrize("model", SIX_HEADS)
+def test_whole_attention_needs_no_number_of_heads(
+    model: str, switchable_family: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six heads on four devices, each of which has the weights and pages of all of them."""
+    monkeypatch.setitem(FAMILIES, toy_attention.ARCHITECTURE, toy_attention.__name__)
+    config = SIX_HEADS[model]
+    one, four = make_program(config), make_program(config, tensor=4, layout="replicated_attention")
+    (expected,), _ = logits_and_collectives(one)
+    (found,), counted = logits_and_collectives(four)
+    np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
+    num_sparse = {"sinks": NUM_LAYERS, "latents": 1}.get(model, 0)
+    assert counted == stated_collectives(four.layout, NUM_LAYERS, num_sparse)
+    assert four.pool_bytes == one.pool_bytes
+    with pytest.raises(ConfigError, match="tensor_parallel_size=4 does not divide 6 query heads"):
+        _ = make_program(config, tensor=4).abstract_model
+
+
+def test_whole_attention_needs_features_that_divide() -> None:
+    config = tiny_config(num_heads=6, num_kv_heads=3)
+    message = "tensor_parallel_size=5 does not divide intermediate_size 24 of LlamaForCausalLM; valid sizes: 1, 2, 3, 4"
+    with pytest.raises(ConfigError, match=message):
+        _ = make_program(config, tensor=5, layout="replicated_attention").abstract_model
 
 
 def test_stated_collectives() -> None:
@@ -162,6 +209,7 @@ def test_stated_collectives() -> None:
         ("expert_all_to_all", one): {"all-to-all": 6},
         ("expert_parallel", mesh): {"all-reduce": 3 + 1 + 2 + 1, "all-gather": 1},
         ("replicated", mesh): {},
+        ("replicated_attention", mesh): {"all-reduce": 1 + 2 + 1, "all-gather": 1},
     }
     for (name, devices), expected in stated.items():
         assert stated_collectives(get_layout(name).on(devices), 3, 2) == expected, name
@@ -183,7 +231,8 @@ def test_layouts_are_named_and_described(name: str) -> None:
 
 def test_unknown_layout() -> None:
     with pytest.raises(
-        LayoutError, match="unknown layout 'tp'; supported layouts: expert_all_reduce, .*replicated, tensor_parallel"
+        LayoutError,
+        match="unknown layout 'tp'; supported layouts: expert_all_reduce, .*replicated_attention, tensor_parallel",
     ):
         get_layout("tp")
 
