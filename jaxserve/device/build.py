@@ -29,6 +29,8 @@ from jaxserve.models.abstract import check_tensor_size, outline
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.loading import find_model_directory, load_weights, read_model_config
 from jaxserve.models.sparse_decoder import SparseConfig
+from jaxserve.models.stage_balance import divide
+from jaxserve.models.stages import Stage, stages_of
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from jaxserve.scheduling.page_allocator import KVWindow
 from pallas_kernels.native_library import set_threads
@@ -41,9 +43,9 @@ from sharding import (
     ensure_cpu_devices,
     get_layout,
     make_mesh,
+    stage_slices,
 )
 from sharding.mesh import Device
-from sharding.plan import bytes_per_device
 
 
 def load_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
@@ -77,7 +79,7 @@ def _import(name: str) -> Any:
 logger = logging.getLogger(__name__)
 
 STEPS_IN_FLIGHT = 2
-"""Steps in flight with async scheduling."""
+"""Steps in flight with async scheduling, and one more for each pipeline stage after the first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,8 @@ class EnginePlan:
     Attributes:
         directory: Directory of the checkpoint.
         config: Configuration of the model.
-        programs: One program per data slice; they differ only in their devices.
+        programs: One program per data slice and stage: those of a slice's stages one after the other. Slices differ
+            only in their devices.
         buckets: Batch shapes to compile.
         needs: Memory needs per device.
         max_model_len: Maximum context length in tokens.
@@ -95,6 +98,7 @@ class EnginePlan:
         max_num_batched_tokens: Most query tokens per step and lane.
         expert_layers: Indices of the layers with experts.
         num_experts: Number of experts of each; 0 for a dense model.
+        num_stages: Number of pipeline stages.
     """
 
     directory: Path
@@ -107,18 +111,32 @@ class EnginePlan:
     max_num_batched_tokens: int
     expert_layers: tuple[int, ...] = ()
     num_experts: int = 0
+    num_stages: int = 1
+
+    @property
+    def replicas(self) -> list[list[ModelProgram]]:
+        """The programs of the stages of each data slice."""
+        return [
+            self.programs[start : start + self.num_stages] for start in range(0, len(self.programs), self.num_stages)
+        ]
 
     @property
     def num_lanes(self) -> int:
         """Number of lanes of all data slices."""
-        return len(self.programs) * self.programs[0].num_lanes
+        return len(self.replicas) * self.programs[0].num_lanes
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices."""
+        return sum(program.mesh.devices.size for program in self.programs)
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
-        """Devices along each mesh axis; ``expert`` is omitted if it has one."""
+        """Devices along each mesh axis; ``stage`` and ``expert`` are omitted if they have one."""
         mesh = self.programs[0].mesh.shape
-        sizes = {"data": len(self.programs), "tensor": mesh["tensor"], "expert": mesh["expert"]}
-        return {axis: size for axis, size in sizes.items() if size > 1 or axis != "expert"}
+        sizes = {"data": len(self.replicas), "stage": self.num_stages}
+        sizes |= {"tensor": mesh["tensor"], "expert": mesh["expert"]}
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis in ("data", "tensor")}
 
 
 def find_model(config: EngineConfig) -> Path:
@@ -139,7 +157,8 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     if config.num_threads is not None:
         set_threads(config.num_threads)
     sizes = {"tensor": config.tensor_parallel_size, "expert": config.expert_parallel_size}
-    mesh_shape = MeshShape(data=config.data_parallel_size, **sizes)
+    num_stages = _num_stages(config, model)
+    mesh_shape = MeshShape(data=config.data_parallel_size, stage=num_stages, **sizes)
     layout = _choose_layout(config, model)
     ensure_cpu_devices(mesh_shape.num_devices)
     mesh = make_mesh(mesh_shape)
@@ -147,7 +166,8 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     check_tensor_size(
         model, Parallel.from_layout(layout, sizes["tensor"], sizes.get(layout.mesh_axis("experts") or ""))
     )
-    first, *others = data_slices(mesh)
+    meshes = [stage for slice_ in data_slices(mesh) for stage in stage_slices(slice_)]
+    first = meshes[0]
     layout = layout.on(first)
     page_size = config.block_size or 64
     scope = Scope(parallel=Parallel.on_mesh(layout, first))
@@ -183,9 +203,16 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
             f"{config.tensor_parallel_size}"
         )
     max_samples = 1 + max_draft_tokens
-    needs = _memory_needs(program, max_model_len, max_num_batched_tokens, max_samples)
-    needs, num_pages = _fit_to_memory(config, needs, device, mesh.devices.size)
-    programs = [dataclasses.replace(program, mesh=slice_, num_pages=num_pages) for slice_ in (first, *others)]
+    stages = _stages(config, program, num_stages)
+    each = [
+        _memory_needs(dataclasses.replace(program, stage=stage), max_num_batched_tokens, max_samples, num_stages)
+        for stage in stages
+    ]
+    needs, num_pages = _fit_to_memory(config, each, device, mesh.devices.size)
+    programs = [
+        dataclasses.replace(program, mesh=mesh, num_pages=num_pages, stage=stage)
+        for mesh, stage in zip(meshes, stages * config.data_parallel_size, strict=True)
+    ]
     return EnginePlan(
         directory=directory,
         config=model,
@@ -197,7 +224,36 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
         max_num_batched_tokens=max_num_batched_tokens,
         expert_layers=module.expert_layers,
         num_experts=module.num_experts,
+        num_stages=num_stages,
     )
+
+
+def _num_stages(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the number of pipeline stages.
+
+    Raises:
+        ConfigError: There are more stages than layers, or ``stage_layers`` has another number of stages or of layers.
+    """
+    size, counts, layers = config.pipeline_parallel_size, config.stage_layers, model.num_layers
+    if counts is not None and size not in (1, len(counts)):
+        raise ConfigError(f"stage_layers has {len(counts)} numbers, but pipeline_parallel_size={size}; use one of them")
+    if counts is not None and sum(counts) != layers:
+        found = " + ".join(map(str, counts))
+        raise ConfigError(f"stage_layers: {found} = {sum(counts)} layers, but {model.architecture} has {layers}")
+    if size > layers:
+        raise ConfigError(
+            f"pipeline_parallel_size={size} exceeds the {layers} layers of {model.architecture}; use 1 to {layers}"
+        )
+    return size if counts is None else len(counts)
+
+
+def _stages(config: EngineConfig, program: ModelProgram, num_stages: int) -> list[Stage | None]:
+    """Return the layers of each stage; [None] for a single stage."""
+    if num_stages == 1:
+        return [None]
+    if config.stage_layers is not None:
+        return [*stages_of(config.stage_layers)]
+    return [*divide(program.abstract_model, num_stages)]
 
 
 def _check_expert_load(config: EngineConfig, module: CausalLM) -> None:
@@ -246,7 +302,7 @@ def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...
     Raises:
         CheckpointError: A file or tensor is missing, damaged, unexpected or of the wrong shape.
     """
-    params = load_weights(plan.directory, program.abstract_model)
+    params = load_weights(plan.directory, program.abstract_model, is_whole=program.stage is None)
     return program.packing.pack(params)
 
 
@@ -346,22 +402,22 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return configured
 
 
-def _memory_needs(
-    program: ModelProgram, max_model_len: int, max_num_batched_tokens: int, max_samples: int
-) -> MemoryNeeds:
+def _memory_needs(program: ModelProgram, max_num_batched_tokens: int, max_samples: int, num_stages: int) -> MemoryNeeds:
+    """Return the memory that one stage needs on each of its devices."""
+    assert program.max_model_len is not None
     model, abstract = program.config, program.abstract_model
-    weights = sum(bytes_per_device(p.shape, p.dtype.itemsize, p.sharding) for p in abstract.params.values())
     page = dataclasses.replace(program, num_pages=program.num_pages + 1).pool_bytes - program.pool_bytes
     token = 3 * abstract.layer_width
     samples = min(program.num_slots * max_samples, max_num_batched_tokens)
     itemsize = jnp.dtype(program.policy.activations).itemsize
-    step_tokens = max_num_batched_tokens + STEPS_IN_FLIGHT * max_samples
+    step_tokens = max_num_batched_tokens + (STEPS_IN_FLIGHT + num_stages - 1) * max_samples
+    logits = samples * model.vocab_size * 4 * 4 if program.is_last else 0
     return MemoryNeeds(
-        weights=weights,
+        weights=program.weight_bytes,
         page=page,
-        temporaries=max_num_batched_tokens * token * itemsize + samples * model.vocab_size * 4 * 4,
+        temporaries=max_num_batched_tokens * token * itemsize + logits,
         page_size=program.page_size,
-        max_model_len=max_model_len,
+        max_model_len=program.max_model_len,
         max_num_seqs=program.num_slots,
         slots=program.slot_state_bytes,
         windows=tuple(
@@ -372,9 +428,12 @@ def _memory_needs(
 
 
 def _fit_to_memory(
-    config: EngineConfig, needs: MemoryNeeds, device: Device, num_devices: int
+    config: EngineConfig, stages: Sequence[MemoryNeeds], device: Device, num_devices: int
 ) -> tuple[MemoryNeeds, int]:
-    """Return the memory needs and the number of pages; with max_model_len=-1, reduce the context length to fit."""
+    """Return the needs of the stage that leaves room for the fewest pages, and their number, which all stages have.
+
+    With max_model_len=-1, the context length is reduced to what fits.
+    """
     total = device_memory_bytes(device)
     sharing = num_devices if device.platform == "cpu" else 1
     settings = {
@@ -385,13 +444,19 @@ def _fit_to_memory(
         "num_pages": config.num_gpu_blocks_override,
         "devices_sharing": sharing,
     }
+    longest = stages[0].max_model_len
     if config.max_model_len == -1:
-        single_token = dataclasses.replace(needs, max_model_len=1)
-        pages = plan_pages(dataclasses.replace(single_token, max_num_seqs=needs.request_pages), **settings)
-        longest = needs.longest_request(pages)
-        if longest < needs.max_model_len:
+        for needs in stages:
+            single_token = dataclasses.replace(needs, max_model_len=1)
+            pages = plan_pages(dataclasses.replace(single_token, max_num_seqs=needs.request_pages), **settings)
+            longest = min(longest, needs.longest_request(pages))
+        if longest < stages[0].max_model_len:
             logger.info(
-                "Auto-fit max_model_len: reduced from %d to %d to fit in available memory", needs.max_model_len, longest
+                "Auto-fit max_model_len: reduced from %d to %d to fit in available memory",
+                stages[0].max_model_len,
+                longest,
             )
-        needs = dataclasses.replace(needs, max_model_len=longest)
-    return needs, plan_pages(needs, **settings)
+    fitted = [dataclasses.replace(needs, max_model_len=longest) for needs in stages]
+    planned = [(plan_pages(needs, **settings), needs) for needs in fitted]
+    num_pages, needs = min(planned, key=lambda found: (found[0], -found[1].weights))
+    return needs, num_pages

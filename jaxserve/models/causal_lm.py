@@ -18,6 +18,7 @@ from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.norm import LayerNorm, RMSNorm
 from jaxserve.layers.rope import rope_cos_sin
 from jaxserve.layers.rows import map_rows
+from jaxserve.models.stages import Stage
 from pallas_kernels import AttentionBatch
 from pallas_kernels.qkv_write import Rotation
 from sharding.collectives import all_max
@@ -103,13 +104,29 @@ class CausalLM(nnx.Module):
         optional_prefix: str = "",
     ):
         self.config = config
-        self.embed, self.layers, self.norm, self.head = embed, nnx.List[Any](layers), norm, head
+        self.layers = nnx.List[Any](layers)
+        self.embed: VocabEmbedding | None = embed
+        self.norm: RMSNorm | LayerNorm | None = norm
+        self.head = head
         self.ignored, self.optional_prefix = ignored, optional_prefix
         self.embedding_multiplier, self.logits_divisor = embedding_multiplier, logits_divisor
         self.logits_soft_cap = logits_soft_cap
         own = () if config.rope is None else (config.rope,)
         self.ropes = own if ropes is None else ropes
         self.position_embed = position_embed
+
+    def keep_stage(self, stage: Stage) -> None:
+        """Drop all modules that are not part of a pipeline stage.
+
+        A head that uses the embedding keeps a copy of it, so that the first and the last stage have one each.
+        """
+        self.layers = nnx.List[Any]([*self.layers][stage.first : stage.stop])
+        if not stage.is_last:
+            self.norm = self.head = None
+        if not stage.is_first:
+            self.position_embed = None
+            if self.head is not None or not stage.is_last:
+                self.embed = None
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
@@ -139,6 +156,7 @@ class CausalLM(nnx.Module):
         pools: Sequence[Pools],
         batches: Sequence[AttentionBatch],
         settings: AttentionSettings,
+        x: Float[Array, "T D"] | None = None,
     ) -> HiddenStates:
         """Compute hidden states before the head's norm, and the pools with the step's keys and values.
 
@@ -149,9 +167,10 @@ class CausalLM(nnx.Module):
             pools: Key and value pages; see ``AttentionSettings.layer_indices``.
             batches: For each page table, where each token is and what it attends to.
             settings: Settings fixed at compile time.
+            x: Hidden states that the stage before computed; None: embed the tokens.
         """
-        x, inputs = self.embedded(tokens, positions, lengths, batches, settings)
-        return self.through(x, pools, inputs, settings)
+        embedded, inputs = self.embedded(tokens, positions, lengths, batches, settings, x)
+        return self.through(embedded, pools, inputs, settings)
 
     def embedded(
         self,
@@ -160,13 +179,17 @@ class CausalLM(nnx.Module):
         lengths: Int[Array, " T"],
         batches: Sequence[AttentionBatch],
         settings: AttentionSettings,
+        x: Float[Array, "T D"] | None = None,
     ) -> tuple[Float[Array, "T D"], tuple[AttentionInputs, ...]]:
         """Compute the first layer's input, and the inputs shared by the layers of each page table; see
         :meth:`hidden`."""
         num_tokens = batches[0].query_lens.sum()
         if settings.row_tile is not None:  # devices that share experts run the same number of tiles
             num_tokens = all_max(num_tokens, settings.rows_axis)
-        x, rotations = map_rows(self._embed, (tokens, positions, lengths), num_tokens, settings.row_tile)
+        if x is None:
+            x, rotations = map_rows(self._embed, (tokens, positions, lengths), num_tokens, settings.row_tile)
+        else:
+            rotations = map_rows(self._rotations, (positions, lengths), num_tokens, settings.row_tile)
         return x, tuple(AttentionInputs(batch, num_tokens, rotations) for batch in batches)
 
     def through(
@@ -212,22 +235,29 @@ class CausalLM(nnx.Module):
 
     def final(self, hidden: Float[Array, "R D"]) -> Float[Array, "R D"]:
         """Apply the head's norm: the input of the head, and the hidden states used for pooling."""
+        assert self.norm is not None, "this stage does not end the model"
         return self.norm(hidden)
 
     def _embed(
         self, tokens: Int[Array, " T"], positions: Int[Array, " T"], lengths: Int[Array, " T"]
     ) -> tuple[Float[Array, "T D"], tuple[Rotation, ...]]:
         """Compute the layers' input: embeddings, and the cosines and sines of each rotary embedding."""
+        assert self.embed is not None, "this stage does not embed tokens"
         x = self.embed(tokens)
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
         if self.position_embed is not None:
             x = x + self.position_embed(positions)
-        return x, tuple(rope_cos_sin(rope, positions, lengths) for rope in self.ropes)
+        return x, self._rotations(positions, lengths)
+
+    def _rotations(self, positions: Int[Array, " T"], lengths: Int[Array, " T"]) -> tuple[Rotation, ...]:
+        """Compute the cosines and sines of each rotary embedding."""
+        return tuple(rope_cos_sin(rope, positions, lengths) for rope in self.ropes)
 
     def _scores(self, hidden: Float[Array, "R D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "R V"]:
         head = self.embed if self.head is None else self.head
         norm = self.norm
+        assert head is not None and norm is not None, "this stage does not end the model"
         if isinstance(norm, LayerNorm):
             scores = head.logits(norm(hidden), num_rows=num_rows)
         else:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxserve.device.buckets import Buckets
-from jaxserve.device.compiled_steps import COPY_CAPACITY, CompiledSteps, copy_arrays, step_keys
+from jaxserve.device.compiled_steps import CompiledSteps, step_keys
+from jaxserve.device.copied_pages import COPY_CAPACITY, copy_arrays
 from jaxserve.device.program import ModelProgram
 from jaxserve.device.runner import StepRunner
 from jaxserve.device.runner_interface import StepResult
