@@ -150,6 +150,8 @@ def check_settings(values: Mapping[str, Any], optional: frozenset[str]) -> dict[
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:
+    if values["stage_layers"] == []:
+        raise ConfigError("stage_layers: expected the number of layers of each stage, got an empty list")
     for i, count in enumerate(values["stage_layers"] or ()):
         _check_whole(f"stage_layers[{i}]", count, 1)
     size = values["block_size"]

@@ -198,19 +198,17 @@ class CausalLM(nnx.Module):
         pools: Sequence[Pools],
         inputs: Sequence[AttentionInputs],
         settings: AttentionSettings,
-        layers: slice = slice(None),
     ) -> HiddenStates:
-        """Compute hidden states after some of the layers, and all pools with the keys and values that these write.
+        """Compute hidden states after the layers, and all pools with the keys and values that these write.
 
         Args:
             x: Hidden states before these layers.
             pools: Pools of the whole model.
             inputs: Inputs shared by the layers of each page table.
             settings: Settings fixed at compile time.
-            layers: The layers to run; by default all.
         """
         written, expert_tokens = list(pools), []
-        for index in range(len(self.layers))[layers]:
+        for index in range(len(self.layers)):
             pool, table, first_page = settings.layer_indices[index] if settings.layer_indices else KVIndices(index, 0)
             own = inputs[table]._replace(batch=inputs[table].batch._replace(first_page=jnp.int32(first_page)))
             layer = nnx.split(self.layers[index])

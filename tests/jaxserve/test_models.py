@@ -44,6 +44,8 @@ SIZES: dict[str, Any] = {
 }
 LAYOUTS = {"tp1": {}, "tp2": {"tensor_parallel_size": 2}, "tp4": {"tensor_parallel_size": 4}}
 LAYOUTS |= {"dp2": {"data_parallel_size": 2}}
+LAYOUTS |= {"pp2": {"pipeline_parallel_size": 2}, "pp3-tp2": {"mesh": "stage=3,tensor=2"}}
+LAYOUTS |= {"dp2-pp2": {"mesh": "data=2,stage=2", "stage_layers": [1, 2]}}
 LAYOUTS |= {"whole-attention4": {"tensor_parallel_size": 4, "layout": "replicated_attention"}}
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     f"ep{size}": {"tensor_parallel_size": size, "enable_expert_parallel": True} for size in (2, 4)
@@ -546,7 +548,7 @@ def test_experts_that_a_checkpoint_lacks_are_named_before_loading(
             "the mesh needs 12 devices, but JAX has 8",
         ),
         ("qwen3-moe", {"expert_parallel_size": 0}, "expert_parallel_size: expected an integer >= 1, got 0"),
-        ("qwen3-moe", {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
+        ("qwen3-moe", {"pipeline_parallel_size": 5}, "the mesh needs 10 devices, but JAX has 8"),
     ],
 )
 def test_experts_that_devices_of_their_own_cannot_share(

@@ -175,7 +175,7 @@ def test_steps_whose_rows_go_on_are_as_those_made_anew() -> None:
                 plan.share_columns(previous)
             previous = plan
             tokens.append(driver.runner.collect(driver.runner.launch([plan]))[0].tokens)
-            inputs.append(driver.runner._inputs)
+            inputs.append(driver.runner._inputs[-1])
         driver.runner.close()
         found.append(tokens)
         num_made.append(len({id(one) for one in inputs}))
