@@ -217,7 +217,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
         directory=directory,
         config=model,
         programs=programs,
-        buckets=_make_buckets(config, program, needs, max_num_batched_tokens, max_samples),
+        buckets=_make_buckets(config, program, needs, max_num_batched_tokens, max_samples, num_stages),
         needs=needs,
         max_model_len=needs.max_model_len,
         max_num_seqs=max_num_seqs,
@@ -268,12 +268,19 @@ def _check_expert_load(config: EngineConfig, module: CausalLM) -> None:
 
 
 def _make_buckets(
-    config: EngineConfig, program: ModelProgram, needs: MemoryNeeds, max_num_batched_tokens: int, max_samples: int
+    config: EngineConfig,
+    program: ModelProgram,
+    needs: MemoryNeeds,
+    max_num_batched_tokens: int,
+    max_samples: int,
+    num_stages: int,
 ) -> Buckets:
-    """Return the batch shapes for the planned memory."""
+    """Return the batch shapes for the planned memory; the sequences are divided over as many steps as there are
+    stages."""
     multiple = program.row_tile or _row_multiple(program.mesh.devices.flat[0], program.policy)
     skips = program.policy.linear == program.kernel.name == "native"
-    sizes = program.num_slots, max_num_batched_tokens, needs.table_pages
+    rows = -(-program.num_slots // num_stages)
+    sizes = rows, max_num_batched_tokens, needs.table_pages
     return Buckets.make(*sizes, multiple, config.compile_sizes, skips, max_samples, len(needs.windows))
 
 
@@ -408,7 +415,7 @@ def _memory_needs(program: ModelProgram, max_num_batched_tokens: int, max_sample
     model, abstract = program.config, program.abstract_model
     page = dataclasses.replace(program, num_pages=program.num_pages + 1).pool_bytes - program.pool_bytes
     token = 3 * abstract.layer_width
-    samples = min(program.num_slots * max_samples, max_num_batched_tokens)
+    samples = min(-(-program.num_slots // num_stages) * max_samples, max_num_batched_tokens)
     itemsize = jnp.dtype(program.policy.activations).itemsize
     step_tokens = max_num_batched_tokens + (STEPS_IN_FLIGHT + num_stages - 1) * max_samples
     logits = samples * model.vocab_size * 4 * 4 if program.is_last else 0

@@ -127,7 +127,7 @@ def assemble_engine(
     """Return an engine with one replica per runner, each with a scheduler per lane."""
     program = plan.programs[0]
     sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
-    limits = SchedulerLimits(*sizes, plan.buckets.max_samples - 1, plan.needs.windows)
+    limits = SchedulerLimits(*sizes, plan.buckets.max_samples - 1, plan.needs.windows, plan.num_stages)
     depth = (1 if config.async_scheduling is False else STEPS_IN_FLIGHT) + plan.num_stages - 1
     replicas = []
     pages, keeps = (program.num_pages, program.page_size), config.enable_prefix_caching
