@@ -774,7 +774,7 @@ def test_random_load_leaks_nothing_reads_its_own_and_always_ends(seed: int, dept
     run_random_load(seed, depth, events=120)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 4), st.integers(0, 4))
 def test_random_load_in_several_stages(seed: int, num_stages: int, depth: int):
     run_random_load(seed, min(depth, num_stages) + 1, events=120, num_stages=num_stages)
@@ -909,6 +909,6 @@ def test_random_load_meets_what_it_is_meant_to():
     assert sum(load.scheduler.num_preemptions for load in loads) > 50
     assert sum(load.scheduler.pages.num_hit_tokens for load in loads) > 1000
     assert sum(load.device.num_copies for load in loads) > 100
-    loads = [run_random_load(seed, depth=1 + seed % 4, events=150, num_stages=3) for seed in range(20)]
-    assert sum(load.scheduler.num_preemptions for load in loads) > 50
-    assert sum(load.scheduler.pages.num_hit_tokens for load in loads) > 1000
+    loads = [run_random_load(seed, depth=1 + seed % 4, events=150, num_stages=3) for seed in range(10)]
+    assert sum(load.scheduler.num_preemptions for load in loads) > 20
+    assert sum(load.scheduler.pages.num_hit_tokens for load in loads) > 500
