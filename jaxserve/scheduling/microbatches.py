@@ -55,29 +55,28 @@ class Microbatches:
         self.number += 1
         if self._num_stages == 1:
             return Turn(running, self._num_slots, len(running))
-        oldest = self.number - self._num_stages
-        due, decodes, num_waiting_for_host, members_of = list[Sequence](), list[Sequence](), 0, list[int]()
+        oldest, busy, num_runnable, due = self.number - self._num_stages, set[int](), 0, list[Sequence]()
         for sequence in running:
             if not _has_tokens_left(sequence):
                 continue
-            if sequence.num_pending and sequence.last_plan > oldest:
-                members_of.append(sequence.last_plan)
-            elif sequence.num_pending and sequence.constraint is not None:
-                num_waiting_for_host += 1
+            waits_for_host = sequence.num_pending > 0 and sequence.constraint is not None
+            num_runnable += not waits_for_host
+            if waits_for_host or (sequence.num_pending and sequence.last_plan > oldest):
+                busy.add(sequence.last_plan)
             else:
                 due.append(sequence)
-                if sequence.decode_limit:
-                    decodes.append(sequence)
-        num_free = self._num_stages - len(set(members_of))
-        num_admissible = min(num_waiting, self._num_slots - len(running))
-        num_decoding = len(members_of) + num_waiting_for_host + len(decodes)
-        max_decodes = self._share(len(decodes), num_decoding, num_free)
-        num_due, num_runnable = len(due), len(members_of) + len(due)
+        num_free = max(self._num_stages - len(busy), 1)
+        decodes = [sequence for sequence in due if sequence.decode_limit]
+        num_last = sum(sequence.num_computed + 2 == sequence.max_length for sequence in decodes)
+        num_decoding = sum(sequence.decode_limit > 0 for sequence in running)
+        max_decodes = self._share(len(decodes) - num_last, num_free, num_last, num_decoding)
+        num_others = len(due) - num_last + min(num_waiting, self._num_slots - len(running))
+        total = min(len(running) + num_waiting, self._num_slots)
+        max_members = self._share(num_others, num_free, num_last, total)
         if len(decodes) > max_decodes:
             postponed = set(sorted(decodes, key=_last_plan)[max_decodes:])
             due = [sequence for sequence in due if sequence not in postponed]
-        total = min(len(running) + num_waiting, self._num_slots)
-        return Turn(due, self._share(num_due + num_admissible, total, num_free), num_runnable)
+        return Turn(due, max_members, num_runnable)
 
     def add(self, plan: StepPlan, sequences: list[Sequence]) -> None:
         """Record a plan and the sequences of its rows."""
@@ -86,16 +85,16 @@ class Microbatches:
             for sequence in sequences:
                 sequence.last_plan = plan.number
 
-    def _share(self, num_available: int, total: int, num_free: int) -> int:
-        """Return how many of the available sequences to plan, of a total.
+    def _share(self, num_returning: int, num_free: int, num_last: int, total: int) -> int:
+        """Return how many of the sequences that could be planned now to plan.
 
         Args:
-            num_available: Number of sequences that could be planned now.
+            num_returning: Number of those that will decode again, S plans later.
+            num_free: Number of microbatches without sequences that will: these and this one divide them.
+            num_last: Number of those whose last row it is; there is nothing to divide.
             total: Number of sequences in all microbatches.
-            num_free: Number of microbatches, this one included, without sequences in the stages: they share the
-                available ones.
         """
-        return min(-(-num_available // num_free), -(-total // self._num_stages))
+        return min(num_last - (-num_returning // num_free), -(-total // self._num_stages))
 
 
 def _has_tokens_left(sequence: Sequence) -> bool:
