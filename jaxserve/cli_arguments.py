@@ -153,7 +153,7 @@ def _add_flag(group: Any, name: str, kind: Any, help_: str) -> None:
     if name in _LENGTH_FIELDS:
         add(metavar="TOKENS")
     elif name in _COUNT_FIELDS:
-        add(type=_whole_numbers, metavar="N,N,...")
+        add(type=_integers, metavar="N,N,...")
     elif bool in kinds:
         add(action=argparse.BooleanOptionalAction, default=None)
     elif literals:
@@ -186,12 +186,12 @@ def _is_list(kind: Any, item: type) -> bool:
     return is_list and (item in typing.get_args(kind) or (item is str and Any in typing.get_args(kind)))
 
 
-def _whole_numbers(text: str) -> list[int]:
+def _integers(text: str) -> list[int]:
     """Return the numbers of a text such as ``10,11,11``."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected whole numbers such as 10,11,11, got {text!r}") from error
+        raise argparse.ArgumentTypeError(f"expected integers such as 10,11,11, got {text!r}") from error
 
 
 def _json_object(text: str) -> dict[str, Any]:

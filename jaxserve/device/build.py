@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.kernel_choice import choose_kernels, choose_step_truncation
+from jaxserve.device.layout_choice import choose_layout
 from jaxserve.device.memory import (
     MemoryNeeds,
     device_memory_bytes,
-    plan_pages,
     set_gpu_memory_fraction,
-    usable_fraction,
 )
+from jaxserve.device.memory_fit import fit_to_memory, memory_needs
 from jaxserve.device.program import ModelProgram, computes_rows_natively
+from jaxserve.device.stage_choice import choose_stages
 from jaxserve.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
@@ -28,20 +28,12 @@ from jaxserve.layers.rows import ROW_TILE
 from jaxserve.models.abstract import check_tensor_size, outline
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.loading import find_model_directory, load_weights, read_model_config
-from jaxserve.models.sparse_decoder import SparseConfig
-from jaxserve.models.stage_balance import divide
-from jaxserve.models.stages import Stage, stages_of
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
-from jaxserve.scheduling.page_allocator import KVWindow
 from pallas_kernels.native_library import set_threads
 from sharding import (
-    LAYOUTS,
-    LayoutError,
     MeshShape,
-    ShardingLayout,
     data_slices,
     ensure_cpu_devices,
-    get_layout,
     make_mesh,
     stage_slices,
 )
@@ -77,9 +69,6 @@ def _import(name: str) -> Any:
 
 
 logger = logging.getLogger(__name__)
-
-STEPS_IN_FLIGHT = 2
-"""Steps in flight with async scheduling, and one more for each pipeline stage after the first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,17 +146,16 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     if config.num_threads is not None:
         set_threads(config.num_threads)
     sizes = {"tensor": config.tensor_parallel_size, "expert": config.expert_parallel_size}
-    num_stages = _num_stages(config, model)
+    num_stages = count_stages(config, model)
     mesh_shape = MeshShape(data=config.data_parallel_size, stage=num_stages, **sizes)
-    layout = _choose_layout(config, model)
+    layout = choose_layout(config, model)
     ensure_cpu_devices(mesh_shape.num_devices)
-    mesh = make_mesh(mesh_shape)
-    device = mesh.devices.flat[0]
+    meshes = [stage for slice_ in data_slices(make_mesh(mesh_shape)) for stage in stage_slices(slice_)]
+    first = meshes[0]
+    device = first.devices.flat[0]
     check_tensor_size(
         model, Parallel.from_layout(layout, sizes["tensor"], sizes.get(layout.mesh_axis("experts") or ""))
     )
-    meshes = [stage for slice_ in data_slices(mesh) for stage in stage_slices(slice_)]
-    first = meshes[0]
     layout = layout.on(first)
     page_size = config.block_size or 64
     scope = Scope(parallel=Parallel.on_mesh(layout, first))
@@ -203,15 +191,12 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
             f"{config.tensor_parallel_size}"
         )
     max_samples = 1 + max_draft_tokens
-    stages = _stages(config, program, num_stages)
-    each = [
-        _memory_needs(dataclasses.replace(program, stage=stage), max_num_batched_tokens, max_samples, num_stages)
-        for stage in stages
-    ]
-    needs, num_pages = _fit_to_memory(config, each, device, mesh.devices.size)
+    programs = [dataclasses.replace(program, stage=stage) for stage in choose_stages(config, program, num_stages)]
+    each = [memory_needs(stage, max_num_batched_tokens, max_samples, num_stages) for stage in programs]
+    needs, num_pages = fit_to_memory(config, each, device, len(meshes) * first.devices.size)
     programs = [
-        dataclasses.replace(program, mesh=mesh, num_pages=num_pages, stage=stage)
-        for mesh, stage in zip(meshes, stages * config.data_parallel_size, strict=True)
+        dataclasses.replace(stage, mesh=mesh, num_pages=num_pages)
+        for mesh, stage in zip(meshes, programs * config.data_parallel_size, strict=True)
     ]
     return EnginePlan(
         directory=directory,
@@ -226,34 +211,6 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
         num_experts=module.num_experts,
         num_stages=num_stages,
     )
-
-
-def _num_stages(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the number of pipeline stages.
-
-    Raises:
-        ConfigError: There are more stages than layers, or ``stage_layers`` has another number of stages or of layers.
-    """
-    size, counts, layers = config.pipeline_parallel_size, config.stage_layers, model.num_layers
-    if counts is not None and size not in (1, len(counts)):
-        raise ConfigError(f"stage_layers has {len(counts)} numbers, but pipeline_parallel_size={size}; use one of them")
-    if counts is not None and sum(counts) != layers:
-        found = " + ".join(map(str, counts))
-        raise ConfigError(f"stage_layers: {found} = {sum(counts)} layers, but {model.architecture} has {layers}")
-    if size > layers:
-        raise ConfigError(
-            f"pipeline_parallel_size={size} exceeds the {layers} layers of {model.architecture}; use 1 to {layers}"
-        )
-    return size if counts is None else len(counts)
-
-
-def _stages(config: EngineConfig, program: ModelProgram, num_stages: int) -> list[Stage | None]:
-    """Return the layers of each stage; [None] for a single stage."""
-    if num_stages == 1:
-        return [None]
-    if config.stage_layers is not None:
-        return [*stages_of(config.stage_layers)]
-    return [*divide(program.abstract_model, num_stages)]
 
 
 def _check_expert_load(config: EngineConfig, module: CausalLM) -> None:
@@ -313,72 +270,6 @@ def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...
     return program.packing.pack(params)
 
 
-def _choose_layout(config: EngineConfig, model: ModelConfig) -> ShardingLayout:
-    """Return the layout that the settings name, or the one that expert parallelism means.
-
-    Raises:
-        ConfigError: Expert parallelism is requested with a layout that does not split experts over its axis, or for a
-            model without experts.
-        LayoutError: The layout is unknown, or contradicts itself.
-    """
-    layout = config.layout
-    if not isinstance(layout, str | ShardingLayout):
-        raise ConfigError(f"layout: expected a name, path.py:NAME or a ShardingLayout, got {layout!r}")
-    layout = get_layout(layout) if isinstance(layout, str) else layout
-    _check_axes(layout, has_experts=isinstance(model, SparseConfig))
-    size = config.expert_parallel_size
-    if size == 1 and not config.enable_expert_parallel:
-        return layout
-    setting = "enable_expert_parallel" if size == 1 else f"expert_parallel_size={size}"
-    if size > 1 and config.enable_expert_parallel:
-        raise ConfigError(
-            f"{setting} splits experts over devices of their own, enable_expert_parallel over those of "
-            "tensor_parallel_size; use only one of them"
-        )
-    axis, default = ("tensor", "expert_parallel") if size == 1 else ("expert", "expert_gather")
-    if size > 1 and config.deterministic:
-        default = "expert_all_to_all"  # adds the parts of a row in the same order on every device
-    is_default = layout == get_layout("tensor_parallel")
-    if not is_default and layout.mesh_axis("experts") != axis:
-        names = " or ".join(f"layout={name!r}" for name in LAYOUTS if get_layout(name).mesh_axis("experts") == axis)
-        raise ConfigError(f"{setting} needs {names}, got layout={layout.name!r}")
-    if not isinstance(model, SparseConfig):
-        raise ConfigError(f"{setting} needs a model with experts; {model.architecture} has none")
-    return get_layout(default) if is_default else layout
-
-
-def _check_axes(layout: ShardingLayout, has_experts: bool) -> None:
-    """Raise LayoutError if a layout splits something that the modules cannot split, or over an axis that they do not
-    use."""
-    rules = layout.rules
-    whole = [logical for logical in ("embed", "head_dim") if logical in rules]
-    if whole:
-        raise LayoutError(f"layout {layout.name!r} splits {' and '.join(whole)}, which every device needs whole")
-    slices = [f"{logical} over {axis}" for logical, axis in rules.items() if axis in ("data", "stage")]
-    if slices:
-        raise LayoutError(
-            f"layout {layout.name!r} splits {', '.join(slices)}; a layout can use only the axes tensor and expert"
-        )
-    axes = {logical: rules.get(logical) for logical in ("q_heads", "kv_heads", "ffn")}
-    if axes["q_heads"] != axes["kv_heads"] or axes["q_heads"] not in (None, axes["ffn"]):
-        found = ", ".join(f"{logical} over {axis}" for logical, axis in axes.items())
-        raise LayoutError(
-            f"layout {layout.name!r} has {found}; q_heads and kv_heads must both be over the axis of ffn, or neither "
-            "be split"
-        )
-    for logical in ("vocab", "expert_ffn"):
-        if rules.get(logical) not in (None, axes["ffn"]):
-            raise LayoutError(
-                f"layout {layout.name!r} splits {logical} over {rules[logical]}; it can be split only over the axis of "
-                f"ffn, {axes['ffn']}"
-            )
-    if has_experts and axes["ffn"] not in (None, rules.get("expert_ffn"), rules.get("experts")):
-        raise LayoutError(
-            f"layout {layout.name!r} splits ffn over {axes['ffn']}; for a model with experts it must split "
-            f"expert_ffn or experts over {axes['ffn']} too"
-        )
-
-
 def _batch_limits(config: EngineConfig, device: Device) -> tuple[int, int]:
     """Return ``max_num_seqs`` and ``max_num_batched_tokens``, with defaults for the device."""
     if device.platform == "cpu":
@@ -407,63 +298,3 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if configured > longest:
         raise ConfigError(f"max_model_len={configured} exceeds the model's maximum of {longest} positions")
     return configured
-
-
-def _memory_needs(program: ModelProgram, max_num_batched_tokens: int, max_samples: int, num_stages: int) -> MemoryNeeds:
-    """Return the memory that one stage needs on each of its devices."""
-    assert program.max_model_len is not None
-    model, abstract = program.config, program.abstract_model
-    page = dataclasses.replace(program, num_pages=program.num_pages + 1).pool_bytes - program.pool_bytes
-    token = 3 * abstract.layer_width
-    samples = min(-(-program.num_slots // num_stages) * max_samples, max_num_batched_tokens)
-    itemsize = jnp.dtype(program.policy.activations).itemsize
-    step_tokens = max_num_batched_tokens + (STEPS_IN_FLIGHT + num_stages - 1) * max_samples
-    logits = samples * model.vocab_size * 4 * 4 if program.is_last else 0
-    return MemoryNeeds(
-        weights=program.weight_bytes,
-        page=page,
-        temporaries=max_num_batched_tokens * token * itemsize + logits,
-        page_size=program.page_size,
-        max_model_len=program.max_model_len,
-        max_num_seqs=program.num_slots,
-        slots=program.slot_state_bytes,
-        windows=tuple(
-            None if window is None else KVWindow(window, program.page_size, step_tokens)
-            for window in program.kv_layout.windows
-        ),
-    )
-
-
-def _fit_to_memory(
-    config: EngineConfig, stages: Sequence[MemoryNeeds], device: Device, num_devices: int
-) -> tuple[MemoryNeeds, int]:
-    """Return the needs of the stage that leaves room for the fewest pages, and their number, which all stages have.
-
-    With max_model_len=-1, the context length is reduced to what fits.
-    """
-    total = device_memory_bytes(device)
-    sharing = num_devices if device.platform == "cpu" else 1
-    settings = {
-        "total": total,
-        "utilization": usable_fraction(device, config.gpu_memory_utilization),
-        "platform": device.platform,
-        "pool_bytes": config.kv_cache_memory_bytes,
-        "num_pages": config.num_gpu_blocks_override,
-        "devices_sharing": sharing,
-    }
-    longest = stages[0].max_model_len
-    if config.max_model_len == -1:
-        for needs in stages:
-            single_token = dataclasses.replace(needs, max_model_len=1)
-            pages = plan_pages(dataclasses.replace(single_token, max_num_seqs=needs.request_pages), **settings)
-            longest = min(longest, needs.longest_request(pages))
-        if longest < stages[0].max_model_len:
-            logger.info(
-                "Auto-fit max_model_len: reduced from %d to %d to fit in available memory",
-                stages[0].max_model_len,
-                longest,
-            )
-    fitted = [dataclasses.replace(needs, max_model_len=longest) for needs in stages]
-    planned = [(plan_pages(needs, **settings), needs) for needs in fitted]
-    num_pages, needs = min(planned, key=lambda found: (found[0], -found[1].weights))
-    return needs, num_pages

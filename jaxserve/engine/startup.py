@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxserve.config import EngineConfig
-from jaxserve.device.build import STEPS_IN_FLIGHT, EnginePlan, load_params, plan_engine
+from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.compilation_cache import use_compilation_cache
 from jaxserve.device.compiled_steps import CompiledSteps, num_programs
 from jaxserve.device.memory import MemoryLedger, device_memory_bytes, resident_bytes, usable_fraction
+from jaxserve.device.memory_fit import STEPS_IN_FLIGHT
 from jaxserve.device.runner import StepRunner
 from jaxserve.device.runner_interface import Runner
 from jaxserve.device.stage_steps import Stage, StageSteps
