@@ -20,7 +20,7 @@ from jaxserve.device.memory import (
 )
 from jaxserve.device.memory_fit import fit_to_memory, memory_needs
 from jaxserve.device.program import ModelProgram, computes_rows_natively
-from jaxserve.device.stage_choice import choose_stages
+from jaxserve.device.stage_choice import choose_stages, count_stages
 from jaxserve.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
