@@ -15,7 +15,7 @@ from sharding.mesh import Device
 logger = logging.getLogger(__name__)
 
 STEPS_IN_FLIGHT = 2
-"""Steps in flight with async scheduling, and one more for each pipeline stage after the first."""
+"""Steps in flight with async scheduling in which one sequence can sample; each further stage adds one for others."""
 
 
 def memory_needs(program: ModelProgram, max_num_batched_tokens: int, max_samples: int, num_stages: int) -> MemoryNeeds:
@@ -26,7 +26,7 @@ def memory_needs(program: ModelProgram, max_num_batched_tokens: int, max_samples
     token = 3 * abstract.layer_width
     samples = min(-(-program.num_slots // num_stages) * max_samples, max_num_batched_tokens)
     itemsize = jnp.dtype(program.policy.activations).itemsize
-    step_tokens = max_num_batched_tokens + (STEPS_IN_FLIGHT + num_stages - 1) * max_samples
+    step_tokens = max_num_batched_tokens + STEPS_IN_FLIGHT * max_samples
     logits = samples * model.vocab_size * 4 * 4 if program.is_last else 0
     return MemoryNeeds(
         weights=program.weight_bytes,
