@@ -22,6 +22,9 @@ class Parallel:
         expert_ffn: Mesh axis the features of each expert are split over.
         rows: Mesh axis that rows are split over, each device with its own sequences.
         dispatch: How rows reach their experts; see ``ShardingLayout``.
+        residual: The hidden states between blocks; see ``ShardingLayout``.
+        logits: Where logits are sampled; see ``ShardingLayout``.
+        tokens: Mesh axis that the tokens of KV pages are split over.
     """
 
     size: int = 1
@@ -33,6 +36,9 @@ class Parallel:
     expert_ffn: str | None = None
     rows: str | None = None
     dispatch: str = "all_reduce"
+    residual: str = "replicated"
+    logits: str = "gathered"
+    tokens: str | None = None
 
     @classmethod
     def from_layout(cls, layout: ShardingLayout, size: int, expert_size: int | None = None) -> "Parallel":
@@ -54,6 +60,9 @@ class Parallel:
             expert_ffn=layout.mesh_axis("expert_ffn"),
             rows=layout.rows_axis,
             dispatch=layout.dispatch,
+            residual=layout.residual,
+            logits=layout.logits,
+            tokens=layout.mesh_axis("tokens"),
         )
 
     @classmethod
