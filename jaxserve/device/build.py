@@ -157,6 +157,8 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     is_invariant = computes_rows_natively(module.has_fused_norms, policy, kernel)
     is_invariant &= scope.parallel.dispatch != "gather"  # whose devices add a row's parts in an order of their own
     is_deterministic = is_invariant if config.deterministic is None else config.deterministic
+    if is_deterministic:
+        _check_tiles(layout, scope.parallel)
     _log_determinism(config, is_deterministic, is_invariant)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     max_model_len = _max_model_len(config, model)
@@ -218,7 +220,8 @@ def _make_buckets(
     multiple = program.row_tile or _row_multiple(program.mesh.devices.flat[0], program.policy)
     skips = program.policy.linear == program.kernel.name == "native"
     sizes = program.num_slots, max_num_batched_tokens, needs.table_pages
-    return Buckets.make(*sizes, multiple, config.compile_sizes, skips, max_samples, len(needs.windows))
+    shared = program.parallel.parts(program.parallel.residual_axis)
+    return Buckets.make(*sizes, multiple, config.compile_sizes, skips, max_samples, len(needs.windows), shared)
 
 
 def _row_multiple(device: Device, policy: DtypePolicy) -> int:
@@ -238,6 +241,17 @@ def _log_determinism(config: EngineConfig, is_deterministic: bool, is_invariant:
         return
     how = "native kernels compute each row separately" if is_invariant else f"rows are computed in tiles of {ROW_TILE}"
     logger.info("Results are batch-invariant: %s", how)
+
+
+def _check_tiles(layout: ShardingLayout, parallel: Parallel) -> None:
+    """Raise ConfigError if devices share the hidden states of tokens, but cannot share a tile's equally."""
+    size = parallel.parts(parallel.residual_axis)
+    if ROW_TILE % size:
+        sizes = ", ".join(str(each) for each in range(1, ROW_TILE + 1) if ROW_TILE % each == 0)
+        raise ConfigError(
+            f"deterministic=True computes tiles of {ROW_TILE} tokens, which layout {layout.name!r} splits over "
+            f"tensor_parallel_size={size}; use a tensor_parallel_size of {sizes}, or another layout"
+        )
 
 
 def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...]:

@@ -84,6 +84,11 @@ class Parallel:
         return self.parts(self.heads)
 
     @property
+    def residual_axis(self) -> str | None:
+        """Mesh axis of the devices that share the rows of hidden states between blocks; None if each has all."""
+        return self.heads if self.residual == "tokens" else None
+
+    @property
     def has_whole_attention(self) -> bool:
         """Whether the layout splits MLPs but no heads."""
         return self.heads is None and self.ffn is not None

@@ -16,6 +16,7 @@ from jaxserve.layers.embedding import PositionEmbedding, VocabEmbedding
 from jaxserve.layers.kv_layout import KVIndices, KVSpec
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.norm import LayerNorm, RMSNorm
+from jaxserve.layers.residual import whole_rows
 from jaxserve.layers.rope import rope_cos_sin
 from jaxserve.layers.rows import map_rows
 from pallas_kernels import AttentionBatch
@@ -45,7 +46,7 @@ class Layer(Protocol):
         ...
 
     def __call__(
-        self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
+        self, x: Float[Array, "rows D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> LayerOutput:
         """Run the layer."""
         ...
@@ -55,12 +56,12 @@ class HiddenStates(NamedTuple):
     """Outputs of a model's layers.
 
     Attributes:
-        x: Hidden state of each token, before the head's norm.
+        x: Hidden state of each token, before the head's norm; after some of the layers, those that a device has.
         pools: Pools of the whole model, with the step's keys and values.
         expert_tokens: Tokens routed to each expert of each layer that has experts; None if they are not counted.
     """
 
-    x: Float[Array, "T D"]
+    x: Float[Array, "rows D"]
     pools: list[Pools]
     expert_tokens: Int[Array, "layers E"] | None
 
@@ -151,7 +152,8 @@ class CausalLM(nnx.Module):
             settings: Settings fixed at compile time.
         """
         x, inputs = self.embedded(tokens, positions, lengths, batches, settings)
-        return self.through(x, pools, inputs, settings)
+        found = self.through(x, pools, inputs, settings)
+        return found._replace(x=whole_rows(found.x, self.embed.residual_axis, settings.row_tile))
 
     def embedded(
         self,
@@ -160,7 +162,7 @@ class CausalLM(nnx.Module):
         lengths: Int[Array, " T"],
         batches: Sequence[AttentionBatch],
         settings: AttentionSettings,
-    ) -> tuple[Float[Array, "T D"], tuple[AttentionInputs, ...]]:
+    ) -> tuple[Float[Array, "rows D"], tuple[AttentionInputs, ...]]:
         """Compute the first layer's input, and the inputs shared by the layers of each page table; see
         :meth:`hidden`."""
         num_tokens = batches[0].query_lens.sum()
@@ -171,13 +173,15 @@ class CausalLM(nnx.Module):
 
     def through(
         self,
-        x: Float[Array, "T D"],
+        x: Float[Array, "rows D"],
         pools: Sequence[Pools],
         inputs: Sequence[AttentionInputs],
         settings: AttentionSettings,
         layers: slice = slice(None),
     ) -> HiddenStates:
         """Compute hidden states after some of the layers, and all pools with the keys and values that these write.
+
+        Devices that share the rows between blocks have them still to gather.
 
         Args:
             x: Hidden states before these layers.
@@ -216,7 +220,7 @@ class CausalLM(nnx.Module):
 
     def _embed(
         self, tokens: Int[Array, " T"], positions: Int[Array, " T"], lengths: Int[Array, " T"]
-    ) -> tuple[Float[Array, "T D"], tuple[Rotation, ...]]:
+    ) -> tuple[Float[Array, "rows D"], tuple[Rotation, ...]]:
         """Compute the layers' input: embeddings, and the cosines and sines of each rotary embedding."""
         x = self.embed(tokens)
         if self.embedding_multiplier != 1.0:
@@ -259,7 +263,7 @@ class CausalLM(nnx.Module):
 def _run_layer(
     graphdef: nnx.GraphDef,
     state: PyTree,
-    x: Float[Array, "T D"],
+    x: Float[Array, "rows D"],
     pools: Pools,
     inputs: AttentionInputs,
     settings: AttentionSettings,

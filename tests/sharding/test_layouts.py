@@ -41,6 +41,7 @@ ROWS = {
     "expert_parallel": TENSOR,
     "replicated": TENSOR,
     "replicated_attention": TENSOR,
+    "sequence_parallel": TENSOR,
     "tensor_parallel": TENSOR,
 }
 """The meshes, devices along ``tensor`` and ``expert``, that each layout is tested on."""
