@@ -58,8 +58,8 @@ def stated_collectives(
 ) -> dict[str, int]:
     """Return the number of collectives of each kind in one step, as the layout states them.
 
-    Norms over all heads at once, loops over tiles of rows, and prompt logprobs add to these. Steps in which every device
-    has all rows, as a program chooses for few, do what the layout without a split residual does.
+    Norms over all heads at once, loops over tiles of rows, and prompt logprobs add to these. Steps with few tokens do
+    not split hidden states, whatever ``layout.residual`` is; their layout is that of ``ModelProgram.for_shape``.
 
     Args:
         layout: Layout, resolved on the mesh.

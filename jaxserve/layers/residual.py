@@ -1,8 +1,8 @@
 """Hidden states between blocks, whose rows the devices of a mesh axis may share (arXiv:2205.05198).
 
-A block, attention or an MLP, needs all rows. If devices share them, they normalize their own rows and gather them before
-the block. The sum of what the devices compute in the block is scattered, so that each device adds its rows of the sum to
-the rows it has.
+A block, attention or an MLP, needs all rows. If devices share them, they normalize their own rows and gather them
+before the block. The sum of what the devices compute in the block is scattered: each device adds its rows of the sum to
+those it has.
 """
 
 import jax.numpy as jnp
@@ -27,9 +27,7 @@ def block_input(
     return all_gather(x if norm is None else norm(x), axis, 0), None
 
 
-def block_output(
-    y: Float[Array, "T D"], summed_axes: tuple[str, ...], axis: str | None
-) -> Float[Array, "rows D"]:
+def block_output(y: Float[Array, "T D"], summed_axes: tuple[str, ...], axis: str | None) -> Float[Array, "rows D"]:
     """Return the sum of what devices computed in a block: all rows, or this device's.
 
     Args:

@@ -129,7 +129,9 @@ class SparseMLP(nnx.Module):
         parallel, policy, count = scope.parallel, scope.policy, routing.num_experts
         self.tile = ROW_TILE if policy.linear == policy.grouped == "native" else None
         self.residual_axis = parallel.residual_axis
-        self.has_fused_norms = self.tile is not None and self.residual_axis is None  # not fused, but in tiles of its own
+        self.has_fused_norms = (
+            self.tile is not None and self.residual_axis is None
+        )  # not fused, but in tiles of its own
         self.routing, self.shared, self.dtype = routing, shared, policy.activations_dtype
         self.experts_axis, self.ffn_axis, self.dispatch = parallel.experts, parallel.expert_ffn, parallel.dispatch
         self.shared_axis = parallel.ffn
