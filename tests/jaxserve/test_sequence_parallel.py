@@ -144,6 +144,7 @@ def test_steps_communicate_what_the_layout_states(model: str, is_split: bool) ->
     """Shapes with few tokens, or no multiple of the devices, as tensor_parallel; XLA keeps scatters and gathers."""
     program = make_program(CONFIGS[model], tensor=4, layout="sequence_parallel")
     num_sparse = int(model != "dense")
+    text, stated = None, {}
     for shape in BUCKETS.shapes():
         used = program.for_shape(shape)
         traced = trace_model(program, shape, 24) if is_split else trace_step(program, shape, "any")
@@ -155,7 +156,7 @@ def test_steps_communicate_what_the_layout_states(model: str, is_split: bool) ->
             assert "reduce-scatter" not in stated
         else:
             assert stated == {"reduce-scatter": 2 * NUM_LAYERS + 1, "all-gather": 2 * NUM_LAYERS + 2}
-    text = traced.lower().compile().as_text()
+        text = traced.lower().compile().as_text() if shape.num_tokens == 24 else text
     assert text is not None and compiled_collectives(text) == stated
 
 
@@ -169,10 +170,8 @@ def test_a_shape_that_devices_cannot_share_equally_stays_whole() -> None:
 def test_tiles_that_devices_cannot_share_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {**LLAMA, "num_attention_heads": 6, "num_key_value_heads": 3}, seed=1)
     settings: dict[str, Any] = {"model": str(tmp_path), "tensor_parallel_size": 3, "layout": "sequence_parallel"}
-    message = (
-        "deterministic=True computes tiles of 8 tokens, which layout 'sequence_parallel' splits over tensor_parallel"
-    )
-    with pytest.raises(ConfigError, match=f"{message}_size=3; use a tensor_parallel_size of 1, 2, 4, 8, or another"):
+    message = "deterministic=True computes tiles of 8 tokens, .* splits over tensor_parallel_size=3; use a .*_size of"
+    with pytest.raises(ConfigError, match=f"{message} 1, 2, 4, 8, or another layout"):
         plan_engine(EngineConfig(**settings, deterministic=True))
     plan = plan_engine(EngineConfig(**settings))
     assert all(shape.num_tokens % 3 == 0 for shape in plan.buckets.shapes() if not shape.decode_only)
