@@ -15,6 +15,8 @@ from jaxserve.device.build import plan_engine
 from jaxserve.device.split_steps import trace_model
 from jaxserve.device.steps import trace_step
 from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import DtypePolicy, Scope
+from jaxserve.models.abstract import outline
 from pallas_kernels import native_library
 from scripts.compile_text import compiled_collectives
 from sharding import get_layout
@@ -57,6 +59,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 FAST = ("four", "deterministic")
 CONFIGS: dict[str, ModelConfig] = {"dense": tiny_config(), "sparse": sparse_config(), "latents": latent_config()}
+NATIVE = DtypePolicy(linear="native", grouped="native")
 BUCKETS = Buckets(decode_rows=(2, 16), mixed_tokens=(16, 24), max_num_seqs=16, table_pages=4)
 
 
@@ -165,6 +168,21 @@ def test_a_shape_that_devices_cannot_share_equally_stays_whole() -> None:
     odd = Buckets((18,), (18,), 18, 4).shapes()
     assert [program.for_shape(shape).layout.residual for shape in odd] == ["replicated"] * 2
     assert program.for_shape(odd[0]) is program.for_shape(odd[1])
+
+
+def test_in_deterministic_mode_every_step_is_split() -> None:
+    """So that a token is computed in the same way among few and among many."""
+    program = make_program(tiny_config(), tensor=4, layout="sequence_parallel", row_tile=8)
+    for shape in Buckets((8,), (8, 32), 8, 4, 8).shapes():
+        assert program.for_shape(shape) is program
+
+
+def test_no_kernel_fuses_the_norm_before_a_gather() -> None:
+    for size, is_fused in ((1, True), (2, False)):
+        program = make_program(sparse_config(), tensor=size, layout="sequence_parallel", policy=NATIVE)
+        dense, sparse = outline(program.config, Scope(parallel=program.parallel, policy=NATIVE)).layers
+        parts = [dense.attention, dense.mlp, sparse.attention, sparse.mlp]
+        assert [part.has_fused_norms for part in parts] == [is_fused] * 4
 
 
 def test_tiles_that_devices_cannot_share_are_refused(tmp_path: Path) -> None:
