@@ -293,7 +293,10 @@ def test_any_schedule_gives_the_same_bits(family: str) -> None:
 
 
 @same_code
-@pytest.mark.parametrize("family", SPLIT_TOKENS)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[pytest.mark.slow] if name == "latents_native" else []) for name in SPLIT_TOKENS],
+)
 def test_devices_that_share_the_tokens_of_a_tile(family: str) -> None:
     if "native" in family and native_library.unavailable() is not None:
         pytest.skip("needs native kernels")
