@@ -11,6 +11,7 @@ import jax
 
 from jaxserve.config import EngineConfig
 from jaxserve.device.buckets import Buckets
+from jaxserve.device.determinism import choose_row_tile
 from jaxserve.device.kernel_choice import choose_kernels, choose_step_truncation
 from jaxserve.device.layout_choice import choose_layout
 from jaxserve.device.memory import (
@@ -19,12 +20,11 @@ from jaxserve.device.memory import (
     set_gpu_memory_fraction,
 )
 from jaxserve.device.memory_fit import fit_to_memory, memory_needs
-from jaxserve.device.program import ModelProgram, computes_rows_natively
+from jaxserve.device.program import ModelProgram
 from jaxserve.device.stage_choice import choose_stages, count_stages
 from jaxserve.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
-from jaxserve.layers.rows import ROW_TILE
 from jaxserve.models.abstract import check_tensor_size, outline
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.loading import find_model_directory, load_weights, read_model_config
@@ -162,10 +162,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     policy, kernel = choose_kernels(config, model, scope, first.devices.flat[0], page_size)
     module = outline(model, dataclasses.replace(scope, policy=policy))
     _check_expert_load(config, module)
-    is_invariant = computes_rows_natively(module.has_fused_norms, policy, kernel)
-    is_invariant &= scope.parallel.dispatch != "gather"  # whose devices add a row's parts in an order of their own
-    is_deterministic = is_invariant if config.deterministic is None else config.deterministic
-    _log_determinism(config, is_deterministic, is_invariant)
+    row_tile = choose_row_tile(config, module, policy, kernel, scope.parallel)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     max_model_len = _max_model_len(config, model)
     program = ModelProgram(
@@ -178,7 +175,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
         num_pages=1,
         num_slots=max_num_seqs,
         max_model_len=max_model_len,
-        row_tile=ROW_TILE if is_deterministic else None,
+        row_tile=row_tile,
         max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         logprobs_mode=config.logprobs_mode,
         processors=load_processors(config.logits_processors or []),
@@ -238,7 +235,8 @@ def _make_buckets(
     skips = program.policy.linear == program.kernel.name == "native"
     rows = -(-program.num_slots // num_stages)
     sizes = rows, max_num_batched_tokens, needs.table_pages
-    return Buckets.make(*sizes, multiple, config.compile_sizes, skips, max_samples, len(needs.windows))
+    shared = program.parallel.parts(program.parallel.residual_axis)
+    return Buckets.make(*sizes, multiple, config.compile_sizes, skips, max_samples, len(needs.windows), shared)
 
 
 def _row_multiple(device: Device, policy: DtypePolicy) -> int:
@@ -249,15 +247,6 @@ def _row_multiple(device: Device, policy: DtypePolicy) -> int:
     """
     is_fast = policy.weights == "float32" or policy.linear == "native"
     return 1 if device.platform == "cpu" and is_fast else 2
-
-
-def _log_determinism(config: EngineConfig, is_deterministic: bool, is_invariant: bool) -> None:
-    if not is_deterministic:
-        why = "deterministic=False" if config.deterministic is not None else "XLA's sums depend on a step's shape"
-        logger.info("Results are not batch-invariant: their last bits may depend on the batch (%s)", why)
-        return
-    how = "native kernels compute each row separately" if is_invariant else f"rows are computed in tiles of {ROW_TILE}"
-    logger.info("Results are batch-invariant: %s", how)
 
 
 def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...]:

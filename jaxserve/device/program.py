@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 from jaxserve.config_checks import LOGPROBS_MODES
-from jaxserve.device.step_batch import LatestTokens
+from jaxserve.device.step_batch import BatchShape, LatestTokens
 from jaxserve.layers.attention import AttentionKernel, Pools
 from jaxserve.layers.kv_layout import KVLayout, PoolKind, lay_out_kv
 from jaxserve.layers.model_config import ModelConfig
@@ -37,6 +37,7 @@ from sharding.plan import bytes_per_device
 
 AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
 Struct = jax.ShapeDtypeStruct
+_FEWEST_SPLIT_TOKENS = 4  # per device, in steps whose hidden states are split by tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +261,22 @@ class ModelProgram:
     def abstract_params(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and shardings of the packed parameters."""
         return self.packing.structs(tuple(self.abstract_model.params.values()))
+
+    def for_shape(self, shape: BatchShape) -> "ModelProgram":
+        """Return the program that runs steps of a batch shape: this one, or for few tokens one with the same parameters
+        whose devices have all rows of hidden states.
+
+        In deterministic mode all steps split them, so that they all compute the same.
+        """
+        size = self.parallel.parts(self.parallel.residual_axis)
+        is_split = self.row_tile is not None or (
+            shape.num_tokens % size == 0 and shape.num_tokens >= _FEWEST_SPLIT_TOKENS * size
+        )
+        return self if size == 1 or is_split else self._with_whole_rows
+
+    @functools.cached_property
+    def _with_whole_rows(self) -> "ModelProgram":
+        return dataclasses.replace(self, layout=dataclasses.replace(self.layout, residual="replicated"))
 
     def model(self, packed: Sequence[jax.Array]) -> CausalLM:
         """Return the module with the given packed parameters; called inside a program."""

@@ -109,6 +109,7 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
         shape: Batch shape.
         max_tokens: Query tokens of the largest step, for which the scorer is compiled.
     """
+    program = program.for_shape(shape)
     attention = attention_settings(program, shape)
 
     def model(

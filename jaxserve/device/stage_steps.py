@@ -45,6 +45,7 @@ def trace_stage(program: ModelProgram, shape: BatchShape) -> jax.stages.Traced:
     The traced function maps (packed parameters, pools, ``LatestTokens``, buffer, hidden states) to (pools,
     ``StageOutput``) and donates the pools. The first stage has no hidden states among its arguments.
     """
+    program = program.for_shape(shape)
     attention = attention_settings(program, shape)
 
     def stage(

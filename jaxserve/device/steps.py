@@ -66,6 +66,7 @@ def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.st
     The traced function maps (packed parameters, ``StepState``, buffer, vocabulary mask) to (``StepState``,
     ``StepOutput``) and donates the state. After other stages, it also has their hidden states as an argument.
     """
+    program = program.for_shape(shape)
     attention = attention_settings(program, shape)
     settings = StepSettings(attention, program.sampler, variant, shape.scores_prompt, program.row_tile)
 

@@ -16,6 +16,7 @@ from jaxserve.layers.embedding import PositionEmbedding, VocabEmbedding
 from jaxserve.layers.kv_layout import KVIndices, KVSpec
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.norm import LayerNorm, RMSNorm
+from jaxserve.layers.residual import own_rows, whole_rows
 from jaxserve.layers.rope import rope_cos_sin
 from jaxserve.layers.rows import map_rows
 from jaxserve.models.stages import Stage
@@ -46,7 +47,7 @@ class Layer(Protocol):
         ...
 
     def __call__(
-        self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
+        self, x: Float[Array, "rows D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> LayerOutput:
         """Run the layer."""
         ...
@@ -56,12 +57,12 @@ class HiddenStates(NamedTuple):
     """Outputs of a model's layers.
 
     Attributes:
-        x: Hidden state of each token, before the head's norm.
+        x: Hidden state of each token, before the head's norm; after some of the layers, those that a device has.
         pools: Pools of the whole model, with the step's keys and values.
         expert_tokens: Tokens routed to each expert of each layer that has experts; None if they are not counted.
     """
 
-    x: Float[Array, "T D"]
+    x: Float[Array, "rows D"]
     pools: list[Pools]
     expert_tokens: Int[Array, "layers E"] | None
 
@@ -114,6 +115,7 @@ class CausalLM(nnx.Module):
         own = () if config.rope is None else (config.rope,)
         self.ropes = own if ropes is None else ropes
         self.position_embed = position_embed
+        self.residual_axis = embed.residual_axis
 
     def keep_stage(self, stage: Stage) -> None:
         """Drop all modules that are not part of a pipeline stage.
@@ -169,8 +171,10 @@ class CausalLM(nnx.Module):
             settings: Settings fixed at compile time.
             x: Hidden states that the stage before computed; None: embed the tokens.
         """
-        embedded, inputs = self.embedded(tokens, positions, lengths, batches, settings, x)
-        return self.through(embedded, pools, inputs, settings)
+        own = None if x is None else own_rows(x, self.residual_axis, settings.row_tile)
+        embedded, inputs = self.embedded(tokens, positions, lengths, batches, settings, own)
+        found = self.through(embedded, pools, inputs, settings)
+        return found._replace(x=whole_rows(found.x, self.residual_axis, settings.row_tile))
 
     def embedded(
         self,
@@ -179,8 +183,8 @@ class CausalLM(nnx.Module):
         lengths: Int[Array, " T"],
         batches: Sequence[AttentionBatch],
         settings: AttentionSettings,
-        x: Float[Array, "T D"] | None = None,
-    ) -> tuple[Float[Array, "T D"], tuple[AttentionInputs, ...]]:
+        x: Float[Array, "rows D"] | None = None,
+    ) -> tuple[Float[Array, "rows D"], tuple[AttentionInputs, ...]]:
         """Compute the first layer's input, and the inputs shared by the layers of each page table; see
         :meth:`hidden`."""
         num_tokens = batches[0].query_lens.sum()
@@ -194,12 +198,14 @@ class CausalLM(nnx.Module):
 
     def through(
         self,
-        x: Float[Array, "T D"],
+        x: Float[Array, "rows D"],
         pools: Sequence[Pools],
         inputs: Sequence[AttentionInputs],
         settings: AttentionSettings,
     ) -> HiddenStates:
         """Compute hidden states after the layers, and all pools with the keys and values that these write.
+
+        Devices that share the rows between blocks have them still to gather.
 
         Args:
             x: Hidden states before these layers.
@@ -238,7 +244,7 @@ class CausalLM(nnx.Module):
 
     def _embed(
         self, tokens: Int[Array, " T"], positions: Int[Array, " T"], lengths: Int[Array, " T"]
-    ) -> tuple[Float[Array, "T D"], tuple[Rotation, ...]]:
+    ) -> tuple[Float[Array, "rows D"], tuple[Rotation, ...]]:
         """Compute the layers' input: embeddings, and the cosines and sines of each rotary embedding."""
         assert self.embed is not None, "this stage does not embed tokens"
         x = self.embed(tokens)
@@ -287,7 +293,7 @@ class CausalLM(nnx.Module):
 def _run_layer(
     graphdef: nnx.GraphDef,
     state: PyTree,
-    x: Float[Array, "T D"],
+    x: Float[Array, "rows D"],
     pools: Pools,
     inputs: AttentionInputs,
     settings: AttentionSettings,
