@@ -174,7 +174,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
         max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         logprobs_mode=config.logprobs_mode,
         processors=load_processors(config.logits_processors or []),
-        truncation=choose_step_truncation(device, config.kernels or config.attention_backend),
+        truncation=choose_step_truncation(device, config.kernels or config.attention_backend, scope.parallel),
         counts_expert_tokens=config.expert_load_metrics > 0,
     )
     if config.tensor_parallel_size > 1 and program.parallel.size == 1:
@@ -353,13 +353,16 @@ def _memory_needs(
     weights = sum(bytes_per_device(p.shape, p.dtype.itemsize, p.sharding) for p in abstract.params.values())
     page = dataclasses.replace(program, num_pages=program.num_pages + 1).pool_bytes - program.pool_bytes
     token = 3 * abstract.layer_width
+    logits = model.vocab_size  # of each sample; processors see whole rows
+    if program.parallel.keeps_logits and not program.processors:
+        logits = program.vocab_width // program.parallel.parts(program.parallel.vocab)
     samples = min(program.num_slots * max_samples, max_num_batched_tokens)
     itemsize = jnp.dtype(program.policy.activations).itemsize
     step_tokens = max_num_batched_tokens + STEPS_IN_FLIGHT * max_samples
     return MemoryNeeds(
         weights=weights,
         page=page,
-        temporaries=max_num_batched_tokens * token * itemsize + samples * model.vocab_size * 4 * 4,
+        temporaries=max_num_batched_tokens * token * itemsize + samples * logits * 4 * 4,
         page_size=program.page_size,
         max_model_len=max_model_len,
         max_num_seqs=program.num_slots,

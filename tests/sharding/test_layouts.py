@@ -41,6 +41,7 @@ ROWS = {
     "expert_parallel": TENSOR,
     "replicated": TENSOR,
     "replicated_attention": TENSOR,
+    "split_logits": TENSOR,
     "tensor_parallel": TENSOR,
 }
 """The meshes, devices along ``tensor`` and ``expert``, that each layout is tested on."""
@@ -68,9 +69,9 @@ def forward(program: ModelProgram) -> jax.stages.Wrapped:
     param_specs = tuple(struct.sharding.spec for struct in abstract.params.values())
     pools = list(program.abstract_state().pools)
     pool_specs = jax.tree.map(lambda struct: struct.sharding.spec, pools)
-    rows = program.rows_sharding.spec
+    rows, logits = program.rows_sharding.spec, program.vocab_sharding.spec
     wrapped = jax.shard_map(
-        body, mesh=program.mesh, in_specs=(param_specs, pool_specs, rows), out_specs=rows, check_vma=False
+        body, mesh=program.mesh, in_specs=(param_specs, pool_specs, rows), out_specs=logits, check_vma=False
     )
     return jax.jit(wrapped)
 
@@ -103,7 +104,8 @@ def logits_and_collectives(program: ModelProgram) -> tuple[list[np.ndarray], dic
     traced = call.trace(*arguments)
     logits = np.asarray(traced.lower().compile()(*arguments)).reshape(program.num_lanes, SHAPE.num_tokens, -1)
     counts = [sum(len(PROMPTS[prompt]) for prompt in prompts_of(lane)) for lane in lanes]
-    return [each[:count] for each, count in zip(logits, counts, strict=True)], count_collectives(traced)
+    size = program.config.vocab_size
+    return [each[:count, :size] for each, count in zip(logits, counts, strict=True)], count_collectives(traced)
 
 
 @functools.cache
