@@ -127,7 +127,7 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
 
     state, buffer = program.abstract_state(), program.rows_struct((shape.buffer_size,), jnp.int32)
     rows = program.rows_sharding
-    out_shardings = (shardings(state), ModelOutput(program.vocab_sharding, rows, rows, rows, rows))
+    out_shardings = (shardings(state), ModelOutput._make([program.vocab_sharding, *[rows] * 4]))
     return program.trace(model, (program.abstract_params, state, buffer), out_shardings, donated=[1])
 
 
@@ -167,7 +167,7 @@ def trace_sampler(program: ModelProgram, shape: SamplerShape) -> jax.stages.Trac
     part = program.rows_struct((shape.size,), jnp.int32)
     mask = program.rows_struct(program.mask_shape(shape.num_rows), jnp.int32)
     donated, rows = [1, 2] if counts_drafts else [1], program.rows_sharding
-    out_shardings = SamplerOutput(rows, shardings(state.tables) if counts_drafts else None, rows, rows)
+    out_shardings = SamplerOutput._make([rows, shardings(state.tables) if counts_drafts else None, rows, rows])
     return program.trace(sampler, (logits, state.latest, state.tables, part, mask), out_shardings, donated)
 
 

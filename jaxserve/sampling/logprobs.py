@@ -65,9 +65,10 @@ def token_logprobs(
 
 def _top(scores: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R count"], Int[Array, "R count"]]:
     """Return the largest values of each row and their indices, as ``lax.top_k``, the fast way on each platform."""
-    return lax.platform_dependent(
+    top, ids = lax.platform_dependent(
         scores, cpu=lambda x: tuple(lax.top_k(x, count)), default=lambda x: top_by_blocks(x, count)
     )
+    return top, ids
 
 
 def top_by_blocks(scores: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R count"], Int[Array, "R count"]]:

@@ -45,6 +45,7 @@ SIZES: dict[str, Any] = {
 LAYOUTS = {"tp1": {}, "tp2": {"tensor_parallel_size": 2}, "tp4": {"tensor_parallel_size": 4}}
 LAYOUTS |= {"dp2": {"data_parallel_size": 2}}
 LAYOUTS |= {"whole-attention4": {"tensor_parallel_size": 4, "layout": "replicated_attention"}}
+LAYOUTS |= {f"split-logits{size}": {"tensor_parallel_size": size, "layout": "split_logits"} for size in (2, 4)}
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     f"ep{size}": {"tensor_parallel_size": size, "enable_expert_parallel": True} for size in (2, 4)
 }
@@ -130,7 +131,7 @@ DEEPSEEK = {
 QWEN_MOE = {"num_experts_per_tok": 3, "moe_intermediate_size": 28}
 
 ROWS = {
-    "llama": Row(family="Llama", fast=("tp1", "tp2", "tp4", "dp2"), save="shards"),
+    "llama": Row(family="Llama", fast=("tp1", "tp2", "tp4", "dp2", "split-logits4"), save="shards"),
     "llama-mqa-bias-tied": Row(
         family="Llama",
         raw={"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},

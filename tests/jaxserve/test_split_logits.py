@@ -45,7 +45,7 @@ def sampler(vocab_size: int, num_devices: int, variant: str, settings: SamplerSe
         return sample(logits, inputs, mask, tables, variant, chosen)
 
     vocab, whole = LAYOUT.spec(None, "vocab"), LAYOUT.spec()
-    in_specs = (vocab, whole, whole, SlotTables(vocab, vocab, whole))
+    in_specs = (vocab, whole, whole, SlotTables._make([vocab, vocab, whole]))
     return jax.jit(jax.shard_map(sampled, mesh=mesh, in_specs=in_specs, out_specs=whole, check_vma=False))
 
 
@@ -69,7 +69,8 @@ def call_split(
     parts = padded(logits, num_devices, -np.inf)
     counts, bias = padded(tables.token_counts, num_devices), padded(tables.bias, num_devices)
     call = sampler(logits.shape[1], num_devices, variant, settings)
-    return jax.tree.map(np.asarray, call(parts, inputs, mask, SlotTables(counts, bias, tables.tracked_ids)))
+    found = call(parts, inputs, mask, SlotTables._make([counts, bias, tables.tracked_ids]))
+    return jax.tree.map(np.asarray, found)
 
 
 def random_inputs(random: np.random.Generator, vocab_size: int) -> SamplerInputs:
@@ -132,7 +133,8 @@ def test_tokens_are_those_of_whole_rows(num_devices: int, vocab_size: int, sprea
     random = np.random.default_rng(vocab_size)
     deviation, levels = SPREADS[spread]
     logits = random.normal(0, deviation, (NUM_ROWS, vocab_size)).astype(np.float32)
-    logits = logits if levels is None else np.float32(np.round(logits * levels) / levels)
+    if levels is not None:
+        logits = np.round(logits * levels) / np.float32(levels)
     allowed = random.random((NUM_ROWS, vocab_size)) < random.choice([0.01, 0.5, 1.0], (NUM_ROWS, 1))
     allowed[:, random.integers(0, vocab_size)] = True
     inputs, tables = random_inputs(random, vocab_size), random_tables(random, vocab_size)
@@ -239,7 +241,7 @@ def test_collectives(variant: str) -> None:
     vocab_size = 1 << 17
     logits = np.zeros((NUM_ROWS, vocab_size), np.float32)
     inputs = random_inputs(random, vocab_size)
-    tables = SlotTables(np.int32(logits), logits, np.zeros((NUM_ROWS, NUM_TRACKED), np.int32))  # pyright: ignore
+    tables = SlotTables._make([np.zeros(logits.shape, np.int32), logits, np.zeros((NUM_ROWS, NUM_TRACKED), np.int32)])
     arguments = logits, inputs, open_mask(NUM_ROWS, vocab_size), tables
     traced = sampler(vocab_size, 2, variant, SamplerSettings()).trace(*arguments)
     assert count_collectives(traced) == stated_sampling(LAYOUT, variant)
