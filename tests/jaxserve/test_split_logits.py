@@ -21,6 +21,7 @@ from pallas_kernels.argmax import ArgmaxKernel
 from sharding import MeshShape, get_layout, make_mesh
 from sharding.plan import collectives, count_collectives, stated_sampling
 from tests.sampler_rows import call_sample, mask_of, open_mask
+from tests.tiny_programs import make_program, tiny_config
 
 LAYOUT = get_layout("split_logits")
 NUM_ROWS, NUM_TRACKED = 48, 3
@@ -232,6 +233,17 @@ def test_logprobs_of_prompt_tokens() -> None:
     found = jax.tree.map(np.asarray, jax.jit(call)(padded(logits, 2, -np.inf)))
     expected = jax.tree.map(np.asarray, token_logprobs(jnp.asarray(logits), tokens, untracked, 5))
     assert_equal((np.asarray(tokens), found), (np.asarray(tokens), expected))
+
+
+def test_slots_have_counts_and_biases_of_the_parts() -> None:
+    """A part each of a vocabulary of 513 tokens, padded to whole blocks; the memory plan counts them."""
+    config = tiny_config(vocab_size=513)
+    split, gathered = (make_program(config, tensor=2, layout=name) for name in ("split_logits", "tensor_parallel"))
+    assert split.vocab_width == 1024 and gathered.vocab_width == 513
+    for table in split.abstract_state().tables[:2]:
+        assert table.sharding.shard_shape(table.shape) == (split.num_slots, 512)
+    assert gathered.slot_state_bytes - split.slot_state_bytes == split.num_slots * 2 * 4
+    assert split.abstract_model.params["embed.weight"].shape == (1024, config.hidden_size)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
