@@ -4,7 +4,7 @@ With Y the ``tensor`` axis of n devices, R rows to sample, V tokens:
 
     head         E[V_Y, D]            local logits                             -> logits[R, V_Y], no collective
     slots        counts, bias[V_Y]    masks, bias and penalties of local logits                  no collective
-    greedy       logits[R, V_Y]       local argmax -> n tokens per row, all-gather               -> token[R]
+    argmax       logits[R, V_Y]       in every step: local argmax -> n per row, all-gather       -> token[R]
     random       logits[R, V_Y]       largest logit, all-reduce; sums of blocks of 256 tokens, all-gather;
                                       weights of the winning block, all-reduce                   -> token[R]
     top-k, top-p logits[R, V_Y]       local 1,024 largest, all-gather; for each of the two, masses above a
