@@ -30,6 +30,7 @@ from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from jaxserve.sampling.logprobs import MAX_LOGPROBS
 from jaxserve.sampling.penalties import MAX_TRACKED, SlotTables
 from jaxserve.sampling.sampler import SamplerSettings, select_truncation
+from jaxserve.sampling.vocab_split import WHOLE, VocabSplit
 from pallas_kernels.registry import load
 from pallas_kernels.truncation import Truncation
 from sharding import ShardingLayout, stacked
@@ -194,7 +195,12 @@ class ModelProgram:
         assert self.logprobs_mode in LOGPROBS_MODES, self.logprobs_mode
         truncation = self.truncation or select_truncation(self.mesh.devices.flat[0])
         argmax = load("argmax", self.policy.linear)
-        return SamplerSettings(self.max_logprobs, self.logprobs_mode, self.processors, truncation, argmax)
+        return SamplerSettings(self.max_logprobs, self.logprobs_mode, self.processors, truncation, argmax, self.split)
+
+    @property
+    def split(self) -> VocabSplit:
+        """Where the logits are."""
+        return VocabSplit(self.parallel.vocab, self.config.vocab_size) if self.parallel.keeps_logits else WHOLE
 
     @functools.cached_property
     def arguments(self) -> dict[str, float]:
@@ -318,10 +324,9 @@ class ModelProgram:
 
     def abstract_state(self) -> StepState:
         """Return shapes and shardings of the ``StepState``."""
-        vocabulary = (self.num_slots, self.config.vocab_size)
         tables = SlotTables(
-            token_counts=self.rows_struct(vocabulary, jnp.int32),
-            bias=self.rows_struct(vocabulary, jnp.float32),
+            token_counts=self.vocab_struct(self.num_slots, jnp.int32),
+            bias=self.vocab_struct(self.num_slots, jnp.float32),
             tracked_ids=self.rows_struct((self.num_slots, MAX_TRACKED), jnp.int32),
         )
         sums = self.rows_struct((self.num_slots, self.config.hidden_size), jnp.float32)
@@ -372,6 +377,22 @@ class ModelProgram:
     def rows_sharding(self) -> NamedSharding:
         """Sharding of an array of rows or slots: the lanes' parts one after the other; without lanes, replicated."""
         return self.layout.sharding(self.mesh, "batch")
+
+    @property
+    def vocab_width(self) -> int:
+        """Number of logits of a row on all devices together, with padding if each device keeps its own."""
+        size = self.config.vocab_size
+        return self.parallel.padded_vocab(size) if self.parallel.keeps_logits else size
+
+    @property
+    def vocab_sharding(self) -> NamedSharding:
+        """Sharding of an array with a column per token for each row or slot."""
+        return self.layout.sharding(self.mesh, "batch", "vocab" if self.parallel.keeps_logits else None)
+
+    def vocab_struct(self, num_rows: int, dtype: Any) -> Any:
+        """Return the abstract value of an array with a column per token for each of a lane's rows or slots."""
+        shape = self.num_lanes * num_rows, self.vocab_width
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.vocab_sharding)
 
     def mask_shape(self, num_rows: int) -> tuple[int, int]:
         """Return the shape of a lane's vocabulary mask: int32 words with a bit per token."""
