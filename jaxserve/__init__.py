@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxserve.errors import MemoryPlanError as MemoryPlanError
     from jaxserve.errors import RequestError as RequestError
     from jaxserve.errors import UnsupportedModelError as UnsupportedModelError
+    from jaxserve.lab.plan import plan as plan
     from jaxserve.llm import LLM as LLM
     from jaxserve.logprobs import FlatLogprobs as FlatLogprobs
     from jaxserve.logprobs import Logprob as Logprob
@@ -47,6 +48,7 @@ _EXPORTS = {
     "RequestError": "jaxserve.errors",
     "UnsupportedModelError": "jaxserve.errors",
     "LLM": "jaxserve.llm",
+    "plan": "jaxserve.lab.plan",
     "FlatLogprobs": "jaxserve.logprobs",
     "Logprob": "jaxserve.logprobs",
     "load_model": "jaxserve.models.loading",
@@ -94,6 +96,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "load_model",
+    "plan",
 ]
 
 
