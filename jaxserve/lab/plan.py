@@ -10,7 +10,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.device.build import StagePlans, find_model, mesh_shape_of, plan_stages
 from jaxserve.device.layout_choice import choose_layout
 from jaxserve.device.memory_fit import fit_to_memory
-from jaxserve.errors import ConfigError, MemoryPlanError
+from jaxserve.errors import MemoryPlanError
 from jaxserve.lab.costs import step_costs
 from jaxserve.lab.hardware import Device, Link, get_device, get_link
 from jaxserve.lab.memory import stage_memories
