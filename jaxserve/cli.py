@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from jaxserve.llm import LLM
 
 
+_PLAN = "plan a model on a mesh: memory, communication and time, without weights or devices"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; on an error exit with status 2 and one line on standard error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -59,6 +62,9 @@ def _parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure speed")
     if list(wanted) == ["bench"]:
         _add_benches(bench.add_subparsers(required=True, metavar="BENCH"))
+    plan = commands.add_parser("plan", help=_PLAN, description=_PLAN, allow_abbrev=False)
+    if list(wanted) == ["plan"]:
+        _add_plan(plan)
     _add_convert(commands)
     _add_eval(commands)
     return parser
@@ -75,6 +81,13 @@ def _add_benches(benches: Any) -> None:
             continue
         add_engine_arguments(bench)
         _add_common(bench, module.run)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    from jaxserve.lab import plan_command
+
+    plan_command.add_arguments(parser)
+    parser.set_defaults(run=plan_command.run, quiet=True)
 
 
 def _add_common(parser: argparse.ArgumentParser, run: Any) -> None:

@@ -68,14 +68,14 @@ class StageWork:
             context: Tokens of context.
             all_rows: Rows of all lanes together, which share experts.
         """
-        seen = [min(context, spec.window or context) for spec in self._specs]
+        seen = [float(min(context, spec.window or context)) for spec in self._specs]
         own = sum(map(self._token_bytes, self._specs, seen)) * rows
         return self._work(rows, rows, all_rows, own, sum(map(_attention, self._specs, seen)) * rows)
 
     def prefill(self, num_tokens: int) -> Work:
         """Return the work of a step that computes a prompt of ``num_tokens`` tokens in each lane."""
-        seen = [min(num_tokens / 2, spec.window or num_tokens) for spec in self._specs]
-        own = sum(self._token_bytes(spec, num_tokens) for spec in self._specs)
+        seen = [min(num_tokens / 2, float(spec.window or num_tokens)) for spec in self._specs]
+        own = sum(self._token_bytes(spec, float(num_tokens)) for spec in self._specs)
         all_tokens = num_tokens * self._parallel.num_row_parts
         return self._work(num_tokens, 1, all_tokens, own, sum(map(_attention, self._specs, seen)) * num_tokens)
 
