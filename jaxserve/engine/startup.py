@@ -137,7 +137,7 @@ def assemble_engine(
         replicas,
         make_admission(config, plan, tokenizer),
         seed=config.seed,
-        counter=CompileCounter(),
+        counter=CompileCounter(ignores_other_threads=True),
         expert_load=ExpertLoad(plan.expert_layers, plan.num_experts, groups) if groups else None,
     )
 

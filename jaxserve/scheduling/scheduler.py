@@ -2,6 +2,7 @@
 
 import bisect
 from collections import deque
+from collections.abc import Iterable
 
 from jaxserve.outputs import FinishReason
 from jaxserve.scheduling.context_pages import ContextPages
@@ -75,6 +76,7 @@ class Scheduler:
         pages: Allocates the pages of sequences; counts prefix cache hits.
         num_preemptions: Number of preemptions so far.
         num_decode_rows: Number of decode rows planned so far.
+        proposer: Proposes draft tokens; None disables speculative decoding.
     """
 
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator, proposer: DraftProposer | None = None):
@@ -86,7 +88,7 @@ class Scheduler:
         self.admitted: list[Sequence] = []
         self.num_preemptions = 0
         self.num_decode_rows = 0
-        self._proposer = proposer
+        self.proposer = proposer
         self._decode_rows = [Row(slot, ON_DEVICE, [ON_DEVICE], 1) for slot in range(limits.max_num_seqs)]
         self._in_flight: deque[Flight] = deque()
         self._latest_plan: StepPlan | None = None
@@ -120,8 +122,8 @@ class Scheduler:
         self.admitted = []
         if not draft.preempts:
             self._admit(budget, draft)
-            if self._proposer is not None:
-                add_drafts(draft, num_decodes, self._proposer, self.limits, self.pages)
+            if self.proposer is not None:
+                add_drafts(draft, num_decodes, self.proposer, self.limits, self.pages)
         if not draft.rows:
             return None
         self._latest_plan = plan = draft.build(self._latest_plan)
@@ -195,6 +197,20 @@ class Scheduler:
         sequence.num_pending = 0
         if sequence.slot >= 0:
             self._requeue(sequence)
+
+    def requeue_all(self) -> None:
+        """Requeue every running sequence, as if preempted; no step may be in flight."""
+        assert not self._in_flight, "steps are in flight"
+        for sequence in reversed(self.running[:]):
+            self._requeue(sequence)
+
+    def replace(self, schedulers: Iterable["Scheduler"]) -> None:
+        """Continue the counters of schedulers that this one replaces."""
+        for other in schedulers:
+            self.num_preemptions += other.num_preemptions
+            self.num_decode_rows += other.num_decode_rows
+            self.pages.num_queried_tokens += other.pages.num_queried_tokens
+            self.pages.num_hit_tokens += other.pages.num_hit_tokens
 
     def _end_pooled(self, pooled: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Finish sequences whose pooling is complete; return those that had not finished before, and their rows."""
