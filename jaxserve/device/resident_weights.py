@@ -43,7 +43,9 @@ class ParameterReader:
             stops = [min(end, stop) for end, (_, stop) in zip(ends, bounds, strict=True)]
             if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
                 continue
-            part = box[tuple(slice(a - first, b - first) for a, b, (first, _) in zip(starts, stops, bounds, strict=True))]
+            part = box[
+                tuple(slice(a - first, b - first) for a, b, (first, _) in zip(starts, stops, bounds, strict=True))
+            ]
             part[...] = _target_box(self._whole, piece, starts, stops).reshape(part.shape)
             num_found += part.size
         assert num_found == box.size, f"{name}: the parameter has {num_found} of {box.size} elements"
@@ -178,7 +180,9 @@ class WeightTarget:
         members, names = self._waiting.pop(number), list(self._model.params)
         parts = [members[names[i]] for i in self._groups[number]]
         stacks = [np.stack(layers) if len(parts) > 1 else layers[0] for layers in zip(*parts, strict=True)]
-        path = next(path for path, param in self._model.logical.items() if names[self._groups[number][0]] in param.arrays)
+        path = next(
+            path for path, param in self._model.logical.items() if names[self._groups[number][0]] in param.arrays
+        )
         for program, packed in zip(self._programs, self._packed, strict=True):
             struct = program.abstract_params[number]
             owners = program.abstract_model.logical[path].struct.sharding.devices_indices_map(shape)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxserve.device.compiled_steps import CompiledStep, CompiledSteps
 from jaxserve.device.lane import Lane
 from jaxserve.device.memory import return_freed_memory
+from jaxserve.device.program import ModelProgram, StepState
 from jaxserve.device.runner_interface import StepResult
 from jaxserve.device.steps import StepOutput
 from jaxserve.sampling.sampler import NO_TOKEN, VARIANTS
@@ -176,6 +177,28 @@ class StepRunner:
                 raise ValueError(f"expected {expected} for {name}, got {found}")
         replaced = {i: weights[name] for i, name in enumerate(structs) if name in weights}
         self._params = program.packing.replace(self._params, replaced)
+
+    @property
+    def program(self) -> ModelProgram:
+        """The model that it runs."""
+        return self._steps.program
+
+    @property
+    def state(self) -> StepState:
+        """The state on the devices, for reading or replacing its pages while no step is in flight."""
+        return self._state
+
+    @state.setter
+    def state(self, state: StepState) -> None:
+        self._state = state
+
+    def release(self) -> tuple[jax.Array, ...]:
+        """Free the state and give up the parameters, which are returned; the runner cannot be used afterwards."""
+        assert not self._launched, "steps are in flight"
+        for array in jax.tree.leaves((self._state, self._open_masks)):
+            array.delete()
+        params, self._params, self._open_masks = self._params, (), {}
+        return params
 
     def warm_up(self) -> None:
         """Run every program once and wait for it.

@@ -134,6 +134,10 @@ class EngineThread:
             raise self._dead()
         return future
 
+    def deliver(self, changed: Iterable[RequestState]) -> None:
+        """Deliver outputs of requests that a function passed to ``call`` has changed; call it in that function."""
+        self._streams.deliver(changed)
+
     def stop(self, drain_s: float = 0.0) -> None:
         """Stop accepting requests, wait up to ``drain_s`` seconds for in-flight ones, abort the rest, end the thread.
 

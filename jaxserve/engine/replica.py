@@ -42,6 +42,16 @@ class Replica:
         return sum(scheduler.num_decode_rows for scheduler in self.schedulers)
 
     @property
+    def runner(self) -> Runner:
+        """The runner of all lanes."""
+        return self._runner
+
+    @property
+    def has_steps_in_flight(self) -> bool:
+        """Whether any step is in flight."""
+        return bool(self._in_flight)
+
+    @property
     def is_idle(self) -> bool:
         """Whether there are no unfinished requests and no steps in flight."""
         return not self._in_flight and not any(scheduler.num_unfinished for scheduler in self.schedulers)

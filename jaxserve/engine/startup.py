@@ -41,6 +41,9 @@ from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+PROCESS_LINE = "Python and libraries"
+"""Line of the memory ledger for what the process used before."""
+
 
 @dataclasses.dataclass(frozen=True)
 class StartedEngine:
@@ -104,12 +107,12 @@ def start_engine(
     check_parsers(config)
     check_weights(plan.directory, plan.programs[0].abstract_model)
     use_compilation_cache(config.compilation_cache_dir, plan.programs[0].mesh.devices.flat[0])
-    _log_choices(plan)
+    log_choices(plan)
     resident_before = resident_bytes()
     runners, steps, load_s, compile_s = _make_runners(plan)
-    warm_up_s = _warm_up(runners) if config.warm_up else 0.0
+    warm_up_s = warm_up_runners(runners) if config.warm_up else 0.0
     engine = assemble_engine(config, plan, tokenizer, runners, proposer)
-    ledger = _make_ledger(config, plan, steps, resident_before)
+    ledger = make_ledger(config, plan, steps, resident_before)
     total_s = time.monotonic() - start
     logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.needs.weights / (1 << 30), load_s)
     logger.info("init engine took %.2f s (compilation: %.2f s, warm-up: %.2f s)", total_s, compile_s, warm_up_s)
@@ -124,6 +127,20 @@ def assemble_engine(
     proposer: DraftProposer | None = None,
 ) -> Engine:
     """Return an engine with one replica per runner, each with a scheduler per lane."""
+    groups = config.expert_load_metrics
+    return Engine(
+        make_replicas(config, plan, runners, proposer),
+        make_admission(config, plan, tokenizer),
+        seed=config.seed,
+        counter=CompileCounter(ignores_other_threads=True),
+        expert_load=ExpertLoad(plan.expert_layers, plan.num_experts, groups) if groups else None,
+    )
+
+
+def make_replicas(
+    config: EngineConfig, plan: EnginePlan, runners: Iterable[Runner], proposer: DraftProposer | None
+) -> list[Replica]:
+    """Return one replica per runner, each with a scheduler per lane."""
     program = plan.programs[0]
     sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
     limits = SchedulerLimits(*sizes, plan.buckets.max_samples - 1, plan.needs.windows)
@@ -132,14 +149,7 @@ def assemble_engine(
     for runner in runners:
         allocators = [PageAllocator(*pages, keeps_free_pages=keeps) for _ in range(program.num_lanes)]
         replicas.append(Replica([Scheduler(limits, each, proposer) for each in allocators], runner, depth))
-    groups = config.expert_load_metrics
-    return Engine(
-        replicas,
-        make_admission(config, plan, tokenizer),
-        seed=config.seed,
-        counter=CompileCounter(ignores_other_threads=True),
-        expert_load=ExpertLoad(plan.expert_layers, plan.num_experts, groups) if groups else None,
-    )
+    return replicas
 
 
 def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> Admission:
@@ -173,7 +183,7 @@ def _make_runners(plan: EnginePlan) -> tuple[list[StepRunner], list[CompiledStep
             steps.compile()
         return time.monotonic() - start
 
-    with concurrent.futures.ThreadPoolExecutor(1) as background, _short_switch_interval():
+    with concurrent.futures.ThreadPoolExecutor(1) as background, short_switch_interval():
         compiling = background.submit(compile_all)
         start = time.monotonic()
         params = [load_params(plan, program) for program in plan.programs]
@@ -184,7 +194,7 @@ def _make_runners(plan: EnginePlan) -> tuple[list[StepRunner], list[CompiledStep
 
 
 @contextlib.contextmanager
-def _short_switch_interval() -> Iterator[None]:
+def short_switch_interval() -> Iterator[None]:
     """Set Python's thread switch interval to 0.5 ms instead of 5 ms.
 
     Loading weights reacquires the GIL after every 2 MiB, while tracing holds it for the whole interval: the default
@@ -198,7 +208,7 @@ def _short_switch_interval() -> Iterator[None]:
         sys.setswitchinterval(interval)
 
 
-def _warm_up(runners: list[StepRunner]) -> float:
+def warm_up_runners(runners: list[StepRunner]) -> float:
     """Run every program once, on all replicas in parallel; return the seconds it took."""
     start = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(len(runners)) as pool:
@@ -207,7 +217,7 @@ def _warm_up(runners: list[StepRunner]) -> float:
     return time.monotonic() - start
 
 
-def _log_choices(plan: EnginePlan) -> None:
+def log_choices(plan: EnginePlan) -> None:
     program = plan.programs[0]
     device = program.mesh.devices.flat[0]
     logger.info(
@@ -224,7 +234,7 @@ def _log_choices(plan: EnginePlan) -> None:
     )
 
 
-def _make_ledger(
+def make_ledger(
     config: EngineConfig, plan: EnginePlan, all_steps: list[CompiledSteps], resident_before: int
 ) -> MemoryLedger:
     program = plan.programs[0]
@@ -236,7 +246,7 @@ def _make_ledger(
     temporaries = "peak temporaries of a step", max(steps.temporary_bytes for steps in all_steps)
     if device.platform == "cpu":
         programs = max(0, resident_bytes() - resident_before - weights - pages - slots)
-        lines = [("Python and libraries", resident_before), ("weights", weights), ("KV pages", pages)]
+        lines = [(PROCESS_LINE, resident_before), ("weights", weights), ("KV pages", pages)]
         lines.append(("per-request state", slots))
         lines += [("compiled programs", programs), temporaries]
         total = sum(size for _, size in lines)

@@ -1,0 +1,266 @@
+"""Move KV pages from the pools of one program to those of another, through host memory.
+
+Both must lay out a page in the same way; only the heads that a device stores may differ. Each compiled program is
+called with a fixed number of pages.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxserve.device.program import ModelProgram, shardings
+from jaxserve.layers.attention import Pools
+from jaxserve.layers.kv_layout import PoolKind
+
+_CALL_BYTES = 16 << 20  # of the pages that one call moves
+
+
+class _Stack(NamedTuple):
+    """The arrays of one kind of pool.
+
+    Attributes:
+        kind: The kind.
+        count: Pools stacked in each array.
+        num_heads: Key/value heads of a page on all devices, repeated ones counted.
+        head_dimensions: Dimension of each array that is split by heads; None if none is.
+        structs: Shapes and shardings of the arrays.
+        capacity: Pages that one call moves.
+    """
+
+    kind: PoolKind
+    count: int
+    num_heads: int
+    head_dimensions: tuple[int | None, ...]
+    structs: tuple[Any, ...]
+    capacity: int
+
+    @classmethod
+    def all_of(cls, program: ModelProgram) -> "list[_Stack]":
+        """Return the pools of a program in their order."""
+        return [cls._of(program, *each) for each in zip(program.kv_layout.pools, program.kv_layout.counts, strict=True)]
+
+    @classmethod
+    def _of(cls, program: ModelProgram, kind: PoolKind, count: int) -> "_Stack":
+        num_heads = program.parallel.num_head_parts * kind.num_kv_heads
+        specs = program.kernel.pool_specs(program.num_pages, program.page_size, num_heads, kind.head_dim)
+        structs = program.abstract_pools(kind, count)
+        stack = cls(kind, count, num_heads, tuple(spec.heads_dimension for spec in specs), structs, 1)
+        return stack._replace(capacity=max(1, min(program.num_pages, _CALL_BYTES // stack.page_bytes)))
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in all layers, heads that several devices have counted as often."""
+        return self.count * sum(math.prod(each.shape[1:]) * each.dtype.itemsize for each in self.structs)
+
+    @property
+    def page_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of a page in each array, for one head."""
+        shapes: list[tuple[int, ...]] = []
+        for struct, heads in zip(self.structs, self.head_dimensions, strict=True):
+            sizes = list(struct.shape)
+            if heads is not None:
+                sizes[heads] //= self.num_heads
+            shapes.append(tuple(sizes[1:]))
+        return tuple(shapes)
+
+    def splits_only_pages_and_heads(self, program: ModelProgram) -> bool:
+        """Whether each device has whole tokens of some pages and heads."""
+        for struct, heads in zip(self.structs, self.head_dimensions, strict=True):
+            axes = ["pages", *["kv_heads" if i == heads else None for i in range(1, len(struct.shape))]]
+            if struct.sharding != program.layout.sharding(program.mesh, *axes):
+                return False
+        return True
+
+
+def can_share_pages(old: ModelProgram, new: ModelProgram) -> bool:
+    """Return whether pages of one program can be moved to another one of the same model."""
+    if not all(stack.splits_only_pages_and_heads(each) for each in (old, new) for stack in _Stack.all_of(each)):
+        return False
+    return _form(old) == _form(new)
+
+
+def _form(program: ModelProgram) -> object:
+    """Return what two programs must have in common to share pages."""
+    tables = [(pool, table, first // program.pool_pages) for pool, table, first in program.kv_layout.layer_indices]
+    stacks = [(stack.count, stack.kind.dtype, stack.page_shapes) for stack in _Stack.all_of(program)]
+    return program.kernel.name, program.page_size, tables, stacks
+
+
+def page_bytes(program: ModelProgram) -> int:
+    """Return the bytes of a page in all pools of one lane, heads that several devices have counted as often."""
+    return sum(stack.page_bytes for stack in _Stack.all_of(program))
+
+
+class HostPages(NamedTuple):
+    """Pages of one lane in host memory.
+
+    Attributes:
+        num_heads: Heads of each kind of pool, as in ``_Stack``.
+        arrays: For each kind its arrays [layers, pages, ...].
+    """
+
+    num_heads: tuple[int, ...]
+    arrays: tuple[tuple[np.ndarray, ...], ...]
+
+    @classmethod
+    def select(cls, parts: "Sequence[tuple[HostPages, Sequence[int]]]") -> "HostPages":
+        """Return the pages of several lanes at these indices, one lane after the other."""
+        first, _ = parts[0]
+        arrays = tuple(
+            tuple(
+                np.concatenate([pages.arrays[kind][i][:, list(indices)] for pages, indices in parts], axis=1)
+                for i in range(len(kept))
+            )
+            for kind, kept in enumerate(first.arrays)
+        )
+        return cls(first.num_heads, arrays)
+
+
+class PageReader:
+    """Reads pages from the pools of a program.
+
+    Attributes:
+        num_programs: Number of compiled programs.
+
+    Args:
+        program: The program.
+    """
+
+    def __init__(self, program: ModelProgram):
+        self._program = program
+        self._stacks = _Stack.all_of(program)
+        kinds = {(stack.kind, stack.count): stack for stack in self._stacks}
+        compiled = {key: _compile_read(program, stack) for key, stack in kinds.items()}
+        self._compiled = [compiled[stack.kind, stack.count] for stack in self._stacks]
+        self.num_programs = len(compiled)
+
+    def read(self, pools: Sequence[Pools], pages: Sequence[Sequence[int]]) -> list[HostPages]:
+        """Return copies of the given pages of each lane."""
+        stacks = zip(self._stacks, self._compiled, pools, strict=True)
+        kinds = [self._read_kind(stack, read, arrays, pages) for stack, read, arrays in stacks]
+        num_heads = tuple(stack.num_heads for stack in self._stacks)
+        return [HostPages(num_heads, arrays) for arrays in zip(*kinds, strict=True)]
+
+    def _read_kind(
+        self, stack: _Stack, read: jax.stages.Compiled, arrays: Pools, pages: Sequence[Sequence[int]]
+    ) -> list[tuple[np.ndarray, ...]]:
+        """Return the arrays of each lane."""
+        lanes = [
+            tuple(np.empty((stack.count, len(each), *array.shape[1:]), array.dtype) for array in arrays)
+            for each in pages
+        ]
+        for start in range(0, max(map(len, pages)), stack.capacity):
+            found = read(arrays, _call_pages(self._program, pages, start, stack.capacity))
+            for i, array in enumerate(found):
+                parts = np.asarray(array).reshape(len(pages), stack.count, stack.capacity, *array.shape[1:])
+                for lane, part in zip(lanes, parts, strict=True):
+                    end = min(start + stack.capacity, lane[i].shape[1])
+                    lane[i][:, start:end] = part[:, : max(end - start, 0)]
+        return lanes
+
+
+class PageWriter:
+    """Writes pages to the pools of a program.
+
+    Attributes:
+        num_programs: Number of compiled programs.
+
+    Args:
+        program: The program.
+    """
+
+    def __init__(self, program: ModelProgram):
+        self._program = program
+        self._stacks = _Stack.all_of(program)
+        kinds = {(stack.kind, stack.count): stack for stack in self._stacks}
+        compiled = {key: _compile_write(program, stack) for key, stack in kinds.items()}
+        self._compiled = [compiled[stack.kind, stack.count] for stack in self._stacks]
+        self.num_programs = len(compiled)
+
+    def write(
+        self, pools: Sequence[Pools], pages: Sequence[Sequence[int]], contents: Sequence[HostPages]
+    ) -> tuple[Pools, ...]:
+        """Return the pools with the given pages of each lane written. Donates ``pools``."""
+        written: list[Pools] = []
+        for kind, (stack, write, arrays) in enumerate(zip(self._stacks, self._compiled, pools, strict=True)):
+            for start in range(0, max(map(len, pages)), stack.capacity):
+                rows = tuple(
+                    np.concatenate(
+                        [_rows(stack, i, lane.num_heads[kind], lane.arrays[kind][i], start) for lane in contents]
+                    )
+                    for i in range(len(arrays))
+                )
+                arrays = write(arrays, _call_pages(self._program, pages, start, stack.capacity), rows)
+            written.append(arrays)
+        return tuple(written)
+
+
+def _compile_read(program: ModelProgram, stack: _Stack) -> jax.stages.Compiled:
+    """Compile the program that reads pages in all layers of a kind; its arguments are (pools, pages)."""
+
+    def read(pools: Pools, pages: Int[Array, " C"]) -> Pools:
+        places = _places(pages, stack.count, program.pool_pages)
+        return tuple(pool[places] for pool in pools)
+
+    pages = program.rows_struct((stack.capacity,), jnp.int32)
+    return program.trace(read, (stack.structs, pages), out_shardings=shardings(stack.structs)).lower().compile()
+
+
+def _compile_write(program: ModelProgram, stack: _Stack) -> jax.stages.Compiled:
+    """Compile the program that writes pages in all layers of a kind; its arguments are (pools, pages, contents)."""
+
+    def write(pools: Pools, pages: Int[Array, " C"], contents: Pools) -> Pools:
+        places = _places(pages, stack.count, program.pool_pages)
+        return tuple(pool.at[places].set(rows) for pool, rows in zip(pools, contents, strict=True))
+
+    pages = program.rows_struct((stack.capacity,), jnp.int32)
+    num_rows = program.num_lanes * stack.count * stack.capacity
+    contents = tuple(
+        jax.ShapeDtypeStruct((num_rows, *pool.shape[1:]), pool.dtype, sharding=pool.sharding) for pool in stack.structs
+    )
+    arguments = (stack.structs, pages, contents)
+    return program.trace(write, arguments, out_shardings=shardings(stack.structs), donated=[0]).lower().compile()
+
+
+def _places(pages: Int[Array, " C"], count: int, num_pages: int) -> Int[Array, " P"]:
+    """Return the indices of pages in an array of ``count`` pools of ``num_pages`` pages each."""
+    return (num_pages * jnp.arange(count, dtype=jnp.int32)[:, None] + pages).ravel()
+
+
+def _call_pages(program: ModelProgram, pages: Sequence[Sequence[int]], start: int, capacity: int) -> np.ndarray:
+    """Return the pages of a call, with the page for padding where a lane has fewer."""
+    padded = np.full((len(pages), capacity), program.num_pages + 1, np.int32)
+    for lane, each in zip(padded, pages, strict=True):
+        part = each[start : start + capacity]
+        lane[: len(part)] = part
+    return padded.ravel()
+
+
+def _rows(stack: _Stack, index: int, num_heads: int, pages: np.ndarray, start: int) -> np.ndarray:
+    """Return the contents that a call writes for one lane, from pages on the host with ``num_heads`` heads."""
+    shape, heads = stack.structs[index].shape[1:], stack.head_dimensions[index]
+    part = pages[:, start : start + stack.capacity]
+    if heads is not None:
+        part = _with_heads(part, heads + 1, num_heads, stack.num_heads)
+    rows = np.zeros((stack.count, stack.capacity, *shape), pages.dtype)
+    rows[:, : part.shape[1]] = part
+    return rows.reshape(-1, *shape)
+
+
+def _with_heads(pages: np.ndarray, axis: int, old: int, new: int) -> np.ndarray:
+    """Return pages with other numbers of copies of each head, which are consecutive.
+
+    The number of different heads divides both lengths, so in groups of the largest common divisor all copies are of
+    one head: one of them is kept, and repeated as often as needed.
+    """
+    common = math.gcd(old, new)
+    shape = list(pages.shape)
+    width = shape[axis] // old
+    grouped = pages.reshape(*shape[:axis], common, old // common, width, *shape[axis + 1 :])
+    kept = np.take(grouped, [0] * (new // common), axis=axis + 1)
+    return kept.reshape(*shape[:axis], new * width, *shape[axis + 1 :])
