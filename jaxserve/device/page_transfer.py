@@ -25,7 +25,7 @@ class _Stack(NamedTuple):
 
     Attributes:
         kind: The kind.
-        count: Pools stacked in each array.
+        num_pools: Pools stacked in each array.
         num_heads: Key/value heads of a page on all devices, repeated ones counted.
         head_dimensions: Dimension of each array that is split by heads; None if none is.
         structs: Shapes and shardings of the arrays.
@@ -33,7 +33,7 @@ class _Stack(NamedTuple):
     """
 
     kind: PoolKind
-    count: int
+    num_pools: int
     num_heads: int
     head_dimensions: tuple[int | None, ...]
     structs: tuple[Any, ...]
@@ -55,7 +55,7 @@ class _Stack(NamedTuple):
     @property
     def page_bytes(self) -> int:
         """Bytes of a page in all layers, heads that several devices have counted as often."""
-        return self.count * sum(math.prod(each.shape[1:]) * each.dtype.itemsize for each in self.structs)
+        return self.num_pools * sum(math.prod(each.shape[1:]) * each.dtype.itemsize for each in self.structs)
 
     @property
     def page_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -87,7 +87,7 @@ def can_share_pages(old: ModelProgram, new: ModelProgram) -> bool:
 def _form(program: ModelProgram) -> object:
     """Return what two programs must have in common to share pages."""
     tables = [(pool, table, first // program.pool_pages) for pool, table, first in program.kv_layout.layer_indices]
-    stacks = [(stack.count, stack.kind.dtype, stack.page_shapes) for stack in _Stack.all_of(program)]
+    stacks = [(stack.num_pools, stack.kind.dtype, stack.page_shapes) for stack in _Stack.all_of(program)]
     return program.kernel.name, program.page_size, tables, stacks
 
 
@@ -134,9 +134,9 @@ class PageReader:
     def __init__(self, program: ModelProgram):
         self._program = program
         self._stacks = _Stack.all_of(program)
-        kinds = {(stack.kind, stack.count): stack for stack in self._stacks}
+        kinds = {(stack.kind, stack.num_pools): stack for stack in self._stacks}
         compiled = {key: _compile_read(program, stack) for key, stack in kinds.items()}
-        self._compiled = [compiled[stack.kind, stack.count] for stack in self._stacks]
+        self._compiled = [compiled[stack.kind, stack.num_pools] for stack in self._stacks]
         self.num_programs = len(compiled)
 
     def read(self, pools: Sequence[Pools], pages: Sequence[Sequence[int]]) -> list[HostPages]:
@@ -151,13 +151,13 @@ class PageReader:
     ) -> list[tuple[np.ndarray, ...]]:
         """Return the arrays of each lane."""
         lanes = [
-            tuple(np.empty((stack.count, len(each), *array.shape[1:]), array.dtype) for array in arrays)
+            tuple(np.empty((stack.num_pools, len(each), *array.shape[1:]), array.dtype) for array in arrays)
             for each in pages
         ]
         for start in range(0, max(map(len, pages)), stack.capacity):
             found = read(arrays, _call_pages(self._program, pages, start, stack.capacity))
             for i, array in enumerate(found):
-                parts = np.asarray(array).reshape(len(pages), stack.count, stack.capacity, *array.shape[1:])
+                parts = np.asarray(array).reshape(len(pages), stack.num_pools, stack.capacity, *array.shape[1:])
                 for lane, part in zip(lanes, parts, strict=True):
                     end = min(start + stack.capacity, lane[i].shape[1])
                     lane[i][:, start:end] = part[:, : max(end - start, 0)]
@@ -177,9 +177,9 @@ class PageWriter:
     def __init__(self, program: ModelProgram):
         self._program = program
         self._stacks = _Stack.all_of(program)
-        kinds = {(stack.kind, stack.count): stack for stack in self._stacks}
+        kinds = {(stack.kind, stack.num_pools): stack for stack in self._stacks}
         compiled = {key: _compile_write(program, stack) for key, stack in kinds.items()}
-        self._compiled = [compiled[stack.kind, stack.count] for stack in self._stacks]
+        self._compiled = [compiled[stack.kind, stack.num_pools] for stack in self._stacks]
         self.num_programs = len(compiled)
 
     def write(
@@ -204,7 +204,7 @@ def _compile_read(program: ModelProgram, stack: _Stack) -> jax.stages.Compiled:
     """Compile the program that reads pages in all layers of a kind; its arguments are (pools, pages)."""
 
     def read(pools: Pools, pages: Int[Array, " C"]) -> Pools:
-        places = _places(pages, stack.count, program.pool_pages)
+        places = _places(pages, stack.num_pools, program.pool_pages)
         return tuple(pool[places] for pool in pools)
 
     pages = program.rows_struct((stack.capacity,), jnp.int32)
@@ -215,11 +215,11 @@ def _compile_write(program: ModelProgram, stack: _Stack) -> jax.stages.Compiled:
     """Compile the program that writes pages in all layers of a kind; its arguments are (pools, pages, contents)."""
 
     def write(pools: Pools, pages: Int[Array, " C"], contents: Pools) -> Pools:
-        places = _places(pages, stack.count, program.pool_pages)
+        places = _places(pages, stack.num_pools, program.pool_pages)
         return tuple(pool.at[places].set(rows) for pool, rows in zip(pools, contents, strict=True))
 
     pages = program.rows_struct((stack.capacity,), jnp.int32)
-    num_rows = program.num_lanes * stack.count * stack.capacity
+    num_rows = program.num_lanes * stack.num_pools * stack.capacity
     contents = tuple(
         jax.ShapeDtypeStruct((num_rows, *pool.shape[1:]), pool.dtype, sharding=pool.sharding) for pool in stack.structs
     )
@@ -247,7 +247,7 @@ def _rows(stack: _Stack, index: int, num_heads: int, pages: np.ndarray, start: i
     part = pages[:, start : start + stack.capacity]
     if heads is not None:
         part = _with_heads(part, heads + 1, num_heads, stack.num_heads)
-    rows = np.zeros((stack.count, stack.capacity, *shape), pages.dtype)
+    rows = np.zeros((stack.num_pools, stack.capacity, *shape), pages.dtype)
     rows[:, : part.shape[1]] = part
     return rows.reshape(-1, *shape)
 

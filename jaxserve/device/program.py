@@ -278,12 +278,16 @@ class ModelProgram:
 
     def empty_state(self) -> StepState:
         """Allocate a zero ``StepState`` on the devices."""
+        return self.compile_empty_state()()
+
+    def compile_empty_state(self) -> jax.stages.Compiled:
+        """Compile the function without arguments that allocates a zero ``StepState`` on the devices."""
         abstract = self.abstract_state()
 
         def zeros() -> StepState:
             return jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
 
-        return jax.jit(zeros, out_shardings=shardings(abstract))()
+        return jax.jit(zeros, out_shardings=shardings(abstract)).lower().compile()
 
     @property
     def pool_bytes(self) -> int:

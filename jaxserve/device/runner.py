@@ -102,9 +102,10 @@ class StepRunner:
     Args:
         steps: Compiled programs.
         params: Packed parameters (``ModelProgram.packing``).
+        state: The state of all slots, and the pages; None allocates it.
     """
 
-    def __init__(self, steps: CompiledSteps, params: tuple[jax.Array, ...]):
+    def __init__(self, steps: CompiledSteps, params: tuple[jax.Array, ...], state: StepState | None = None):
         self._steps = steps
         self._params = params
         program = steps.program
@@ -112,7 +113,7 @@ class StepRunner:
         self._inputs: StepInputs | None = None
         self._handles = itertools.count()
         self._launched: dict[int, PendingStep] = {}
-        self._state = program.empty_state()
+        self._state = program.empty_state() if state is None else state
         self._open_masks = {
             rows: jax.device_put(np.full((program.num_lanes * rows, words), -1, np.int32), program.rows_sharding)
             for rows, words in {program.mask_shape(shape.num_rows) for shape in steps.buckets.shapes()}

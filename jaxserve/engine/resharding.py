@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from jaxserve.config import EngineConfig
 from jaxserve.config_checks import parse_mesh
@@ -40,7 +40,10 @@ from jaxserve.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+Call = Callable[[Callable[[], Any]], Any]
+"""Calls a function on the thread of an engine's steps, between two steps, and returns its result."""
+Deliver = Callable[[list[RequestState]], object]
+"""Receives, on that thread, the requests that the last steps before a move changed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,8 +93,8 @@ class ReshardReport:
             f"resharded from mesh {old}, layout {self.from_layout} to mesh {new}, layout {self.to_layout}: paused "
             f"{self.pause_s:.3f} s (drain {self.drain_s:.3f}, move {self.move_s:.3f}, warm-up {self.warm_up_s:.3f}) "
             f"after compiling {self.num_programs} programs in {self.compile_s:.2f} s; moved "
-            f"{self.weight_bytes / 1e6:.1f} MB of weights and {self.num_pages} of {self.num_cached_pages} cached pages; "
-            f"requeued {self.num_requeued} sequences, at most {self.num_recomputed_tokens} tokens to recompute"
+            f"{self.weight_bytes / 1e6:.1f} MB of weights and {self.num_pages} of {self.num_cached_pages} cached "
+            f"pages, requeued {self.num_requeued} sequences to recompute at most {self.num_recomputed_tokens} tokens"
         )
 
 
@@ -114,6 +117,7 @@ class PreparedReshard:
         with short_switch_interval():
             for steps in self._steps:
                 steps.compile()
+            self._empty_states = [program.compile_empty_state() for program in plan.programs]
             self._readers = [PageReader(program) for program in old] if shares else []
             self._writers = [PageWriter(program) for program in plan.programs] if shares else []
 
@@ -122,16 +126,14 @@ class PreparedReshard:
         """Number of compiled programs."""
         program, plan = self._plan.programs[0], self._plan
         platform = program.mesh.devices.flat[0].platform
-        steps = num_programs(plan.buckets, platform, program.is_always_full) + 1 + len({*program.kv_layout.pools})
+        steps = num_programs(plan.buckets, platform, program.is_always_full) + 2 + len({*program.kv_layout.pools})
         return len(plan.programs) * steps + sum(each.num_programs for each in (*self._readers, *self._writers))
 
-    def switch(
-        self, deliver: Callable[[list[RequestState]], object], compile_s: float
-    ) -> tuple[StartedEngine, ReshardReport]:
+    def switch(self, deliver: Deliver, compile_s: float) -> tuple[StartedEngine, ReshardReport]:
         """Move the engine; call it on the thread of its steps.
 
         Args:
-            deliver: Receives the requests that the last old steps changed.
+            deliver: See ``Deliver``.
             compile_s: Seconds that the preparation took, for the report.
 
         Returns:
@@ -175,7 +177,8 @@ class PreparedReshard:
         for runner in others:
             runner.release()
         params = move_weights(WeightSource(first.program, first.release()), self._plan.programs)
-        runners = [StepRunner(steps, each) for steps, each in zip(self._steps, params, strict=True)]
+        made = zip(self._steps, params, self._empty_states, strict=True)
+        runners = [StepRunner(steps, each, empty_state()) for steps, each, empty_state in made]
         warm_up_s = warm_up_runners(runners) if self._config.warm_up else 0.0
         replicas = make_replicas(self._config, self._plan, runners, old[0].proposer)
         new = [scheduler for replica in replicas for scheduler in replica.schedulers]
@@ -270,16 +273,16 @@ class Resharder:
         self,
         mesh: str | None,
         layout: Any,
-        call: Callable[[Callable[[], T]], T] = lambda function: function(),
-        deliver: Callable[[list[RequestState]], object] = lambda changed: None,
+        call: Call = lambda function: function(),
+        deliver: Deliver = lambda changed: None,
     ) -> ReshardReport:
         """Move the engine to another mesh or layout. Blocks until it has moved.
 
         Args:
             mesh: Devices along each axis, as in ``EngineConfig``; None keeps the mesh.
             layout: The layout, as in ``EngineConfig``; None keeps it.
-            call: Calls a function on the thread of the engine's steps, between two steps.
-            deliver: Receives, on that thread, the requests that the last old steps changed.
+            call: See ``Call``; by default the caller is the thread of the steps.
+            deliver: See ``Deliver``.
 
         Raises:
             ConfigError: The mesh or layout is not valid for the model or the engine, or another change is in progress.
