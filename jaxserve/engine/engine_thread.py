@@ -129,6 +129,8 @@ class EngineThread:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
+                if isinstance(error, EngineDeadError) and not self._is_stopped:
+                    raise  # the function has stopped the engine
 
         if not self._post(run):
             raise self._dead()
