@@ -24,6 +24,7 @@ from checkpoints.recipe import TensorRecipe as TensorRecipe
 from checkpoints.recipe import whole as whole
 from checkpoints.recipe_check import check_recipes as check_recipes
 from checkpoints.safetensors_writer import save_safetensors as save_safetensors
+from checkpoints.tensor_info import Bounds as Bounds
 from checkpoints.tensor_info import Index as Index
 from checkpoints.tensor_info import TensorInfo as TensorInfo
 from checkpoints.tensor_info import index_bounds as index_bounds

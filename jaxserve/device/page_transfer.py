@@ -107,18 +107,13 @@ class HostPages(NamedTuple):
     num_heads: tuple[int, ...]
     arrays: tuple[tuple[np.ndarray, ...], ...]
 
-    @classmethod
-    def select(cls, parts: "Sequence[tuple[HostPages, Sequence[int]]]") -> "HostPages":
-        """Return the pages of several lanes at these indices, one lane after the other."""
-        first, _ = parts[0]
-        arrays = tuple(
-            tuple(
-                np.concatenate([pages.arrays[kind][i][:, list(indices)] for pages, indices in parts], axis=1)
-                for i in range(len(kept))
-            )
-            for kind, kept in enumerate(first.arrays)
-        )
-        return cls(first.num_heads, arrays)
+
+class PageWrite(NamedTuple):
+    """Writes page ``number`` of ``pages`` to page ``target`` of a lane."""
+
+    pages: HostPages
+    number: int
+    target: int
 
 
 class PageReader:
@@ -182,20 +177,15 @@ class PageWriter:
         self._compiled = [compiled[stack.kind, stack.num_pools] for stack in self._stacks]
         self.num_programs = len(compiled)
 
-    def write(
-        self, pools: Sequence[Pools], pages: Sequence[Sequence[int]], contents: Sequence[HostPages]
-    ) -> tuple[Pools, ...]:
+    def write(self, pools: Sequence[Pools], writes: Sequence[Sequence[PageWrite]]) -> tuple[Pools, ...]:
         """Return the pools with the given pages of each lane written. Donates ``pools``."""
         written: list[Pools] = []
+        targets = [[each.target for each in lane] for lane in writes]
         for kind, (stack, write, arrays) in enumerate(zip(self._stacks, self._compiled, pools, strict=True)):
-            for start in range(0, max(map(len, pages)), stack.capacity):
-                rows = tuple(
-                    np.concatenate(
-                        [_rows(stack, i, lane.num_heads[kind], lane.arrays[kind][i], start) for lane in contents]
-                    )
-                    for i in range(len(arrays))
-                )
-                arrays = write(arrays, _call_pages(self._program, pages, start, stack.capacity), rows)
+            for start in range(0, max(map(len, writes)), stack.capacity):
+                part = [lane[start : start + stack.capacity] for lane in writes]
+                rows = tuple(np.concatenate([_rows(stack, kind, i, lane) for lane in part]) for i in range(len(arrays)))
+                arrays = write(arrays, _call_pages(self._program, targets, start, stack.capacity), rows)
             written.append(arrays)
         return tuple(written)
 
@@ -241,14 +231,17 @@ def _call_pages(program: ModelProgram, pages: Sequence[Sequence[int]], start: in
     return padded.ravel()
 
 
-def _rows(stack: _Stack, index: int, num_heads: int, pages: np.ndarray, start: int) -> np.ndarray:
-    """Return the contents that a call writes for one lane, from pages on the host with ``num_heads`` heads."""
-    shape, heads = stack.structs[index].shape[1:], stack.head_dimensions[index]
-    part = pages[:, start : start + stack.capacity]
-    if heads is not None:
-        part = _with_heads(part, heads + 1, num_heads, stack.num_heads)
-    rows = np.zeros((stack.num_pools, stack.capacity, *shape), pages.dtype)
-    rows[:, : part.shape[1]] = part
+def _rows(stack: _Stack, kind: int, index: int, writes: Sequence[PageWrite]) -> np.ndarray:
+    """Return what a call writes for one lane to one array of a kind; pages for padding get zeros."""
+    shape, heads, dtype = stack.structs[index].shape[1:], stack.head_dimensions[index], stack.structs[index].dtype
+    if not writes:
+        return np.zeros((stack.num_pools * stack.capacity, *shape), dtype)
+    old_heads, old_shape = writes[0].pages.num_heads[kind], writes[0].pages.arrays[kind][index].shape[2:]
+    rows = np.zeros((stack.num_pools, stack.capacity, *old_shape), dtype)
+    for place, (pages, number, _) in enumerate(writes):
+        rows[:, place] = pages.arrays[kind][index][:, number]
+    if heads is not None and old_heads != stack.num_heads:
+        rows = _with_heads(rows, heads + 1, old_heads, stack.num_heads)
     return rows.reshape(-1, *shape)
 
 

@@ -6,11 +6,12 @@ at loading. So the layouts and storage methods may differ in any way, and no bit
 
 import collections
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from checkpoints import Index, Piece, TensorInfo, TensorRecipe, index_bounds, read_shard
+from checkpoints import Bounds, Index, Piece, TensorInfo, TensorRecipe, index_bounds, read_shard
 from jaxserve.device.program import ModelProgram
 from jaxserve.errors import ConfigError
 from jaxserve.models.abstract import LogicalParam
@@ -88,6 +89,45 @@ def _origin(param: LogicalParam | None) -> object:
     return None if param is None else (sorted(param.recipe.sources), param.struct.dtype)
 
 
+class TakenParameter(NamedTuple):
+    """A parameter on the host.
+
+    Attributes:
+        param: The parameter.
+        parts: The part of each stored array, by the bounds of a device's part of the parameter.
+    """
+
+    param: LogicalParam
+    parts: dict[Bounds, list[np.ndarray]]
+
+    def parts_for(self, param: LogicalParam) -> dict[Bounds, list[np.ndarray]]:
+        """Return the parts by which another layout stores the parameter: the same memory if they are the same."""
+        wanted = dict.fromkeys(_bounds_of(param).values())
+        is_same = (param.recipe, param.stored) == (self.param.recipe, self.param.stored)
+        if is_same and wanted.keys() <= self.parts.keys():
+            return {bounds: self.parts[bounds] for bounds in wanted}
+        reader, dtype = ParameterReader(self.param.recipe, self._whole()), param.struct.dtype
+        return {bounds: param.fill(read_shard(reader, param.recipe, bounds, dtype)) for bounds in wanted}
+
+    def _whole(self) -> np.ndarray:
+        """Return the parameter as its recipe describes it."""
+        struct = self.param.struct
+        if len(self.parts) == 1:
+            (part,) = self.parts.values()
+            return self.param.restore(part).reshape(struct.shape)
+        whole = np.empty(struct.shape, struct.dtype)
+        for bounds, part in self.parts.items():
+            whole[tuple(slice(*each) for each in bounds)] = self.param.restore(part)
+        return whole
+
+
+def _bounds_of(param: LogicalParam) -> dict[Device, Bounds]:
+    """Return the bounds of each device's part of a parameter."""
+    shape = param.struct.shape
+    indices = param.struct.sharding.devices_indices_map(shape)
+    return {device: index_bounds(tuple(index or ()), shape) for device, index in indices.items()}
+
+
 class WeightSource:
     """The weights of an old program, which are freed as they are taken.
 
@@ -107,22 +147,12 @@ class WeightSource:
         self._num_left = collections.Counter(self._positions[name][0] for name in self._positions)
         self._host: dict[int, dict[Device, np.ndarray]] = {}
 
-    def take(self, path: str) -> ParameterReader:
-        """Return a reader of a parameter's tensors; each parameter may be taken once."""
+    def take(self, path: str) -> "TakenParameter":
+        """Return a parameter's parts on the host; each parameter may be taken once."""
         param = self._logical[path]
-        owners: dict[object, tuple[Device, Index]] = {}
-        for device, index in param.struct.sharding.devices_indices_map(param.struct.shape).items():
-            index = tuple(index or ())
-            owners.setdefault(index_bounds(index, param.struct.shape), (device, index))
-        devices = [device for device, _ in owners.values()]
-        arrays = [self._take_array(name, devices) for name in param.arrays]
-        parts = [(index, param.restore([array[device] for array in arrays])) for device, index in owners.values()]
-        if len(parts) == 1:
-            return ParameterReader(param.recipe, parts[0][1].reshape(param.struct.shape))
-        whole = np.empty(param.struct.shape, param.struct.dtype)
-        for index, part in parts:
-            whole[index] = part
-        return ParameterReader(param.recipe, whole)
+        owners = {bounds: device for device, bounds in reversed(_bounds_of(param).items())}
+        arrays = [self._take_array(name, [*owners.values()]) for name in param.arrays]
+        return TakenParameter(param, {bounds: [a[device] for a in arrays] for bounds, device in owners.items()})
 
     def _take_array(self, name: str, devices: Sequence[Device]) -> Mapping[Device, np.ndarray]:
         """Return an array's parts on these devices, which hold all of it; free the argument after its last array."""
@@ -150,7 +180,9 @@ class WeightTarget:
         self._model, self._groups = first.abstract_model, first.packing.groups
         names = list(self._model.params)
         self._group_of = {names[i]: number for number, group in enumerate(self._groups) for i in group}
-        self._waiting: dict[int, dict[str, list[np.ndarray]]] = {number: {} for number in range(len(self._groups))}
+        self._waiting: dict[int, dict[str, dict[Bounds, np.ndarray]]] = {
+            number: {} for number in range(len(self._groups))
+        }
         self._packed: list[dict[int, jax.Array]] = [{} for _ in programs]
 
     @property
@@ -159,35 +191,30 @@ class WeightTarget:
         logical = self._model.logical
         return sorted(logical, key=lambda path: self._group_of[logical[path].arrays[0]])
 
-    def put(self, path: str, reader: ParameterReader) -> None:
+    def put(self, path: str, taken: TakenParameter) -> None:
         """Make the arrays of a parameter; put complete arguments on the devices of all programs."""
         param = self._model.logical[path]
-        indices = param.struct.sharding.devices_indices_map(param.struct.shape).values()
-        bounds = dict.fromkeys(index_bounds(tuple(index or ()), param.struct.shape) for index in indices)
-        stored = [param.fill(read_shard(reader, param.recipe, each, param.struct.dtype)) for each in bounds]
-        for name, *parts in zip(param.arrays, *stored, strict=True):
+        stored = taken.parts_for(param)
+        for name, *parts in zip(param.arrays, *stored.values(), strict=True):
             number = self._group_of[name]
-            self._waiting[number][name] = parts
+            self._waiting[number][name] = dict(zip(stored, parts, strict=True))
             if len(self._waiting[number]) == len(self._groups[number]):
-                self._put_group(number, list(bounds), param.struct.shape)
+                self._put_group(number, path)
 
     def finish(self) -> list[tuple[jax.Array, ...]]:
         """Return the packed parameters of each program."""
         return [tuple(packed[number] for number in range(len(self._groups))) for packed in self._packed]
 
-    def _put_group(self, number: int, bounds: list[object], shape: tuple[int, ...]) -> None:
-        """Put a complete argument on the devices; ``bounds`` are those of each part in the parameter of ``shape``."""
+    def _put_group(self, number: int, path: str) -> None:
+        """Put a complete argument on the devices; the parameter at ``path`` is one of those it holds."""
         members, names = self._waiting.pop(number), list(self._model.params)
-        parts = [members[names[i]] for i in self._groups[number]]
-        stacks = [np.stack(layers) if len(parts) > 1 else layers[0] for layers in zip(*parts, strict=True)]
-        path = next(
-            path for path, param in self._model.logical.items() if names[self._groups[number][0]] in param.arrays
-        )
+        layers = [members[names[i]] for i in self._groups[number]]
+        first = layers[0]
+        stacks = first if len(layers) == 1 else {each: np.stack([layer[each] for layer in layers]) for each in first}
         for program, packed in zip(self._programs, self._packed, strict=True):
             struct = program.abstract_params[number]
-            owners = program.abstract_model.logical[path].struct.sharding.devices_indices_map(shape)
-            of_device = {device: index_bounds(tuple(index or ()), shape) for device, index in owners.items()}
-            shards = [jax.device_put(stacks[bounds.index(each)], device) for device, each in of_device.items()]
+            bounds = _bounds_of(program.abstract_model.logical[path])
+            shards = [jax.device_put(stacks[each], device) for device, each in bounds.items()]
             packed[number] = jax.make_array_from_single_device_arrays(
                 struct.shape, struct.sharding, jax.block_until_ready(shards)
             )

@@ -19,7 +19,7 @@ from jaxserve.device.build import EnginePlan, plan_engine
 from jaxserve.device.compiled_steps import CompiledSteps, num_programs
 from jaxserve.device.memory import MemoryLedger, return_freed_memory
 from jaxserve.device.move_memory import check_move_memory, host_page_limit
-from jaxserve.device.page_transfer import HostPages, PageReader, PageWriter, can_share_pages, page_bytes
+from jaxserve.device.page_transfer import HostPages, PageReader, PageWrite, PageWriter, can_share_pages, page_bytes
 from jaxserve.device.resident_weights import WeightSource, check_same_parameters, move_weights
 from jaxserve.device.runner import StepRunner
 from jaxserve.device.runner_interface import Runner
@@ -221,18 +221,11 @@ class PreparedReshard:
         num_lanes = len(moves) // len(runners)
         for number, (runner, writer) in enumerate(zip(runners, self._writers, strict=False)):
             lanes = moves[number * num_lanes : (number + 1) * num_lanes]
-            ordered = [sorted(lane) for lane in lanes]
-            targets = [[move.target for move in lane] for lane in ordered]
-            selected = [
-                HostPages.select(
-                    [
-                        (contents[source], [indices[source][move.source] for move in lane if move.lane == source])
-                        for source in range(len(contents))
-                    ]
-                )
-                for lane in ordered
+            writes = [
+                [PageWrite(contents[move.lane], indices[move.lane][move.source], move.target) for move in lane]
+                for lane in lanes
             ]
-            runner.state = runner.state._replace(pools=writer.write(runner.state.pools, targets, selected))
+            runner.state = runner.state._replace(pools=writer.write(runner.state.pools, writes))
 
     def _make_ledger(self) -> MemoryLedger:
         """Return the memory use of a device of the new mesh."""

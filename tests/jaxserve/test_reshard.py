@@ -18,7 +18,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.device import move_memory
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
-from jaxserve.device.page_transfer import HostPages, PageReader, PageWriter, can_share_pages
+from jaxserve.device.page_transfer import PageReader, PageWrite, PageWriter, can_share_pages
 from jaxserve.device.program import ModelProgram, Packing
 from jaxserve.device.resident_weights import WeightSource, check_same_parameters, move_weights
 from jaxserve.device.runner_interface import Runner
@@ -192,7 +192,8 @@ def test_pages_keep_their_bits(config: dict[str, Any], kernel: str | None, tmp_p
     wide = make_plan(tmp_path, tensor_parallel_size=4, **settings).programs[0]
     assert can_share_pages(old, wide)
     targets = [1, 2, 12, 4, 0]
-    pools = PageWriter(wide).write(wide.empty_state().pools, [targets], [moved])
+    writes = [PageWrite(moved, index, target) for index, target in enumerate(targets)]
+    pools = PageWriter(wide).write(wide.empty_state().pools, [writes])
     (array, *_), (first, *_) = jax.tree.leaves(pools), expected
     if config is LLAMA:
         for number, shard in enumerate(array.addressable_shards):
@@ -201,7 +202,8 @@ def test_pages_keep_their_bits(config: dict[str, Any], kernel: str | None, tmp_p
     (again,) = PageReader(wide).read(pools, [targets])
 
     lanes = make_plan(tmp_path, data_parallel_size=2, **settings).programs[1]
-    pools = PageWriter(lanes).write(lanes.empty_state().pools, [[5, 6, 8]], [HostPages.select([(again, [4, 0, 2])])])
+    writes = [PageWrite(again, 4, 5), PageWrite(again, 0, 6), PageWrite(again, 2, 8)]
+    pools = PageWriter(lanes).write(lanes.empty_state().pools, [writes])
     found = rows_of(lanes, lanes.empty_state()._replace(pools=pools), [6, 5, 8])
     wanted = rows_of(old, state, [3, 7, 0])
     assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
