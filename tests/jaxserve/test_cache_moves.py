@@ -8,7 +8,7 @@ import pytest
 from jaxserve.scheduling.cache_moves import PageMove, move_cache, newest_pages
 from jaxserve.scheduling.scheduler import Scheduler
 from tests.jaxserve.test_router import fill, make_lanes
-from tests.jaxserve.test_scheduler import make_sequence
+from tests.jaxserve.test_scheduler import Device, drain, make_sequence
 
 PROMPTS = [[*range(start, start + 13)] for start in range(100, 180, 20)]
 """Each has three full pages of four tokens, and a page of one token."""
@@ -65,8 +65,10 @@ def test_content_that_two_have_moves_once() -> None:
 def test_the_least_recently_used_pages_are_dropped(num_pages: int, most: int) -> None:
     """If the new scheduler, or the host, has less room."""
     old, new = make_lanes(1), make_lanes(1, num_pages=num_pages)
+    device = Device(old[0])
     for prompt in (*PROMPTS[:3], PROMPTS[0]):
-        fill(old[0], prompt)
+        old[0].add(make_sequence("earlier", prompt, 1))
+        drain(old[0], device=device)
     (moves,) = move(old, new, most)
     assert hits(new[0]) == [12, 0, 12, 0] and len(moves) == 7
     check(old, new[0], moves)
