@@ -25,6 +25,14 @@ def reduce_scatter(x: Float[Array, "..."], axis: str | None, dimension: int) -> 
     return x if axis is None else lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
 
 
+def own_part(x: Shaped[Array, "..."], axis: str | None, dimension: int) -> Shaped[Array, "..."]:
+    """Return this device's part, along ``dimension``, of an array that all devices along a mesh axis have."""
+    if axis is None:
+        return x
+    size = x.shape[dimension] // axis_size(axis)
+    return lax.dynamic_slice_in_dim(x, axis_index(axis) * size, size, dimension)
+
+
 def all_to_all(x: Shaped[Array, "..."], axis: str | None) -> Shaped[Array, "..."]:
     """Send ``x[d]`` to device d along a mesh axis; ``result[d]`` is what device d sent."""
     return x if axis is None else lax.all_to_all(x, axis, 0, 0)

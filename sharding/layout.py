@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from sharding.axes import DISPATCHES, LOGICAL_AXES, MESH_AXES
+from sharding.axes import DISPATCHES, LOGICAL_AXES, LOGITS, MESH_AXES, RESIDUALS
 
 _SPLIT_WITH_ROWS = ("batch", "pages", "experts")
 
@@ -26,11 +26,21 @@ class ShardingLayout:
         dispatch: How rows reach their experts. ``all_reduce``: every device has the rows and adds what its experts
             compute. ``gather`` and ``all_to_all``: the axis of the experts also splits the rows, which all experts'
             devices gather, or which are sent to the devices that need them.
+        residual: The hidden states between blocks. ``replicated``: every device has those of all its rows.
+            ``tokens``: the devices that split heads and features have some rows each; they gather the rows before a
+            block and scatter its sum (arXiv:2205.05198).
+        logits: ``gathered``: every device has the logits of the whole vocabulary. ``split``: each keeps those of its
+            part of the vocabulary, and they sample together.
+
+    The logical axis ``tokens`` is that of the positions whose keys and values a page holds: devices that split it keep
+    every n-th token of every key/value head.
     """
 
     name: str
     rules: Mapping[str, str]
     dispatch: str = "all_reduce"
+    residual: str = "replicated"
+    logits: str = "gathered"
 
     def __post_init__(self):
         for logical, axis in self.rules.items():
@@ -40,6 +50,27 @@ class ShardingLayout:
                 raise LayoutError(f"layout {self.name!r}: unknown mesh axis {axis!r}; known: {MESH_AXES}")
         object.__setattr__(self, "rules", MappingProxyType(dict(self.rules)))
         self._check_rows()
+        self._check_choices()
+
+    def _check_choices(self) -> None:
+        """Raise LayoutError if the residual, the logits or the tokens of pages are split in an impossible way."""
+        rules, name = self.rules, self.name
+        for field, value, known in (("residual", self.residual, RESIDUALS), ("logits", self.logits, LOGITS)):
+            if value not in known:
+                raise LayoutError(f"layout {name!r}: unknown {field} {value!r}; known: {known}")
+        if self.residual == "tokens" and self.block_axis is None:
+            raise LayoutError(
+                f"layout {name!r}: residual 'tokens' needs q_heads and ffn over one mesh axis, got "
+                f"{rules.get('q_heads')} and {rules.get('ffn')}"
+            )
+        if self.logits == "split" and "vocab" not in rules:
+            raise LayoutError(f"layout {name!r}: logits 'split' needs a mesh axis for vocab")
+        tokens = rules.get("tokens")
+        if tokens is not None and (tokens != rules.get("q_heads") or "kv_heads" in rules):
+            raise LayoutError(
+                f"layout {name!r} splits tokens over {tokens}; then q_heads must be over {tokens} too and kv_heads "
+                f"over none, got {rules.get('q_heads')} and {rules.get('kv_heads')}"
+            )
 
     def _check_rows(self) -> None:
         """Raise LayoutError if rows are split in a way that the dispatch of experts or another rule contradicts."""
@@ -70,6 +101,18 @@ class ShardingLayout:
         """The mesh axis that rows, their sequences' state and their pages are split over; None: every device has all
         rows."""
         return self.rules.get("batch")
+
+    @property
+    def block_axis(self) -> str | None:
+        """The mesh axis that both attention heads and MLP features are split over; None if there is no such axis."""
+        heads = self.rules.get("q_heads")
+        return heads if heads == self.rules.get("ffn") else None
+
+    @property
+    def residual_axis(self) -> str | None:
+        """The mesh axis of the devices that share the hidden states between blocks; None: every device has those of all
+        its rows."""
+        return self.block_axis if self.residual == "tokens" else None
 
     def mesh_axis(self, logical: str) -> str | None:
         """Return the mesh axis that a logical axis is split over, or None."""
@@ -105,7 +148,13 @@ class ShardingLayout:
         kept = {logical: axis for logical, axis in self.rules.items() if sizes[axis] > 1}
         if kept == dict(self.rules):
             return self
-        return dataclasses.replace(self, rules=kept, dispatch=self.dispatch if "batch" in kept else "all_reduce")
+        return dataclasses.replace(
+            self,
+            rules=kept,
+            dispatch=self.dispatch if "batch" in kept else "all_reduce",
+            residual=self.residual if self.block_axis in kept.values() else "replicated",
+            logits=self.logits if "vocab" in kept else "gathered",
+        )
 
 
 def stacked(sharding: Sharding) -> Sharding:

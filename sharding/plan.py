@@ -58,7 +58,8 @@ def stated_collectives(
 ) -> dict[str, int]:
     """Return the number of collectives of each kind in one step, as the layout states them.
 
-    Norms over all heads at once, loops over tiles of rows, and prompt logprobs add to these.
+    Norms over all heads at once, loops over tiles of rows, and prompt logprobs add to these. Steps with few tokens do
+    not split hidden states, whatever ``layout.residual`` is; their layout is that of ``ModelProgram.for_shape``.
 
     Args:
         layout: Layout, resolved on the mesh.
@@ -69,9 +70,11 @@ def stated_collectives(
     """
     splits = {logical: layout.mesh_axis(logical) is not None for logical in layout.rules}
     counts: collections.Counter[str] = collections.Counter()
-    counts["all-reduce"] += num_layers * splits.get("q_heads", False) + splits.get("vocab", False)
-    counts["all-reduce"] += (num_layers - num_sparse) * splits.get("ffn", False)
-    counts["all-gather"] += splits.get("vocab", False)
+    has_all_rows = layout.residual_axis is None
+    summed = "all-reduce" if has_all_rows else "reduce-scatter"
+    counts[summed] += num_layers * splits.get("q_heads", False) + splits.get("vocab", False)
+    counts[summed] += (num_layers - num_sparse) * splits.get("ffn", False)
+    counts["all-gather"] += splits.get("vocab", False) + (0 if has_all_rows else 2 * num_layers + 1)
     for kind, count in _expert_collectives(layout, has_fallback).items():
         counts[kind] += num_sparse * count
     return {kind: count for kind, count in counts.items() if count}
@@ -79,12 +82,16 @@ def stated_collectives(
 
 def _expert_collectives(layout: ShardingLayout, has_fallback: bool) -> dict[str, int]:
     """Return the collectives of one layer of experts."""
-    features = int(layout.mesh_axis("expert_ffn") is not None)
+    features, experts = layout.mesh_axis("expert_ffn"), layout.mesh_axis("experts")
+    axes = {features, experts} if layout.dispatch == "all_reduce" else {features}
+    axes -= {None}
+    scattered = layout.residual_axis in axes
+    counts = collections.Counter({"all-reduce": int(bool(axes - {layout.residual_axis})), "reduce-scatter": scattered})
     if layout.dispatch == "gather":
-        return {"all-gather": 2, "reduce-scatter": 1, "all-reduce": features}
-    if layout.dispatch == "all_to_all":
-        return {"all-to-all": 6 if has_fallback else 3, "all-reduce": features + has_fallback}
-    return {"all-reduce": int(features or layout.mesh_axis("experts") is not None)}
+        counts.update({"all-gather": 2, "reduce-scatter": 1})
+    elif layout.dispatch == "all_to_all":
+        counts.update({"all-to-all": 6 if has_fallback else 3, "all-reduce": has_fallback})
+    return counts
 
 
 def bytes_per_device(shape: tuple[int, ...], itemsize: int, sharding: jax.sharding.Sharding) -> int:

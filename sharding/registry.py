@@ -13,6 +13,7 @@ LAYOUTS = {
     "expert_parallel": "sharding.layouts.expert_parallel",
     "replicated": "sharding.layouts.replicated",
     "replicated_attention": "sharding.layouts.replicated_attention",
+    "sequence_parallel": "sharding.layouts.sequence_parallel",
     "tensor_parallel": "sharding.layouts.tensor_parallel",
 }
 

@@ -1,9 +1,10 @@
-"""Move KV pages from the pools of one program to those of another, through host memory.
+"""Move KV pages from the pools of an engine's stages to those of another, through host memory and layer by layer.
 
-Both must lay out a page in the same way; only the heads that a device stores may differ. Each compiled program is
-called with a fixed number of pages.
+Both must lay out a page of a layer in the same way; only the heads that a device stores may differ, and the stages.
+Each compiled program is called with a fixed number of pages.
 """
 
+import collections
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ class _Stack(NamedTuple):
         num_heads: Key/value heads of a page on all devices, repeated ones counted.
         head_dimensions: Dimension of each array that is split by heads; None if none is.
         structs: Shapes and shardings of the arrays.
+        layers: For each layer whose pages it has: index in the whole model, page table, and index of the pool.
         capacity: Pages that one call moves.
     """
 
@@ -37,19 +39,26 @@ class _Stack(NamedTuple):
     num_heads: int
     head_dimensions: tuple[int | None, ...]
     structs: tuple[Any, ...]
-    capacity: int
+    layers: tuple[tuple[int, int, int], ...]
+    capacity: int = 1
 
     @classmethod
     def all_of(cls, program: ModelProgram) -> "list[_Stack]":
         """Return the pools of a program in their order."""
-        return [cls._of(program, *each) for each in zip(program.kv_layout.pools, program.kv_layout.counts, strict=True)]
+        kinds = zip(program.kv_layout.pools, program.kv_layout.counts, strict=True)
+        return [cls._of(program, index, *each) for index, each in enumerate(kinds)]
 
     @classmethod
-    def _of(cls, program: ModelProgram, kind: PoolKind, count: int) -> "_Stack":
+    def _of(cls, program: ModelProgram, index: int, kind: PoolKind, count: int) -> "_Stack":
         num_heads = program.parallel.num_head_parts * kind.num_kv_heads
         specs = program.kernel.pool_specs(program.num_pages, program.page_size, num_heads, kind.head_dim)
         structs = program.abstract_pools(kind, count)
-        stack = cls(kind, count, num_heads, tuple(spec.heads_dimension for spec in specs), structs, 1)
+        layers = tuple(
+            (layer, table, first // program.pool_pages)
+            for layer, (pool, table, first) in zip(program.layers, program.kv_layout.layer_indices, strict=True)
+            if pool == index
+        )
+        stack = cls(kind, count, num_heads, tuple(spec.heads_dimension for spec in specs), structs, layers)
         return stack._replace(capacity=max(1, min(program.num_pages, _CALL_BYTES // stack.page_bytes)))
 
     @property
@@ -77,18 +86,23 @@ class _Stack(NamedTuple):
         return True
 
 
-def can_share_pages(old: ModelProgram, new: ModelProgram) -> bool:
-    """Return whether pages of one program can be moved to another one of the same model."""
-    if not all(stack.splits_only_pages_and_heads(each) for each in (old, new) for stack in _Stack.all_of(each)):
-        return False
+def can_share_pages(old: Sequence[ModelProgram], new: Sequence[ModelProgram]) -> bool:
+    """Return whether pages can be moved from the stages of one engine to those of another one for the same model."""
+    for program in (*old, *new):
+        if not all(stack.splits_only_pages_and_heads(program) for stack in _Stack.all_of(program)):
+            return False
     return _form(old) == _form(new)
 
 
-def _form(program: ModelProgram) -> object:
-    """Return what two programs must have in common to share pages."""
-    tables = [(pool, table, first // program.pool_pages) for pool, table, first in program.kv_layout.layer_indices]
-    stacks = [(stack.num_pools, stack.kind.dtype, stack.page_shapes) for stack in _Stack.all_of(program)]
-    return program.kernel.name, program.page_size, tables, stacks
+def _form(stages: Sequence[ModelProgram]) -> object:
+    """Return what two engines must have in common to share pages: kernel, and table and form of each layer's pages."""
+    layers = {
+        layer: (table, stack.kind.dtype, stack.page_shapes)
+        for program in stages
+        for stack in _Stack.all_of(program)
+        for layer, table, _ in stack.layers
+    }
+    return stages[0].kernel.name, stages[0].page_size, layers
 
 
 def page_bytes(program: ModelProgram) -> int:
@@ -96,34 +110,46 @@ def page_bytes(program: ModelProgram) -> int:
     return sum(stack.page_bytes for stack in _Stack.all_of(program))
 
 
-class HostPages(NamedTuple):
-    """Pages of one lane in host memory.
+class LayerPages(NamedTuple):
+    """Pages of one layer in host memory.
 
     Attributes:
-        num_heads: Heads of each kind of pool, as in ``_Stack``.
-        arrays: For each kind its arrays [layers, pages, ...].
+        num_heads: Key/value heads of a page, repeated ones counted.
+        arrays: The layer's arrays [pages, ...].
     """
 
-    num_heads: tuple[int, ...]
-    arrays: tuple[tuple[np.ndarray, ...], ...]
+    num_heads: int
+    arrays: tuple[np.ndarray, ...]
+
+
+HostPages = dict[int, LayerPages]
+"""Pages of one lane in host memory, by layer of the whole model."""
 
 
 class PageWrite(NamedTuple):
-    """Writes page ``number`` of ``pages`` to page ``target`` of a lane."""
+    """Writes a page of the host to a page of a lane, in the layers of a page table.
+
+    Attributes:
+        pages: The pages on the host.
+        number: Index of the page in them.
+        target: The page of the lane.
+        table: The page table that the page belongs to.
+    """
 
     pages: HostPages
     number: int
     target: int
+    table: int = 0
 
 
 class PageReader:
-    """Reads pages from the pools of a program.
+    """Reads pages from the pools of a stage.
 
     Attributes:
         num_programs: Number of compiled programs.
 
     Args:
-        program: The program.
+        program: The stage.
     """
 
     def __init__(self, program: ModelProgram):
@@ -136,15 +162,18 @@ class PageReader:
 
     def read(self, pools: Sequence[Pools], pages: Sequence[Sequence[int]]) -> list[HostPages]:
         """Return copies of the given pages of each lane."""
-        stacks = zip(self._stacks, self._compiled, pools, strict=True)
-        kinds = [self._read_kind(stack, read, arrays, pages) for stack, read, arrays in stacks]
-        num_heads = tuple(stack.num_heads for stack in self._stacks)
-        return [HostPages(num_heads, arrays) for arrays in zip(*kinds, strict=True)]
+        found: list[HostPages] = [{} for _ in pages]
+        for stack, read, arrays in zip(self._stacks, self._compiled, pools, strict=True):
+            lanes = self._read_stack(stack, read, arrays, pages)
+            for lane, copies in zip(found, lanes, strict=True):
+                for layer, _, pool in stack.layers:
+                    lane[layer] = LayerPages(stack.num_heads, tuple(copy[pool] for copy in copies))
+        return found
 
-    def _read_kind(
+    def _read_stack(
         self, stack: _Stack, read: jax.stages.Compiled, arrays: Pools, pages: Sequence[Sequence[int]]
     ) -> list[tuple[np.ndarray, ...]]:
-        """Return the arrays of each lane."""
+        """Return the arrays [pools, pages, ...] of each lane."""
         lanes = [
             tuple(np.empty((stack.num_pools, len(each), *array.shape[1:]), array.dtype) for array in arrays)
             for each in pages
@@ -160,13 +189,13 @@ class PageReader:
 
 
 class PageWriter:
-    """Writes pages to the pools of a program.
+    """Writes pages to the pools of a stage.
 
     Attributes:
         num_programs: Number of compiled programs.
 
     Args:
-        program: The program.
+        program: The stage.
     """
 
     def __init__(self, program: ModelProgram):
@@ -181,10 +210,10 @@ class PageWriter:
         """Return the pools with the given pages of each lane written. Donates ``pools``."""
         written: list[Pools] = []
         targets = [[each.target for each in lane] for lane in writes]
-        for kind, (stack, write, arrays) in enumerate(zip(self._stacks, self._compiled, pools, strict=True)):
+        for stack, write, arrays in zip(self._stacks, self._compiled, pools, strict=True):
             for start in range(0, max(map(len, writes)), stack.capacity):
                 part = [lane[start : start + stack.capacity] for lane in writes]
-                rows = tuple(np.concatenate([_rows(stack, kind, i, lane) for lane in part]) for i in range(len(arrays)))
+                rows = tuple(np.concatenate([_rows(stack, i, lane) for lane in part]) for i in range(len(arrays)))
                 arrays = write(arrays, _call_pages(self._program, targets, start, stack.capacity), rows)
             written.append(arrays)
         return tuple(written)
@@ -231,17 +260,22 @@ def _call_pages(program: ModelProgram, pages: Sequence[Sequence[int]], start: in
     return padded.ravel()
 
 
-def _rows(stack: _Stack, kind: int, index: int, writes: Sequence[PageWrite]) -> np.ndarray:
-    """Return what a call writes for one lane to one array of a kind; pages for padding get zeros."""
+def _rows(stack: _Stack, index: int, writes: Sequence[PageWrite]) -> np.ndarray:
+    """Return what a call writes for one lane to one array of a stack; pages for padding get zeros."""
     shape, heads, dtype = stack.structs[index].shape[1:], stack.head_dimensions[index], stack.structs[index].dtype
-    if not writes:
-        return np.zeros((stack.num_pools * stack.capacity, *shape), dtype)
-    old_heads, old_shape = writes[0].pages.num_heads[kind], writes[0].pages.arrays[kind][index].shape[2:]
-    rows = np.zeros((stack.num_pools, stack.capacity, *old_shape), dtype)
-    for place, (pages, number, _) in enumerate(writes):
-        rows[:, place] = pages.arrays[kind][index][:, number]
-    if heads is not None and old_heads != stack.num_heads:
-        rows = _with_heads(rows, heads + 1, old_heads, stack.num_heads)
+    rows = np.zeros((stack.num_pools, stack.capacity, *shape), dtype)
+    alike = collections.defaultdict[tuple[int, int], list[int]](list)
+    for place, write in enumerate(writes):
+        alike[id(write.pages), write.table].append(place)
+    for (_, table), places in alike.items():
+        pages, numbers = writes[places[0]].pages, [writes[place].number for place in places]
+        for layer, own_table, pool in stack.layers:
+            if own_table != table:
+                continue
+            copied = pages[layer].arrays[index][numbers]
+            if heads is not None:
+                copied = _with_heads(copied, heads, pages[layer].num_heads, stack.num_heads)
+            rows[pool, places] = copied
     return rows.reshape(-1, *shape)
 
 
@@ -251,6 +285,8 @@ def _with_heads(pages: np.ndarray, axis: int, old: int, new: int) -> np.ndarray:
     The number of different heads divides both lengths, so in groups of the largest common divisor all copies are of
     one head: one of them is kept, and repeated as often as needed.
     """
+    if old == new:
+        return pages
     common = math.gcd(old, new)
     shape = list(pages.shape)
     width = shape[axis] // old

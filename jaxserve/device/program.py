@@ -18,13 +18,14 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 from jaxserve.config_checks import LOGPROBS_MODES
-from jaxserve.device.step_batch import LatestTokens
+from jaxserve.device.step_batch import BatchShape, LatestTokens
 from jaxserve.layers.attention import AttentionKernel, Pools
 from jaxserve.layers.kv_layout import KVLayout, PoolKind, lay_out_kv
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.models.abstract import AbstractModel, abstract_model
 from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.stages import Stage
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from jaxserve.sampling.logprobs import MAX_LOGPROBS
 from jaxserve.sampling.penalties import MAX_TRACKED, SlotTables
@@ -36,6 +37,7 @@ from sharding.plan import bytes_per_device
 
 AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
 Struct = jax.ShapeDtypeStruct
+_FEWEST_SPLIT_TOKENS = 4  # per device, in steps whose hidden states are split by tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +125,8 @@ class StepState(NamedTuple):
         latest: Latest token and position of each slot.
         tables: Vocabulary-sized sampling state of each slot.
         sums: Sum of hidden states over each slot's prompt so far, for pooling requests.
+
+    Of several pipeline stages only the last has the state of slots; the others have pages (``pools``).
     """
 
     pools: tuple[Pools, ...]
@@ -135,9 +139,11 @@ class StepState(NamedTuple):
 class ModelProgram:
     """A model sharded on a mesh, without its weights: everything needed to lower a step.
 
+    A model in pipeline stages has a program for each, which differ in their mesh and their layers.
+
     Attributes:
         config: Configuration of the model.
-        mesh: Mesh of one data slice.
+        mesh: Mesh of one stage of one data slice.
         layout: Sharding layout, resolved on the mesh.
         policy: Dtypes.
         kernel: Implementation of attention.
@@ -152,6 +158,7 @@ class ModelProgram:
         processors: Logits processors of the engine.
         truncation: Implementation of min-p, top-k and top-p; None for the best on the mesh's devices.
         counts_expert_tokens: Whether steps count the tokens routed to each expert.
+        stage: The layers of this stage; None for the whole model.
     """
 
     config: ModelConfig
@@ -169,6 +176,17 @@ class ModelProgram:
     processors: tuple[LogitsProcessor, ...] = ()
     truncation: Truncation | None = None
     counts_expert_tokens: bool = False
+    stage: Stage | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage embeds tokens; the others are given hidden states."""
+        return self.stage is None or self.stage.is_first
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage samples; the others return hidden states."""
+        return self.stage is None or self.stage.is_last
 
     @property
     def sampler(self) -> SamplerSettings:
@@ -203,12 +221,35 @@ class ModelProgram:
     def abstract_model(self) -> AbstractModel:
         """The module without weights; every step is traced from it."""
         scope = Scope(parallel=self.parallel, policy=self.policy)
-        return abstract_model(self.config, scope, lambda axes: self.layout.sharding(self.mesh, *axes))
+        return abstract_model(self.config, scope, lambda axes: self.layout.sharding(self.mesh, *axes), self.stage)
+
+    def whole_model(self) -> AbstractModel:
+        """Return the whole model's module without weights, as if this stage's devices had all layers."""
+        return self.abstract_model if self.stage is None else dataclasses.replace(self, stage=None).abstract_model
+
+    @property
+    def array_names(self) -> dict[str, Struct]:
+        """Shape, dtype and sharding of each array by its path in the whole model, in flat order."""
+        params = self.abstract_model.params
+        return params if self.stage is None else {self.whole_path(path): struct for path, struct in params.items()}
+
+    def whole_path(self, path: str) -> str:
+        """Return a path in this stage's module as it is in the whole model."""
+        stage = self.stage
+        if stage is None:
+            return path
+        return re.sub(r"^layers\.(\d+)\.", lambda match: f"layers.{stage.layers[int(match[1])]}.", path)
+
+    @property
+    def layers(self) -> range:
+        """Indices of the stage's layers in the whole model."""
+        return range(len(self.abstract_model.kv_specs)) if self.stage is None else self.stage.layers
 
     @functools.cached_property
     def kv_layout(self) -> KVLayout:
         """Pools and page tables; pools of one kind are stacked in one array if the kernel supports it."""
-        layout = lay_out_kv(self.abstract_model.kv_specs, self.max_model_len)
+        layers = None if self.stage is None else self.stage.layers
+        layout = lay_out_kv(self.abstract_model.kv_specs, self.max_model_len, layers)
         return layout.stacked(self.pool_pages) if self.kernel.stacks_pools else layout
 
     @property
@@ -225,6 +266,22 @@ class ModelProgram:
     def abstract_params(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and shardings of the packed parameters."""
         return self.packing.structs(tuple(self.abstract_model.params.values()))
+
+    def for_shape(self, shape: BatchShape) -> "ModelProgram":
+        """Return the program that runs steps of a batch shape: this one, or for few tokens one with the same parameters
+        whose devices have all rows of hidden states.
+
+        In deterministic mode all steps split them, so that they all compute the same.
+        """
+        size = self.parallel.parts(self.parallel.residual_axis)
+        is_split = self.row_tile is not None or (
+            shape.num_tokens % size == 0 and shape.num_tokens >= _FEWEST_SPLIT_TOKENS * size
+        )
+        return self if size == 1 or is_split else self._with_whole_rows
+
+    @functools.cached_property
+    def _with_whole_rows(self) -> "ModelProgram":
+        return dataclasses.replace(self, layout=dataclasses.replace(self.layout, residual="replicated"))
 
     def model(self, packed: Sequence[jax.Array]) -> CausalLM:
         """Return the module with the given packed parameters; called inside a program."""
@@ -252,10 +309,20 @@ class ModelProgram:
         sharded = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return jax.jit(sharded, donate_argnums=donated).trace(*arguments)
 
+    def abstract_all_pools(self) -> tuple[Any, ...]:
+        """Return shapes and shardings of the pages of all pools."""
+        return tuple(map(self.abstract_pools, self.kv_layout.pools, self.kv_layout.counts))
+
+    def abstract_latest(self) -> LatestTokens:
+        """Return shapes and shardings of the latest tokens of all slots."""
+        return LatestTokens(*[self.rows_struct((self.num_slots,), jnp.int32)] * 2)
+
+    def abstract_hidden(self, num_tokens: int) -> Any:
+        """Return shape and sharding of the hidden states that one stage hands over to the next."""
+        return self.rows_struct((num_tokens, self.config.hidden_size), self.policy.activations_dtype)
+
     def abstract_state(self) -> StepState:
         """Return shapes and shardings of the ``StepState``."""
-        pools = tuple(map(self.abstract_pools, self.kv_layout.pools, self.kv_layout.counts))
-        latest = LatestTokens(*[self.rows_struct((self.num_slots,), jnp.int32)] * 2)
         vocabulary = (self.num_slots, self.config.vocab_size)
         tables = SlotTables(
             token_counts=self.rows_struct(vocabulary, jnp.int32),
@@ -263,7 +330,7 @@ class ModelProgram:
             tracked_ids=self.rows_struct((self.num_slots, MAX_TRACKED), jnp.int32),
         )
         sums = self.rows_struct((self.num_slots, self.config.hidden_size), jnp.float32)
-        return StepState(pools, latest, tables, sums)
+        return StepState(self.abstract_all_pools(), self.abstract_latest(), tables, sums)
 
     def abstract_pools(self, kind: PoolKind, count: int = 1) -> Any:
         """Return shapes and shardings of a layer's pools, or of ``count`` of each stacked in one array."""
@@ -278,25 +345,31 @@ class ModelProgram:
 
     def empty_state(self) -> StepState:
         """Allocate a zero ``StepState`` on the devices."""
-        return self.compile_empty_state()()
+        return _compile_zeros(self.abstract_state())()
+
+    def empty_pools(self) -> tuple[Pools, ...]:
+        """Allocate zero pages on the devices: the state of a stage that is not the last."""
+        return _compile_zeros(self.abstract_all_pools())()
 
     def compile_empty_state(self) -> jax.stages.Compiled:
-        """Compile the function without arguments that allocates a zero ``StepState`` on the devices."""
-        abstract = self.abstract_state()
+        """Compile ``empty_state``, or for a stage that is not the last ``empty_pools``."""
+        return _compile_zeros(self.abstract_state() if self.is_last else self.abstract_all_pools())
 
-        def zeros() -> StepState:
-            return jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
-
-        return jax.jit(zeros, out_shardings=shardings(abstract)).lower().compile()
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters per device."""
+        return _bytes_per_device(self.abstract_params)
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of all pages per device, including those for padding."""
-        return _bytes_per_device(self.abstract_state().pools)
+        return _bytes_per_device(self.abstract_all_pools())
 
     @property
     def slot_state_bytes(self) -> int:
         """Bytes of the slots' state per device, besides pages."""
+        if not self.is_last:
+            return _bytes_per_device(self.abstract_latest())
         return _bytes_per_device(self.abstract_state()._replace(pools=()))
 
     @property
@@ -325,6 +398,15 @@ def computes_rows_natively(has_fused_norms: bool, policy: DtypePolicy, kernel: A
     Mixtures of experts count as fused: what XLA computes of them is in tiles of rows.
     """
     return policy.linear == kernel.name == "native" and has_fused_norms
+
+
+def _compile_zeros(abstract: Any) -> jax.stages.Compiled:
+    """Compile the function without arguments that allocates zero arrays of the given shapes and shardings."""
+
+    def zeros() -> Any:
+        return jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
+
+    return jax.jit(zeros, out_shardings=shardings(abstract)).lower().compile()
 
 
 def shardings(structs: Any) -> Any:

@@ -74,19 +74,71 @@ def _target_box(whole: np.ndarray, piece: Piece, starts: Sequence[int], stops: S
     return box.T if piece.is_transposed else box
 
 
-def check_same_parameters(old: ModelProgram, new: ModelProgram) -> None:
-    """Raise ConfigError unless two programs of a model make the same parameters of the same tensors."""
-    kept, made = old.abstract_model.logical, new.abstract_model.logical
-    differs = [path for path in kept.keys() | made.keys() if _origin(kept.get(path)) != _origin(made.get(path))]
+def check_same_parameters(old: Sequence[ModelProgram], new: Sequence[ModelProgram]) -> None:
+    """Raise ConfigError unless the stages of two engines make the same parameters of the same tensors."""
+    kept, made = _origins(old), _origins(new)
+    differs = [path for path in kept.keys() | made.keys() if kept.get(path) != made.get(path)]
     if differs:
         raise ConfigError(
-            f"cannot reshard from layout {old.layout.name!r} to {new.layout.name!r}: they store other parameters or "
-            f"element types, such as {min(differs)}; start an engine with the new layout instead"
+            f"cannot reshard from layout {old[0].layout.name!r} to {new[0].layout.name!r}: they store other parameters "
+            f"or element types, such as {min(differs)}; start an engine with the new layout instead"
         )
 
 
-def _origin(param: LogicalParam | None) -> object:
-    return None if param is None else (sorted(param.recipe.sources), param.struct.dtype)
+def _origins(stages: Sequence[ModelProgram]) -> dict[str, object]:
+    """Return source tensors and element type of each parameter by its path in the whole model."""
+    return {
+        program.whole_path(path): (sorted(param.recipe.sources), param.struct.dtype)
+        for program in stages
+        for path, param in program.abstract_model.logical.items()
+    }
+
+
+class MoveStep(NamedTuple):
+    """One parameter's way to a new stage.
+
+    Attributes:
+        path: Its path in the whole model.
+        old_stage: Index of an old stage that has it.
+        old_path: Its path in that stage.
+        new_stage: Index of the new stage.
+        new_path: Its path there.
+        is_last: Whether no later step needs the old parameter.
+    """
+
+    path: str
+    old_stage: int
+    old_path: str
+    new_stage: int
+    new_path: str
+    is_last: bool
+
+
+def move_steps(old: Sequence[ModelProgram], new: Sequence[ModelProgram]) -> list[MoveStep]:
+    """Return the steps in which parameters move, in an order that completes one stacked argument after the other.
+
+    Args:
+        old: The stages of an old replica.
+        new: The stages of a new one.
+    """
+    holders: dict[str, tuple[int, str]] = {}
+    for stage, program in enumerate(old):
+        for path in program.abstract_model.logical:
+            holders.setdefault(program.whole_path(path), (stage, path))
+    steps: list[MoveStep] = []
+    for stage, program in enumerate(new):
+        group_of, logical = _groups_of(program), program.abstract_model.logical
+        for path in sorted(logical, key=lambda path: group_of[logical[path].arrays[0]]):
+            whole = program.whole_path(path)
+            steps.append(MoveStep(whole, *holders[whole], stage, path, is_last=False))
+    last = {step.path: step.new_stage for step in steps}
+    return [step._replace(is_last=last[step.path] == step.new_stage) for step in steps]
+
+
+def _groups_of(program: ModelProgram) -> dict[str, int]:
+    """Return the index of the packed argument of each array, by its path in the program's module."""
+    names = list(program.abstract_model.params)
+    return {names[i]: number for number, group in enumerate(program.packing.groups) for i in group}
 
 
 class TakenParameter(NamedTuple):
@@ -129,26 +181,29 @@ def _bounds_of(param: LogicalParam) -> dict[Device, Bounds]:
 
 
 class WeightSource:
-    """The weights of an old program, which are freed as they are taken.
+    """The weights of an old stage, which are freed as they are taken.
 
     Args:
-        program: The old program.
+        program: The old stage.
         packed: Its packed parameters; the caller must keep no other reference.
+        wanted: Paths of the parameters that will be taken from it; others are freed at once.
     """
 
-    def __init__(self, program: ModelProgram, packed: Iterable[jax.Array]):
-        self._packed = dict(enumerate(packed))
+    def __init__(self, program: ModelProgram, packed: Iterable[jax.Array], wanted: Iterable[str]):
         self._logical = program.abstract_model.logical
-        self._positions: dict[str, tuple[int, int | None]] = {}
         names = list(program.abstract_model.params)
+        self._positions: dict[str, tuple[int, int | None]] = {}
         for number, group in enumerate(program.packing.groups):
             for layer, i in enumerate(group):
                 self._positions[names[i]] = number, layer if len(group) > 1 else None
-        self._num_left = collections.Counter(self._positions[name][0] for name in self._positions)
+        self._num_left = collections.Counter(
+            self._positions[name][0] for path in wanted for name in self._logical[path].arrays
+        )
+        self._packed = {number: array for number, array in enumerate(packed) if self._num_left[number]}
         self._host: dict[int, dict[Device, np.ndarray]] = {}
 
-    def take(self, path: str) -> "TakenParameter":
-        """Return a parameter's parts on the host; each parameter may be taken once."""
+    def take(self, path: str) -> TakenParameter:
+        """Return a parameter's parts on the host; each wanted parameter may be taken once."""
         param = self._logical[path]
         owners = {bounds: device for device, bounds in reversed(_bounds_of(param).items())}
         arrays = [self._take_array(name, [*owners.values()]) for name in param.arrays]
@@ -168,32 +223,22 @@ class WeightSource:
 
 
 class WeightTarget:
-    """The weights of new programs that differ only in their devices, made one parameter at a time.
+    """The weights of a new stage of all replicas, made one parameter at a time.
 
     Args:
-        programs: The new programs.
+        programs: The stage of each replica; they differ only in their devices.
     """
 
     def __init__(self, programs: Sequence[ModelProgram]):
         self._programs = programs
-        first = programs[0]
-        self._model, self._groups = first.abstract_model, first.packing.groups
-        names = list(self._model.params)
-        self._group_of = {names[i]: number for number, group in enumerate(self._groups) for i in group}
-        self._waiting: dict[int, dict[str, dict[Bounds, np.ndarray]]] = {
-            number: {} for number in range(len(self._groups))
-        }
-        self._packed: list[dict[int, jax.Array]] = [{} for _ in programs]
-
-    @property
-    def paths(self) -> list[str]:
-        """Parameters in an order that completes one stacked argument after the other."""
-        logical = self._model.logical
-        return sorted(logical, key=lambda path: self._group_of[logical[path].arrays[0]])
+        self._names, self._groups = list(programs[0].abstract_model.params), programs[0].packing.groups
+        self._group_of = _groups_of(programs[0])
+        self._waiting = [dict[str, dict[Bounds, np.ndarray]]() for _ in self._groups]
+        self._packed = [dict[int, jax.Array]() for _ in programs]
 
     def put(self, path: str, taken: TakenParameter) -> None:
-        """Make the arrays of a parameter; put complete arguments on the devices of all programs."""
-        param = self._model.logical[path]
+        """Make the arrays of a parameter; put complete arguments on the devices of all replicas."""
+        param = self._programs[0].abstract_model.logical[path]
         stored = taken.parts_for(param)
         for name, *parts in zip(param.arrays, *stored.values(), strict=True):
             number = self._group_of[name]
@@ -202,13 +247,13 @@ class WeightTarget:
                 self._put_group(number, path)
 
     def finish(self) -> list[tuple[jax.Array, ...]]:
-        """Return the packed parameters of each program."""
+        """Return the packed parameters of each replica."""
         return [tuple(packed[number] for number in range(len(self._groups))) for packed in self._packed]
 
     def _put_group(self, number: int, path: str) -> None:
         """Put a complete argument on the devices; the parameter at ``path`` is one of those it holds."""
-        members, names = self._waiting.pop(number), list(self._model.params)
-        layers = [members[names[i]] for i in self._groups[number]]
+        members, self._waiting[number] = self._waiting[number], {}
+        layers = [members[self._names[i]] for i in self._groups[number]]
         first = layers[0]
         stacks = first if len(layers) == 1 else {each: np.stack([layer[each] for layer in layers]) for each in first}
         for program, packed in zip(self._programs, self._packed, strict=True):
@@ -220,13 +265,30 @@ class WeightTarget:
             )
 
 
-def move_weights(source: WeightSource, programs: Sequence[ModelProgram]) -> list[tuple[jax.Array, ...]]:
-    """Return the packed parameters of new programs that differ only in their devices; frees those of the old program.
+def move_weights(
+    old: list[tuple[ModelProgram, tuple[jax.Array, ...]]], new: Sequence[Sequence[ModelProgram]]
+) -> list[list[tuple[jax.Array, ...]]]:
+    """Return the packed parameters of the stages of each new replica.
 
     Needs additional memory for about three times the largest parameter; on GPUs, where layers are stacked, host memory
     for the parameters of one kind.
+
+    Args:
+        old: The stages of an old replica with their packed parameters, which are freed one after the other. The list
+            is emptied; the caller must keep no other reference to them.
+        new: The stages of each new replica.
     """
-    target = WeightTarget(programs)
-    for path in target.paths:
-        target.put(path, source.take(path))
-    return target.finish()
+    programs = [program for program, _ in old]
+    steps, sources = move_steps(programs, new[0]), list[WeightSource]()
+    for stage, program in enumerate(programs):
+        wanted = dict.fromkeys(step.old_path for step in steps if step.old_stage == stage)
+        sources.append(WeightSource(program, old.pop(0)[1], wanted))
+    targets = [WeightTarget(stages) for stages in zip(*new, strict=True)]
+    held: dict[str, TakenParameter] = {}
+    for step in steps:
+        if step.path not in held:
+            held[step.path] = sources[step.old_stage].take(step.old_path)
+        targets[step.new_stage].put(step.new_path, held[step.path])
+        if step.is_last:
+            del held[step.path]
+    return [list(stages) for stages in zip(*(target.finish() for target in targets), strict=True)]

@@ -87,9 +87,10 @@ class SplitStep:
         state: StepState,
         buffer: np.ndarray,
         mask: Int[Array | np.ndarray, "R words"],
+        *hidden: jax.Array,
     ) -> tuple[StepState, StepOutput]:
         """Launch the programs in order, without waiting for them."""
-        state, output = self.model(params, state, buffer)
+        state, output = self.model(params, state, buffer, *hidden)
         sampled = self.sampler(output.logits, state.latest, state.tables, output.sampler_part, mask)
         prompt = None if self.scorer is None else self.scorer(params, output.prompt)
         state = state._replace(latest=sampled.latest, tables=sampled.tables or state.tables)
@@ -100,21 +101,26 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
     """Trace the steps of a batch shape up to their logits.
 
     The traced function maps (packed parameters, ``StepState``, buffer) to (``StepState``, ``ModelOutput``) and donates
-    the state. The state's latest tokens are left to the sampler.
+    the state. The state's latest tokens are left to the sampler. After other stages, it also has their hidden states as
+    an argument.
 
     Args:
         program: The model.
         shape: Batch shape.
         max_tokens: Query tokens of the largest step, for which the scorer is compiled.
     """
+    program = program.for_shape(shape)
     attention = attention_settings(program, shape)
 
     def model(
-        arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"]
+        arrays: tuple[Array, ...],
+        state: StepState,
+        buffer: Int[Array, " size"],
+        x: Float[Array, "T D"] | None = None,
     ) -> tuple[StepState, ModelOutput]:
         module = program.model(arrays)
         batch = unpack(buffer, shape, state.latest, program.page_size, program.num_pages)
-        state, hidden, sums, expert_tokens = run_layers(module, state, batch, attention, program.row_tile)
+        state, hidden, sums, expert_tokens = run_layers(module, state, batch, attention, program.row_tile, x)
         logits = module.logits(hidden[batch.sampled_tokens], batch.sampler.num_rows, program.layer_tile)
         prompt = None
         if not shape.decode_only:
@@ -125,7 +131,8 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
 
     state, buffer = program.abstract_state(), program.rows_struct((shape.buffer_size,), jnp.int32)
     out_shardings = (shardings(state), program.rows_sharding)
-    return program.trace(model, (program.abstract_params, state, buffer), out_shardings, donated=[1])
+    given = [] if program.is_first else [program.abstract_hidden(shape.num_tokens)]
+    return program.trace(model, (program.abstract_params, state, buffer, *given), out_shardings, donated=[1])
 
 
 def trace_sampler(program: ModelProgram, shape: SamplerShape) -> jax.stages.Traced:

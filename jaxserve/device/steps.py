@@ -36,6 +36,7 @@ class StepOutput(NamedTuple):
         prompt_logprobs: Logprobs of the prompt token after each query token; None unless the step scores prompts.
         sums: Sum of hidden states over each row's prompt so far, for pooling; None in decode shapes.
         expert_tokens: Tokens routed to each expert of each layer with experts; None unless the program counts them.
+            The runner adds those of other stages.
     """
 
     tokens: Int[Array, " samples"]
@@ -63,21 +64,27 @@ def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.st
     """Trace the step of a batch shape and sampler variant (one of ``sampler.VARIANTS``, or ``any``) as one program.
 
     The traced function maps (packed parameters, ``StepState``, buffer, vocabulary mask) to (``StepState``,
-    ``StepOutput``) and donates the state.
+    ``StepOutput``) and donates the state. After other stages, it also has their hidden states as an argument.
     """
+    program = program.for_shape(shape)
     attention = attention_settings(program, shape)
     settings = StepSettings(attention, program.sampler, variant, shape.scores_prompt, program.row_tile)
 
     def step(
-        arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], mask: Int[Array, "R words"]
+        arrays: tuple[Array, ...],
+        state: StepState,
+        buffer: Int[Array, " size"],
+        mask: Int[Array, "R words"],
+        x: Float[Array, "T D"] | None = None,
     ) -> tuple[StepState, StepOutput]:
         batch = unpack(buffer, shape, state.latest, program.page_size, program.num_pages)
-        return run_step(program.model(arrays), state, batch, mask, settings)
+        return run_step(program.model(arrays), state, batch, mask, settings, x)
 
     state, buffer = program.abstract_state(), program.rows_struct((shape.buffer_size,), jnp.int32)
     mask = program.rows_struct(program.mask_shape(shape.num_rows), jnp.int32)
     out_shardings = (shardings(state), program.rows_sharding)
-    return program.trace(step, (program.abstract_params, state, buffer, mask), out_shardings, donated=[1])
+    given = [] if program.is_first else [program.abstract_hidden(shape.num_tokens)]
+    return program.trace(step, (program.abstract_params, state, buffer, mask, *given), out_shardings, donated=[1])
 
 
 def attention_settings(program: ModelProgram, shape: BatchShape) -> AttentionSettings:
@@ -115,10 +122,18 @@ class StepSettings(NamedTuple):
 
 
 def run_step(
-    model: CausalLM, state: StepState, batch: StepBatch, mask: Int[Array, "R words"], settings: StepSettings
+    model: CausalLM,
+    state: StepState,
+    batch: StepBatch,
+    mask: Int[Array, "R words"],
+    settings: StepSettings,
+    x: Float[Array, "T D"] | None = None,
 ) -> tuple[StepState, StepOutput]:
-    """Run a step on one device of the mesh: embedding, layers, head, sampler, slot updates."""
-    state, hidden, sums, expert_tokens = run_layers(model, state, batch, settings.attention, settings.row_tile)
+    """Run a step on one device of the mesh: embedding, layers, head, sampler, slot updates.
+
+    After other stages, ``x`` is their hidden states, and there is no embedding.
+    """
+    state, hidden, sums, expert_tokens = run_layers(model, state, batch, settings.attention, settings.row_tile, x)
     variant = batch.sampler.variant if settings.variant == "any" else settings.variant
     rows, tile = hidden[batch.sampled_tokens], settings.row_tile
     tokens, logprobs = sample_rows(
@@ -150,13 +165,21 @@ class LayersOutput(NamedTuple):
 
 
 def run_layers(
-    model: CausalLM, state: StepState, batch: StepBatch, settings: AttentionSettings, row_tile: int | None
+    model: CausalLM,
+    state: StepState,
+    batch: StepBatch,
+    settings: AttentionSettings,
+    row_tile: int | None,
+    x: Float[Array, "T D"] | None = None,
 ) -> LayersOutput:
-    """Run embedding and layers on one device of the mesh; pool hidden states ``row_tile`` tokens at a time."""
+    """Run embedding and layers on one device of the mesh; pool hidden states ``row_tile`` tokens at a time.
+
+    After other stages, ``x`` is their hidden states, and there is no embedding.
+    """
     first = batch.tokens.at[batch.attention[0].query_starts].get(mode="clip")
     tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, first))
     hidden, pools, expert_tokens = model.hidden(
-        batch.tokens, batch.positions, batch.lengths, state.pools, batch.attention, settings
+        batch.tokens, batch.positions, batch.lengths, state.pools, batch.attention, settings, x
     )
     kept, sums = state.sums, None
     if not settings.decode_only:

@@ -156,7 +156,7 @@ class Engine:
         With as many schedulers as before, each request stays on its own; else it goes where its prefix is cached.
         """
         old = self._schedulers
-        replicas[0].num_steps += sum(replica.num_steps for replica in self.replicas)
+        replicas[0].replace(self.replicas)
         self.replicas, self._schedulers = replicas, [each for replica in replicas for each in replica.schedulers]
         self._schedulers[0].replace(old)
         queued = {sequence.sequence_id for scheduler in old for sequence in scheduler.waiting}

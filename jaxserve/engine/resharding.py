@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from jaxserve.config import EngineConfig
 from jaxserve.config_checks import parse_mesh
 from jaxserve.device.build import EnginePlan, plan_engine
-from jaxserve.device.compiled_steps import CompiledSteps, num_programs
+from jaxserve.device.compiled_steps import num_programs
 from jaxserve.device.memory import MemoryLedger, return_freed_memory
 from jaxserve.device.move_memory import check_move_memory, host_page_limit
 from jaxserve.device.page_transfer import HostPages, PageReader, PageWrite, PageWriter, can_share_pages, page_bytes
-from jaxserve.device.resident_weights import WeightSource, check_same_parameters, move_weights
+from jaxserve.device.resident_weights import check_same_parameters, move_weights
 from jaxserve.device.runner import StepRunner
 from jaxserve.device.runner_interface import Runner
 from jaxserve.engine.engine import Engine
@@ -28,9 +28,11 @@ from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import (
     PROCESS_LINE,
     StartedEngine,
+    join_stages,
     log_choices,
     make_ledger,
     make_replicas,
+    make_steps,
     short_switch_interval,
     warm_up_runners,
 )
@@ -111,23 +113,25 @@ class PreparedReshard:
         self._started = started
         self._config = config
         self._plan = plan
-        old = started.plan.programs
-        shares = config.enable_prefix_caching and can_share_pages(old[0], plan.programs[0])
-        self._steps = [CompiledSteps(program, plan.buckets) for program in plan.programs]
+        old = started.plan
+        shares = config.enable_prefix_caching and can_share_pages(old.replicas[0], plan.replicas[0])
+        self._steps = make_steps(plan)
         with short_switch_interval():
             for steps in self._steps:
                 steps.compile()
             self._empty_states = [program.compile_empty_state() for program in plan.programs]
-            self._readers = [PageReader(program) for program in old] if shares else []
+            self._readers = [PageReader(program) for program in old.programs] if shares else []
             self._writers = [PageWriter(program) for program in plan.programs] if shares else []
 
     @property
     def num_programs(self) -> int:
         """Number of compiled programs."""
-        program, plan = self._plan.programs[0], self._plan
+        plan, program = self._plan, self._plan.programs[0]
         platform = program.mesh.devices.flat[0].platform
-        steps = num_programs(plan.buckets, platform, program.is_always_full) + 2 + len({*program.kv_layout.pools})
-        return len(plan.programs) * steps + sum(each.num_programs for each in (*self._readers, *self._writers))
+        steps = num_programs(plan.buckets, platform, program.is_always_full, plan.num_stages)
+        own = sum(1 + len({*program.kv_layout.pools}) for program in plan.programs)  # zeros, and copies of pages
+        transfers = sum(each.num_programs for each in (*self._readers, *self._writers))
+        return len(plan.replicas) * (steps + 1) + own + transfers
 
     def switch(self, deliver: Deliver, compile_s: float) -> tuple[StartedEngine, ReshardReport]:
         """Move the engine; call it on the thread of its steps.
@@ -144,7 +148,7 @@ class PreparedReshard:
             EngineDeadError: A step or the move failed; the engine has stopped.
         """
         engine, old_plan, start_s = self._started.engine, self._started.plan, time.monotonic()
-        check_move_memory(old_plan.programs, self._plan.programs, self._config.gpu_memory_utilization)
+        check_move_memory(old_plan, self._plan, self._config.gpu_memory_utilization)
         deliver(engine.drain())
         drain_s = time.monotonic() - start_s
         with engine.fatal_errors():
@@ -176,9 +180,9 @@ class PreparedReshard:
         first, *others = [_local(replica.runner) for replica in engine.replicas]
         for runner in others:
             runner.release()
-        params = move_weights(WeightSource(first.program, first.release()), self._plan.programs)
-        made = zip(self._steps, params, self._empty_states, strict=True)
-        runners = [StepRunner(steps, each, empty_state()) for steps, each, empty_state in made]
+        params = move_weights(first.release(), self._plan.replicas)
+        states = [empty_state() for empty_state in self._empty_states]
+        runners = join_stages(self._steps, [stage for stages in params for stage in stages], states)
         warm_up_s = warm_up_runners(runners) if self._config.warm_up else 0.0
         replicas = make_replicas(self._config, self._plan, runners, old[0].proposer)
         new = [scheduler for replica in replicas for scheduler in replica.schedulers]
@@ -187,11 +191,10 @@ class PreparedReshard:
         engine.replace_replicas(replicas)
         lanes = {sequence.sequence_id: scheduler for scheduler in new for sequence in scheduler.waiting}
         lost = [n - lanes[s.sequence_id].pages.num_cached_tokens(s) for s, n in running if s.finish_reason is None]
-        num_devices = self._plan.programs[0].mesh.devices.size
         return _Moved(
             warm_up_s=warm_up_s,
-            weight_bytes=self._plan.needs.weights * num_devices * len(runners),
-            page_bytes=sum(map(len, moves)) * page_bytes(self._plan.programs[0]),
+            weight_bytes=sum(program.weight_bytes * program.mesh.devices.size for program in self._plan.programs),
+            page_bytes=sum(map(len, moves)) * sum(map(page_bytes, self._plan.replicas[0])),
             num_pages=len({(move.lane, move.source) for each in moves for move in each}),
             num_cached_pages=num_cached,
             num_requeued=len(running),
@@ -200,13 +203,16 @@ class PreparedReshard:
 
     def _read_pages(self, engine: Engine, old: Sequence[Scheduler]) -> tuple[list[list[int]], list[HostPages]]:
         """Copy the cached pages of each lane to the host, as far as it has room; return the pages and the copies."""
-        programs = self._started.plan.programs, self._plan.programs
-        limit = host_page_limit(*programs, self._config.gpu_memory_utilization) if self._readers else 0
-        pages, contents, lane = newest_pages(old, limit), list[HostPages](), 0
-        for replica, reader in zip(engine.replicas, self._readers, strict=False):
-            end = lane + len(replica.schedulers)
-            contents += reader.read(_local(replica.runner).state.pools, pages[lane:end])
-            lane = end
+        plans = self._started.plan, self._plan
+        limit = host_page_limit(*plans, self._config.gpu_memory_utilization) if self._readers else 0
+        pages, contents, readers = newest_pages(old, limit), list[HostPages](), iter(self._readers)
+        for replica in engine.replicas if self._readers else ():
+            lanes: list[HostPages] = [{} for _ in replica.schedulers]
+            wanted = pages[len(contents) : len(contents) + len(lanes)]
+            for stage_pools in _local(replica.runner).pools:
+                for lane, found in zip(lanes, next(readers).read(stage_pools, wanted), strict=True):
+                    lane |= found
+            contents += lanes
         return pages, contents
 
     def _write_pages(
@@ -217,20 +223,22 @@ class PreparedReshard:
         contents: Sequence[HostPages],
     ) -> None:
         """Write the copies of pages to the pools of the new lanes."""
+        if not contents:
+            return
         indices = [{page: index for index, page in enumerate(each)} for each in pages]
-        num_lanes = len(moves) // len(runners)
-        for number, (runner, writer) in enumerate(zip(runners, self._writers, strict=False)):
-            lanes = moves[number * num_lanes : (number + 1) * num_lanes]
+        num_lanes, writers = len(moves) // len(runners), iter(self._writers)
+        for number, runner in enumerate(runners):
             writes = [
-                [PageWrite(contents[move.lane], indices[move.lane][move.source], move.target) for move in lane]
-                for lane in lanes
+                [PageWrite(contents[m.lane], indices[m.lane][m.source], m.target, m.table) for m in lane]
+                for lane in moves[number * num_lanes : (number + 1) * num_lanes]
             ]
-            runner.state = runner.state._replace(pools=writer.write(runner.state.pools, writes))
+            runner.pools = [next(writers).write(pools, writes) for pools in runner.pools]
 
     def _make_ledger(self) -> MemoryLedger:
         """Return the memory use of a device of the new mesh."""
         before = dict(self._started.ledger.lines).get(PROCESS_LINE, 0)
-        return make_ledger(self._config, self._plan, self._steps, before)
+        temporary_bytes = max(steps.temporary_bytes for steps in self._steps)
+        return make_ledger(self._config, self._plan, temporary_bytes, before)
 
 
 class _Moved(NamedTuple):
@@ -306,13 +314,13 @@ def prepare_reshard(started: StartedEngine, config: EngineConfig) -> PreparedRes
     old = started.plan
     plan = plan_engine(config, old.buckets.max_samples - 1)
     before, after = old.programs[0], plan.programs[0]
-    check_same_parameters(before, after)
+    check_same_parameters(old.replicas[0], plan.replicas[0])
     if str(before.policy) != str(after.policy):
         raise ConfigError(
             f"cannot reshard from {before.policy} to {after.policy}: kernels of the new layout need other element "
             "types; start an engine with the new layout instead"
         )
-    check_move_memory(old.programs, plan.programs, config.gpu_memory_utilization)
+    check_move_memory(old, plan, config.gpu_memory_utilization)
     log_choices(plan)
     return PreparedReshard(started, config, plan)
 

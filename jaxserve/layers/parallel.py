@@ -22,6 +22,9 @@ class Parallel:
         expert_ffn: Mesh axis the features of each expert are split over.
         rows: Mesh axis that rows are split over, each device with its own sequences.
         dispatch: How rows reach their experts; see ``ShardingLayout``.
+        residual: The hidden states between blocks; see ``ShardingLayout``.
+        logits: Where logits are sampled; see ``ShardingLayout``.
+        tokens: Mesh axis that the tokens of KV pages are split over.
     """
 
     size: int = 1
@@ -33,6 +36,9 @@ class Parallel:
     expert_ffn: str | None = None
     rows: str | None = None
     dispatch: str = "all_reduce"
+    residual: str = "replicated"
+    logits: str = "gathered"
+    tokens: str | None = None
 
     @classmethod
     def from_layout(cls, layout: ShardingLayout, size: int, expert_size: int | None = None) -> "Parallel":
@@ -54,6 +60,9 @@ class Parallel:
             expert_ffn=layout.mesh_axis("expert_ffn"),
             rows=layout.rows_axis,
             dispatch=layout.dispatch,
+            residual=layout.residual,
+            logits=layout.logits,
+            tokens=layout.mesh_axis("tokens"),
         )
 
     @classmethod
@@ -73,6 +82,11 @@ class Parallel:
     def num_head_parts(self) -> int:
         """Number of devices that attention heads are split over; 1 if attention is whole on every device."""
         return self.parts(self.heads)
+
+    @property
+    def residual_axis(self) -> str | None:
+        """Mesh axis of the devices that share the rows of hidden states between blocks; None if each has all."""
+        return self.heads if self.residual == "tokens" else None
 
     @property
     def has_whole_attention(self) -> bool:

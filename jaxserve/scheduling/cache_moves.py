@@ -4,15 +4,20 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxserve.scheduling.context_pages import table_of
 from jaxserve.scheduling.scheduler import Scheduler
 
 
 class PageMove(NamedTuple):
-    """Page ``source`` of old scheduler ``lane``, whose content belongs to page ``target`` of a new scheduler."""
+    """Page ``source`` of old scheduler ``lane``, whose content belongs to page ``target`` of a new scheduler.
+
+    ``table`` is the page table that both belong to.
+    """
 
     lane: int
     source: int
     target: int
+    table: int
 
 
 def newest_pages(schedulers: Sequence[Scheduler], max_pages: int) -> list[list[int]]:
@@ -46,7 +51,8 @@ def _adopt(old: Sequence[Scheduler], new: Scheduler, pages: Sequence[tuple[int, 
     allocator, moves = new.allocator, list[PageMove]()
     allocator.cache.share_roots(old[0].allocator.cache)
     for lane, page in reversed(pages[: allocator.num_pages]):
-        target = allocator.adopt(old[lane].allocator.cache.record(page))
+        record = old[lane].allocator.cache.record(page)
+        target = allocator.adopt(record)
         if target is not None:
-            moves.append(PageMove(lane, page, target))
+            moves.append(PageMove(lane, page, target, table_of(record)))
     return moves

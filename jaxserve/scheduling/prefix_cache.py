@@ -11,6 +11,8 @@ import struct
 from typing import NamedTuple
 
 TOKEN_BYTES = 4
+KEY_BYTES = hashlib.sha256().digest_size
+"""Length of a key without what ``ContextCache`` adds to it."""
 
 
 def pack_tokens(token_ids: list[int]) -> bytes:

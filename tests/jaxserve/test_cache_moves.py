@@ -29,7 +29,7 @@ def check(old: Sequence[Scheduler], new: Scheduler, moves: Sequence[PageMove]) -
     assert allocator.num_free == allocator.num_pages
     assert len({each.target for each in moves}) == len(moves) == len(allocator.cache)
     assert sorted(allocator.cached_pages) == sorted(each.target for each in moves)
-    for lane, source, target in moves:
+    for lane, source, target, _ in moves:
         assert allocator.cache.record(target) == old[lane].allocator.cache.record(source)
 
 

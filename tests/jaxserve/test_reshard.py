@@ -20,7 +20,7 @@ from jaxserve.device import move_memory
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.page_transfer import PageReader, PageWrite, PageWriter, can_share_pages
 from jaxserve.device.program import ModelProgram, Packing
-from jaxserve.device.resident_weights import WeightSource, check_same_parameters, move_weights
+from jaxserve.device.resident_weights import check_same_parameters, move_weights
 from jaxserve.device.runner_interface import Runner
 from jaxserve.engine import resharding
 from jaxserve.engine.request_state import RequestState
@@ -65,7 +65,7 @@ def check_pages(llm: LLM) -> None:
 Change = tuple[str, str | None]
 CHANGES: list[Change] = [
     ("tensor=2", None),
-    ("data=2", None),
+    ("data=2,stage=2", None),
     ("expert=2", None),
     ("tensor=2", "replicated_attention"),
     ("tensor=1", "tensor_parallel"),
@@ -73,7 +73,7 @@ CHANGES: list[Change] = [
 
 
 @pytest.mark.parametrize(
-    "changes", [CHANGES[2:4], pytest.param(CHANGES, marks=pytest.mark.slow)], ids=["two changes", "all changes"]
+    "changes", [CHANGES[1:3], pytest.param(CHANGES, marks=pytest.mark.slow)], ids=["two changes", "all changes"]
 )
 def test_requests_of_every_kind_continue(changes: list[Change], sparse: Path, still: LLM) -> None:
     """With more requests than slots, a stream, embeddings, and too few pages, so that some are preempted."""
@@ -92,7 +92,7 @@ def test_requests_of_every_kind_continue(changes: list[Change], sparse: Path, st
             seen += [next(stream) for _ in range(6)]
             report = llm.reshard(mesh, layout)
             assert report.to_layout == llm.plan.programs[0].layout.name
-            assert len(schedulers(llm)) == llm.plan.num_lanes == (2 if mesh in ("data=2", "expert=2") else 1)
+            assert len(schedulers(llm)) == llm.plan.num_lanes == (2 if "data=2" in mesh or "expert=2" in mesh else 1)
             assert sum(scheduler.num_unfinished for scheduler in schedulers(llm)) >= 1
             assert report.num_requeued and report.num_pages, "pages of running sequences stay in the prefix cache"
             seen += [next(stream) for _ in range(3)]
@@ -116,7 +116,7 @@ MESHES: list[dict[str, Any]] = [
     {"tensor_parallel_size": 2},
     {"tensor_parallel_size": 4},
     {"tensor_parallel_size": 2, "layout": "replicated_attention"},
-    {"tensor_parallel_size": 2, "data_parallel_size": 2},
+    {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2},
 ]
 EXPERT_MESHES: list[dict[str, Any]] = [
     {"tensor_parallel_size": 2, "expert_parallel_size": 2},
@@ -143,17 +143,17 @@ def contents(arrays: Sequence[jax.Array]) -> list[tuple[Any, bytes]]:
 def test_weights_keep_their_bits(name: str, tmp_path: Path) -> None:
     """On each mesh they are those that loading puts there, and at the end those of the beginning."""
     write_checkpoint(tmp_path, MODELS[name], seed=3)
-    first = now = make_plan(tmp_path)
-    held = [load_params(now, now.programs[0])]
+    now = make_plan(tmp_path)
+    held = [[load_params(now, program) for program in now.programs]]
+    begin = [contents(found) for found in held[0]]
     for settings in [*MESHES, *(EXPERT_MESHES if "experts" in name else []), {}]:
         new = make_plan(tmp_path, **settings)
-        check_same_parameters(now.programs[0], new.programs[0])
-        source = WeightSource(now.programs[0], held.pop(0))
-        held = move_weights(source, new.programs)
+        check_same_parameters(now.replicas[0], new.replicas[0])
+        held = move_weights([*zip(now.replicas[0], held.pop(0), strict=True)], new.replicas)
         now = new
-        for found, program in zip(held, now.programs, strict=True):
+        for found, program in zip([stage for stages in held for stage in stages], now.programs, strict=True):
             assert contents(found) == contents(load_params(now, program)), settings
-    assert contents(held[0]) == contents(load_params(first, first.programs[0]))
+    assert [contents(found) for found in held[0]] == begin
 
 
 def test_stacked_weights_move_as_single_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +163,7 @@ def test_stacked_weights_move_as_single_ones(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Packing, "of", lambda params, platform: of(params, "gpu"))
     old, new = make_plan(tmp_path), make_plan(tmp_path, tensor_parallel_size=4)
     assert any(len(group) > 1 for group in new.programs[0].packing.groups)
-    source = WeightSource(old.programs[0], load_params(old, old.programs[0]))
-    (found,) = move_weights(source, new.programs)
+    ((found,),) = move_weights([(old.programs[0], load_params(old, old.programs[0]))], new.replicas)
     assert contents(found) == contents(load_params(new, new.programs[0]))
 
 
@@ -177,7 +176,7 @@ def rows_of(program: ModelProgram, state: Any, pages: list[int]) -> list[np.ndar
 @pytest.mark.parametrize("kernel", ["xla", None])
 @pytest.mark.parametrize("config", [LLAMA, DEEPSEEK], ids=["heads", "latents"])
 def test_pages_keep_their_bits(config: dict[str, Any], kernel: str | None, tmp_path: Path) -> None:
-    """From one device to four, two of which have the same head, to two lanes, and back."""
+    """From one device to four, two of which have the same head, to two stages, and to a second replica."""
     write_checkpoint(tmp_path, config, seed=3)
     settings = {"num_gpu_blocks_override": 16, "attention_backend": kernel}
     old = make_plan(tmp_path, **settings).programs[0]
@@ -190,7 +189,7 @@ def test_pages_keep_their_bits(config: dict[str, Any], kernel: str | None, tmp_p
     (moved,) = PageReader(old).read(state.pools, [pages])
 
     wide = make_plan(tmp_path, tensor_parallel_size=4, **settings).programs[0]
-    assert can_share_pages(old, wide)
+    assert can_share_pages([old], [wide])
     targets = [1, 2, 12, 4, 0]
     writes = [PageWrite(moved, index, target) for index, target in enumerate(targets)]
     pools = PageWriter(wide).write(wide.empty_state().pools, [writes])
@@ -201,20 +200,29 @@ def test_pages_keep_their_bits(config: dict[str, Any], kernel: str | None, tmp_p
             assert np.array_equal(np.asarray(shard.data)[targets], head[: len(targets)])
     (again,) = PageReader(wide).read(pools, [targets])
 
-    lanes = make_plan(tmp_path, data_parallel_size=2, **settings).programs[1]
-    writes = [PageWrite(again, 4, 5), PageWrite(again, 0, 6), PageWrite(again, 2, 8)]
-    pools = PageWriter(lanes).write(lanes.empty_state().pools, [writes])
-    found = rows_of(lanes, lanes.empty_state()._replace(pools=pools), [6, 5, 8])
+    stages, merged = make_plan(tmp_path, pipeline_parallel_size=2, **settings).programs, dict[int, Any]()
+    for stage in stages:
+        writes = [PageWrite(again, 4, 5), PageWrite(again, 0, 6), PageWrite(again, 2, 8)]
+        pools = PageWriter(stage).write(stage.empty_pools(), [writes])
+        (found,) = PageReader(stage).read(pools, [[6, 5, 8]])
+        assert [*found] == [*stage.layers]
+        merged |= found
+
+    last = make_plan(tmp_path, data_parallel_size=2, **settings).programs[1]
+    writes = [PageWrite(merged, number, number) for number in range(3)]
+    pools = PageWriter(last).write(last.empty_state().pools, [writes])
+    found = rows_of(last, last.empty_state()._replace(pools=pools), [0, 1, 2])
     wanted = rows_of(old, state, [3, 7, 0])
     assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_pages_are_not_shared_with_another_kernel_or_page_size(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, LLAMA, seed=3)
-    first = make_plan(tmp_path).programs[0]
-    assert can_share_pages(first, make_plan(tmp_path, tensor_parallel_size=2).programs[0])
-    assert not can_share_pages(first, make_plan(tmp_path, attention_backend="xla").programs[0])
-    assert not can_share_pages(first, dataclasses.replace(first, page_size=16))
+    first = make_plan(tmp_path).programs
+    assert can_share_pages(first, make_plan(tmp_path, tensor_parallel_size=2).programs)
+    assert can_share_pages(first, make_plan(tmp_path, pipeline_parallel_size=2).programs)
+    assert not can_share_pages(first, make_plan(tmp_path, attention_backend="xla").programs)
+    assert not can_share_pages(first, [dataclasses.replace(first[0], page_size=16)])
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +304,7 @@ def test_a_change_that_cannot_be_made_changes_nothing(
     config, plan = llm.config, llm.plan
     with pytest.raises(MeshError, match="the mesh needs 16 devices, but JAX has 8 cpu"):
         llm.reshard("data=16")
-    with pytest.raises(ConfigError, match="mesh: expected a size >= 1 for any of data, tensor, expert"):
+    with pytest.raises(ConfigError, match="mesh: expected a size >= 1 for any of data"):
         llm.reshard("rows=2")
     with pytest.raises(ConfigError, match="tensor_parallel_size=5 does not divide"):
         llm.reshard("tensor=5")
@@ -321,7 +329,7 @@ def test_parameters_and_types_must_be_the_same(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, LLAMA, seed=3)
     plan, other = make_plan(tmp_path), make_plan(tmp_path, dtype="bfloat16")
     with pytest.raises(ConfigError, match="cannot reshard from layout .* store other parameters or element types"):
-        check_same_parameters(plan.programs[0], other.programs[0])
+        check_same_parameters(plan.programs, other.programs)
 
 
 def test_a_longer_context_must_still_fit(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from sharding.plan import count_collectives, stated_collectives
 from tests import toy_attention
 from tests.tiny_programs import (
     NUM_LAYERS,
+    gpt2_config,
     gpt_oss_config,
     latent_config,
     make_program,
@@ -41,6 +42,7 @@ ROWS = {
     "expert_parallel": TENSOR,
     "replicated": TENSOR,
     "replicated_attention": TENSOR,
+    "sequence_parallel": TENSOR,
     "tensor_parallel": TENSOR,
 }
 """The meshes, devices along ``tensor`` and ``expert``, that each layout is tested on."""
@@ -49,6 +51,8 @@ ROUTING = Routing(num_experts=8, experts_per_token=1, is_normalized=False)
 CONFIGS = {"dense": DENSE, "sparse": sparse_config(num_heads=8, hidden_size=32)}
 CONFIGS["latents"] = latent_config(num_heads=8, num_kv_heads=8, hidden_size=32)
 CONFIGS["switch"] = sparse_config(num_heads=8, hidden_size=32, routing=ROUTING)
+CONFIGS["learned positions"] = gpt2_config()
+LANES = ("experts", "batch", "pages")
 SHAPE = BatchShape(num_tokens=16, num_rows=4, table_pages=4, decode_only=False)
 PROMPTS = ([3, 50, 7, 21, 0], [52, 9], [1, 2, 3, 4, 5, 6, 7, 8])
 
@@ -163,6 +167,40 @@ def test_layouts_that_are_not_in_the_registry(model: str, axes: tuple[str, ...])
     assert counted == stated_collectives(layout, NUM_LAYERS, int(model != "dense"))
 
 
+SHARED = [
+    ("dense", 4, 1, {}, "all_reduce"),
+    ("dense", 2, 1, {"vocab": "tensor"}, "all_reduce"),
+    ("learned positions", 4, 1, {}, "all_reduce"),
+    ("sparse", 2, 1, {"experts": "tensor"}, "all_reduce"),
+    ("sparse", 2, 2, {"vocab": "tensor", "expert_ffn": "tensor", "experts": "expert"}, "all_reduce"),
+    *[
+        (model, 2, 4, {"vocab": "tensor", "expert_ffn": "tensor", **dict.fromkeys(LANES, "expert")}, dispatch)
+        for model in ("sparse", "switch")
+        for dispatch in ("gather", "all_to_all")
+    ],
+]
+"""Models and meshes, and layouts that split hidden states between blocks by tokens."""
+
+
+@pytest.mark.parametrize(("model", "tensor", "expert", "rules", "dispatch"), SHARED)
+def test_devices_share_tokens_however_the_rest_is_split(
+    model: str, tensor: int, expert: int, rules: dict[str, str], dispatch: str
+) -> None:
+    """Also those of a lane, whose experts are on other lanes' devices too."""
+    rules = {**dict.fromkeys(("q_heads", "kv_heads", "ffn"), "tensor"), **rules}
+    layout = ShardingLayout("own", rules, dispatch, residual="tokens")
+    program = make_program(CONFIGS[model], tensor=tensor, expert=expert, layout="replicated")
+    logits, counted = logits_and_collectives(dataclasses.replace(program, layout=layout))
+    assert len(logits) == (expert if "batch" in rules else 1)
+    for lane, found in enumerate(logits):
+        expected = [whole_logits(model)[prompt] for prompt in prompts_of(lane)]
+        np.testing.assert_allclose(found, np.concatenate([found[:0], *expected]), atol=2e-5, rtol=2e-5)
+    has_fallback = model == "switch" and dispatch == "all_to_all"
+    num_sparse = int(model in ("sparse", "switch"))
+    assert counted == stated_collectives(layout, NUM_LAYERS, num_sparse, has_fallback=has_fallback)
+    assert counted["all-gather"] >= 2 * NUM_LAYERS + 1
+
+
 SIX_HEADS = {
     "dense": tiny_config(num_heads=6, num_kv_heads=3),
     "norms of all heads": tiny_config(num_heads=6, num_kv_heads=3, qk_norm="width"),
@@ -210,6 +248,8 @@ def test_stated_collectives() -> None:
         ("expert_parallel", mesh): {"all-reduce": 3 + 1 + 2 + 1, "all-gather": 1},
         ("replicated", mesh): {},
         ("replicated_attention", mesh): {"all-reduce": 1 + 2 + 1, "all-gather": 1},
+        ("sequence_parallel", mesh): {"reduce-scatter": 3 + 1 + 2 + 1, "all-gather": 2 * 3 + 1 + 1},
+        ("sequence_parallel", one): {},
     }
     for (name, devices), expected in stated.items():
         assert stated_collectives(get_layout(name).on(devices), 3, 2) == expected, name
@@ -232,7 +272,7 @@ def test_layouts_are_named_and_described(name: str) -> None:
 def test_unknown_layout() -> None:
     with pytest.raises(
         LayoutError,
-        match="unknown layout 'tp'; supported layouts: expert_all_reduce, .*replicated_attention, tensor_parallel",
+        match="unknown layout 'tp'; supported layouts: expert_all_reduce, .*sequence_parallel, tensor_parallel",
     ):
         get_layout("tp")
 
@@ -317,6 +357,15 @@ def test_layouts_that_contradict_themselves(rules: dict[str, str], dispatch: str
         ShardingLayout("bad", rules, dispatch)
 
 
+def test_hidden_states_are_split_as_blocks_are() -> None:
+    with pytest.raises(LayoutError, match=r"layout 'bad': unknown residual 'rows'; known: \('replicated', 'tokens'\)"):
+        ShardingLayout("bad", {}, residual="rows")
+    for rules, found in (({}, "None and None"), ({"ffn": "tensor"}, "None and tensor")):
+        message = f"layout 'bad': residual 'tokens' needs q_heads and ffn over one mesh axis, got {found}"
+        with pytest.raises(LayoutError, match=message):
+            ShardingLayout("bad", rules, residual="tokens")
+
+
 def test_specs() -> None:
     """No trailing None: a spec with one compares unequal to what a step gives back."""
     layout = get_layout("tensor_parallel")
@@ -334,6 +383,9 @@ def test_axes_of_one_device_are_dropped() -> None:
     assert dict(alone.rules) == {} and alone.name == layout.name
     assert stated_collectives(alone, 3) == {}
     assert layout.on(make_mesh(MeshShape(tensor=2))) is layout
+    sequence = get_layout("sequence_parallel")
+    assert sequence.residual_axis == "tensor" and alone.residual_axis is None
+    assert sequence.on(make_mesh(MeshShape(expert=2))).residual == "replicated"
     mixed = ShardingLayout("mixed", {"embed": "data", "vocab": "tensor"}).on(make_mesh(MeshShape(tensor=2)))
     assert dict(mixed.rules) == {"vocab": "tensor"}
     gather = get_layout("expert_gather").on(make_mesh(MeshShape(tensor=2)))
