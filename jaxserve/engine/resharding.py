@@ -268,6 +268,7 @@ class Resharder:
     def __init__(self, config: EngineConfig, started: StartedEngine):
         self.config = config
         self.started = started
+        self._compile_sizes = config.compile_sizes
         self._lock = threading.Lock()
 
     def reshard(
@@ -296,7 +297,7 @@ class Resharder:
             raise ConfigError("a change of mesh or layout is in progress; retry when it is complete")
         try:
             start_s = time.monotonic()
-            config = _changed(self.config, self.started.plan, mesh, layout)
+            config = self._changed(mesh, layout)
             prepared = prepare_reshard(self.started, config)
             compile_s = time.monotonic() - start_s
             self.started, report = call(lambda: prepared.switch(deliver, compile_s))
@@ -305,6 +306,23 @@ class Resharder:
         finally:
             self._lock.release()
             return_freed_memory()
+
+    def _changed(self, mesh: str | None, layout: Any) -> EngineConfig:
+        """Return the settings with another mesh or layout, and with the sizes that requests rely on as they are."""
+        plan, config = self.started.plan, self.config
+        changes: dict[str, Any] = {"max_model_len": plan.max_model_len}
+        if mesh is not None:
+            changes |= {"mesh": mesh, **parse_mesh(mesh, {})}
+            if changes["pipeline_parallel_size"] != config.pipeline_parallel_size:
+                changes["stage_layers"] = None
+        if layout is not None:
+            changes |= {"layout": layout, "enable_expert_parallel": False}
+        if self._compile_sizes is not None and "decode" in self._compile_sizes:
+            num_stages = changes.get("pipeline_parallel_size", config.pipeline_parallel_size)
+            rows = -(-plan.max_num_seqs // num_stages)  # of a step; the stages share the sequences
+            decode = sorted({min(size, rows) for size in self._compile_sizes["decode"]})
+            changes["compile_sizes"] = {**self._compile_sizes, "decode": decode}
+        return dataclasses.replace(config, **changes)
 
 
 def prepare_reshard(started: StartedEngine, config: EngineConfig) -> PreparedReshard:
@@ -323,16 +341,6 @@ def prepare_reshard(started: StartedEngine, config: EngineConfig) -> PreparedRes
     check_move_memory(old, plan, config.gpu_memory_utilization)
     log_choices(plan)
     return PreparedReshard(started, config, plan)
-
-
-def _changed(config: EngineConfig, plan: EnginePlan, mesh: str | None, layout: Any) -> EngineConfig:
-    """Return the settings with another mesh or layout, and with the sizes that requests rely on as they are."""
-    changes: dict[str, Any] = {"max_model_len": plan.max_model_len}
-    if mesh is not None:
-        changes |= {"mesh": mesh, **parse_mesh(mesh, {})}
-    if layout is not None:
-        changes |= {"layout": layout, "enable_expert_parallel": False}
-    return dataclasses.replace(config, **changes)
 
 
 def _local(runner: Runner) -> StepRunner:
