@@ -27,6 +27,7 @@ from jaxserve.engine.request_state import RequestState
 from jaxserve.errors import MemoryPlanError
 from jaxserve.request import parse_prompts
 from sharding import LayoutError, MeshError
+from tests.jaxserve.test_kv_window import MIXED
 from tests.jaxserve.test_lanes import CONFIG as SPARSE
 from tests.jaxserve.test_lanes import GREEDY, SETTINGS, finish, schedulers, submit, tokens, value
 from tests.jaxserve.test_request_mix import REQUESTS, outcome
@@ -366,6 +367,29 @@ def test_without_a_prefix_cache_sequences_are_computed_again(alone: list[int]) -
         assert report.num_recomputed_tokens >= 20
         finish(llm)
         assert tokens(request) == alone
+        check_pages(llm)
+
+
+def test_pages_of_several_tables_move(tmp_path: Path) -> None:
+    """Layers with a window have tables of their own: each page moves in the layers of its table."""
+    write_checkpoint(tmp_path, MIXED, seed=4)
+    sizes = {**LITTLE, "num_gpu_blocks_override": 256}
+    prompt = [{"prompt_token_ids": [*range(3, 45)]}]
+    with LLM(str(tmp_path), **sizes) as llm:
+        alone = llm.generate(prompt, LONG, use_tqdm=False)[0].outputs[0].token_ids
+        llm.reset_prefix_cache()
+        assert llm.plan.buckets.num_tables == 5
+        request = llm.engine.submit(parse_prompts(prompt)[0], LONG)
+        for _ in range(20):
+            llm.engine.step()
+        report = llm.reshard("tensor=2")
+        assert report.num_requeued == 1 and report.num_pages == report.num_cached_pages > 5 * 2
+        assert report.num_recomputed_tokens <= 8
+        finish(llm)
+        assert tokens(request) == alone
+        again = llm.engine.submit(parse_prompts(prompt)[0], LONG)
+        finish(llm)
+        assert tokens(again) == alone and again.num_cached_tokens
         check_pages(llm)
 
 
