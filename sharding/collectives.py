@@ -10,7 +10,7 @@ def all_reduce(x: Float[Array, "..."], axis: str | tuple[str, ...] | None) -> Fl
     return lax.psum(x, axis) if axis else x
 
 
-def all_max(x: Int[Array, "..."], axis: str | tuple[str, ...] | None) -> Int[Array, "..."]:
+def all_max(x: Shaped[Array, "..."], axis: str | tuple[str, ...] | None) -> Shaped[Array, "..."]:
     """Return the largest ``x`` of the devices along a mesh axis, or along several."""
     return lax.pmax(x, axis) if axis else x
 

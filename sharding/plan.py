@@ -74,10 +74,32 @@ def stated_collectives(
     summed = "all-reduce" if has_all_rows else "reduce-scatter"
     counts[summed] += num_layers * splits.get("q_heads", False) + splits.get("vocab", False)
     counts[summed] += (num_layers - num_sparse) * splits.get("ffn", False)
-    counts["all-gather"] += splits.get("vocab", False) + (0 if has_all_rows else 2 * num_layers + 1)
+    counts["all-gather"] += splits.get("vocab", False) and layout.logits == "gathered"
+    counts["all-gather"] += 0 if has_all_rows else 2 * num_layers + 1
     for kind, count in _expert_collectives(layout, has_fallback).items():
         counts[kind] += num_sparse * count
     return {kind: count for kind, count in counts.items() if count}
+
+
+def stated_sampling(layout: ShardingLayout, variant: str, *, has_processors: bool = False) -> dict[str, int]:
+    """Return the number of collectives of each kind that sample a step's tokens, as the layout states them.
+
+    Those of the search for the last token that top-k or top-p keeps are counted once, though they run for neither, one
+    or both of them; its 32 rounds run only where that token is not among the 1,024 most likely ones.
+
+    Args:
+        layout: Layout, resolved on the mesh.
+        variant: ``greedy``, ``sampled`` or ``full``.
+        has_processors: Whether logits processors need whole rows.
+    """
+    if layout.logits == "gathered":
+        return {}
+    counts = collections.Counter({"all-gather": 1})  # each device's most likely token
+    if variant != "greedy":  # the largest score and a block's weights; the blocks' sums, candidates, and masses
+        counts.update({"all-reduce": 2, "all-gather": 1 + 1 + 1 + 32})
+    if variant == "full":  # the tokens' scores, and the largest; ranks, alternatives, and the sum of all
+        counts.update({"all-reduce": 2, "all-gather": 3 + has_processors})
+    return dict(counts)
 
 
 def _expert_collectives(layout: ShardingLayout, has_fallback: bool) -> dict[str, int]:

@@ -179,7 +179,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
         max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         logprobs_mode=config.logprobs_mode,
         processors=load_processors(config.logits_processors or []),
-        truncation=choose_step_truncation(device, config.kernels or config.attention_backend),
+        truncation=choose_step_truncation(device, config.kernels or config.attention_backend, scope.parallel),
         counts_expert_tokens=config.expert_load_metrics > 0,
     )
     if config.tensor_parallel_size > 1 and program.parallel.size == 1:

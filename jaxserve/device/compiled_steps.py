@@ -25,11 +25,13 @@ from jaxserve.scheduling.plan import PageCopy, SlotSetup, StepPlan
 
 def trace_set_up(program: ModelProgram) -> jax.stages.Traced:
     """Trace the program that writes a slot's row of each lane (see ``slot_row``) to the ``SlotTables``."""
-    vocab_size = program.config.vocab_size
+    vocab_size, split = program.config.vocab_size, program.split
     tables = program.abstract_state().tables
 
     def set_up(tables: SlotTables, row: Int[Array, " size"]) -> SlotTables:
         counts, bias, tracked_ids = (lax.slice(row, (start,), (stop,))[None] for start, stop in _row_parts(vocab_size))
+        width = tables.bias.shape[1]
+        counts, bias = split.part(counts, width), split.part(bias, width)
         parts = SlotTables(counts, lax.bitcast_convert_type(bias, jnp.float32), tracked_ids)
         return jax.tree.map(lambda table, part: table.at[row[0]].set(part[0], mode="drop"), tables, parts)
 

@@ -27,7 +27,10 @@ def memory_needs(program: ModelProgram, max_num_batched_tokens: int, max_samples
     samples = min(-(-program.num_slots // num_stages) * max_samples, max_num_batched_tokens)
     itemsize = jnp.dtype(program.policy.activations).itemsize
     step_tokens = max_num_batched_tokens + STEPS_IN_FLIGHT * max_samples
-    logits = samples * model.vocab_size * 4 * 4 if program.is_last else 0
+    scores = model.vocab_size  # of each sample; processors see whole rows
+    if program.parallel.keeps_logits and not program.processors:
+        scores = program.vocab_width // program.parallel.parts(program.parallel.vocab)
+    logits = samples * scores * 4 * 4 if program.is_last else 0
     return MemoryNeeds(
         weights=program.weight_bytes,
         page=page,

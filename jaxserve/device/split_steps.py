@@ -37,7 +37,7 @@ class ModelOutput(NamedTuple):
     """Outputs of the model's program besides the state.
 
     Attributes:
-        logits: Logits of each sample, float32.
+        logits: Logits of each sample, float32; split over devices if the layout splits logits.
         sampler_part: The sampler's part of the step's buffer.
         prompt: The scorer's input, padded to the largest step; None in decode shapes.
         sums: See ``StepOutput``.
@@ -120,7 +120,9 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
     ) -> tuple[StepState, ModelOutput]:
         module = program.model(arrays)
         batch = unpack(buffer, shape, state.latest, program.page_size, program.num_pages)
-        state, hidden, sums, expert_tokens = run_layers(module, state, batch, attention, program.row_tile, x)
+        state, hidden, sums, expert_tokens = run_layers(
+            module, state, batch, attention, program.row_tile, program.split, x
+        )
         logits = module.logits(hidden[batch.sampled_tokens], batch.sampler.num_rows, program.layer_tile)
         prompt = None
         if not shape.decode_only:
@@ -130,7 +132,8 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
         return state, ModelOutput(logits, sampler_part(buffer, shape, batch), prompt, sums, expert_tokens)
 
     state, buffer = program.abstract_state(), program.rows_struct((shape.buffer_size,), jnp.int32)
-    out_shardings = (shardings(state), program.rows_sharding)
+    rows = program.rows_sharding
+    out_shardings = (shardings(state), ModelOutput._make([program.vocab_sharding, *[rows] * 4]))
     given = [] if program.is_first else [program.abstract_hidden(shape.num_tokens)]
     return program.trace(model, (program.abstract_params, state, buffer, *given), out_shardings, donated=[1])
 
@@ -157,21 +160,22 @@ def trace_sampler(program: ModelProgram, shape: SamplerShape) -> jax.stages.Trac
 
         def greedy() -> tuple[Int[Array, " samples"], TokenLogprobs]:
             empty = no_logprobs(num_samples, settings.max_logprobs, tables.tracked_ids.shape[1])
-            return settings.argmax.argmax(logits, batch.num_rows), empty
+            return settings.split.argmax(settings.argmax, logits, batch.num_rows), empty
 
         def by_variant() -> tuple[Int[Array, " samples"], TokenLogprobs]:
             return sample_rows(_unchanged, logits, mask, tables, batch, batch.variant, settings, tile)
 
         tokens, logprobs = lax.cond(batch.variant == VARIANTS.index("greedy"), greedy, by_variant)
-        latest, tables, tokens = keep_tokens(latest, tables, batch, tokens)
+        latest, tables, tokens = keep_tokens(latest, tables, batch, tokens, settings.split)
         return SamplerOutput(latest, tables if counts_drafts else None, tokens, logprobs)
 
     state = program.abstract_state()
-    logits = program.rows_struct((num_samples, program.config.vocab_size), jnp.float32)
+    logits = program.vocab_struct(num_samples, jnp.float32)
     part = program.rows_struct((shape.size,), jnp.int32)
     mask = program.rows_struct(program.mask_shape(shape.num_rows), jnp.int32)
-    donated = [1, 2] if counts_drafts else [1]
-    return program.trace(sampler, (logits, state.latest, state.tables, part, mask), donated=donated)
+    donated, rows = [1, 2] if counts_drafts else [1], program.rows_sharding
+    out_shardings = SamplerOutput._make([rows, shardings(state.tables) if counts_drafts else None, rows, rows])
+    return program.trace(sampler, (logits, state.latest, state.tables, part, mask), out_shardings, donated)
 
 
 def sampler_tile(num_rows: int, row_tile: int | None) -> int | None:

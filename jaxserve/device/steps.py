@@ -21,6 +21,7 @@ from jaxserve.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxserve.sampling.penalties import SlotTables, counted
 from jaxserve.sampling.sampler import NO_TOKEN, SamplerSettings, sample
 from jaxserve.sampling.verification import NOWHERE
+from jaxserve.sampling.vocab_split import VocabSplit
 
 __all__ = ["ModelProgram", "StepOutput", "StepSettings", "StepState", "run_step", "trace_step"]
 
@@ -133,7 +134,10 @@ def run_step(
 
     After other stages, ``x`` is their hidden states, and there is no embedding.
     """
-    state, hidden, sums, expert_tokens = run_layers(model, state, batch, settings.attention, settings.row_tile, x)
+    split = settings.sampler.split
+    state, hidden, sums, expert_tokens = run_layers(
+        model, state, batch, settings.attention, settings.row_tile, split, x
+    )
     variant = batch.sampler.variant if settings.variant == "any" else settings.variant
     rows, tile = hidden[batch.sampled_tokens], settings.row_tile
     tokens, logprobs = sample_rows(
@@ -143,7 +147,7 @@ def run_step(
     if settings.scores_prompt:
         tokens_to_score = PromptTokens(hidden, batch.targets, batch.num_target_tokens[None])
         prompt = score_prompt(model, tokens_to_score, settings.sampler, tile)
-    latest, tables, tokens = keep_tokens(state.latest, state.tables, batch.sampler, tokens)
+    latest, tables, tokens = keep_tokens(state.latest, state.tables, batch.sampler, tokens, split)
     output = StepOutput(tokens, logprobs, prompt, sums, expert_tokens)
     return state._replace(latest=latest, tables=tables), output
 
@@ -170,6 +174,7 @@ def run_layers(
     batch: StepBatch,
     settings: AttentionSettings,
     row_tile: int | None,
+    split: VocabSplit,
     x: Float[Array, "T D"] | None = None,
 ) -> LayersOutput:
     """Run embedding and layers on one device of the mesh; pool hidden states ``row_tile`` tokens at a time.
@@ -177,7 +182,7 @@ def run_layers(
     After other stages, ``x`` is their hidden states, and there is no embedding.
     """
     first = batch.tokens.at[batch.attention[0].query_starts].get(mode="clip")
-    tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, first))
+    tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, first, split))
     hidden, pools, expert_tokens = model.hidden(
         batch.tokens, batch.positions, batch.lengths, state.pools, batch.attention, settings, x
     )
@@ -217,14 +222,14 @@ class KeptState(NamedTuple):
 
 
 def keep_tokens(
-    latest: LatestTokens, tables: SlotTables, batch: SamplerBatch, tokens: Int[Array, " samples"]
+    latest: LatestTokens, tables: SlotTables, batch: SamplerBatch, tokens: Int[Array, " samples"], split: VocabSplit
 ) -> KeptState:
     """Update each slot's latest token, and count accepted drafts for penalties."""
     slots = batch.sampled_slots
     if batch.verification is not None:
         kept = batch.verification.keep(tokens)
         before_latest = jnp.where(kept.is_kept & ~kept.is_latest, slots, NOWHERE)
-        tables = tables._replace(token_counts=counted(tables.token_counts, before_latest, tokens))
+        tables = tables._replace(token_counts=counted(tables.token_counts, before_latest, tokens, split))
         slots = jnp.where(kept.is_latest, slots, NOWHERE)
         tokens = jnp.where(kept.is_kept, tokens, NO_TOKEN)
     new = LatestTokens(jnp.maximum(tokens, 0), batch.inputs.positions)
@@ -256,7 +261,8 @@ def score_prompt(
 
     def scored_rows(hidden: Float[Array, "T D"], targets: Int[Array, " T"]) -> TokenLogprobs:
         untracked = jnp.zeros((targets.shape[0], 0), jnp.int32)
-        return token_logprobs(model.logits(hidden), targets, untracked, settings.max_logprobs, settings.is_normalized)
+        logits = model.logits(hidden)
+        return token_logprobs(logits, targets, untracked, settings.max_logprobs, settings.is_normalized, settings.split)
 
     filled = map_rows(scored_rows, (hidden, targets), prompt.num_target_tokens[0], tile)
     return jax.tree.map(lambda array: array[:num_tokens], filled)

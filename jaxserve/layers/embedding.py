@@ -20,11 +20,13 @@ class VocabEmbedding(nnx.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, *, scope: Scope):
         parallel = scope.parallel
-        recipe, parts = padded_rows(scope, "weight", vocab_size, hidden_size), (parallel.parts(parallel.vocab), 1)
+        padded, parts = parallel.padded_vocab(vocab_size), (parallel.parts(parallel.vocab), 1)
+        recipe = padded_rows(scope, "weight", vocab_size, padded, hidden_size)
         self.weight = weight(recipe, ("vocab", "embed"), parts, scope)
         self.vocab_size, self.num_rows = vocab_size, recipe.shape[0] // parts[0]
         self.mesh_axis, self.dtype = parallel.vocab, scope.policy.activations_dtype
         self.residual_axis = parallel.residual_axis
+        self.keeps_logits, self.has_padding = parallel.keeps_logits, padded > vocab_size
 
     def __call__(self, tokens: Int[Array, " T"]) -> Float[Array, "rows D"]:
         """Look up the embeddings of all tokens, or of this device's; each device contributes the rows it holds."""
@@ -38,13 +40,21 @@ class VocabEmbedding(nnx.Module):
     def logits(
         self, hidden: Float[Array, "R D"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
     ) -> Float[Array, "R V"]:
-        """Compute float32 logits of the whole vocabulary, on every device, from hidden states that ``norm`` normalizes.
+        """Compute float32 logits from hidden states that ``norm`` normalizes.
 
-        With ``num_rows``, the values of later rows are undefined.
+        They are those of the whole vocabulary, on every device, unless the layout splits logits: then each device
+        computes those of its own rows, padding included. With ``num_rows``, the values of later rows are undefined.
         """
         fused = Fused(norm=fused_norm(norm))
         scores = matmul(self.weight, hidden, fused=fused, num_rows=num_rows)
-        return all_gather(scores, self.mesh_axis, 1)[:, : self.vocab_size]
+        return scores if self.keeps_logits else all_gather(scores, self.mesh_axis, 1)[:, : self.vocab_size]
+
+    def mask_padding(self, scores: Float[Array, "R V"]) -> Float[Array, "R V"]:
+        """Set the logits of padding to -inf; it has some only in a layout that splits logits."""
+        if not (self.keeps_logits and self.has_padding):
+            return scores
+        tokens = axis_index(self.mesh_axis) * self.num_rows + jnp.arange(self.num_rows)
+        return jnp.where(tokens < self.vocab_size, scores, -jnp.inf)
 
 
 class PositionEmbedding(nnx.Module):

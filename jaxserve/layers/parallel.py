@@ -7,6 +7,10 @@ from jax.sharding import Mesh
 
 from sharding import ShardingLayout
 
+VOCAB_BLOCK = 256
+"""Tokens that random sampling treats as one block. Devices that keep the logits of their part of the vocabulary have
+whole blocks, so that they sample the same tokens as a device with all of it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallel:
@@ -87,6 +91,16 @@ class Parallel:
     def residual_axis(self) -> str | None:
         """Mesh axis of the devices that share the rows of hidden states between blocks; None if each has all."""
         return self.heads if self.residual == "tokens" else None
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether each device keeps the logits of its part of the vocabulary."""
+        return self.logits == "split" and self.vocab is not None
+
+    def padded_vocab(self, size: int) -> int:
+        """Return the vocabulary size, padded so that it splits evenly: into whole blocks, if logits are split too."""
+        multiple = self.parts(self.vocab) * (VOCAB_BLOCK if self.keeps_logits else 1)
+        return -(-size // multiple) * multiple
 
     @property
     def has_whole_attention(self) -> bool:

@@ -226,7 +226,8 @@ class CausalLM(nnx.Module):
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int[Array, ""] | None = None, row_tile: int | None = None
     ) -> Float[Array, "R V"]:
-        """Compute float32 logits from hidden states.
+        """Compute float32 logits from hidden states; in a layout that splits logits, those of the device's part of the
+        vocabulary.
 
         Args:
             hidden: Hidden states before the head's norm.
@@ -270,7 +271,7 @@ class CausalLM(nnx.Module):
             scores = scores / self.logits_divisor
         if self.logits_soft_cap is not None:
             scores = self.logits_soft_cap * jnp.tanh(scores / self.logits_soft_cap)
-        return scores
+        return head.mask_padding(scores)
 
     def __call__(self, tokens: Int[Array, "B T"] | Int[np.ndarray, "B T"]) -> Float[Array, "B T V"]:
         """Compute logits of every token of B sequences, each attending to its own past, in temporary pages."""

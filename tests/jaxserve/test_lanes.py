@@ -58,6 +58,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "deterministic": {"expert_parallel_size": 2, "deterministic": True},
     "deterministic on four": {"expert_parallel_size": 4, "deterministic": True},
     "deterministic with tensor": {"expert_parallel_size": 2, "tensor_parallel_size": 2, "deterministic": True},
+    "deterministic with split logits": {
+        "expert_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "deterministic": True,
+        "layout": dataclasses.replace(get_layout("expert_all_to_all"), logits="split"),
+    },
     "all_to_all": {"expert_parallel_size": 4, "layout": "expert_all_to_all"},
     "one step at a time": {"expert_parallel_size": 2, "async_scheduling": False},
     "two replicas": {"expert_parallel_size": 2, "data_parallel_size": 2},

@@ -48,6 +48,7 @@ LAYOUTS |= {"pp2": {"pipeline_parallel_size": 2}, "pp3-tp2": {"mesh": "stage=3,t
 LAYOUTS |= {"dp2-pp2": {"mesh": "data=2,stage=2", "stage_layers": [1, 2]}}
 LAYOUTS |= {"whole-attention4": {"tensor_parallel_size": 4, "layout": "replicated_attention"}}
 LAYOUTS |= {f"sequence{size}": {"tensor_parallel_size": size, "layout": "sequence_parallel"} for size in (2, 4)}
+LAYOUTS |= {f"split-logits{size}": {"tensor_parallel_size": size, "layout": "split_logits"} for size in (2, 4)}
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     f"ep{size}": {"tensor_parallel_size": size, "enable_expert_parallel": True} for size in (2, 4)
 }
@@ -133,7 +134,7 @@ DEEPSEEK = {
 QWEN_MOE = {"num_experts_per_tok": 3, "moe_intermediate_size": 28}
 
 ROWS = {
-    "llama": Row(family="Llama", fast=("tp1", "tp2", "tp4", "dp2", "sequence4"), save="shards"),
+    "llama": Row(family="Llama", fast=("tp1", "tp2", "tp4", "dp2", "sequence4", "split-logits4"), save="shards"),
     "llama-mqa-bias-tied": Row(
         family="Llama",
         raw={"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},

@@ -19,7 +19,8 @@ from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.device import move_memory
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.page_transfer import PageReader, PageWrite, PageWriter, can_share_pages
-from jaxserve.device.program import ModelProgram, Packing
+from jaxserve.device.packing import Packing
+from jaxserve.device.program import ModelProgram
 from jaxserve.device.resident_weights import check_same_parameters, move_weights
 from jaxserve.device.runner_interface import Runner
 from jaxserve.engine import resharding

@@ -20,7 +20,7 @@ from jaxserve.layers.sparse_mlp import Routing
 from jaxserve.models.registry import FAMILIES
 from jaxserve.scheduling.plan import PageGrant, Row, Sampling, SlotSetup, StepPlan
 from sharding import LAYOUTS, LayoutError, MeshShape, ShardingLayout, get_layout, make_mesh
-from sharding.plan import count_collectives, stated_collectives
+from sharding.plan import count_collectives, stated_collectives, stated_sampling
 from tests import toy_attention
 from tests.tiny_programs import (
     NUM_LAYERS,
@@ -43,6 +43,7 @@ ROWS = {
     "replicated": TENSOR,
     "replicated_attention": TENSOR,
     "sequence_parallel": TENSOR,
+    "split_logits": TENSOR,
     "tensor_parallel": TENSOR,
 }
 """The meshes, devices along ``tensor`` and ``expert``, that each layout is tested on."""
@@ -72,9 +73,9 @@ def forward(program: ModelProgram) -> jax.stages.Wrapped:
     param_specs = tuple(struct.sharding.spec for struct in abstract.params.values())
     pools = list(program.abstract_state().pools)
     pool_specs = jax.tree.map(lambda struct: struct.sharding.spec, pools)
-    rows = program.rows_sharding.spec
+    rows, logits = program.rows_sharding.spec, program.vocab_sharding.spec
     wrapped = jax.shard_map(
-        body, mesh=program.mesh, in_specs=(param_specs, pool_specs, rows), out_specs=rows, check_vma=False
+        body, mesh=program.mesh, in_specs=(param_specs, pool_specs, rows), out_specs=logits, check_vma=False
     )
     return jax.jit(wrapped)
 
@@ -107,7 +108,8 @@ def logits_and_collectives(program: ModelProgram) -> tuple[list[np.ndarray], dic
     traced = call.trace(*arguments)
     logits = np.asarray(traced.lower().compile()(*arguments)).reshape(program.num_lanes, SHAPE.num_tokens, -1)
     counts = [sum(len(PROMPTS[prompt]) for prompt in prompts_of(lane)) for lane in lanes]
-    return [each[:count] for each, count in zip(logits, counts, strict=True)], count_collectives(traced)
+    size = program.config.vocab_size
+    return [each[:count, :size] for each, count in zip(logits, counts, strict=True)], count_collectives(traced)
 
 
 @functools.cache
@@ -157,10 +159,13 @@ OWN += [
 OWN += [("dense", ()), ("sparse", ("experts",)), ("latents", ("experts", "vocab"))]
 
 
-@pytest.mark.parametrize(("model", "axes"), OWN)
-def test_layouts_that_are_not_in_the_registry(model: str, axes: tuple[str, ...]) -> None:
+OWN = [(*each, "gathered") for each in OWN] + [(*each, "split") for each in OWN if "vocab" in each[1]]
+
+
+@pytest.mark.parametrize(("model", "axes", "logits"), OWN)
+def test_layouts_that_are_not_in_the_registry(model: str, axes: tuple[str, ...], logits: str) -> None:
     """Features split, and what an engine accepts besides."""
-    layout = ShardingLayout("own", dict.fromkeys(("ffn", *axes), "tensor"))
+    layout = ShardingLayout("own", dict.fromkeys(("ffn", *axes), "tensor"), logits=logits)
     program = dataclasses.replace(make_program(CONFIGS[model], tensor=2), layout=layout)
     (found,), counted = logits_and_collectives(program)
     np.testing.assert_allclose(found, np.concatenate(whole_logits(model)), atol=2e-5, rtol=2e-5)
@@ -250,11 +255,23 @@ def test_stated_collectives() -> None:
         ("replicated_attention", mesh): {"all-reduce": 1 + 2 + 1, "all-gather": 1},
         ("sequence_parallel", mesh): {"reduce-scatter": 3 + 1 + 2 + 1, "all-gather": 2 * 3 + 1 + 1},
         ("sequence_parallel", one): {},
+        ("split_logits", mesh): {"all-reduce": 3 + 1 + 2 + 1},
     }
     for (name, devices), expected in stated.items():
         assert stated_collectives(get_layout(name).on(devices), 3, 2) == expected, name
     found = stated_collectives(get_layout("expert_all_to_all").on(one), 3, 2, has_fallback=True)
     assert found == {"all-to-all": 12, "all-reduce": 2}, "both exchanges, and the count that chooses"
+
+
+def test_stated_sampling() -> None:
+    """By hand; a layout that gathers logits has them for sampling, and so has one device."""
+    split = get_layout("split_logits")
+    for layout in (get_layout("tensor_parallel"), split.on(make_mesh(MeshShape(expert=2)))):
+        assert stated_sampling(layout, "full", has_processors=True) == {}
+    assert stated_sampling(split, "greedy") == {"all-gather": 1}
+    assert stated_sampling(split, "sampled") == {"all-gather": 1 + 35, "all-reduce": 2}
+    assert stated_sampling(split, "full") == {"all-gather": 1 + 35 + 3, "all-reduce": 4}
+    assert stated_sampling(split, "full", has_processors=True) == {"all-gather": 1 + 35 + 4, "all-reduce": 4}
 
 
 def test_every_layout_has_a_row() -> None:
@@ -272,7 +289,7 @@ def test_layouts_are_named_and_described(name: str) -> None:
 def test_unknown_layout() -> None:
     with pytest.raises(
         LayoutError,
-        match="unknown layout 'tp'; supported layouts: expert_all_reduce, .*sequence_parallel, tensor_parallel",
+        match="unknown layout 'tp'; supported layouts: expert_all_reduce, .*split_logits, tensor_parallel",
     ):
         get_layout("tp")
 
@@ -364,6 +381,16 @@ def test_hidden_states_are_split_as_blocks_are() -> None:
         message = f"layout 'bad': residual 'tokens' needs q_heads and ffn over one mesh axis, got {found}"
         with pytest.raises(LayoutError, match=message):
             ShardingLayout("bad", rules, residual="tokens")
+
+
+def test_logits_are_split_over_the_axis_of_the_vocabulary() -> None:
+    with pytest.raises(LayoutError, match="layout 'bad': logits 'split' needs a mesh axis for vocab"):
+        ShardingLayout("bad", {"ffn": "tensor"}, logits="split")
+    with pytest.raises(LayoutError, match="layout 'bad': unknown logits 'whole'; known: .'gathered', 'split'"):
+        ShardingLayout("bad", {"vocab": "tensor"}, logits="whole")
+    split = get_layout("split_logits")
+    assert split.on(make_mesh(MeshShape(tensor=2))) is split
+    assert split.on(make_mesh(MeshShape(expert=2))).logits == "gathered"
 
 
 def test_specs() -> None:
