@@ -18,8 +18,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.device import move_memory
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
-from jaxserve.device.page_transfer import PageReader, PageWrite, PageWriter, can_share_pages
 from jaxserve.device.packing import Packing
+from jaxserve.device.page_transfer import PageReader, PageWrite, PageWriter, can_share_pages
 from jaxserve.device.program import ModelProgram
 from jaxserve.device.resident_weights import check_same_parameters, move_weights
 from jaxserve.device.runner_interface import Runner
@@ -70,6 +70,8 @@ CHANGES: list[Change] = [
     ("data=2,stage=2", None),
     ("expert=2", None),
     ("tensor=2", "replicated_attention"),
+    ("tensor=2", "split_logits"),
+    ("stage=2,tensor=2", "sequence_parallel"),
     ("tensor=1", "tensor_parallel"),
 ]
 
