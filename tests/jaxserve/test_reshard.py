@@ -28,6 +28,8 @@ from jaxserve.engine.request_state import RequestState
 from jaxserve.errors import MemoryPlanError
 from jaxserve.request import parse_prompts
 from sharding import LayoutError, MeshError
+from tests.jaxserve.test_draft_requests import SETTINGS as DRAFT_SETTINGS
+from tests.jaxserve.test_draft_requests import Run
 from tests.jaxserve.test_kv_window import MIXED
 from tests.jaxserve.test_lanes import CONFIG as SPARSE
 from tests.jaxserve.test_lanes import GREEDY, SETTINGS, finish, schedulers, submit, tokens, value
@@ -394,6 +396,18 @@ def test_pages_of_several_tables_move(tmp_path: Path) -> None:
         finish(llm)
         assert tokens(again) == alone and again.num_cached_tokens
         check_pages(llm)
+
+
+def test_drafts_are_verified_on_the_new_mesh() -> None:
+    run, params = Run(), [SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)] * 3
+    alone = [outcome(output) for output in run.without_drafts(params)]
+    resharder = resharding.Resharder(EngineConfig(**DRAFT_SETTINGS), run.started)
+    resharder.reshard("tensor=2", None)
+    steps = run.counter("steps")
+    assert [outcome(output) for output in run.answers("right", params)] == alone
+    assert run.proposer.num_proposals and run.counter("steps") - steps < 30
+    assert run.counter("compiles_after_ready") == 0
+    run.engine.close()
 
 
 def test_a_failed_move_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
