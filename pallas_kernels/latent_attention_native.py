@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import qkv_write_native
+from pallas_kernels.attention_parts import unsupported_parts
 from pallas_kernels.latent_attention import Pools
 from pallas_kernels.native_library import target
 from pallas_kernels.page_writes import as_stored_latents
@@ -33,7 +34,7 @@ def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> st
         return f"a latent and its rotated key have at most {_MOST_WIDTH} features, not {width}"
     if platform == "cpu" and dtype == "bfloat16" and width % 2:
         return f"a latent and its rotated key must have an even number of features in bfloat16, not {width}"
-    return qkv_write_native.unsupported(platform, device_kind, dtype, **sizes)
+    return qkv_write_native.unsupported(platform, device_kind, dtype, **sizes) or unsupported_parts(sizes)
 
 
 def pool_specs(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[PoolSpec]:

@@ -4,8 +4,9 @@ Keys and values live in pages of p tokens. A row is one sequence of a step; it o
 page table lists the pages of its whole context in order. The first ``num_single`` rows of a step own one token each, so
 that token r belongs to row r there; kernels compute those rows together, and each of the rows after them by itself.
 
-Sizes that an implementation may not support are ``num_heads``, ``num_kv_heads``, ``head_dim`` and ``page_size``, and
-those that one is not told it takes for granted.
+Sizes that an implementation may not support are ``num_heads``, ``num_kv_heads``, ``head_dim``, ``page_size`` and
+``token_parts``, the number of devices that share the tokens of pages, of which ``page_size`` counts those of one; sizes
+that an implementation is not told it takes for granted. More than one part needs ``PartAttention``.
 """
 
 import functools
@@ -18,6 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.attention_parts import Part
 from pallas_kernels.attention_scores import MASKED
 from pallas_kernels.operation import Comparison, Cost, Tolerance, compare_rows
 from pallas_kernels.paged_attention_cases import BENCHES, CASES, DEVICE_CASES, Case
@@ -31,6 +33,7 @@ __all__ = [
     "Case",
     "Inputs",
     "PagedAttention",
+    "PartAttention",
     "PoolSpec",
     "Prepared",
     "row_tokens",
@@ -176,6 +179,34 @@ class PagedAttention(Protocol):
         With a ``row_tile`` a token's result has the same bits in every batch, in a decode step and in a chunk of any
         length; the query tokens of rows must then come first. ``sinks`` has a logit for each query head: one more term
         of its softmax's denominator, without a value.
+        """
+        ...
+
+
+@runtime_checkable
+class PartAttention(Protocol):
+    """An implementation of ``PagedAttention`` for devices that share the tokens of pages."""
+
+    def attend_part(
+        self,
+        query: Float[Array, "T N H"],
+        pools: tuple[Array, Array],
+        batch: AttentionBatch,
+        part: Part,
+        *,
+        page_size: int,
+        num_kv_heads: int,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        decode_only: bool,
+        row_tile: int | None = None,
+    ) -> Float[Array, "T N partial"]:
+        """Return each query token's partial attention over the part of its context that the pools hold; see
+        ``attention_parts``.
+
+        ``page_size`` counts the tokens per page in the pools; lengths in the batch and the window are those of whole
+        contexts. The rest is as in ``PagedAttention.attend``.
         """
         ...
 

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import qkv_write_native
+from pallas_kernels.attention_parts import unsupported_parts
 from pallas_kernels.native_library import target
 from pallas_kernels.paged_attention import AttentionBatch, PoolSpec
 from pallas_kernels.qkv_write import Pools
@@ -29,7 +30,7 @@ def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> st
     group = sizes.get("num_heads", 1) // sizes.get("num_kv_heads", 1)
     if platform == "cpu" and group > _MOST_GROUP:
         return f"at most {_MOST_GROUP} query heads can share a key/value head, not {group}"
-    return writer.unsupported(platform, device_kind, dtype, **sizes)
+    return writer.unsupported(platform, device_kind, dtype, **sizes) or unsupported_parts(sizes)
 
 
 def pool_specs(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[PoolSpec, PoolSpec]:

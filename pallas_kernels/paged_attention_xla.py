@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import page_writes
+from pallas_kernels.attention_parts import Part, as_partial
 from pallas_kernels.attention_scores import MASKED
 from pallas_kernels.paged_attention import AttentionBatch, PoolSpec, token_contexts
 
@@ -38,18 +39,64 @@ class _Softmax(NamedTuple):
     values: Float[Array, "... V"]
 
 
+class Seen(NamedTuple):
+    """Tokens of the pools that each query sees: from ``first``, which None stands for the first of all, to before
+    ``stop``."""
+
+    first: Int[Array, " R"] | None
+    stop: Int[Array, " R"]
+
+    def mask(self, token: Int[Array, "*shape"]) -> Bool[Array, "R *shape"]:
+        """Return whether each query sees each token."""
+        shape = (-1, *[1] * token.ndim)
+        seen = token < self.stop.reshape(shape)
+        return seen if self.first is None else seen & (token >= self.first.reshape(shape))
+
+
 class Scoring(NamedTuple):
-    """Scale, window and soft cap of the scores, the number of features of a value, and the sinks of the softmax."""
+    """How queries score keys, and what becomes of their softmax.
+
+    Attributes:
+        scale: Factor of the scores.
+        window: Sliding window in tokens, or None.
+        soft_cap: Bound of the scores, or None.
+        value_dim: Features of a value.
+        sinks: Logits of the softmax without values, or None.
+        part: The part of every context that the pools hold, for partial attention; None: they hold all of it.
+    """
 
     scale: float
     window: int | None
     soft_cap: float | None
     value_dim: int
     sinks: Float[Array, "K G"] | None = None
+    part: Part | None = None
 
     def __call__(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
         scores = products * self.scale
         return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
+
+    @property
+    def result_dim(self) -> int:
+        """Features of a query's result."""
+        return self.value_dim if self.part is None else self.value_dim + 2
+
+    def before(self, position: Int[Array, "*R"]) -> Int[Array, "*R"]:
+        """Return how many tokens of the pools are before a position."""
+        return position if self.part is None else self.part.tokens_before(position)
+
+    def seen(self, visible: Int[Array, " R"]) -> Seen:
+        """Return the tokens of the pools that queries see, each of which is the last of ``visible`` tokens."""
+        first = None if self.window is None else self.before(jnp.maximum(visible - self.window, 0))
+        return Seen(first, self.before(visible))
+
+    def finish(self, state: _Softmax, sinks: Float[Array, "..."] | None) -> Float[Array, "... result"]:
+        """Return the weighted mean of the values, in which sinks take part as if their values were zero, or partial
+        attention."""
+        if self.part is not None:
+            return as_partial(state.values, state.total, state.maximum)
+        total = state.total if sinks is None else state.total + jnp.exp(sinks - state.maximum)
+        return state.values / jnp.maximum(total, 1e-30)[..., None]
 
 
 name = "xla"
@@ -109,12 +156,37 @@ def attend(
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "T N H"]:
     """Compute attention of each query token over its row's context up to itself; see ``PagedAttention.attend``."""
-    num_tokens, num_heads, head_dim = query.shape
-    grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    grouped = _grouped(query, num_kv_heads)
     own_sinks = None if sinks is None else sinks.reshape(grouped.shape[1:3])
-    scoring = Scoring(scale, window, soft_cap, head_dim, own_sinks)
+    scoring = Scoring(scale, window, soft_cap, query.shape[2], own_sinks)
     out = attend_grouped(grouped, pools, batch, page_size, scoring, decode_only, row_tile)
-    return out.reshape(num_tokens, num_heads, head_dim).astype(query.dtype)
+    return out.reshape(query.shape).astype(query.dtype)
+
+
+def attend_part(
+    query: Float[Array, "T N H"],
+    pools: tuple[Float[Array, "P row"], Float[Array, "P row"]],
+    batch: AttentionBatch,
+    part: Part,
+    *,
+    page_size: int,
+    num_kv_heads: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    decode_only: bool,
+    row_tile: int | None = None,
+) -> Float[Array, "T N partial"]:
+    """Compute partial attention over the part of each context that the pools hold; see ``PartAttention``."""
+    scoring = Scoring(scale, window, soft_cap, query.shape[2], part=part)
+    out = attend_grouped(_grouped(query, num_kv_heads), pools, batch, page_size, scoring, decode_only, row_tile)
+    return out.reshape(*query.shape[:2], -1)
+
+
+def _grouped(query: Float[Array, "T N H"], num_kv_heads: int) -> Float[Array, "T K G H"]:
+    """Group query heads by their key/value head."""
+    num_tokens, num_heads, head_dim = query.shape
+    return query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
 
 
 def attend_grouped(
@@ -125,8 +197,9 @@ def attend_grouped(
     scoring: Scoring,
     decode_only: bool,
     row_tile: int | None,
-) -> Float[Array, "T K G V"]:
-    """Compute attention of queries that are grouped by their key/value head, in float32; see :func:`attend`."""
+) -> Float[Array, "T K G result"]:
+    """Compute attention, or partial attention, of queries that are grouped by their key/value head, in float32; see
+    :func:`attend`."""
     num_rows = batch.context_lens.shape[0]
     if row_tile is not None:
         return _token_by_token(grouped, pools, batch, page_size, scoring)
@@ -146,29 +219,26 @@ def _decode(
     page_size: int,
     scoring: Scoring,
     num_shared_pages: Int[Array, ""] | None = None,
-) -> Float[Array, "R K G V"]:
+) -> Float[Array, "R K G result"]:
     """Attend with one query per row. Few rows use large tiles; many rows read their common prefix once for all."""
     num_rows, num_kv_heads, group, head_dim = query.shape
+    seen = scoring.seen(context_lens)
     small = _tile_pages(_SMALL_TILE, page_size, page_table.shape[1])
     if num_rows <= _FEW_ROWS or num_shared_pages is None or scoring.window is not None:
         large = _tile_pages(_LARGE_TILE, page_size, page_table.shape[1]) if num_rows <= _FEW_ROWS else small
-        return _mean(_walk(query, pools, page_table, context_lens, page_size, scoring, small, large), scoring.sinks)
+        return scoring.finish(_walk(query, pools, page_table, seen, page_size, scoring, small, large), scoring.sinks)
     tile = _SHARED_TILE // _SMALL_TILE * small
     shared_tokens = num_shared_pages // tile * tile * page_size
     together = query.transpose(1, 0, 2, 3).reshape(1, num_kv_heads, num_rows * group, head_dim)
-    state = _walk(together, pools, page_table[:1], shared_tokens[None], page_size, scoring, tile, tile)
+    shared = Seen(None, shared_tokens[None])
+    state = _walk(together, pools, page_table[:1], shared, page_size, scoring, tile, tile)
 
     def apart(array: Float[Array, "..."]) -> Float[Array, "..."]:
         return array.reshape(num_kv_heads, num_rows, group, *array.shape[3:]).swapaxes(0, 1)
 
     begun = _Softmax(*(apart(array) for array in state)), shared_tokens
-    return _mean(_walk(query, pools, page_table, context_lens, page_size, scoring, small, small, begun), scoring.sinks)
-
-
-def _mean(state: _Softmax, sinks: Float[Array, "..."] | None) -> Float[Array, "... V"]:
-    """Return the weighted mean of the values; sinks take part in it as if their values were zero."""
-    total = state.total if sinks is None else state.total + jnp.exp(sinks - state.maximum)
-    return state.values / jnp.maximum(total, 1e-30)[..., None]
+    state = _walk(query, pools, page_table, seen, page_size, scoring, small, small, begun)
+    return scoring.finish(state, scoring.sinks)
 
 
 def _token_by_token(
@@ -177,7 +247,7 @@ def _token_by_token(
     batch: AttentionBatch,
     page_size: int,
     scoring: Scoring,
-) -> Float[Array, "T K G V"]:
+) -> Float[Array, "T K G result"]:
     """Return every query token as a row of its own, with the same operations at any position.
 
     The tiles of its context start at its first token and have one size, so that they neither depend on where a chunk
@@ -192,18 +262,18 @@ def _token_by_token(
     def tile_round(i, out):
         queries, table_rows, lens = (lax.dynamic_slice_in_dim(a, i * tile, tile) for a in (padded, rows, context_lens))
         table = jnp.take(batch.page_table, table_rows, axis=0, mode="clip")
-        attended = _mean(_walk(queries, pools, table, lens, page_size, scoring, pages, pages), scoring.sinks)
-        return lax.dynamic_update_slice_in_dim(out, attended, i * tile, 0)
+        state = _walk(queries, pools, table, scoring.seen(lens), page_size, scoring, pages, pages)
+        return lax.dynamic_update_slice_in_dim(out, scoring.finish(state, scoring.sinks), i * tile, 0)
 
     used = batch.query_lens.sum()
-    return lax.fori_loop(0, -(-used // tile), tile_round, _no_values(padded, scoring))[:num_tokens]
+    return lax.fori_loop(0, -(-used // tile), tile_round, _no_results(padded, scoring))[:num_tokens]
 
 
 def _walk(
     query: Float[Array, "R K G H"],
     pools: Pools,
     page_table: Int[Array, "R M"],
-    context_lens: Int[Array, " R"],
+    seen: Seen,
     page_size: int,
     scoring: Scoring,
     small: int,
@@ -216,19 +286,20 @@ def _walk(
     ``begun`` is the softmax over the first tokens of every context, which are whole tiles.
     """
     num_rows, num_kv_heads, group, _ = query.shape
-    longest = context_lens.max()
+    longest = seen.stop.max()
     first = jnp.zeros((), jnp.int32)
-    if scoring.window is not None:
-        first = jnp.maximum(jnp.where(context_lens > 0, context_lens, longest) - scoring.window, 0).min()
+    if seen.first is not None:
+        first = jnp.where(seen.stop > 0, seen.first, longest).min()
     if begun is not None:
         state, first = begun
     else:
         shape = (num_rows, num_kv_heads, group)
-        state = _Softmax(jnp.full(shape, MASKED), jnp.zeros(shape), _no_values(query, scoring))
+        values = jnp.zeros((*shape, scoring.value_dim), jnp.float32)
+        state = _Softmax(jnp.full(shape, MASKED), jnp.zeros(shape), values)
 
     def walk(state: _Softmax, tile: int, start: Int[Array, ""], stop: Int[Array, ""]) -> _Softmax:
         def round_(i, state):
-            return _decode_tile(state, i, tile, query, pools, page_table, context_lens, page_size, scoring)
+            return _decode_tile(state, i, tile, query, pools, page_table, seen, page_size, scoring)
 
         return lax.fori_loop(start, stop, round_, state)
 
@@ -250,7 +321,7 @@ def _decode_tile(
     query: Float[Array, "R K G H"],
     pools: Pools,
     page_table: Int[Array, "R M"],
-    context_lens: Int[Array, " R"],
+    seen: Seen,
     page_size: int,
     scoring: Scoring,
 ) -> _Softmax:
@@ -260,14 +331,11 @@ def _decode_tile(
     spread = jnp.broadcast_to(query[:, None], (num_rows, tile, num_kv_heads, group, head_dim))
     batched = (((4,), (3,)), ((0, 1, 2), (0, 1, 2)))
     scores = scoring(_dot(spread, keys, batched))
-    position = (i * tile * page_size + jnp.arange(tile * page_size)).reshape(tile, 1, 1, page_size)
-    length = context_lens[:, None, None, None, None]
-    seen = position < length
-    if scoring.window is not None:
-        seen &= position >= length - scoring.window
-    scores = jnp.where(seen, scores, MASKED)
+    token = (i * tile * page_size + jnp.arange(tile * page_size)).reshape(tile, 1, 1, page_size)
+    is_seen = seen.mask(token)
+    scores = jnp.where(is_seen, scores, MASKED)
     maximum = jnp.maximum(state.maximum, scores.max((1, 4)))
-    weights = jnp.where(seen, jnp.exp(scores - maximum[:, None, :, :, None]), 0)
+    weights = jnp.where(is_seen, jnp.exp(scores - maximum[:, None, :, :, None]), 0)
     kept = jnp.exp(state.maximum - maximum)
     added = _dot(weights, values, batched).sum(1)
     return _Softmax(maximum, state.total * kept + weights.sum((1, 4)), state.values * kept[..., None] + added)
@@ -275,12 +343,12 @@ def _decode_tile(
 
 def _prefill(
     query: Float[Array, "T K G H"],
-    decoded: Float[Array, "R K G V"],
+    decoded: Float[Array, "R K G result"],
     pools: Pools,
     batch: AttentionBatch,
     page_size: int,
     scoring: Scoring,
-) -> Float[Array, "T K G V"]:
+) -> Float[Array, "T K G result"]:
     """Attend for the rows after the decode rows, one tile of a row's queries at a time, over its visible context.
 
     Tiles are written in order and whole: what one writes after its row's end is overwritten by the next, or is
@@ -289,7 +357,7 @@ def _prefill(
     num_tokens = query.shape[0]
     tile = min(_QUERY_TILE, num_tokens)
     padded = jnp.pad(query, ((0, tile), (0, 0), (0, 0), (0, 0)))
-    out = lax.dynamic_update_slice_in_dim(_no_values(padded, scoring), decoded.astype(jnp.float32), 0, 0)
+    out = lax.dynamic_update_slice_in_dim(_no_results(padded, scoring), decoded.astype(jnp.float32), 0, 0)
 
     def row_round(row, out):
         start, length = batch.query_starts[row], batch.query_lens[row]
@@ -315,7 +383,7 @@ def _prefill_tile(
     pages: Int[Array, " M"],
     page_size: int,
     scoring: Scoring,
-) -> Float[Array, "Q K G V"]:
+) -> Float[Array, "Q K G result"]:
     """Attend with queries at positions ``first``.. over the context before ``last``."""
     num_queries, num_kv_heads, group, head_dim = query.shape
     width = scoring.value_dim
@@ -324,7 +392,7 @@ def _prefill_tile(
     stacked = query.transpose(1, 2, 0, 3).reshape(num_kv_heads, group * num_queries, head_dim)
     shape = (num_kv_heads, group, num_queries)
     state = _Softmax(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, width)))
-    position = first + jnp.arange(num_queries)
+    seen = scoring.seen(first + jnp.arange(num_queries) + 1)
     batched = (((2,), (1,)), ((0,), (0,)))
 
     def round_(i, state):
@@ -333,13 +401,10 @@ def _prefill_tile(
         keys = keys.transpose(1, 2, 0, 3).reshape(num_kv_heads, head_dim, tokens)
         values = values.transpose(1, 0, 2, 3).reshape(num_kv_heads, tokens, width)
         scores = scoring(_dot(stacked, keys, batched)).reshape(*shape, tokens)
-        context = i * tokens + jnp.arange(tokens)
-        seen = context[None, :] <= position[:, None]
-        if scoring.window is not None:
-            seen &= context[None, :] > position[:, None] - scoring.window
-        scores = jnp.where(seen, scores, MASKED)
+        is_seen = seen.mask(i * tokens + jnp.arange(tokens))
+        scores = jnp.where(is_seen, scores, MASKED)
         maximum = jnp.maximum(state.maximum, scores.max(-1))
-        weights = jnp.where(seen, jnp.exp(scores - maximum[..., None]), 0)
+        weights = jnp.where(is_seen, jnp.exp(scores - maximum[..., None]), 0)
         kept = jnp.exp(state.maximum - maximum)
         added = _dot(weights.reshape(num_kv_heads, group * num_queries, tokens), values, batched)
         return _Softmax(
@@ -348,12 +413,10 @@ def _prefill_tile(
             state.values * kept[..., None] + added.reshape(*shape, width),
         )
 
-    start = jnp.zeros((), jnp.int32)
-    if scoring.window is not None:
-        start = jnp.maximum(first - scoring.window + 1, 0) // tokens
-    state = lax.fori_loop(start, -(-last // tokens), round_, state)
+    start = jnp.zeros((), jnp.int32) if seen.first is None else seen.first[0] // tokens
+    state = lax.fori_loop(start, -(-scoring.before(last) // tokens), round_, state)
     sinks = None if scoring.sinks is None else scoring.sinks[..., None]
-    return _mean(state, sinks).transpose(2, 0, 1, 3)
+    return scoring.finish(state, sinks).transpose(2, 0, 1, 3)
 
 
 def _read(
@@ -368,9 +431,9 @@ def _read(
     return keys, values.reshape(*pages.shape, num_kv_heads, page_size, head_dim)
 
 
-def _no_values(query: Float[Array, "T K G H"], scoring: Scoring) -> Float[Array, "T K G V"]:
-    """Return zeros, a value for each query."""
-    return jnp.zeros((*query.shape[:-1], scoring.value_dim), jnp.float32)
+def _no_results(query: Float[Array, "T K G H"], scoring: Scoring) -> Float[Array, "T K G result"]:
+    """Return zeros, a result for each query."""
+    return jnp.zeros((*query.shape[:-1], scoring.result_dim), jnp.float32)
 
 
 def _tile_pages(tokens: int, page_size: int, table_pages: int) -> int:

@@ -71,7 +71,8 @@ def stated_collectives(
     counts: collections.Counter[str] = collections.Counter()
     counts["all-reduce"] += num_layers * splits.get("q_heads", False) + splits.get("vocab", False)
     counts["all-reduce"] += (num_layers - num_sparse) * splits.get("ffn", False)
-    counts["all-gather"] += splits.get("vocab", False)
+    counts["all-gather"] += splits.get("vocab", False) + num_layers * splits.get("tokens", False)
+    counts["all-to-all"] += num_layers * splits.get("tokens", False)
     for kind, count in _expert_collectives(layout, has_fallback).items():
         counts[kind] += num_sparse * count
     return {kind: count for kind, count in counts.items() if count}

@@ -46,6 +46,9 @@ from sharding.mesh import Device
 from sharding.plan import bytes_per_device
 
 
+_PAGE_SIZE = 64
+
+
 def load_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
     """Resolve logits processors given as objects, as classes without arguments, or as ``module:name``.
 
@@ -149,8 +152,8 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     )
     first, *others = data_slices(mesh)
     layout = layout.on(first)
-    page_size = config.block_size or 64
     scope = Scope(parallel=Parallel.on_mesh(layout, first))
+    page_size = _page_size(config, scope.parallel, layout.name)
     policy, kernel = choose_kernels(config, model, scope, first.devices.flat[0], page_size)
     module = outline(model, dataclasses.replace(scope, policy=policy))
     _check_expert_load(config, module)
@@ -198,6 +201,23 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
         expert_layers=module.expert_layers,
         num_experts=module.num_experts,
     )
+
+
+def _page_size(config: EngineConfig, parallel: Parallel, layout: str) -> int:
+    """Return the tokens per page, by default 64 or the least larger number that the devices can share.
+
+    Raises:
+        ConfigError: The layout splits the tokens of pages over devices that cannot share them equally.
+    """
+    parts, size = parallel.num_token_parts, config.block_size
+    if size is None:
+        return -(-_PAGE_SIZE // parts) * parts
+    if size % parts:
+        raise ConfigError(
+            f"block_size={size} is not a multiple of the {parts} devices that share the tokens of a page in layout "
+            f"{layout!r}; use a multiple of {parts}, such as {-(-size // parts) * parts}"
+        )
+    return size
 
 
 def _check_expert_load(config: EngineConfig, module: CausalLM) -> None:
@@ -296,12 +316,13 @@ def _check_axes(layout: ShardingLayout, has_experts: bool) -> None:
         raise LayoutError(
             f"layout {layout.name!r} splits {', '.join(slices)}; a layout can use only the axes tensor and expert"
         )
-    axes = {logical: rules.get(logical) for logical in ("q_heads", "kv_heads", "ffn")}
-    if axes["q_heads"] != axes["kv_heads"] or axes["q_heads"] not in (None, axes["ffn"]):
+    axes = {logical: rules.get(logical) for logical in ("q_heads", "kv_heads", "tokens", "ffn")}
+    kv_axis = axes["tokens"] if axes["kv_heads"] is None else axes["kv_heads"]
+    if axes["q_heads"] != kv_axis or axes["q_heads"] not in (None, axes["ffn"]):
         found = ", ".join(f"{logical} over {axis}" for logical, axis in axes.items())
         raise LayoutError(
-            f"layout {layout.name!r} has {found}; q_heads and kv_heads must both be over the axis of ffn, or neither "
-            "be split"
+            f"layout {layout.name!r} has {found}; q_heads, and either kv_heads or tokens, must be over the axis of "
+            "ffn, or none of them be split"
         )
     for logical in ("vocab", "expert_ffn"):
         if rules.get(logical) not in (None, axes["ffn"]):

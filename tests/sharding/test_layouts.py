@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.device.batch import BatchBuilder
-from jaxserve.device.step_batch import BatchShape, LatestTokens, unpack
+from jaxserve.device.step_batch import BatchShape, LatestTokens
 from jaxserve.device.steps import ModelProgram, attention_settings
 from jaxserve.errors import ConfigError
 from jaxserve.layers.expert_dispatch import exchange_capacity
@@ -35,6 +35,7 @@ from tests.tiny_programs import (
 TENSOR = [(2, 1), (4, 1), (8, 1)]
 EXPERT = [(1, 2), (2, 2), (2, 4), (1, 8)]
 ROWS = {
+    "context_parallel": TENSOR,
     "expert_all_reduce": EXPERT,
     "expert_all_to_all": EXPERT,
     "expert_gather": [*EXPERT, (2, 1)],
@@ -61,7 +62,7 @@ def forward(program: ModelProgram) -> jax.stages.Wrapped:
     def body(arrays: tuple[jax.Array, ...], pools: list, buffer: jax.Array) -> jax.Array:
         model = abstract.merge(arrays)
         nothing = LatestTokens(*jnp.zeros((2, program.num_slots), jnp.int32))
-        batch = unpack(buffer, SHAPE, nothing, program.page_size, program.num_pages)
+        batch = program.unpack(buffer, SHAPE, nothing)
         hidden, _, _ = model.hidden(batch.tokens, batch.positions, batch.lengths, pools, batch.attention, settings)
         return model.logits(hidden)
 

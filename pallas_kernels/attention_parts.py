@@ -1,0 +1,64 @@
+"""Attention over a part of each context, for devices that share the tokens of every page.
+
+Of n devices, device ``s % n`` holds position s of every context, as number ``s // n`` of its own tokens: a page of p
+tokens has p / n of them on each device. A device attends with all query heads to its own tokens, and returns the
+softmax over them unfinished, as *partial attention*: for each query the weighted sum of the values, the sum of the
+weights, and the largest score, [V + 2] in float32. ``combine_parts`` finishes the softmax over all devices.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+_LEAST_TOTAL = 1e-30  # of the weights: a query that sees nothing has the mean 0
+
+
+class Part(NamedTuple):
+    """The part of every context that a device holds: every ``count``-th position, from position ``index`` on."""
+
+    index: Int[Array, ""] | int
+    count: int
+
+    def tokens_before(self, position: Int[Array, "*R"]) -> Int[Array, "*R"]:
+        """Return how many of the part's tokens are before a position."""
+        return jnp.maximum((position - self.index + self.count - 1) // self.count, 0)
+
+    def holds(self, position: Int[Array, "*T"]) -> Bool[Array, "*T"]:
+        """Return whether the device holds the token at a position."""
+        return position % self.count == self.index
+
+
+def combine_parts(
+    parts: Float[Array, "devices T N partial"], sinks: Float[Array, " N"] | None = None
+) -> Float[Array, "T N V"]:
+    """Finish the softmax over the partial attention of all devices, added in their order.
+
+    Sinks are one more term of each head's denominator, counted once. Queries that see nothing get zeros.
+    """
+    totals, maxima = parts[..., -2], parts[..., -1]
+    highest = maxima.max(0)
+    if sinks is not None:
+        highest = jnp.maximum(highest, sinks)
+    kept = jnp.exp(maxima - highest)
+    total = sum(totals[i] * kept[i] for i in range(len(parts)))
+    values = sum(parts[i, ..., :-2] * kept[i, ..., None] for i in range(len(parts)))
+    if sinks is not None:
+        total += jnp.exp(sinks - highest)
+    return values / jnp.maximum(total, _LEAST_TOTAL)[..., None]
+
+
+def as_partial(
+    values: Float[Array, "*Q V"], total: Shaped[Array, "*Q"], maximum: Shaped[Array, "*Q"]
+) -> Float[Array, "*Q partial"]:
+    """Return partial attention from a softmax in progress."""
+    return jnp.concatenate([values, total[..., None], maximum[..., None]], axis=-1)
+
+
+def unsupported_parts(sizes: Mapping[str, int]) -> str | None:
+    """Return why an implementation without ``attend_part`` cannot run with these sizes, or None."""
+    count = sizes.get("token_parts", 1)
+    if count == 1:
+        return None
+    return f"it has no partial attention, which {count} devices that share the tokens of pages need"

@@ -1,0 +1,152 @@
+"""Partial attention of devices that share the tokens of pages, put together: the attention over whole contexts."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import latent_attention, paged_attention
+from pallas_kernels.attention_parts import Part, combine_parts, unsupported_parts
+from pallas_kernels.paged_attention import AttentionBatch, Case, PartAttention, case_sinks, context_places
+from pallas_kernels.registry import OPERATIONS, load
+
+OPS = {"paged_attention": paged_attention, "latent_attention": latent_attention}
+ABLE = [(op, name) for op in OPS for name in OPERATIONS[op] if isinstance(load(op, name), PartAttention)]
+CASES = {
+    "paged_attention": (
+        "one_token",
+        "edges",
+        "longer_decode",
+        "chunk_inside_a_page",
+        "mixed",
+        "many_rows",
+        "window",
+        "window_one",
+        "window_of_tiles",
+        "soft_cap_and_window",
+        "bfloat16_mixed",
+        "one_by_one_window",
+        "sinks",
+        "group_of_twenty",
+    ),
+    "latent_attention": ("edges", "mixed", "odd_heads", "bfloat16", "one_by_one"),
+}
+
+
+def own_places(case: Case, batch: AttentionBatch, part: Part, position: jax.Array) -> AttentionBatch:
+    """The batch whose tokens, at these positions, are written where a device stores them."""
+    padding = paged_attention.num_pages(case) + 1
+    pages = jnp.where(part.holds(position), batch.token_pages, padding)
+    return batch._replace(token_pages=pages, token_offsets=position % case.page_size // part.count)
+
+
+def own_pools(module: Any, case: Case, inputs: Any, part: Part) -> tuple[jax.Array, ...]:
+    """The pools of one device, filled by the implementation: NaN in unowned pages, stale numbers elsewhere."""
+    latents = isinstance(inputs, latent_attention.Inputs)
+    dense = (inputs.latents,) if latents else (inputs.keys, inputs.values)
+    own_size, num_rows, length = case.page_size // part.count, len(case.rows), dense[0].shape[1]
+    specs = module.pool_specs(paged_attention.num_pages(case), own_size, case.num_kv_heads, case.head_dim)
+    pools = tuple(paged_attention.unowned_pool(case, inputs.batch, spec.shape).astype(case.dtype) for spec in specs)
+    places, num_tokens = context_places(case, inputs.batch, length)
+    places = own_places(case, places, part, jnp.tile(jnp.arange(length), num_rows))
+    new = tuple(each.reshape(num_tokens, case.num_kv_heads, case.head_dim) for each in dense)
+    if latents:
+        value, rotated = jnp.split(new[0], [case.value_width], axis=2)
+        new = rotated, value
+    return module.write_kv(pools, *new, places, own_size)
+
+
+def together(operation: str, module: Any, case: Case, inputs: Any, count: int) -> jax.Array:
+    """Attention of ``count`` devices."""
+    sizes: dict[str, Any] = {"page_size": case.page_size // count, "scale": case.head_dim**-0.5}
+    sizes |= {"decode_only": case.is_decode_only, "row_tile": case.row_tile}
+    if operation == "latent_attention":
+        sizes |= {"value_dim": case.value_width}
+    else:
+        sizes |= {"num_kv_heads": case.num_kv_heads, "window": case.window, "soft_cap": case.soft_cap}
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def attend(query: jax.Array, pools: Any, batch: AttentionBatch, count: int, index: jax.Array) -> jax.Array:
+        return module.attend_part(query, pools, batch, Part(index, count), **sizes)
+
+    parts = [
+        attend(inputs.query, own_pools(module, case, inputs, Part(i, count)), inputs.batch, count, jnp.int32(i))
+        for i in range(count)
+    ]
+    return combine_parts(jnp.stack(parts), case_sinks(case)).astype(case.dtype)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("operation", "name", "case"), [(*able, case) for able in ABLE for case in CASES[able[0]]])
+def test_parts_together_are_the_attention(operation: str, name: str, case: str, count: int) -> None:
+    """Contexts of one token and more, so that some devices have none that a query sees."""
+    op, module = OPS[operation], load(operation, name)
+    shape = op.CASES[case]
+    sizes = {**op.sizes(shape), "page_size": shape.page_size // count, "token_parts": count}
+    if (reason := module.unsupported("cpu", "cpu", shape.dtype, **sizes)) is not None:
+        pytest.skip(reason)
+    inputs = op.make_inputs(shape, jax.random.key(8))
+    found = together(operation, module, shape, inputs, count)
+    comparison = op.compare(shape, inputs, found, op.expected(shape, inputs))
+    assert comparison.is_right, comparison
+
+
+@pytest.mark.parametrize(("operation", "name"), ABLE)
+def test_a_prefix_that_rows_share_is_read_once_for_all(operation: str, name: str) -> None:
+    """As much as fills whole tiles of each device's part of the pages."""
+    case = Case(rows=tuple((500 + 5 * i, 1) for i in range(12)), spare_rows=4)
+    if operation == "latent_attention":
+        case = case._replace(num_kv_heads=1, head_dim=24, value_dim=16)
+    op, module = OPS[operation], load(operation, name)
+    inputs: Any = op.make_inputs(case, jax.random.key(3))
+    shared = 30 * case.page_size
+    fields = ("latents",) if operation == "latent_attention" else ("keys", "values")
+    dense = {name: getattr(inputs, name) for name in fields}
+    dense = {name: array.at[:, :shared].set(array[:1, :shared]) for name, array in dense.items()}
+    table = inputs.batch.page_table
+    batch = inputs.batch._replace(page_table=table.at[:12, :30].set(table[0, :30]), num_shared_pages=jnp.int32(30))
+    inputs = inputs._replace(batch=batch, **dense)
+    found = together(operation, module, case, inputs, 2)
+    comparison = op.compare(case, inputs, found, op.expected(case, inputs))
+    assert comparison.is_right, comparison
+
+
+def test_parts_count_their_tokens() -> None:
+    """Device r of 3 has positions r, r + 3, ...."""
+    positions = np.arange(-2, 12)
+    for index in range(3):
+        own, part = np.arange(index, 40, 3), Part(index, 3)
+        expected = [(own < position).sum() for position in positions]
+        np.testing.assert_array_equal(part.tokens_before(jnp.asarray(positions)), expected)
+        np.testing.assert_array_equal(np.flatnonzero(part.holds(jnp.arange(40))), own)
+
+
+def test_a_query_that_sees_nothing_is_zero_and_scores_far_apart_do_not_overflow() -> None:
+    empty = jnp.array([0.0, 0.0, 0.0, -1e30])
+    small, large = jnp.array([2.0, 4.0, 2.0, -300.0]), jnp.array([3.0, 3.0, 1.0, 300.0])
+    parts = jnp.stack([jnp.stack([empty, empty, small]), jnp.stack([empty, small, large])])[:, :, None]
+    np.testing.assert_array_equal(combine_parts(parts)[:, 0], [[0, 0], [1, 2], [3, 3]])
+    sunk = combine_parts(parts, jnp.array([-300.0]))[:, 0]
+    np.testing.assert_allclose(sunk, [[0, 0], [2 / 3, 4 / 3], [3, 3]], rtol=1e-6)
+
+
+def test_nan_reaches_the_result() -> None:
+    parts = jnp.array([[[[jnp.nan, jnp.nan, jnp.nan]]], [[[1.0, 1.0, 0.0]]]])
+    assert np.isnan(combine_parts(parts)).all()
+
+
+@pytest.mark.parametrize("operation", OPS)
+def test_implementations_without_partial_attention_say_so(operation: str) -> None:
+    assert unsupported_parts({"token_parts": 1}) is None
+    for name in OPERATIONS[operation]:
+        module = load(operation, name)
+        if isinstance(module, PartAttention):
+            continue
+        platform, kind = ("cpu", "cpu") if "interpret" in name else ("gpu", "NVIDIA H200")
+        sizes = {"page_size": 64, "head_dim": 576, "value_dim": 512} if operation == "latent_attention" else {}
+        if module.unsupported(platform, kind, "bfloat16", **sizes) is None:
+            reason = module.unsupported(platform, kind, "bfloat16", **sizes, token_parts=4)
+            assert reason == "it has no partial attention, which 4 devices that share the tokens of pages need"
