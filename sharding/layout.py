@@ -68,8 +68,8 @@ class ShardingLayout:
         tokens = rules.get("tokens")
         if tokens is not None and (tokens != rules.get("q_heads") or "kv_heads" in rules):
             raise LayoutError(
-                f"layout {name!r} splits tokens over {tokens}; then q_heads must be over {tokens} too and kv_heads over "
-                f"none, got {rules.get('q_heads')} and {rules.get('kv_heads')}"
+                f"layout {name!r} splits tokens over {tokens}; then q_heads must be over {tokens} too and kv_heads "
+                f"over none, got {rules.get('q_heads')} and {rules.get('kv_heads')}"
             )
 
     def _check_rows(self) -> None:

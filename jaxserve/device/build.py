@@ -45,7 +45,6 @@ from sharding import (
 from sharding.mesh import Device
 from sharding.plan import bytes_per_device
 
-
 _PAGE_SIZE = 64
 
 

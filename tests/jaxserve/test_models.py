@@ -45,6 +45,7 @@ SIZES: dict[str, Any] = {
 LAYOUTS = {"tp1": {}, "tp2": {"tensor_parallel_size": 2}, "tp4": {"tensor_parallel_size": 4}}
 LAYOUTS |= {"dp2": {"data_parallel_size": 2}}
 LAYOUTS |= {"whole-attention4": {"tensor_parallel_size": 4, "layout": "replicated_attention"}}
+LAYOUTS |= {f"context{n}": {"tensor_parallel_size": n, "layout": "context_parallel"} for n in (2, 4)}
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     f"ep{size}": {"tensor_parallel_size": size, "enable_expert_parallel": True} for size in (2, 4)
 }
