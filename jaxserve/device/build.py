@@ -379,7 +379,8 @@ def _memory_needs(
     return MemoryNeeds(
         weights=weights,
         page=page,
-        temporaries=max_num_batched_tokens * token * itemsize + samples * model.vocab_size * 4 * 4,
+        temporaries=max_num_batched_tokens * (token * itemsize + 4 * _exchanged(program))
+        + samples * model.vocab_size * 4 * 4,
         page_size=program.page_size,
         max_model_len=max_model_len,
         max_num_seqs=program.num_slots,
@@ -389,6 +390,15 @@ def _memory_needs(
             for window in program.kv_layout.windows
         ),
     )
+
+
+def _exchanged(program: ModelProgram) -> int:
+    """Return the numbers per token that devices which share the tokens of pages hold in a layer: queries of all heads,
+    and their partial attention as computed, as sent and as received."""
+    if program.parallel.num_token_parts == 1:
+        return 0
+    specs = program.abstract_model.kv_specs
+    return max(each.num_heads * (each.head_dim + 3 * ((each.value_dim or each.head_dim) + 2)) for each in specs)
 
 
 def _fit_to_memory(

@@ -530,7 +530,7 @@ def test_experts_that_a_checkpoint_lacks_are_named_before_loading(
             "expert_parallel_size=2 needs layout='expert_all_reduce' or layout='expert_all_to_all' or "
             "layout='expert_gather', got layout='expert_parallel'",
         ),
-        ("qwen3-moe", {"layout": "expert_ring"}, "unknown layout 'expert_ring'; supported layouts: expert_all_reduce"),
+        ("qwen3-moe", {"layout": "expert_ring"}, "unknown layout 'expert_ring'; supported layouts: context_parallel"),
         (
             "qwen3-moe",
             {
