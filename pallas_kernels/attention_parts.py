@@ -16,18 +16,19 @@ _LEAST_TOTAL = 1e-30  # of the weights: a query that sees nothing has the mean 0
 
 
 class Part(NamedTuple):
-    """The part of every context that a device holds: every ``count``-th position, from position ``index`` on."""
+    """The part of every context that one of several devices holds: every ``num_devices``-th position, from position
+    ``device`` on."""
 
-    index: Int[Array, ""] | int
-    count: int
+    device: Int[Array, ""] | int
+    num_devices: int
 
     def tokens_before(self, position: Int[Array, "*R"]) -> Int[Array, "*R"]:
         """Return how many of the part's tokens are before a position."""
-        return jnp.maximum((position - self.index + self.count - 1) // self.count, 0)
+        return jnp.maximum((position - self.device + self.num_devices - 1) // self.num_devices, 0)
 
     def holds(self, position: Int[Array, "*T"]) -> Bool[Array, "*T"]:
         """Return whether the device holds the token at a position."""
-        return position % self.count == self.index
+        return position % self.num_devices == self.device
 
 
 def combine_parts(

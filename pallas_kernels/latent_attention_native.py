@@ -131,8 +131,8 @@ def _attend(
         batch.num_single,
         batch.num_shared_pages,
         jnp.asarray(batch.first_page, jnp.int32),
-        jnp.asarray(0 if part is None else part.index, jnp.int32),
+        jnp.asarray(0 if part is None else part.device, jnp.int32),
         page_size=np.int32(page_size),
         scale=np.float32(scale),
-        parts=np.int32(0 if part is None else part.count),
+        parts=np.int32(0 if part is None else part.num_devices),
     )

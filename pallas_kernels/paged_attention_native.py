@@ -144,7 +144,7 @@ def _attend(
         batch.num_shared_pages,
         jnp.asarray(batch.first_page, jnp.int32),
         jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
-        jnp.asarray(0 if part is None else part.index, jnp.int32),
-        parts=np.int32(0 if part is None else part.count),
+        jnp.asarray(0 if part is None else part.device, jnp.int32),
+        parts=np.int32(0 if part is None else part.num_devices),
         **settings,
     )

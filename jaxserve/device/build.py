@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
+from jaxserve.config_checks import BLOCK_SIZES
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.kernel_choice import choose_kernels, choose_step_truncation
 from jaxserve.device.memory import (
@@ -152,7 +153,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     first, *others = data_slices(mesh)
     layout = layout.on(first)
     scope = Scope(parallel=Parallel.on_mesh(layout, first))
-    page_size = _page_size(config, scope.parallel, layout.name)
+    page_size = page_size_of(config, scope.parallel, layout.name)
     policy, kernel = choose_kernels(config, model, scope, first.devices.flat[0], page_size)
     module = outline(model, dataclasses.replace(scope, policy=policy))
     _check_expert_load(config, module)
@@ -202,21 +203,22 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     )
 
 
-def _page_size(config: EngineConfig, parallel: Parallel, layout: str) -> int:
-    """Return the tokens per page, by default 64 or the least larger number that the devices can share.
+def page_size_of(config: EngineConfig, parallel: Parallel, layout: str) -> int:
+    """Return the tokens per page: by default 64, or the least larger number of which each device that shares them has a
+    multiple of 8.
 
     Raises:
         ConfigError: The layout splits the tokens of pages over devices that cannot share them equally.
     """
     parts, size = parallel.num_token_parts, config.block_size
-    if size is None:
-        return -(-_PAGE_SIZE // parts) * parts
-    if size % parts:
+    default = -(-_PAGE_SIZE // (8 * parts)) * 8 * parts
+    if size is not None and size % parts:
+        valid = ", ".join(str(each) for each in BLOCK_SIZES if each % parts == 0)
         raise ConfigError(
             f"block_size={size} is not a multiple of the {parts} devices that share the tokens of a page in layout "
-            f"{layout!r}; use a multiple of {parts}, such as {-(-size // parts) * parts}"
+            f"{layout!r}; {f'use one of {valid}' if valid else f'omit it to get pages of {default} tokens'}"
         )
-    return size
+    return default if size is None else size
 
 
 def _check_expert_load(config: EngineConfig, module: CausalLM) -> None:

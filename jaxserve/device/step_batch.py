@@ -158,7 +158,7 @@ def unpack(
     offsets, written_rows = positions % page_size, rows
     if tokens_axis is not None:
         part = Part(axis_index(tokens_axis), axis_size(tokens_axis))
-        offsets, written_rows = offsets // part.count, jnp.where(part.holds(positions), rows, shape.num_rows)
+        offsets, written_rows = offsets // part.num_devices, jnp.where(part.holds(positions), rows, shape.num_rows)
     arrays |= {
         "tokens": jnp.where(tokens < 0, _of_rows(latest.token_ids, rows), tokens),
         "positions": positions,

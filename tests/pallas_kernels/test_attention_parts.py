@@ -15,39 +15,29 @@ from pallas_kernels.registry import OPERATIONS, load
 
 OPS = {"paged_attention": paged_attention, "latent_attention": latent_attention}
 ABLE = [(op, name) for op in OPS for name in OPERATIONS[op] if isinstance(load(op, name), PartAttention)]
-CASES = {
-    "paged_attention": (
-        "one_token",
-        "edges",
-        "longer_decode",
-        "chunk_inside_a_page",
-        "mixed",
-        "many_rows",
-        "window",
-        "window_one",
-        "window_of_tiles",
-        "soft_cap_and_window",
-        "bfloat16_mixed",
-        "one_by_one_window",
-        "sinks",
-        "group_of_twenty",
-    ),
-    "latent_attention": ("edges", "mixed", "odd_heads", "bfloat16", "one_by_one"),
+LONG = Case(rows=((9000, 1), (2, 1), (4500, 3)), num_kv_heads=1)
+LATENTS = {"head_dim": 24, "value_dim": 16}
+PAGED = ("edges", "many_rows", "mixed", "window", "window_one", "soft_cap_and_window", "bfloat16_mixed", "sinks")
+CASES: dict[str, dict[str, Case]] = {
+    "paged_attention": {name: paged_attention.CASES[name] for name in (*PAGED, "one_by_one_window")},
+    "latent_attention": {name: latent_attention.CASES[name] for name in ("edges", "mixed", "bfloat16", "one_by_one")},
 }
+CASES["paged_attention"] |= {"long": LONG, "long_window": LONG._replace(window=6000)}
+CASES["latent_attention"] |= {"long": LONG._replace(**LATENTS)}
 
 
 def own_places(case: Case, batch: AttentionBatch, part: Part, position: jax.Array) -> AttentionBatch:
     """The batch whose tokens, at these positions, are written where a device stores them."""
     padding = paged_attention.num_pages(case) + 1
     pages = jnp.where(part.holds(position), batch.token_pages, padding)
-    return batch._replace(token_pages=pages, token_offsets=position % case.page_size // part.count)
+    return batch._replace(token_pages=pages, token_offsets=position % case.page_size // part.num_devices)
 
 
 def own_pools(module: Any, case: Case, inputs: Any, part: Part) -> tuple[jax.Array, ...]:
     """The pools of one device, filled by the implementation: NaN in unowned pages, stale numbers elsewhere."""
     latents = isinstance(inputs, latent_attention.Inputs)
     dense = (inputs.latents,) if latents else (inputs.keys, inputs.values)
-    own_size, num_rows, length = case.page_size // part.count, len(case.rows), dense[0].shape[1]
+    own_size, num_rows, length = case.page_size // part.num_devices, len(case.rows), dense[0].shape[1]
     specs = module.pool_specs(paged_attention.num_pages(case), own_size, case.num_kv_heads, case.head_dim)
     pools = tuple(paged_attention.unowned_pool(case, inputs.batch, spec.shape).astype(case.dtype) for spec in specs)
     places, num_tokens = context_places(case, inputs.batch, length)
@@ -59,59 +49,54 @@ def own_pools(module: Any, case: Case, inputs: Any, part: Part) -> tuple[jax.Arr
     return module.write_kv(pools, *new, places, own_size)
 
 
-def together(operation: str, module: Any, case: Case, inputs: Any, count: int) -> jax.Array:
-    """Attention of ``count`` devices."""
-    sizes: dict[str, Any] = {"page_size": case.page_size // count, "scale": case.head_dim**-0.5}
-    sizes |= {"decode_only": case.is_decode_only, "row_tile": case.row_tile}
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def attend_part(operation: str, name: str, case: Case, num_devices: int, inputs: Any, device: jax.Array) -> jax.Array:
+    """Partial attention of one device."""
+    module, part = load(operation, name), Part(device, num_devices)
+    settings: dict[str, Any] = {"page_size": case.page_size // num_devices, "scale": case.head_dim**-0.5}
+    settings |= {"decode_only": case.is_decode_only, "row_tile": case.row_tile}
     if operation == "latent_attention":
-        sizes |= {"value_dim": case.value_width}
+        settings |= {"value_dim": case.value_width}
     else:
-        sizes |= {"num_kv_heads": case.num_kv_heads, "window": case.window, "soft_cap": case.soft_cap}
-
-    @functools.partial(jax.jit, static_argnums=3)
-    def attend(query: jax.Array, pools: Any, batch: AttentionBatch, count: int, index: jax.Array) -> jax.Array:
-        return module.attend_part(query, pools, batch, Part(index, count), **sizes)
-
-    parts = [
-        attend(inputs.query, own_pools(module, case, inputs, Part(i, count)), inputs.batch, count, jnp.int32(i))
-        for i in range(count)
-    ]
-    return combine_parts(jnp.stack(parts), case_sinks(case)).astype(case.dtype)
+        settings |= {"num_kv_heads": case.num_kv_heads, "window": case.window, "soft_cap": case.soft_cap}
+    return module.attend_part(inputs.query, own_pools(module, case, inputs, part), inputs.batch, part, **settings)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize(("operation", "name", "case"), [(*able, case) for able in ABLE for case in CASES[able[0]]])
-def test_parts_together_are_the_attention(operation: str, name: str, case: str, count: int) -> None:
-    """Contexts of one token and more, so that some devices have none that a query sees."""
-    op, module = OPS[operation], load(operation, name)
-    shape = op.CASES[case]
-    sizes = {**op.sizes(shape), "page_size": shape.page_size // count, "token_parts": count}
-    if (reason := module.unsupported("cpu", "cpu", shape.dtype, **sizes)) is not None:
+def check(operation: str, name: str, case: Case, num_devices: int, inputs: Any) -> None:
+    """Compare the attention of several devices with the reference."""
+    op, implementation = OPS[operation], load(operation, name)
+    sizes = {**op.sizes(case), "page_size": case.page_size // num_devices, "token_parts": num_devices}
+    if (reason := implementation.unsupported("cpu", "cpu", case.dtype, **sizes)) is not None:
         pytest.skip(reason)
-    inputs = op.make_inputs(shape, jax.random.key(8))
-    found = together(operation, module, shape, inputs, count)
-    comparison = op.compare(shape, inputs, found, op.expected(shape, inputs))
+    parts = [attend_part(operation, name, case, num_devices, inputs, jnp.int32(i)) for i in range(num_devices)]
+    found = combine_parts(jnp.stack(parts), case_sinks(case)).astype(case.dtype)
+    comparison = op.compare(case, inputs, found, op.expected(case, inputs))
     assert comparison.is_right, comparison
+
+
+@pytest.mark.parametrize(("operation", "name", "case"), [(*able, case) for able in ABLE for case in CASES[able[0]]])
+def test_parts_combined_are_the_attention(operation: str, name: str, case: str) -> None:
+    """Contexts of one token and more, so that some devices have none that a query sees."""
+    shape = CASES[operation][case]
+    num_devices = 3 if case == "mixed" else 4
+    shape = shape._replace(page_size=16 * num_devices)
+    check(operation, name, shape, num_devices, OPS[operation].make_inputs(shape, jax.random.key(8)))
 
 
 @pytest.mark.parametrize(("operation", "name"), ABLE)
 def test_a_prefix_that_rows_share_is_read_once_for_all(operation: str, name: str) -> None:
     """As much as fills whole tiles of each device's part of the pages."""
-    case = Case(rows=tuple((500 + 5 * i, 1) for i in range(12)), spare_rows=4)
+    case = Case(rows=tuple((800 + 5 * i, 1) for i in range(12)), page_size=32, spare_rows=4, num_kv_heads=1)
     if operation == "latent_attention":
-        case = case._replace(num_kv_heads=1, head_dim=24, value_dim=16)
-    op, module = OPS[operation], load(operation, name)
-    inputs: Any = op.make_inputs(case, jax.random.key(3))
-    shared = 30 * case.page_size
+        case = case._replace(**LATENTS)
+    inputs: Any = OPS[operation].make_inputs(case, jax.random.key(3))
+    shared = 20 * case.page_size
     fields = ("latents",) if operation == "latent_attention" else ("keys", "values")
     dense = {name: getattr(inputs, name) for name in fields}
     dense = {name: array.at[:, :shared].set(array[:1, :shared]) for name, array in dense.items()}
     table = inputs.batch.page_table
-    batch = inputs.batch._replace(page_table=table.at[:12, :30].set(table[0, :30]), num_shared_pages=jnp.int32(30))
-    inputs = inputs._replace(batch=batch, **dense)
-    found = together(operation, module, case, inputs, 2)
-    comparison = op.compare(case, inputs, found, op.expected(case, inputs))
-    assert comparison.is_right, comparison
+    batch = inputs.batch._replace(page_table=table.at[:12, :20].set(table[0, :20]), num_shared_pages=jnp.int32(20))
+    check(operation, name, case, 2, inputs._replace(batch=batch, **dense))
 
 
 def test_parts_count_their_tokens() -> None:
