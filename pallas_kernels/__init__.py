@@ -1,7 +1,7 @@
 """GPU and CPU kernels with plain references, selected from one registry. Imports nothing else of this project."""
 
-from pallas_kernels.latent_attention import LatentAttention, LatentPartAttention
-from pallas_kernels.paged_attention import AttentionBatch, PagedAttention, PartAttention, PoolSpec
+from pallas_kernels.latent_attention import LatentAttention
+from pallas_kernels.paged_attention import AttentionBatch, PagedAttention, PoolSpec
 from pallas_kernels.registry import OPERATIONS, Choice, UnsupportedKernelError, choose, select
 
 __all__ = [
@@ -9,9 +9,7 @@ __all__ = [
     "AttentionBatch",
     "Choice",
     "LatentAttention",
-    "LatentPartAttention",
     "PagedAttention",
-    "PartAttention",
     "PoolSpec",
     "UnsupportedKernelError",
     "choose",

@@ -7,10 +7,12 @@ weights, and the largest score, [V + 2] in float32. ``combine_parts`` finishes t
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from pallas_kernels.paged_attention import AttentionBatch
 
 _LEAST_TOTAL = 1e-30  # of the weights: a query that sees nothing has the mean 0
 
@@ -29,6 +31,54 @@ class Part(NamedTuple):
     def holds(self, position: Int[Array, "*T"]) -> Bool[Array, "*T"]:
         """Return whether the device holds the token at a position."""
         return position % self.num_devices == self.device
+
+
+@runtime_checkable
+class PartAttention(Protocol):
+    """An implementation of ``PagedAttention`` for devices that share the tokens of pages."""
+
+    def attend_part(
+        self,
+        query: Float[Array, "T N H"],
+        pools: tuple[Array, Array],
+        batch: AttentionBatch,
+        part: Part,
+        *,
+        page_size: int,
+        num_kv_heads: int,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        decode_only: bool,
+        row_tile: int | None = None,
+    ) -> Float[Array, "T N partial"]:
+        """Return each query token's partial attention over the part of its context that the pools hold.
+
+        ``page_size`` counts the tokens per page in the pools; lengths in the batch and the window are those of whole
+        contexts. The rest is as in ``PagedAttention.attend``.
+        """
+        ...
+
+
+@runtime_checkable
+class LatentPartAttention(Protocol):
+    """An implementation of ``LatentAttention`` for devices that share the tokens of pages."""
+
+    def attend_part(
+        self,
+        query: Float[Array, "T N H"],
+        pools: tuple[Array],
+        batch: AttentionBatch,
+        part: Part,
+        *,
+        page_size: int,
+        value_dim: int,
+        scale: float,
+        decode_only: bool,
+        row_tile: int | None = None,
+    ) -> Float[Array, "T N partial"]:
+        """Return each query token's partial attention; see ``PartAttention.attend_part``."""
+        ...
 
 
 def combine_parts(

@@ -18,7 +18,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import paged_attention
-from pallas_kernels.attention_parts import Part
 from pallas_kernels.operation import Comparison, Cost, Tolerance, add_twins, compare_rows
 from pallas_kernels.paged_attention import AttentionBatch, PoolSpec
 from pallas_kernels.paged_attention_cases import ENGINE_LEAST_ROWS, ENGINE_ROWS, Case
@@ -92,27 +91,6 @@ class LatentAttention(Protocol):
 
         Padding tokens and ``row_tile`` are as in ``PagedAttention.attend``.
         """
-        ...
-
-
-@runtime_checkable
-class LatentPartAttention(Protocol):
-    """An implementation of ``LatentAttention`` for devices that share the tokens of pages."""
-
-    def attend_part(
-        self,
-        query: Float[Array, "T N H"],
-        pools: Pools,
-        batch: AttentionBatch,
-        part: Part,
-        *,
-        page_size: int,
-        value_dim: int,
-        scale: float,
-        decode_only: bool,
-        row_tile: int | None = None,
-    ) -> Float[Array, "T N partial"]:
-        """Return each query token's partial attention; see ``PartAttention.attend_part``."""
         ...
 
 

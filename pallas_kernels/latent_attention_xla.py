@@ -10,7 +10,8 @@ from pallas_kernels.attention_parts import Part
 from pallas_kernels.latent_attention import Pools
 from pallas_kernels.page_writes import as_stored_latents, copy_pool_pages
 from pallas_kernels.paged_attention import AttentionBatch, PoolSpec
-from pallas_kernels.paged_attention_xla import Scoring, attend_grouped
+from pallas_kernels.paged_attention_xla import attend_grouped
+from pallas_kernels.xla_softmax import Scoring
 
 name = "xla"
 writer = None

@@ -19,7 +19,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention_parts import Part
 from pallas_kernels.attention_scores import MASKED
 from pallas_kernels.operation import Comparison, Cost, Tolerance, compare_rows
 from pallas_kernels.paged_attention_cases import BENCHES, CASES, DEVICE_CASES, Case
@@ -33,7 +32,6 @@ __all__ = [
     "Case",
     "Inputs",
     "PagedAttention",
-    "PartAttention",
     "PoolSpec",
     "Prepared",
     "row_tokens",
@@ -179,34 +177,6 @@ class PagedAttention(Protocol):
         With a ``row_tile`` a token's result has the same bits in every batch, in a decode step and in a chunk of any
         length; the query tokens of rows must then come first. ``sinks`` has a logit for each query head: one more term
         of its softmax's denominator, without a value.
-        """
-        ...
-
-
-@runtime_checkable
-class PartAttention(Protocol):
-    """An implementation of ``PagedAttention`` for devices that share the tokens of pages."""
-
-    def attend_part(
-        self,
-        query: Float[Array, "T N H"],
-        pools: tuple[Array, Array],
-        batch: AttentionBatch,
-        part: Part,
-        *,
-        page_size: int,
-        num_kv_heads: int,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
-        decode_only: bool,
-        row_tile: int | None = None,
-    ) -> Float[Array, "T N partial"]:
-        """Return each query token's partial attention over the part of its context that the pools hold; see
-        ``attention_parts``.
-
-        ``page_size`` counts the tokens per page in the pools; lengths in the batch and the window are those of whole
-        contexts. The rest is as in ``PagedAttention.attend``.
         """
         ...
 

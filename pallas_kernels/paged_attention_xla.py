@@ -6,16 +6,15 @@ with a running softmax (online softmax, arXiv:1805.02867): its cost follows the 
 table.
 """
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import page_writes
-from pallas_kernels.attention_parts import Part, as_partial
+from pallas_kernels.attention_parts import Part
 from pallas_kernels.attention_scores import MASKED
 from pallas_kernels.paged_attention import AttentionBatch, PoolSpec, token_contexts
+from pallas_kernels.xla_softmax import Scoring, Seen, Softmax
 
 _SMALL_TILE = 128  # tokens of context that a decode iteration reads
 _LARGE_TILE = 512  # for few rows, whose iterations would otherwise be too short
@@ -29,74 +28,6 @@ _TOKEN_TILE = 8  # query tokens that walk together where results must not depend
 
 Pools = tuple[Float[Array, "P row"], ...]
 """Keys and values, or one pool of latents, whose first features are their values."""
-
-
-class _Softmax(NamedTuple):
-    """A softmax in progress: running maximum, sum and weighted values."""
-
-    maximum: Float[Array, "..."]
-    total: Float[Array, "..."]
-    values: Float[Array, "... V"]
-
-
-class Seen(NamedTuple):
-    """Tokens of the pools that each query sees: from ``first``, which None stands for the first of all, to before
-    ``stop``."""
-
-    first: Int[Array, " R"] | None
-    stop: Int[Array, " R"]
-
-    def mask(self, token: Int[Array, "*shape"]) -> Bool[Array, "R *shape"]:
-        """Return whether each query sees each token."""
-        shape = (-1, *[1] * token.ndim)
-        seen = token < self.stop.reshape(shape)
-        return seen if self.first is None else seen & (token >= self.first.reshape(shape))
-
-
-class Scoring(NamedTuple):
-    """How queries score keys, and what becomes of their softmax.
-
-    Attributes:
-        scale: Factor of the scores.
-        window: Sliding window in tokens, or None.
-        soft_cap: Bound of the scores, or None.
-        value_dim: Features of a value.
-        sinks: Logits of the softmax without values, or None.
-        part: The part of every context that the pools hold, for partial attention; None: they hold all of it.
-    """
-
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    value_dim: int
-    sinks: Float[Array, "K G"] | None = None
-    part: Part | None = None
-
-    def __call__(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
-        scores = products * self.scale
-        return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
-
-    @property
-    def result_dim(self) -> int:
-        """Features of a query's result."""
-        return self.value_dim if self.part is None else self.value_dim + 2
-
-    def before(self, position: Int[Array, "*R"]) -> Int[Array, "*R"]:
-        """Return how many tokens of the pools are before a position."""
-        return position if self.part is None else self.part.tokens_before(position)
-
-    def seen(self, visible: Int[Array, " R"]) -> Seen:
-        """Return the tokens of the pools that queries see, each of which is the last of ``visible`` tokens."""
-        first = None if self.window is None else self.before(jnp.maximum(visible - self.window, 0))
-        return Seen(first, self.before(visible))
-
-    def finish(self, state: _Softmax, sinks: Float[Array, "..."] | None) -> Float[Array, "... result"]:
-        """Return the weighted mean of the values, in which sinks take part as if their values were zero, or partial
-        attention."""
-        if self.part is not None:
-            return as_partial(state.values, state.total, state.maximum)
-        total = state.total if sinks is None else state.total + jnp.exp(sinks - state.maximum)
-        return state.values / jnp.maximum(total, 1e-30)[..., None]
 
 
 name = "xla"
@@ -236,7 +167,7 @@ def _decode(
     def apart(array: Float[Array, "..."]) -> Float[Array, "..."]:
         return array.reshape(num_kv_heads, num_rows, group, *array.shape[3:]).swapaxes(0, 1)
 
-    begun = _Softmax(*(apart(array) for array in state)), shared_tokens
+    begun = Softmax(*(apart(array) for array in state)), shared_tokens
     state = _walk(query, pools, page_table, seen, page_size, scoring, small, small, begun)
     return scoring.finish(state, scoring.sinks)
 
@@ -278,8 +209,8 @@ def _walk(
     scoring: Scoring,
     small: int,
     large: int,
-    begun: tuple[_Softmax, Int[Array, ""]] | None = None,
-) -> _Softmax:
+    begun: tuple[Softmax, Int[Array, ""]] | None = None,
+) -> Softmax:
     """Attend with one query per row. All rows advance together up to the longest context, in large tiles while they
     fit.
 
@@ -295,9 +226,9 @@ def _walk(
     else:
         shape = (num_rows, num_kv_heads, group)
         values = jnp.zeros((*shape, scoring.value_dim), jnp.float32)
-        state = _Softmax(jnp.full(shape, MASKED), jnp.zeros(shape), values)
+        state = Softmax(jnp.full(shape, MASKED), jnp.zeros(shape), values)
 
-    def walk(state: _Softmax, tile: int, start: Int[Array, ""], stop: Int[Array, ""]) -> _Softmax:
+    def walk(state: Softmax, tile: int, start: Int[Array, ""], stop: Int[Array, ""]) -> Softmax:
         def round_(i, state):
             return _decode_tile(state, i, tile, query, pools, page_table, seen, page_size, scoring)
 
@@ -315,7 +246,7 @@ def _walk(
 
 
 def _decode_tile(
-    state: _Softmax,
+    state: Softmax,
     i: Int[Array, ""],
     tile: int,
     query: Float[Array, "R K G H"],
@@ -324,7 +255,7 @@ def _decode_tile(
     seen: Seen,
     page_size: int,
     scoring: Scoring,
-) -> _Softmax:
+) -> Softmax:
     """Return the softmax of every row with ``tile`` more pages of its context."""
     num_rows, num_kv_heads, group, head_dim = query.shape
     keys, values = _read(pools, _table_slice(page_table, i, tile), (num_kv_heads, head_dim, page_size), scoring)
@@ -338,7 +269,7 @@ def _decode_tile(
     weights = jnp.where(is_seen, jnp.exp(scores - maximum[:, None, :, :, None]), 0)
     kept = jnp.exp(state.maximum - maximum)
     added = _dot(weights, values, batched).sum(1)
-    return _Softmax(maximum, state.total * kept + weights.sum((1, 4)), state.values * kept[..., None] + added)
+    return Softmax(maximum, state.total * kept + weights.sum((1, 4)), state.values * kept[..., None] + added)
 
 
 def _prefill(
@@ -391,7 +322,7 @@ def _prefill_tile(
     tokens = tile * page_size
     stacked = query.transpose(1, 2, 0, 3).reshape(num_kv_heads, group * num_queries, head_dim)
     shape = (num_kv_heads, group, num_queries)
-    state = _Softmax(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, width)))
+    state = Softmax(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, width)))
     seen = scoring.seen(first + jnp.arange(num_queries) + 1)
     batched = (((2,), (1,)), ((0,), (0,)))
 
@@ -407,7 +338,7 @@ def _prefill_tile(
         weights = jnp.where(is_seen, jnp.exp(scores - maximum[..., None]), 0)
         kept = jnp.exp(state.maximum - maximum)
         added = _dot(weights.reshape(num_kv_heads, group * num_queries, tokens), values, batched)
-        return _Softmax(
+        return Softmax(
             maximum,
             state.total * kept + weights.sum(-1),
             state.values * kept[..., None] + added.reshape(*shape, width),

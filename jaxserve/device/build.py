@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
-from jaxserve.config_checks import BLOCK_SIZES
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.kernel_choice import choose_kernels, choose_step_truncation
 from jaxserve.device.memory import (
@@ -22,6 +21,7 @@ from jaxserve.device.memory import (
     usable_fraction,
 )
 from jaxserve.device.program import ModelProgram, computes_rows_natively
+from jaxserve.device.token_parts import exchanged_per_token, page_size_of
 from jaxserve.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
@@ -45,8 +45,6 @@ from sharding import (
 )
 from sharding.mesh import Device
 from sharding.plan import bytes_per_device
-
-_PAGE_SIZE = 64
 
 
 def load_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
@@ -201,24 +199,6 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
         expert_layers=module.expert_layers,
         num_experts=module.num_experts,
     )
-
-
-def page_size_of(config: EngineConfig, parallel: Parallel, layout: str) -> int:
-    """Return the tokens per page: by default 64, or the least larger number of which each device that shares them has a
-    multiple of 8.
-
-    Raises:
-        ConfigError: The layout splits the tokens of pages over devices that cannot share them equally.
-    """
-    parts, size = parallel.num_token_parts, config.block_size
-    default = -(-_PAGE_SIZE // (8 * parts)) * 8 * parts
-    if size is not None and size % parts:
-        valid = ", ".join(str(each) for each in BLOCK_SIZES if each % parts == 0)
-        raise ConfigError(
-            f"block_size={size} is not a multiple of the {parts} devices that share the tokens of a page in layout "
-            f"{layout!r}; {f'use one of {valid}' if valid else f'omit it to get pages of {default} tokens'}"
-        )
-    return default if size is None else size
 
 
 def _check_expert_load(config: EngineConfig, module: CausalLM) -> None:
@@ -381,7 +361,7 @@ def _memory_needs(
     return MemoryNeeds(
         weights=weights,
         page=page,
-        temporaries=max_num_batched_tokens * (token * itemsize + 4 * _exchanged(program))
+        temporaries=max_num_batched_tokens * (token * itemsize + exchanged_per_token(program))
         + samples * model.vocab_size * 4 * 4,
         page_size=program.page_size,
         max_model_len=max_model_len,
@@ -392,15 +372,6 @@ def _memory_needs(
             for window in program.kv_layout.windows
         ),
     )
-
-
-def _exchanged(program: ModelProgram) -> int:
-    """Return the numbers per token that devices which share the tokens of pages hold in a layer: queries of all heads,
-    and their partial attention as computed, as sent and as received."""
-    if program.parallel.num_token_parts == 1:
-        return 0
-    specs = program.abstract_model.kv_specs
-    return max(each.num_heads * (each.head_dim + 3 * ((each.value_dim or each.head_dim) + 2)) for each in specs)
 
 
 def _fit_to_memory(

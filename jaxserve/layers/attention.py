@@ -14,8 +14,8 @@ from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Split
 from jaxserve.layers.rows import map_rows
-from pallas_kernels import AttentionBatch, Choice, LatentAttention, PagedAttention, PartAttention, choose
-from pallas_kernels.attention_parts import Part, combine_parts
+from pallas_kernels import AttentionBatch, Choice, LatentAttention, PagedAttention, choose
+from pallas_kernels.attention_parts import Part, PartAttention, combine_parts
 from pallas_kernels.qkv_write import Heads, QkNorms, Rotation, split_heads
 from sharding.collectives import all_gather, all_to_all, axis_index, axis_size
 from sharding.mesh import Device
@@ -77,8 +77,8 @@ class AttentionInputs(NamedTuple):
 class Attention(nnx.Module, ABC):
     """Base class of attention over paged keys and values; subclasses compute the heads.
 
-    A subclass declares its parameters, among them ``out``, the output projection of all heads. ``kv_axis`` is the mesh
-    axis that it splits key/value heads over; where it is None, every device projects all of them.
+    A subclass declares its parameters, among them ``out``, the output projection of all heads. It splits query heads
+    over ``mesh_axis`` and key/value heads over ``kv_axis``; where that is None, every device has all of them.
 
     Args:
         num_heads: N, query heads.

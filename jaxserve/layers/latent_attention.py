@@ -19,7 +19,8 @@ from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Rows, matrix, stack_rows
-from pallas_kernels import AttentionBatch, LatentAttention, LatentPartAttention
+from pallas_kernels import AttentionBatch, LatentAttention
+from pallas_kernels.attention_parts import LatentPartAttention
 from pallas_kernels.qkv_write import Heads, Rotation, apply_rope
 
 _NORM_EPS = 1e-6  # of the latents' norms, whatever the model's other norms have

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams
-from jaxserve.device.build import EnginePlan, page_size_of, plan_engine
+from jaxserve.device.build import EnginePlan, plan_engine
+from jaxserve.device.token_parts import page_size_of
 from jaxserve.layers.parallel import Parallel
 from pallas_kernels import UnsupportedKernelError, native_library
 from sharding import LayoutError, ShardingLayout, get_layout
@@ -136,6 +137,8 @@ def test_the_log_says_which_kernel_attends_and_why(caplog: pytest.LogCaptureFixt
 
 
 def test_a_kernel_without_partial_attention_is_refused_by_name() -> None:
-    message = "no implementation of .*: it has no partial attention, which 2 devices that share the tokens of pages need"
+    message = (
+        "no implementation of .*: it has no partial attention, which 2 devices that share the tokens of pages need"
+    )
     with pytest.raises(UnsupportedKernelError, match=message):
         plan(attention_backend="pallas-interpret", block_size=64)

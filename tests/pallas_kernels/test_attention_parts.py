@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import latent_attention, paged_attention
-from pallas_kernels.attention_parts import Part, combine_parts, unsupported_parts
-from pallas_kernels.paged_attention import AttentionBatch, Case, PartAttention, case_sinks, context_places
+from pallas_kernels.attention_parts import Part, PartAttention, combine_parts, unsupported_parts
+from pallas_kernels.paged_attention import AttentionBatch, Case, case_sinks, context_places
 from pallas_kernels.registry import OPERATIONS, load
 
 OPS = {"paged_attention": paged_attention, "latent_attention": latent_attention}
