@@ -99,6 +99,17 @@ def test_a_prefix_that_rows_share_is_read_once_for_all(operation: str, name: str
     check(operation, name, case, 2, inputs._replace(batch=batch, **dense))
 
 
+@pytest.mark.parametrize("operation", OPS)
+@pytest.mark.parametrize("part", [Part(2, 2), Part(-1, 2)])
+def test_native_kernels_refuse_a_part_of_no_device(operation: str, part: Part) -> None:
+    case = CASES[operation]["edges"]
+    if load(operation, "native").unsupported("cpu", "cpu", "float32") is not None:
+        pytest.skip("needs native kernels")
+    inputs = OPS[operation].make_inputs(case, jax.random.key(1))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="jaxserve_attend.*: shapes or dtypes do not go together"):
+        jax.block_until_ready(attend_part(operation, "native", case, part.num_devices, inputs, part.device))
+
+
 def test_parts_count_their_tokens() -> None:
     """Device r of 3 has positions r, r + 3, ...."""
     positions = np.arange(-2, 12)
