@@ -22,6 +22,7 @@ from jaxserve.device.memory import (
 from jaxserve.device.memory_fit import fit_to_memory, memory_needs
 from jaxserve.device.program import ModelProgram
 from jaxserve.device.stage_choice import choose_stages, count_stages
+from jaxserve.device.token_parts import page_size_of
 from jaxserve.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
@@ -157,8 +158,8 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
         model, Parallel.from_layout(layout, sizes["tensor"], sizes.get(layout.mesh_axis("experts") or ""))
     )
     layout = layout.on(first)
-    page_size = config.block_size or 64
     scope = Scope(parallel=Parallel.on_mesh(layout, first))
+    page_size = page_size_of(config, scope.parallel, layout.name)
     policy, kernel = choose_kernels(config, model, scope, first.devices.flat[0], page_size)
     module = outline(model, dataclasses.replace(scope, policy=policy))
     _check_expert_load(config, module)
@@ -234,9 +235,12 @@ def _make_buckets(
     multiple = program.row_tile or _row_multiple(program.mesh.devices.flat[0], program.policy)
     skips = program.policy.linear == program.kernel.name == "native"
     rows = -(-program.num_slots // num_stages)
+    given = {**(config.compile_sizes or {})}
+    if "decode" in given and max(given["decode"]) <= program.num_slots:
+        given["decode"] = [min(size, rows) for size in given["decode"]]
     sizes = rows, max_num_batched_tokens, needs.table_pages
     shared = program.parallel.parts(program.parallel.residual_axis)
-    return Buckets.make(*sizes, multiple, config.compile_sizes, skips, max_samples, len(needs.windows), shared)
+    return Buckets.make(*sizes, multiple, given, skips, max_samples, len(needs.windows), shared)
 
 
 def _row_multiple(device: Device, policy: DtypePolicy) -> int:
