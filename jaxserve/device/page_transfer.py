@@ -50,8 +50,8 @@ class _Stack(NamedTuple):
 
     @classmethod
     def _of(cls, program: ModelProgram, index: int, kind: PoolKind, count: int) -> "_Stack":
-        num_heads = program.parallel.num_head_parts * kind.num_kv_heads
-        specs = program.kernel.pool_specs(program.num_pages, program.page_size, num_heads, kind.head_dim)
+        num_heads = program.parallel.parts(program.parallel.kv_heads) * kind.num_kv_heads
+        specs = program.kernel.pool_specs(program.num_pages, program.own_page_size, num_heads, kind.head_dim)
         structs = program.abstract_pools(kind, count)
         layers = tuple(
             (layer, table, first // program.pool_pages)
