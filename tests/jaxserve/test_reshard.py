@@ -317,7 +317,7 @@ def test_a_change_that_cannot_be_made_changes_nothing(
         llm.reshard("rows=2")
     with pytest.raises(ConfigError, match="tensor_parallel_size=5 does not divide"):
         llm.reshard("tensor=5")
-    with pytest.raises(LayoutError, match="unknown layout 'sideways'; supported layouts: expert_all_reduce"):
+    with pytest.raises(LayoutError, match="unknown layout 'sideways'; supported layouts: context_parallel, "):
         llm.reshard(layout="sideways")
     with pytest.raises(ConfigError, match="expert_parallel_size=2 needs a model with experts"):
         llm.reshard("expert=2")
