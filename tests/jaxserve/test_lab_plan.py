@@ -89,6 +89,8 @@ WHOLE = [
     *[(tiny_config(num_heads=8, hidden_size=32), layout, 4, 1) for layout in ("tensor_parallel", "split_logits")],
     (tiny_config(num_heads=8, hidden_size=32), "sequence_parallel", 2, 1),
     (gpt2_config(), "sequence_parallel", 4, 1),
+    (tiny_config(num_heads=8, hidden_size=32), "context_parallel", 4, 1),
+    (latent_config(num_heads=8, num_kv_heads=8, hidden_size=32), "context_parallel", 2, 1),
     (SPARSE, "expert_parallel", 4, 1),
     *[(SPARSE, layout, 2, 4) for layout in ("expert_gather", "expert_all_reduce", "expert_all_to_all")],
     (latent_config(num_heads=8, num_kv_heads=8, hidden_size=32), "expert_gather", 2, 2),
@@ -213,6 +215,16 @@ def test_work_of_a_dense_step() -> None:
     assert found.weight_bytes == program.weight_bytes - 27 * 16 * 4
 
 
+def test_devices_that_share_tokens_read_their_part_of_them() -> None:
+    heads, tokens = (StageWork(make_program(tiny_config(), tensor=2, layout=name)) for name in LAYOUTS_OF_PAGES)
+    assert tokens.decode(1, 64, 1).kv_bytes == heads.decode(1, 64, 1).kv_bytes
+    more = [work.decode(1, 64, 1).flops - work.decode(1, 32, 1).flops for work in (heads, tokens)]
+    assert more[0] == more[1]
+
+
+LAYOUTS_OF_PAGES = ("tensor_parallel", "context_parallel")
+
+
 def test_few_tokens_read_few_experts() -> None:
     """A token has 3 of 8 experts; the expectation for many tokens is all."""
     work = StageWork(make_program(SPARSE))
@@ -280,7 +292,7 @@ REFUSED = [
     ({"mesh": "stage=9"}, "pipeline_parallel_size=9 exceeds the 4 layers of LlamaForCausalLM; use 1 to 4"),
     ({"mesh": "rows=2"}, "mesh: expected a size >= 1 for any of data, stage, tensor, expert"),
     ({"mesh": "tensor=2", "hosts": 3}, "hosts=3 does not divide the 2 devices of the mesh; valid: 1, 2"),
-    ({"layout": "wide"}, "unknown layout 'wide'; supported layouts: expert_all_reduce, "),
+    ({"layout": "wide"}, "unknown layout 'wide'; supported layouts: .*expert_all_reduce, "),
     ({"context": 0}, "context: expected an integer >= 1, got 0"),
     ({"dtype": "float8"}, "dtype: expected one of auto, float32, "),
 ]
