@@ -19,6 +19,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.sampling_params import SamplingParams
 
 _LENGTH_FIELDS = ("max_model_len",)
+_COUNT_FIELDS = ("stage_layers",)
 _NO_FLAG = {"seed", "output_kind"}  # --seed sets the engine's; output_kind is the command's choice
 _Part = tuple[Sequence[str], Any]
 _PARTS_HELP = "Flags that take a JSON object also accept single keys: --hf-overrides.rope_theta 1e6"
@@ -151,6 +152,8 @@ def _add_flag(group: Any, name: str, kind: Any, help_: str) -> None:
     literals = [value for one in kinds if typing.get_origin(one) is typing.Literal for value in typing.get_args(one)]
     if name in _LENGTH_FIELDS:
         add(metavar="TOKENS")
+    elif name in _COUNT_FIELDS:
+        add(type=_integers, metavar="N,N,...")
     elif bool in kinds:
         add(action=argparse.BooleanOptionalAction, default=None)
     elif literals:
@@ -181,6 +184,14 @@ def _is_list(kind: Any, item: type) -> bool:
     """Return whether values of this type are lists of ``item``; items of type Any are strings."""
     is_list = typing.get_origin(kind) in (list, tuple, collections.abc.Sequence)
     return is_list and (item in typing.get_args(kind) or (item is str and Any in typing.get_args(kind)))
+
+
+def _integers(text: str) -> list[int]:
+    """Return the numbers of a text such as ``10,11,11``."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected integers such as 10,11,11, got {text!r}") from error
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -34,13 +34,18 @@ class EngineConfig:
         dtype: Element type of the weights; ``auto`` uses the checkpoint's.
         tensor_parallel_size: Number of devices that each layer is split over.
         data_parallel_size: Number of replicas of the model, each with its own KV pages and scheduler.
+        pipeline_parallel_size: Number of stages: consecutive layers that run on devices of their own, with hidden
+            states handed from each to the next. A step in one stage overlaps with other steps in the others.
+        stage_layers: Number of layers of each stage, such as ``[10, 11, 11]``; None divides them so that the largest
+            stage is as small as possible in bytes of weights and in multiplications.
         enable_expert_parallel: Split the experts over the devices of ``tensor_parallel_size``, not the features of each
             expert.
         expert_parallel_size: Number of devices that share the experts of a model, in addition to those of
             ``tensor_parallel_size``, which split the features of each expert. By default they also share the requests:
             each has its own KV pages and up to ``max_num_seqs`` sequences per step, and all run each step together.
-        mesh: Devices along each axis of the mesh, such as ``data=2,tensor=2``, instead of ``data_parallel_size``,
-            ``tensor_parallel_size`` and ``expert_parallel_size``; axes that are not named have one device.
+        mesh: Devices along each axis of the mesh, such as ``data=2,stage=2,tensor=2``, instead of
+            ``data_parallel_size``, ``pipeline_parallel_size``, ``tensor_parallel_size`` and ``expert_parallel_size``;
+            axes that are not named have one device.
         layout: Name of the sharding layout, ``path.py:NAME`` for one that a local Python file defines (the file is
             run), or a ``sharding.ShardingLayout``. ``tensor_parallel`` means ``expert_parallel`` with
             ``enable_expert_parallel``. With ``expert_parallel_size`` it means ``expert_gather``, or
@@ -103,6 +108,8 @@ class EngineConfig:
     dtype: str = "auto"
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    stage_layers: list[int] | None = None
     enable_expert_parallel: bool = False
     expert_parallel_size: int = 1
     mesh: str | None = None

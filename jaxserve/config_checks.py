@@ -49,7 +49,6 @@ NEUTRAL: MappingProxyType[str, tuple[Any, ...]] = MappingProxyType(
         "spec_model": (None,),
         "spec_tokens": (None,),
         "speculative_config": (None,),
-        "pipeline_parallel_size": (1,),
         "distributed_executor_backend": (None, "uni"),
         "enable_chunked_prefill": (None, True),
         "kv_cache_dtype": ("auto",),
@@ -67,6 +66,7 @@ _WHOLE_FIELDS = MappingProxyType(
     {
         "tensor_parallel_size": 1,
         "data_parallel_size": 1,
+        "pipeline_parallel_size": 1,
         "expert_parallel_size": 1,
         "num_gpu_blocks_override": 1,
         "kv_cache_memory_bytes": 1,
@@ -80,7 +80,12 @@ _WHOLE_FIELDS = MappingProxyType(
     }
 )
 MESH_FIELDS = MappingProxyType(
-    {"data": "data_parallel_size", "tensor": "tensor_parallel_size", "expert": "expert_parallel_size"}
+    {
+        "data": "data_parallel_size",
+        "stage": "pipeline_parallel_size",
+        "tensor": "tensor_parallel_size",
+        "expert": "expert_parallel_size",
+    }
 )
 """The setting that each axis of ``mesh`` stands for."""
 
@@ -99,6 +104,7 @@ _TYPED_FIELDS: MappingProxyType[str, type] = MappingProxyType(
         "enable_prefix_caching": bool,
         "deterministic": bool,
         "warm_up": bool,
+        "stage_layers": list,
         "logits_processors": list,
         "hf_overrides": dict,
         "compile_sizes": dict,
@@ -145,6 +151,10 @@ def check_settings(values: Mapping[str, Any], optional: frozenset[str]) -> dict[
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:
+    if values["stage_layers"] == []:
+        raise ConfigError("stage_layers: expected the number of layers of each stage, got an empty list")
+    for i, count in enumerate(values["stage_layers"] or ()):
+        _check_whole(f"stage_layers[{i}]", count, 1)
     size = values["block_size"]
     if size is not None and (type(size) is not int or size not in BLOCK_SIZES):
         raise ConfigError(f"block_size: expected 8, 16, 32, 64 or 128 tokens, got {size!r}")

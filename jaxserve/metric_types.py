@@ -21,6 +21,8 @@ HELP = MappingProxyType(
         "corrupted_requests": "Number of requests that failed because of NaN logits.",
         "steps": "Steps launched.",
         "decode_rows": "Number of rows of those steps that decoded one token.",
+        "stage_ticks": "Number of pipeline stages times the number of ticks in which they moved on by one step.",
+        "idle_stage_ticks": "Number of these in which a stage had no work despite a runnable sequence per stage.",
         "expert_tokens": "Number of tokens routed to an expert, by group of layers.",
         "request_success": "Number of finished samples, by finish reason.",
         "time_to_first_token_seconds": "Seconds from a request's arrival to its first token.",

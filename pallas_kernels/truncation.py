@@ -43,6 +43,40 @@ class Truncation(Protocol):
         ...
 
 
+@runtime_checkable
+class Parts(Protocol):
+    """Combines what devices found in rows of which each device has a part of the scores."""
+
+    def width(self, part_width: int) -> int:
+        """Return the number of scores of a whole row."""
+        ...
+
+    def total(self, found: Float[Array, " R"]) -> Float[Array, " R"]:
+        """Return the sum over the devices."""
+        ...
+
+    def candidates(self, top: Float[Array, "R part"], count: int) -> Float[Array, "R top"]:
+        """Return the largest ``count`` scores of whole rows, in order, from as many of each part."""
+        ...
+
+
+class WholeRows:
+    """The ``Parts`` of a device that has whole rows."""
+
+    def width(self, part_width: int) -> int:
+        """Return the same number."""
+        return part_width
+
+    def total(self, found: Float[Array, " R"]) -> Float[Array, " R"]:
+        """Return what the device found."""
+        return found
+
+    def candidates(self, top: Float[Array, "R part"], count: int) -> Float[Array, "R top"]:
+        """Return the device's scores."""
+        del count
+        return top
+
+
 def min_p_floor(best: Float[Array, " R"], min_p: Float[Array, " R"]) -> Float[Array, " R"]:
     """Return the lowest score that min-p keeps, where ``best`` is a row's largest."""
     return jnp.where(min_p > 0, best + jnp.log(jnp.maximum(min_p, 1e-30)), LOWEST)

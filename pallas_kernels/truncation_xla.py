@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.truncation import from_order, min_p_floor, to_order
+from pallas_kernels.truncation import Parts, WholeRows, from_order, min_p_floor, to_order
 
 _NUM_CANDIDATES = 1024
 
@@ -26,20 +26,42 @@ def floor(
     scores: Float[Array, "R V"], top_k: Int[Array, " R"], top_p: Float[Array, " R"], min_p: Float[Array, " R"]
 ) -> Float[Array, " R"]:
     """Return the lowest score each row keeps; see ``Truncation.floor``."""
-    best = scores.max(1)
+    return floor_of_parts(scores, scores.max(1), top_k, top_p, min_p, WholeRows())
+
+
+def floor_of_parts(
+    scores: Float[Array, "R V"],
+    best: Float[Array, " R"],
+    top_k: Int[Array, " R"],
+    top_p: Float[Array, " R"],
+    min_p: Float[Array, " R"],
+    parts: Parts,
+) -> Float[Array, " R"]:
+    """Return the lowest score each row keeps, where each device has a part of its scores.
+
+    Args:
+        scores: The device's scores.
+        best: Largest score of each whole row.
+        top_k: See ``Truncation.floor``.
+        top_p: See ``Truncation.floor``.
+        min_p: See ``Truncation.floor``.
+        parts: Combines what the devices find.
+    """
     weights = jnp.exp(scores - best[:, None])
     lowest = min_p_floor(best, min_p)
     first, last = jnp.where((top_k > 0).any(), 0, 1), jnp.where((top_p < 1).any(), 2, 1)
 
     def cut() -> Float[Array, " R"]:
-        candidates = lax.top_k(scores, min(_NUM_CANDIDATES, scores.shape[1]))[0]
+        width = scores.shape[1]
+        top = lax.top_k(scores, min(_NUM_CANDIDATES, width))[0]
+        candidates = parts.candidates(top, min(_NUM_CANDIDATES, parts.width(width)))
         candidate_weights = jnp.exp(candidates - best[:, None])
 
         def phase(i: Int[Array, ""], floor: Float[Array, " R"]) -> Float[Array, " R"]:
             is_top_p = i == 1
-            parts = jnp.where(is_top_p, weights, 1.0), jnp.where(is_top_p, candidate_weights, 1.0)
+            counted = jnp.where(is_top_p, weights, 1.0), jnp.where(is_top_p, candidate_weights, 1.0)
             share = jnp.where(is_top_p, top_p, jnp.where(top_k > 0, top_k, jnp.inf))
-            return _raised(floor, (scores, parts[0]), (candidates, parts[1]), share, is_top_p)
+            return _raised(floor, (scores, counted[0]), (candidates, counted[1]), share, is_top_p, parts)
 
         return lax.fori_loop(first, last, phase, lowest)
 
@@ -52,6 +74,7 @@ def _raised(
     candidates: tuple[Float[Array, "R C"], Float[Array, "R C"]],
     wanted: Float[Array, " R"],
     is_share: Bool[Array, ""],
+    parts: Parts,
 ) -> Float[Array, " R"]:
     """Return the score at which the weights from the largest down reach ``wanted``, at least the floor.
 
@@ -61,29 +84,29 @@ def _raised(
         candidates: The largest scores in order, and their weights.
         wanted: Weight to reach; with ``is_share``, a fraction of the total weight.
         is_share: Whether ``wanted`` is a fraction.
+        parts: Combines the masses of the devices' tokens.
     """
     scores, weights = tokens
 
-    def reaches(threshold: Float[Array, " R"]) -> Bool[Array, " R"]:
-        return _mass(scores, weights, jnp.maximum(threshold, floor)) >= wanted
+    def mass_from(lowest: Float[Array, " R"]) -> Float[Array, " R"]:
+        return parts.total(jnp.where(scores >= lowest[:, None], weights, 0.0).sum(1))
 
-    mass = _mass(scores, weights, floor)
+    def reaches(threshold: Float[Array, " R"]) -> Bool[Array, " R"]:
+        return mass_from(jnp.maximum(threshold, floor)) >= wanted
+
+    mass = mass_from(floor)
     wanted = jnp.where(is_share, wanted * mass, wanted)
     cumulative = jnp.cumsum(jnp.where(candidates[0] >= floor[:, None], candidates[1], 0.0), axis=1)
     num_short = (cumulative < wanted[:, None]).sum(1)
     count = candidates[0].shape[1]
     found = jnp.take_along_axis(candidates[0], jnp.minimum(num_short, count - 1)[:, None], axis=1)[:, 0]
     is_cut = wanted < mass
-    if count < scores.shape[1]:
+    if count < parts.width(scores.shape[1]):
         is_wide = is_cut & (num_short >= count)
         found = lax.cond(
             is_wide.any(), lambda: jnp.where(is_wide, _largest_threshold(reaches, floor.shape[0]), found), lambda: found
         )
     return jnp.where(is_cut, jnp.maximum(floor, found), floor)
-
-
-def _mass(scores: Float[Array, "R V"], weights: Float[Array, "R V"], floor: Float[Array, " R"]) -> Float[Array, " R"]:
-    return jnp.where(scores >= floor[:, None], weights, 0.0).sum(1)
 
 
 def _largest_threshold(reaches: Callable[[Float[Array, " R"]], Bool[Array, " R"]], num_rows: int) -> Float[Array, " R"]:

@@ -2,7 +2,7 @@
 
 from sharding.axes import LOGICAL_AXES, MESH_AXES
 from sharding.layout import LayoutError, ShardingLayout, stacked
-from sharding.mesh import MeshError, MeshShape, data_slices, ensure_cpu_devices, make_mesh
+from sharding.mesh import MeshError, MeshShape, data_slices, ensure_cpu_devices, make_mesh, stage_slices
 from sharding.registry import LAYOUTS, get_layout
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "ensure_cpu_devices",
     "get_layout",
     "make_mesh",
+    "stage_slices",
     "stacked",
 ]

@@ -10,7 +10,7 @@ def all_reduce(x: Float[Array, "..."], axis: str | tuple[str, ...] | None) -> Fl
     return lax.psum(x, axis) if axis else x
 
 
-def all_max(x: Int[Array, "..."], axis: str | tuple[str, ...] | None) -> Int[Array, "..."]:
+def all_max(x: Shaped[Array, "..."], axis: str | tuple[str, ...] | None) -> Shaped[Array, "..."]:
     """Return the largest ``x`` of the devices along a mesh axis, or along several."""
     return lax.pmax(x, axis) if axis else x
 
@@ -23,6 +23,14 @@ def all_gather(x: Shaped[Array, "..."], axis: str | None, dimension: int) -> Sha
 def reduce_scatter(x: Float[Array, "..."], axis: str | None, dimension: int) -> Float[Array, "..."]:
     """Return this device's part, along ``dimension``, of the sum of ``x`` over the devices along a mesh axis."""
     return x if axis is None else lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
+
+
+def own_part(x: Shaped[Array, "..."], axis: str | None, dimension: int) -> Shaped[Array, "..."]:
+    """Return this device's part, along ``dimension``, of an array that all devices along a mesh axis have."""
+    if axis is None:
+        return x
+    size = x.shape[dimension] // axis_size(axis)
+    return lax.dynamic_slice_in_dim(x, axis_index(axis) * size, size, dimension)
 
 
 def all_to_all(x: Shaped[Array, "..."], axis: str | None) -> Shaped[Array, "..."]:

@@ -108,6 +108,12 @@ class ShardingLayout:
         heads = self.rules.get("q_heads")
         return heads if heads == self.rules.get("ffn") else None
 
+    @property
+    def residual_axis(self) -> str | None:
+        """The mesh axis of the devices that share the hidden states between blocks; None: every device has those of all
+        its rows."""
+        return self.block_axis if self.residual == "tokens" else None
+
     def mesh_axis(self, logical: str) -> str | None:
         """Return the mesh axis that a logical axis is split over, or None."""
         if logical not in LOGICAL_AXES:

@@ -1,4 +1,4 @@
-"""The named device mesh, its data slices, and virtual CPU devices for testing layouts."""
+"""The named device mesh, its slices along ``data`` and ``stage``, and virtual CPU devices for testing layouts."""
 
 import dataclasses
 import os
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from sharding.axes import MESH_AXES
+from sharding.axes import MESH_AXES, MeshAxis
 
 Device = Any  # jax.Device, which type checkers treat as a variable
 
@@ -32,8 +32,6 @@ class MeshShape:
             size = getattr(self, axis)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise MeshError(f"mesh axis {axis!r}: expected an integer >= 1, got {size!r}")
-        if self.stage > 1:
-            raise MeshError(f"mesh axis 'stage': got size {self.stage}, but only size 1 is supported so far")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -90,10 +88,18 @@ def make_mesh(shape: MeshShape, devices: list[Device] | None = None) -> Mesh:
 
 def data_slices(mesh: Mesh) -> list[Mesh]:
     """Return one sub-mesh per index along ``data``, each with all four axes (``data`` of size 1)."""
-    return [
-        Mesh(mesh.devices[i : i + 1], MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-        for i in range(mesh.devices.shape[0])
-    ]
+    return _slices(mesh, "data")
+
+
+def stage_slices(mesh: Mesh) -> list[Mesh]:
+    """Return one sub-mesh per index along ``stage``, each with all four axes (``stage`` of size 1)."""
+    return _slices(mesh, "stage")
+
+
+def _slices(mesh: Mesh, axis: MeshAxis) -> list[Mesh]:
+    devices, dimension = mesh.devices, MESH_AXES.index(axis)
+    parts = np.split(devices, devices.shape[dimension], dimension)
+    return [Mesh(part, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)) for part in parts]
 
 
 def _configured_cpu_devices() -> int:

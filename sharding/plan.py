@@ -58,7 +58,8 @@ def stated_collectives(
 ) -> dict[str, int]:
     """Return the number of collectives of each kind in one step, as the layout states them.
 
-    Norms over all heads at once, loops over tiles of rows, and prompt logprobs add to these.
+    Norms over all heads at once, loops over tiles of rows, and prompt logprobs add to these. Steps with few tokens do
+    not split hidden states, whatever ``layout.residual`` is; their layout is that of ``ModelProgram.for_shape``.
 
     Args:
         layout: Layout, resolved on the mesh.
@@ -69,23 +70,52 @@ def stated_collectives(
     """
     splits = {logical: layout.mesh_axis(logical) is not None for logical in layout.rules}
     counts: collections.Counter[str] = collections.Counter()
-    counts["all-reduce"] += num_layers * splits.get("q_heads", False) + splits.get("vocab", False)
-    counts["all-reduce"] += (num_layers - num_sparse) * splits.get("ffn", False)
-    counts["all-gather"] += splits.get("vocab", False) + num_layers * splits.get("tokens", False)
+    has_all_rows = layout.residual_axis is None
+    summed = "all-reduce" if has_all_rows else "reduce-scatter"
+    counts[summed] += num_layers * splits.get("q_heads", False) + splits.get("vocab", False)
+    counts[summed] += (num_layers - num_sparse) * splits.get("ffn", False)
+    counts["all-gather"] += splits.get("vocab", False) and layout.logits == "gathered"
+    counts["all-gather"] += 0 if has_all_rows else 2 * num_layers + 1
+    counts["all-gather"] += num_layers * splits.get("tokens", False)
     counts["all-to-all"] += num_layers * splits.get("tokens", False)
     for kind, count in _expert_collectives(layout, has_fallback).items():
         counts[kind] += num_sparse * count
     return {kind: count for kind, count in counts.items() if count}
 
 
+def stated_sampling(layout: ShardingLayout, variant: str, *, has_processors: bool = False) -> dict[str, int]:
+    """Return the number of collectives of each kind that sample a step's tokens, as the layout states them.
+
+    Those of the search for the last token that top-k or top-p keeps are counted once, though they run for neither, one
+    or both of them; its 32 rounds run only where that token is not among the 1,024 most likely ones.
+
+    Args:
+        layout: Layout, resolved on the mesh.
+        variant: ``greedy``, ``sampled`` or ``full``.
+        has_processors: Whether logits processors need whole rows.
+    """
+    if layout.logits == "gathered":
+        return {}
+    counts = collections.Counter({"all-gather": 1})  # each device's most likely token
+    if variant != "greedy":  # the largest score and a block's weights; the blocks' sums, candidates, and masses
+        counts.update({"all-reduce": 2, "all-gather": 1 + 1 + 1 + 32})
+    if variant == "full":  # the tokens' scores, and the largest; ranks, alternatives, and the sum of all
+        counts.update({"all-reduce": 2, "all-gather": 3 + has_processors})
+    return dict(counts)
+
+
 def _expert_collectives(layout: ShardingLayout, has_fallback: bool) -> dict[str, int]:
     """Return the collectives of one layer of experts."""
-    features = int(layout.mesh_axis("expert_ffn") is not None)
+    features, experts = layout.mesh_axis("expert_ffn"), layout.mesh_axis("experts")
+    axes = {features, experts} if layout.dispatch == "all_reduce" else {features}
+    axes -= {None}
+    scattered = layout.residual_axis in axes
+    counts = collections.Counter({"all-reduce": int(bool(axes - {layout.residual_axis})), "reduce-scatter": scattered})
     if layout.dispatch == "gather":
-        return {"all-gather": 2, "reduce-scatter": 1, "all-reduce": features}
-    if layout.dispatch == "all_to_all":
-        return {"all-to-all": 6 if has_fallback else 3, "all-reduce": features + has_fallback}
-    return {"all-reduce": int(features or layout.mesh_axis("experts") is not None)}
+        counts.update({"all-gather": 2, "reduce-scatter": 1})
+    elif layout.dispatch == "all_to_all":
+        counts.update({"all-to-all": 6 if has_fallback else 3, "all-reduce": has_fallback})
+    return counts
 
 
 def bytes_per_device(shape: tuple[int, ...], itemsize: int, sharding: jax.sharding.Sharding) -> int:

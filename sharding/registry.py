@@ -14,6 +14,8 @@ LAYOUTS = {
     "expert_parallel": "sharding.layouts.expert_parallel",
     "replicated": "sharding.layouts.replicated",
     "replicated_attention": "sharding.layouts.replicated_attention",
+    "sequence_parallel": "sharding.layouts.sequence_parallel",
+    "split_logits": "sharding.layouts.split_logits",
     "tensor_parallel": "sharding.layouts.tensor_parallel",
 }
 

@@ -89,6 +89,7 @@ class FakeReplica:
         allocator = type("Allocator", (), {"usage": 0.25})
 
     schedulers, num_steps, num_decode_rows = (Scheduler,), 7, 9
+    num_stage_ticks, num_idle_stage_ticks = 14, 1
 
 
 def engine_numbers() -> list[Metric]:

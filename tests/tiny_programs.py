@@ -16,6 +16,7 @@ from jaxserve.layers.sparse_mlp import ClampedSwiGLU
 from jaxserve.models.abstract import AbstractModel, LogicalParam, outline
 from jaxserve.models.decoder import DecoderConfig
 from jaxserve.models.deepseek_v2 import DeepseekConfig
+from jaxserve.models.gpt2 import GPT2Config
 from jaxserve.models.gpt_oss import GptOssConfig
 from jaxserve.models.sparse_decoder import SparseConfig
 from jaxserve.sampling.sampler import select_truncation
@@ -94,6 +95,25 @@ def gpt_oss_config(**changes: Any) -> GptOssConfig:
     fields |= {"architecture": "GptOssForCausalLM", "out_bias": True, "sparse_layers": (True,) * NUM_LAYERS}
     fields |= {"shared_ffn_size": 0, "routing": Routing(num_experts=8, experts_per_token=3, is_normalized=True)}
     return GptOssConfig(**{**fields, "gating": ClampedSwiGLU(alpha=1.702, limit=7.0), **changes})
+
+
+def gpt2_config() -> GPT2Config:
+    """The same sizes with learned positions, layer norms and biases."""
+    return GPT2Config(
+        architecture="GPT2LMHeadModel",
+        vocab_size=53,
+        hidden_size=16,
+        num_layers=NUM_LAYERS,
+        num_heads=4,
+        ffn_size=24,
+        norm_eps=1e-5,
+        max_positions=64,
+        rope=None,
+        activation="gelu",
+        tie_embeddings=True,
+        is_scaled=True,
+        is_scaled_by_layer=False,
+    )
 
 
 def make_program(

@@ -27,12 +27,12 @@ class ParallelLayer(RMSNormLayer):
     def has_fused_norms(self) -> bool:
         return self.attention.has_fused_norms
 
-    def projected(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
-        return self.attention.project(x, norm=self.attention_norm, num_rows=num_rows)
+    def projected(self, x: Float[Array, "rows D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
+        return self.attention.project_input(x, norm=self.attention_norm, num_rows=num_rows)
 
     def after_attention(
-        self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
-    ) -> Float[Array, "T D"]:
+        self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
+    ) -> Float[Array, "rows D"]:
         branch = self.mlp(x, norm=self.mlp_norm, residual=x, num_rows=num_rows)
         return self.attention.output(attended, residual=branch, num_rows=num_rows)
 

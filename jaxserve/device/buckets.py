@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 
 from jaxserve.device.step_batch import BatchShape
@@ -22,7 +23,7 @@ class Buckets:
         mixed_tokens: Query tokens of each mixed shape, ascending.
         max_num_seqs: Most rows per step.
         table_pages: M, pages of the longest context.
-        multiple: Rows and tokens of every shape are a multiple of this.
+        multiple: Rows and tokens of every shape are a multiple of this; tokens of mixed shapes may be one of more.
         max_samples: Most samples per row of a mixed step: one plus the number of drafts.
         num_tables: Number of page tables per row.
     """
@@ -46,27 +47,32 @@ class Buckets:
         skips_padding: bool = False,
         max_samples: int = 1,
         num_tables: int = 1,
+        token_multiple: int = 1,
     ) -> "Buckets":
         """Create buckets from ``compile_sizes``, with default sizes for a kind of step that it leaves out.
 
         Default sizes are powers of two. Mixed shapes from 64 tokens on also have the sizes halfway between, so that at
         most a third of a step is padding. Decode shapes have them from 16 rows on if ``max_num_seqs`` is at most 64;
         this keeps the number of programs below 40. If kernels skip padding (``skips_padding``), the sizes are the
-        largest one, an eighth of it, and so on.
+        largest one, an eighth of it, and so on. All sizes are rounded up to multiples of ``multiple``, those of mixed
+        shapes also to multiples of ``token_multiple``, the number of devices that share the tokens of a step.
 
         Raises:
             ConfigError: A size in ``compile_sizes`` is larger than any step, or no mixed size holds the largest step.
         """
         given = compile_sizes or {}
-        _check_given(given, max_num_seqs, max_num_batched_tokens, multiple)
+        multiples = {"decode": multiple, "mixed": math.lcm(multiple, token_multiple)}
+        _check_given(given, max_num_seqs, max_num_batched_tokens, multiples)
         if skips_padding:
             defaults = _eighths(_FEWEST_ROWS, max_num_seqs), _eighths(_FEWEST_TOKENS, max_num_batched_tokens)
         else:
             few_from = 16 if max_num_seqs <= _FEW_ROWS else max_num_seqs
             smallest = min(_SMALLEST_MIXED, max_num_batched_tokens)
             defaults = _ladder(1, max_num_seqs, few_from), _ladder(smallest, max_num_batched_tokens, 64)
-        decode, mixed = (given.get(kind) or sizes for kind, sizes in zip(("decode", "mixed"), defaults, strict=True))
-        decode, mixed = (tuple(sorted({_round_up(size, multiple) for size in sizes})) for sizes in (decode, mixed))
+        decode, mixed = (
+            tuple(sorted({_round_up(size, to) for size in given.get(kind) or sizes}))
+            for (kind, to), sizes in zip(multiples.items(), defaults, strict=True)
+        )
         return cls(decode, mixed, max_num_seqs, table_pages, multiple, max_samples, num_tables)
 
     def shapes(self) -> list[BatchShape]:
@@ -108,9 +114,12 @@ class Buckets:
 
 
 def _check_given(
-    given: Mapping[str, Sequence[int]], max_num_seqs: int, max_num_batched_tokens: int, multiple: int
+    given: Mapping[str, Sequence[int]],
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    multiples: Mapping[str, int],
 ) -> None:
-    """Check ``compile_sizes`` against the largest steps; the message has sizes before rounding to ``multiple``."""
+    """Check ``compile_sizes`` against the largest steps; the message has sizes before rounding to ``multiples``."""
     limits = {"decode": ("max_num_seqs", max_num_seqs), "mixed": ("max_num_batched_tokens", max_num_batched_tokens)}
     for kind, sizes in given.items():
         setting, limit = limits[kind]
@@ -121,7 +130,7 @@ def _check_given(
                 f"compile_sizes.{kind}: expected sizes up to {stated}, got {largest}, which no step would use; "
                 f"remove it from the list or raise {setting}"
             )
-        if kind == "mixed" and _round_up(largest, multiple) < _round_up(limit, multiple):
+        if kind == "mixed" and _round_up(largest, multiples[kind]) < _round_up(limit, multiples[kind]):
             raise ConfigError(
                 f"compile_sizes.mixed: the largest size must hold a step of {stated}, got {sorted(sizes)}; "
                 f"add {limit} to the list or lower {setting} to {largest}"

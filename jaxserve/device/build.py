@@ -8,43 +8,37 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
 from jaxserve.device.buckets import Buckets
+from jaxserve.device.determinism import choose_row_tile
 from jaxserve.device.kernel_choice import choose_kernels, choose_step_truncation
+from jaxserve.device.layout_choice import choose_layout
 from jaxserve.device.memory import (
     MemoryNeeds,
     device_memory_bytes,
-    plan_pages,
     set_gpu_memory_fraction,
-    usable_fraction,
 )
-from jaxserve.device.program import ModelProgram, computes_rows_natively
-from jaxserve.device.token_parts import exchanged_per_token, page_size_of
+from jaxserve.device.memory_fit import fit_to_memory, memory_needs
+from jaxserve.device.program import ModelProgram
+from jaxserve.device.stage_choice import choose_stages, count_stages
+from jaxserve.device.token_parts import page_size_of
 from jaxserve.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
-from jaxserve.layers.rows import ROW_TILE
 from jaxserve.models.abstract import check_tensor_size, outline
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.loading import find_model_directory, load_weights, read_model_config
-from jaxserve.models.sparse_decoder import SparseConfig
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
-from jaxserve.scheduling.page_allocator import KVWindow
 from pallas_kernels.native_library import set_threads
 from sharding import (
-    LAYOUTS,
-    LayoutError,
     MeshShape,
-    ShardingLayout,
     data_slices,
     ensure_cpu_devices,
-    get_layout,
     make_mesh,
+    stage_slices,
 )
 from sharding.mesh import Device
-from sharding.plan import bytes_per_device
 
 
 def load_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
@@ -77,9 +71,6 @@ def _import(name: str) -> Any:
 
 logger = logging.getLogger(__name__)
 
-STEPS_IN_FLIGHT = 2
-"""Steps in flight with async scheduling."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnginePlan:
@@ -88,7 +79,8 @@ class EnginePlan:
     Attributes:
         directory: Directory of the checkpoint.
         config: Configuration of the model.
-        programs: One program per data slice; they differ only in their devices.
+        programs: One program per data slice and stage: those of a slice's stages one after the other. Slices differ
+            only in their devices.
         buckets: Batch shapes to compile.
         needs: Memory needs per device.
         max_model_len: Maximum context length in tokens.
@@ -96,6 +88,7 @@ class EnginePlan:
         max_num_batched_tokens: Most query tokens per step and lane.
         expert_layers: Indices of the layers with experts.
         num_experts: Number of experts of each; 0 for a dense model.
+        num_stages: Number of pipeline stages.
     """
 
     directory: Path
@@ -108,18 +101,32 @@ class EnginePlan:
     max_num_batched_tokens: int
     expert_layers: tuple[int, ...] = ()
     num_experts: int = 0
+    num_stages: int = 1
+
+    @property
+    def replicas(self) -> list[list[ModelProgram]]:
+        """The programs of the stages of each data slice."""
+        return [
+            self.programs[start : start + self.num_stages] for start in range(0, len(self.programs), self.num_stages)
+        ]
 
     @property
     def num_lanes(self) -> int:
         """Number of lanes of all data slices."""
-        return len(self.programs) * self.programs[0].num_lanes
+        return len(self.replicas) * self.programs[0].num_lanes
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices."""
+        return sum(program.mesh.devices.size for program in self.programs)
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
-        """Devices along each mesh axis; ``expert`` is omitted if it has one."""
+        """Devices along each mesh axis; ``stage`` and ``expert`` are omitted if they have one."""
         mesh = self.programs[0].mesh.shape
-        sizes = {"data": len(self.programs), "tensor": mesh["tensor"], "expert": mesh["expert"]}
-        return {axis: size for axis, size in sizes.items() if size > 1 or axis != "expert"}
+        sizes = {"data": len(self.replicas), "stage": self.num_stages}
+        sizes |= {"tensor": mesh["tensor"], "expert": mesh["expert"]}
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis in ("data", "tensor")}
 
 
 def find_model(config: EngineConfig) -> Path:
@@ -140,25 +147,23 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     if config.num_threads is not None:
         set_threads(config.num_threads)
     sizes = {"tensor": config.tensor_parallel_size, "expert": config.expert_parallel_size}
-    mesh_shape = MeshShape(data=config.data_parallel_size, **sizes)
-    layout = _choose_layout(config, model)
+    num_stages = count_stages(config, model)
+    mesh_shape = MeshShape(data=config.data_parallel_size, stage=num_stages, **sizes)
+    layout = choose_layout(config, model)
     ensure_cpu_devices(mesh_shape.num_devices)
-    mesh = make_mesh(mesh_shape)
-    device = mesh.devices.flat[0]
+    meshes = [stage for slice_ in data_slices(make_mesh(mesh_shape)) for stage in stage_slices(slice_)]
+    first = meshes[0]
+    device = first.devices.flat[0]
     check_tensor_size(
         model, Parallel.from_layout(layout, sizes["tensor"], sizes.get(layout.mesh_axis("experts") or ""))
     )
-    first, *others = data_slices(mesh)
     layout = layout.on(first)
     scope = Scope(parallel=Parallel.on_mesh(layout, first))
     page_size = page_size_of(config, scope.parallel, layout.name)
     policy, kernel = choose_kernels(config, model, scope, first.devices.flat[0], page_size)
     module = outline(model, dataclasses.replace(scope, policy=policy))
     _check_expert_load(config, module)
-    is_invariant = computes_rows_natively(module.has_fused_norms, policy, kernel)
-    is_invariant &= scope.parallel.dispatch != "gather"  # whose devices add a row's parts in an order of their own
-    is_deterministic = is_invariant if config.deterministic is None else config.deterministic
-    _log_determinism(config, is_deterministic, is_invariant)
+    row_tile = choose_row_tile(config, module, policy, kernel, scope.parallel)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     max_model_len = _max_model_len(config, model)
     program = ModelProgram(
@@ -171,11 +176,11 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
         num_pages=1,
         num_slots=max_num_seqs,
         max_model_len=max_model_len,
-        row_tile=ROW_TILE if is_deterministic else None,
+        row_tile=row_tile,
         max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         logprobs_mode=config.logprobs_mode,
         processors=load_processors(config.logits_processors or []),
-        truncation=choose_step_truncation(device, config.kernels or config.attention_backend),
+        truncation=choose_step_truncation(device, config.kernels or config.attention_backend, scope.parallel),
         counts_expert_tokens=config.expert_load_metrics > 0,
     )
     if config.tensor_parallel_size > 1 and program.parallel.size == 1:
@@ -184,20 +189,25 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
             f"{config.tensor_parallel_size}"
         )
     max_samples = 1 + max_draft_tokens
-    needs = _memory_needs(program, max_model_len, max_num_batched_tokens, max_samples)
-    needs, num_pages = _fit_to_memory(config, needs, device, mesh.devices.size)
-    programs = [dataclasses.replace(program, mesh=slice_, num_pages=num_pages) for slice_ in (first, *others)]
+    programs = [dataclasses.replace(program, stage=stage) for stage in choose_stages(config, program, num_stages)]
+    each = [memory_needs(stage, max_num_batched_tokens, max_samples, num_stages) for stage in programs]
+    needs, num_pages = fit_to_memory(config, each, device, len(meshes) * first.devices.size)
+    programs = [
+        dataclasses.replace(stage, mesh=mesh, num_pages=num_pages)
+        for mesh, stage in zip(meshes, programs * config.data_parallel_size, strict=True)
+    ]
     return EnginePlan(
         directory=directory,
         config=model,
         programs=programs,
-        buckets=_make_buckets(config, program, needs, max_num_batched_tokens, max_samples),
+        buckets=_make_buckets(config, program, needs, max_num_batched_tokens, max_samples, num_stages),
         needs=needs,
         max_model_len=needs.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         expert_layers=module.expert_layers,
         num_experts=module.num_experts,
+        num_stages=num_stages,
     )
 
 
@@ -213,13 +223,24 @@ def _check_expert_load(config: EngineConfig, module: CausalLM) -> None:
 
 
 def _make_buckets(
-    config: EngineConfig, program: ModelProgram, needs: MemoryNeeds, max_num_batched_tokens: int, max_samples: int
+    config: EngineConfig,
+    program: ModelProgram,
+    needs: MemoryNeeds,
+    max_num_batched_tokens: int,
+    max_samples: int,
+    num_stages: int,
 ) -> Buckets:
-    """Return the batch shapes for the planned memory."""
+    """Return the batch shapes for the planned memory; the sequences are divided over as many steps as there are
+    stages."""
     multiple = program.row_tile or _row_multiple(program.mesh.devices.flat[0], program.policy)
     skips = program.policy.linear == program.kernel.name == "native"
-    sizes = program.num_slots, max_num_batched_tokens, needs.table_pages
-    return Buckets.make(*sizes, multiple, config.compile_sizes, skips, max_samples, len(needs.windows))
+    rows = -(-program.num_slots // num_stages)
+    given = {**(config.compile_sizes or {})}
+    if "decode" in given and max(given["decode"]) <= program.num_slots:
+        given["decode"] = [min(size, rows) for size in given["decode"]]
+    sizes = rows, max_num_batched_tokens, needs.table_pages
+    shared = program.parallel.parts(program.parallel.residual_axis)
+    return Buckets.make(*sizes, multiple, given, skips, max_samples, len(needs.windows), shared)
 
 
 def _row_multiple(device: Device, policy: DtypePolicy) -> int:
@@ -232,90 +253,14 @@ def _row_multiple(device: Device, policy: DtypePolicy) -> int:
     return 1 if device.platform == "cpu" and is_fast else 2
 
 
-def _log_determinism(config: EngineConfig, is_deterministic: bool, is_invariant: bool) -> None:
-    if not is_deterministic:
-        why = "deterministic=False" if config.deterministic is not None else "XLA's sums depend on a step's shape"
-        logger.info("Results are not batch-invariant: their last bits may depend on the batch (%s)", why)
-        return
-    how = "native kernels compute each row separately" if is_invariant else f"rows are computed in tiles of {ROW_TILE}"
-    logger.info("Results are batch-invariant: %s", how)
-
-
 def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...]:
     """Load a model's parameters onto the devices of a program, packed for its steps.
 
     Raises:
         CheckpointError: A file or tensor is missing, damaged, unexpected or of the wrong shape.
     """
-    params = load_weights(plan.directory, program.abstract_model)
+    params = load_weights(plan.directory, program.abstract_model, is_whole=program.stage is None)
     return program.packing.pack(params)
-
-
-def _choose_layout(config: EngineConfig, model: ModelConfig) -> ShardingLayout:
-    """Return the layout that the settings name, or the one that expert parallelism means.
-
-    Raises:
-        ConfigError: Expert parallelism is requested with a layout that does not split experts over its axis, or for a
-            model without experts.
-        LayoutError: The layout is unknown, or contradicts itself.
-    """
-    layout = config.layout
-    if not isinstance(layout, str | ShardingLayout):
-        raise ConfigError(f"layout: expected a name, path.py:NAME or a ShardingLayout, got {layout!r}")
-    layout = get_layout(layout) if isinstance(layout, str) else layout
-    _check_axes(layout, has_experts=isinstance(model, SparseConfig))
-    size = config.expert_parallel_size
-    if size == 1 and not config.enable_expert_parallel:
-        return layout
-    setting = "enable_expert_parallel" if size == 1 else f"expert_parallel_size={size}"
-    if size > 1 and config.enable_expert_parallel:
-        raise ConfigError(
-            f"{setting} splits experts over devices of their own, enable_expert_parallel over those of "
-            "tensor_parallel_size; use only one of them"
-        )
-    axis, default = ("tensor", "expert_parallel") if size == 1 else ("expert", "expert_gather")
-    if size > 1 and config.deterministic:
-        default = "expert_all_to_all"  # adds the parts of a row in the same order on every device
-    is_default = layout == get_layout("tensor_parallel")
-    if not is_default and layout.mesh_axis("experts") != axis:
-        names = " or ".join(f"layout={name!r}" for name in LAYOUTS if get_layout(name).mesh_axis("experts") == axis)
-        raise ConfigError(f"{setting} needs {names}, got layout={layout.name!r}")
-    if not isinstance(model, SparseConfig):
-        raise ConfigError(f"{setting} needs a model with experts; {model.architecture} has none")
-    return get_layout(default) if is_default else layout
-
-
-def _check_axes(layout: ShardingLayout, has_experts: bool) -> None:
-    """Raise LayoutError if a layout splits something that the modules cannot split, or over an axis that they do not
-    use."""
-    rules = layout.rules
-    whole = [logical for logical in ("embed", "head_dim") if logical in rules]
-    if whole:
-        raise LayoutError(f"layout {layout.name!r} splits {' and '.join(whole)}, which every device needs whole")
-    slices = [f"{logical} over {axis}" for logical, axis in rules.items() if axis in ("data", "stage")]
-    if slices:
-        raise LayoutError(
-            f"layout {layout.name!r} splits {', '.join(slices)}; a layout can use only the axes tensor and expert"
-        )
-    axes = {logical: rules.get(logical) for logical in ("q_heads", "kv_heads", "tokens", "ffn")}
-    kv_axis = axes["tokens"] if axes["kv_heads"] is None else axes["kv_heads"]
-    if axes["q_heads"] != kv_axis or axes["q_heads"] not in (None, axes["ffn"]):
-        found = ", ".join(f"{logical} over {axis}" for logical, axis in axes.items())
-        raise LayoutError(
-            f"layout {layout.name!r} has {found}; q_heads, and either kv_heads or tokens, must be over the axis of "
-            "ffn, or none of them be split"
-        )
-    for logical in ("vocab", "expert_ffn"):
-        if rules.get(logical) not in (None, axes["ffn"]):
-            raise LayoutError(
-                f"layout {layout.name!r} splits {logical} over {rules[logical]}; it can be split only over the axis of "
-                f"ffn, {axes['ffn']}"
-            )
-    if has_experts and axes["ffn"] not in (None, rules.get("expert_ffn"), rules.get("experts")):
-        raise LayoutError(
-            f"layout {layout.name!r} splits ffn over {axes['ffn']}; for a model with experts it must split "
-            f"expert_ffn or experts over {axes['ffn']} too"
-        )
 
 
 def _batch_limits(config: EngineConfig, device: Device) -> tuple[int, int]:
@@ -346,55 +291,3 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if configured > longest:
         raise ConfigError(f"max_model_len={configured} exceeds the model's maximum of {longest} positions")
     return configured
-
-
-def _memory_needs(
-    program: ModelProgram, max_model_len: int, max_num_batched_tokens: int, max_samples: int
-) -> MemoryNeeds:
-    model, abstract = program.config, program.abstract_model
-    weights = sum(bytes_per_device(p.shape, p.dtype.itemsize, p.sharding) for p in abstract.params.values())
-    page = dataclasses.replace(program, num_pages=program.num_pages + 1).pool_bytes - program.pool_bytes
-    token = 3 * abstract.layer_width
-    samples = min(program.num_slots * max_samples, max_num_batched_tokens)
-    itemsize = jnp.dtype(program.policy.activations).itemsize
-    step_tokens = max_num_batched_tokens + STEPS_IN_FLIGHT * max_samples
-    return MemoryNeeds(
-        weights=weights,
-        page=page,
-        temporaries=max_num_batched_tokens * (token * itemsize + exchanged_per_token(program))
-        + samples * model.vocab_size * 4 * 4,
-        page_size=program.page_size,
-        max_model_len=max_model_len,
-        max_num_seqs=program.num_slots,
-        slots=program.slot_state_bytes,
-        windows=tuple(
-            None if window is None else KVWindow(window, program.page_size, step_tokens)
-            for window in program.kv_layout.windows
-        ),
-    )
-
-
-def _fit_to_memory(
-    config: EngineConfig, needs: MemoryNeeds, device: Device, num_devices: int
-) -> tuple[MemoryNeeds, int]:
-    """Return the memory needs and the number of pages; with max_model_len=-1, reduce the context length to fit."""
-    total = device_memory_bytes(device)
-    sharing = num_devices if device.platform == "cpu" else 1
-    settings = {
-        "total": total,
-        "utilization": usable_fraction(device, config.gpu_memory_utilization),
-        "platform": device.platform,
-        "pool_bytes": config.kv_cache_memory_bytes,
-        "num_pages": config.num_gpu_blocks_override,
-        "devices_sharing": sharing,
-    }
-    if config.max_model_len == -1:
-        single_token = dataclasses.replace(needs, max_model_len=1)
-        pages = plan_pages(dataclasses.replace(single_token, max_num_seqs=needs.request_pages), **settings)
-        longest = needs.longest_request(pages)
-        if longest < needs.max_model_len:
-            logger.info(
-                "Auto-fit max_model_len: reduced from %d to %d to fit in available memory", needs.max_model_len, longest
-            )
-        needs = dataclasses.replace(needs, max_model_len=longest)
-    return needs, plan_pages(needs, **settings)

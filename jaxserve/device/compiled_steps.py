@@ -1,11 +1,10 @@
-"""The compiled programs of a model: its steps, and two small ones that set up a slot and copy pages."""
+"""The compiled programs of a model, or of its last stage: steps, and small ones that set up a slot and copy pages."""
 
 import concurrent.futures
 import dataclasses
 import itertools
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,27 +13,25 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxserve.device.buckets import Buckets
-from jaxserve.device.memory import return_freed_memory
+from jaxserve.device.copied_pages import PageCopies
 from jaxserve.device.program import ModelProgram, StepState, shardings
+from jaxserve.device.programs import bytes_of, submit
 from jaxserve.device.split_steps import SplitStep, trace_model, trace_sampler, trace_scorer
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import trace_step
-from jaxserve.layers.attention import Pools
-from jaxserve.layers.kv_layout import PoolKind
 from jaxserve.sampling.penalties import IN_PROMPT, MAX_TRACKED, SlotTables
 from jaxserve.scheduling.plan import PageCopy, SlotSetup, StepPlan
-
-COPY_CAPACITY = 8
-"""Most pages copied per call."""
 
 
 def trace_set_up(program: ModelProgram) -> jax.stages.Traced:
     """Trace the program that writes a slot's row of each lane (see ``slot_row``) to the ``SlotTables``."""
-    vocab_size = program.config.vocab_size
+    vocab_size, split = program.config.vocab_size, program.split
     tables = program.abstract_state().tables
 
     def set_up(tables: SlotTables, row: Int[Array, " size"]) -> SlotTables:
         counts, bias, tracked_ids = (lax.slice(row, (start,), (stop,))[None] for start, stop in _row_parts(vocab_size))
+        width = tables.bias.shape[1]
+        counts, bias = split.part(counts, width), split.part(bias, width)
         parts = SlotTables(counts, lax.bitcast_convert_type(bias, jnp.float32), tracked_ids)
         return jax.tree.map(lambda table, part: table.at[row[0]].set(part[0], mode="drop"), tables, parts)
 
@@ -68,48 +65,6 @@ def slot_row(setup: SlotSetup | None, vocab_size: int) -> np.ndarray:
     return row
 
 
-def trace_copy_pages(program: ModelProgram, kind: PoolKind, count: int) -> jax.stages.Traced:
-    """Trace the program that copies pages in the pools of a kind; its arguments are (pools, sources, targets).
-
-    Args:
-        program: The model.
-        kind: Kind of the pools.
-        count: Number of pools stacked in the same arrays; the same pages are copied in each.
-    """
-    pools = program.abstract_pools(kind, count)
-    pages = program.rows_struct((COPY_CAPACITY,), jnp.int32)
-
-    def copy(pools: Pools, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> Pools:
-        if count > 1:
-            num_pages = program.pool_pages
-            first = num_pages * jnp.arange(count, dtype=jnp.int32)[:, None]
-            sources = (first + jnp.minimum(sources, num_pages - 1)).ravel()
-            targets = jnp.where(targets < num_pages, first + targets, count * num_pages).ravel()
-        return program.kernel.copy_pages(cast(Any, pools), sources, targets)
-
-    return program.trace(copy, (pools, pages, pages), out_shardings=shardings(pools), donated=[0])
-
-
-def copy_arrays(copies: Sequence[Sequence[PageCopy]], num_pages: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return sources and targets for each call of ``trace_copy_pages``'s program; padding copies write nothing.
-
-    Each call reads all its sources before it writes, so a page may be a source and the target of a later copy.
-
-    Args:
-        copies: Copies of each lane.
-        num_pages: Usable pages of a lane.
-    """
-    calls = []
-    for start in range(0, max(map(len, copies)), COPY_CAPACITY):
-        arrays = np.full((2, len(copies), COPY_CAPACITY), num_pages + 2, np.int32)
-        for lane, each in enumerate(copies):
-            pages = np.array(each[start : start + COPY_CAPACITY], np.int32).reshape(-1, 2)
-            arrays[:, lane, : len(pages)] = pages.T
-        sources, targets = arrays.reshape(2, -1)
-        calls.append((sources, targets))
-    return calls
-
-
 def _row_parts(vocab_size: int) -> list[tuple[int, int]]:
     """Return the ranges of counts, bias and tracked tokens in a slot's row, after the slot itself."""
     ends = np.cumsum([1, vocab_size, vocab_size, MAX_TRACKED]).tolist()
@@ -120,7 +75,10 @@ StepKey = tuple[BatchShape, str]
 """Batch shape and sampler variant of a step; ``any`` selects the variant at run time."""
 
 CompiledStep = jax.stages.Compiled | SplitStep
-"""Maps (packed parameters, ``StepState``, buffer, vocabulary mask) to (``StepState``, ``StepOutput``)."""
+"""Maps (packed parameters, ``StepState``, buffer, vocabulary mask) to (``StepState``, ``StepOutput``).
+
+After other stages, it also has their hidden states as an argument.
+"""
 
 
 def step_keys(buckets: Buckets, platform: str, always_full: bool = False) -> list[StepKey]:
@@ -138,17 +96,18 @@ def step_keys(buckets: Buckets, platform: str, always_full: bool = False) -> lis
     return [(shape, variant) for shape in shapes for variant in (decode if shape.decode_only else ("any",))]
 
 
-def num_programs(buckets: Buckets, platform: str, always_full: bool = False) -> int:
+def num_programs(buckets: Buckets, platform: str, always_full: bool = False, num_stages: int = 1) -> int:
     """Return the number of programs; on CPUs it includes a sampler per ``SamplerShape`` and the scorer."""
     keys = step_keys(buckets, platform, always_full)
-    return len(keys) + (len({shape.sampler for shape, _ in keys}) + 1 if platform == "cpu" else 0)
+    earlier = (num_stages - 1) * len(buckets.shapes())
+    return earlier + len(keys) + (len({shape.sampler for shape, _ in keys}) + 1 if platform == "cpu" else 0)
 
 
 class CompiledSteps:
-    """The compiled programs of a model.
+    """The compiled programs of a model, or of the last of its stages.
 
     Args:
-        program: The model.
+        program: The model, or its last stage.
         buckets: Batch shapes.
         platform: JAX platform that decides how steps are split into programs; None for the devices' platform.
     """
@@ -164,31 +123,26 @@ class CompiledSteps:
         self._decode_variants = {variant for shape, variant in self.keys if shape.decode_only}
         self._steps: dict[StepKey, CompiledStep] = {}
         self._set_up: jax.stages.Compiled | None = None
-        self._copy_pages: dict[PoolKind, jax.stages.Compiled] = {}
+        self._copies = PageCopies(program)
 
     def compile(self) -> None:
         """Trace the programs one after the other, and compile them on all cores."""
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            layout = self.program.kv_layout
-            counts = dict(zip(layout.pools, layout.counts, strict=True))
-            set_up = _submit(pool, trace_set_up(self.program))
-            copy_pages = {
-                kind: _submit(pool, trace_copy_pages(self.program, kind, count)) for kind, count in counts.items()
-            }
+            set_up = submit(pool, trace_set_up(self.program))
+            self._copies.compile(pool)
             self._steps = self._split_steps(pool) if self.platform == "cpu" else self._whole_steps(pool)
             self._set_up = set_up.result()
-            self._copy_pages = {kind: future.result() for kind, future in copy_pages.items()}
 
     def _whole_steps(self, pool: concurrent.futures.Executor) -> dict[StepKey, CompiledStep]:
-        futures = {key: _submit(pool, trace_step(self.program, *key)) for key in self.keys}
+        futures = {key: submit(pool, trace_step(self.program, *key)) for key in self.keys}
         return {key: future.result() for key, future in futures.items()}
 
     def _split_steps(self, pool: concurrent.futures.Executor) -> dict[StepKey, CompiledStep]:
         program, max_tokens = self.program, self.buckets.mixed_tokens[-1]
         sizes = sorted({shape.sampler for shape, _ in self.keys})
-        scorer = _submit(pool, trace_scorer(program, max_tokens))
-        samplers = {size: _submit(pool, trace_sampler(program, size)) for size in sizes}
-        models = {shape: _submit(pool, trace_model(program, shape, max_tokens)) for shape, _ in self.keys}
+        scorer = submit(pool, trace_scorer(program, max_tokens))
+        samplers = {size: submit(pool, trace_sampler(program, size)) for size in sizes}
+        models = {shape: submit(pool, trace_model(program, shape, max_tokens)) for shape, _ in self.keys}
         return {
             (shape, variant): SplitStep(
                 models[shape].result(),
@@ -203,15 +157,11 @@ class CompiledSteps:
     ) -> StepState:
         """Set up slots and copy pages of each lane; return the new state. Donates ``state``."""
         assert self._set_up is not None
-        kinds, vocab_size = self.program.kv_layout.pools, self.program.config.vocab_size
+        vocab_size = self.program.config.vocab_size
         for lanes in itertools.zip_longest(*setups):
             rows = np.concatenate([slot_row(setup, vocab_size) for setup in lanes])
             state = state._replace(tables=self._set_up(state.tables, rows))
-        for sources, targets in copy_arrays(copies, self.program.num_pages):
-            pools = zip(kinds, state.pools, strict=True)
-            copied = tuple(self._copy_pages[kind](pool, sources, targets) for kind, pool in pools)
-            state = state._replace(pools=copied)
-        return state
+        return state._replace(pools=self._copies.copy(state.pools, copies))
 
     def choose(self, plans: Sequence[StepPlan], variant: str) -> tuple[BatchShape, CompiledStep]:
         """Return the batch shape and the compiled step for the plans of all lanes."""
@@ -238,36 +188,9 @@ class CompiledSteps:
         return max(map(_temporary_bytes, self._steps.values()), default=0)
 
 
-def _submit(
-    pool: concurrent.futures.Executor, traced: jax.stages.Traced
-) -> concurrent.futures.Future[jax.stages.Compiled]:
-    return pool.submit(_compile, traced.lower())
-
-
-def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compile a program, then return memory freed by the compiler to the system, so that it does not add up."""
-    compiled = lowered.compile()
-    return_freed_memory()
-    return compiled
-
-
 def _temporary_bytes(step: CompiledStep) -> int:
     """Return the peak temporary memory of a step's programs, including the outputs passed between them."""
     if not isinstance(step, SplitStep):
-        return _memory(step).temporary
+        return bytes_of(step).temporary
     programs = [step.model, step.sampler, *([step.scorer] if step.scorer is not None else [])]
-    return _memory(step.model).outputs + max(_memory(program).temporary for program in programs)
-
-
-class _Memory(NamedTuple):
-    """Bytes per device of a program's temporaries and of its new outputs."""
-
-    temporary: int
-    outputs: int
-
-
-def _memory(program: jax.stages.Compiled) -> _Memory:
-    analysis = program.memory_analysis()
-    if analysis is None:
-        return _Memory(0, 0)
-    return _Memory(analysis.temp_size_in_bytes, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+    return bytes_of(step.model).outputs + max(bytes_of(program).temporary for program in programs)

@@ -9,11 +9,11 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.attention import AttentionKernel, choose_attention
 from jaxserve.layers.cpu import has_bfloat16_products
 from jaxserve.layers.model_config import ModelConfig
-from jaxserve.layers.parallel import DtypePolicy, Scope
+from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.models.abstract import outline
 from jaxserve.models.loading import resolve_dtype
 from jaxserve.sampling.sampler import choose_truncation
-from pallas_kernels import OPERATIONS, choose
+from pallas_kernels import OPERATIONS, choose, truncation_xla
 from pallas_kernels.native_library import unavailable
 from pallas_kernels.registry import load
 from pallas_kernels.truncation import Truncation
@@ -73,8 +73,14 @@ def choose_kernels(
     return policy, _choose_kernel(device, policy, backend, attention)
 
 
-def choose_step_truncation(device: Device, backend: str | None) -> Truncation:
-    """Choose the implementation of top-k and top-p: ``backend`` if it implements them, else the device's default."""
+def choose_step_truncation(device: Device, backend: str | None, parallel: Parallel) -> Truncation:
+    """Choose the implementation of top-k and top-p: ``backend`` if it implements them, else the device's default.
+
+    Only XLA's combines what devices find in their parts of the vocabulary.
+    """
+    if parallel.keeps_logits:
+        logger.info("Top-k and top-p: xla (each device has the logits of its part of the vocabulary)")
+        return truncation_xla
     name = "pallas-interpret" if backend == "mosaic-interpret" else backend
     choice = choose_truncation(device, name if name in OPERATIONS["truncation"] else None)
     logger.info("Top-k and top-p: %s (%s)", choice.name, choice.why)

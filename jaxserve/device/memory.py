@@ -171,7 +171,11 @@ def plan_pages(
     usable = int(total * utilization) // devices_sharing
     reserve = _RESERVE_BYTES.get(platform, _RESERVE_BYTES["gpu"]) // devices_sharing
     left = usable - reserve - needs.weights - needs.temporaries - needs.slots
-    remedy = "a smaller dtype" if platform == "cpu" else "a larger tensor_parallel_size, a smaller dtype"
+    remedy = (
+        "a smaller dtype"
+        if platform == "cpu"
+        else "a larger tensor_parallel_size or pipeline_parallel_size, a smaller dtype"
+    )
     if left <= 0:
         raise MemoryPlanError(
             f"the model does not fit: each device needs {_gib(needs.weights)} for weights, "

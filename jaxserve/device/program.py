@@ -1,23 +1,18 @@
-"""A model sharded on a mesh, without its weights, and the state that devices keep between steps.
-
-Dispatch costs about 0.5 µs per argument of a step. On GPUs the layers' parameters of one kind are therefore stacked in
-one argument, and a program slices them with static indices, which XLA reads in place. On CPUs XLA would copy each
-slice, so every parameter is a separate argument.
-"""
+"""A model sharded on a mesh, without its weights, and the state that devices keep between steps."""
 
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config_checks import LOGPROBS_MODES
+from jaxserve.device.packing import Packing
 from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch, unpack
 from jaxserve.layers.attention import AttentionKernel, Pools
 from jaxserve.layers.kv_layout import KVLayout, PoolKind, lay_out_kv
@@ -25,94 +20,19 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.models.abstract import AbstractModel, abstract_model
 from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.stages import Stage
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from jaxserve.sampling.logprobs import MAX_LOGPROBS
 from jaxserve.sampling.penalties import MAX_TRACKED, SlotTables
 from jaxserve.sampling.sampler import SamplerSettings, select_truncation
+from jaxserve.sampling.vocab_split import WHOLE, VocabSplit
 from pallas_kernels.registry import load
 from pallas_kernels.truncation import Truncation
-from sharding import ShardingLayout, stacked
+from sharding import ShardingLayout
 from sharding.plan import bytes_per_device
 
-AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
 Struct = jax.ShapeDtypeStruct
-
-
-@dataclasses.dataclass(frozen=True)
-class Packing:
-    """Groups of parameters, by index in the module's flat order, that are stacked in one argument.
-
-    A group of one is not stacked.
-    """
-
-    groups: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, params: Mapping[str, Struct], platform: str) -> "Packing":
-        """Return the packing for a platform.
-
-        Args:
-            params: Shape, dtype and sharding of each parameter by path in the module (``layers.3.mlp.down.weight``).
-            platform: JAX platform name.
-        """
-        groups: dict[object, list[int]] = {}
-        for i, (path, struct) in enumerate(params.items()):
-            kind = re.sub(r"^layers\.\d+\.", "layers.*.", path) if platform != "cpu" else path
-            groups.setdefault((kind, struct.shape, struct.dtype, struct.sharding), []).append(i)
-        return cls(tuple(tuple(group) for group in groups.values()))
-
-    def structs(self, params: Sequence[Struct]) -> tuple[Struct, ...]:
-        """Return shapes and shardings of the packed arguments."""
-        return tuple(_stacked([params[i] for i in group]) for group in self.groups)
-
-    def pack(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """Pack parameters on their devices; deletes the arrays of stacked ones.
-
-        Temporarily needs additional memory for the largest group.
-        """
-        packed = []
-        for group in self.groups:
-            members = [arrays[i] for i in group]
-            if len(members) > 1:
-                struct = _stacked([Struct(a.shape, a.dtype, sharding=a.sharding) for a in members])
-                stack = jax.jit(lambda *given: jnp.stack(given), out_shardings=struct.sharding)(*members)
-                stack.block_until_ready()
-                for member in members:
-                    member.delete()
-            else:
-                (stack,) = members
-            packed.append(stack)
-        return tuple(packed)
-
-    def replace(self, packed: Sequence[jax.Array], arrays: Mapping[int, np.ndarray]) -> tuple[jax.Array, ...]:
-        """Return packed arguments with some parameters replaced; ``arrays`` are by index in the module's order."""
-        found = []
-        for group, old in zip(self.groups, packed, strict=True):
-            new = {layer: arrays[i] for layer, i in enumerate(group) if i in arrays}
-            if not new:
-                found.append(old)
-                continue
-            stack = np.array(old) if len(group) > 1 else new[0]
-            for layer, array in new.items() if len(group) > 1 else ():
-                stack[layer] = array
-            found.append(jax.device_put(stack, old.sharding))
-        return tuple(found)
-
-    def unpack(self, packed: Sequence[AnyArray]) -> tuple[AnyArray, ...]:
-        """Return the parameters in the module's order, inside a program or on the host."""
-        found: dict[int, Any] = {}
-        for group, stack in zip(self.groups, packed, strict=True):
-            for layer, i in enumerate(group):
-                found[i] = stack if len(group) == 1 else stack[layer]
-        return tuple(found[i] for i in sorted(found))
-
-
-def _stacked(members: Sequence[Struct]) -> Struct:
-    """Return the shape and sharding of a group's argument: the stacked dimension first, not sharded."""
-    first = members[0]
-    if len(members) == 1:
-        return first
-    return Struct((len(members), *first.shape), first.dtype, sharding=stacked(first.sharding))
+_FEWEST_SPLIT_TOKENS = 4  # per device, in steps whose hidden states are split by tokens
 
 
 class StepState(NamedTuple):
@@ -123,6 +43,8 @@ class StepState(NamedTuple):
         latest: Latest token and position of each slot.
         tables: Vocabulary-sized sampling state of each slot.
         sums: Sum of hidden states over each slot's prompt so far, for pooling requests.
+
+    Of several pipeline stages only the last has the state of slots; the others have pages (``pools``).
     """
 
     pools: tuple[Pools, ...]
@@ -135,9 +57,11 @@ class StepState(NamedTuple):
 class ModelProgram:
     """A model sharded on a mesh, without its weights: everything needed to lower a step.
 
+    A model in pipeline stages has a program for each, which differ in their mesh and their layers.
+
     Attributes:
         config: Configuration of the model.
-        mesh: Mesh of one data slice.
+        mesh: Mesh of one stage of one data slice.
         layout: Sharding layout, resolved on the mesh.
         policy: Dtypes.
         kernel: Implementation of attention.
@@ -152,6 +76,7 @@ class ModelProgram:
         processors: Logits processors of the engine.
         truncation: Implementation of min-p, top-k and top-p; None for the best on the mesh's devices.
         counts_expert_tokens: Whether steps count the tokens routed to each expert.
+        stage: The layers of this stage; None for the whole model.
     """
 
     config: ModelConfig
@@ -169,6 +94,17 @@ class ModelProgram:
     processors: tuple[LogitsProcessor, ...] = ()
     truncation: Truncation | None = None
     counts_expert_tokens: bool = False
+    stage: Stage | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage embeds tokens; the others are given hidden states."""
+        return self.stage is None or self.stage.is_first
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage samples; the others return hidden states."""
+        return self.stage is None or self.stage.is_last
 
     @property
     def sampler(self) -> SamplerSettings:
@@ -176,7 +112,12 @@ class ModelProgram:
         assert self.logprobs_mode in LOGPROBS_MODES, self.logprobs_mode
         truncation = self.truncation or select_truncation(self.mesh.devices.flat[0])
         argmax = load("argmax", self.policy.linear)
-        return SamplerSettings(self.max_logprobs, self.logprobs_mode, self.processors, truncation, argmax)
+        return SamplerSettings(self.max_logprobs, self.logprobs_mode, self.processors, truncation, argmax, self.split)
+
+    @property
+    def split(self) -> VocabSplit:
+        """Where the logits are."""
+        return VocabSplit(self.parallel.vocab, self.config.vocab_size) if self.parallel.keeps_logits else WHOLE
 
     @functools.cached_property
     def arguments(self) -> dict[str, float]:
@@ -203,12 +144,30 @@ class ModelProgram:
     def abstract_model(self) -> AbstractModel:
         """The module without weights; every step is traced from it."""
         scope = Scope(parallel=self.parallel, policy=self.policy)
-        return abstract_model(self.config, scope, lambda axes: self.layout.sharding(self.mesh, *axes))
+        return abstract_model(self.config, scope, lambda axes: self.layout.sharding(self.mesh, *axes), self.stage)
+
+    def whole_model(self) -> AbstractModel:
+        """Return the whole model's module without weights, as if this stage's devices had all layers."""
+        return self.abstract_model if self.stage is None else dataclasses.replace(self, stage=None).abstract_model
+
+    @property
+    def array_names(self) -> dict[str, Struct]:
+        """Shape, dtype and sharding of each array by its path in the whole model, in flat order."""
+        params = self.abstract_model.params
+        if self.stage is None:
+            return params
+        layers = self.stage.layers
+
+        def renumbered(match: re.Match[str]) -> str:
+            return f"layers.{layers[int(match[1])]}."
+
+        return {re.sub(r"^layers\.(\d+)\.", renumbered, path): struct for path, struct in params.items()}
 
     @functools.cached_property
     def kv_layout(self) -> KVLayout:
         """Pools and page tables; pools of one kind are stacked in one array if the kernel supports it."""
-        layout = lay_out_kv(self.abstract_model.kv_specs, self.max_model_len)
+        layers = None if self.stage is None else self.stage.layers
+        layout = lay_out_kv(self.abstract_model.kv_specs, self.max_model_len, layers)
         return layout.stacked(self.pool_pages) if self.kernel.stacks_pools else layout
 
     @property
@@ -230,6 +189,22 @@ class ModelProgram:
     def abstract_params(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and shardings of the packed parameters."""
         return self.packing.structs(tuple(self.abstract_model.params.values()))
+
+    def for_shape(self, shape: BatchShape) -> "ModelProgram":
+        """Return the program that runs steps of a batch shape: this one, or for few tokens one with the same parameters
+        whose devices have all rows of hidden states.
+
+        In deterministic mode all steps split them, so that they all compute the same.
+        """
+        size = self.parallel.parts(self.parallel.residual_axis)
+        is_split = self.row_tile is not None or (
+            shape.num_tokens % size == 0 and shape.num_tokens >= _FEWEST_SPLIT_TOKENS * size
+        )
+        return self if size == 1 or is_split else self._with_whole_rows
+
+    @functools.cached_property
+    def _with_whole_rows(self) -> "ModelProgram":
+        return dataclasses.replace(self, layout=dataclasses.replace(self.layout, residual="replicated"))
 
     def model(self, packed: Sequence[jax.Array]) -> CausalLM:
         """Return the module with the given packed parameters; called inside a program."""
@@ -261,18 +236,27 @@ class ModelProgram:
         sharded = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return jax.jit(sharded, donate_argnums=donated).trace(*arguments)
 
+    def abstract_all_pools(self) -> tuple[Any, ...]:
+        """Return shapes and shardings of the pages of all pools."""
+        return tuple(map(self.abstract_pools, self.kv_layout.pools, self.kv_layout.counts))
+
+    def abstract_latest(self) -> LatestTokens:
+        """Return shapes and shardings of the latest tokens of all slots."""
+        return LatestTokens(*[self.rows_struct((self.num_slots,), jnp.int32)] * 2)
+
+    def abstract_hidden(self, num_tokens: int) -> Any:
+        """Return shape and sharding of the hidden states that one stage hands over to the next."""
+        return self.rows_struct((num_tokens, self.config.hidden_size), self.policy.activations_dtype)
+
     def abstract_state(self) -> StepState:
         """Return shapes and shardings of the ``StepState``."""
-        pools = tuple(map(self.abstract_pools, self.kv_layout.pools, self.kv_layout.counts))
-        latest = LatestTokens(*[self.rows_struct((self.num_slots,), jnp.int32)] * 2)
-        vocabulary = (self.num_slots, self.config.vocab_size)
         tables = SlotTables(
-            token_counts=self.rows_struct(vocabulary, jnp.int32),
-            bias=self.rows_struct(vocabulary, jnp.float32),
+            token_counts=self.vocab_struct(self.num_slots, jnp.int32),
+            bias=self.vocab_struct(self.num_slots, jnp.float32),
             tracked_ids=self.rows_struct((self.num_slots, MAX_TRACKED), jnp.int32),
         )
         sums = self.rows_struct((self.num_slots, self.config.hidden_size), jnp.float32)
-        return StepState(pools, latest, tables, sums)
+        return StepState(self.abstract_all_pools(), self.abstract_latest(), tables, sums)
 
     def abstract_pools(self, kind: PoolKind, count: int = 1) -> Any:
         """Return shapes and shardings of a layer's pools, or of ``count`` of each stacked in one array.
@@ -292,21 +276,27 @@ class ModelProgram:
 
     def empty_state(self) -> StepState:
         """Allocate a zero ``StepState`` on the devices."""
-        abstract = self.abstract_state()
+        return _zeros(self.abstract_state())
 
-        def zeros() -> StepState:
-            return jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
+    def empty_pools(self) -> tuple[Pools, ...]:
+        """Allocate zero pages on the devices: the state of a stage that is not the last."""
+        return _zeros(self.abstract_all_pools())
 
-        return jax.jit(zeros, out_shardings=shardings(abstract))()
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters per device."""
+        return _bytes_per_device(self.abstract_params)
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of all pages per device, including those for padding."""
-        return _bytes_per_device(self.abstract_state().pools)
+        return _bytes_per_device(self.abstract_all_pools())
 
     @property
     def slot_state_bytes(self) -> int:
         """Bytes of the slots' state per device, besides pages."""
+        if not self.is_last:
+            return _bytes_per_device(self.abstract_latest())
         return _bytes_per_device(self.abstract_state()._replace(pools=()))
 
     @property
@@ -318,6 +308,22 @@ class ModelProgram:
     def rows_sharding(self) -> NamedSharding:
         """Sharding of an array of rows or slots: the lanes' parts one after the other; without lanes, replicated."""
         return self.layout.sharding(self.mesh, "batch")
+
+    @property
+    def vocab_width(self) -> int:
+        """Number of logits of a row on all devices together, with padding if each device keeps its own."""
+        size = self.config.vocab_size
+        return self.parallel.padded_vocab(size) if self.parallel.keeps_logits else size
+
+    @property
+    def vocab_sharding(self) -> NamedSharding:
+        """Sharding of an array with a column per token for each row or slot."""
+        return self.layout.sharding(self.mesh, "batch", "vocab" if self.parallel.keeps_logits else None)
+
+    def vocab_struct(self, num_rows: int, dtype: Any) -> Any:
+        """Return the abstract value of an array with a column per token for each of a lane's rows or slots."""
+        shape = self.num_lanes * num_rows, self.vocab_width
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.vocab_sharding)
 
     def mask_shape(self, num_rows: int) -> tuple[int, int]:
         """Return the shape of a lane's vocabulary mask: int32 words with a bit per token."""
@@ -335,6 +341,15 @@ def computes_rows_natively(has_fused_norms: bool, policy: DtypePolicy, kernel: A
     Mixtures of experts count as fused: what XLA computes of them is in tiles of rows.
     """
     return policy.linear == kernel.name == "native" and has_fused_norms
+
+
+def _zeros(abstract: Any) -> Any:
+    """Allocate zero arrays of the given shapes and shardings."""
+
+    def zeros() -> Any:
+        return jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
+
+    return jax.jit(zeros, out_shardings=shardings(abstract))()
 
 
 def shardings(structs: Any) -> Any:

@@ -1,5 +1,6 @@
-"""Run plans on the devices of one data slice; owns parameters, pages and compiled steps."""
+"""Run plans on the devices of one data slice, in all stages; owns parameters, pages and compiled steps."""
 
+import collections
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,10 @@ import numpy as np
 from jaxserve.device.compiled_steps import CompiledStep, CompiledSteps
 from jaxserve.device.lane import Lane
 from jaxserve.device.memory import return_freed_memory
+from jaxserve.device.program import ModelProgram
 from jaxserve.device.runner_interface import StepResult
+from jaxserve.device.stage_steps import Pipeline, Stage
+from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import StepOutput
 from jaxserve.sampling.sampler import NO_TOKEN, VARIANTS
 from jaxserve.scheduling.plan import (
@@ -27,12 +31,20 @@ from jaxserve.scheduling.row_arrays import row_arrays
 
 
 class PendingStep:
-    """A launched step whose outputs are being copied to the host."""
+    """A launched step whose outputs are being copied to the host.
 
-    def __init__(self, output: StepOutput, plans: Sequence[StepPlan]):
-        self._output = output
+    Args:
+        output: Outputs of the last stage.
+        plans: Plan of each lane.
+        expert_tokens: Those of the stages before it that count them.
+    """
+
+    def __init__(self, output: StepOutput, plans: Sequence[StepPlan], expert_tokens: Sequence[jax.Array] = ()):
+        own = () if output.expert_tokens is None else (output.expert_tokens,)
+        counted: Any = (*expert_tokens, *own) or None
+        self._output = output._replace(expert_tokens=counted)
         self._plans = plans
-        for array in jax.tree.leaves(output):
+        for array in jax.tree.leaves(self._output):
             array.copy_to_host_async()
 
     def wait(self) -> list[StepResult]:
@@ -50,7 +62,9 @@ class PendingStep:
 
 def _result(output: Any, plan: StepPlan) -> StepResult:
     """Return a lane's result from its part of the outputs."""
-    return StepResult(_token_lists(output.tokens, plan), *output[1:])
+    counted = None if output.expert_tokens is None else np.concatenate(output.expert_tokens)
+    result = StepResult(_token_lists(output.tokens, plan), *output[1:])
+    return result._replace(expert_tokens=counted)
 
 
 def _token_lists(tokens: np.ndarray, plan: StepPlan) -> list[list[int]]:
@@ -72,7 +86,8 @@ class StepInputs(NamedTuple):
 
     Attributes:
         columns: Rows of each lane's plan.
-        step: The compiled step.
+        shape: Batch shape.
+        step: The compiled step of the last stage.
         variant: Sampler variant.
         buffer: The lanes' buffers from ``BatchBuilder``, one after the other.
         mask: Token mask of each row, likewise.
@@ -81,6 +96,7 @@ class StepInputs(NamedTuple):
     """
 
     columns: tuple[RowColumns, ...]
+    shape: BatchShape
     step: CompiledStep
     variant: str
     buffer: np.ndarray
@@ -94,21 +110,32 @@ class StepInputs(NamedTuple):
                 return False
         return True
 
+    def survives(self, plans: Sequence[StepPlan]) -> bool:
+        """Return whether plans change none of the slots of the rows."""
+        for plan, columns in zip(plans, self.columns, strict=True):
+            changed = {change.slot for change in (*plan.setups, *plan.grants)}
+            if changed and not changed.isdisjoint(columns.slots):
+                return False
+        return True
+
 
 class StepRunner:
     """A ``Runner`` in this process.
 
     Args:
-        steps: Compiled programs.
-        params: Packed parameters (``ModelProgram.packing``).
+        steps: Compiled programs of the model, or of its last stage.
+        params: Packed parameters (``ModelProgram.packing``) of the same.
+        earlier: The stages before it, in order.
     """
 
-    def __init__(self, steps: CompiledSteps, params: tuple[jax.Array, ...]):
+    def __init__(self, steps: CompiledSteps, params: tuple[jax.Array, ...], earlier: Sequence[Stage] = ()):
         self._steps = steps
         self._params = params
         program = steps.program
         self._lanes = [Lane(program, steps.buckets) for _ in range(program.num_lanes)]
-        self._inputs: StepInputs | None = None
+        self._earlier = tuple(earlier)
+        self._pipeline = Pipeline(earlier, program) if earlier else None
+        self._inputs = collections.deque[StepInputs](maxlen=1 + len(earlier))
         self._handles = itertools.count()
         self._launched: dict[int, PendingStep] = {}
         self._state = program.empty_state()
@@ -119,28 +146,41 @@ class StepRunner:
 
     def launch(self, plans: Sequence[StepPlan]) -> int:
         """See ``Runner``."""
-        inputs = self._inputs
-        if inputs is not None and inputs.fit(plans):
+        inputs = next((inputs for inputs in self._inputs if inputs.fit(plans)), None)
+        if inputs is not None:
             for lane, plan in zip(self._lanes, plans, strict=True):
                 lane.builder.starts.advance(plan)
         else:
             inputs = self._prepare(plans)
-            self._inputs = inputs if inputs.is_reusable else None
-        self._state, output = inputs.step(self._params, self._state, inputs.buffer, inputs.mask)
+            if inputs.is_reusable:
+                self._inputs.append(inputs)
+        hidden, expert_tokens = [], list[jax.Array]()
+        if self._pipeline is not None:
+            last_input, expert_tokens = self._pipeline.run(plans, inputs.shape, inputs.buffer)
+            hidden = [last_input]
+        self._state, output = inputs.step(self._params, self._state, inputs.buffer, inputs.mask, *hidden)
+        if self._pipeline is not None:
+            self._pipeline.send_back(plans, self._state.latest)
         if inputs.variant != "full":
             output = output._replace(logprobs=None)
         if not any(pooling is not None and pooling.is_last for plan in plans for pooling in plan.columns.pooling):
             output = output._replace(sums=None)
         handle = next(self._handles)
-        self._launched[handle] = PendingStep(output, plans)
+        self._launched[handle] = PendingStep(output, plans, expert_tokens)
         return handle
 
     def _prepare(self, plans: Sequence[StepPlan]) -> StepInputs:
         """Apply the plans' slot changes, and create the inputs of their step."""
         lanes, steps = [*zip(self._lanes, plans, strict=True)], self._steps
+        kept = [inputs for inputs in self._inputs if inputs.survives(plans)]
+        self._inputs.clear()
+        self._inputs.extend(kept)
         setups = [lane.apply(plan) for lane, plan in lanes]
-        if any(setups) or any(plan.copies for plan in plans):
-            self._state = steps.prepare(self._state, setups, [plan.copies for plan in plans])
+        copies = [plan.copies for plan in plans]
+        if any(setups) or any(copies):
+            self._state = steps.prepare(self._state, setups, copies)
+        if self._pipeline is not None and any(copies):
+            self._pipeline.copy_pages(copies)
         masked = [lane.masked_rows(plan) for lane, plan in lanes]
         is_full = any(masked) or steps.program.is_always_full
         variant = max((lane.builder.variant(plan, is_full) for lane, plan in lanes), key=VARIANTS.index)
@@ -151,7 +191,7 @@ class StepRunner:
             mask = _joined([lane.mask(rows, shape.num_rows) for lane, rows in masks])
         buffer = _joined([lane.builder.build(plan, shape, VARIANTS.index(variant)) for lane, plan in lanes])
         is_reusable = all(_is_reusable(lane, plan) for lane, plan in lanes)
-        return StepInputs(tuple(plan.columns for plan in plans), step, variant, buffer, mask, is_reusable)
+        return StepInputs(tuple(plan.columns for plan in plans), shape, step, variant, buffer, mask, is_reusable)
 
     def collect(self, handle: int) -> list[StepResult]:
         """See ``Runner``."""
@@ -159,14 +199,16 @@ class StepRunner:
 
     def weights(self) -> dict[str, np.ndarray]:
         """See ``Runner``."""
-        program = self._steps.program
-        arrays = program.packing.unpack([np.array(array) for array in self._params])
-        return dict(zip(program.abstract_model.params, arrays, strict=True))
+        found = dict[str, np.ndarray]()
+        for program, params in self._all_params():
+            arrays = program.packing.unpack([np.array(array) for array in params])
+            found |= zip(program.array_names, arrays, strict=True)
+        return found
 
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """See ``Runner``; temporarily keeps old and new parameters in memory."""
-        program = self._steps.program
-        structs = program.abstract_model.params
+        programs = [program for program, _ in self._all_params()]
+        structs = {name: struct for program in programs for name, struct in program.array_names.items()}
         for name, array in weights.items():
             struct = structs.get(name)
             if struct is None:
@@ -174,8 +216,18 @@ class StepRunner:
             if (array.shape, array.dtype) != (struct.shape, struct.dtype):
                 expected, found = f"{struct.dtype}{list(struct.shape)}", f"{array.dtype}{list(array.shape)}"
                 raise ValueError(f"expected {expected} for {name}, got {found}")
-        replaced = {i: weights[name] for i, name in enumerate(structs) if name in weights}
-        self._params = program.packing.replace(self._params, replaced)
+        replaced = []
+        for program, params in self._all_params():
+            new = {i: weights[name] for i, name in enumerate(program.array_names) if name in weights}
+            replaced.append(program.packing.replace(params, new))
+        *earlier, self._params = replaced
+        for stage, params in zip(self._earlier, earlier, strict=True):
+            stage.params = params
+
+    def _all_params(self) -> list[tuple[ModelProgram, tuple[jax.Array, ...]]]:
+        """Return the program and the packed parameters of every stage."""
+        last = self._steps.program, self._params
+        return [*((stage.program, stage.params) for stage in self._earlier), last]
 
     def warm_up(self) -> None:
         """Run every program once and wait for it.
@@ -192,14 +244,19 @@ class StepRunner:
         setups, copies = [SlotSetup(slot, Sampling(), 1)], [PageCopy(page, page)]
         num_lanes = len(self._lanes)
         self._state = self._steps.prepare(self._state, [setups] * num_lanes, [copies] * num_lanes)
+        if self._pipeline is not None:
+            self._pipeline.copy_pages([copies] * num_lanes)
         for (shape, variant), step in self._steps.items():
             number = VARIANTS.index("greedy" if variant == "any" else variant)
             chunk = [token] * min(2, shape.num_tokens, self._steps.program.page_size)
             mixed = StepPlan(0, [], [], [Row(slot, 0, chunk, 1, targets=chunk)])
             plan = decode if shape.decode_only else mixed
             buffer = _joined([lane.builder.build(plan, shape, number) for lane in self._lanes])
-            outputs = step(self._params, self._state, buffer, self._open_masks[shape.num_rows])
+            hidden = [] if self._pipeline is None else [self._pipeline.run([plan] * num_lanes, shape, buffer)[0]]
+            outputs = step(self._params, self._state, buffer, self._open_masks[shape.num_rows], *hidden)
             self._state, _ = jax.block_until_ready(outputs)
+            if self._pipeline is not None:
+                self._pipeline.send_back([plan] * num_lanes, self._state.latest)
         return_freed_memory()
 
     def close(self) -> None:
@@ -208,6 +265,8 @@ class StepRunner:
             pending.wait()
         for array in jax.tree.leaves((self._params, self._state, self._open_masks)):
             array.delete()
+        if self._pipeline is not None:
+            self._pipeline.delete()
 
 
 def _is_reusable(lane: Lane, plan: StepPlan) -> bool:

@@ -37,7 +37,7 @@ class ModelOutput(NamedTuple):
     """Outputs of the model's program besides the state.
 
     Attributes:
-        logits: Logits of each sample, float32.
+        logits: Logits of each sample, float32; split over devices if the layout splits logits.
         sampler_part: The sampler's part of the step's buffer.
         prompt: The scorer's input, padded to the largest step; None in decode shapes.
         sums: See ``StepOutput``.
@@ -87,9 +87,10 @@ class SplitStep:
         state: StepState,
         buffer: np.ndarray,
         mask: Int[Array | np.ndarray, "R words"],
+        *hidden: jax.Array,
     ) -> tuple[StepState, StepOutput]:
         """Launch the programs in order, without waiting for them."""
-        state, output = self.model(params, state, buffer)
+        state, output = self.model(params, state, buffer, *hidden)
         sampled = self.sampler(output.logits, state.latest, state.tables, output.sampler_part, mask)
         prompt = None if self.scorer is None else self.scorer(params, output.prompt)
         state = state._replace(latest=sampled.latest, tables=sampled.tables or state.tables)
@@ -100,21 +101,28 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
     """Trace the steps of a batch shape up to their logits.
 
     The traced function maps (packed parameters, ``StepState``, buffer) to (``StepState``, ``ModelOutput``) and donates
-    the state. The state's latest tokens are left to the sampler.
+    the state. The state's latest tokens are left to the sampler. After other stages, it also has their hidden states as
+    an argument.
 
     Args:
         program: The model.
         shape: Batch shape.
         max_tokens: Query tokens of the largest step, for which the scorer is compiled.
     """
+    program = program.for_shape(shape)
     attention = attention_settings(program, shape)
 
     def model(
-        arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"]
+        arrays: tuple[Array, ...],
+        state: StepState,
+        buffer: Int[Array, " size"],
+        x: Float[Array, "T D"] | None = None,
     ) -> tuple[StepState, ModelOutput]:
         module = program.model(arrays)
         batch = program.unpack(buffer, shape, state.latest)
-        state, hidden, sums, expert_tokens = run_layers(module, state, batch, attention, program.row_tile)
+        state, hidden, sums, expert_tokens = run_layers(
+            module, state, batch, attention, program.row_tile, program.split, x
+        )
         logits = module.logits(hidden[batch.sampled_tokens], batch.sampler.num_rows, program.layer_tile)
         prompt = None
         if not shape.decode_only:
@@ -124,8 +132,10 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
         return state, ModelOutput(logits, sampler_part(buffer, shape, batch), prompt, sums, expert_tokens)
 
     state, buffer = program.abstract_state(), program.rows_struct((shape.buffer_size,), jnp.int32)
-    out_shardings = (shardings(state), program.rows_sharding)
-    return program.trace(model, (program.abstract_params, state, buffer), out_shardings, donated=[1])
+    rows = program.rows_sharding
+    out_shardings = (shardings(state), ModelOutput._make([program.vocab_sharding, *[rows] * 4]))
+    given = [] if program.is_first else [program.abstract_hidden(shape.num_tokens)]
+    return program.trace(model, (program.abstract_params, state, buffer, *given), out_shardings, donated=[1])
 
 
 def trace_sampler(program: ModelProgram, shape: SamplerShape) -> jax.stages.Traced:
@@ -150,21 +160,22 @@ def trace_sampler(program: ModelProgram, shape: SamplerShape) -> jax.stages.Trac
 
         def greedy() -> tuple[Int[Array, " samples"], TokenLogprobs]:
             empty = no_logprobs(num_samples, settings.max_logprobs, tables.tracked_ids.shape[1])
-            return settings.argmax.argmax(logits, batch.num_rows), empty
+            return settings.split.argmax(settings.argmax, logits, batch.num_rows), empty
 
         def by_variant() -> tuple[Int[Array, " samples"], TokenLogprobs]:
             return sample_rows(_unchanged, logits, mask, tables, batch, batch.variant, settings, tile)
 
         tokens, logprobs = lax.cond(batch.variant == VARIANTS.index("greedy"), greedy, by_variant)
-        latest, tables, tokens = keep_tokens(latest, tables, batch, tokens)
+        latest, tables, tokens = keep_tokens(latest, tables, batch, tokens, settings.split)
         return SamplerOutput(latest, tables if counts_drafts else None, tokens, logprobs)
 
     state = program.abstract_state()
-    logits = program.rows_struct((num_samples, program.config.vocab_size), jnp.float32)
+    logits = program.vocab_struct(num_samples, jnp.float32)
     part = program.rows_struct((shape.size,), jnp.int32)
     mask = program.rows_struct(program.mask_shape(shape.num_rows), jnp.int32)
-    donated = [1, 2] if counts_drafts else [1]
-    return program.trace(sampler, (logits, state.latest, state.tables, part, mask), donated=donated)
+    donated, rows = [1, 2] if counts_drafts else [1], program.rows_sharding
+    out_shardings = SamplerOutput._make([rows, shardings(state.tables) if counts_drafts else None, rows, rows])
+    return program.trace(sampler, (logits, state.latest, state.tables, part, mask), out_shardings, donated)
 
 
 def sampler_tile(num_rows: int, row_tile: int | None) -> int | None:

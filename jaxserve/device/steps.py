@@ -21,6 +21,7 @@ from jaxserve.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxserve.sampling.penalties import SlotTables, counted
 from jaxserve.sampling.sampler import NO_TOKEN, SamplerSettings, sample
 from jaxserve.sampling.verification import NOWHERE
+from jaxserve.sampling.vocab_split import VocabSplit
 
 __all__ = ["ModelProgram", "StepOutput", "StepSettings", "StepState", "run_step", "trace_step"]
 
@@ -36,6 +37,7 @@ class StepOutput(NamedTuple):
         prompt_logprobs: Logprobs of the prompt token after each query token; None unless the step scores prompts.
         sums: Sum of hidden states over each row's prompt so far, for pooling; None in decode shapes.
         expert_tokens: Tokens routed to each expert of each layer with experts; None unless the program counts them.
+            The runner adds those of other stages.
     """
 
     tokens: Int[Array, " samples"]
@@ -63,21 +65,27 @@ def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.st
     """Trace the step of a batch shape and sampler variant (one of ``sampler.VARIANTS``, or ``any``) as one program.
 
     The traced function maps (packed parameters, ``StepState``, buffer, vocabulary mask) to (``StepState``,
-    ``StepOutput``) and donates the state.
+    ``StepOutput``) and donates the state. After other stages, it also has their hidden states as an argument.
     """
+    program = program.for_shape(shape)
     attention = attention_settings(program, shape)
     settings = StepSettings(attention, program.sampler, variant, shape.scores_prompt, program.row_tile)
 
     def step(
-        arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], mask: Int[Array, "R words"]
+        arrays: tuple[Array, ...],
+        state: StepState,
+        buffer: Int[Array, " size"],
+        mask: Int[Array, "R words"],
+        x: Float[Array, "T D"] | None = None,
     ) -> tuple[StepState, StepOutput]:
         batch = program.unpack(buffer, shape, state.latest)
-        return run_step(program.model(arrays), state, batch, mask, settings)
+        return run_step(program.model(arrays), state, batch, mask, settings, x)
 
     state, buffer = program.abstract_state(), program.rows_struct((shape.buffer_size,), jnp.int32)
     mask = program.rows_struct(program.mask_shape(shape.num_rows), jnp.int32)
     out_shardings = (shardings(state), program.rows_sharding)
-    return program.trace(step, (program.abstract_params, state, buffer, mask), out_shardings, donated=[1])
+    given = [] if program.is_first else [program.abstract_hidden(shape.num_tokens)]
+    return program.trace(step, (program.abstract_params, state, buffer, mask, *given), out_shardings, donated=[1])
 
 
 def attention_settings(program: ModelProgram, shape: BatchShape) -> AttentionSettings:
@@ -116,10 +124,21 @@ class StepSettings(NamedTuple):
 
 
 def run_step(
-    model: CausalLM, state: StepState, batch: StepBatch, mask: Int[Array, "R words"], settings: StepSettings
+    model: CausalLM,
+    state: StepState,
+    batch: StepBatch,
+    mask: Int[Array, "R words"],
+    settings: StepSettings,
+    x: Float[Array, "T D"] | None = None,
 ) -> tuple[StepState, StepOutput]:
-    """Run a step on one device of the mesh: embedding, layers, head, sampler, slot updates."""
-    state, hidden, sums, expert_tokens = run_layers(model, state, batch, settings.attention, settings.row_tile)
+    """Run a step on one device of the mesh: embedding, layers, head, sampler, slot updates.
+
+    After other stages, ``x`` is their hidden states, and there is no embedding.
+    """
+    split = settings.sampler.split
+    state, hidden, sums, expert_tokens = run_layers(
+        model, state, batch, settings.attention, settings.row_tile, split, x
+    )
     variant = batch.sampler.variant if settings.variant == "any" else settings.variant
     rows, tile = hidden[batch.sampled_tokens], settings.row_tile
     tokens, logprobs = sample_rows(
@@ -129,7 +148,7 @@ def run_step(
     if settings.scores_prompt:
         tokens_to_score = PromptTokens(hidden, batch.targets, batch.num_target_tokens[None])
         prompt = score_prompt(model, tokens_to_score, settings.sampler, tile)
-    latest, tables, tokens = keep_tokens(state.latest, state.tables, batch.sampler, tokens)
+    latest, tables, tokens = keep_tokens(state.latest, state.tables, batch.sampler, tokens, split)
     output = StepOutput(tokens, logprobs, prompt, sums, expert_tokens)
     return state._replace(latest=latest, tables=tables), output
 
@@ -151,13 +170,22 @@ class LayersOutput(NamedTuple):
 
 
 def run_layers(
-    model: CausalLM, state: StepState, batch: StepBatch, settings: AttentionSettings, row_tile: int | None
+    model: CausalLM,
+    state: StepState,
+    batch: StepBatch,
+    settings: AttentionSettings,
+    row_tile: int | None,
+    split: VocabSplit,
+    x: Float[Array, "T D"] | None = None,
 ) -> LayersOutput:
-    """Run embedding and layers on one device of the mesh; pool hidden states ``row_tile`` tokens at a time."""
+    """Run embedding and layers on one device of the mesh; pool hidden states ``row_tile`` tokens at a time.
+
+    After other stages, ``x`` is their hidden states, and there is no embedding.
+    """
     first = batch.tokens.at[batch.attention[0].query_starts].get(mode="clip")
-    tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, first))
+    tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, first, split))
     hidden, pools, expert_tokens = model.hidden(
-        batch.tokens, batch.positions, batch.lengths, state.pools, batch.attention, settings
+        batch.tokens, batch.positions, batch.lengths, state.pools, batch.attention, settings, x
     )
     kept, sums = state.sums, None
     if not settings.decode_only:
@@ -195,14 +223,14 @@ class KeptState(NamedTuple):
 
 
 def keep_tokens(
-    latest: LatestTokens, tables: SlotTables, batch: SamplerBatch, tokens: Int[Array, " samples"]
+    latest: LatestTokens, tables: SlotTables, batch: SamplerBatch, tokens: Int[Array, " samples"], split: VocabSplit
 ) -> KeptState:
     """Update each slot's latest token, and count accepted drafts for penalties."""
     slots = batch.sampled_slots
     if batch.verification is not None:
         kept = batch.verification.keep(tokens)
         before_latest = jnp.where(kept.is_kept & ~kept.is_latest, slots, NOWHERE)
-        tables = tables._replace(token_counts=counted(tables.token_counts, before_latest, tokens))
+        tables = tables._replace(token_counts=counted(tables.token_counts, before_latest, tokens, split))
         slots = jnp.where(kept.is_latest, slots, NOWHERE)
         tokens = jnp.where(kept.is_kept, tokens, NO_TOKEN)
     new = LatestTokens(jnp.maximum(tokens, 0), batch.inputs.positions)
@@ -234,7 +262,8 @@ def score_prompt(
 
     def scored_rows(hidden: Float[Array, "T D"], targets: Int[Array, " T"]) -> TokenLogprobs:
         untracked = jnp.zeros((targets.shape[0], 0), jnp.int32)
-        return token_logprobs(model.logits(hidden), targets, untracked, settings.max_logprobs, settings.is_normalized)
+        logits = model.logits(hidden)
+        return token_logprobs(logits, targets, untracked, settings.max_logprobs, settings.is_normalized, settings.split)
 
     filled = map_rows(scored_rows, (hidden, targets), prompt.num_target_tokens[0], tile)
     return jax.tree.map(lambda array: array[:num_tokens], filled)

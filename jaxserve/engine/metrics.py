@@ -137,6 +137,8 @@ class EngineMetrics:
             "corrupted_requests": self._corrupted,
             "steps": sum(replica.num_steps for replica in replicas),
             "decode_rows": sum(replica.num_decode_rows for replica in replicas),
+            "stage_ticks": sum(replica.num_stage_ticks for replica in replicas),
+            "idle_stage_ticks": sum(replica.num_idle_stage_ticks for replica in replicas),
         }
         found: list[Metric] = [Gauge(PREFIX + name, {}, value) for name, value in gauges.items()]
         found += [Counter(PREFIX + name, {}, value) for name, value in counters.items()]

@@ -10,12 +10,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxserve.config import EngineConfig
-from jaxserve.device.build import STEPS_IN_FLIGHT, EnginePlan, load_params, plan_engine
+from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.compilation_cache import use_compilation_cache
 from jaxserve.device.compiled_steps import CompiledSteps, num_programs
 from jaxserve.device.memory import MemoryLedger, device_memory_bytes, resident_bytes, usable_fraction
+from jaxserve.device.memory_fit import STEPS_IN_FLIGHT
 from jaxserve.device.runner import StepRunner
 from jaxserve.device.runner_interface import Runner
+from jaxserve.device.stage_steps import Stage, StageSteps
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.expert_load import ExpertLoad
@@ -102,14 +104,14 @@ def start_engine(
     default_params = default_sampling_params(config, plan.directory)
     tokenizer = find_tokenizer(config, plan.directory)
     check_parsers(config)
-    check_weights(plan.directory, plan.programs[0].abstract_model)
+    check_weights(plan.directory, plan.programs[0].whole_model())
     use_compilation_cache(config.compilation_cache_dir, plan.programs[0].mesh.devices.flat[0])
     _log_choices(plan)
     resident_before = resident_bytes()
-    runners, steps, load_s, compile_s = _make_runners(plan)
+    runners, temporary_bytes, load_s, compile_s = _make_runners(plan)
     warm_up_s = _warm_up(runners) if config.warm_up else 0.0
     engine = assemble_engine(config, plan, tokenizer, runners, proposer)
-    ledger = _make_ledger(config, plan, steps, resident_before)
+    ledger = _make_ledger(config, plan, temporary_bytes, resident_before)
     total_s = time.monotonic() - start
     logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.needs.weights / (1 << 30), load_s)
     logger.info("init engine took %.2f s (compilation: %.2f s, warm-up: %.2f s)", total_s, compile_s, warm_up_s)
@@ -126,8 +128,9 @@ def assemble_engine(
     """Return an engine with one replica per runner, each with a scheduler per lane."""
     program = plan.programs[0]
     sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
-    limits = SchedulerLimits(*sizes, plan.buckets.max_samples - 1, plan.needs.windows)
-    depth, replicas = 1 if config.async_scheduling is False else STEPS_IN_FLIGHT, []
+    limits = SchedulerLimits(*sizes, plan.buckets.max_samples - 1, plan.needs.windows, plan.num_stages)
+    depth = (1 if config.async_scheduling is False else STEPS_IN_FLIGHT) + plan.num_stages - 1
+    replicas = []
     pages, keeps = (program.num_pages, program.page_size), config.enable_prefix_caching
     for runner in runners:
         allocators = [PageAllocator(*pages, keeps_free_pages=keeps) for _ in range(program.num_lanes)]
@@ -163,9 +166,13 @@ def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer 
     return Admission(limits, tokenizer, grammars)
 
 
-def _make_runners(plan: EnginePlan) -> tuple[list[StepRunner], list[CompiledSteps], float, float]:
-    """Compile and load weights in parallel; return the runners, their programs, and the seconds each took."""
-    all_steps = [CompiledSteps(program, plan.buckets) for program in plan.programs]
+def _make_runners(plan: EnginePlan) -> tuple[list[StepRunner], int, float, float]:
+    """Compile and load weights in parallel; return the runners, the temporary bytes of their programs, and the seconds
+    each took."""
+    all_steps = [
+        CompiledSteps(program, plan.buckets) if program.is_last else StageSteps(program, plan.buckets)
+        for program in plan.programs
+    ]
 
     def compile_all() -> float:
         start = time.monotonic()
@@ -179,8 +186,14 @@ def _make_runners(plan: EnginePlan) -> tuple[list[StepRunner], list[CompiledStep
         params = [load_params(plan, program) for program in plan.programs]
         load_s = time.monotonic() - start
         compile_s = compiling.result()
-    runners = [StepRunner(steps, values) for steps, values in zip(all_steps, params, strict=True)]
-    return runners, all_steps, load_s, compile_s
+    runners, stages = list[StepRunner](), list[Stage]()
+    for steps, values in zip(all_steps, params, strict=True):
+        if isinstance(steps, StageSteps):
+            stages.append(Stage(steps, values))
+        else:
+            runners.append(StepRunner(steps, values, stages))
+            stages = []
+    return runners, max(steps.temporary_bytes for steps in all_steps), load_s, compile_s
 
 
 @contextlib.contextmanager
@@ -213,27 +226,30 @@ def _log_choices(plan: EnginePlan) -> None:
     logger.info(
         "%s on %d %s device(s): %s; mesh %s, layout %s; attention: %s; pages of %d tokens; %d programs",
         plan.config.architecture,
-        len(plan.programs) * program.mesh.devices.size,
+        plan.num_devices,
         device.device_kind,
         program.policy,
         " ".join(f"{axis}={size}" for axis, size in plan.mesh_sizes.items()),
         program.layout.name,
         program.kernel.name,
         program.page_size,
-        num_programs(plan.buckets, device.platform, program.is_always_full),
+        num_programs(plan.buckets, device.platform, program.is_always_full, plan.num_stages),
     )
+    if plan.num_stages > 1:
+        layers = (f"{program.stage.first} to {program.stage.stop - 1}" for program in plan.replicas[0] if program.stage)
+        logger.info("Layers of each stage: %s", ", ".join(layers))
 
 
-def _make_ledger(
-    config: EngineConfig, plan: EnginePlan, all_steps: list[CompiledSteps], resident_before: int
-) -> MemoryLedger:
-    program = plan.programs[0]
+def _make_ledger(config: EngineConfig, plan: EnginePlan, temporary_bytes: int, resident_before: int) -> MemoryLedger:
+    """Return the memory use of all virtual CPU devices together, or of the GPU whose stage has the most weights."""
+    program = max(plan.replicas[0], key=lambda program: program.weight_bytes)
     device = program.mesh.devices.flat[0]
-    copies = len(plan.programs) * program.mesh.devices.size if device.platform == "cpu" else 1
-    weights = plan.needs.weights * copies
-    pages = program.pool_bytes * copies
-    slots = program.slot_state_bytes * copies
-    temporaries = "peak temporaries of a step", max(steps.temporary_bytes for steps in all_steps)
+    counted = plan.programs if device.platform == "cpu" else [program]
+    copies = program.mesh.devices.size if device.platform == "cpu" else 1
+    weights = copies * sum(program.weight_bytes for program in counted)
+    pages = copies * sum(program.pool_bytes for program in counted)
+    slots = copies * sum(program.slot_state_bytes for program in counted)
+    temporaries = "peak temporaries of a step", temporary_bytes
     if device.platform == "cpu":
         programs = max(0, resident_bytes() - resident_before - weights - pages - slots)
         lines = [("Python and libraries", resident_before), ("weights", weights), ("KV pages", pages)]

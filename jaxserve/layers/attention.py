@@ -13,6 +13,7 @@ from jaxserve.layers.linear import RowParallelLinear
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Split
+from jaxserve.layers.residual import block_input
 from jaxserve.layers.rows import map_rows
 from pallas_kernels import AttentionBatch, Choice, LatentAttention, PagedAttention, choose
 from pallas_kernels.attention_parts import Part, PartAttention, combine_parts
@@ -116,13 +117,13 @@ class Attention(nnx.Module, ABC):
         self.kv_spec = KVSpec(readers, self.num_kv_heads, head_dim, scope.policy.kv, window)
         self.head_dim, self.window, self.soft_cap = head_dim, window, soft_cap
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.rope, self.mesh_axis = rope, parallel.heads
+        self.rope, self.mesh_axis, self.residual_axis = rope, parallel.heads, parallel.residual_axis
         self.kv_axis, self.tokens_axis = parallel.kv_heads, parallel.tokens
 
     @property
     def has_fused_norms(self) -> bool:
         """Whether kernels can fuse its norms with the neighbouring matmuls."""
-        return True
+        return self.residual_axis is None
 
     @property
     def head_norms(self) -> QkNorms | None:
@@ -142,6 +143,13 @@ class Attention(nnx.Module, ABC):
 
         With ``num_rows``, the values of later rows are undefined.
         """
+
+    def project_input(
+        self, x: Float[Array, "rows D"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
+    ) -> Float[Array, "T width"]:
+        """Normalize and project a layer's input: all rows, or those of this device, which are gathered first."""
+        x, norm = block_input(x, norm, self.residual_axis)
+        return self.project(x, norm=norm, num_rows=num_rows)
 
     def rotation(self, inputs: AttentionInputs) -> Rotation | None:
         """Return the cosines and sines of this layer's rotary embedding, if it has one."""
@@ -214,10 +222,10 @@ class Attention(nnx.Module, ABC):
         self,
         attended: Float[Array, "T N H"],
         *,
-        residual: Float[Array, "T D"] | None = None,
+        residual: Float[Array, "rows D"] | None = None,
         scale: float = 1.0,
         num_rows: Int[Array, ""] | None = None,
-    ) -> Float[Array, "T D"]:
+    ) -> Float[Array, "rows D"]:
         """Compute ``residual + scale * projection`` of all heads; later rows than ``num_rows`` are undefined."""
         attended = attended.reshape(attended.shape[0], -1)
         return self.out(attended, residual=residual, scale=scale, num_rows=num_rows)

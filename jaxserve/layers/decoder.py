@@ -1,4 +1,7 @@
-"""One decoder layer: attention and MLP, each in a residual branch."""
+"""One decoder layer: attention and MLP, each in a residual branch.
+
+Between blocks a device has all T rows of hidden states, or some of them; see :mod:`jaxserve.layers.residual`.
+"""
 
 from abc import ABC, abstractmethod
 from functools import partial
@@ -26,7 +29,7 @@ class LayerOutput(NamedTuple):
         expert_tokens: Tokens routed to each expert, if the layer has experts and counts them.
     """
 
-    x: Float[Array, "T D"]
+    x: Float[Array, "rows D"]
     pools: Pools
     expert_tokens: Int[Array, " E"] | None = None
 
@@ -52,13 +55,13 @@ class DecoderLayer(nnx.Module, ABC):
         """Whether kernels can fuse all its norms with the neighbouring matmuls."""
 
     @abstractmethod
-    def projected(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
+    def projected(self, x: Float[Array, "rows D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
         """Compute queries, keys and values of the layer's input; rows from ``num_rows`` on are undefined."""
 
     @abstractmethod
     def after_attention(
-        self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
-    ) -> Float[Array, "T D"]:
+        self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
+    ) -> Float[Array, "rows D"]:
         """Return the layer's output from its input and the attention output; ``num_rows`` as in :meth:`projected`."""
 
     @property
@@ -67,14 +70,14 @@ class DecoderLayer(nnx.Module, ABC):
         return 0
 
     def after_attention_with_experts(
-        self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
-    ) -> tuple[Float[Array, "T D"], Int[Array, "T k"] | None]:
+        self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
+    ) -> tuple[Float[Array, "rows D"], Int[Array, "T k"] | None]:
         """Return the layer's output, and the experts of each token if the layer has experts; see
         :meth:`after_attention`."""
         return self.after_attention(x, attended, num_rows), None
 
     def __call__(
-        self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
+        self, x: Float[Array, "rows D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> LayerOutput:
         """Run the layer."""
         num_tokens, tile = inputs.num_tokens, settings.row_tile
@@ -83,13 +86,13 @@ class DecoderLayer(nnx.Module, ABC):
         used = num_tokens if tile is None else None
         if not settings.counts_expert_tokens:
             after = partial(self.after_attention, num_rows=used)
-            return LayerOutput(map_rows(after, (x, attended), num_tokens, tile), pools)
+            return LayerOutput(map_rows(after, (x, attended), num_tokens, tile, len(attended)), pools)
         after = partial(self.after_attention_with_experts, num_rows=used)
-        x, experts = map_rows(after, (x, attended), num_tokens, tile)
+        x, experts = map_rows(after, (x, attended), num_tokens, tile, len(attended))
         return LayerOutput(x, pools, None if experts is None else count_tokens(experts, num_tokens, self.num_experts))
 
     def _written(
-        self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
+        self, x: Float[Array, "rows D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> tuple[Float[Array, "T N H"], Pools]:
         """Return the queries, and the layer's pools with the step's keys and values, in one fused kernel if available.
 
@@ -100,13 +103,13 @@ class DecoderLayer(nnx.Module, ABC):
             return self.attention.write_projected(self.projected(x, num_tokens), pools, inputs, settings)
         rotation = self.attention.rotation(inputs) or ()
         computed = partial(self._heads, num_rows=num_tokens if tile is None else None)
-        heads = map_rows(computed, (x, *rotation), num_tokens, tile)
+        heads = map_rows(computed, (x, *rotation), num_tokens, tile, len(inputs.batch.token_pages))
         kernel_pools = cast(Any, pools)  # as many as the kernel's operation has
         written = settings.kernel.write_kv(kernel_pools, heads.key, heads.value, inputs.batch, settings.page_size)
         return heads.query, written
 
     def _heads(
-        self, x: Float[Array, "T D"], *rotation: Float[Array, "T half"], num_rows: Int[Array, ""] | None
+        self, x: Float[Array, "rows D"], *rotation: Float[Array, "T half"], num_rows: Int[Array, ""] | None
     ) -> Heads:
         return self.attention.heads(self.projected(x, num_rows), cast(Rotation, rotation) if rotation else None)
 
@@ -145,13 +148,13 @@ class PreNormLayer(RMSNormLayer):
         """Whether kernels can fuse all its norms with the neighbouring matmuls."""
         return self.attention.has_fused_norms and self.mlp.has_fused_norms
 
-    def projected(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
+    def projected(self, x: Float[Array, "rows D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
         """Compute queries, keys and values of the normalized input."""
-        return self.attention.project(x, norm=self.attention_norm, num_rows=num_rows)
+        return self.attention.project_input(x, norm=self.attention_norm, num_rows=num_rows)
 
     def after_attention(
-        self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
-    ) -> Float[Array, "T D"]:
+        self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
+    ) -> Float[Array, "rows D"]:
         """Return the layer's output from its input and the attention output."""
         return self.after_attention_with_experts(x, attended, num_rows)[0]
 
@@ -161,8 +164,8 @@ class PreNormLayer(RMSNormLayer):
         return self.mlp.routing.num_experts if isinstance(self.mlp, SparseMLP) else 0
 
     def after_attention_with_experts(
-        self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
-    ) -> tuple[Float[Array, "T D"], Int[Array, "T k"] | None]:
+        self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
+    ) -> tuple[Float[Array, "rows D"], Int[Array, "T k"] | None]:
         """Return the layer's output, and the experts of each token if the MLP is a mixture of experts."""
         scale, norm = self.residual_multiplier, self.mlp_norm
         x = self.attention.output(attended, residual=x, scale=scale, num_rows=num_rows)
@@ -201,13 +204,13 @@ class LayerNormLayer(DecoderLayer):
         """Return False: no kernel fuses a layer norm."""
         return False
 
-    def projected(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
+    def projected(self, x: Float[Array, "rows D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
         """Compute queries, keys and values of the normalized input."""
-        return self.attention.project(self.attention_norm(x), num_rows=num_rows)
+        return self.attention.project_input(self.attention_norm(x), num_rows=num_rows)
 
     def after_attention(
-        self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
-    ) -> Float[Array, "T D"]:
+        self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
+    ) -> Float[Array, "rows D"]:
         """Return the layer's output from its input and the attention output."""
         after = self.attention.output(attended, residual=x, num_rows=num_rows)
         normed = self.mlp_norm(x if self.is_parallel else after)

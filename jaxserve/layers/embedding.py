@@ -9,9 +9,10 @@ from jaxserve.layers.linear import fused_norm
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import padded_rows, weight
+from jaxserve.layers.residual import block_output
 from jaxserve.layers.storage import matmul, rows
 from pallas_kernels.linear import Fused
-from sharding.collectives import all_gather, all_reduce, axis_index
+from sharding.collectives import all_gather, axis_index, own_part
 
 
 class VocabEmbedding(nnx.Module):
@@ -19,30 +20,41 @@ class VocabEmbedding(nnx.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, *, scope: Scope):
         parallel = scope.parallel
-        recipe, parts = padded_rows(scope, "weight", vocab_size, hidden_size), (parallel.parts(parallel.vocab), 1)
+        padded, parts = parallel.padded_vocab(vocab_size), (parallel.parts(parallel.vocab), 1)
+        recipe = padded_rows(scope, "weight", vocab_size, padded, hidden_size)
         self.weight = weight(recipe, ("vocab", "embed"), parts, scope)
         self.vocab_size, self.num_rows = vocab_size, recipe.shape[0] // parts[0]
         self.mesh_axis, self.dtype = parallel.vocab, scope.policy.activations_dtype
+        self.residual_axis = parallel.residual_axis
+        self.keeps_logits, self.has_padding = parallel.keeps_logits, padded > vocab_size
 
-    def __call__(self, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
-        """Look up token embeddings; each device contributes the rows it holds."""
+    def __call__(self, tokens: Int[Array, " T"]) -> Float[Array, "rows D"]:
+        """Look up the embeddings of all tokens, or of this device's; each device contributes the rows it holds."""
         if self.mesh_axis is None:
-            return rows(self.weight, tokens).astype(self.dtype)
+            return rows(self.weight, own_part(tokens, self.residual_axis, 0)).astype(self.dtype)
         local = tokens - axis_index(self.mesh_axis) * self.num_rows
         mine = (local >= 0) & (local < self.num_rows)
         found = jnp.where(mine[:, None], rows(self.weight, jnp.where(mine, local, 0)), 0)
-        return all_reduce(found.astype(jnp.float32), self.mesh_axis).astype(self.dtype)
+        return block_output(found.astype(jnp.float32), (self.mesh_axis,), self.residual_axis).astype(self.dtype)
 
     def logits(
         self, hidden: Float[Array, "R D"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
     ) -> Float[Array, "R V"]:
-        """Compute float32 logits of the whole vocabulary, on every device, from hidden states that ``norm`` normalizes.
+        """Compute float32 logits from hidden states that ``norm`` normalizes.
 
-        With ``num_rows``, the values of later rows are undefined.
+        They are those of the whole vocabulary, on every device, unless the layout splits logits: then each device
+        computes those of its own rows, padding included. With ``num_rows``, the values of later rows are undefined.
         """
         fused = Fused(norm=fused_norm(norm))
         scores = matmul(self.weight, hidden, fused=fused, num_rows=num_rows)
-        return all_gather(scores, self.mesh_axis, 1)[:, : self.vocab_size]
+        return scores if self.keeps_logits else all_gather(scores, self.mesh_axis, 1)[:, : self.vocab_size]
+
+    def mask_padding(self, scores: Float[Array, "R V"]) -> Float[Array, "R V"]:
+        """Set the logits of padding to -inf; it has some only in a layout that splits logits."""
+        if not (self.keeps_logits and self.has_padding):
+            return scores
+        tokens = axis_index(self.mesh_axis) * self.num_rows + jnp.arange(self.num_rows)
+        return jnp.where(tokens < self.vocab_size, scores, -jnp.inf)
 
 
 class PositionEmbedding(nnx.Module):
@@ -52,7 +64,10 @@ class PositionEmbedding(nnx.Module):
         recipe = whole(scope.at("weight").module, (num_positions, hidden_size))
         self.weight = weight(recipe, (None, "embed"), (1, 1), scope)
         self.num_positions, self.dtype = num_positions, scope.policy.activations_dtype
+        self.residual_axis = scope.parallel.residual_axis
 
-    def __call__(self, positions: Int[Array, " T"]) -> Float[Array, "T D"]:
-        """Look up the vectors of positions; later positions than the last, of padding, get the last one's."""
+    def __call__(self, positions: Int[Array, " T"]) -> Float[Array, "rows D"]:
+        """Look up the vectors of all positions, or of this device's; later positions than the last, of padding, get the
+        last one's."""
+        positions = own_part(positions, self.residual_axis, 0)
         return rows(self.weight, jnp.minimum(positions, self.num_positions - 1)).astype(self.dtype)

@@ -101,7 +101,7 @@ class GroupedQueryAttention(Attention):
     @property
     def has_fused_norms(self) -> bool:
         """Whether kernels can fuse its norms with the neighbouring matmuls."""
-        return self.qk_norm != "width"
+        return self.qk_norm != "width" and super().has_fused_norms
 
     @property
     def head_norms(self) -> QkNorms | None:

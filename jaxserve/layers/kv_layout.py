@@ -94,16 +94,20 @@ class KVLayout(NamedTuple):
         return KVLayout(tuple(indices), tuple(kinds), self.windows, tuple(self.pools.count(kind) for kind in kinds))
 
 
-def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None) -> KVLayout:
-    """Assign pools and page tables to the layers of a model.
+def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None, stage: range | None = None) -> KVLayout:
+    """Assign pools and page tables to the layers of a model, or of one of its pipeline stages.
 
-    If all windows are equal, each layer has its own pools, and all layers share one page table.
+    If all windows are equal, each layer has its own pools, and all layers share one page table. All stages have the
+    page tables of the whole model, so that a page has the same number in each; a stage spreads its layers of a window
+    over that window's tables, some of which may get none.
 
     Args:
-        specs: KV cache of each layer.
+        specs: KV cache of each layer of the model.
         max_model_len: Longest context in tokens; a window of at least this size is treated as no window. None: no
             limit.
+        stage: Indices of the stage's layers, whose entries the result has; None: all layers.
     """
+    stage = range(len(specs)) if stage is None else stage
     layers_of = collections.defaultdict[int | None, list[int]](list)
     for layer, spec in enumerate(specs):
         sees_all = spec.window is None or (max_model_len is not None and spec.window >= max_model_len)
@@ -112,9 +116,12 @@ def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None) -> KVL
     indices, pools, windows = dict[int, KVIndices](), list[PoolKind](), list[int | None]()
     known = dict[tuple[PoolKind, int], int]()
     for window, layers in layers_of.items():
-        for start in range(0, len(layers), size):
+        num_tables = -(-len(layers) // size)
+        own = [layer for layer in layers if layer in stage]
+        share = -(-len(own) // num_tables)
+        for table in range(num_tables):
             num_alike = collections.Counter[PoolKind]()
-            for layer in layers[start : start + size]:
+            for layer in own[table * share : (table + 1) * share]:
                 kind = specs[layer].pool
                 pool = known.setdefault((kind, num_alike[kind]), len(pools))
                 if pool == len(pools):
@@ -122,7 +129,7 @@ def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None) -> KVL
                 num_alike[kind] += 1
                 indices[layer] = KVIndices(pool, len(windows))
             windows.append(window)
-    ordered = tuple(indices[layer] for layer in range(len(specs)))
+    ordered = tuple(indices[layer] for layer in stage)
     return KVLayout(ordered, tuple(pools), tuple(windows), (1,) * len(pools))
 
 

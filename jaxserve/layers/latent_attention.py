@@ -162,10 +162,10 @@ class MultiHeadLatentAttention(Attention):
         self,
         attended: Float[Array, "T N latent"],
         *,
-        residual: Float[Array, "T D"] | None = None,
+        residual: Float[Array, "rows D"] | None = None,
         scale: float = 1.0,
         num_rows: Int[Array, ""] | None = None,
-    ) -> Float[Array, "T D"]:
+    ) -> Float[Array, "rows D"]:
         """Project latents to values, then compute ``residual + scale * projection`` of all heads."""
         value_up = self.value_up[...].reshape(-1, self.value_dim, self.rank)
         values = _einsum("tnr,nvr->tnv", attended, value_up).astype(attended.dtype)

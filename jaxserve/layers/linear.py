@@ -10,9 +10,9 @@ from checkpoints import whole
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Rows, stack_rows, vector, weight
+from jaxserve.layers.residual import block_output
 from jaxserve.layers.storage import matmul
 from pallas_kernels.linear import Fused, Norm
-from sharding.collectives import all_reduce
 
 
 class ColumnParallelLinear(nnx.Module):
@@ -64,6 +64,8 @@ class ColumnParallelLinear(nnx.Module):
 class RowParallelLinear(nnx.Module):
     """``x @ W.T + b`` with the input features of W split: the devices' partial sums are added.
 
+    Each device gets all rows of the sum, or those that it has of the hidden states between blocks.
+
     Args:
         inner: Number of input features on all devices.
         outer: Number of outputs.
@@ -89,21 +91,22 @@ class RowParallelLinear(nnx.Module):
         self.weight = weight(recipe, ("embed", inner_axis), (1, parts), scope)
         self.bias = vector(whole(scope.at("bias").module, (outer,)), "embed", scope) if bias else None
         self.mesh_axis, self.dtype = mesh_axis, scope.policy.activations_dtype
+        self.residual_axis = scope.parallel.residual_axis
 
     def __call__(
         self,
         x: Float[Array, "T inner"],
         *,
-        residual: Float[Array, "T outer"] | None = None,
+        residual: Float[Array, "rows outer"] | None = None,
         scale: float = 1.0,
         num_rows: Int[Array, ""] | None = None,
-    ) -> Float[Array, "T outer"]:
+    ) -> Float[Array, "rows outer"]:
         """Compute ``residual + scale * (x @ W.T + b)``; rows from ``num_rows`` on are undefined."""
         bias = None if self.bias is None else self.bias[...]
         if self.mesh_axis is None:
             fused = Fused(bias=bias, scale=scale, residual=residual)
             return matmul(self.weight, x, fused=fused, num_rows=num_rows).astype(self.dtype)
-        y = all_reduce(self.partial(x, num_rows=num_rows), self.mesh_axis)
+        y = block_output(self.partial(x, num_rows=num_rows), (self.mesh_axis,), self.residual_axis)
         y = y if bias is None else y + bias.astype(jnp.float32)
         return add_branch(y.astype(self.dtype), residual, scale)
 

@@ -9,6 +9,7 @@ from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Rows, Split, rows_of
+from jaxserve.layers.residual import block_input
 from pallas_kernels.linear import ACTIVATIONS
 
 
@@ -34,8 +35,8 @@ class GatedMLP(nnx.Module):
         scope: Scope,
         gate_up: Sequence[str] = ("gate_proj", "up_proj"),
     ):
-        self.has_fused_norms = True
-        mesh_axis = scope.parallel.ffn
+        mesh_axis, self.residual_axis = scope.parallel.ffn, scope.parallel.residual_axis
+        self.has_fused_norms = self.residual_axis is None
         self.splits = (Split(ffn_size, f"intermediate_size {ffn_size}"),)
         self.gate_up = ColumnParallelLinear(
             hidden_size,
@@ -52,14 +53,15 @@ class GatedMLP(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "T D"],
+        x: Float[Array, "rows D"],
         *,
         norm: RMSNorm | None = None,
-        residual: Float[Array, "T D"] | None = None,
+        residual: Float[Array, "rows D"] | None = None,
         scale: float = 1.0,
         num_rows: Int[Array, ""] | None = None,
-    ) -> Float[Array, "T D"]:
+    ) -> Float[Array, "rows D"]:
         """Compute ``residual + scale * mlp(norm(x))``; rows from ``num_rows`` on are undefined."""
+        x, norm = block_input(x, norm, self.residual_axis)
         gated = self.gate_up(x, norm=norm, num_rows=num_rows)
         return self.down(gated, residual=residual, scale=scale, num_rows=num_rows)
 
@@ -92,7 +94,7 @@ class PlainMLP(nnx.Module):
         down: str,
         is_transposed: bool = False,
     ):
-        mesh_axis = scope.parallel.ffn
+        mesh_axis, self.residual_axis = scope.parallel.ffn, scope.parallel.residual_axis
         self.splits = (Split(ffn_size, f"intermediate_size {ffn_size}"),)
         self.activation = activation
         rows = [Rows(up, ffn_size, is_transposed=is_transposed)]
@@ -109,11 +111,12 @@ class PlainMLP(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "T D"],
+        x: Float[Array, "rows D"],
         *,
-        residual: Float[Array, "T D"] | None = None,
+        residual: Float[Array, "rows D"] | None = None,
         num_rows: Int[Array, ""] | None = None,
-    ) -> Float[Array, "T D"]:
+    ) -> Float[Array, "rows D"]:
         """Compute ``residual + mlp(x)``; rows from ``num_rows`` on are undefined."""
+        x, _ = block_input(x, None, self.residual_axis)
         inner = ACTIVATIONS[self.activation](self.up(x, num_rows=num_rows))
         return self.down(inner, residual=residual, num_rows=num_rows)

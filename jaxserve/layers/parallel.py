@@ -7,6 +7,10 @@ from jax.sharding import Mesh
 
 from sharding import ShardingLayout
 
+VOCAB_BLOCK = 256
+"""Tokens that random sampling treats as one block. Devices that keep the logits of their part of the vocabulary have
+whole blocks, so that they sample the same tokens as a device with all of it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallel:
@@ -82,6 +86,21 @@ class Parallel:
     def num_head_parts(self) -> int:
         """Number of devices that attention heads are split over; 1 if attention is whole on every device."""
         return self.parts(self.heads)
+
+    @property
+    def residual_axis(self) -> str | None:
+        """Mesh axis of the devices that share the rows of hidden states between blocks; None if each has all."""
+        return self.heads if self.residual == "tokens" else None
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether each device keeps the logits of its part of the vocabulary."""
+        return self.logits == "split" and self.vocab is not None
+
+    def padded_vocab(self, size: int) -> int:
+        """Return the vocabulary size, padded so that it splits evenly: into whole blocks, if logits are split too."""
+        multiple = self.parts(self.vocab) * (VOCAB_BLOCK if self.keeps_logits else 1)
+        return -(-size // multiple) * multiple
 
     @property
     def num_token_parts(self) -> int:

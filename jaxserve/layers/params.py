@@ -134,11 +134,9 @@ def _source_shape(rows: Rows, trailing: tuple[int, ...]) -> tuple[int, ...]:
     return (*(rows.expert[1:] if rows.expert else ()), *(shape[::-1] if rows.is_transposed else shape))
 
 
-def padded_rows(scope: Scope, tensor: str, count: int, width: int) -> TensorRecipe:
-    """Return a tensor [count, width], padded with zero rows to a multiple of the number of devices."""
-    size = scope.parallel.size
+def padded_rows(scope: Scope, tensor: str, count: int, padded: int, width: int) -> TensorRecipe:
+    """Return a tensor [count, width], padded with zero rows to ``padded`` of them."""
     name = scope.at(tensor).module
-    padded = -(-count // size) * size
     return TensorRecipe((padded, width), (Piece(name, (0, 0), (0, 0), (count, width)),), ((name, (count, width)),))
 
 

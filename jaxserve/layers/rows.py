@@ -20,7 +20,11 @@ Rows = TypeVar("Rows", bound=PyTree)
 
 
 def map_rows(
-    function: Callable[..., Rows], arrays: tuple[Array, ...], num_rows: Int[Array, ""] | int, tile: int | None
+    function: Callable[..., Rows],
+    arrays: tuple[Array, ...],
+    num_rows: Int[Array, ""] | int,
+    tile: int | None,
+    size: int | None = None,
 ) -> Rows:
     """Compute ``function(*arrays)``, one tile of rows at a time if ``tile`` is given.
 
@@ -31,22 +35,28 @@ def map_rows(
         num_rows: Rows in use, the first of the T; the same on all devices that ``function`` communicates with. Results
             after their tiles are zero.
         tile: Rows per tile, which divides T; None calls the function once, with all rows.
+        size: T, if some arrays and results have only this device's part of each tile; None: all have T rows.
     """
     if tile is None:
         return function(*arrays)
-    size = arrays[0].shape[0]
-    assert size % tile == 0 and all(array.shape[0] == size for array in arrays)
-    if size == tile:  # a single tile would be a full slice, which a compiler hoists out of the loop
+    size = arrays[0].shape[0] if size is None else size
+    num_tiles = size // tile
+    assert size % tile == 0 and all(size % len(array) == 0 == len(array) % num_tiles for array in arrays)
+    count = max(num_tiles, 2)
+    if num_tiles == 1:  # a single tile would be a full slice, which a compiler hoists out of the loop
         arrays = tuple(jnp.concatenate([array, jnp.zeros_like(array)]) for array in arrays)
 
     def part(array: Array, i: Int[Array, ""] | int) -> Array:
-        return lax.dynamic_slice_in_dim(array, i * tile, tile)
+        rows = len(array) // count
+        return lax.dynamic_slice_in_dim(array, i * rows, rows)
 
     def round_(i: Int[Array, ""], filled: Rows) -> Rows:
         found = function(*(part(array, i) for array in arrays))
-        return jax.tree.map(lambda all_, some: lax.dynamic_update_slice_in_dim(all_, some, i * tile, 0), filled, found)
+        return jax.tree.map(
+            lambda all_, some: lax.dynamic_update_slice_in_dim(all_, some, i * len(some), 0), filled, found
+        )
 
     shapes = jax.eval_shape(function, *(part(array, 0) for array in arrays))
-    empty = jax.tree.map(lambda shape: jnp.zeros((arrays[0].shape[0], *shape.shape[1:]), shape.dtype), shapes)
+    empty = jax.tree.map(lambda tile: jnp.zeros((count * tile.shape[0], *tile.shape[1:]), tile.dtype), shapes)
     filled = lax.fori_loop(0, -(-jnp.asarray(num_rows, jnp.int32) // tile), round_, empty)
-    return jax.tree.map(lambda array: array[:size], filled)
+    return jax.tree.map(lambda array: array[: len(array) // count * num_tiles], filled)

@@ -27,10 +27,11 @@ from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Parallel, Scope
 from jaxserve.layers.params import Rows, Split, expert_weights, matrix, rows_of, stack_rows, vector
+from jaxserve.layers.residual import block_input, block_output
 from jaxserve.layers.routing import Routing
 from jaxserve.layers.rows import ROW_TILE, map_rows
 from jaxserve.layers.storage import grouped_matmul
-from sharding.collectives import all_reduce, axis_index
+from sharding.collectives import axis_index
 
 
 class ExpertNames(NamedTuple):
@@ -127,7 +128,10 @@ class SparseMLP(nnx.Module):
     ):
         parallel, policy, count = scope.parallel, scope.policy, routing.num_experts
         self.tile = ROW_TILE if policy.linear == policy.grouped == "native" else None
-        self.has_fused_norms = self.tile is not None  # not fused, but in tiles of its own
+        self.residual_axis = parallel.residual_axis
+        self.has_fused_norms = (
+            self.tile is not None and self.residual_axis is None
+        )  # not fused, but in tiles of its own
         self.routing, self.shared, self.dtype = routing, shared, policy.activations_dtype
         self.experts_axis, self.ffn_axis, self.dispatch = parallel.experts, parallel.expert_ffn, parallel.dispatch
         self.shared_axis = parallel.ffn
@@ -166,26 +170,27 @@ class SparseMLP(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "T D"],
+        x: Float[Array, "rows D"],
         *,
         norm: RMSNorm | None = None,
-        residual: Float[Array, "T D"] | None = None,
+        residual: Float[Array, "rows D"] | None = None,
         scale: float = 1.0,
         num_rows: Int[Array, ""] | None = None,
-    ) -> Float[Array, "T D"]:
+    ) -> Float[Array, "rows D"]:
         """Compute ``residual + scale * mlp(norm(x))``; rows from ``num_rows`` on are undefined."""
         return self.with_experts(x, norm=norm, residual=residual, scale=scale, num_rows=num_rows)[0]
 
     def with_experts(
         self,
-        x: Float[Array, "T D"],
+        x: Float[Array, "rows D"],
         *,
         norm: RMSNorm | None = None,
-        residual: Float[Array, "T D"] | None = None,
+        residual: Float[Array, "rows D"] | None = None,
         scale: float = 1.0,
         num_rows: Int[Array, ""] | None = None,
-    ) -> tuple[Float[Array, "T D"], Int[Array, "T k"]]:
+    ) -> tuple[Float[Array, "rows D"], Int[Array, "T k"]]:
         """Compute the same, and the indices of each token's experts."""
+        x, norm = block_input(x, norm, self.residual_axis)
         tile, choose = self._tile(x), partial(self._choose, norm)
         x, weights, experts = map_rows(choose, (x,), len(x) if num_rows is None else num_rows, tile)
         if self.dispatch == "all_reduce":
@@ -194,7 +199,8 @@ class SparseMLP(nnx.Module):
             y = self._exchanged(x, weights, experts, num_rows)
         if self.shared is not None:
             y += self._once(self.shared.partial(x, num_rows, tile))
-        return add_branch(all_reduce(y, self._summed_axes).astype(self.dtype), residual, scale), experts
+        y = block_output(y, self._summed_axes, self.residual_axis)
+        return add_branch(y.astype(self.dtype), residual, scale), experts
 
     def _tile(self, x: Float[Array, "T D"]) -> int | None:
         """Return the number of rows that XLA computes at a time; None for all."""

@@ -18,6 +18,7 @@ from jaxserve.layers.params import Split
 from jaxserve.layers.storage import Weight, load_method
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.registry import build_model
+from jaxserve.models.stages import Stage
 
 ShardingOf = Callable[[tuple[str | tuple[str, ...] | None, ...]], jax.sharding.Sharding]
 """Returns the sharding of an array with the given logical axes."""
@@ -49,7 +50,7 @@ class LogicalParam(NamedTuple):
 
 
 class AbstractModel(NamedTuple):
-    """A module without values.
+    """A module without values: a whole model, or one of its pipeline stages.
 
     Attributes:
         graphdef: Structure of the module.
@@ -58,9 +59,9 @@ class AbstractModel(NamedTuple):
         logical: Each parameter as it is in checkpoints, by its path.
         ignored: Regular expressions of full names of tensors that no parameter needs.
         optional_prefix: Prefix of tensors' names that some checkpoints leave out.
-        kv_specs: KV cache of each layer.
+        kv_specs: KV cache of each layer of the whole model.
         layer_width: Matmul outputs of the widest layer, in elements per token on one device.
-        has_fused_norms: Whether kernels can fuse all norms with the neighbouring matmuls.
+        has_fused_norms: Whether kernels can fuse all norms of the whole model with the neighbouring matmuls.
     """
 
     graphdef: nnx.GraphDef
@@ -97,14 +98,20 @@ def outline(config: ModelConfig, scope: Scope) -> CausalLM:
     return nnx.eval_shape(lambda: build_model(config, scope))
 
 
-def abstract_model(config: ModelConfig, scope: Scope, sharding: ShardingOf) -> AbstractModel:
-    """Return a model without values; ``sharding`` returns the sharding of an array from its logical axes.
+def abstract_model(
+    config: ModelConfig, scope: Scope, sharding: ShardingOf, stage: Stage | None = None
+) -> AbstractModel:
+    """Return a model or one of its stages without values; ``sharding`` returns an array's sharding from its logical
+    axes.
 
     Raises:
         ConfigError: The model cannot be split over that many devices.
     """
     check_tensor_size(config, scope.parallel)
-    module = nnx.clone(outline(config, scope))
+    whole = outline(config, scope)
+    module = nnx.clone(whole)
+    if stage is not None:
+        module.keep_stage(stage)
     params: dict[str, jax.ShapeDtypeStruct] = {}
     logical: dict[str, LogicalParam] = {}
     for path, variable in nnx.to_flat_state(nnx.state(module)):
@@ -123,9 +130,9 @@ def abstract_model(config: ModelConfig, scope: Scope, sharding: ShardingOf) -> A
         logical,
         module.ignored,
         module.optional_prefix,
-        module.kv_specs,
+        whole.kv_specs,
         max(_width(layer, scope.parallel) for layer in cast(Iterable[nnx.Module], module.layers)),
-        module.has_fused_norms,
+        whole.has_fused_norms,
     )
 
 

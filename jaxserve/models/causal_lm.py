@@ -16,8 +16,10 @@ from jaxserve.layers.embedding import PositionEmbedding, VocabEmbedding
 from jaxserve.layers.kv_layout import KVIndices, KVSpec
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.norm import LayerNorm, RMSNorm
+from jaxserve.layers.residual import own_rows, whole_rows
 from jaxserve.layers.rope import rope_cos_sin
 from jaxserve.layers.rows import map_rows
+from jaxserve.models.stages import Stage
 from pallas_kernels import AttentionBatch
 from pallas_kernels.qkv_write import Rotation
 from sharding.collectives import all_max
@@ -45,7 +47,7 @@ class Layer(Protocol):
         ...
 
     def __call__(
-        self, x: Float[Array, "T D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
+        self, x: Float[Array, "rows D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> LayerOutput:
         """Run the layer."""
         ...
@@ -55,12 +57,12 @@ class HiddenStates(NamedTuple):
     """Outputs of a model's layers.
 
     Attributes:
-        x: Hidden state of each token, before the head's norm.
+        x: Hidden state of each token, before the head's norm; after some of the layers, those that a device has.
         pools: Pools of the whole model, with the step's keys and values.
         expert_tokens: Tokens routed to each expert of each layer that has experts; None if they are not counted.
     """
 
-    x: Float[Array, "T D"]
+    x: Float[Array, "rows D"]
     pools: list[Pools]
     expert_tokens: Int[Array, "layers E"] | None
 
@@ -103,13 +105,30 @@ class CausalLM(nnx.Module):
         optional_prefix: str = "",
     ):
         self.config = config
-        self.embed, self.layers, self.norm, self.head = embed, nnx.List[Any](layers), norm, head
+        self.layers = nnx.List[Any](layers)
+        self.embed: VocabEmbedding | None = embed
+        self.norm: RMSNorm | LayerNorm | None = norm
+        self.head = head
         self.ignored, self.optional_prefix = ignored, optional_prefix
         self.embedding_multiplier, self.logits_divisor = embedding_multiplier, logits_divisor
         self.logits_soft_cap = logits_soft_cap
         own = () if config.rope is None else (config.rope,)
         self.ropes = own if ropes is None else ropes
         self.position_embed = position_embed
+        self.residual_axis = embed.residual_axis
+
+    def keep_stage(self, stage: Stage) -> None:
+        """Drop all modules that are not part of a pipeline stage.
+
+        A head that uses the embedding keeps a copy of it, so that the first and the last stage have one each.
+        """
+        self.layers = nnx.List[Any]([*self.layers][stage.first : stage.stop])
+        if not stage.is_last:
+            self.norm = self.head = None
+        if not stage.is_first:
+            self.position_embed = None
+            if self.head is not None or not stage.is_last:
+                self.embed = None
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
@@ -139,6 +158,7 @@ class CausalLM(nnx.Module):
         pools: Sequence[Pools],
         batches: Sequence[AttentionBatch],
         settings: AttentionSettings,
+        x: Float[Array, "T D"] | None = None,
     ) -> HiddenStates:
         """Compute hidden states before the head's norm, and the pools with the step's keys and values.
 
@@ -149,9 +169,12 @@ class CausalLM(nnx.Module):
             pools: Key and value pages; see ``AttentionSettings.layer_indices``.
             batches: For each page table, where each token is and what it attends to.
             settings: Settings fixed at compile time.
+            x: Hidden states that the stage before computed; None: embed the tokens.
         """
-        x, inputs = self.embedded(tokens, positions, lengths, batches, settings)
-        return self.through(x, pools, inputs, settings)
+        own = None if x is None else own_rows(x, self.residual_axis, settings.row_tile)
+        embedded, inputs = self.embedded(tokens, positions, lengths, batches, settings, own)
+        found = self.through(embedded, pools, inputs, settings)
+        return found._replace(x=whole_rows(found.x, self.residual_axis, settings.row_tile))
 
     def embedded(
         self,
@@ -160,34 +183,38 @@ class CausalLM(nnx.Module):
         lengths: Int[Array, " T"],
         batches: Sequence[AttentionBatch],
         settings: AttentionSettings,
-    ) -> tuple[Float[Array, "T D"], tuple[AttentionInputs, ...]]:
+        x: Float[Array, "rows D"] | None = None,
+    ) -> tuple[Float[Array, "rows D"], tuple[AttentionInputs, ...]]:
         """Compute the first layer's input, and the inputs shared by the layers of each page table; see
         :meth:`hidden`."""
         num_tokens = batches[0].query_lens.sum()
         if settings.row_tile is not None:  # devices that share experts run the same number of tiles
             num_tokens = all_max(num_tokens, settings.rows_axis)
-        x, rotations = map_rows(self._embed, (tokens, positions, lengths), num_tokens, settings.row_tile)
+        if x is None:
+            x, rotations = map_rows(self._embed, (tokens, positions, lengths), num_tokens, settings.row_tile)
+        else:
+            rotations = map_rows(self._rotations, (positions, lengths), num_tokens, settings.row_tile)
         return x, tuple(AttentionInputs(batch, num_tokens, rotations) for batch in batches)
 
     def through(
         self,
-        x: Float[Array, "T D"],
+        x: Float[Array, "rows D"],
         pools: Sequence[Pools],
         inputs: Sequence[AttentionInputs],
         settings: AttentionSettings,
-        layers: slice = slice(None),
     ) -> HiddenStates:
-        """Compute hidden states after some of the layers, and all pools with the keys and values that these write.
+        """Compute hidden states after the layers, and all pools with the keys and values that these write.
+
+        Devices that share the rows between blocks have them still to gather.
 
         Args:
             x: Hidden states before these layers.
             pools: Pools of the whole model.
             inputs: Inputs shared by the layers of each page table.
             settings: Settings fixed at compile time.
-            layers: The layers to run; by default all.
         """
         written, expert_tokens = list(pools), []
-        for index in range(len(self.layers))[layers]:
+        for index in range(len(self.layers)):
             pool, table, first_page = settings.layer_indices[index] if settings.layer_indices else KVIndices(index, 0)
             own = inputs[table]._replace(batch=inputs[table].batch._replace(first_page=jnp.int32(first_page)))
             layer = nnx.split(self.layers[index])
@@ -199,7 +226,8 @@ class CausalLM(nnx.Module):
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int[Array, ""] | None = None, row_tile: int | None = None
     ) -> Float[Array, "R V"]:
-        """Compute float32 logits from hidden states.
+        """Compute float32 logits from hidden states; in a layout that splits logits, those of the device's part of the
+        vocabulary.
 
         Args:
             hidden: Hidden states before the head's norm.
@@ -212,22 +240,29 @@ class CausalLM(nnx.Module):
 
     def final(self, hidden: Float[Array, "R D"]) -> Float[Array, "R D"]:
         """Apply the head's norm: the input of the head, and the hidden states used for pooling."""
+        assert self.norm is not None, "this stage does not end the model"
         return self.norm(hidden)
 
     def _embed(
         self, tokens: Int[Array, " T"], positions: Int[Array, " T"], lengths: Int[Array, " T"]
-    ) -> tuple[Float[Array, "T D"], tuple[Rotation, ...]]:
+    ) -> tuple[Float[Array, "rows D"], tuple[Rotation, ...]]:
         """Compute the layers' input: embeddings, and the cosines and sines of each rotary embedding."""
+        assert self.embed is not None, "this stage does not embed tokens"
         x = self.embed(tokens)
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
         if self.position_embed is not None:
             x = x + self.position_embed(positions)
-        return x, tuple(rope_cos_sin(rope, positions, lengths) for rope in self.ropes)
+        return x, self._rotations(positions, lengths)
+
+    def _rotations(self, positions: Int[Array, " T"], lengths: Int[Array, " T"]) -> tuple[Rotation, ...]:
+        """Compute the cosines and sines of each rotary embedding."""
+        return tuple(rope_cos_sin(rope, positions, lengths) for rope in self.ropes)
 
     def _scores(self, hidden: Float[Array, "R D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "R V"]:
         head = self.embed if self.head is None else self.head
         norm = self.norm
+        assert head is not None and norm is not None, "this stage does not end the model"
         if isinstance(norm, LayerNorm):
             scores = head.logits(norm(hidden), num_rows=num_rows)
         else:
@@ -236,7 +271,7 @@ class CausalLM(nnx.Module):
             scores = scores / self.logits_divisor
         if self.logits_soft_cap is not None:
             scores = self.logits_soft_cap * jnp.tanh(scores / self.logits_soft_cap)
-        return scores
+        return head.mask_padding(scores)
 
     def __call__(self, tokens: Int[Array, "B T"] | Int[np.ndarray, "B T"]) -> Float[Array, "B T V"]:
         """Compute logits of every token of B sequences, each attending to its own past, in temporary pages."""
@@ -259,7 +294,7 @@ class CausalLM(nnx.Module):
 def _run_layer(
     graphdef: nnx.GraphDef,
     state: PyTree,
-    x: Float[Array, "T D"],
+    x: Float[Array, "rows D"],
     pools: Pools,
     inputs: AttentionInputs,
     settings: AttentionSettings,

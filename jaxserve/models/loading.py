@@ -66,7 +66,7 @@ def read_model_config(directory: Path, overrides: Mapping[str, object] | None = 
 
 
 def check_weights(directory: Path, model: AbstractModel) -> None:
-    """Compare a checkpoint's list of tensors with the model's, before any expensive work.
+    """Compare a checkpoint's list of tensors with the whole model's, before any expensive work.
 
     Raises:
         CheckpointError: Files or tensors are missing, damaged, unexpected or of the wrong shape.
@@ -75,12 +75,13 @@ def check_weights(directory: Path, model: AbstractModel) -> None:
         check_recipes(reader.tensors, model.recipes_for(reader.tensors), model.ignored)
 
 
-def load_weights(directory: Path, model: AbstractModel) -> tuple[jax.Array, ...]:
+def load_weights(directory: Path, model: AbstractModel, is_whole: bool = True) -> tuple[jax.Array, ...]:
     """Read a model's parameters onto devices, each stored as soon as it is read.
 
     Args:
         directory: The checkpoint.
         model: The module without values.
+        is_whole: Whether it is the whole model, so that all tensors of the checkpoint must be read; False for a stage.
 
     Returns:
         The arrays in the order of ``model.params``.
@@ -91,7 +92,7 @@ def load_weights(directory: Path, model: AbstractModel) -> tuple[jax.Array, ...]
     logical = model.logical
     with open_checkpoint(directory) as reader:
         recipes = model.recipes_for(reader.tensors)
-        check_recipes(reader.tensors, recipes, model.ignored)
+        check_recipes(reader.tensors, recipes, model.ignored if is_whole else [".*"])
         total = sum(int(np.prod(param.struct.shape)) * param.struct.dtype.itemsize for param in logical.values())
         with progress_bar(total) as progress:
             arrays = load_arrays(

@@ -40,13 +40,13 @@ class Olmo2Layer(RMSNormLayer):
         """Return False: no kernel fuses a norm that follows a matmul."""
         return False
 
-    def projected(self, x: Float[Array, "T D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
+    def projected(self, x: Float[Array, "rows D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
         """Compute queries, keys and values of the layer's input, without a norm."""
-        return self.attention.project(x, num_rows=num_rows)
+        return self.attention.project_input(x, num_rows=num_rows)
 
     def after_attention(
-        self, x: Float[Array, "T D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
-    ) -> Float[Array, "T D"]:
+        self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
+    ) -> Float[Array, "rows D"]:
         """Return the layer's output from its input and the attention output."""
         x = x + self.attention_norm(self.attention.output(attended, num_rows=num_rows))
         return x + self.mlp_norm(self.mlp(x, num_rows=num_rows))

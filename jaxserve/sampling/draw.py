@@ -9,31 +9,35 @@ with 20 rounds, SC '11) keyed by seed and position, so that a row's token depend
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
 
+from jaxserve.layers.parallel import VOCAB_BLOCK
+from jaxserve.sampling.vocab_split import WHOLE, VocabSplit
 from pallas_kernels.argmax_xla import first_largest
 
-_BLOCK = 256
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 
 
 def draw(
-    weights: Float[Array, "R V"], seeds: Int[Array, " R"], positions: Int[Array, " R"]
+    weights: Float[Array, "R V"], seeds: Int[Array, " R"], positions: Int[Array, " R"], split: VocabSplit = WHOLE
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
     """Sample one token per row in proportion to its weight, never one of weight zero.
+
+    Devices that have parts of the rows exchange the blocks' sums, and the weights of the winning block.
 
     Returns:
         Tokens and their weights, which are not positive if all of a row's weights are zero or NaN.
     """
     rows, size = weights.shape
-    blocks = jnp.pad(weights, ((0, 0), (0, -size % _BLOCK))).reshape(rows, -1, _BLOCK)
-    num_blocks = blocks.shape[1]
-    counters = jnp.arange(max(num_blocks, _BLOCK), dtype=jnp.uint32)[None]
+    blocks = jnp.pad(weights, ((0, 0), (0, -size % VOCAB_BLOCK))).reshape(rows, -1, VOCAB_BLOCK)
+    sums = split.joined(blocks.sum(2))
+    num_blocks = sums.shape[1]
+    counters = jnp.arange(max(num_blocks, VOCAB_BLOCK), dtype=jnp.uint32)[None]
     key = (seeds[:, None].astype(jnp.uint32), positions[:, None].astype(jnp.uint32))
     block_bits, token_bits = threefry(key, (counters, jnp.zeros_like(counters)))
-    block = first_largest(blocks.sum(2) / _waiting_time(block_bits[:, :num_blocks]))
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    token = first_largest(inside / _waiting_time(token_bits[:, :_BLOCK]))
-    return block * _BLOCK + token, jnp.take_along_axis(inside, token[:, None], axis=1)[:, 0]
+    block = first_largest(sums / _waiting_time(block_bits[:, :num_blocks]))
+    inside = split.take(blocks, block[:, None])[:, 0]
+    token = first_largest(inside / _waiting_time(token_bits[:, :VOCAB_BLOCK]))
+    return block * VOCAB_BLOCK + token, jnp.take_along_axis(inside, token[:, None], axis=1)[:, 0]
 
 
 def threefry(

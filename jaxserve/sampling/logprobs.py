@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxserve.sampling.vocab_split import WHOLE, VocabSplit
+
 MAX_LOGPROBS = 20
 _BLOCK = 256
 
@@ -34,6 +36,7 @@ def token_logprobs(
     tracked_ids: Int[Array, "R tracked"],
     max_logprobs: int = MAX_LOGPROBS,
     is_normalized: bool = True,
+    split: VocabSplit = WHOLE,
 ) -> TokenLogprobs:
     """Return log-probabilities of given tokens and of the most likely ones, ranked by logits: logprobs can tie.
 
@@ -43,21 +46,29 @@ def token_logprobs(
         tracked_ids: Further tokens of each row.
         max_logprobs: Number of most likely tokens.
         is_normalized: Whether to return log-probabilities; otherwise the logits.
+        split: Where the logits are.
     """
-    chosen = jnp.take_along_axis(scores, tokens[:, None], axis=1)
-    ranks = 1 + jnp.sum(scores > chosen, axis=1, dtype=jnp.int32)
-    count = min(max_logprobs, scores.shape[1])
-    top, top_ids = lax.platform_dependent(
-        scores, cpu=lambda x: tuple(lax.top_k(x, count)), default=lambda x: top_by_blocks(x, count)
-    )
-    tracked = jnp.take_along_axis(scores, tracked_ids, axis=1)
+    named = split.take(scores, jnp.concatenate([tokens[:, None], tracked_ids], axis=1))
+    chosen, tracked = named[:, :1], named[:, 1:]
+    ranks = 1 + split.total(jnp.sum(scores > chosen, axis=1, dtype=jnp.int32))
+    width = scores.shape[1]
+    count = min(max_logprobs, width if split.axis is None else split.size)
+    top, top_ids = split.top(*_top(scores, min(count, width)), width, count)
     if is_normalized:
-        best = scores.max(1, keepdims=True)
-        log_total = jnp.log(jnp.sum(jnp.exp(scores - best), axis=1, keepdims=True))
+        best = split.largest(scores.max(1, keepdims=True))
+        log_total = jnp.log(split.total(jnp.sum(jnp.exp(scores - best), axis=1, keepdims=True)))
         chosen, top, tracked = (part - best - log_total for part in (chosen, top, tracked))
     padding = ((0, 0), (0, max_logprobs - count))
     top = jnp.pad(top, padding, constant_values=-jnp.inf)
     return TokenLogprobs(chosen[:, 0], ranks, jnp.pad(top_ids, padding), top, tracked)
+
+
+def _top(scores: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R count"], Int[Array, "R count"]]:
+    """Return the largest values of each row and their indices, as ``lax.top_k``, the fast way on each platform."""
+    top, ids = lax.platform_dependent(
+        scores, cpu=lambda x: tuple(lax.top_k(x, count)), default=lambda x: top_by_blocks(x, count)
+    )
+    return top, ids
 
 
 def top_by_blocks(scores: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R count"], Int[Array, "R count"]]:

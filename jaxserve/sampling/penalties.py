@@ -4,13 +4,14 @@ In vLLM's order: masks, logit bias, the engine's processors, then the repetition
 then frequency and presence penalties on tokens of the output. NaN propagates through all of them, so no mask hides it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxserve.sampling.logits_processors import LogitsProcessor, apply_processors
+from jaxserve.sampling.vocab_split import WHOLE, VocabSplit
 from jaxserve.sampling_options import OptionValues
 
 IN_PROMPT = 1 << 30
@@ -21,7 +22,7 @@ MAX_TRACKED = 128
 
 
 class SlotTables(NamedTuple):
-    """Data on the device for the request in each slot, one row per slot.
+    """Data on the device for the request in each slot, one row per slot; V is the device's part of the vocabulary.
 
     Attributes:
         token_counts: Occurrences of each token in the output, plus ``IN_PROMPT`` if it is in the prompt; maintained
@@ -61,17 +62,22 @@ def adjust(
     inputs: SamplerInputs,
     mask: Int[Array, "R words"],
     tables: SlotTables,
-    processors: Iterable[LogitsProcessor],
+    processors: Sequence[LogitsProcessor],
+    split: VocabSplit = WHOLE,
 ) -> Float[Array, "R V"]:
-    """Apply everything that can change the argmax."""
-    bits = (mask[:, :, None] >> jnp.arange(32)) & 1
-    is_allowed = bits.reshape(mask.shape[0], -1)[:, : logits.shape[1]] == 1
+    """Apply everything that can change the argmax; processors see whole rows, which are gathered for them."""
+    width = logits.shape[1]
+    bits = (split.part(mask, width // 32)[:, :, None] >> jnp.arange(32)) & 1
+    is_allowed = bits.reshape(mask.shape[0], -1)[:, :width] == 1
     logits = jnp.where(is_allowed | jnp.isnan(logits), logits, -jnp.inf)
     logits = logits + tables.bias.at[inputs.slots].get(mode="clip")
-    logits = apply_processors(logits, processors, inputs.arguments, inputs.positions)
+    if processors:
+        whole = apply_processors(split.whole(logits), processors, inputs.arguments, inputs.positions)
+        logits = split.part(whole, width, -jnp.inf)
     counts = tables.token_counts.at[inputs.slots].get(mode="clip")
     if inputs.drafts is not None:
-        counts = counts.at[jnp.arange(len(counts))[:, None], inputs.drafts].add(1, mode="drop")
+        drafts = split.columns(inputs.drafts, width)
+        counts = counts.at[jnp.arange(len(counts))[:, None], drafts].add(1, mode="drop")
     return _penalized(logits, inputs, counts)
 
 
@@ -84,6 +90,8 @@ def _penalized(logits: Float[Array, "R V"], inputs: SamplerInputs, counts: Int[A
     return logits - jnp.where(in_output > 0, inputs.options.presence_penalty[:, None], 0.0)
 
 
-def counted(counts: Int[Array, "slots V"], slots: Int[Array, " R"], tokens: Int[Array, " R"]) -> Int[Array, "slots V"]:
+def counted(
+    counts: Int[Array, "slots V"], slots: Int[Array, " R"], tokens: Int[Array, " R"], split: VocabSplit = WHOLE
+) -> Int[Array, "slots V"]:
     """Return the counts with each row's token added in its slot; out-of-range slots are skipped."""
-    return counts.at[slots, tokens].add(1, mode="drop")
+    return counts.at[slots, split.columns(tokens, counts.shape[1])].add(1, mode="drop")

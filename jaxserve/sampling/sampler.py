@@ -17,6 +17,7 @@ from jaxserve.sampling.draw import draw
 from jaxserve.sampling.logits_processors import LogitsProcessor
 from jaxserve.sampling.logprobs import MAX_LOGPROBS, TokenLogprobs, no_logprobs, token_logprobs
 from jaxserve.sampling.penalties import SamplerInputs, SlotTables, adjust
+from jaxserve.sampling.vocab_split import WHOLE, VocabSplit
 from pallas_kernels import Choice, argmax_xla, choose, truncation_xla
 from pallas_kernels.argmax import ArgmaxKernel
 from pallas_kernels.truncation import Truncation
@@ -38,8 +39,9 @@ class SamplerSettings:
         logprobs_mode: One of ``LOGPROBS_MODES``: of the model's logits (raw), or of the logits that the token was
             sampled from, after masks, bias, processors, penalties, temperature and truncation (processed).
         processors: The engine's logits processors.
-        truncation: Implementation of min-p, top-k and top-p.
+        truncation: Implementation of min-p, top-k and top-p of whole rows.
         argmax: Implementation of argmax.
+        split: Where the logits are.
     """
 
     max_logprobs: int = MAX_LOGPROBS
@@ -47,6 +49,7 @@ class SamplerSettings:
     processors: tuple[LogitsProcessor, ...] = ()
     truncation: Truncation = truncation_xla
     argmax: ArgmaxKernel = argmax_xla
+    split: VocabSplit = WHOLE
 
     @property
     def is_normalized(self) -> bool:
@@ -81,7 +84,7 @@ def sample(
     """Sample a token for each row.
 
     Args:
-        logits: Logits, float32.
+        logits: Logits, float32; of the device's part of the vocabulary, if ``settings.split`` says so.
         inputs: Sampling parameters of each row.
         mask: Allowed tokens as bits, used by ``full`` only.
         tables: Data of the rows' slots, used by ``full`` only.
@@ -94,19 +97,22 @@ def sample(
         ``full``).
     """
     is_greedy, is_full = _takes(variant, "greedy"), _takes(variant, "full")
-    adjusted = _choose(is_full, lambda: adjust(logits, inputs, mask, tables, settings.processors), lambda: logits)
-    best = settings.argmax.argmax(adjusted)
+    split = settings.split
+    adjusted = _choose(
+        is_full, lambda: adjust(logits, inputs, mask, tables, settings.processors, split), lambda: logits
+    )
+    best = split.argmax(settings.argmax, adjusted)
     no_floor = jnp.full(len(logits), -jnp.inf)
 
     def sampled() -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-        return _sampled(adjusted, inputs, best, settings.truncation)
+        return _sampled(adjusted, inputs, best, settings)
 
     tokens, floor = _choose(is_greedy, lambda: (best, no_floor), sampled)
 
     def logprobs() -> TokenLogprobs:
         tracked_ids = tables.tracked_ids.at[inputs.slots].get(mode="clip")
         scores = _processed(adjusted, inputs, floor) if settings.is_processed else logits
-        return token_logprobs(scores, tokens, tracked_ids, settings.max_logprobs, settings.is_normalized)
+        return token_logprobs(scores, tokens, tracked_ids, settings.max_logprobs, settings.is_normalized, split)
 
     num_tracked = tables.tracked_ids.shape[1]
     return tokens, _choose(is_full, logprobs, lambda: no_logprobs(len(logits), settings.max_logprobs, num_tracked))
@@ -124,15 +130,20 @@ def _choose(condition: bool | Array, yes: Callable[[], Chosen], no: Callable[[],
 
 
 def _sampled(
-    logits: Float[Array, "R V"], inputs: SamplerInputs, best: Int[Array, " R"], truncation: Truncation
+    logits: Float[Array, "R V"], inputs: SamplerInputs, best: Int[Array, " R"], settings: SamplerSettings
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
     """Sample a token for rows with a temperature and take the argmax of the others; also return the lowest score that
     each row kept."""
-    scores = _scaled(logits, inputs)
-    weights = jnp.exp(scores - scores.max(1, keepdims=True))
+    scores, split = _scaled(logits, inputs), settings.split
+    largest = split.largest(scores.max(1))
+    weights = jnp.exp(scores - largest[:, None])
     options = inputs.options
-    floor = truncation.floor(scores, options.top_k, options.top_p, options.min_p)
-    drawn, weight = draw(jnp.where(scores >= floor[:, None], weights, 0.0), inputs.seeds, inputs.positions)
+    limits = options.top_k, options.top_p, options.min_p
+    if split.axis is None:
+        floor = settings.truncation.floor(scores, *limits)
+    else:
+        floor = truncation_xla.floor_of_parts(scores, largest, *limits, split)
+    drawn, weight = draw(jnp.where(scores >= floor[:, None], weights, 0.0), inputs.seeds, inputs.positions, split)
     drawn = jnp.where((best >= 0) & (weight > 0), drawn, NO_TOKEN)
     is_random = options.temperature > 0
     return jnp.where(is_random, drawn, best), jnp.where(is_random, floor, -jnp.inf)

@@ -3,6 +3,7 @@
 The device runs steps in the order they are planned, so a page counts as written once the step that writes it is
 planned. Later steps, and later rows of the same step, may read it: a layer writes all its keys and values before it
 attends. Page copies run before their step, so their sources must be pages of earlier steps (``PrefixCache.settle``).
+In a pipeline, all this holds within each stage, which has the pages of its own layers and runs the plans in order.
 Steps in flight for a finished sequence write only past the tokens in the cache, because a context never shrinks.
 
 A model may have several page tables (``KVLayout``); a context has pages for the same tokens in each. In a table with a

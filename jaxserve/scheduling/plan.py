@@ -56,12 +56,13 @@ class SchedulerLimits(NamedTuple):
     """Limits of a step.
 
     Attributes:
-        max_num_seqs: Most rows per step.
+        max_num_seqs: Most running sequences; with one stage, most rows per step.
         max_num_batched_tokens: Most query tokens per step, at least ``max_num_seqs``.
         long_prefill_token_threshold: Most tokens of one prompt per step, so that other prompts progress too; 0 for no
             limit.
         max_draft_tokens: Most drafts per row.
         windows: Sliding window of each page table; None for full attention.
+        num_stages: Number of pipeline stages; a plan has at most ``max_num_seqs / num_stages`` rows, rounded up.
     """
 
     max_num_seqs: int
@@ -69,6 +70,7 @@ class SchedulerLimits(NamedTuple):
     long_prefill_token_threshold: int = 0
     max_draft_tokens: int = 0
     windows: tuple[KVWindow | None, ...] = (None,)
+    num_stages: int = 1
 
 
 class SlotSetup(NamedTuple):
@@ -176,7 +178,8 @@ class StepPlan:
     """One step.
 
     Attributes:
-        number: Number of the step, from 0.
+        number: Number of the tick at which the plan enters the pipeline. Numbers increase, with gaps for ticks without
+            a plan. With S stages, a row ``ON_DEVICE`` reads a token of plan ``number - S`` or an earlier one.
         setups: Slot assignments before the step.
         grants: Page table updates before the step.
         rows: Tokens to compute, at most one row per slot. Rows of one token are cheapest at the front.

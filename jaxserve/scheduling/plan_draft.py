@@ -59,22 +59,34 @@ class Flight(NamedTuple):
 class PlanDraft:
     """Builder of a ``StepPlan``.
 
+    Args:
+        max_rows: Most rows.
+        max_members: Most rows that sample or that admit a sequence.
+
     Attributes:
         rows: Rows of the plan.
         sequences: Sequence of each row.
         partial_prefills: Running sequences whose prompts are only partly computed.
         preempts: Whether a sequence was preempted.
+        num_members: Number of rows that sample or that admit a sequence.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_rows: int, max_members: int) -> None:
         self.rows: list[Row] = []
         self.sequences: list[Sequence] = []
         self.partial_prefills: list[Sequence] = []
         self.preempts = False
+        self.num_members = 0
+        self._max_rows = max_rows
+        self._max_members = max_members
         self._setups: list[SlotSetup] = []
         self._grants: list[PageGrant] = []
         self._copies: list[PageCopy] = []
         self._masks: list[SlotMask] = []
+
+    def has_room(self, is_member: bool) -> bool:
+        """Whether one more row fits; ``is_member`` if it samples or admits a sequence."""
+        return len(self.rows) < self._max_rows and (not is_member or self.num_members < self._max_members)
 
     def add_setup(self, sequence: Sequence, copies: list[PageCopy]) -> None:
         """Add the slot assignment and page copies of an admitted sequence."""
@@ -114,9 +126,8 @@ class PlanDraft:
         self.sequences.append(sequence)
         return samples
 
-    def build(self, previous: StepPlan | None) -> StepPlan:
-        """Return the plan, numbered after ``previous``."""
-        number = 0 if previous is None else previous.number + 1
+    def build(self, number: int, previous: StepPlan | None) -> StepPlan:
+        """Return the plan; it shares the columns of ``previous`` if their rows are equal."""
         plan = StepPlan(number, self._setups, self._grants, self.rows, self._copies, self._masks)
         if previous is not None and previous.rows == self.rows:
             plan.share_columns(previous)

@@ -7,6 +7,7 @@ from jaxserve.outputs import FinishReason
 from jaxserve.scheduling.context_pages import ContextPages
 from jaxserve.scheduling.drafts import DraftProposer, add_drafts, drop_rejected
 from jaxserve.scheduling.endings import find_ending
+from jaxserve.scheduling.microbatches import Microbatches
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import ON_DEVICE, Row, SchedulerLimits, StepPlan
 from jaxserve.scheduling.plan_draft import Completion, Flight, PlanDraft
@@ -75,6 +76,8 @@ class Scheduler:
         pages: Allocates the pages of sequences; counts prefix cache hits.
         num_preemptions: Number of preemptions so far.
         num_decode_rows: Number of decode rows planned so far.
+        num_runnable: Number of running sequences that had tokens left to plan, not waiting for the host, when
+            ``schedule`` was last called, and of those it admitted.
     """
 
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator, proposer: DraftProposer | None = None):
@@ -86,10 +89,11 @@ class Scheduler:
         self.admitted: list[Sequence] = []
         self.num_preemptions = 0
         self.num_decode_rows = 0
+        self.num_runnable = 0
         self._proposer = proposer
         self._decode_rows = [Row(slot, ON_DEVICE, [ON_DEVICE], 1) for slot in range(limits.max_num_seqs)]
         self._in_flight: deque[Flight] = deque()
-        self._latest_plan: StepPlan | None = None
+        self._microbatches = Microbatches(limits.num_stages, limits.max_num_seqs)
 
     @property
     def num_unfinished(self) -> int:
@@ -106,10 +110,15 @@ class Scheduler:
         self._queues.enqueue(sequence)
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step; return None if nothing can run before a step in flight completes."""
+        """Plan the next step; return None if nothing can run now: a bubble, if the pipeline has several stages.
+
+        Sequences may be runnable later: once a step in flight completes or, with several stages, in one of the next
+        plans. Call the schedulers of a replica equally often: they number their plans by calls.
+        """
         self.allocator.cache.settle()
-        draft = PlanDraft()
-        self._schedule_decodes(draft)
+        turn = self._microbatches.next_turn(self.running, len(self.waiting))
+        draft = PlanDraft(self._microbatches.max_rows, turn.max_members)
+        self._schedule_decodes(turn.due, draft)
         self.num_decode_rows += (num_decodes := len(draft.rows))
         budget = self.limits.max_num_batched_tokens - num_decodes
         for sequence in draft.partial_prefills:
@@ -122,9 +131,11 @@ class Scheduler:
             self._admit(budget, draft)
             if self._proposer is not None:
                 add_drafts(draft, num_decodes, self._proposer, self.limits, self.pages)
+        self.num_runnable = turn.num_runnable + len(self.admitted)
         if not draft.rows:
             return None
-        self._latest_plan = plan = draft.build(self._latest_plan)
+        plan = draft.build(self._microbatches.number, self._microbatches.previous)
+        self._microbatches.add(plan, draft.sequences)
         self._in_flight.append(Flight(plan.number, draft.sequences))
         return plan
 
@@ -225,10 +236,10 @@ class Scheduler:
         self._queues.enqueue(*sequence.release_followers())
         return tokens[:num_kept]
 
-    def _schedule_decodes(self, draft: PlanDraft) -> None:
-        """Add a row for each sequence that can decode, in order."""
+    def _schedule_decodes(self, due: list[Sequence], draft: PlanDraft) -> None:
+        """Add a row for each sequence that is due and can decode, in order."""
         rows, sequences, decode_rows = draft.rows, draft.sequences, self._decode_rows
-        for sequence in self.running:  # preemption removes sequences from the end only
+        for sequence in due:  # preemption removes sequences from the end of ``running`` only
             position = sequence.num_computed
             is_plain = position < sequence.decode_limit and sequence.constraint is None
             if not is_plain and not self._prepare_decode(sequence, draft):
@@ -239,11 +250,12 @@ class Scheduler:
             sequences.append(sequence)
             sequence.num_computed = position + 1
             sequence.num_pending += 1
+        draft.num_members = len(rows)
 
     def _prepare_decode(self, sequence: Sequence, draft: PlanDraft) -> bool:
         """Add the page and the mask that a sequence needs to decode; return whether it can."""
         if not sequence.decode_limit:
-            if not sequence.num_pending:  # else its pooled vector is in flight
+            if not sequence.num_pending and sequence.slot >= 0:  # else its pooled vector is in flight, or preempted
                 draft.partial_prefills.append(sequence)
             return False
         constraint = sequence.constraint
@@ -266,6 +278,8 @@ class Scheduler:
         """Add a row with at most ``budget`` of a sequence's known tokens; return its length (0 if no page is free)."""
         start = sequence.num_computed
         end = min(len(sequence.token_ids), start + min(budget, self.limits.long_prefill_token_threshold or budget))
+        if not draft.has_room(is_member=end == len(sequence.token_ids)):
+            return 0
         end = self.pages.grow_to(sequence, end)
         draft.add_grants(self.pages.grants(sequence))
         if end <= start:
@@ -278,11 +292,12 @@ class Scheduler:
             sequence.error = draft.add_mask(sequence)
         if end == len(sequence.token_ids):
             sequence.num_pending += 1
+            draft.num_members += 1
         return end - start
 
     def _admit(self, budget: int, draft: PlanDraft) -> None:
-        """Admit waiting sequences in order while slots, tokens and pages last."""
-        while self.waiting and budget > 0 and self._queues.has_free_slot:
+        """Admit waiting sequences in order while slots, rows, tokens and pages last."""
+        while self.waiting and budget > 0 and self._queues.has_free_slot and draft.has_room(is_member=True):
             sequence = self.waiting[0]
             copies = None if sequence.num_pending else self.pages.allocate(sequence)
             if copies is None:
@@ -290,7 +305,9 @@ class Scheduler:
             self._queues.start_first()
             self.admitted.append(sequence)
             draft.add_setup(sequence, copies)
+            num_members = draft.num_members + 1
             budget -= self._schedule_chunk(sequence, budget, draft)
+            draft.num_members = num_members
 
     def _preempt_last(self, draft: PlanDraft) -> Sequence:
         """Preempt the last running sequence, and return it."""

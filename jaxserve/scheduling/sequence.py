@@ -76,6 +76,7 @@ class Sequence:
         num_pages: Number of pages available in all tables.
         num_computed: Tokens whose keys and values are in pages, including steps in flight, if all drafts are accepted.
         num_pending: Tokens sampled by steps in flight, if all drafts are accepted; a pooled vector counts as one.
+        last_plan: Number of the latest plan with a row of the sequence; used with several pipeline stages.
         decode_limit: Position up to which the pages and ``max_length`` allow decoding; 0 while the prompt is computed.
         next_check: Length from which a token must be checked for an ending even if it is not a stop token.
         page_keys: Prefix cache keys: the root, then the first full pages as far as computed.
@@ -108,6 +109,7 @@ class Sequence:
     num_pages: int = 0
     num_computed: int = 0
     num_pending: int = 0
+    last_plan: int = -1
     decode_limit: int = 0
     next_check: int = 0
     page_keys: list[bytes] = dataclasses.field(default_factory=list[bytes])

@@ -73,7 +73,6 @@ NOT_BUILT = {
     "swap_space": (4.0, 0),
     "enforce_eager": (True, False),
     "speculative_config": ({"method": "ngram"}, None),
-    "pipeline_parallel_size": (2, 1),
     "distributed_executor_backend": ("ray", "uni"),
     "enable_chunked_prefill": (False, True),
     "kv_cache_dtype": ("fp8", "auto"),
@@ -93,8 +92,8 @@ def test_what_is_not_built_takes_its_neutral_value_alone(name: str) -> None:
 def test_a_number_is_not_a_neutral_flag() -> None:
     with pytest.raises(ConfigError, match="enable_lora=0 is not supported"):
         make(enable_lora=0)
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=True is not supported"):
-        make(pipeline_parallel_size=True)
+    with pytest.raises(ConfigError, match="cpu_offload_gb=False is not supported"):
+        make(cpu_offload_gb=False)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +172,15 @@ WRONG = [
     ({"tokenizer": 7}, "tokenizer: expected str, got 7"),
     ({"revision": 7}, "revision: expected str, got 7"),
     ({"mesh": 7}, "mesh: expected str, got 7"),
-    ({"mesh": ""}, "mesh: expected a size >= 1 for any of data, tensor, expert, such as 'data=2,tensor=2', got ''"),
+    (
+        {"mesh": ""},
+        "mesh: expected a size >= 1 for any of data, stage, tensor, expert, such as 'data=2,tensor=2', got ''",
+    ),
+    ({"mesh": "stage=2", "pipeline_parallel_size": 4}, "means pipeline_parallel_size=2, but pipeline_parallel_size=4"),
+    ({"pipeline_parallel_size": True}, "pipeline_parallel_size: expected an integer >= 1, got True"),
+    ({"stage_layers": 3}, "stage_layers: expected list, got 3"),
+    ({"stage_layers": [4, 0]}, r"stage_layers\[1\]: expected an integer >= 1, got 0"),
+    ({"stage_layers": []}, "stage_layers: expected the number of layers of each stage, got an empty list"),
     ({"mesh": "data"}, "mesh: expected a size .*got 'data'"),
     ({"mesh": "data=0"}, "mesh: expected a size .*got 'data=0'"),
     ({"mesh": "data=two"}, "mesh: expected a size .*got 'data=two'"),

@@ -86,6 +86,11 @@ NATIVE_FAMILIES: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
     "experts_alone": ({"routing": ROUTING, **MIXTRAL}, 1, NATIVE_BFLOAT16),
     "experts_alone_split": ({"routing": ROUTING, **MIXTRAL}, 2, NATIVE),
 }
+SPLIT_TOKENS: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
+    "norms_behind_on_four": ({"qk_norm": "width", "norm_after": True, "tie_embeddings": True}, 4, DtypePolicy()),
+    "latents_native": (LATENTS, 2, NATIVE_BFLOAT16),
+    "experts_native": ({"routing": ROUTING}, 2, NATIVE),
+}
 same_code = pytest.mark.skipif(
     "interpret" in (BACKEND or "") and "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"],
     reason="an interpreted kernel's code, not optimized, differs from program to program; run with "
@@ -119,8 +124,15 @@ Step = tuple[Shape, list[tuple[int, int, int]]]
 class Model:
     """A model with random parameters, and its programs."""
 
-    def __init__(self, config: ModelConfig, tensor: int, policy: DtypePolicy, row_tile: int | None = ROW_TILE):
-        self.program = make_program(config, tensor=tensor, policy=policy, num_pages=NUM_PAGES)
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensor: int,
+        policy: DtypePolicy,
+        row_tile: int | None = ROW_TILE,
+        layout: str = "tensor_parallel",
+    ):
+        self.program = make_program(config, tensor=tensor, policy=policy, num_pages=NUM_PAGES, layout=layout)
         self.params = random_params(self.program)
         self.row_tile = row_tile
         generator = np.random.default_rng(5)
@@ -280,6 +292,17 @@ def test_any_schedule_gives_the_same_bits(family: str) -> None:
     check_schedules(model_of(family))
 
 
+@same_code
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[pytest.mark.slow] if name == "latents_native" else []) for name in SPLIT_TOKENS],
+)
+def test_devices_that_share_the_tokens_of_a_tile(family: str) -> None:
+    if "native" in family and native_library.unavailable() is not None:
+        pytest.skip("needs native kernels")
+    check_schedules(Model(*config_of(SPLIT_TOKENS[family]), layout="sequence_parallel"))
+
+
 @pytest.mark.skipif(native_library.unavailable() is not None, reason="needs native kernels")
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
 def test_native_kernels_give_the_same_bits_without_tiles(family: str) -> None:
@@ -331,6 +354,22 @@ def test_map_rows(num_rows: int, size: int) -> None:
     used = np.arange(size) < -(-num_rows // 4) * 4
     np.testing.assert_array_equal(sums, np.where(used, x.sum(1) + 1, 0))
     np.testing.assert_array_equal(found["index"], np.where(used, 2 * y, 0)[:, None])
+
+
+@pytest.mark.parametrize("size", [4, 12])
+def test_map_rows_of_which_a_device_has_some(size: int) -> None:
+    """Two arrays and results have half the rows of each tile."""
+    x, halves = jnp.arange(size), jnp.arange(size // 2)
+
+    def function(x: jax.Array, halves: jax.Array) -> tuple[jax.Array, jax.Array]:
+        assert (len(x), len(halves)) == (4, 2)
+        return x[:2] + halves, x + x.sum()
+
+    for arrays, of in (((x, halves), None), ((halves, x), size)):
+        swapped = function if of is None else lambda a, b: function(b, a)
+        own, whole = map_rows(swapped, arrays, size, 4, of)
+        np.testing.assert_array_equal(own, x.reshape(-1, 4)[:, :2].ravel() + halves)
+        np.testing.assert_array_equal(whole, x + np.repeat(x.reshape(-1, 4).sum(1), 4))
 
 
 def test_map_rows_without_a_tile_is_a_call() -> None:

@@ -104,9 +104,16 @@ class Run:
         return found.value
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["pipelined", "one step at a time"])
+RUNS: dict[str, dict[str, Any]] = {
+    "overlapping": {"async_scheduling": True},
+    "one step at a time": {"async_scheduling": False},
+    "in stages": {"pipeline_parallel_size": 2},
+}
+
+
+@pytest.fixture(scope="module", params=RUNS)
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    made = Run(async_scheduling=request.param)
+    made = Run(**RUNS[request.param])
     yield made
     assert made.counter("compiles_after_ready") == 0
     made.engine.close()

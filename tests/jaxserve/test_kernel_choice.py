@@ -6,7 +6,7 @@ from jaxserve import EngineConfig
 from jaxserve.device.build import plan_engine
 from jaxserve.device.program import ModelProgram
 from jaxserve.errors import ConfigError
-from pallas_kernels import UnsupportedKernelError, linear_native, native_library, qkv_write_native
+from pallas_kernels import UnsupportedKernelError, linear_native, native_library, qkv_write_native, truncation_xla
 
 needs_native = pytest.mark.skipif(
     native_library.unavailable() is not None, reason=f"needs native kernels: {native_library.unavailable()}"
@@ -62,6 +62,13 @@ def test_the_log_says_what_multiplies_and_why(caplog):
         planned(dtype="float32", kernels="xla")
     assert f"Matrix multiplication: {first}" in caplog.text
     assert "Matrix multiplication: xla (requested)" in caplog.text
+
+
+def test_devices_that_sample_together_use_the_truncation_that_can(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        program = planned(tensor_parallel_size=2, layout="split_logits")
+    assert "Top-k and top-p: xla (each device has the logits of its part of the vocabulary)" in caplog.text
+    assert program.sampler.truncation is truncation_xla
 
 
 @needs_native

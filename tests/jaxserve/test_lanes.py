@@ -1,5 +1,6 @@
 """Devices that share experts and have requests of their own: the answers of one device, whatever the others run."""
 
+import dataclasses
 import pickle
 import random
 import shutil
@@ -19,6 +20,7 @@ from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import assemble_engine
 from jaxserve.request import parse_prompts
 from jaxserve.scheduling.scheduler import Scheduler
+from sharding import get_layout
 from tests.jaxserve.test_request_mix import REQUESTS, outcome, scores
 from tests.random_checkpoint import write_checkpoint
 from tests.remote_runner import RemoteRunner
@@ -56,10 +58,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "deterministic": {"expert_parallel_size": 2, "deterministic": True},
     "deterministic on four": {"expert_parallel_size": 4, "deterministic": True},
     "deterministic with tensor": {"expert_parallel_size": 2, "tensor_parallel_size": 2, "deterministic": True},
+    "deterministic with split logits": {
+        "expert_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "deterministic": True,
+        "layout": dataclasses.replace(get_layout("expert_all_to_all"), logits="split"),
+    },
     "all_to_all": {"expert_parallel_size": 4, "layout": "expert_all_to_all"},
     "one step at a time": {"expert_parallel_size": 2, "async_scheduling": False},
     "two replicas": {"expert_parallel_size": 2, "data_parallel_size": 2},
 }
+for dispatch in ("gather", "all_to_all"):
+    shared = dataclasses.replace(get_layout(f"expert_{dispatch}"), residual="tokens")
+    LAYOUTS[f"{dispatch} with shared tokens"] = {**LAYOUTS["gather with tensor"], "layout": shared}
+LAYOUTS["all_to_all with shared tokens"]["deterministic"] = True
 FAST = ("gather", "deterministic")
 
 

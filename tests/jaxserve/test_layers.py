@@ -22,6 +22,7 @@ from jaxserve.layers.params import Rows
 from jaxserve.layers.rope import rope_cos_sin
 from jaxserve.models.decoder import build_mlp
 from jaxserve.models.registry import build_model
+from jaxserve.models.stages import stages_of
 from pallas_kernels import AttentionBatch, PagedAttention, linear_xla
 from pallas_kernels.linear import ACTIVATIONS, Fused
 from pallas_kernels.registry import load
@@ -392,9 +393,9 @@ def test_policies() -> None:
     assert dataclasses.replace(mixed, weights="float32") == DtypePolicy()
 
 
-def test_a_slice_of_the_layers_is_a_stage() -> None:
-    """Embedding, two parts of the layers one after the other, and head, against all at once."""
-    config = tiny_config(num_layers=3, rope_layers=(True,) * 3, sliding_windows=(None, 3, None))
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_stages_one_after_the_other_are_the_model(is_tied: bool) -> None:
+    config = tiny_config(num_layers=3, rope_layers=(True,) * 3, sliding_windows=(None, 3, None), tie_embeddings=is_tied)
     model = build_model(config)
     randomize(model)
     length = 11
@@ -406,10 +407,15 @@ def test_a_slice_of_the_layers_is_a_stage() -> None:
         pools.append((jnp.zeros(keys.shape), jnp.zeros(values.shape)))
     settings, batch = AttentionSettings(KERNEL, 8, decode_only=False), one_row(length)
     whole, written, _ = model.hidden(*step, pools, [batch], settings)
-    x, inputs = model.embedded(*step, [batch], settings)
-    x, pools, _ = model.through(x, pools, inputs, settings, slice(0, 1))
-    x, pools, _ = model.through(x, pools, inputs, settings, slice(1, None))
-    np.testing.assert_array_equal(model.logits(x), model.logits(whole))
+    x, stage = None, model
+    for kept in stages_of([1, 1, 1]):
+        stage = nnx.clone(model)
+        stage.keep_stage(kept)
+        x, pools[kept.first : kept.stop], _ = stage.hidden(*step, pools[kept.first : kept.stop], [batch], settings, x)
+        has_embedding = kept.is_first or (kept.is_last and is_tied)
+        assert (stage.embed is not None, stage.norm is not None) == (has_embedding, kept.is_last)
+    assert x is not None
+    np.testing.assert_array_equal(stage.logits(x), model.logits(whole))
     for found, expected in zip(pools, written, strict=True):
         for pool, expected_pool in zip(found, expected, strict=True):
             np.testing.assert_array_equal(pool, expected_pool)

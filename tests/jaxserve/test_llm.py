@@ -27,7 +27,7 @@ from jaxserve import (
     UnsupportedModelError,
 )
 from jaxserve.config import EngineConfig
-from jaxserve.device import batch, build, compiled_steps
+from jaxserve.device import batch, build, programs
 from jaxserve.device.compiled_steps import CompiledSteps
 from jaxserve.device.runner import StepRunner
 from jaxserve.layers import attention
@@ -525,7 +525,7 @@ def test_compile_sizes_compile_fewer_programs_for_the_same_answers(
     settings = {**SETTINGS, "max_num_seqs": 8, "max_num_batched_tokens": 32, **settings}
     params = [GREEDY.clone(max_tokens=12, logprobs=2), GREEDY.clone(temperature=0.9, seed=5, max_tokens=15)] * 8
     prompts = [{"prompt_token_ids": [5, 7, 9, i, 6][i % 3 :]} for i in range(16)]
-    compiled, compile_one, decoded = [], compiled_steps._compile, []
+    compiled, compile_one, decoded = [], programs._compile, []
     build_batch = batch.BatchBuilder.build
 
     def noted(self: Any, plan: Any, shape: Any, variant: int) -> Any:
@@ -542,7 +542,7 @@ def test_compile_sizes_compile_fewer_programs_for_the_same_answers(
         assert scored.prompt_logprobs is not None
         return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs], scored.outputs[0].token_ids
 
-    monkeypatch.setattr(compiled_steps, "_compile", lambda lowered: compiled.append(1) or compile_one(lowered))
+    monkeypatch.setattr(programs, "_compile", lambda lowered: compiled.append(1) or compile_one(lowered))
     caplog.set_level(logging.INFO)
     (expected, scored), num_default = answers(), len(compiled)
     monkeypatch.setattr(batch.BatchBuilder, "build", noted)

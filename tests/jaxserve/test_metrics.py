@@ -76,6 +76,7 @@ def fake_replica() -> Any:
 
     class FakeReplica:
         schedulers, num_steps, num_decode_rows = (Scheduler,), 7, 9
+        num_stage_ticks, num_idle_stage_ticks = 14, 1
 
     return cast(Any, FakeReplica)
 
@@ -97,7 +98,8 @@ def histogram(found: dict[str, Metric], name: str) -> Histogram:
 
 def test_names_and_kinds() -> None:
     found = collected(EngineMetrics(1000))
-    assert {name.partition("/")[0] for name in found} == {*OF_VLLM, "compiles_after_ready", "steps", "decode_rows"}
+    ours = {"compiles_after_ready", "steps", "decode_rows", "stage_ticks", "idle_stage_ticks"}
+    assert {name.partition("/")[0] for name in found} == {*OF_VLLM, *ours}
     assert {name.partition("/")[0] for name in found} | {"expert_tokens"} == set(HELP)
     assert {name for name in found if "/" in name} == {f"request_success/{reason}" for reason in FINISH_REASONS}
     kinds = {metric.kind for name, metric in found.items() if name.endswith("_seconds")}
@@ -107,6 +109,7 @@ def test_names_and_kinds() -> None:
     assert found["kv_cache_usage_perc"].value == 0.25
     assert (found["prefix_cache_queries"].value, found["prefix_cache_hits"].value) == (30, 12)
     assert (found["compiles_after_ready"].value, found["num_preemptions"].value) == (3, 4)
+    assert (found["stage_ticks"].value, found["idle_stage_ticks"].value) == (14, 1)
     assert isinstance(found["num_requests_running"], Gauge)
     assert isinstance(found["compiles_after_ready"], Counter)
 

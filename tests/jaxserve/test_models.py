@@ -44,7 +44,11 @@ SIZES: dict[str, Any] = {
 }
 LAYOUTS = {"tp1": {}, "tp2": {"tensor_parallel_size": 2}, "tp4": {"tensor_parallel_size": 4}}
 LAYOUTS |= {"dp2": {"data_parallel_size": 2}}
+LAYOUTS |= {"pp2": {"pipeline_parallel_size": 2}, "pp3-tp2": {"mesh": "stage=3,tensor=2"}}
+LAYOUTS |= {"dp2-pp2": {"mesh": "data=2,stage=2", "stage_layers": [1, 2]}}
 LAYOUTS |= {"whole-attention4": {"tensor_parallel_size": 4, "layout": "replicated_attention"}}
+LAYOUTS |= {f"sequence{size}": {"tensor_parallel_size": size, "layout": "sequence_parallel"} for size in (2, 4)}
+LAYOUTS |= {f"split-logits{size}": {"tensor_parallel_size": size, "layout": "split_logits"} for size in (2, 4)}
 LAYOUTS |= {f"context{n}": {"tensor_parallel_size": n, "layout": "context_parallel"} for n in (2, 4)}
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     f"ep{size}": {"tensor_parallel_size": size, "enable_expert_parallel": True} for size in (2, 4)
@@ -131,7 +135,7 @@ DEEPSEEK = {
 QWEN_MOE = {"num_experts_per_tok": 3, "moe_intermediate_size": 28}
 
 ROWS = {
-    "llama": Row(family="Llama", fast=("tp1", "tp2", "tp4", "dp2"), save="shards"),
+    "llama": Row(family="Llama", fast=("tp1", "tp2", "tp4", "dp2", "sequence4", "split-logits4"), save="shards"),
     "llama-mqa-bias-tied": Row(
         family="Llama",
         raw={"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
@@ -184,10 +188,14 @@ ROWS = {
         raw=GEMMA
         | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0, "hidden_activation": "gelu_pytorch_tanh"},
     ),
-    "gemma3": Row(family="Gemma3", raw=GEMMA | {"layer_types": GEMMA3_LAYERS, "rope_parameters": GEMMA3_ROPES}),
-    "gpt-neox": Row(family="GPTNeoX", raw=NEOX),
+    "gemma3": Row(
+        family="Gemma3",
+        raw=GEMMA | {"layer_types": GEMMA3_LAYERS, "rope_parameters": GEMMA3_ROPES},
+        fast=("tp1", "tp2", "sequence2"),
+    ),
+    "gpt-neox": Row(family="GPTNeoX", raw=NEOX, fast=("tp1", "tp2", "sequence2")),
     "gpt-neox-serial": Row(family="GPTNeoX", raw=NEOX | {"use_parallel_residual": False, "attention_bias": False}),
-    "gpt2": Row(family="GPT2", raw={"tie_word_embeddings": True}, fast=("tp1", "tp2", "tp4")),
+    "gpt2": Row(family="GPT2", raw={"tie_word_embeddings": True}, fast=("tp1", "tp2", "tp4", "sequence4")),
     "gpt2-bare-names": Row(
         family="GPT2",
         raw={"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "n_inner": 52},
@@ -204,13 +212,14 @@ ROWS = {
             **rope("yarn", factor=4.0, original_max_position_embeddings=24, beta_fast=6.0, truncate=False),
         },
         save="shards",
-        fast=("tp1", "tp2", "context2", "ep2", "tp2-experts3-all_to_all"),
+        fast=("tp1", "tp2", "ep2", "tp2-experts3-all_to_all", "sequence4", "context2"),
         num_experts=6,
     ),
     "mixtral": Row(
         family="Mixtral",
         raw={"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11},
         save="shards",
+        fast=("tp1", "tp2", "sequence4"),
         num_experts=5,
     ),
     "qwen2-moe": Row(
@@ -238,7 +247,7 @@ ROWS = {
         raw=DEEPSEEK
         | {"n_group": 4, "topk_group": 2, "n_shared_experts": 1, "attention_bias": True}
         | rope("yarn", factor=4.0, original_max_position_embeddings=24, mscale=1.0, mscale_all_dim=0.7),
-        fast=("tp1", "tp2", "context4", "ep2", "tp2-experts2-gather"),
+        fast=("tp1", "tp2", "ep2", "tp2-experts2-gather", "sequence2", "context4"),
         num_experts=8,
     ),
     "kimi-k2": Row(
@@ -547,7 +556,7 @@ def test_experts_that_a_checkpoint_lacks_are_named_before_loading(
             "the mesh needs 12 devices, but JAX has 8",
         ),
         ("qwen3-moe", {"expert_parallel_size": 0}, "expert_parallel_size: expected an integer >= 1, got 0"),
-        ("qwen3-moe", {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
+        ("qwen3-moe", {"pipeline_parallel_size": 5}, "the mesh needs 10 devices, but JAX has 8"),
     ],
 )
 def test_experts_that_devices_of_their_own_cannot_share(

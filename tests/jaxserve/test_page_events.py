@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ class Slot:
     tables: list[list[int]]
     token: int = -1
     position: int = -1
+    sampled_by: int = -1
 
 
 class Pages:
@@ -37,9 +39,11 @@ class Pages:
         num_pages: Pages there are.
         page_size: Tokens a page.
         windows: For each page table, the latest tokens that are seen; None for all.
+        num_stages: Stages; a token is on the device for plans that many later than the one that samples it.
     """
 
-    def __init__(self, num_pages: int, page_size: int, windows: list[int | None]):
+    def __init__(self, num_pages: int, page_size: int, windows: list[int | None], num_stages: int = 1):
+        self.num_stages = num_stages
         self.page_size = page_size
         self.windows = windows
         self.held: list[list[Context]] = [[()] * page_size for _ in range(num_pages)]
@@ -62,7 +66,13 @@ class Pages:
         for copy in plan.copies:
             self.held[copy.target] = list(self.held[copy.source])
             self.written_by[copy.target] = list(self.written_by[copy.source])
+        for row in plan.rows:
+            if ON_DEVICE in (row.start, row.token_ids[0]):
+                assert plan.number >= self.slots[row.slot].sampled_by + self.num_stages, "a token still in the stages"
         contexts = [self._write(row, self.slots[row.slot]) for row in plan.rows]
+        for row in plan.rows:
+            if row.num_samples:
+                self.slots[row.slot].sampled_by = plan.number
         return [
             self._sample(row, self.slots[row.slot], context) for row, context in zip(plan.rows, contexts, strict=True)
         ]
@@ -115,26 +125,29 @@ class Pages:
 class Events:
     """One random run. Prompts are of few different tokens and often go on from an earlier text, so that many meet."""
 
-    def __init__(self, seed: int, depth: int):
+    def __init__(self, seed: int, depth: int, num_stages: int = 1):
         rng = self.rng = np.random.default_rng(seed)
         max_num_seqs = int(rng.integers(1, 6))
         num_pages, page_size = int(rng.integers(6, 24)), int(rng.choice([1, 2, 4]))
         self.allocator = PageAllocator(num_pages, page_size, keeps_free_pages=rng.random() < 0.8)
         max_tokens, max_drafts = max_num_seqs + int(rng.integers(0, 16)), int(rng.choice([0, 1, 4]))
+        self.max_pending = (depth if num_stages == 1 else 2) * (1 + max_drafts)
         self.windows: list[KVWindow | None] = []
         for _ in range(int(rng.choice([1, 1, 2, 3]))):
-            window = KVWindow(int(rng.integers(2, 12)), page_size, max_tokens + 3 * (1 + max_drafts))
+            num_rows = 3 if num_stages == 1 else 2  # of a sequence in flight
+            window = KVWindow(int(rng.integers(2, 12)), page_size, max_tokens + num_rows * (1 + max_drafts))
             self.windows.append(window if rng.random() < 0.5 else None)
-        limits = SchedulerLimits(max_num_seqs, max_tokens, max_draft_tokens=max_drafts, windows=tuple(self.windows))
+        limits = SchedulerLimits(max_num_seqs, max_tokens, 0, max_drafts, tuple(self.windows), num_stages)
         self.scheduler = Scheduler(limits, self.allocator, self)
-        self.pages = Pages(num_pages, page_size, [window and window.num_tokens for window in self.windows])
+        self.pages = Pages(num_pages, page_size, [window and window.num_tokens for window in self.windows], num_stages)
         self.depth = depth
+        self.num_stages = num_stages
         longest = 3 * num_pages
         while self.scheduler.pages.max_held_pages(longest * page_size) > num_pages:
             longest -= 1
         self.room = longest * page_size
         self.sequences: list[Sequence] = []
-        self.in_flight: list[tuple[StepPlan, list[list[int]]]] = []
+        self.in_flight: list[tuple[StepPlan, list[list[int]]] | None] = []
         self.counts: collections.Counter[str] = collections.Counter()
 
     def propose(self, sequence: Sequence) -> list[int]:
@@ -214,8 +227,15 @@ class Events:
         if plan is not None:
             assert plan.num_tokens <= self.scheduler.limits.max_num_batched_tokens
             self.in_flight.append((plan, self.pages.run(plan, self.scheduler.running)))
-        if self.in_flight and (plan is None or len(self.in_flight) >= self.depth):
-            self._complete(*self.in_flight.pop(0))
+        elif self.in_flight and self.num_stages > 1:
+            self.in_flight.append(None)
+            self.counts["bubbles"] += 1
+        if self.in_flight and (len(self.in_flight) >= self.depth or (plan is None and self.num_stages == 1)):
+            oldest = self.in_flight.pop(0)
+            assert oldest is not None
+            self._complete(*oldest)
+        while self.in_flight and self.in_flight[0] is None:
+            self.in_flight.pop(0)
 
     def _complete(self, plan: StepPlan, tokens: list[list[int]]) -> None:
         completion = self.scheduler.complete(plan, tokens)
@@ -234,6 +254,7 @@ class Events:
         """Pages hold what their owners and the cache say, and have as many holders as owners."""
         holders = [0] * self.allocator.num_pages
         for sequence in self.scheduler.running:
+            assert sequence.num_pending <= self.max_pending, sequence.sequence_id
             num_final = min(sequence.num_computed, len(sequence.token_ids))
             most = max(sequence.num_computed + 1, len(sequence.token_ids))
             for index, table in enumerate(sequence.tables):
@@ -288,24 +309,40 @@ def run_events(seed: int, num_events: int = 80) -> Events:
     return events
 
 
+def run_staged_events(seed: int, num_events: int = 80) -> Events:
+    """A run of its own for each seed, in two to four stages that are all busy, with and without another step."""
+    num_stages = 2 + seed // 2 % 3
+    events = Events(seed, num_stages + seed % 2, num_stages)
+    events.run(num_events)
+    return events
+
+
 @pytest.mark.parametrize("group", range(4))
 def test_pages_hold_what_their_owners_and_the_cache_say(group: int) -> None:
     for seed in range(group * 20, group * 20 + 20):
         run_events(seed)
 
 
+def test_pages_in_several_stages_hold_what_their_owners_and_the_cache_say() -> None:
+    for seed in range(100, 124):
+        run_staged_events(seed)
+
+
 @pytest.mark.slow
-def test_many_random_events() -> None:
+@pytest.mark.parametrize("run", [run_events, run_staged_events])
+def test_many_random_events(run: Callable[[int, int], Events]) -> None:
     for seed in range(1000, 3000):
-        run_events(seed, num_events=300)
+        run(seed, 300)
 
 
-def test_random_events_meet_what_they_are_meant_to() -> None:
-    runs = [run_events(seed) for seed in range(30)]
-    assert sum(run.scheduler.num_preemptions for run in runs) > 30
-    assert sum(run.scheduler.pages.num_hit_tokens for run in runs) > 300
-    counts = sum((run.counts for run in runs), collections.Counter())
+@pytest.mark.parametrize("run", [run_events, run_staged_events])
+def test_random_events_meet_what_they_are_meant_to(run: Callable[[int], Events]) -> None:
+    runs = [run(seed) for seed in range(30)]
+    assert sum(each.scheduler.num_preemptions for each in runs) > 30
+    assert sum(each.scheduler.pages.num_hit_tokens for each in runs) > 300
+    counts = sum((each.counts for each in runs), collections.Counter())
     for name in ("rolled back", "accepted", "rejected", "device start"):
         assert counts[name] > 100, counts
     assert counts["released"] > 100, counts
     assert counts["in flight"] > 10 and counts["cut"] > 10, counts
+    assert (counts["bubbles"] > 100) == (run is run_staged_events), counts

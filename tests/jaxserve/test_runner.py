@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxserve.device.buckets import Buckets
-from jaxserve.device.compiled_steps import COPY_CAPACITY, CompiledSteps, copy_arrays, step_keys
+from jaxserve.device.compiled_steps import CompiledSteps, step_keys
+from jaxserve.device.copied_pages import COPY_CAPACITY, copy_arrays
 from jaxserve.device.program import ModelProgram
 from jaxserve.device.runner import StepRunner
 from jaxserve.device.runner_interface import StepResult
@@ -174,7 +175,7 @@ def test_steps_whose_rows_go_on_are_as_those_made_anew() -> None:
                 plan.share_columns(previous)
             previous = plan
             tokens.append(driver.runner.collect(driver.runner.launch([plan]))[0].tokens)
-            inputs.append(driver.runner._inputs)
+            inputs.append(driver.runner._inputs[-1])
         driver.runner.close()
         found.append(tokens)
         num_made.append(len({id(one) for one in inputs}))

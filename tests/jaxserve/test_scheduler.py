@@ -25,8 +25,9 @@ def make_scheduler(
     max_num_batched_tokens: int = 16,
     threshold: int = 0,
     keeps_free_pages: bool = True,
+    num_stages: int = 1,
 ) -> Scheduler:
-    limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, threshold)
+    limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, threshold, num_stages=num_stages)
     return Scheduler(limits, PageAllocator(num_pages, page_size, keeps_free_pages))
 
 
@@ -41,7 +42,8 @@ class Device:
 
     What a page holds at an offset stands for keys and values there: a number made of the token and of the number at
     the position before, so that it stands for the whole context up to it. Rows read what pages hold, never the truth.
-    A new ``version`` stands for new weights: what was written before is not what would be written now.
+    A new ``version`` stands for new weights: what was written before is not what would be written now. With stages, a
+    sampled token reaches the first one before the plan that many later.
 
     Args:
         scheduler: Whose plans they are.
@@ -60,6 +62,7 @@ class Device:
         self.context: dict[Sequence, list[int]] = {}
         self.starts: list[list[int]] = []
         self.length: dict[int, int] = {}
+        self.sampled_by: dict[int, int] = {}
         self.version = 0
         self.versions: dict[Sequence, list[int]] = {}
         self.expected: dict[Sequence, list[int]] = {}
@@ -69,11 +72,14 @@ class Device:
 
     def run(self, plan: StepPlan) -> list[list[int]]:
         limits = self.scheduler.limits
-        assert plan.num_rows <= limits.max_num_seqs
+        assert plan.num_rows <= -(-limits.max_num_seqs // limits.num_stages)
         assert plan.num_tokens <= limits.max_num_batched_tokens
         self.num_query_tokens += plan.num_tokens
         self._apply(plan)
         self._copy(plan)
+        for row in plan.rows:
+            if ON_DEVICE in (row.start, row.token_ids[0]):
+                assert plan.number >= self.sampled_by[row.slot] + limits.num_stages, "the token is still in the stages"
         rows = [self._known(row) for row in plan.rows]
         self.starts.append([row.start for row in rows])
         assert len({row.slot for row in rows}) == len(rows)
@@ -82,6 +88,7 @@ class Device:
             assert row.token_ids
             for position, token in enumerate(row.token_ids, row.start):
                 self._write(row.slot, position, token)
+        self.sampled_by |= {row.slot: plan.number for row in rows if row.num_samples}
         masks = {mask.slot: mask.words for mask in plan.masks}
         return [self._finish_row(row, masks) for row in rows]
 
@@ -100,6 +107,7 @@ class Device:
             self.owner[setup.slot] = sequence
             self.pages[setup.slot] = []
             self.length.pop(setup.slot, None)
+            self.sampled_by.pop(setup.slot, None)
             self.context.setdefault(sequence, list(sequence.token_ids))
             assert self.context[sequence] == sequence.token_ids
             self.versions[sequence] = [self.version] * sequence.max_length
@@ -766,10 +774,19 @@ def test_random_load_leaks_nothing_reads_its_own_and_always_ends(seed: int, dept
     run_random_load(seed, depth, events=120)
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32), st.integers(2, 4), st.integers(0, 4))
+def test_random_load_in_several_stages(seed: int, num_stages: int, depth: int):
+    run_random_load(seed, min(depth, num_stages) + 1, events=120, num_stages=num_stages)
+
+
 @pytest.mark.slow
 def test_many_random_events():
     for seed in range(1000):
         run_random_load(seed, depth=1 + seed % 3, events=2000)
+    for seed in range(1000, 2000):
+        num_stages = 2 + seed % 3
+        run_random_load(seed, depth=1 + seed % (num_stages + 1), events=1000, num_stages=num_stages)
 
 
 class RandomLoad:
@@ -778,7 +795,7 @@ class RandomLoad:
     Prompts are of few different tokens, and often go on from an earlier text, so that contexts meet in all ways.
     """
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, num_stages: int = 1):
         rng = self.rng = random.Random(seed)
         max_num_seqs = rng.randint(1, 8)
         self.scheduler = make_scheduler(
@@ -788,6 +805,7 @@ class RandomLoad:
             max_num_batched_tokens=max_num_seqs + rng.randint(0, 20),
             threshold=rng.choice([0, 0, 1, 5]),
             keeps_free_pages=rng.random() < 0.8,
+            num_stages=num_stages,
         )
         self.device = Device(self.scheduler, lambda _: rng.choice([1, 1, 1, 2, 2, 3, STOP]), rng.choice([1, 2, 100]))
         self.everyone: list[Sequence] = []
@@ -858,9 +876,9 @@ class RandomLoad:
                 assert sequence.constraint.taken == (taken[:-1] if taken and taken[-1] == STOP else taken)
 
 
-def run_random_load(seed: int, depth: int, events: int) -> RandomLoad:
-    """A random load with ``depth`` steps in flight."""
-    load = RandomLoad(seed)
+def run_random_load(seed: int, depth: int, events: int, num_stages: int = 1) -> RandomLoad:
+    """A random load with ``depth`` steps in flight; with stages, some bubbles besides."""
+    load = RandomLoad(seed, num_stages)
     scheduler, device, rng = load.scheduler, load.device, load.rng
     flight: list[tuple[StepPlan, list[list[int]]]] = []
     for _ in range(events):
@@ -873,6 +891,8 @@ def run_random_load(seed: int, depth: int, events: int) -> RandomLoad:
             plan = scheduler.schedule()
             if plan is not None:
                 flight.append((plan, device.run(plan)))
+            elif num_stages > 1 and rng.random() < 0.5:
+                continue
             while flight and (plan is None or len(flight) >= depth):
                 plan = flight[0][0]
                 scheduler.complete(*flight.pop(0))
@@ -889,3 +909,6 @@ def test_random_load_meets_what_it_is_meant_to():
     assert sum(load.scheduler.num_preemptions for load in loads) > 50
     assert sum(load.scheduler.pages.num_hit_tokens for load in loads) > 1000
     assert sum(load.device.num_copies for load in loads) > 100
+    loads = [run_random_load(seed, depth=1 + seed % 4, events=150, num_stages=3) for seed in range(10)]
+    assert sum(load.scheduler.num_preemptions for load in loads) > 20
+    assert sum(load.scheduler.pages.num_hit_tokens for load in loads) > 500

@@ -1,5 +1,6 @@
 """The compiled step: its collectives, its memory, and the same tokens however it is laid out."""
 
+import collections
 import dataclasses
 import functools
 import math
@@ -24,7 +25,7 @@ from jaxserve.models.registry import build_model
 from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.plan import ON_DEVICE, PageGrant, Row, Sampling, SlotSetup, StepPlan
 from scripts.compile_text import compiled_collectives
-from sharding.plan import bytes_per_device, count_collectives, stated_collectives
+from sharding.plan import bytes_per_device, collectives, count_collectives, stated_collectives, stated_sampling
 from tests.plan_rows import decode_rows
 from tests.tiny_programs import BACKEND, NUM_LAYERS, make_program, random_params, sparse_config, tiny_config
 
@@ -85,10 +86,24 @@ def test_one_device_communicates_nothing(is_split: bool) -> None:
     assert compiled_collectives(text_of(compiled)) == {}
 
 
+@pytest.mark.parametrize("layout", ["tensor_parallel", "split_logits"])
 @pytest.mark.parametrize("variant", ["greedy", "sampled", "full"])
-def test_sampling_communicates_nothing(variant: str) -> None:
-    counted = count_collectives(trace_step(make_program(tiny_config(), tensor=2), DECODE, variant))
-    assert counted == {"all-reduce": 2 * NUM_LAYERS + 1, "all-gather": 1}
+def test_sampling_communicates_what_its_layout_states(variant: str, layout: str) -> None:
+    """Nothing, if every device has all logits."""
+    program = make_program(tiny_config(vocab_size=1100), tensor=2, layout=layout)
+    counted = collections.Counter(count_collectives(trace_step(program, DECODE, variant)))
+    counted.subtract(stated_sampling(program.layout, variant))
+    layers = stated_collectives(program.layout, NUM_LAYERS)
+    assert counted == collections.Counter(layers)
+    assert layers == {"all-reduce": 2 * NUM_LAYERS + 1} | ({"all-gather": 1} if layout == "tensor_parallel" else {})
+
+
+def test_prompts_are_scored_without_gathering_logits() -> None:
+    program = make_program(tiny_config(), tensor=2, layout="split_logits", max_logprobs=3)
+    traced = trace_scorer(program, 32)
+    assert count_collectives(traced) == {"all-reduce": 2, "all-gather": 3}
+    assert max(each.num_bytes for each in collectives(traced.jaxpr.jaxpr)) == 2 * (2 * 3) * 4 * 32
+    assert count_collectives(trace_set_up(program)) == {}
 
 
 @pytest.mark.parametrize("layout", ["expert_all_reduce", "expert_all_to_all", "expert_gather"])
@@ -328,10 +343,10 @@ def test_tokens_do_not_depend_on_the_layout(layout: str, tensor: int) -> None:
                 np.testing.assert_allclose(array, other, atol=1e-4)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_one_program_a_step_gives_what_several_do(tensor: int) -> None:
+@pytest.mark.parametrize(("layout", "tensor"), [("tensor_parallel", 1), ("tensor_parallel", 2), ("split_logits", 2)])
+def test_one_program_a_step_gives_what_several_do(layout: str, tensor: int) -> None:
     """Steps as accelerators run them, prompt logprobs included."""
-    tokens, results = run_requests(tiny_config(), tensor, "tensor_parallel", 2, "gpu")
+    tokens, results = run_requests(tiny_config(), tensor, layout, 2, "gpu")
     expected, expected_results = on_one_device()
     assert tokens == expected
     for found, one in zip(results, expected_results, strict=True):
@@ -344,9 +359,10 @@ def test_one_program_a_step_gives_what_several_do(tensor: int) -> None:
                 np.testing.assert_allclose(array, other, atol=1e-4)
 
 
-def run_lanes(delays: list[int], platform: str, **layout: Any) -> list[list[StepResult]]:
+def run_lanes(delays: list[int], platform: str, logits: str = "gathered", **layout: Any) -> list[list[StepResult]]:
     """Results of each lane, which runs the plans of all requests that many steps after the first launch."""
     program = make_program(sparse_config(), num_pages=20, **layout)
+    program = dataclasses.replace(program, layout=dataclasses.replace(program.layout, logits=logits))
     steps = CompiledSteps(program, BUCKETS, platform)
     steps.compile()
     runner = StepRunner(steps, random_params(program))
@@ -364,11 +380,13 @@ def run_lanes(delays: list[int], platform: str, **layout: Any) -> list[list[Step
     return results
 
 
-@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_lanes_of_one_program_do_not_see_each_other(tensor: int) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "logits"), [(1, "gathered"), pytest.param(2, "gathered", marks=pytest.mark.slow), (2, "split")]
+)
+def test_lanes_of_one_program_do_not_see_each_other(tensor: int, logits: str) -> None:
     """Steps as accelerators run them: one lane prefills while another decodes or has nothing to do."""
     (expected,) = run_lanes([0], "cpu")
-    for results in run_lanes([0, 2], "gpu", tensor=tensor, expert=2, layout="expert_gather"):
+    for results in run_lanes([0, 2], "gpu", logits, tensor=tensor, expert=2, layout="expert_gather"):
         for found, one in zip(results, expected, strict=True):
             assert found.tokens == one.tokens
             assert one.prompt_logprobs is None or found.prompt_logprobs is not None

@@ -1,4 +1,4 @@
-"""A real trace of conversations through the engine, with too few pages for it."""
+"""A real trace of conversations through the engine, with too few pages for it, on one device and in stages."""
 
 import csv
 import itertools
@@ -33,8 +33,10 @@ class Work(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trace(shared_data: Path) -> list[Work]:
-    """The first requests of the Azure trace, scaled down; every other one draws its tokens at random."""
+    """The first requests of the Azure trace, scaled down; every other one draws its tokens at random, and every third
+    one begins as the others of these do."""
     generator = np.random.default_rng(0)
+    beginning = generator.integers(3, 512, 32).tolist()
     path = shared_data / "traces" / "azure-llm-2023" / "AzureLLMInferenceTrace_conv.csv"
     work = []
     with path.open(newline="") as file:
@@ -42,13 +44,14 @@ def trace(shared_data: Path) -> list[Work]:
             num_new = min(max(1, int(row["GeneratedTokens"]) // SCALE), CONTEXT - 1)
             length = min(max(1, int(row["ContextTokens"]) // SCALE), CONTEXT - num_new)
             params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=num_new, ignore_eos=True)
-            work.append(Work(generator.integers(3, 512, length).tolist(), params))
+            prompt = generator.integers(3, 512, length).tolist()
+            work.append(Work((beginning + prompt)[:length] if i % 3 == 0 else prompt, params))
     return work
 
 
-@pytest.fixture(scope="module")
-def llm(stories_model: Path) -> Iterator[LLM]:
-    with LLM(str(stories_model), **SETTINGS, num_gpu_blocks_override=NUM_PAGES) as made:
+@pytest.fixture(scope="module", params=["data=1", "stage=2,tensor=2"])
+def llm(request: pytest.FixtureRequest, stories_model: Path) -> Iterator[LLM]:
+    with LLM(str(stories_model), **SETTINGS, mesh=request.param, num_gpu_blocks_override=NUM_PAGES) as made:
         yield made
 
 
@@ -69,7 +72,8 @@ def test_a_trace_with_too_few_pages(llm: LLM, trace: list[Work], monkeypatch: py
     def counted_step() -> Any:
         unfinished, num_steps = llm.engine.num_unfinished, replica.num_steps
         changed = step()
-        possible.append((replica.num_steps - num_steps) * min(SETTINGS["max_num_seqs"], unfinished))
+        most = -(-min(SETTINGS["max_num_seqs"], unfinished) // llm.plan.num_stages)
+        possible.append((replica.num_steps - num_steps) * most)
         return changed
 
     with monkeypatch.context() as patch:
@@ -83,6 +87,8 @@ def test_a_trace_with_too_few_pages(llm: LLM, trace: list[Work], monkeypatch: py
         assert len(output.outputs[0].token_ids) == one.params.max_tokens
         assert output.outputs[0].finish_reason == "length"
     assert found["num_preemptions"] >= 20
+    assert found["prefix_cache_hits"] >= 50 * SETTINGS["block_size"]
+    assert found["idle_stage_ticks"] <= 0.05 * found["stage_ticks"]
     assert found["decode_rows"] >= 0.8 * sum(possible)
     assert found["kv_cache_usage_perc"] == 0
     assert found["num_requests_running"] == found["num_requests_waiting"] == 0

@@ -20,10 +20,11 @@ from jaxserve.layers.sparse_mlp import Routing
 from jaxserve.models.registry import FAMILIES
 from jaxserve.scheduling.plan import PageGrant, Row, Sampling, SlotSetup, StepPlan
 from sharding import LAYOUTS, LayoutError, MeshShape, ShardingLayout, get_layout, make_mesh
-from sharding.plan import count_collectives, stated_collectives
+from sharding.plan import count_collectives, stated_collectives, stated_sampling
 from tests import toy_attention
 from tests.tiny_programs import (
     NUM_LAYERS,
+    gpt2_config,
     gpt_oss_config,
     latent_config,
     make_program,
@@ -42,6 +43,8 @@ ROWS = {
     "expert_parallel": TENSOR,
     "replicated": TENSOR,
     "replicated_attention": TENSOR,
+    "sequence_parallel": TENSOR,
+    "split_logits": TENSOR,
     "tensor_parallel": TENSOR,
 }
 """The meshes, devices along ``tensor`` and ``expert``, that each layout is tested on."""
@@ -50,6 +53,8 @@ ROUTING = Routing(num_experts=8, experts_per_token=1, is_normalized=False)
 CONFIGS = {"dense": DENSE, "sparse": sparse_config(num_heads=8, hidden_size=32)}
 CONFIGS["latents"] = latent_config(num_heads=8, num_kv_heads=8, hidden_size=32)
 CONFIGS["switch"] = sparse_config(num_heads=8, hidden_size=32, routing=ROUTING)
+CONFIGS["learned positions"] = gpt2_config()
+LANES = ("experts", "batch", "pages")
 SHAPE = BatchShape(num_tokens=16, num_rows=4, table_pages=4, decode_only=False)
 PROMPTS = ([3, 50, 7, 21, 0], [52, 9], [1, 2, 3, 4, 5, 6, 7, 8])
 
@@ -69,9 +74,9 @@ def forward(program: ModelProgram) -> jax.stages.Wrapped:
     param_specs = tuple(struct.sharding.spec for struct in abstract.params.values())
     pools = list(program.abstract_state().pools)
     pool_specs = jax.tree.map(lambda struct: struct.sharding.spec, pools)
-    rows = program.rows_sharding.spec
+    rows, logits = program.rows_sharding.spec, program.vocab_sharding.spec
     wrapped = jax.shard_map(
-        body, mesh=program.mesh, in_specs=(param_specs, pool_specs, rows), out_specs=rows, check_vma=False
+        body, mesh=program.mesh, in_specs=(param_specs, pool_specs, rows), out_specs=logits, check_vma=False
     )
     return jax.jit(wrapped)
 
@@ -104,7 +109,8 @@ def logits_and_collectives(program: ModelProgram) -> tuple[list[np.ndarray], dic
     traced = call.trace(*arguments)
     logits = np.asarray(traced.lower().compile()(*arguments)).reshape(program.num_lanes, SHAPE.num_tokens, -1)
     counts = [sum(len(PROMPTS[prompt]) for prompt in prompts_of(lane)) for lane in lanes]
-    return [each[:count] for each, count in zip(logits, counts, strict=True)], count_collectives(traced)
+    size = program.config.vocab_size
+    return [each[:count, :size] for each, count in zip(logits, counts, strict=True)], count_collectives(traced)
 
 
 @functools.cache
@@ -156,15 +162,52 @@ OWN += [("dense", ("q_heads", "tokens")), ("sparse", ("q_heads", "tokens", "expe
 OWN += [("latents", ("q_heads", "tokens", "vocab", "expert_ffn"))]
 
 
-@pytest.mark.parametrize(("model", "axes"), OWN)
-def test_layouts_that_are_not_in_the_registry(model: str, axes: tuple[str, ...]) -> None:
+OWN = [(*each, "gathered") for each in OWN] + [(*each, "split") for each in OWN if "vocab" in each[1]]
+
+
+@pytest.mark.parametrize(("model", "axes", "logits"), OWN)
+def test_layouts_that_are_not_in_the_registry(model: str, axes: tuple[str, ...], logits: str) -> None:
     """Features split, and what an engine accepts besides."""
-    layout = ShardingLayout("own", dict.fromkeys(("ffn", *axes), "tensor"))
+    layout = ShardingLayout("own", dict.fromkeys(("ffn", *axes), "tensor"), logits=logits)
     like = "context_parallel" if "tokens" in axes else "tensor_parallel"
     program = dataclasses.replace(make_program(CONFIGS[model], tensor=2, layout=like), layout=layout)
     (found,), counted = logits_and_collectives(program)
     np.testing.assert_allclose(found, np.concatenate(whole_logits(model)), atol=2e-5, rtol=2e-5)
     assert counted == stated_collectives(layout, NUM_LAYERS, int(model != "dense"))
+
+
+SHARED = [
+    ("dense", 4, 1, {}, "all_reduce"),
+    ("dense", 2, 1, {"vocab": "tensor"}, "all_reduce"),
+    ("learned positions", 4, 1, {}, "all_reduce"),
+    ("sparse", 2, 1, {"experts": "tensor"}, "all_reduce"),
+    ("sparse", 2, 2, {"vocab": "tensor", "expert_ffn": "tensor", "experts": "expert"}, "all_reduce"),
+    *[
+        (model, 2, 4, {"vocab": "tensor", "expert_ffn": "tensor", **dict.fromkeys(LANES, "expert")}, dispatch)
+        for model in ("sparse", "switch")
+        for dispatch in ("gather", "all_to_all")
+    ],
+]
+"""Models and meshes, and layouts that split hidden states between blocks by tokens."""
+
+
+@pytest.mark.parametrize(("model", "tensor", "expert", "rules", "dispatch"), SHARED)
+def test_devices_share_tokens_however_the_rest_is_split(
+    model: str, tensor: int, expert: int, rules: dict[str, str], dispatch: str
+) -> None:
+    """Also those of a lane, whose experts are on other lanes' devices too."""
+    rules = {**dict.fromkeys(("q_heads", "kv_heads", "ffn"), "tensor"), **rules}
+    layout = ShardingLayout("own", rules, dispatch, residual="tokens")
+    program = make_program(CONFIGS[model], tensor=tensor, expert=expert, layout="replicated")
+    logits, counted = logits_and_collectives(dataclasses.replace(program, layout=layout))
+    assert len(logits) == (expert if "batch" in rules else 1)
+    for lane, found in enumerate(logits):
+        expected = [whole_logits(model)[prompt] for prompt in prompts_of(lane)]
+        np.testing.assert_allclose(found, np.concatenate([found[:0], *expected]), atol=2e-5, rtol=2e-5)
+    has_fallback = model == "switch" and dispatch == "all_to_all"
+    num_sparse = int(model in ("sparse", "switch"))
+    assert counted == stated_collectives(layout, NUM_LAYERS, num_sparse, has_fallback=has_fallback)
+    assert counted["all-gather"] >= 2 * NUM_LAYERS + 1
 
 
 @pytest.mark.parametrize("dispatch", ["gather", "all_to_all"])
@@ -249,11 +292,25 @@ def test_stated_collectives() -> None:
         ("context_parallel", mesh): {"all-reduce": 3 + 1 + 2 + 1, "all-gather": 1 + 3, "all-to-all": 3},
         ("replicated", mesh): {},
         ("replicated_attention", mesh): {"all-reduce": 1 + 2 + 1, "all-gather": 1},
+        ("sequence_parallel", mesh): {"reduce-scatter": 3 + 1 + 2 + 1, "all-gather": 2 * 3 + 1 + 1},
+        ("sequence_parallel", one): {},
+        ("split_logits", mesh): {"all-reduce": 3 + 1 + 2 + 1},
     }
     for (name, devices), expected in stated.items():
         assert stated_collectives(get_layout(name).on(devices), 3, 2) == expected, name
     found = stated_collectives(get_layout("expert_all_to_all").on(one), 3, 2, has_fallback=True)
     assert found == {"all-to-all": 12, "all-reduce": 2}, "both exchanges, and the count that chooses"
+
+
+def test_stated_sampling() -> None:
+    """By hand; a layout that gathers logits has them for sampling, and so has one device."""
+    split = get_layout("split_logits")
+    for layout in (get_layout("tensor_parallel"), split.on(make_mesh(MeshShape(expert=2)))):
+        assert stated_sampling(layout, "full", has_processors=True) == {}
+    assert stated_sampling(split, "greedy") == {"all-gather": 1}
+    assert stated_sampling(split, "sampled") == {"all-gather": 1 + 35, "all-reduce": 2}
+    assert stated_sampling(split, "full") == {"all-gather": 1 + 35 + 3, "all-reduce": 4}
+    assert stated_sampling(split, "full", has_processors=True) == {"all-gather": 1 + 35 + 4, "all-reduce": 4}
 
 
 def test_every_layout_has_a_row() -> None:
@@ -271,7 +328,7 @@ def test_layouts_are_named_and_described(name: str) -> None:
 def test_unknown_layout() -> None:
     with pytest.raises(
         LayoutError,
-        match="unknown layout 'tp'; supported layouts: context_parallel, .*replicated_attention, tensor_parallel",
+        match="unknown layout 'tp'; supported layouts: context_parallel, .*split_logits, tensor_parallel",
     ):
         get_layout("tp")
 
@@ -356,6 +413,25 @@ def test_layouts_that_contradict_themselves(rules: dict[str, str], dispatch: str
         ShardingLayout("bad", rules, dispatch)
 
 
+def test_hidden_states_are_split_as_blocks_are() -> None:
+    with pytest.raises(LayoutError, match=r"layout 'bad': unknown residual 'rows'; known: \('replicated', 'tokens'\)"):
+        ShardingLayout("bad", {}, residual="rows")
+    for rules, found in (({}, "None and None"), ({"ffn": "tensor"}, "None and tensor")):
+        message = f"layout 'bad': residual 'tokens' needs q_heads and ffn over one mesh axis, got {found}"
+        with pytest.raises(LayoutError, match=message):
+            ShardingLayout("bad", rules, residual="tokens")
+
+
+def test_logits_are_split_over_the_axis_of_the_vocabulary() -> None:
+    with pytest.raises(LayoutError, match="layout 'bad': logits 'split' needs a mesh axis for vocab"):
+        ShardingLayout("bad", {"ffn": "tensor"}, logits="split")
+    with pytest.raises(LayoutError, match="layout 'bad': unknown logits 'whole'; known: .'gathered', 'split'"):
+        ShardingLayout("bad", {"vocab": "tensor"}, logits="whole")
+    split = get_layout("split_logits")
+    assert split.on(make_mesh(MeshShape(tensor=2))) is split
+    assert split.on(make_mesh(MeshShape(expert=2))).logits == "gathered"
+
+
 def test_specs() -> None:
     """No trailing None: a spec with one compares unequal to what a step gives back."""
     layout = get_layout("tensor_parallel")
@@ -373,6 +449,9 @@ def test_axes_of_one_device_are_dropped() -> None:
     assert dict(alone.rules) == {} and alone.name == layout.name
     assert stated_collectives(alone, 3) == {}
     assert layout.on(make_mesh(MeshShape(tensor=2))) is layout
+    sequence = get_layout("sequence_parallel")
+    assert sequence.residual_axis == "tensor" and alone.residual_axis is None
+    assert sequence.on(make_mesh(MeshShape(expert=2))).residual == "replicated"
     mixed = ShardingLayout("mixed", {"embed": "data", "vocab": "tensor"}).on(make_mesh(MeshShape(tensor=2)))
     assert dict(mixed.rules) == {"vocab": "tensor"}
     gather = get_layout("expert_gather").on(make_mesh(MeshShape(tensor=2)))

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from sharding import MESH_AXES, MeshError, MeshShape, data_slices, ensure_cpu_devices, make_mesh
+from sharding import MESH_AXES, MeshError, MeshShape, data_slices, ensure_cpu_devices, make_mesh, stage_slices
 from tests.conftest import NUM_CPU_DEVICES
 
 
@@ -18,9 +18,11 @@ def test_axis_sizes_are_whole_numbers(axis: str, size: int) -> None:
         MeshShape(**{axis: size})
 
 
-def test_stages_have_one_device() -> None:
-    with pytest.raises(MeshError, match="mesh axis 'stage': got size 2, but only size 1 is supported so far"):
-        MeshShape(stage=2)
+def test_slices_of_stages_are_neighbors() -> None:
+    (first, second) = data_slices(make_mesh(MeshShape(data=2, stage=2, tensor=2)))
+    ids = [[device.id for device in stage.devices.flat] for half in (first, second) for stage in stage_slices(half)]
+    assert ids == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert dict(stage_slices(second)[1].shape) == {"data": 1, "stage": 1, "tensor": 2, "expert": 1}
 
 
 def test_mesh_has_all_axes_in_order() -> None:

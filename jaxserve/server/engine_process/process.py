@@ -202,7 +202,6 @@ def _default_fields(started: StartedEngine, config: EngineConfig) -> dict[str, A
 def _model(started: StartedEngine, config: EngineConfig) -> model_pb2.Model:
     plan, ledger = started.plan, started.ledger
     program = plan.programs[0]
-    devices = program.mesh.devices
     return model_pb2.Model(
         root=config.model,
         max_model_len=plan.max_model_len,
@@ -210,7 +209,7 @@ def _model(started: StartedEngine, config: EngineConfig) -> model_pb2.Model:
         dtype=program.policy.weights,
         vocab_size=plan.config.vocab_size,
         mesh=[model_pb2.MeshAxis(name=name, size=size) for name, size in plan.mesh_sizes.items()],
-        device=devices.flat[0].device_kind,
+        device=program.mesh.devices.flat[0].device_kind,
         layout=program.layout.name,
         attention_backend=program.kernel.name,
         kv_cache=model_pb2.KvCache(
@@ -219,7 +218,7 @@ def _model(started: StartedEngine, config: EngineConfig) -> model_pb2.Model:
             num_tokens=ledger.num_tokens,
             max_concurrency=ledger.max_concurrency,
             dtype=program.policy.kv,
-            size_bytes=program.pool_bytes * devices.size * len(plan.programs),
+            size_bytes=sum(program.pool_bytes * program.mesh.devices.size for program in plan.programs),
         ),
         memory=[model_pb2.MemoryUse(name=name, size_bytes=size) for name, size in ledger.lines],
         max_num_seqs=max_num_seqs(started),

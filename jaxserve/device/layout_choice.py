@@ -1,0 +1,74 @@
+"""Choose an engine's layout, and check that the modules can be split as it says."""
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.models.sparse_decoder import SparseConfig
+from sharding import LAYOUTS, LayoutError, ShardingLayout, get_layout
+
+
+def choose_layout(config: EngineConfig, model: ModelConfig) -> ShardingLayout:
+    """Return the layout that the settings name, or the one that expert parallelism means.
+
+    Raises:
+        ConfigError: Expert parallelism is requested with a layout that does not split experts over its axis, or for a
+            model without experts.
+        LayoutError: The layout is unknown, or contradicts itself.
+    """
+    layout = config.layout
+    if not isinstance(layout, str | ShardingLayout):
+        raise ConfigError(f"layout: expected a name, path.py:NAME or a ShardingLayout, got {layout!r}")
+    layout = get_layout(layout) if isinstance(layout, str) else layout
+    _check_axes(layout, has_experts=isinstance(model, SparseConfig))
+    size = config.expert_parallel_size
+    if size == 1 and not config.enable_expert_parallel:
+        return layout
+    setting = "enable_expert_parallel" if size == 1 else f"expert_parallel_size={size}"
+    if size > 1 and config.enable_expert_parallel:
+        raise ConfigError(
+            f"{setting} splits experts over devices of their own, enable_expert_parallel over those of "
+            "tensor_parallel_size; use only one of them"
+        )
+    axis, default = ("tensor", "expert_parallel") if size == 1 else ("expert", "expert_gather")
+    if size > 1 and config.deterministic:
+        default = "expert_all_to_all"  # adds the parts of a row in the same order on every device
+    is_default = layout == get_layout("tensor_parallel")
+    if not is_default and layout.mesh_axis("experts") != axis:
+        names = " or ".join(f"layout={name!r}" for name in LAYOUTS if get_layout(name).mesh_axis("experts") == axis)
+        raise ConfigError(f"{setting} needs {names}, got layout={layout.name!r}")
+    if not isinstance(model, SparseConfig):
+        raise ConfigError(f"{setting} needs a model with experts; {model.architecture} has none")
+    return get_layout(default) if is_default else layout
+
+
+def _check_axes(layout: ShardingLayout, has_experts: bool) -> None:
+    """Raise LayoutError if a layout splits something that the modules cannot split, or over an axis that they do not
+    use."""
+    rules = layout.rules
+    whole = [logical for logical in ("embed", "head_dim") if logical in rules]
+    if whole:
+        raise LayoutError(f"layout {layout.name!r} splits {' and '.join(whole)}, which every device needs whole")
+    slices = [f"{logical} over {axis}" for logical, axis in rules.items() if axis in ("data", "stage")]
+    if slices:
+        raise LayoutError(
+            f"layout {layout.name!r} splits {', '.join(slices)}; a layout can use only the axes tensor and expert"
+        )
+    axes = {logical: rules.get(logical) for logical in ("q_heads", "kv_heads", "tokens", "ffn")}
+    kv_axis = axes["tokens"] if axes["kv_heads"] is None else axes["kv_heads"]
+    if axes["q_heads"] != kv_axis or axes["q_heads"] not in (None, axes["ffn"]):
+        found = ", ".join(f"{logical} over {axis}" for logical, axis in axes.items())
+        raise LayoutError(
+            f"layout {layout.name!r} has {found}; q_heads, and either kv_heads or tokens, must be over the axis of "
+            "ffn, or none of them be split"
+        )
+    for logical in ("vocab", "expert_ffn"):
+        if rules.get(logical) not in (None, axes["ffn"]):
+            raise LayoutError(
+                f"layout {layout.name!r} splits {logical} over {rules[logical]}; it can be split only over the axis of "
+                f"ffn, {axes['ffn']}"
+            )
+    if has_experts and axes["ffn"] not in (None, rules.get("expert_ffn"), rules.get("experts")):
+        raise LayoutError(
+            f"layout {layout.name!r} splits ffn over {axes['ffn']}; for a model with experts it must split "
+            f"expert_ffn or experts over {axes['ffn']} too"
+        )

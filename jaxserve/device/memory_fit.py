@@ -1,0 +1,82 @@
+"""The memory that each stage of an engine needs, and the number of pages that fit."""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from jaxserve.config import EngineConfig
+from jaxserve.device.memory import MemoryNeeds, device_memory_bytes, plan_pages, usable_fraction
+from jaxserve.device.program import ModelProgram
+from jaxserve.device.token_parts import exchanged_per_token
+from jaxserve.scheduling.page_allocator import KVWindow
+from sharding.mesh import Device
+
+logger = logging.getLogger(__name__)
+
+STEPS_IN_FLIGHT = 2
+"""Steps in flight with async scheduling in which one sequence can sample; each further stage adds one for others."""
+
+
+def memory_needs(program: ModelProgram, max_num_batched_tokens: int, max_samples: int, num_stages: int) -> MemoryNeeds:
+    """Return the memory that one stage needs on each of its devices."""
+    assert program.max_model_len is not None
+    model, abstract = program.config, program.abstract_model
+    page = dataclasses.replace(program, num_pages=program.num_pages + 1).pool_bytes - program.pool_bytes
+    token = 3 * abstract.layer_width
+    samples = min(-(-program.num_slots // num_stages) * max_samples, max_num_batched_tokens)
+    itemsize = jnp.dtype(program.policy.activations).itemsize
+    step_tokens = max_num_batched_tokens + STEPS_IN_FLIGHT * max_samples
+    scores = model.vocab_size  # of each sample; processors see whole rows
+    if program.parallel.keeps_logits and not program.processors:
+        scores = program.vocab_width // program.parallel.parts(program.parallel.vocab)
+    logits = samples * scores * 4 * 4 if program.is_last else 0
+    return MemoryNeeds(
+        weights=program.weight_bytes,
+        page=page,
+        temporaries=max_num_batched_tokens * (token * itemsize + exchanged_per_token(program)) + logits,
+        page_size=program.page_size,
+        max_model_len=program.max_model_len,
+        max_num_seqs=program.num_slots,
+        slots=program.slot_state_bytes,
+        windows=tuple(
+            None if window is None else KVWindow(window, program.page_size, step_tokens)
+            for window in program.kv_layout.windows
+        ),
+    )
+
+
+def fit_to_memory(
+    config: EngineConfig, stages: Sequence[MemoryNeeds], device: Device, num_devices: int
+) -> tuple[MemoryNeeds, int]:
+    """Return the needs of the stage that leaves room for the fewest pages, and their number, which all stages have.
+
+    With max_model_len=-1, the context length is reduced to what fits.
+    """
+    total = device_memory_bytes(device)
+    sharing = num_devices if device.platform == "cpu" else 1
+    settings = {
+        "total": total,
+        "utilization": usable_fraction(device, config.gpu_memory_utilization),
+        "platform": device.platform,
+        "pool_bytes": config.kv_cache_memory_bytes,
+        "num_pages": config.num_gpu_blocks_override,
+        "devices_sharing": sharing,
+    }
+    longest = stages[0].max_model_len
+    if config.max_model_len == -1:
+        for needs in stages:
+            single_token = dataclasses.replace(needs, max_model_len=1)
+            pages = plan_pages(dataclasses.replace(single_token, max_num_seqs=needs.request_pages), **settings)
+            longest = min(longest, needs.longest_request(pages))
+        if longest < stages[0].max_model_len:
+            logger.info(
+                "Auto-fit max_model_len: reduced from %d to %d to fit in available memory",
+                stages[0].max_model_len,
+                longest,
+            )
+    fitted = [dataclasses.replace(needs, max_model_len=longest) for needs in stages]
+    planned = [(plan_pages(needs, **settings), needs) for needs in fitted]
+    num_pages, needs = min(planned, key=lambda found: (found[0], -found[1].weights))
+    return needs, num_pages

@@ -1,0 +1,37 @@
+"""Compiling a traced program on another thread, and the memory that it takes."""
+
+import concurrent.futures
+from typing import NamedTuple
+
+import jax
+
+from jaxserve.device.memory import return_freed_memory
+
+
+def submit(
+    pool: concurrent.futures.Executor, traced: jax.stages.Traced
+) -> concurrent.futures.Future[jax.stages.Compiled]:
+    """Lower a program, and compile it on a thread of a pool."""
+    return pool.submit(_compile, traced.lower())
+
+
+def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compile a program, then return memory freed by the compiler to the system, so that it does not add up."""
+    compiled = lowered.compile()
+    return_freed_memory()
+    return compiled
+
+
+class ProgramBytes(NamedTuple):
+    """Bytes per device of a program's temporaries and of its new outputs."""
+
+    temporary: int
+    outputs: int
+
+
+def bytes_of(program: jax.stages.Compiled) -> ProgramBytes:
+    """Return the memory of a program; zero if the platform does not tell."""
+    analysis = program.memory_analysis()
+    if analysis is None:
+        return ProgramBytes(0, 0)
+    return ProgramBytes(analysis.temp_size_in_bytes, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)

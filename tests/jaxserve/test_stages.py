@@ -1,0 +1,280 @@
+"""Pipeline stages: the answers of one device, whatever the stages, and every stage busy when there is enough work."""
+
+import itertools
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve import LLM, ConfigError, PoolingParams, RequestOutput, SamplingParams
+from jaxserve.config import EngineConfig
+from jaxserve.demo import MODEL_DIRECTORY
+from jaxserve.device.build import EnginePlan, load_params, plan_engine
+from jaxserve.device.stage_steps import trace_stage
+from jaxserve.models.stage_balance import LayerCost, balanced_stages
+from jaxserve.models.stages import Stage, stages_of
+from sharding.plan import count_collectives
+from tests.jaxserve.test_lanes import CONFIG as SPARSE
+from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, outcome, scores
+from tests.random_checkpoint import write_checkpoint
+
+MESHES: dict[str, dict[str, Any]] = {
+    "two": {"pipeline_parallel_size": 2},
+    "two with tensor": {"mesh": "stage=2,tensor=2"},
+    "three": {"stage_layers": [1, 2, 1]},
+    "four, one step after the other": {"pipeline_parallel_size": 4, "async_scheduling": False},
+    "two, deterministic tiles": {"pipeline_parallel_size": 2, "kernels": "xla", "deterministic": True},
+}
+COUNTED: dict[str, Any] = {"dtype": "float32", "expert_load_metrics": 1, "enable_prefix_caching": False}
+FAST = ("two", "two with tensor", "three")
+
+
+def value(llm: LLM, name: str) -> float:
+    return next(metric.value for metric in llm.get_metrics() if metric.name == f"jaxserve:{name}")
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[list[RequestOutput]]:
+    """Each request alone, on one device."""
+    with LLM("demo", **SETTINGS) as llm:
+        yield [llm.generate(prompt, SamplingParams(**params), use_tqdm=False)[0] for prompt, params in REQUESTS]
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in MESHES]
+)
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """An engine with stages; after the tests nothing has compiled, and no page is in use."""
+    with LLM("demo", **SETTINGS, **MESHES[request.param]) as made:
+        yield made
+        assert value(made, "compiles_after_ready") == 0
+        assert value(made, "kv_cache_usage_perc") == 0
+
+
+# ---------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_requests_of_every_kind_are_as_on_one_device(seed: int, llm: LLM, expected: list[RequestOutput]) -> None:
+    """Sampled, penalized, constrained, with logprobs of samples and prompts, in random order; some hit cached pages."""
+    order = random.Random(seed).sample(range(len(REQUESTS)), len(REQUESTS))
+    pairs = [(REQUESTS[index][0], SamplingParams(**REQUESTS[index][1])) for index in order]
+    found = llm.generate([prompt for prompt, _ in pairs], [params for _, params in pairs], use_tqdm=False)
+    tolerance = 2e-3 if llm.plan.programs[0].policy.weights == "float32" else 3e-2
+    for index, output in zip(order, found, strict=True):
+        assert outcome(output) == outcome(expected[index]), REQUESTS[index]
+        assert scores(output) == pytest.approx(scores(expected[index]), abs=tolerance)
+
+
+def test_requests_that_are_preempted_are_as_on_one_device(expected: list[RequestOutput]) -> None:
+    params = [SamplingParams(**params) for _, params in REQUESTS]
+    with LLM("demo", **SETTINGS, pipeline_parallel_size=2, num_gpu_blocks_override=16) as llm:
+        found = llm.generate([prompt for prompt, _ in REQUESTS], params, use_tqdm=False)
+        assert value(llm, "num_preemptions") > 0
+        assert value(llm, "kv_cache_usage_perc") == 0
+    assert [outcome(output) for output in found] == [outcome(output) for output in expected]
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_are_those_of_one_device(pooling: Any, llm: LLM) -> None:
+    """Of prompts longer than a step has tokens, so that the last stage adds up the sums of several steps."""
+    prompts = ["12+30=" * count for count in (1, 4, 17)]
+    params = PoolingParams(pooling=pooling)
+    found = llm.embed(prompts, pooling_params=params, use_tqdm=False)
+    with LLM("demo", **SETTINGS) as one:
+        expected = one.embed(prompts, pooling_params=params, use_tqdm=False)
+    tolerance = 1e-5 if llm.plan.programs[0].policy.weights == "float32" else 3e-2
+    for output, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(output.outputs.embedding, other.outputs.embedding, atol=tolerance)
+
+
+def test_one_request_alone_is_as_on_one_device(llm: LLM, expected: list[RequestOutput]) -> None:
+    """Fewer requests than stages: nothing waits for another request."""
+    for index in (0, 3, 9):
+        (found,) = llm.generate(REQUESTS[index][0], SamplingParams(**REQUESTS[index][1]), use_tqdm=False)
+        assert outcome(found) == outcome(expected[index])
+
+
+def test_every_stage_has_work(llm: LLM) -> None:
+    """With several requests for each stage, arriving while others run, at most 5 % of the stage-ticks are idle."""
+    ticks, idle = value(llm, "stage_ticks"), value(llm, "idle_stage_ticks")
+    params = [SamplingParams(temperature=0.0, max_tokens=20 + index % 13, ignore_eos=True) for index in range(64)]
+    llm.generate([f"{index}+{3 * index}=" for index in range(64)], params, use_tqdm=False)
+    ticks, idle = value(llm, "stage_ticks") - ticks, value(llm, "idle_stage_ticks") - idle
+    assert ticks > 64 * 20 * llm.plan.num_stages / 8
+    assert idle <= 0.05 * ticks
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mesh": "stage=2,expert=2"},
+        pytest.param({"mesh": "stage=2,expert=2,tensor=2", "deterministic": True}, marks=pytest.mark.slow),
+        pytest.param({"mesh": "data=2,stage=2,expert=2"}, marks=pytest.mark.slow),
+        pytest.param({"mesh": "stage=2,tensor=2", "enable_expert_parallel": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_experts_in_stages(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Tokens, and the tokens of each expert of each layer, whichever stage has it."""
+    write_checkpoint(tmp_path, SPARSE | {"num_hidden_layers": 3}, seed=1)
+    for path in MODEL_DIRECTORY.glob("*token*.json"):
+        shutil.copy(path, tmp_path)
+    prompts = [{"prompt_token_ids": [*range(3, 8 + index)]} for index in range(9)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    found, loads = [], []
+    for mesh in ({}, settings):
+        sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "compilation_cache_dir": ""}
+        with LLM(str(tmp_path), **COUNTED, **sizes, **mesh) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            loads.append(llm.expert_load())
+            assert value(llm, "compiles_after_ready") == 0
+    assert found[0] == found[1]
+    np.testing.assert_array_equal(loads[0], loads[1])
+
+
+def test_weights_have_the_names_of_the_whole_model(llm: LLM) -> None:
+    """They can be read and replaced, in every stage that holds them."""
+    with LLM("demo", **SETTINGS) as one:
+        whole = one.engine.replicas[0]._runner.weights()
+    runner = llm.engine.replicas[0]._runner
+    held = runner.weights()
+    assert held.keys() == whole.keys()
+    if llm.plan.programs[0].mesh.size > 1:
+        return  # in another order of rows
+    for name, array in held.items():
+        np.testing.assert_array_equal(array, whole[name], err_msg=name)
+    name = next(name for name in whole if name.startswith("layers.3.") and name.endswith("norm.weight"))
+    runner.set_weights({name: 2 * whole[name], "embed.weight": 3 * whole["embed.weight"]})
+    np.testing.assert_array_equal(runner.weights()[name], 2 * whole[name])
+    np.testing.assert_array_equal(runner.weights()["embed.weight"], 3 * whole["embed.weight"])
+    with pytest.raises(ValueError, match="the model has no parameter 'layers.4"):
+        runner.set_weights({"layers.4.attention_norm.weight": whole[name]})
+    runner.set_weights({name: whole[name], "embed.weight": whole["embed.weight"]})
+
+
+# ---------------------------------------------------------------- plans
+
+
+def plan(**settings: Any) -> EnginePlan:
+    return plan_engine(EngineConfig(model="demo", max_num_seqs=4, block_size=8, **settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"pipeline_parallel_size": 5},
+            "pipeline_parallel_size=5 exceeds the 4 layers of LlamaForCausalLM; use 1 to 4",
+        ),
+        ({"stage_layers": [1, 2]}, r"stage_layers: 1 \+ 2 = 3 layers, but LlamaForCausalLM has 4"),
+        (
+            {"stage_layers": [1, 3], "pipeline_parallel_size": 3},
+            "stage_layers has 2 numbers, but pipeline_parallel_size=3; use one of them",
+        ),
+        ({"mesh": "stage=3,data=3"}, "the mesh needs 9 devices, but JAX has 8"),
+    ],
+)
+def test_stages_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(**settings)
+
+
+def test_the_layers_of_each_stage_are_as_told() -> None:
+    made = plan(stage_layers=[1, 3], data_parallel_size=2)
+    assert [program.stage for program in made.programs] == [Stage(0, 1, 4), Stage(1, 4, 4)] * 2
+    assert made.mesh_sizes == {"data": 2, "stage": 2, "tensor": 1}
+    assert len({device for program in made.programs for device in program.mesh.devices.flat}) == made.num_devices == 4
+    assert plan(stage_layers=[4]).programs[0].stage is None
+
+
+def test_one_stage_may_be_named() -> None:
+    assert plan(mesh="stage=1,tensor=2").mesh_sizes == {"data": 1, "tensor": 2}
+
+
+@pytest.mark.parametrize("settings", [{"pipeline_parallel_size": 2}, {"mesh": "stage=3,tensor=2"}], ids=str)
+def test_every_device_holds_what_is_planned_for_it(settings: dict[str, Any]) -> None:
+    """Weights, pages and, in the last stage, the state of slots; all stages have equally many pages."""
+    made = plan(**settings, dtype="float32", num_gpu_blocks_override=80)
+    for program in made.programs:
+        state = program.empty_state() if program.is_last else program.empty_pools()
+        held = dict.fromkeys(program.mesh.devices.flat, 0)
+        for array in jax.tree.leaves((load_params(made, program), state)):
+            for shard in array.addressable_shards:
+                held[shard.device] += shard.data.nbytes
+        slots = program.slot_state_bytes if program.is_last else 0
+        for size in held.values():
+            assert size == pytest.approx(program.weight_bytes + program.pool_bytes + slots, rel=0.02)
+        assert program.num_pages == 80
+    page = max(program.pool_bytes for program in made.programs) // made.programs[0].pool_pages
+    assert made.needs.page == pytest.approx(page, abs=0) or made.needs.weights == max(
+        program.weight_bytes for program in made.programs
+    )
+
+
+def test_stages_communicate_as_whole_models_do() -> None:
+    """A stage that is not the last has two all-reduces per layer, and the first one more for the embedding."""
+    made = plan(mesh="stage=2,tensor=2", stage_layers=[3, 1])
+    shape = made.buckets.shapes()[0]
+    assert count_collectives(trace_stage(made.programs[0], shape)) == {"all-reduce": 2 * 3 + 1}
+
+
+def test_a_window_has_the_same_tables_in_every_stage(tmp_path: Path) -> None:
+    """A stage whose layers have no window leaves the tables of the window unused."""
+    windows = {"architectures": ["Gemma2ForCausalLM"], "sliding_window": 16, "num_hidden_layers": 5}
+    write_checkpoint(tmp_path, SPARSE | windows, seed=0)
+    made = plan_engine(EngineConfig(model=str(tmp_path), block_size=8, stage_layers=[1, 1, 3], max_num_seqs=4))
+    layouts = [program.kv_layout for program in made.programs]
+    assert len({layout.windows for layout in layouts}) == 1 and len(layouts[0].windows) > 1
+    for layout, program in zip(layouts, made.programs, strict=True):
+        assert program.stage is not None and len(layout.layer_indices) == len(program.stage.layers)
+    assert [len(layout.pools) for layout in layouts[:2]] == [1, 1]
+
+
+# ---------------------------------------------------------------- balance
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_division_has_a_smaller_largest_stage(num_stages: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    layers = [LayerCost(*generator.integers(1, 20, 2).tolist()) for _ in range(7)]
+    embedding, head = LayerCost(30, 0), LayerCost(30, 25)
+    whole = [LayerCost(0, 0)] * 7
+    whole[0], whole[-1] = embedding, head
+    costs = np.array(layers) + np.array(whole)
+
+    def largest(counts: tuple[int, ...]) -> float:
+        parts = [costs[stage.first : stage.stop].sum(0) / costs.sum(0) for stage in stages_of(counts)]
+        return float(np.max(parts))
+
+    divisions = [counts for counts in itertools.product(range(1, 8), repeat=num_stages) if sum(counts) == 7]
+    found = balanced_stages(layers, num_stages, embedding, head)
+    assert found[-1].stop == 7 and len(found) == num_stages
+    assert largest(tuple(len(stage.layers) for stage in found)) == pytest.approx(min(map(largest, divisions)))
+
+
+def test_equal_layers_without_a_head_are_divided_evenly() -> None:
+    nothing = LayerCost(0, 0)
+    found = balanced_stages([LayerCost(1, 1)] * 8, 3, nothing, nothing)
+    assert [len(stage.layers) for stage in found] == [3, 3, 2]
+    assert [stage.is_first for stage in found] == [True, False, False]
+    assert [stage.is_last for stage in found] == [False, False, True]
+
+
+def test_a_real_model_is_divided(shared_data: Path) -> None:
+    """The head of a large vocabulary weighs as much as several layers."""
+    directory = str(shared_data / "configs" / "llama-3.2-3b-one-tensor-per-shard")
+    settings: dict[str, Any] = {"pipeline_parallel_size": 2, "max_num_seqs": 1, "max_model_len": 128}
+    made = plan_engine(EngineConfig(model=directory, dtype="bfloat16", **settings))
+    first, second = (program.stage for program in made.programs)
+    assert first is not None and second is not None
+    assert len(first.layers) > len(second.layers)
+    with pytest.raises(ConfigError, match="exceeds the 28 layers"):
+        plan_engine(EngineConfig(model=directory, pipeline_parallel_size=29))
