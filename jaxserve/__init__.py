@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from jaxserve.errors import MemoryPlanError as MemoryPlanError
     from jaxserve.errors import RequestError as RequestError
     from jaxserve.errors import UnsupportedModelError as UnsupportedModelError
+    from jaxserve.lab.show import Drawing as Drawing
+    from jaxserve.lab.show import show as show
     from jaxserve.llm import LLM as LLM
     from jaxserve.logprobs import FlatLogprobs as FlatLogprobs
     from jaxserve.logprobs import Logprob as Logprob
@@ -46,6 +48,8 @@ _EXPORTS = {
     "MemoryPlanError": "jaxserve.errors",
     "RequestError": "jaxserve.errors",
     "UnsupportedModelError": "jaxserve.errors",
+    "Drawing": "jaxserve.lab.show",
+    "show": "jaxserve.lab.show",
     "LLM": "jaxserve.llm",
     "FlatLogprobs": "jaxserve.logprobs",
     "Logprob": "jaxserve.logprobs",
@@ -73,6 +77,7 @@ __all__ = [
     "BeamSearchSequence",
     "CompletionOutput",
     "ConfigError",
+    "Drawing",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineConfig",
@@ -94,6 +99,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "load_model",
+    "show",
 ]
 
 

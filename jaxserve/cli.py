@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from jaxserve.llm import LLM
 
 
+_SHOW = "draw where each weight and each KV page of a model is on a mesh, and the collectives of a layer"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; on an error exit with status 2 and one line on standard error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -59,6 +62,9 @@ def _parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure speed")
     if list(wanted) == ["bench"]:
         _add_benches(bench.add_subparsers(required=True, metavar="BENCH"))
+    show = commands.add_parser("show", help=_SHOW, description=_SHOW, allow_abbrev=False)
+    if list(wanted) == ["show"]:
+        _add_show(show)
     _add_convert(commands)
     _add_eval(commands)
     return parser
@@ -75,6 +81,13 @@ def _add_benches(benches: Any) -> None:
             continue
         add_engine_arguments(bench)
         _add_common(bench, module.run)
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    from jaxserve.lab import show
+
+    show.add_arguments(parser)
+    _add_common(parser, show.run)
 
 
 def _add_common(parser: argparse.ArgumentParser, run: Any) -> None:

@@ -71,7 +71,9 @@ def programs_without_devices(config: EngineConfig) -> MeshPrograms:
         num_pages=1,
         num_slots=_NUM_SLOTS,
     )
-    stages = [stage or Stage(0, model.num_layers, model.num_layers) for stage in choose_stages(config, whole, num_stages)]
+    stages = [
+        stage or Stage(0, model.num_layers, model.num_layers) for stage in choose_stages(config, whole, num_stages)
+    ]
     return MeshPrograms(MeshShape(data=config.data_parallel_size, stage=num_stages, **sizes), whole, tuple(stages))
 
 
