@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxserve.errors import MemoryPlanError as MemoryPlanError
     from jaxserve.errors import RequestError as RequestError
     from jaxserve.errors import UnsupportedModelError as UnsupportedModelError
+    from jaxserve.lab.plan import plan as plan
     from jaxserve.lab.show import Drawing as Drawing
     from jaxserve.lab.show import show as show
     from jaxserve.llm import LLM as LLM
@@ -48,9 +49,10 @@ _EXPORTS = {
     "MemoryPlanError": "jaxserve.errors",
     "RequestError": "jaxserve.errors",
     "UnsupportedModelError": "jaxserve.errors",
+    "LLM": "jaxserve.llm",
+    "plan": "jaxserve.lab.plan",
     "Drawing": "jaxserve.lab.show",
     "show": "jaxserve.lab.show",
-    "LLM": "jaxserve.llm",
     "FlatLogprobs": "jaxserve.logprobs",
     "Logprob": "jaxserve.logprobs",
     "load_model": "jaxserve.models.loading",
@@ -99,6 +101,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "load_model",
+    "plan",
     "show",
 ]
 

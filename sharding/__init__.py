@@ -2,7 +2,7 @@
 
 from sharding.axes import LOGICAL_AXES, MESH_AXES
 from sharding.layout import LayoutError, ShardingLayout, stacked
-from sharding.mesh import MeshError, MeshShape, data_slices, ensure_cpu_devices, make_mesh, stage_slices
+from sharding.mesh import MeshError, MeshShape, PlannedDevice, data_slices, ensure_cpu_devices, make_mesh, stage_slices
 from sharding.registry import LAYOUTS, get_layout
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "LayoutError",
     "MeshError",
     "MeshShape",
+    "PlannedDevice",
     "ShardingLayout",
     "data_slices",
     "ensure_cpu_devices",

@@ -14,6 +14,25 @@ from sharding.axes import MESH_AXES, MeshAxis
 Device = Any  # jax.Device, which type checkers treat as a variable
 
 
+@dataclasses.dataclass(frozen=True)
+class PlannedDevice:
+    """A device that need not exist: what planning, tracing and the choice of kernels read of a ``jax.Device``.
+
+    Attributes:
+        id: Index.
+        platform: JAX platform name.
+        device_kind: The device's own name.
+        memory_bytes: Total memory.
+        process_index: Index of its host.
+    """
+
+    id: int
+    platform: str
+    device_kind: str
+    memory_bytes: int
+    process_index: int = 0
+
+
 class MeshError(ValueError):
     """A mesh size is invalid, or there are too few devices."""
 

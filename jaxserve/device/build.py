@@ -5,9 +5,10 @@ import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
 from jaxserve.device.buckets import Buckets
@@ -32,6 +33,7 @@ from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from pallas_kernels.native_library import set_threads
 from sharding import (
     MeshShape,
+    ShardingLayout,
     data_slices,
     ensure_cpu_devices,
     make_mesh,
@@ -145,14 +147,81 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
     set_gpu_memory_fraction(config.gpu_memory_utilization)
     if config.num_threads is not None:
         set_threads(config.num_threads)
-    sizes = {"tensor": config.tensor_parallel_size, "expert": config.expert_parallel_size}
-    num_stages = count_stages(config, model)
-    mesh_shape = MeshShape(data=config.data_parallel_size, stage=num_stages, **sizes)
-    layout = choose_layout(config, model)
+    mesh_shape, layout = mesh_shape_of(config, model), choose_layout(config, model)
     ensure_cpu_devices(mesh_shape.num_devices)
     meshes = [stage for slice_ in data_slices(make_mesh(mesh_shape)) for stage in stage_slices(slice_)]
-    first = meshes[0]
-    device = first.devices.flat[0]
+    stages = plan_stages(config, model, layout, meshes[0], max_draft_tokens)
+    programs, module, num_stages = stages.programs, stages.module, mesh_shape.stage
+    device, num_devices = stages.device, mesh_shape.num_devices
+    needs, num_pages = fit_to_memory(config, stages.needs, device, num_devices)
+    return EnginePlan(
+        directory=directory,
+        config=model,
+        programs=[
+            dataclasses.replace(stage, mesh=mesh, num_pages=num_pages)
+            for mesh, stage in zip(meshes, programs * config.data_parallel_size, strict=True)
+        ],
+        buckets=_make_buckets(
+            config, programs[0], needs, stages.max_num_batched_tokens, 1 + max_draft_tokens, num_stages
+        ),
+        needs=needs,
+        max_model_len=needs.max_model_len,
+        max_num_seqs=programs[0].num_slots,
+        max_num_batched_tokens=stages.max_num_batched_tokens,
+        expert_layers=module.expert_layers,
+        num_experts=module.num_experts,
+        num_stages=num_stages,
+    )
+
+
+def mesh_shape_of(config: EngineConfig, model: ModelConfig) -> MeshShape:
+    """Return the devices along each mesh axis that the settings mean for a model."""
+    return MeshShape(
+        data=config.data_parallel_size,
+        stage=count_stages(config, model),
+        tensor=config.tensor_parallel_size,
+        expert=config.expert_parallel_size,
+    )
+
+
+class StagePlans(NamedTuple):
+    """The stages of a model on the devices of one data slice, and the memory that each needs.
+
+    Attributes:
+        programs: One program per stage, all on the mesh of the first.
+        needs: Memory needs per device of each stage.
+        module: The whole module without values.
+        max_num_batched_tokens: Most query tokens per step and lane.
+    """
+
+    programs: list[ModelProgram]
+    needs: list[MemoryNeeds]
+    module: CausalLM
+    max_num_batched_tokens: int
+
+    @property
+    def device(self) -> Device:
+        """A device of the first stage."""
+        return self.programs[0].mesh.devices.flat[0]
+
+
+def plan_stages(
+    config: EngineConfig, model: ModelConfig, layout: ShardingLayout, first: Mesh, max_draft_tokens: int = 0
+) -> StagePlans:
+    """Plan the stages of a model; needs no devices, only their platform, kind and memory.
+
+    Args:
+        config: Settings of the engine.
+        model: Configuration of the model.
+        layout: Sharding layout.
+        first: Mesh of the first stage.
+        max_draft_tokens: Most drafts per row that a step verifies.
+
+    Raises:
+        ConfigError: A setting is not valid for the model or the devices.
+    """
+    device, num_stages = first.devices.flat[0], count_stages(config, model)
+    sizes = {"tensor": config.tensor_parallel_size, "expert": config.expert_parallel_size}
     check_tensor_size(
         model, Parallel.from_layout(layout, sizes["tensor"], sizes.get(layout.mesh_axis("experts") or ""))
     )
@@ -187,27 +256,10 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
             f"layout {layout.name!r} does not shard the model; it requires tensor_parallel_size=1, got "
             f"{config.tensor_parallel_size}"
         )
-    max_samples = 1 + max_draft_tokens
     programs = [dataclasses.replace(program, stage=stage) for stage in choose_stages(config, program, num_stages)]
-    each = [memory_needs(stage, max_num_batched_tokens, max_samples, num_stages) for stage in programs]
-    needs, num_pages = fit_to_memory(config, each, device, len(meshes) * first.devices.size)
-    programs = [
-        dataclasses.replace(stage, mesh=mesh, num_pages=num_pages)
-        for mesh, stage in zip(meshes, programs * config.data_parallel_size, strict=True)
-    ]
-    return EnginePlan(
-        directory=directory,
-        config=model,
-        programs=programs,
-        buckets=_make_buckets(config, program, needs, max_num_batched_tokens, max_samples, num_stages),
-        needs=needs,
-        max_model_len=needs.max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        expert_layers=module.expert_layers,
-        num_experts=module.num_experts,
-        num_stages=num_stages,
-    )
+    samples = 1 + max_draft_tokens
+    needs = [memory_needs(stage, max_num_batched_tokens, samples, num_stages) for stage in programs]
+    return StagePlans(programs, needs, module, max_num_batched_tokens)
 
 
 def _check_expert_load(config: EngineConfig, module: CausalLM) -> None:

@@ -6,10 +6,11 @@ import ctypes.util
 import dataclasses
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxserve.errors import MemoryPlanError
 from jaxserve.scheduling.page_allocator import KVWindow, max_held_pages
-from sharding.mesh import Device
+from sharding.mesh import Device, PlannedDevice
 
 GIB = 1 << 30
 _CPU_POOL_BYTES = GIB
@@ -112,11 +113,18 @@ def set_gpu_memory_fraction(fraction: float) -> None:
 
 def device_memory_bytes(device: Device) -> int:
     """Return the total memory of a device in bytes; for CPUs that of the machine or the container."""
+    if isinstance(device, PlannedDevice):
+        return device.memory_bytes
     if device.platform != "cpu":
         stats = device.memory_stats()
         if stats and "bytes_limit" in stats:
             return int(stats["bytes_limit"] / _gpu_fraction())
         raise MemoryPlanError(f"{device.device_kind} does not report its memory; set kv_cache_memory_bytes")
+    return machine_memory_bytes()
+
+
+def machine_memory_bytes() -> int:
+    """Return the memory of the machine or the container in bytes."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         limit = Path(path)
@@ -135,12 +143,36 @@ def resident_bytes() -> int:
 
 def usable_fraction(device: Device, utilization: float) -> float:
     """Return the fraction of a device's memory that an engine may use: on GPUs at most what JAX preallocates."""
-    return utilization if device.platform == "cpu" else min(utilization, _gpu_fraction())
+    is_free = device.platform == "cpu" or isinstance(device, PlannedDevice)
+    return utilization if is_free else min(utilization, _gpu_fraction())
 
 
 def _gpu_fraction() -> float:
     """Return the fraction of each GPU's memory that JAX preallocates."""
     return next((float(os.environ[name]) for name in _FRACTION_VARIABLES if os.environ.get(name)), _DEFAULT_FRACTION)
+
+
+class PageBudget(NamedTuple):
+    """How much of a device's memory is for pages, in bytes.
+
+    Attributes:
+        usable: What an engine may use.
+        reserve: What it leaves to XLA and the driver of that.
+        left: What is left for pages; negative if the rest does not fit.
+    """
+
+    usable: int
+    reserve: int
+    left: int
+
+
+def page_budget(
+    needs: MemoryNeeds, total: int, utilization: float, platform: str, devices_sharing: int = 1
+) -> PageBudget:
+    """Return the memory for pages; the arguments are those of :func:`plan_pages`."""
+    usable = int(total * utilization) // devices_sharing
+    reserve = _RESERVE_BYTES.get(platform, _RESERVE_BYTES["gpu"]) // devices_sharing
+    return PageBudget(usable, reserve, usable - reserve - needs.weights - needs.temporaries - needs.slots)
 
 
 def plan_pages(
@@ -168,9 +200,7 @@ def plan_pages(
         MemoryPlanError: The weights, or the pages of one request of ``max_model_len``, do not fit. The message has the
             sizes, and settings that would fit.
     """
-    usable = int(total * utilization) // devices_sharing
-    reserve = _RESERVE_BYTES.get(platform, _RESERVE_BYTES["gpu"]) // devices_sharing
-    left = usable - reserve - needs.weights - needs.temporaries - needs.slots
+    usable, reserve, left = page_budget(needs, total, utilization, platform, devices_sharing)
     remedy = (
         "a smaller dtype"
         if platform == "cpu"

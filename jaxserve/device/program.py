@@ -1,23 +1,18 @@
-"""A model sharded on a mesh, without its weights, and the state that devices keep between steps.
-
-Dispatch costs about 0.5 µs per argument of a step. On GPUs the layers' parameters of one kind are therefore stacked in
-one argument, and a program slices them with static indices, which XLA reads in place. On CPUs XLA would copy each
-slice, so every parameter is a separate argument.
-"""
+"""A model sharded on a mesh, without its weights, and the state that devices keep between steps."""
 
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 from jaxserve.config_checks import LOGPROBS_MODES
+from jaxserve.device.packing import Packing
 from jaxserve.device.step_batch import BatchShape, LatestTokens
 from jaxserve.layers.attention import AttentionKernel, Pools
 from jaxserve.layers.kv_layout import KVLayout, PoolKind, lay_out_kv
@@ -33,89 +28,11 @@ from jaxserve.sampling.sampler import SamplerSettings, select_truncation
 from jaxserve.sampling.vocab_split import WHOLE, VocabSplit
 from pallas_kernels.registry import load
 from pallas_kernels.truncation import Truncation
-from sharding import ShardingLayout, stacked
+from sharding import ShardingLayout
 from sharding.plan import bytes_per_device
 
-AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
 Struct = jax.ShapeDtypeStruct
 _FEWEST_SPLIT_TOKENS = 4  # per device, in steps whose hidden states are split by tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class Packing:
-    """Groups of parameters, by index in the module's flat order, that are stacked in one argument.
-
-    A group of one is not stacked.
-    """
-
-    groups: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, params: Mapping[str, Struct], platform: str) -> "Packing":
-        """Return the packing for a platform.
-
-        Args:
-            params: Shape, dtype and sharding of each parameter by path in the module (``layers.3.mlp.down.weight``).
-            platform: JAX platform name.
-        """
-        groups: dict[object, list[int]] = {}
-        for i, (path, struct) in enumerate(params.items()):
-            kind = re.sub(r"^layers\.\d+\.", "layers.*.", path) if platform != "cpu" else path
-            groups.setdefault((kind, struct.shape, struct.dtype, struct.sharding), []).append(i)
-        return cls(tuple(tuple(group) for group in groups.values()))
-
-    def structs(self, params: Sequence[Struct]) -> tuple[Struct, ...]:
-        """Return shapes and shardings of the packed arguments."""
-        return tuple(_stacked([params[i] for i in group]) for group in self.groups)
-
-    def pack(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """Pack parameters on their devices; deletes the arrays of stacked ones.
-
-        Temporarily needs additional memory for the largest group.
-        """
-        packed = []
-        for group in self.groups:
-            members = [arrays[i] for i in group]
-            if len(members) > 1:
-                struct = _stacked([Struct(a.shape, a.dtype, sharding=a.sharding) for a in members])
-                stack = jax.jit(lambda *given: jnp.stack(given), out_shardings=struct.sharding)(*members)
-                stack.block_until_ready()
-                for member in members:
-                    member.delete()
-            else:
-                (stack,) = members
-            packed.append(stack)
-        return tuple(packed)
-
-    def replace(self, packed: Sequence[jax.Array], arrays: Mapping[int, np.ndarray]) -> tuple[jax.Array, ...]:
-        """Return packed arguments with some parameters replaced; ``arrays`` are by index in the module's order."""
-        found = []
-        for group, old in zip(self.groups, packed, strict=True):
-            new = {layer: arrays[i] for layer, i in enumerate(group) if i in arrays}
-            if not new:
-                found.append(old)
-                continue
-            stack = np.array(old) if len(group) > 1 else new[0]
-            for layer, array in new.items() if len(group) > 1 else ():
-                stack[layer] = array
-            found.append(jax.device_put(stack, old.sharding))
-        return tuple(found)
-
-    def unpack(self, packed: Sequence[AnyArray]) -> tuple[AnyArray, ...]:
-        """Return the parameters in the module's order, inside a program or on the host."""
-        found: dict[int, Any] = {}
-        for group, stack in zip(self.groups, packed, strict=True):
-            for layer, i in enumerate(group):
-                found[i] = stack if len(group) == 1 else stack[layer]
-        return tuple(found[i] for i in sorted(found))
-
-
-def _stacked(members: Sequence[Struct]) -> Struct:
-    """Return the shape and sharding of a group's argument: the stacked dimension first, not sharded."""
-    first = members[0]
-    if len(members) == 1:
-        return first
-    return Struct((len(members), *first.shape), first.dtype, sharding=stacked(first.sharding))
 
 
 class StepState(NamedTuple):

@@ -9,8 +9,9 @@ from typing import Any
 from jaxserve.config import EngineConfig
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.errors import ConfigError
+from jaxserve.lab.hardware import Device, get_device
 from jaxserve.lab.show_drawing import ShownModel, ShownStage
-from jaxserve.lab.show_parts import Placement, place
+from jaxserve.lab.show_parts import ModelParts, place
 from jaxserve.lab.show_program import MeshPrograms, programs_without_devices
 from jaxserve.lab.show_svg import as_svg
 from jaxserve.lab.show_text import as_text
@@ -44,13 +45,21 @@ class Drawing:
         return self.model.as_dict()
 
 
-def show(model: str | Path, *, num_seqs: int = 1, num_tokens: int = 2048, **settings: Any) -> Drawing:
+def show(
+    model: str | Path,
+    *,
+    device: str | Device = "h100",
+    num_seqs: int = 1,
+    num_tokens: int = 2048,
+    **settings: Any,
+) -> Drawing:
     """Draw where each weight and each KV page of a model is, and the collectives of a layer.
 
     Only ``config.json`` is read; the devices need not exist. One layer of each kind is traced.
 
     Args:
         model: As in ``LLM``.
+        device: Kind of device, as in :func:`jaxserve.plan`; it determines the kernels and with them the pages.
         num_seqs: Sequences of the decode step, of each replica and of each device with requests of its own.
         num_tokens: Tokens of the prefill step.
         settings: Settings of the engine, such as ``mesh="stage=2,tensor=4"`` and ``layout="sequence_parallel"``.
@@ -61,8 +70,8 @@ def show(model: str | Path, *, num_seqs: int = 1, num_tokens: int = 2048, **sett
     for name, value in (("num_seqs", num_seqs), ("num_tokens", num_tokens)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name}: expected an integer >= 1, got {value!r}")
-    programs = programs_without_devices(EngineConfig.from_arguments(str(model), **settings))
-    placement = place(programs, _shape(programs, num_seqs, 1), _shape(programs, 1, num_tokens))
+    programs = programs_without_devices(EngineConfig.from_arguments(str(model), **settings), get_device(device))
+    parts = place(programs, _shape(programs, num_seqs, 1), _shape(programs, 1, num_tokens))
     whole = programs.whole
     mesh = dict(zip(map(str, MESH_AXES), programs.shape.sizes, strict=True))
     return Drawing(
@@ -72,10 +81,10 @@ def show(model: str | Path, *, num_seqs: int = 1, num_tokens: int = 2048, **sett
             dtype=whole.policy.weights,
             layout=whole.layout.name,
             mesh=mesh,
-            stages=_stages(programs, placement),
+            stages=_stages(programs, parts),
             num_seqs=num_seqs,
             num_tokens=num_tokens,
-            placement=placement,
+            where=parts,
         )
     )
 
@@ -92,17 +101,13 @@ def _shape(programs: MeshPrograms, num_rows: int, row_tokens: int) -> BatchShape
     )
 
 
-def _stages(programs: MeshPrograms, placement: Placement) -> tuple[ShownStage, ...]:
-    token_bytes = {layer: kind.pages.token_bytes for kind in placement.kinds for layer in kind.layers}
-    is_whole = len(programs.stages) == 1
-    return tuple(
-        ShownStage(
-            tuple(stage.layers),
-            dataclasses.replace(programs.whole, stage=None if is_whole else stage).weight_bytes,
-            sum(token_bytes[layer] for layer in stage.layers),
-        )
-        for stage in programs.stages
-    )
+def _stages(programs: MeshPrograms, parts: ModelParts) -> tuple[ShownStage, ...]:
+    token_bytes = {layer: kind.pages.token_bytes for kind in parts.kinds for layer in kind.layers}
+    found = []
+    for program in programs.stages:
+        layers = range(program.config.num_layers) if program.stage is None else program.stage.layers
+        found.append(ShownStage(tuple(layers), program.weight_bytes, sum(token_bytes[layer] for layer in layers)))
+    return tuple(found)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="model directory, hub id, or demo; its weights are not read")
     parser.add_argument("--mesh", help="devices along each axis, such as data=2,stage=2,tensor=2 (default: one device)")
     parser.add_argument("--layout", help="name of the sharding layout, or path.py:NAME (default: tensor_parallel)")
+    parser.add_argument("--device", default="h100", help="kind of device, as in jaxserve plan (default: %(default)s)")
     parser.add_argument("--dtype", help="element type of weights (default: the checkpoint's)")
     parser.add_argument("--num-seqs", type=int, default=1, help="sequences of the decode step (default: %(default)s)")
     parser.add_argument(
@@ -123,7 +129,8 @@ def run(options: argparse.Namespace) -> None:
     """Print the drawing, and write it as SVG if requested."""
     names = ("mesh", "layout", "dtype")
     settings = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    drawing = show(options.model, num_seqs=options.num_seqs, num_tokens=options.num_tokens, **settings)
+    sizes = {"num_seqs": options.num_seqs, "num_tokens": options.num_tokens}
+    drawing = show(options.model, device=options.device, **sizes, **settings)
     if options.svg is not None:
         try:
             Path(options.svg).write_text(drawing.svg, encoding="utf-8")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxserve.lab.show_flow import FlowStep
-from jaxserve.lab.show_parts import Placement, ShownEnd, ShownLayers
+from jaxserve.lab.show_parts import ModelParts, ShownEnd, ShownLayers
 from jaxserve.lab.show_rows import Row, ranges_text, rows_of
 
 
@@ -37,7 +37,7 @@ class ShownModel:
         stages: The pipeline stages.
         num_seqs: Sequences of the decode step, of each replica or device with its own requests.
         num_tokens: Tokens of the prefill step.
-        placement: Where everything is.
+        where: Where everything is.
     """
 
     model: str
@@ -48,7 +48,7 @@ class ShownModel:
     stages: tuple[ShownStage, ...]
     num_seqs: int
     num_tokens: int
-    placement: Placement
+    where: ModelParts
 
     @property
     def num_devices(self) -> int:
@@ -61,7 +61,7 @@ class ShownModel:
     @property
     def title(self) -> str:
         """The model."""
-        layers = sum(len(kind.layers) for kind in self.placement.kinds)
+        layers = sum(len(kind.layers) for kind in self.where.kinds)
         return f"{Path(self.model).name}: {self.architecture}, {layers} layers, {self.dtype}"
 
     @property
@@ -84,10 +84,10 @@ class ShownModel:
 
     def parts(self) -> list[tuple[str, list[Row]]]:
         """Return the parts of the model in order, each with a title and its rows."""
-        found = [("Before the layers", rows_of(self.placement.before))]
-        for kind in self.placement.kinds:
+        found = [("Before the layers", rows_of(self.where.before))]
+        for kind in self.where.kinds:
             found.append((f"Layer{'s' * (len(kind.layers) > 1)} {ranges_text(kind.layers)}", rows_of(kind)))
-        return [*found, ("After the layers", rows_of(self.placement.after))]
+        return [*found, ("After the layers", rows_of(self.where.after))]
 
     def devices_of(self, stage: int, data: int | None = None) -> list[int]:
         """Return the numbers of a stage's devices, of one replica or of all."""
@@ -101,10 +101,10 @@ class ShownModel:
     def as_dict(self) -> dict[str, Any]:
         """Return the drawing as plain values, for JSON."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        placement = self.placement
+        where = self.where
         devices = [{**stage._asdict(), "devices": self.devices_of(index)} for index, stage in enumerate(self.stages)]
-        parts = {"before": _plain(placement.before), "after": _plain(placement.after)}
-        return {**own, "stages": devices, "placement": {**parts, "layers": [_plain(kind) for kind in placement.kinds]}}
+        parts = {"before": _plain(where.before), "after": _plain(where.after)}
+        return {**own, "stages": devices, "where": {**parts, "layers": [_plain(kind) for kind in where.kinds]}}
 
 
 def _plain(part: ShownLayers | ShownEnd) -> dict[str, Any]:

@@ -87,7 +87,8 @@ def _events(jaxpr: core.Jaxpr, names: Names, where: str) -> Iterator[_Part]:
     Adds to ``names`` the variables that hold the same arrays.
     """
     for equation in jaxpr.eqns:
-        inner = [*core.jaxprs_in_params(equation.params)]
+        kind = equation.primitive.name
+        inner = [] if kind == "pallas_call" else [*core.jaxprs_in_params(equation.params)]
         if not inner:
             yield from ((where, found) for found in collectives(jaxpr.replace(eqns=[equation])))
         inside = _LAYER if equation.params.get("name") == _LAYER else where
@@ -97,7 +98,6 @@ def _events(jaxpr: core.Jaxpr, names: Names, where: str) -> Iterator[_Part]:
             yield from _events(each, known, inside)
             names |= _results(equation, each, known)
         used = [names[var] for var in equation.invars if isinstance(var, core.Var) and var in names]
-        kind = equation.primitive.name
         if used and kind in _SAME_ARRAY | _WRITES:
             names |= dict.fromkeys(equation.outvars, used[0])
         if not inner and kind not in _SAME_ARRAY:

@@ -102,7 +102,7 @@ class ShownEnd(NamedTuple):
     prefill: tuple[FlowStep, ...]
 
 
-class Placement(NamedTuple):
+class ModelParts(NamedTuple):
     """A model on a mesh.
 
     Attributes:
@@ -116,7 +116,7 @@ class Placement(NamedTuple):
     after: ShownEnd
 
 
-def place(programs: MeshPrograms, decode: BatchShape, prefill: BatchShape) -> Placement:
+def place(programs: MeshPrograms, decode: BatchShape, prefill: BatchShape) -> ModelParts:
     """Return where everything is, tracing one layer of each kind for two batch shapes."""
     whole, last = programs.whole, programs.whole.config.num_layers - 1
     equal = _equal_layers(whole)
@@ -128,7 +128,7 @@ def place(programs: MeshPrograms, decode: BatchShape, prefill: BatchShape) -> Pl
         _layers(indices, arrays, _pages(whole, indices[0]), traced[indices[0]])
         for (arrays, *_), indices in equal.items()
     ]
-    return Placement(
+    return ModelParts(
         _end(whole, [flow.before for flow in traced[0]]),
         tuple(kinds),
         _end(whole, [flow.after for flow in traced[last]]),

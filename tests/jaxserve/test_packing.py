@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.device.program import Packing
+from jaxserve.device.packing import Packing
 from tests.tiny_programs import make_program, random_params, tiny_config
 
 

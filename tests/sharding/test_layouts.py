@@ -289,7 +289,7 @@ def test_layouts_are_named_and_described(name: str) -> None:
 def test_unknown_layout() -> None:
     with pytest.raises(
         LayoutError,
-        match="unknown layout 'tp'; supported layouts: expert_all_reduce, .*sequence_parallel, tensor_parallel",
+        match="unknown layout 'tp'; supported layouts: expert_all_reduce, .*split_logits, tensor_parallel",
     ):
         get_layout("tp")
 

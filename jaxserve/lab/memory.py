@@ -1,0 +1,79 @@
+"""The memory of each device of a plan: weights, pages, and what the largest step needs besides."""
+
+import jax.numpy as jnp
+
+from jaxserve.device.build import StagePlans
+from jaxserve.device.memory import MemoryNeeds, page_budget
+from jaxserve.device.program import ModelProgram
+from jaxserve.lab.hardware import Device
+from jaxserve.lab.records import StageMemory
+
+
+def stage_memories(stages: StagePlans, device: Device, utilization: float, devices_per_host: int) -> list[StageMemory]:
+    """Return the memory of a device of each stage.
+
+    Args:
+        stages: The stages.
+        device: Kind of device.
+        utilization: Share of a device's memory that an engine may use.
+        devices_per_host: Devices that share a host.
+    """
+    sharing = devices_per_host if device.shares_host else 1
+    found = []
+    for index, (program, needs) in enumerate(zip(stages.programs, stages.needs, strict=True)):
+        budget = page_budget(needs, device.memory_bytes, utilization, device.platform, sharing)
+        tokens = stages.max_num_batched_tokens
+        found.append(
+            StageMemory(
+                stage=index,
+                layers=range(program.config.num_layers) if program.stage is None else program.stage.layers,
+                weights=needs.weights,
+                kv_bytes_per_token=kv_bytes_per_token(needs),
+                page_bytes=needs.page,
+                activations=activation_bytes(program, tokens),
+                temporaries=temporary_bytes(program, tokens, min(program.num_slots, tokens)),
+                temporaries_source="modelled",
+                step_reserve=needs.temporaries,
+                slots=needs.slots,
+                reserve=budget.reserve,
+                usable=budget.usable,
+                num_pages=max(0, budget.left) // needs.page if needs.page else 0,
+            )
+        )
+    return found
+
+
+def kv_bytes_per_token(needs: MemoryNeeds) -> int:
+    """Return the bytes of keys and values of one token on a device, in all page tables."""
+    return needs.page * len(needs.windows) // needs.page_size
+
+
+def activation_bytes(program: ModelProgram, num_tokens: int) -> int:
+    """Return the bytes of the hidden states between two layers on a device."""
+    own = -(-num_tokens // program.parallel.parts(program.parallel.residual_axis))
+    return own * program.config.hidden_size * jnp.dtype(program.policy.activations).itemsize
+
+
+def temporary_bytes(program: ModelProgram, num_tokens: int, num_rows: int, variant: str = "any") -> int:
+    """Return the temporary bytes of a step on a device, from a model of what XLA keeps at once.
+
+    The layers and the head run one after the other, and share memory. A layer keeps its matmuls' outputs and its input;
+    the head keeps the logits in float32, four times if top-k and top-p need them sorted and masked. If devices gather
+    logits, each also has its own part.
+
+    Args:
+        program: The stage.
+        num_tokens: Query tokens.
+        num_rows: Rows that are sampled.
+        variant: Sampler variant; ``greedy`` keeps the logits once.
+    """
+    itemsize = jnp.dtype(program.policy.activations).itemsize
+    layers = num_tokens * program.abstract_model.layer_width * itemsize + 2 * activation_bytes(program, num_tokens)
+    if not program.is_last:
+        return layers
+    parallel = program.parallel
+    parts = parallel.parts(parallel.vocab)
+    width = program.vocab_width // (parts if parallel.keeps_logits else 1)
+    copies = 1.0 if variant == "greedy" else 4.0
+    own = width / parts if variant == "greedy" and parts > 1 and not parallel.keeps_logits else 0
+    return max(layers, int(num_rows * 4 * (width * copies + own)))
