@@ -21,7 +21,7 @@ class ShownStage(NamedTuple):
 
     layers: tuple[int, ...]
     weight_bytes: int
-    token_bytes: float
+    token_bytes: int | float
 
 
 @dataclasses.dataclass(frozen=True)

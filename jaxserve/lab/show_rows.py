@@ -142,7 +142,7 @@ def ranges_text(numbers: Sequence[int]) -> str:
     return ", ".join(str(each[0]) if len(each) == 1 else f"{each[0]}–{each[-1]}" for each in ranges)
 
 
-def bytes_text(num_bytes: float) -> str:
+def bytes_text(num_bytes: int | float) -> str:
     """Return a number of bytes with a unit and three digits."""
     value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1000 and len(units) > 1:

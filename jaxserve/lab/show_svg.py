@@ -202,12 +202,19 @@ def _some(count: int, most: int) -> list[int | None]:
     return [*range(count)] if count <= most else [*range(most - 2), None, count - 1]
 
 
-def _rect(x: float, y: float, width: float, height: float, colour: str) -> str:
+def _rect(x: int | float, y: int | float, width: int | float, height: int | float, colour: str) -> str:
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="2" fill="{colour}"/>'
 
 
 def _text(
-    x: float, y: float, content: str, *, size: int = 13, weight: int = 400, colour: str = "#17202e", anchor: str = ""
+    x: int | float,
+    y: int | float,
+    content: str,
+    *,
+    size: int = 13,
+    weight: int = 400,
+    colour: str = "#17202e",
+    anchor: str = "",
 ) -> str:
     where = f' text-anchor="{anchor}"' if anchor else ""
     style = f'font-size="{size}" font-weight="{weight}" fill="{colour}"{where}'
