@@ -128,8 +128,9 @@ def heads_text(heads: Sequence[int]) -> str:
     return f"head {heads[0]}" if len(heads) == 1 else f"heads {ranges_text(heads)}"
 
 
-def ranges_text(numbers: Sequence[int]) -> str:
-    """Return increasing integers as ranges: ``0–2, 7``, or with a constant step ``0, 2, …, 24``."""
+def ranges_text(numbers: Sequence[int], most: int | None = None) -> str:
+    """Return increasing integers as ranges, ``0–2, 7``, or with a constant step ``0, 2, …, 24``; of more than ``most``
+    ranges only the first and the last."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][-1] + 1:
@@ -139,7 +140,10 @@ def ranges_text(numbers: Sequence[int]) -> str:
     step = numbers[1] - numbers[0] if len(numbers) > 3 else 0
     if step > 1 and list(numbers) == [*range(numbers[0], numbers[-1] + 1, step)]:
         return f"{numbers[0]}, {numbers[1]}, …, {numbers[-1]}"
-    return ", ".join(str(each[0]) if len(each) == 1 else f"{each[0]}–{each[-1]}" for each in ranges)
+    texts = [str(each[0]) if len(each) == 1 else f"{each[0]}–{each[-1]}" for each in ranges]
+    if most is not None and len(texts) > most:
+        texts[1:-1] = ["…"]
+    return ", ".join(texts)
 
 
 def bytes_text(num_bytes: int | float) -> str:

@@ -23,7 +23,7 @@ from jaxserve.lab.show_rows import (
 
 _WIDTH, _MARGIN, _TEXT_LEFT = 830, 20, 164
 _PICTURE_WIDTH, _PICTURE_HEIGHT = 128, 34
-_MOST_STAGES, _MOST_REPLICAS, _MOST_EXPERTS, _MOST_STRIPES = 5, 3, 8, 64
+_MOST_STAGES, _MOST_REPLICAS, _MOST_EXPERTS, _MOST_STRIPES = 4, 3, 8, 64
 _BOX_HEIGHT, _LABEL_WIDTH = 20, 74
 _MUTED, _WHOLE, _ACCENT = "#566377", "#e2e6ec", "#b45309"
 _FONT = 'font-family="system-ui, Segoe UI, Helvetica, Arial, sans-serif"'

@@ -19,6 +19,7 @@ from jaxserve.lab.show_rows import (
     split_text,
 )
 
+_MOST_RANGES = 3  # ranges of devices that a line lists
 _MOST_SHARES = 4  # devices whose heads a line names
 
 
@@ -35,7 +36,7 @@ def _devices(drawing: ShownModel) -> list[str]:
     for index, stage in enumerate(drawing.stages):
         name = f"stage {index}: " if len(drawing.stages) > 1 else ""
         found = drawing.devices_of(index)
-        place = f"{name}device{'s' * (len(found) > 1)} {ranges_text(found)}"
+        place = f"{name}device{'s' * (len(found) > 1)} {ranges_text(found, _MOST_RANGES)}"
         rows.append([place, ranges_text(stage.layers), bytes_text(stage.weight_bytes), bytes_text(stage.token_bytes)])
     return [*_aligned(rows), *drawing.notes]
 
