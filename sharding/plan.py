@@ -31,8 +31,14 @@ class Collective(NamedTuple):
     times: int
 
 
-def collectives(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[Collective]:
-    """Yield the collectives of a jaxpr and of its inner jaxprs; a scan's counted per iteration, a while body's once."""
+def collectives(jaxpr: core.Jaxpr, times: int = 1, *, is_likely: bool = False) -> Iterator[Collective]:
+    """Yield the collectives of a jaxpr and of its inner jaxprs; a scan's counted per iteration, a while body's once.
+
+    Args:
+        jaxpr: A program, or a part of it.
+        times: Executions of the part per call.
+        is_likely: Whether of a conditional only the branch for True counts; else all branches do.
+    """
     for equation in jaxpr.eqns:
         kind = _KINDS.get(equation.primitive.name)
         if kind is not None:
@@ -41,8 +47,11 @@ def collectives(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[Collective]:
             num_bytes = sum(output.size * output.dtype.itemsize for output in outputs)
             yield Collective(kind, axes if isinstance(axes, tuple) else (axes,), num_bytes, times)
         rounds = times * equation.params["length"] if equation.primitive.name == "scan" else times
-        for inner in core.jaxprs_in_params(equation.params):
-            yield from collectives(inner, rounds)
+        params = equation.params
+        if is_likely and equation.primitive.name == "cond":
+            params = {"branches": params["branches"][-1:]}
+        for inner in core.jaxprs_in_params(params):
+            yield from collectives(inner, rounds, is_likely=is_likely)
 
 
 def count_collectives(traced: jax.stages.Traced) -> dict[str, int]:

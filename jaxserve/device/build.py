@@ -286,9 +286,12 @@ def _make_buckets(
     multiple = program.row_tile or _row_multiple(program.mesh.devices.flat[0], program.policy)
     skips = program.policy.linear == program.kernel.name == "native"
     rows = -(-program.num_slots // num_stages)
+    given = {**(config.compile_sizes or {})}
+    if "decode" in given and max(given["decode"]) <= program.num_slots:
+        given["decode"] = [min(size, rows) for size in given["decode"]]
     sizes = rows, max_num_batched_tokens, needs.table_pages
     shared = program.parallel.parts(program.parallel.residual_axis)
-    return Buckets.make(*sizes, multiple, config.compile_sizes, skips, max_samples, len(needs.windows), shared)
+    return Buckets.make(*sizes, multiple, given, skips, max_samples, len(needs.windows), shared)
 
 
 def _row_multiple(device: Device, policy: DtypePolicy) -> int:

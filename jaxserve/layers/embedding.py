@@ -35,7 +35,7 @@ class VocabEmbedding(nnx.Module):
         local = tokens - axis_index(self.mesh_axis) * self.num_rows
         mine = (local >= 0) & (local < self.num_rows)
         found = jnp.where(mine[:, None], rows(self.weight, jnp.where(mine, local, 0)), 0)
-        return block_output(found.astype(jnp.float32), (self.mesh_axis,), self.residual_axis).astype(self.dtype)
+        return block_output(found.astype(self.dtype), (self.mesh_axis,), self.residual_axis)
 
     def logits(
         self, hidden: Float[Array, "R D"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None

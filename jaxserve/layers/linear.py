@@ -64,7 +64,7 @@ class ColumnParallelLinear(nnx.Module):
 class RowParallelLinear(nnx.Module):
     """``x @ W.T + b`` with the input features of W split: the devices' partial sums are added.
 
-    Each device gets all rows of the sum, or those that it has of the hidden states between blocks.
+    Partial sums are exchanged in the activations' dtype. Each device gets all rows of the sum, or those that it has of the hidden states between blocks.
 
     Args:
         inner: Number of input features on all devices.
@@ -106,7 +106,8 @@ class RowParallelLinear(nnx.Module):
         if self.mesh_axis is None:
             fused = Fused(bias=bias, scale=scale, residual=residual)
             return matmul(self.weight, x, fused=fused, num_rows=num_rows).astype(self.dtype)
-        y = block_output(self.partial(x, num_rows=num_rows), (self.mesh_axis,), self.residual_axis)
+        part = self.partial(x, num_rows=num_rows).astype(self.dtype)
+        y = block_output(part, (self.mesh_axis,), self.residual_axis)
         y = y if bias is None else y + bias.astype(jnp.float32)
         return add_branch(y.astype(self.dtype), residual, scale)
 

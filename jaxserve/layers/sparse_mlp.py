@@ -199,8 +199,8 @@ class SparseMLP(nnx.Module):
             y = self._exchanged(x, weights, experts, num_rows)
         if self.shared is not None:
             y += self._once(self.shared.partial(x, num_rows, tile))
-        y = block_output(y, self._summed_axes, self.residual_axis)
-        return add_branch(y.astype(self.dtype), residual, scale), experts
+        y = block_output(y.astype(self.dtype), self._summed_axes, self.residual_axis)
+        return add_branch(y, residual, scale), experts
 
     def _tile(self, x: Float[Array, "T D"]) -> int | None:
         """Return the number of rows that XLA computes at a time; None for all."""

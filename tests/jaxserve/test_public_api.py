@@ -36,6 +36,7 @@ EXPORTED = {
     "UnsupportedModelError",
     "__version__",
     "load_model",
+    "plan",
 }
 
 WITHOUT_JAX = [
