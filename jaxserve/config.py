@@ -54,7 +54,8 @@ class EngineConfig:
         gpu_memory_utilization: Fraction of a device's memory to use, in (0, 1].
         kv_cache_memory_bytes: Bytes of KV pages per device; None uses the remaining memory (on CPUs at most 1 GiB).
         num_gpu_blocks_override: Number of KV pages, regardless of memory.
-        block_size: Tokens per page.
+        block_size: Tokens per page, on all devices that share them; None is 64, or the least larger number of which
+            each of these devices can have a multiple of 8.
         max_model_len: Longest context in tokens; None is the model's own, -1 or ``auto`` the longest that fits.
         max_num_seqs: Largest number of sequences per step.
         max_num_batched_tokens: Largest number of query tokens per step.

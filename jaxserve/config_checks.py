@@ -23,6 +23,7 @@ DTYPES = MappingProxyType(
 SCHEDULING_POLICIES = ("fcfs", "priority")
 STEP_KINDS = ("decode", "mixed")
 KERNELS = ("native", "xla")
+BLOCK_SIZES = (8, 16, 32, 64, 128)
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 # vLLM's arguments that are not implemented here: only the value that has no effect is accepted.
@@ -155,7 +156,7 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
     for i, count in enumerate(values["stage_layers"] or ()):
         _check_whole(f"stage_layers[{i}]", count, 1)
     size = values["block_size"]
-    if size is not None and (type(size) is not int or size not in (8, 16, 32, 64, 128)):
+    if size is not None and (type(size) is not int or size not in BLOCK_SIZES):
         raise ConfigError(f"block_size: expected 8, 16, 32, 64 or 128 tokens, got {size!r}")
     share = values["gpu_memory_utilization"]
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:

@@ -5,7 +5,8 @@ the key of every query head, and its first ``value_dim`` features are the value.
 :mod:`pallas_kernels.paged_attention`, whose ``Case`` describes this operation with one key/value head of ``head_dim``
 features.
 
-Sizes that an implementation may not support are ``num_heads``, ``head_dim``, ``value_dim`` and ``page_size``.
+Sizes that an implementation may not support are ``num_heads``, ``head_dim``, ``value_dim``, ``page_size`` and
+``token_parts``; see :mod:`pallas_kernels.paged_attention`. More than one part needs ``LatentPartAttention``.
 """
 
 import functools

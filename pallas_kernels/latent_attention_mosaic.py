@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention_parts import unsupported_parts
 from pallas_kernels.latent_attention import Pools
 from pallas_kernels.latent_decode_mosaic import decode_latents, num_blocks
 from pallas_kernels.mosaic_support import cannot_interpret, interpreter, missing_jax, not_hopper, unsupported_pages
@@ -41,8 +42,10 @@ class LatentKernels:
     def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
         """Return why it cannot run there, or None; see ``LatentAttention.unsupported``."""
         if self.is_interpreted:
-            return cannot_interpret(platform) or _unsupported_latents(dtype, sizes)
-        return not_hopper(platform, device_kind) or missing_jax() or _unsupported_latents(dtype, sizes)
+            reason = cannot_interpret(platform)
+        else:
+            reason = not_hopper(platform, device_kind) or missing_jax()
+        return reason or _unsupported_latents(dtype, sizes) or unsupported_parts(sizes)
 
     def pool_specs(self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[PoolSpec]:
         """Return the shape of the pool; see ``LatentAttention.pool_specs``."""

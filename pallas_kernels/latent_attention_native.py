@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import qkv_write_native
+from pallas_kernels.attention_parts import Part
 from pallas_kernels.latent_attention import Pools
 from pallas_kernels.native_library import target
 from pallas_kernels.page_writes import as_stored_latents
@@ -88,9 +89,39 @@ def attend(
     Results never depend on the batch, with a ``row_tile`` or without; see ``LatentAttention.attend``.
     """
     del decode_only, row_tile
-    result = jax.ShapeDtypeStruct((*query.shape[:2], value_dim), jnp.float32)
+    return _attend(query, pools, batch, None, page_size, value_dim, scale).astype(query.dtype)
+
+
+def attend_part(
+    query: Float[Array, "T N H"],
+    pools: Pools,
+    batch: AttentionBatch,
+    part: Part,
+    *,
+    page_size: int,
+    value_dim: int,
+    scale: float,
+    decode_only: bool,
+    row_tile: int | None = None,
+) -> Float[Array, "T N partial"]:
+    """Compute partial attention over the part of each context that the pool holds; see ``LatentPartAttention``."""
+    del decode_only, row_tile
+    return _attend(query, pools, batch, part, page_size, value_dim, scale)
+
+
+def _attend(
+    query: Float[Array, "T N H"],
+    pools: Pools,
+    batch: AttentionBatch,
+    part: Part | None,
+    page_size: int,
+    value_dim: int,
+    scale: float,
+) -> Float[Array, "T N result"]:
+    """Call the handler."""
+    result = jax.ShapeDtypeStruct((*query.shape[:2], value_dim if part is None else value_dim + 2), jnp.float32)
     call: Any = jax.ffi.ffi_call(target("attend_latents"), result)
-    attended = call(
+    return call(
         query.astype(jnp.float32),
         *pools,
         batch.page_table,
@@ -100,7 +131,8 @@ def attend(
         batch.num_single,
         batch.num_shared_pages,
         jnp.asarray(batch.first_page, jnp.int32),
+        jnp.asarray(0 if part is None else part.device, jnp.int32),
         page_size=np.int32(page_size),
         scale=np.float32(scale),
+        parts=np.int32(0 if part is None else part.num_devices),
     )
-    return attended.astype(query.dtype)

@@ -6,10 +6,12 @@ its values are the first features of the keys.
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention_parts import Part
 from pallas_kernels.latent_attention import Pools
 from pallas_kernels.page_writes import as_stored_latents, copy_pool_pages
 from pallas_kernels.paged_attention import AttentionBatch, PoolSpec
-from pallas_kernels.paged_attention_xla import Scoring, attend_grouped
+from pallas_kernels.paged_attention_xla import attend_grouped
+from pallas_kernels.xla_softmax import Scoring
 
 name = "xla"
 writer = None
@@ -64,3 +66,20 @@ def attend(
     scoring = Scoring(scale, None, None, value_dim)
     out = attend_grouped(query[:, None], pools, batch, page_size, scoring, decode_only, row_tile)
     return out[:, 0].astype(query.dtype)
+
+
+def attend_part(
+    query: Float[Array, "T N H"],
+    pools: Pools,
+    batch: AttentionBatch,
+    part: Part,
+    *,
+    page_size: int,
+    value_dim: int,
+    scale: float,
+    decode_only: bool,
+    row_tile: int | None = None,
+) -> Float[Array, "T N partial"]:
+    """Compute partial attention over the part of each context that the pool holds; see ``LatentPartAttention``."""
+    scoring = Scoring(scale, None, None, value_dim, part=part)
+    return attend_grouped(query[:, None], pools, batch, page_size, scoring, decode_only, row_tile)[:, 0]

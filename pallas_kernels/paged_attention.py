@@ -4,8 +4,9 @@ Keys and values live in pages of p tokens. A row is one sequence of a step; it o
 page table lists the pages of its whole context in order. The first ``num_single`` rows of a step own one token each, so
 that token r belongs to row r there; kernels compute those rows together, and each of the rows after them by itself.
 
-Sizes that an implementation may not support are ``num_heads``, ``num_kv_heads``, ``head_dim`` and ``page_size``, and
-those that one is not told it takes for granted.
+Sizes that an implementation may not support are ``num_heads``, ``num_kv_heads``, ``head_dim``, ``page_size`` and
+``token_parts``, the number of devices that share the tokens of pages, of which ``page_size`` counts those of one; sizes
+that an implementation is not told it takes for granted. More than one part needs ``PartAttention``.
 """
 
 import functools

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import qkv_write_native
+from pallas_kernels.attention_parts import Part
 from pallas_kernels.native_library import target
 from pallas_kernels.paged_attention import AttentionBatch, PoolSpec
 from pallas_kernels.qkv_write import Pools
@@ -95,8 +96,44 @@ def attend(
     without; see ``PagedAttention.attend``.
     """
     del decode_only, row_tile
-    call: Any = jax.ffi.ffi_call(target("attend"), jax.ShapeDtypeStruct(query.shape, jnp.float32))
-    attended = call(
+    settings = {"window": np.int32(window or 0), "scale": np.float32(scale), "soft_cap": np.float32(soft_cap or 0)}
+    sizes = {"num_kv_heads": np.int32(num_kv_heads), "page_size": np.int32(page_size)}
+    return _attend(query, pools, batch, None, sinks, sizes | settings).astype(query.dtype)
+
+
+def attend_part(
+    query: Float[Array, "T N H"],
+    pools: Pools,
+    batch: AttentionBatch,
+    part: Part,
+    *,
+    page_size: int,
+    num_kv_heads: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    decode_only: bool,
+    row_tile: int | None = None,
+) -> Float[Array, "T N partial"]:
+    """Compute partial attention over the part of each context that the pools hold; see ``PartAttention``."""
+    del decode_only, row_tile
+    settings = {"window": np.int32(window or 0), "scale": np.float32(scale), "soft_cap": np.float32(soft_cap or 0)}
+    sizes = {"num_kv_heads": np.int32(num_kv_heads), "page_size": np.int32(page_size)}
+    return _attend(query, pools, batch, part, None, sizes | settings)
+
+
+def _attend(
+    query: Float[Array, "T N H"],
+    pools: Pools,
+    batch: AttentionBatch,
+    part: Part | None,
+    sinks: Float[Array, " N"] | None,
+    settings: dict[str, Any],
+) -> Float[Array, "T N result"]:
+    """Call the handler."""
+    shape = query.shape if part is None else (*query.shape[:2], query.shape[2] + 2)
+    call: Any = jax.ffi.ffi_call(target("attend"), jax.ShapeDtypeStruct(shape, jnp.float32))
+    return call(
         query.astype(jnp.float32),
         *pools,
         batch.page_table,
@@ -107,10 +144,7 @@ def attend(
         batch.num_shared_pages,
         jnp.asarray(batch.first_page, jnp.int32),
         jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
-        num_kv_heads=np.int32(num_kv_heads),
-        page_size=np.int32(page_size),
-        window=np.int32(window or 0),
-        scale=np.float32(scale),
-        soft_cap=np.float32(soft_cap or 0),
+        jnp.asarray(0 if part is None else part.device, jnp.int32),
+        parts=np.int32(0 if part is None else part.num_devices),
+        **settings,
     )
-    return attended.astype(query.dtype)

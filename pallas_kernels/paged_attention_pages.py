@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention_parts import unsupported_parts
 from pallas_kernels.page_writes import copy_pages, write_pages
 from pallas_kernels.paged_attention import AttentionBatch, PoolSpec, token_contexts
 
@@ -86,7 +87,7 @@ class PagedKernels:
 
     def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
         """Return why it cannot run there, or None; see ``PagedAttention.unsupported``."""
-        return self.check(platform, device_kind, dtype, **sizes)
+        return self.check(platform, device_kind, dtype, **sizes) or unsupported_parts(sizes)
 
     def pool_specs(self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[PoolSpec, PoolSpec]:
         """Allocate pools with two more pages: the null page, never written, and one never read, for padding."""

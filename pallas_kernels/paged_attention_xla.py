@@ -6,15 +6,15 @@ with a running softmax (online softmax, arXiv:1805.02867): its cost follows the 
 table.
 """
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import page_writes
+from pallas_kernels.attention_parts import Part
 from pallas_kernels.attention_scores import MASKED
 from pallas_kernels.paged_attention import AttentionBatch, PoolSpec, token_contexts
+from pallas_kernels.xla_softmax import Scoring, Seen, Softmax
 
 _SMALL_TILE = 128  # tokens of context that a decode iteration reads
 _LARGE_TILE = 512  # for few rows, whose iterations would otherwise be too short
@@ -28,28 +28,6 @@ _TOKEN_TILE = 8  # query tokens that walk together where results must not depend
 
 Pools = tuple[Float[Array, "P row"], ...]
 """Keys and values, or one pool of latents, whose first features are their values."""
-
-
-class _Softmax(NamedTuple):
-    """A softmax in progress: running maximum, sum and weighted values."""
-
-    maximum: Float[Array, "..."]
-    total: Float[Array, "..."]
-    values: Float[Array, "... V"]
-
-
-class Scoring(NamedTuple):
-    """Scale, window and soft cap of the scores, the number of features of a value, and the sinks of the softmax."""
-
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    value_dim: int
-    sinks: Float[Array, "K G"] | None = None
-
-    def __call__(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
-        scores = products * self.scale
-        return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
 
 
 name = "xla"
@@ -109,12 +87,37 @@ def attend(
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "T N H"]:
     """Compute attention of each query token over its row's context up to itself; see ``PagedAttention.attend``."""
-    num_tokens, num_heads, head_dim = query.shape
-    grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    grouped = _grouped(query, num_kv_heads)
     own_sinks = None if sinks is None else sinks.reshape(grouped.shape[1:3])
-    scoring = Scoring(scale, window, soft_cap, head_dim, own_sinks)
+    scoring = Scoring(scale, window, soft_cap, query.shape[2], own_sinks)
     out = attend_grouped(grouped, pools, batch, page_size, scoring, decode_only, row_tile)
-    return out.reshape(num_tokens, num_heads, head_dim).astype(query.dtype)
+    return out.reshape(query.shape).astype(query.dtype)
+
+
+def attend_part(
+    query: Float[Array, "T N H"],
+    pools: tuple[Float[Array, "P row"], Float[Array, "P row"]],
+    batch: AttentionBatch,
+    part: Part,
+    *,
+    page_size: int,
+    num_kv_heads: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    decode_only: bool,
+    row_tile: int | None = None,
+) -> Float[Array, "T N partial"]:
+    """Compute partial attention over the part of each context that the pools hold; see ``PartAttention``."""
+    scoring = Scoring(scale, window, soft_cap, query.shape[2], part=part)
+    out = attend_grouped(_grouped(query, num_kv_heads), pools, batch, page_size, scoring, decode_only, row_tile)
+    return out.reshape(*query.shape[:2], -1)
+
+
+def _grouped(query: Float[Array, "T N H"], num_kv_heads: int) -> Float[Array, "T K G H"]:
+    """Group query heads by their key/value head."""
+    num_tokens, num_heads, head_dim = query.shape
+    return query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
 
 
 def attend_grouped(
@@ -125,8 +128,9 @@ def attend_grouped(
     scoring: Scoring,
     decode_only: bool,
     row_tile: int | None,
-) -> Float[Array, "T K G V"]:
-    """Compute attention of queries that are grouped by their key/value head, in float32; see :func:`attend`."""
+) -> Float[Array, "T K G result"]:
+    """Compute attention, or partial attention, of queries that are grouped by their key/value head, in float32; see
+    :func:`attend`."""
     num_rows = batch.context_lens.shape[0]
     if row_tile is not None:
         return _token_by_token(grouped, pools, batch, page_size, scoring)
@@ -146,29 +150,26 @@ def _decode(
     page_size: int,
     scoring: Scoring,
     num_shared_pages: Int[Array, ""] | None = None,
-) -> Float[Array, "R K G V"]:
+) -> Float[Array, "R K G result"]:
     """Attend with one query per row. Few rows use large tiles; many rows read their common prefix once for all."""
     num_rows, num_kv_heads, group, head_dim = query.shape
+    seen = scoring.seen(context_lens)
     small = _tile_pages(_SMALL_TILE, page_size, page_table.shape[1])
     if num_rows <= _FEW_ROWS or num_shared_pages is None or scoring.window is not None:
         large = _tile_pages(_LARGE_TILE, page_size, page_table.shape[1]) if num_rows <= _FEW_ROWS else small
-        return _mean(_walk(query, pools, page_table, context_lens, page_size, scoring, small, large), scoring.sinks)
+        return scoring.finish(_walk(query, pools, page_table, seen, page_size, scoring, small, large), scoring.sinks)
     tile = _SHARED_TILE // _SMALL_TILE * small
     shared_tokens = num_shared_pages // tile * tile * page_size
     together = query.transpose(1, 0, 2, 3).reshape(1, num_kv_heads, num_rows * group, head_dim)
-    state = _walk(together, pools, page_table[:1], shared_tokens[None], page_size, scoring, tile, tile)
+    shared = Seen(None, shared_tokens[None])
+    state = _walk(together, pools, page_table[:1], shared, page_size, scoring, tile, tile)
 
     def apart(array: Float[Array, "..."]) -> Float[Array, "..."]:
         return array.reshape(num_kv_heads, num_rows, group, *array.shape[3:]).swapaxes(0, 1)
 
-    begun = _Softmax(*(apart(array) for array in state)), shared_tokens
-    return _mean(_walk(query, pools, page_table, context_lens, page_size, scoring, small, small, begun), scoring.sinks)
-
-
-def _mean(state: _Softmax, sinks: Float[Array, "..."] | None) -> Float[Array, "... V"]:
-    """Return the weighted mean of the values; sinks take part in it as if their values were zero."""
-    total = state.total if sinks is None else state.total + jnp.exp(sinks - state.maximum)
-    return state.values / jnp.maximum(total, 1e-30)[..., None]
+    begun = Softmax(*(apart(array) for array in state)), shared_tokens
+    state = _walk(query, pools, page_table, seen, page_size, scoring, small, small, begun)
+    return scoring.finish(state, scoring.sinks)
 
 
 def _token_by_token(
@@ -177,7 +178,7 @@ def _token_by_token(
     batch: AttentionBatch,
     page_size: int,
     scoring: Scoring,
-) -> Float[Array, "T K G V"]:
+) -> Float[Array, "T K G result"]:
     """Return every query token as a row of its own, with the same operations at any position.
 
     The tiles of its context start at its first token and have one size, so that they neither depend on where a chunk
@@ -192,43 +193,44 @@ def _token_by_token(
     def tile_round(i, out):
         queries, table_rows, lens = (lax.dynamic_slice_in_dim(a, i * tile, tile) for a in (padded, rows, context_lens))
         table = jnp.take(batch.page_table, table_rows, axis=0, mode="clip")
-        attended = _mean(_walk(queries, pools, table, lens, page_size, scoring, pages, pages), scoring.sinks)
-        return lax.dynamic_update_slice_in_dim(out, attended, i * tile, 0)
+        state = _walk(queries, pools, table, scoring.seen(lens), page_size, scoring, pages, pages)
+        return lax.dynamic_update_slice_in_dim(out, scoring.finish(state, scoring.sinks), i * tile, 0)
 
     used = batch.query_lens.sum()
-    return lax.fori_loop(0, -(-used // tile), tile_round, _no_values(padded, scoring))[:num_tokens]
+    return lax.fori_loop(0, -(-used // tile), tile_round, _no_results(padded, scoring))[:num_tokens]
 
 
 def _walk(
     query: Float[Array, "R K G H"],
     pools: Pools,
     page_table: Int[Array, "R M"],
-    context_lens: Int[Array, " R"],
+    seen: Seen,
     page_size: int,
     scoring: Scoring,
     small: int,
     large: int,
-    begun: tuple[_Softmax, Int[Array, ""]] | None = None,
-) -> _Softmax:
+    begun: tuple[Softmax, Int[Array, ""]] | None = None,
+) -> Softmax:
     """Attend with one query per row. All rows advance together up to the longest context, in large tiles while they
     fit.
 
     ``begun`` is the softmax over the first tokens of every context, which are whole tiles.
     """
     num_rows, num_kv_heads, group, _ = query.shape
-    longest = context_lens.max()
+    longest = seen.stop.max()
     first = jnp.zeros((), jnp.int32)
-    if scoring.window is not None:
-        first = jnp.maximum(jnp.where(context_lens > 0, context_lens, longest) - scoring.window, 0).min()
+    if seen.first is not None:
+        first = jnp.where(seen.stop > 0, seen.first, longest).min()
     if begun is not None:
         state, first = begun
     else:
         shape = (num_rows, num_kv_heads, group)
-        state = _Softmax(jnp.full(shape, MASKED), jnp.zeros(shape), _no_values(query, scoring))
+        values = jnp.zeros((*shape, scoring.value_dim), jnp.float32)
+        state = Softmax(jnp.full(shape, MASKED), jnp.zeros(shape), values)
 
-    def walk(state: _Softmax, tile: int, start: Int[Array, ""], stop: Int[Array, ""]) -> _Softmax:
+    def walk(state: Softmax, tile: int, start: Int[Array, ""], stop: Int[Array, ""]) -> Softmax:
         def round_(i, state):
-            return _decode_tile(state, i, tile, query, pools, page_table, context_lens, page_size, scoring)
+            return _decode_tile(state, i, tile, query, pools, page_table, seen, page_size, scoring)
 
         return lax.fori_loop(start, stop, round_, state)
 
@@ -244,43 +246,40 @@ def _walk(
 
 
 def _decode_tile(
-    state: _Softmax,
+    state: Softmax,
     i: Int[Array, ""],
     tile: int,
     query: Float[Array, "R K G H"],
     pools: Pools,
     page_table: Int[Array, "R M"],
-    context_lens: Int[Array, " R"],
+    seen: Seen,
     page_size: int,
     scoring: Scoring,
-) -> _Softmax:
+) -> Softmax:
     """Return the softmax of every row with ``tile`` more pages of its context."""
     num_rows, num_kv_heads, group, head_dim = query.shape
     keys, values = _read(pools, _table_slice(page_table, i, tile), (num_kv_heads, head_dim, page_size), scoring)
     spread = jnp.broadcast_to(query[:, None], (num_rows, tile, num_kv_heads, group, head_dim))
     batched = (((4,), (3,)), ((0, 1, 2), (0, 1, 2)))
     scores = scoring(_dot(spread, keys, batched))
-    position = (i * tile * page_size + jnp.arange(tile * page_size)).reshape(tile, 1, 1, page_size)
-    length = context_lens[:, None, None, None, None]
-    seen = position < length
-    if scoring.window is not None:
-        seen &= position >= length - scoring.window
-    scores = jnp.where(seen, scores, MASKED)
+    token = (i * tile * page_size + jnp.arange(tile * page_size)).reshape(tile, 1, 1, page_size)
+    is_seen = seen.mask(token)
+    scores = jnp.where(is_seen, scores, MASKED)
     maximum = jnp.maximum(state.maximum, scores.max((1, 4)))
-    weights = jnp.where(seen, jnp.exp(scores - maximum[:, None, :, :, None]), 0)
+    weights = jnp.where(is_seen, jnp.exp(scores - maximum[:, None, :, :, None]), 0)
     kept = jnp.exp(state.maximum - maximum)
     added = _dot(weights, values, batched).sum(1)
-    return _Softmax(maximum, state.total * kept + weights.sum((1, 4)), state.values * kept[..., None] + added)
+    return Softmax(maximum, state.total * kept + weights.sum((1, 4)), state.values * kept[..., None] + added)
 
 
 def _prefill(
     query: Float[Array, "T K G H"],
-    decoded: Float[Array, "R K G V"],
+    decoded: Float[Array, "R K G result"],
     pools: Pools,
     batch: AttentionBatch,
     page_size: int,
     scoring: Scoring,
-) -> Float[Array, "T K G V"]:
+) -> Float[Array, "T K G result"]:
     """Attend for the rows after the decode rows, one tile of a row's queries at a time, over its visible context.
 
     Tiles are written in order and whole: what one writes after its row's end is overwritten by the next, or is
@@ -289,7 +288,7 @@ def _prefill(
     num_tokens = query.shape[0]
     tile = min(_QUERY_TILE, num_tokens)
     padded = jnp.pad(query, ((0, tile), (0, 0), (0, 0), (0, 0)))
-    out = lax.dynamic_update_slice_in_dim(_no_values(padded, scoring), decoded.astype(jnp.float32), 0, 0)
+    out = lax.dynamic_update_slice_in_dim(_no_results(padded, scoring), decoded.astype(jnp.float32), 0, 0)
 
     def row_round(row, out):
         start, length = batch.query_starts[row], batch.query_lens[row]
@@ -315,7 +314,7 @@ def _prefill_tile(
     pages: Int[Array, " M"],
     page_size: int,
     scoring: Scoring,
-) -> Float[Array, "Q K G V"]:
+) -> Float[Array, "Q K G result"]:
     """Attend with queries at positions ``first``.. over the context before ``last``."""
     num_queries, num_kv_heads, group, head_dim = query.shape
     width = scoring.value_dim
@@ -323,8 +322,8 @@ def _prefill_tile(
     tokens = tile * page_size
     stacked = query.transpose(1, 2, 0, 3).reshape(num_kv_heads, group * num_queries, head_dim)
     shape = (num_kv_heads, group, num_queries)
-    state = _Softmax(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, width)))
-    position = first + jnp.arange(num_queries)
+    state = Softmax(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, width)))
+    seen = scoring.seen(first + jnp.arange(num_queries) + 1)
     batched = (((2,), (1,)), ((0,), (0,)))
 
     def round_(i, state):
@@ -333,27 +332,22 @@ def _prefill_tile(
         keys = keys.transpose(1, 2, 0, 3).reshape(num_kv_heads, head_dim, tokens)
         values = values.transpose(1, 0, 2, 3).reshape(num_kv_heads, tokens, width)
         scores = scoring(_dot(stacked, keys, batched)).reshape(*shape, tokens)
-        context = i * tokens + jnp.arange(tokens)
-        seen = context[None, :] <= position[:, None]
-        if scoring.window is not None:
-            seen &= context[None, :] > position[:, None] - scoring.window
-        scores = jnp.where(seen, scores, MASKED)
+        is_seen = seen.mask(i * tokens + jnp.arange(tokens))
+        scores = jnp.where(is_seen, scores, MASKED)
         maximum = jnp.maximum(state.maximum, scores.max(-1))
-        weights = jnp.where(seen, jnp.exp(scores - maximum[..., None]), 0)
+        weights = jnp.where(is_seen, jnp.exp(scores - maximum[..., None]), 0)
         kept = jnp.exp(state.maximum - maximum)
         added = _dot(weights.reshape(num_kv_heads, group * num_queries, tokens), values, batched)
-        return _Softmax(
+        return Softmax(
             maximum,
             state.total * kept + weights.sum(-1),
             state.values * kept[..., None] + added.reshape(*shape, width),
         )
 
-    start = jnp.zeros((), jnp.int32)
-    if scoring.window is not None:
-        start = jnp.maximum(first - scoring.window + 1, 0) // tokens
-    state = lax.fori_loop(start, -(-last // tokens), round_, state)
+    start = jnp.zeros((), jnp.int32) if seen.first is None else seen.first[0] // tokens
+    state = lax.fori_loop(start, -(-scoring.before(last) // tokens), round_, state)
     sinks = None if scoring.sinks is None else scoring.sinks[..., None]
-    return _mean(state, sinks).transpose(2, 0, 1, 3)
+    return scoring.finish(state, sinks).transpose(2, 0, 1, 3)
 
 
 def _read(
@@ -368,9 +362,9 @@ def _read(
     return keys, values.reshape(*pages.shape, num_kv_heads, page_size, head_dim)
 
 
-def _no_values(query: Float[Array, "T K G H"], scoring: Scoring) -> Float[Array, "T K G V"]:
-    """Return zeros, a value for each query."""
-    return jnp.zeros((*query.shape[:-1], scoring.value_dim), jnp.float32)
+def _no_results(query: Float[Array, "T K G H"], scoring: Scoring) -> Float[Array, "T K G result"]:
+    """Return zeros, a result for each query."""
+    return jnp.zeros((*query.shape[:-1], scoring.result_dim), jnp.float32)
 
 
 def _tile_pages(tokens: int, page_size: int, table_pages: int) -> int:

@@ -85,6 +85,8 @@ def stated_collectives(
     counts[summed] += (num_layers - num_sparse) * splits.get("ffn", False)
     counts["all-gather"] += splits.get("vocab", False) and layout.logits == "gathered"
     counts["all-gather"] += 0 if has_all_rows else 2 * num_layers + 1
+    counts["all-gather"] += num_layers * splits.get("tokens", False)
+    counts["all-to-all"] += num_layers * splits.get("tokens", False)
     for kind, count in _expert_collectives(layout, has_fallback).items():
         counts[kind] += num_sparse * count
     return {kind: count for kind, count in counts.items() if count}

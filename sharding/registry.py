@@ -7,6 +7,7 @@ from pathlib import Path
 from sharding.layout import LayoutError, ShardingLayout
 
 LAYOUTS = {
+    "context_parallel": "sharding.layouts.context_parallel",
     "expert_all_reduce": "sharding.layouts.expert_all_reduce",
     "expert_all_to_all": "sharding.layouts.expert_all_to_all",
     "expert_gather": "sharding.layouts.expert_gather",

@@ -132,13 +132,14 @@ def make_program(
     A policy that names native kernels runs attention natively too.
     """
     mesh = make_mesh(MeshShape(tensor=tensor, expert=expert))
+    found = get_layout(layout).on(mesh)
     operation = outline(config, Scope()).kv_specs[0].operation
-    if operation == "latent_attention" or policy.linear == "native":
+    if operation == "latent_attention" or policy.linear == "native" or found.mesh_axis("tokens"):
         kernel = load(operation, "native" if policy.linear == "native" else "xla")
     else:
         kernel = KERNEL
     settings = {"truncation": TRUNCATION} | settings
-    return ModelProgram(config, mesh, get_layout(layout).on(mesh), policy, kernel, 8, num_pages, num_slots, **settings)
+    return ModelProgram(config, mesh, found, policy, kernel, 8, num_pages, num_slots, **settings)
 
 
 def random_params(program: ModelProgram, seed: int = 0) -> tuple[jax.Array, ...]:

@@ -23,6 +23,7 @@ from jaxserve.device.memory import (
 from jaxserve.device.memory_fit import fit_to_memory, memory_needs
 from jaxserve.device.program import ModelProgram
 from jaxserve.device.stage_choice import choose_stages, count_stages
+from jaxserve.device.token_parts import page_size_of
 from jaxserve.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
@@ -226,8 +227,8 @@ def plan_stages(
         model, Parallel.from_layout(layout, sizes["tensor"], sizes.get(layout.mesh_axis("experts") or ""))
     )
     layout = layout.on(first)
-    page_size = config.block_size or 64
     scope = Scope(parallel=Parallel.on_mesh(layout, first))
+    page_size = page_size_of(config, scope.parallel, layout.name)
     policy, kernel = choose_kernels(config, model, scope, first.devices.flat[0], page_size)
     module = outline(model, dataclasses.replace(scope, policy=policy))
     _check_expert_load(config, module)

@@ -23,9 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 def attention_sizes(model: ModelConfig, scope: Scope, page_size: int) -> list[dict[str, int]]:
-    """Return the per-device sizes that attention implementations depend on, one entry per kind of layer."""
+    """Return the per-device sizes that attention implementations depend on, one entry per kind of layer.
+
+    Args:
+        model: Configuration of the model.
+        scope: How it is split.
+        page_size: Tokens per page, on all devices that share them.
+    """
+    parts = scope.parallel.num_token_parts
+    shared = {"token_parts": parts} if parts > 1 else {}
     specs = dict.fromkeys(spec._replace(window=None) for spec in outline(model, scope).kv_specs)
-    return [{"page_size": page_size, **spec.sizes} for spec in specs]
+    return [{"page_size": page_size // parts, **shared, **spec.sizes} for spec in specs]
 
 
 def attention_operation(model: ModelConfig, scope: Scope) -> str:

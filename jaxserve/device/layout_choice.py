@@ -53,12 +53,13 @@ def _check_axes(layout: ShardingLayout, has_experts: bool) -> None:
         raise LayoutError(
             f"layout {layout.name!r} splits {', '.join(slices)}; a layout can use only the axes tensor and expert"
         )
-    axes = {logical: rules.get(logical) for logical in ("q_heads", "kv_heads", "ffn")}
-    if axes["q_heads"] != axes["kv_heads"] or axes["q_heads"] not in (None, axes["ffn"]):
+    axes = {logical: rules.get(logical) for logical in ("q_heads", "kv_heads", "tokens", "ffn")}
+    kv_axis = axes["tokens"] if axes["kv_heads"] is None else axes["kv_heads"]
+    if axes["q_heads"] != kv_axis or axes["q_heads"] not in (None, axes["ffn"]):
         found = ", ".join(f"{logical} over {axis}" for logical, axis in axes.items())
         raise LayoutError(
-            f"layout {layout.name!r} has {found}; q_heads and kv_heads must both be over the axis of ffn, or neither "
-            "be split"
+            f"layout {layout.name!r} has {found}; q_heads, and either kv_heads or tokens, must be over the axis of "
+            "ffn, or none of them be split"
         )
     for logical in ("vocab", "expert_ffn"):
         if rules.get(logical) not in (None, axes["ffn"]):

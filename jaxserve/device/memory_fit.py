@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxserve.config import EngineConfig
 from jaxserve.device.memory import MemoryNeeds, device_memory_bytes, plan_pages, usable_fraction
 from jaxserve.device.program import ModelProgram
+from jaxserve.device.token_parts import exchanged_per_token
 from jaxserve.scheduling.page_allocator import KVWindow
 from sharding.mesh import Device
 
@@ -34,7 +35,7 @@ def memory_needs(program: ModelProgram, max_num_batched_tokens: int, max_samples
     return MemoryNeeds(
         weights=program.weight_bytes,
         page=page,
-        temporaries=max_num_batched_tokens * token * itemsize + logits,
+        temporaries=max_num_batched_tokens * (token * itemsize + exchanged_per_token(program)) + logits,
         page_size=program.page_size,
         max_model_len=program.max_model_len,
         max_num_seqs=program.num_slots,

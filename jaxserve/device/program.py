@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.config_checks import LOGPROBS_MODES
 from jaxserve.device.packing import Packing
-from jaxserve.device.step_batch import BatchShape, LatestTokens
+from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch, unpack
 from jaxserve.layers.attention import AttentionKernel, Pools
 from jaxserve.layers.kv_layout import KVLayout, PoolKind, lay_out_kv
 from jaxserve.layers.model_config import ModelConfig
@@ -65,7 +65,7 @@ class ModelProgram:
         layout: Sharding layout, resolved on the mesh.
         policy: Dtypes.
         kernel: Implementation of attention.
-        page_size: Tokens per page.
+        page_size: Tokens per page; with devices that share them, a multiple of the number of these.
         num_pages: Usable pages of each lane.
         num_slots: Most running sequences of each lane.
         max_model_len: Maximum context length in tokens; None for no limit.
@@ -171,9 +171,14 @@ class ModelProgram:
         return layout.stacked(self.pool_pages) if self.kernel.stacks_pools else layout
 
     @property
+    def own_page_size(self) -> int:
+        """Tokens per page on each device."""
+        return self.page_size // self.parallel.num_token_parts
+
+    @property
     def pool_pages(self) -> int:
         """Pages of a pool in one lane, including those for padding."""
-        return self.kernel.pool_specs(self.num_pages, self.page_size, self.parallel.num_head_parts, 8)[0].shape[0]
+        return self.kernel.pool_specs(self.num_pages, self.own_page_size, self.parallel.num_head_parts, 8)[0].shape[0]
 
     @functools.cached_property
     def packing(self) -> Packing:
@@ -204,6 +209,10 @@ class ModelProgram:
     def model(self, packed: Sequence[jax.Array]) -> CausalLM:
         """Return the module with the given packed parameters; called inside a program."""
         return self.abstract_model.merge(self.packing.unpack(packed))
+
+    def unpack(self, buffer: Int[Array, " size"], shape: BatchShape, latest: LatestTokens) -> StepBatch:
+        """Return the arrays of a step; called inside a program. See ``step_batch.unpack``."""
+        return unpack(buffer, shape, latest, self.page_size, self.num_pages, self.layout.mesh_axis("tokens"))
 
     def trace(
         self,
@@ -250,13 +259,18 @@ class ModelProgram:
         return StepState(self.abstract_all_pools(), self.abstract_latest(), tables, sums)
 
     def abstract_pools(self, kind: PoolKind, count: int = 1) -> Any:
-        """Return shapes and shardings of a layer's pools, or of ``count`` of each stacked in one array."""
-        all_kv_heads = self.parallel.num_head_parts * kind.num_kv_heads
+        """Return shapes and shardings of a layer's pools, or of ``count`` of each stacked in one array.
+
+        Devices that share the tokens of pages have a part of every page, one device's after another's.
+        """
+        parallel = self.parallel
+        all_kv_heads = parallel.parts(parallel.kv_heads) * kind.num_kv_heads
+        num_owners = self.num_lanes * parallel.num_token_parts
         structs = []
-        for pool in self.kernel.pool_specs(self.num_pages, self.page_size, all_kv_heads, kind.head_dim):
-            axes = ["pages", *["kv_heads" if i == pool.heads_dimension else None for i in range(1, len(pool.shape))]]
-            sharding = self.layout.sharding(self.mesh, *axes)
-            shape = (self.num_lanes * count * pool.shape[0], *pool.shape[1:])
+        for pool in self.kernel.pool_specs(self.num_pages, self.own_page_size, all_kv_heads, kind.head_dim):
+            heads = ["kv_heads" if i == pool.heads_dimension else None for i in range(1, len(pool.shape))]
+            sharding = self.layout.sharding(self.mesh, ("pages", "tokens"), *heads)
+            shape = (num_owners * count * pool.shape[0], *pool.shape[1:])
             structs.append(jax.ShapeDtypeStruct(shape, jnp.dtype(kind.dtype), sharding=sharding))
         return tuple(structs)
 

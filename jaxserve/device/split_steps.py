@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.device.program import ModelProgram, StepState, shardings
 from jaxserve.device.sampler_batch import SamplerShape, unpack_sampler
-from jaxserve.device.step_batch import BatchShape, LatestTokens, sampler_part, unpack
+from jaxserve.device.step_batch import BatchShape, LatestTokens, sampler_part
 from jaxserve.device.steps import (
     PromptTokens,
     StepOutput,
@@ -119,7 +119,7 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
         x: Float[Array, "T D"] | None = None,
     ) -> tuple[StepState, ModelOutput]:
         module = program.model(arrays)
-        batch = unpack(buffer, shape, state.latest, program.page_size, program.num_pages)
+        batch = program.unpack(buffer, shape, state.latest)
         state, hidden, sums, expert_tokens = run_layers(
             module, state, batch, attention, program.row_tile, program.split, x
         )

@@ -20,7 +20,7 @@ from jaxserve.device.buckets import Buckets
 from jaxserve.device.copied_pages import PageCopies
 from jaxserve.device.program import ModelProgram, shardings
 from jaxserve.device.programs import bytes_of, submit
-from jaxserve.device.step_batch import BatchShape, LatestTokens, unpack
+from jaxserve.device.step_batch import BatchShape, LatestTokens
 from jaxserve.device.steps import attention_settings
 from jaxserve.layers.attention import Pools
 from jaxserve.scheduling.plan import ON_DEVICE, PageCopy, StepPlan
@@ -55,7 +55,7 @@ def trace_stage(program: ModelProgram, shape: BatchShape) -> jax.stages.Traced:
         buffer: Int[Array, " size"],
         hidden: Float[Array, "T D"] | None = None,
     ) -> tuple[tuple[Pools, ...], StageOutput]:
-        batch = unpack(buffer, shape, latest, program.page_size, program.num_pages)
+        batch = program.unpack(buffer, shape, latest)
         x, written, expert_tokens = program.model(arrays).hidden(
             batch.tokens, batch.positions, batch.lengths, pools, batch.attention, attention, hidden
         )

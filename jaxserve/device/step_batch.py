@@ -23,6 +23,8 @@ from jaxserve.device.sampler_batch import (
     unpack_arrays,
 )
 from pallas_kernels import AttentionBatch
+from pallas_kernels.attention_parts import Part
+from sharding.collectives import axis_index, axis_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,12 @@ class LatestTokens(NamedTuple):
 
 
 def unpack(
-    buffer: Int[Array, " size"], shape: BatchShape, latest: LatestTokens, page_size: int, num_pages: int
+    buffer: Int[Array, " size"],
+    shape: BatchShape,
+    latest: LatestTokens,
+    page_size: int,
+    num_pages: int,
+    tokens_axis: str | None = None,
 ) -> StepBatch:
     """Return the arrays of a step, inside a program.
 
@@ -139,6 +146,8 @@ def unpack(
         latest: Replaces the ``ON_DEVICE`` values of the buffer.
         page_size: Tokens per page.
         num_pages: Usable pages; the null page follows them, then the page that padding tokens write to.
+        tokens_axis: Mesh axis of devices that share the tokens of pages, if any: each writes those of the others to the
+            page of padding tokens.
     """
     arrays = unpack_arrays(buffer, shape.fields)
     lens, rows, tokens = arrays["query_lens"], arrays["token_rows"], arrays["tokens"]
@@ -146,12 +155,16 @@ def unpack(
     starts = jnp.where(arrays["starts"] < 0, latest.positions, arrays["starts"])
     token = jnp.where(rows < shape.num_rows, jnp.arange(shape.num_tokens, dtype=jnp.int32), 0)
     positions = _of_rows(starts - arrays["query_starts"], rows) + token
+    offsets, written_rows = positions % page_size, rows
+    if tokens_axis is not None:
+        part = Part(axis_index(tokens_axis), axis_size(tokens_axis))
+        offsets, written_rows = offsets // part.num_devices, jnp.where(part.holds(positions), rows, shape.num_rows)
     arrays |= {
         "tokens": jnp.where(tokens < 0, _of_rows(latest.token_ids, rows), tokens),
         "positions": positions,
         "lengths": _of_rows(arrays["row_limits"], rows),
         "token_pages": positions // page_size,
-        "token_offsets": positions % page_size,
+        "token_offsets": offsets,
         "context_lens": starts + lens,
         "next_positions": starts + lens,
     }
@@ -160,13 +173,14 @@ def unpack(
             "next_positions": positions.at[arrays["sampled_tokens"]].get(mode="clip") + 1,
             "followed": arrays["tokens"].at[arrays["sampled_tokens"]].get(mode="clip"),
         }
-    attention = tuple(_of_table(arrays, table, rows, num_pages + 1) for table in range(shape.num_tables))
+    attention = tuple(_of_table(arrays, table, written_rows, num_pages + 1) for table in range(shape.num_tables))
     others = {name: arrays[name] for name in StepBatch._fields if name in arrays}
     return StepBatch(attention=attention, sampler=make_sampler_batch(arrays, shape.sampler), **others)
 
 
 def _of_table(arrays: Mapping[str, Array], table: int, rows: Int[Array, " T"], padding_page: int) -> AttentionBatch:
-    """Return the inputs of attention for one page table; ``arrays["token_pages"]`` are indices in the table."""
+    """Return the inputs of attention for one page table; ``arrays["token_pages"]`` are indices in the table, and
+    ``rows`` are those of the tokens that this device writes."""
     page_table = arrays["page_tables"][table]
     own = {
         "page_table": page_table,

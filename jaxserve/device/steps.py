@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.device.program import ModelProgram, StepState, shardings
 from jaxserve.device.sampler_batch import SamplerBatch
-from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch, unpack
+from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.row_sums import add_tokens
 from jaxserve.layers.rows import map_rows
@@ -78,7 +78,7 @@ def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.st
         mask: Int[Array, "R words"],
         x: Float[Array, "T D"] | None = None,
     ) -> tuple[StepState, StepOutput]:
-        batch = unpack(buffer, shape, state.latest, program.page_size, program.num_pages)
+        batch = program.unpack(buffer, shape, state.latest)
         return run_step(program.model(arrays), state, batch, mask, settings, x)
 
     state, buffer = program.abstract_state(), program.rows_struct((shape.buffer_size,), jnp.int32)
@@ -95,12 +95,13 @@ def attention_settings(program: ModelProgram, shape: BatchShape) -> AttentionSet
     indices = program.kv_layout.layer_indices
     return AttentionSettings(
         program.kernel,
-        program.page_size,
+        program.own_page_size,
         shape.decode_only,
         program.layer_tile,
         indices,
         program.layout.rows_axis,
         program.counts_expert_tokens,
+        program.row_tile,
     )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from flax import nnx
@@ -14,8 +14,11 @@ from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Split
 from jaxserve.layers.residual import block_input
+from jaxserve.layers.rows import map_rows
 from pallas_kernels import AttentionBatch, Choice, LatentAttention, PagedAttention, choose
+from pallas_kernels.attention_parts import Part, PartAttention, combine_parts
 from pallas_kernels.qkv_write import Heads, QkNorms, Rotation, split_heads
+from sharding.collectives import all_gather, all_to_all, axis_index, axis_size
 from sharding.mesh import Device
 
 Pools = tuple[jax.Array, ...]
@@ -30,13 +33,15 @@ class AttentionSettings:
 
     Attributes:
         kernel: Implementation of paged attention.
-        page_size: Tokens per page.
+        page_size: Tokens per page on each device.
         decode_only: Whether every row has one token.
         row_tile: Rows per tile wherever the number of rows could change a result; None computes all rows at once. See
             :mod:`jaxserve.layers.rows`.
         layer_indices: Pools and page table of each layer; None: layer i uses pool i, and all layers share table 0.
         rows_axis: Mesh axis of devices that have rows of their own and share experts; None for none.
         counts_expert_tokens: Whether layers with experts count the tokens of each.
+        combine_tile: As ``row_tile``, for what devices that share the tokens of pages compute from each other's
+            results.
     """
 
     kernel: AttentionKernel
@@ -46,6 +51,7 @@ class AttentionSettings:
     layer_indices: tuple[KVIndices, ...] | None = None
     rows_axis: str | None = None
     counts_expert_tokens: bool = False
+    combine_tile: int | None = None
 
 
 def choose_attention(
@@ -72,7 +78,8 @@ class AttentionInputs(NamedTuple):
 class Attention(nnx.Module, ABC):
     """Base class of attention over paged keys and values; subclasses compute the heads.
 
-    A subclass declares its parameters, among them ``out``, the output projection of all heads.
+    A subclass declares its parameters, among them ``out``, the output projection of all heads. It splits query heads
+    over ``mesh_axis`` and key/value heads over ``kv_axis``; where that is None, every device has all of them.
 
     Args:
         num_heads: N, query heads.
@@ -104,12 +111,14 @@ class Attention(nnx.Module, ABC):
             Split(num_heads, f"{num_heads} query heads"),
             Split(num_kv_heads, f"{num_kv_heads} key/value heads", may_repeat=True),
         )
-        self.splits = () if parallel.has_whole_attention else heads
+        self.splits = () if parallel.has_whole_attention else heads if parallel.tokens is None else heads[:1]
         self.num_heads, self.num_kv_heads = parallel.heads_per_device(num_heads, num_kv_heads)
-        self.kv_spec = KVSpec(self.num_heads, self.num_kv_heads, head_dim, scope.policy.kv, window)
+        readers = self.num_heads if parallel.tokens is None else num_heads
+        self.kv_spec = KVSpec(readers, self.num_kv_heads, head_dim, scope.policy.kv, window)
         self.head_dim, self.window, self.soft_cap = head_dim, window, soft_cap
         self.scale = head_dim**-0.5 if scale is None else scale
         self.rope, self.mesh_axis, self.residual_axis = rope, parallel.heads, parallel.residual_axis
+        self.kv_axis, self.tokens_axis = parallel.kv_heads, parallel.tokens
 
     @property
     def has_fused_norms(self) -> bool:
@@ -170,20 +179,44 @@ class Attention(nnx.Module, ABC):
         self, query: Float[Array, "T N H"], pools: Pools, batch: AttentionBatch, settings: AttentionSettings
     ) -> Float[Array, "T N H"]:
         """Attend to pools that already have the step's keys and values."""
-        kernel = cast(PagedAttention, settings.kernel)
-        return kernel.attend(
-            query,
-            cast(tuple[jax.Array, jax.Array], pools),
-            batch,
-            page_size=settings.page_size,
-            num_kv_heads=self.num_kv_heads,
-            scale=self.scale,
-            window=self.window,
-            soft_cap=self.soft_cap,
-            decode_only=settings.decode_only,
-            row_tile=settings.row_tile,
-            sinks=self.head_sinks,
-        )
+        key_value = cast(tuple[jax.Array, jax.Array], pools)
+        options: dict[str, Any] = {
+            "page_size": settings.page_size,
+            "num_kv_heads": self.num_kv_heads,
+            "scale": self.scale,
+            "window": self.window,
+            "soft_cap": self.soft_cap,
+            "decode_only": settings.decode_only,
+            "row_tile": settings.row_tile,
+        }
+        if self.tokens_axis is None:
+            kernel = cast(PagedAttention, settings.kernel)
+            return kernel.attend(query, key_value, batch, sinks=self.head_sinks, **options)
+        kernel, part = cast(PartAttention, settings.kernel), self.token_part()
+        partial = kernel.attend_part(self.all_heads(query), key_value, batch, part, **options)
+        return self.combined(partial, batch, settings).astype(query.dtype)
+
+    def token_part(self) -> Part:
+        """Return the part of every context that this device holds; called inside a program."""
+        return Part(axis_index(self.tokens_axis), axis_size(self.tokens_axis))
+
+    def all_heads(self, query: Float[Array, "T local H"]) -> Float[Array, "T N H"]:
+        """Gather the queries of all heads on every device that shares tokens."""
+        return all_gather(query, self.tokens_axis, 1)
+
+    def combined(
+        self, partial: Float[Array, "T N partial"], batch: AttentionBatch, settings: AttentionSettings
+    ) -> Float[Array, "T local V"]:
+        """Return the attention of this device's heads over all devices' tokens, from the partial attention of all heads
+        on each device; see ``pallas_kernels.attention_parts``."""
+        num_tokens, _, width = partial.shape
+        sent = partial.reshape(num_tokens, -1, self.num_heads, width).swapaxes(0, 1)
+        received = all_to_all(sent, self.tokens_axis).swapaxes(0, 1)
+
+        def finish(parts: Float[Array, "T devices local partial"]) -> Float[Array, "T local V"]:
+            return combine_parts(parts.swapaxes(0, 1), self.head_sinks)
+
+        return map_rows(finish, (received,), batch.query_lens.sum(), settings.combine_tile)
 
     def output(
         self,

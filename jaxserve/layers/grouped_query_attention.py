@@ -20,6 +20,8 @@ QkNorm = Literal["none", "head", "width"]
 class GroupedQueryAttention(Attention):
     """Attention with a fused projection; each device has its query, key and value heads, in this order.
 
+    Devices that share the tokens of pages have all key and value heads.
+
     Args:
         hidden_size: D.
         num_heads: N, query heads.
@@ -67,6 +69,7 @@ class GroupedQueryAttention(Attention):
         rows = [each._replace(is_transposed=is_transposed) for each in rows]
         if is_interleaved:
             rows = [each._replace(start=i * head_dim, stride=3 * head_dim) for i, each in enumerate(rows)]
+        rows[1:] = [each._replace(is_whole=self.kv_axis != self.mesh_axis) for each in rows[1:]]
         self.qkv = ColumnParallelLinear(
             hidden_size,
             rows,
@@ -92,6 +95,7 @@ class GroupedQueryAttention(Attention):
             self.q_norm, self.k_norm = norm(scope=q_scope), norm(scope=k_scope)
         elif qk_norm == "width":
             self.q_norm = RMSNorm(q_width, eps=norm_eps, scope=q_scope, axis="q_heads", unit=head_dim)
+            k_scope = k_scope.over(self.kv_axis)
             self.k_norm = RMSNorm(kv_width, eps=norm_eps, scope=k_scope, axis="kv_heads", unit=head_dim)
 
     @property

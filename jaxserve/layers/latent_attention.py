@@ -4,7 +4,8 @@ Keys and values of all heads are projections of the latent, ``k = W_k c`` and ``
 the heads share. Instead of expanding the latents of the context, queries are projected to latents, ``W_k^T q``, and the
 weighted sum of latents is projected to values. A token is computed in the same way in decode and in prefill.
 
-With n devices along the tensor axis each has N / n heads, and the whole latent of every token.
+With n devices along the tensor axis each has N / n heads, and the whole latent of every token, or of every n-th token
+if they share the tokens of pages.
 """
 
 from typing import Any, cast
@@ -19,6 +20,7 @@ from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Rows, matrix, stack_rows
 from pallas_kernels import AttentionBatch, LatentAttention
+from pallas_kernels.attention_parts import LatentPartAttention
 from pallas_kernels.qkv_write import Heads, Rotation, apply_rope
 
 _NORM_EPS = 1e-6  # of the latents' norms, whatever the model's other norms have
@@ -142,16 +144,19 @@ class MultiHeadLatentAttention(Attention):
         self, query: Float[Array, "T N H"], pools: Pools, batch: AttentionBatch, settings: AttentionSettings
     ) -> Float[Array, "T N latent"]:
         """Return the weighted sums of latents."""
-        return cast(LatentAttention, settings.kernel).attend(
-            query,
-            cast(tuple[Array], pools),
-            batch,
-            page_size=settings.page_size,
-            value_dim=self.rank,
-            scale=self.scale,
-            decode_only=settings.decode_only,
-            row_tile=settings.row_tile,
-        )
+        latents = cast(tuple[Array], pools)
+        options: dict[str, Any] = {
+            "page_size": settings.page_size,
+            "value_dim": self.rank,
+            "scale": self.scale,
+            "decode_only": settings.decode_only,
+            "row_tile": settings.row_tile,
+        }
+        if self.tokens_axis is None:
+            return cast(LatentAttention, settings.kernel).attend(query, latents, batch, **options)
+        kernel, part = cast(LatentPartAttention, settings.kernel), self.token_part()
+        partial = kernel.attend_part(self.all_heads(query), latents, batch, part, **options)
+        return self.combined(partial, batch, settings).astype(query.dtype)
 
     def output(
         self,

@@ -103,6 +103,16 @@ class Parallel:
         return -(-size // multiple) * multiple
 
     @property
+    def num_token_parts(self) -> int:
+        """Number of devices that share the tokens of KV pages; 1 if each has all tokens of its key/value heads."""
+        return self.parts(self.tokens)
+
+    @property
+    def kv_heads(self) -> str | None:
+        """Mesh axis the key/value heads are split over: that of the query heads, unless the devices share tokens."""
+        return self.heads if self.tokens is None else None
+
+    @property
     def has_whole_attention(self) -> bool:
         """Whether the layout splits MLPs but no heads."""
         return self.heads is None and self.ffn is not None
@@ -116,7 +126,7 @@ class Parallel:
     def heads_per_device(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
         """Return query and KV heads per device; with fewer KV heads than devices, several devices hold the same
         head."""
-        return num_heads // self.num_head_parts, max(1, num_kv_heads // self.num_head_parts)
+        return num_heads // self.num_head_parts, max(1, num_kv_heads // self.parts(self.kv_heads))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

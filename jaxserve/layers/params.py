@@ -23,7 +23,7 @@ from jaxserve.layers.storage import Experts, Weight, load_method
 
 
 class Rows(NamedTuple):
-    """Rows of a checkpoint's module, split over devices in whole units.
+    """Rows of a checkpoint's module, split over devices in whole units unless ``is_whole``.
 
     Each of n devices has ``max(1, units // n)`` consecutive units; with fewer units than devices, several devices have
     the same unit.
@@ -38,6 +38,7 @@ class Rows(NamedTuple):
         expert: Index of an expert, and the number of experts, where one tensor has the rows of all experts; None where
             the tensor has these rows only.
         is_transposed: Whether checkpoints have these rows as columns, with weights ``[in, out]``.
+        is_whole: Whether every device has all units.
     """
 
     module: str
@@ -48,6 +49,7 @@ class Rows(NamedTuple):
     stride: int | None = None
     expert: tuple[int, int] | None = None
     is_transposed: bool = False
+    is_whole: bool = False
 
 
 class Split(NamedTuple):
@@ -110,10 +112,10 @@ def stack_rows(
     for group, device in itertools.product(range(num_groups), range(size)):
         part = slice(group * num_modules, (group + 1) * num_modules)
         for each, name in zip(rows[part], names[part], strict=True):
-            units = each.num_rows // each.unit
-            if units % size and size % units:
+            units, parts = each.num_rows // each.unit, 1 if each.is_whole else size
+            if units % parts and parts % units:
                 raise ConfigError(f"{scope.at(each.module).module}: {units} units cannot be split over {size} devices")
-            num_local, first = max(1, units // size), device * units // size
+            num_local, first = max(1, units // parts), 0 if each.is_whole else device * units // size
             stride, together = (each.unit, num_local) if each.stride is None else (each.stride, 1)
             index = each.expert[:1] if each.expert else ()
             for unit in range(first, first + num_local, together):

@@ -19,14 +19,25 @@ typedef struct {
   const int32_t *table;   // [R, M]
   const int32_t *context_lens, *query_starts, *query_lens;  // [R]
   const float *sinks;     // [N] logits that take part in the softmax without a value, or null
-  float *out;             // [T, N, value width]
+  float *out;             // [T, N, out_width]
   int num_heads, num_kv_heads, width, value_width, page_size, table_width, is_bf16;
   // Latents, [P, 1, H, p], lie where keys do, and their first features are the values. All heads share them: a key/value
   // head is then any group of query heads.
   int is_latent;
   float scale, soft_cap;  // soft_cap 0: none
   int window;             // 0: none
+  // Of devices that share the tokens of contexts, each has every parts-th position in its pools, from position `part` on,
+  // and returns partial attention: weighted sums of values, then the sum of the weights and the largest score. Lengths
+  // and the window are those of whole contexts. 0: the pools have everything.
+  int parts, part;
 } Attention;
+
+// Tokens in the pools that come before a position of a context.
+static inline int tokens_before(const Attention *a, int position) {
+  if (!a->parts) return position;
+  return position > a->part ? (position - a->part + a->parts - 1) / a->parts : 0;
+}
+static inline int out_width(const Attention *a) { return a->value_width + (a->parts ? 2 : 0); }
 
 // Query tokens first to first + count - 1 of a row, with the query heads of one key/value head; or, where `shared` is not
 // 0, the only tokens of rows row to row + count - 1 over that many context tokens, which all of these rows begin with.

@@ -47,8 +47,9 @@ static Tile find_tile(const AttendJob *job, int index) {
 // The chunks of a tile: from the one that its first token sees first to the one after its last.
 static void chunks_of(const Attention *a, Tile tile, int *first, int *stop) {
   const int visible = a->context_lens[tile.row] - a->query_lens[tile.row] + tile.first + 1;
-  *first = a->window && visible > a->window ? (visible - a->window) / CHUNK : 0;
-  *stop = visible + tile.count - 1 > 0 ? (visible + tile.count - 1 + CHUNK - 1) / CHUNK : 0;
+  const int last = tokens_before(a, visible + tile.count - 1);
+  *first = a->window && visible > a->window ? tokens_before(a, visible - a->window) / CHUNK : 0;
+  *stop = last > 0 ? (last + CHUNK - 1) / CHUNK : 0;
 }
 
 // The partial of some of the sharing rows, from `row` on.
@@ -169,7 +170,7 @@ static void chunks_job(void *context) {
 
 // Zeros for tokens that no row owns; rows own consecutive tokens, in order.
 static void clear_unowned(const Attention *a, int num_rows, int64_t num_tokens) {
-  const int64_t token_size = (int64_t)a->num_heads * a->value_width;
+  const int64_t token_size = (int64_t)a->num_heads * out_width(a);
   int64_t done = 0;
   for (int r = 0; r <= num_rows; r++) {
     if (r < num_rows && a->query_lens[r] <= 0) continue;
@@ -179,11 +180,20 @@ static void clear_unowned(const Attention *a, int num_rows, int64_t num_tokens) 
   }
 }
 
+// Whether argument i is a part that the attribute `parts` allows.
+static int is_part(FfiFrame *frame, int i) {
+  const int parts = ffi_int(frame, "parts");
+  if (!is_s32(ffi_argument(frame, i), 0, 0) || parts < 0) return 0;
+  const int part = *(const int32_t *)ffi_argument(frame, i)->data;
+  return part >= 0 && (parts ? part < parts : part == 0);
+}
+
 static int are_attend_operands(FfiFrame *frame) {
   const FfiBuffer *query = ffi_argument(frame, 0), *out = ffi_result(frame, 0), *table = ffi_argument(frame, 3);
-  if (frame->arguments.size != 11 || !is_first_page(ffi_argument(frame, 9), ffi_argument(frame, 1))) return 0;
-  if (query->dtype != FFI_F32 || query->rank != 3) return 0;
-  if (out->dtype != FFI_F32 || elements(out) != elements(query)) return 0;
+  if (frame->arguments.size != 12 || !is_first_page(ffi_argument(frame, 9), ffi_argument(frame, 1))) return 0;
+  if (query->dtype != FFI_F32 || query->rank != 3 || !is_part(frame, 11)) return 0;
+  if (out->dtype != FFI_F32 || out->rank != 3 || out->dims[0] != query->dims[0] || out->dims[1] != query->dims[1]) return 0;
+  if (out->dims[2] != query->dims[2] + (ffi_int(frame, "parts") ? 2 : 0)) return 0;
   const int64_t heads = ffi_int(frame, "num_kv_heads"), width = query->dims[2];
   if (heads <= 0 || query->dims[1] % heads || query->dims[1] / heads > MOST_GROUP || width > MOST_WIDTH) return 0;
   if (!are_pools(ffi_argument(frame, 1), ffi_argument(frame, 2), heads, width, ffi_int(frame, "page_size"))) return 0;
@@ -234,7 +244,7 @@ static int attend_rows(Attention attention, int64_t num_tokens, int64_t num_rows
     first[r] = job.num_tiles;
     if (a->query_lens[r] <= 0) continue;
     job.num_tiles += a->num_kv_heads * ((a->query_lens[r] + job.tile_tokens - 1) / job.tile_tokens);
-    if (a->context_lens[r] > longest) longest = a->context_lens[r];
+    if (tokens_before(a, a->context_lens[r]) > longest) longest = tokens_before(a, a->context_lens[r]);
     if (a->query_lens[r] > most_tokens) most_tokens = a->query_lens[r];
   }
   first[job.num_rows] = job.num_tiles;
@@ -268,7 +278,8 @@ static int integer(FfiFrame *frame, int i) { return *(const int32_t *)ffi_argume
 // Arguments: query f32 [T, N, H], keys [P, K, H, p], values [P, K, p, H] (flat rows [P, K * H * p] too), page_table s32
 // [R, M], context_lens, query_starts, query_lens s32 [R], num_decode, num_shared_pages s32: the first rows have one token
 // each, and the pages that all of them begin with; first_page s32: where the layer's pages begin in the pools; sinks f32
-// [N], or [0] for none. Attributes: num_kv_heads, page_size, window, scale, soft_cap.
+// [N], or [0] for none; part s32. Attributes: num_kv_heads, page_size, window, scale, soft_cap, parts. Result: f32
+// [T, N, H], or [T, N, H + 2] with parts.
 EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
   if (!are_attend_operands(frame)) return ffi_error(frame, "jaxserve_attend: shapes or dtypes do not go together");
@@ -293,6 +304,8 @@ EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
       .scale = ffi_float(frame, "scale"),
       .soft_cap = ffi_float(frame, "soft_cap"),
       .window = ffi_int(frame, "window"),
+      .parts = ffi_int(frame, "parts"),
+      .part = integer(frame, 11),
   };
   const int is_done = attend_rows(attention, query->dims[0], table->dims[0], integer(frame, 7), integer(frame, 8));
   return is_done ? 0 : ffi_error(frame, "jaxserve_attend: out of memory");
@@ -301,24 +314,26 @@ EXPORT FfiError *jaxserve_attend(FfiFrame *frame) {
 static int are_latent_operands(FfiFrame *frame) {
   const FfiBuffer *query = ffi_argument(frame, 0), *pool = ffi_argument(frame, 1), *table = ffi_argument(frame, 2);
   const FfiBuffer *out = ffi_result(frame, 0);
-  if (frame->arguments.size != 9 || !is_first_page(ffi_argument(frame, 8), pool)) return 0;
+  if (frame->arguments.size != 10 || !is_first_page(ffi_argument(frame, 8), pool) || !is_part(frame, 9)) return 0;
   if (query->dtype != FFI_F32 || query->rank != 3 || query->dims[1] <= 0) return 0;
   if (!is_latent_pool(pool, query->dims[2], ffi_int(frame, "page_size"))) return 0;
   if (out->dtype != FFI_F32 || out->rank != 3 || out->dims[0] != query->dims[0] || out->dims[1] != query->dims[1]) return 0;
-  if (out->dims[2] <= 0 || out->dims[2] > query->dims[2]) return 0;
+  const int64_t values = out->dims[2] - (ffi_int(frame, "parts") ? 2 : 0);
+  if (values <= 0 || values > query->dims[2]) return 0;
   for (int i = 3; i < 6; i++)
     if (!is_s32(ffi_argument(frame, i), 1, table->dims[0])) return 0;
   return is_s32(table, 2, table->dims[0]) && is_s32(ffi_argument(frame, 6), 0, 0) && is_s32(ffi_argument(frame, 7), 0, 0);
 }
 
-// Arguments: query f32 [T, N, H], latents [P, H, p], then as of jaxserve_attend from page_table on. Attributes: page_size,
-// scale. Result: f32 [T, N, values], of the latents' first features.
+// Arguments: query f32 [T, N, H], latents [P, H, p], then as of jaxserve_attend from page_table to first_page; part s32.
+// Attributes: page_size, scale, parts. Result: f32 [T, N, values], of the latents' first features, or [T, N, values + 2]
+// with parts.
 EXPORT FfiError *jaxserve_attend_latents(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
   if (!are_latent_operands(frame))
     return ffi_error(frame, "jaxserve_attend_latents: shapes or dtypes do not go together");
   const FfiBuffer *query = ffi_argument(frame, 0), *pool = ffi_argument(frame, 1), *table = ffi_argument(frame, 2);
-  const int num_heads = (int)query->dims[1];
+  const int num_heads = (int)query->dims[1], parts = ffi_int(frame, "parts");
   int group = num_heads < LATENT_GROUP ? num_heads : LATENT_GROUP;
   while (num_heads % group) group--;
   const Attention attention = {
@@ -332,12 +347,14 @@ EXPORT FfiError *jaxserve_attend_latents(FfiFrame *frame) {
       .num_heads = num_heads,
       .num_kv_heads = num_heads / group,
       .width = (int)query->dims[2],
-      .value_width = (int)ffi_result(frame, 0)->dims[2],
+      .value_width = (int)ffi_result(frame, 0)->dims[2] - (parts ? 2 : 0),
       .page_size = ffi_int(frame, "page_size"),
       .table_width = (int)table->dims[1],
       .is_bf16 = pool->dtype == FFI_BF16,
       .is_latent = 1,
       .scale = ffi_float(frame, "scale"),
+      .parts = parts,
+      .part = integer(frame, 9),
   };
   const int is_done = attend_rows(attention, query->dims[0], table->dims[0], integer(frame, 6), integer(frame, 7));
   return is_done ? 0 : ffi_error(frame, "jaxserve_attend_latents: out of memory");

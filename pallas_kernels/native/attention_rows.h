@@ -24,13 +24,15 @@ static int context_before(const Attention *a, Tile tile) {
   return a->context_lens[tile.row] - a->query_lens[tile.row] + tile.first;
 }
 
-// The first context token that a piece sees, by blocks, and the one after its last.
+// The first token of the pools that a piece sees, by blocks, and the one after its last.
 static int context_begin(const Attention *a, Piece piece) {
-  const int begin = piece.chunk * CHUNK + piece.done, seen = context_before(a, piece.tile) + 1 - a->window;
+  const int begin = piece.chunk * CHUNK + piece.done;
+  const int seen = tokens_before(a, context_before(a, piece.tile) + 1 - a->window);
   return a->window && seen > begin ? seen / BLOCK * BLOCK : begin;
 }
 static int context_end(const Attention *a, Piece piece) {
-  const int end = piece.tile.shared ? piece.tile.shared : context_before(a, piece.tile) + piece.tile.count;
+  const Tile tile = piece.tile;
+  const int end = tile.shared ? tile.shared : tokens_before(a, context_before(a, tile) + tile.count);
   return end < (piece.chunk + 1) * CHUNK ? end : (piece.chunk + 1) * CHUNK;
 }
 
@@ -98,15 +100,22 @@ INLINE void ask(Ahead *ahead, int bytes_read) {
   }
 }
 
-// Context tokens that a query row sees.
+// The position after a query row's own.
+static int position_after(const Attention *a, int prefix, int row) {
+  return prefix + row / (a->num_heads / a->num_kv_heads) + 1;
+}
+
+// Tokens of the pools that are no later than a query row, and those of them that its window leaves out.
 static int visible_to(const Attention *a, Tile tile, int prefix, int row) {
-  return tile.shared ? tile.shared : prefix + row / (a->num_heads / a->num_kv_heads) + 1;
+  return tile.shared ? tile.shared : tokens_before(a, position_after(a, prefix, row));
+}
+static int hidden_from(const Attention *a, int prefix, int row) {
+  return a->window ? tokens_before(a, position_after(a, prefix, row) - a->window) : 0;
 }
 
 // Whether none of some query rows sees anything of a block.
 static int sees_nothing(const Attention *a, Tile tile, int prefix, int row, int rows, int at, int count) {
-  const int earliest = a->window ? visible_to(a, tile, prefix, row) - a->window : 0;
-  return visible_to(a, tile, prefix, row + rows - 1) <= at || earliest >= at + count;
+  return visible_to(a, tile, prefix, row + rows - 1) <= at || hidden_from(a, prefix, row) >= at + count;
 }
 
 static void scale_row(float *values, int padded, float factor) {
@@ -147,7 +156,8 @@ static void weigh_rows(const Attention *a, Tile tile, int prefix, int row, int r
                        float *scores, Partial out) {
   const int padded = padded_width(a->value_width);
   for (int r = 0; r < rows; r++) {
-    const int visible = visible_to(a, tile, prefix, row + r), first = a->window ? visible - a->window - at : 0;
+    const int visible = visible_to(a, tile, prefix, row + r);
+    const int first = a->window ? hidden_from(a, prefix, row + r) - at : 0;
     weigh(scores + r * BLOCK, num_lanes, first, visible - at < count ? visible - at : count, a->soft_cap,
           out.maximum + row + r, out.total + row + r, out.values + (int64_t)(row + r) * padded, padded);
   }
@@ -175,10 +185,17 @@ static float with_sink(float sink, float maximum, float total) {
 
 static void finish(const Attention *a, Tile tile, Partial from) {
   const int group = a->num_heads / a->num_kv_heads, width = a->value_width, padded = padded_width(width);
+  const int to_width = out_width(a);
   for (int r = 0; r < tile.count * group; r++) {
     const int token = a->query_starts[tile.row] + tile.first + r / group;
     const int head = tile.head * group + r % group;
-    float *to = a->out + ((int64_t)token * a->num_heads + head) * width;
+    float *to = a->out + ((int64_t)token * a->num_heads + head) * to_width;
+    if (a->parts) {
+      memcpy(to, from.values + (int64_t)r * padded, sizeof(float) * width);
+      to[width] = from.total[r];
+      to[width + 1] = from.total[r] == 0 ? MASKED : from.maximum[r];  // it sees nothing
+      continue;
+    }
     float factor = from.total[r] == 0 ? 0 : 1 / from.total[r];  // it sees nothing
     if (a->sinks && from.total[r] != 0) factor = with_sink(a->sinks[head], from.maximum[r], from.total[r]);
     const float *values = from.values + (int64_t)r * padded;

@@ -470,11 +470,11 @@ def test_a_layout_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
         ),
         (
             {"layout": ShardingLayout("one", {"q_heads": "tensor", "ffn": "tensor"})},
-            "layout 'one' has q_heads over tensor, kv_heads over None, ffn over tensor; q_heads and kv_heads must both",
+            "'one' has q_heads over tensor, kv_heads over None, tokens over None, ffn over tensor; q_heads, and either",
         ),
         (
             {"layout": ShardingLayout("heads", dict.fromkeys(("q_heads", "kv_heads"), "tensor"))},
-            "kv_heads over tensor, ffn over None; .* must both be over the axis of ffn, or neither be split",
+            "kv_heads over tensor, .* ffn over None; .* must be over the axis of ffn, or none of them be split",
         ),
         ({"attention_backend": "flash9"}, "flash9"),
         ({"dtype": "float16"}, "dtype='float16' is not supported on CPUs"),

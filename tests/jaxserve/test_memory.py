@@ -214,10 +214,13 @@ SPLIT: dict[str, dict[str, Any]] = {
     "latents": {"tensor_parallel_size": 2},
     "latents and rows": {"expert_parallel_size": 2, "tensor_parallel_size": 2},
     "windows": {"tensor_parallel_size": 2, "num_experts": 0},
+    "tokens": {"tensor_parallel_size": 2, "num_experts": 0, "layout": "context_parallel"},
+    "tokens of latents": {"tensor_parallel_size": 2, "layout": "context_parallel"},
 }
 KINDS: dict[str, dict[str, Any]] = {
     "latents": DEEPSEEK,
     "latents and rows": DEEPSEEK,
+    "tokens of latents": DEEPSEEK,
     "windows": SPARSE
     | {"architectures": ["Gemma2ForCausalLM"], "sliding_window": 16, "num_hidden_layers": 3, "max_window_layers": 1},
 }
@@ -245,7 +248,8 @@ def test_every_device_holds_what_is_planned_for_it(name: str, tmp_path: Path) ->
     assert program.num_pages == 200
     pool, *others = program.abstract_state().pools[0]
     assert len(others) == (0 if "latents" in name else 1)
-    assert pool.shape[0] == program.num_lanes * pool.sharding.shard_shape(pool.shape)[0]
+    num_owners = program.num_lanes * (2 if name.startswith("tokens") else 1)
+    assert pool.shape[0] == num_owners * pool.sharding.shard_shape(pool.shape)[0]
 
 
 def test_needs_follow_the_axis_of_experts(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ LAYOUTS |= {"dp2-pp2": {"mesh": "data=2,stage=2", "stage_layers": [1, 2]}}
 LAYOUTS |= {"whole-attention4": {"tensor_parallel_size": 4, "layout": "replicated_attention"}}
 LAYOUTS |= {f"sequence{size}": {"tensor_parallel_size": size, "layout": "sequence_parallel"} for size in (2, 4)}
 LAYOUTS |= {f"split-logits{size}": {"tensor_parallel_size": size, "layout": "split_logits"} for size in (2, 4)}
+LAYOUTS |= {f"context{n}": {"tensor_parallel_size": n, "layout": "context_parallel"} for n in (2, 4)}
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     f"ep{size}": {"tensor_parallel_size": size, "enable_expert_parallel": True} for size in (2, 4)
 }
@@ -538,7 +539,7 @@ def test_experts_that_a_checkpoint_lacks_are_named_before_loading(
             "expert_parallel_size=2 needs layout='expert_all_reduce' or layout='expert_all_to_all' or "
             "layout='expert_gather', got layout='expert_parallel'",
         ),
-        ("qwen3-moe", {"layout": "expert_ring"}, "unknown layout 'expert_ring'; supported layouts: expert_all_reduce"),
+        ("qwen3-moe", {"layout": "expert_ring"}, "unknown layout 'expert_ring'; supported layouts: context_parallel"),
         (
             "qwen3-moe",
             {

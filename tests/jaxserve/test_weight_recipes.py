@@ -258,6 +258,17 @@ def test_attention_is_whole_where_only_features_are_split() -> None:
     assert whole["layers.1.mlp.gate_up.weight"] != one["layers.1.mlp.gate_up.weight"]
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Phi3ForCausalLM"])
+def test_devices_that_share_tokens_have_the_rows_of_all_keys_and_values(architecture: str) -> None:
+    config = tiny(architecture, 2)
+    tensors, recipes = checkpoint_tensors(config), abstract(config, 4, "context_parallel").recipes
+    parts = projections(config, tensors, "weight")
+    rows = [rows for query in np.split(parts["q"], 4) for rows in (query, parts["k"], parts["v"])]
+    np.testing.assert_array_equal(assemble(recipes["layers.1.attention.qkv.weight"], tensors), np.concatenate(rows))
+    split = weight_recipes(config, 4)
+    assert all(recipe == split[path] for path, recipe in recipes.items() if ".attention.qkv." not in path)
+
+
 @pytest.mark.parametrize("num_kv_heads", [2, 4, 8])
 @pytest.mark.parametrize("size", [1, 4])
 def test_norms_of_queries_and_keys(num_kv_heads: int, size: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.device.batch import BatchBuilder
-from jaxserve.device.step_batch import BatchShape, LatestTokens, unpack
+from jaxserve.device.step_batch import BatchShape, LatestTokens
 from jaxserve.device.steps import ModelProgram, attention_settings
 from jaxserve.errors import ConfigError
 from jaxserve.layers.expert_dispatch import exchange_capacity
@@ -36,6 +36,7 @@ from tests.tiny_programs import (
 TENSOR = [(2, 1), (4, 1), (8, 1)]
 EXPERT = [(1, 2), (2, 2), (2, 4), (1, 8)]
 ROWS = {
+    "context_parallel": TENSOR,
     "expert_all_reduce": EXPERT,
     "expert_all_to_all": EXPERT,
     "expert_gather": [*EXPERT, (2, 1)],
@@ -66,7 +67,7 @@ def forward(program: ModelProgram) -> jax.stages.Wrapped:
     def body(arrays: tuple[jax.Array, ...], pools: list, buffer: jax.Array) -> jax.Array:
         model = abstract.merge(arrays)
         nothing = LatestTokens(*jnp.zeros((2, program.num_slots), jnp.int32))
-        batch = unpack(buffer, SHAPE, nothing, program.page_size, program.num_pages)
+        batch = program.unpack(buffer, SHAPE, nothing)
         hidden, _, _ = model.hidden(batch.tokens, batch.positions, batch.lengths, pools, batch.attention, settings)
         return model.logits(hidden)
 
@@ -157,6 +158,8 @@ OWN += [
     for axes in (("expert_ffn",), ("experts",), ("vocab", "expert_ffn"))
 ]
 OWN += [("dense", ()), ("sparse", ("experts",)), ("latents", ("experts", "vocab"))]
+OWN += [("dense", ("q_heads", "tokens")), ("sparse", ("q_heads", "tokens", "experts"))]
+OWN += [("latents", ("q_heads", "tokens", "vocab", "expert_ffn"))]
 
 
 OWN = [(*each, "gathered") for each in OWN] + [(*each, "split") for each in OWN if "vocab" in each[1]]
@@ -166,7 +169,8 @@ OWN = [(*each, "gathered") for each in OWN] + [(*each, "split") for each in OWN 
 def test_layouts_that_are_not_in_the_registry(model: str, axes: tuple[str, ...], logits: str) -> None:
     """Features split, and what an engine accepts besides."""
     layout = ShardingLayout("own", dict.fromkeys(("ffn", *axes), "tensor"), logits=logits)
-    program = dataclasses.replace(make_program(CONFIGS[model], tensor=2), layout=layout)
+    like = "context_parallel" if "tokens" in axes else "tensor_parallel"
+    program = dataclasses.replace(make_program(CONFIGS[model], tensor=2, layout=like), layout=layout)
     (found,), counted = logits_and_collectives(program)
     np.testing.assert_allclose(found, np.concatenate(whole_logits(model)), atol=2e-5, rtol=2e-5)
     assert counted == stated_collectives(layout, NUM_LAYERS, int(model != "dense"))
@@ -206,6 +210,23 @@ def test_devices_share_tokens_however_the_rest_is_split(
     assert counted["all-gather"] >= 2 * NUM_LAYERS + 1
 
 
+@pytest.mark.parametrize("dispatch", ["gather", "all_to_all"])
+def test_lanes_whose_devices_share_the_tokens_of_pages(dispatch: str) -> None:
+    """Each lane's pages are its own devices'; these have every second token of them."""
+    rules = {**get_layout(f"expert_{dispatch}").rules, "tokens": "tensor"}
+    del rules["kv_heads"]
+    layout = ShardingLayout("own", rules, dispatch)
+    program = make_program(CONFIGS["latents"], tensor=2, expert=2, layout=f"expert_{dispatch}")
+    whole_pages = program.pool_bytes
+    program = dataclasses.replace(program, layout=layout)
+    assert 2 * program.pool_bytes == whole_pages
+    logits, counted = logits_and_collectives(program)
+    for lane, found in enumerate(logits):
+        expected = [whole_logits("latents")[prompt] for prompt in prompts_of(lane)]
+        np.testing.assert_allclose(found, np.concatenate(expected), atol=2e-5, rtol=2e-5)
+    assert counted == stated_collectives(layout, NUM_LAYERS, 1)
+
+
 SIX_HEADS = {
     "dense": tiny_config(num_heads=6, num_kv_heads=3),
     "norms of all heads": tiny_config(num_heads=6, num_kv_heads=3, qk_norm="width"),
@@ -233,6 +254,23 @@ def test_whole_attention_needs_no_number_of_heads(
         _ = make_program(config, tensor=4).abstract_model
 
 
+@pytest.mark.parametrize("model", SIX_HEADS)
+def test_devices_that_share_tokens_need_no_number_of_key_value_heads(
+    model: str, switchable_family: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both devices have three heads of half the tokens; a norm over all heads of keys is then whole."""
+    monkeypatch.setitem(FAMILIES, toy_attention.ARCHITECTURE, toy_attention.__name__)
+    config = SIX_HEADS[model]
+    one, two = make_program(config), make_program(config, tensor=2, layout="context_parallel")
+    (expected,), _ = logits_and_collectives(one)
+    (found,), counted = logits_and_collectives(two)
+    np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
+    stated = stated_collectives(two.layout, NUM_LAYERS, {"sinks": NUM_LAYERS, "latents": 1}.get(model, 0))
+    stated["all-reduce"] += NUM_LAYERS if model == "norms of all heads" else 0
+    assert counted == stated
+    assert 2 * two.pool_bytes == one.pool_bytes
+
+
 def test_whole_attention_needs_features_that_divide() -> None:
     config = tiny_config(num_heads=6, num_kv_heads=3)
     message = "tensor_parallel_size=5 does not divide intermediate_size 24 of LlamaForCausalLM; valid sizes: 1, 2, 3, 4"
@@ -251,6 +289,7 @@ def test_stated_collectives() -> None:
         ("expert_all_to_all", mesh): {"all-reduce": 3 + 1 + 2 + 1, "all-gather": 1, "all-to-all": 6},
         ("expert_all_to_all", one): {"all-to-all": 6},
         ("expert_parallel", mesh): {"all-reduce": 3 + 1 + 2 + 1, "all-gather": 1},
+        ("context_parallel", mesh): {"all-reduce": 3 + 1 + 2 + 1, "all-gather": 1 + 3, "all-to-all": 3},
         ("replicated", mesh): {},
         ("replicated_attention", mesh): {"all-reduce": 1 + 2 + 1, "all-gather": 1},
         ("sequence_parallel", mesh): {"reduce-scatter": 3 + 1 + 2 + 1, "all-gather": 2 * 3 + 1 + 1},
@@ -289,7 +328,7 @@ def test_layouts_are_named_and_described(name: str) -> None:
 def test_unknown_layout() -> None:
     with pytest.raises(
         LayoutError,
-        match="unknown layout 'tp'; supported layouts: expert_all_reduce, .*split_logits, tensor_parallel",
+        match="unknown layout 'tp'; supported layouts: context_parallel, .*split_logits, tensor_parallel",
     ):
         get_layout("tp")
 
