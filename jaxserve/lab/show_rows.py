@@ -110,13 +110,13 @@ def pages_text(pages: ShownPages) -> str:
     return f"keys and values of {pages.num_heads} × {pages.head_dim}{window}"
 
 
-def pages_split_text(pages: ShownPages, sizes: Sizes) -> str:
+def pages_split_text(pages: ShownPages) -> str:
     """Return how KV pages are split, in words."""
     texts = []
     if pages.pages_axis is not None:
         texts.append(f"requests over {pages.pages_axis}")
     if pages.tokens_axis is not None:
-        texts.append(f"every {sizes[pages.tokens_axis]}. token over {pages.tokens_axis}")
+        texts.append(f"tokens over {pages.tokens_axis}")
     if pages.heads_axis is not None:
         copies = len(pages.heads) * len(pages.heads[0]) // pages.num_heads
         texts.append(f"heads over {pages.heads_axis}" + (f", each on {copies}" if copies > 1 else ""))

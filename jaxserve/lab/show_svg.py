@@ -126,7 +126,7 @@ def _row(row: Row, top: int, model: ShownModel) -> tuple[list[str], int]:
     if isinstance(row, ShownPages):
         name, detail = "KV pages", f"{pages_text(row)}, {bytes_text(row.token_bytes)} per token on each device"
         picture = _picture(_page_grid(row), top, _PICTURE_HEIGHT, sizes)
-        return [*picture, *_two_lines(name, f"{detail}; {pages_split_text(row, sizes)}", top)], _PICTURE_HEIGHT + 10
+        return [*picture, *_two_lines(name, f"{detail}; {pages_split_text(row)}", top)], _PICTURE_HEIGHT + 10
     detail = shape_text(row, row.shape) + ("" if row.dtype == model.dtype else f" {row.dtype}")
     if row.part != row.shape:
         detail += f" → {part_text(row, sizes)} on each"

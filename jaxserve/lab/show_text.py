@@ -59,7 +59,7 @@ def _table(heading: Sequence[str], rows: Sequence[Row], sizes: Sizes) -> list[st
 
 def _cells(row: ShownArray | ShownPages, sizes: Sizes) -> list[str]:
     if isinstance(row, ShownPages):
-        return ["  KV pages", pages_text(row), "", f"{bytes_text(row.token_bytes)}/token", pages_split_text(row, sizes)]
+        return ["  KV pages", pages_text(row), "", f"{bytes_text(row.token_bytes)}/token", pages_split_text(row)]
     whole = shape_text(row, row.shape)
     return [f"  {row.name}", whole, part_text(row, sizes), bytes_text(row.part_bytes), split_text(row)]
 

@@ -73,6 +73,7 @@ def test_arrays_and_collectives_are_in_the_order_of_the_program(llama: Path) -> 
     [
         (LLAMA, "tensor_parallel", "tensor=2"),
         (LLAMA, "replicated_attention", "tensor=2"),
+        (LLAMA, "context_parallel", "tensor=2"),
         (DEEPSEEK, "expert_parallel", "tensor=2"),
         (DEEPSEEK, "expert_all_to_all", "tensor=2,expert=2"),
     ],
@@ -113,6 +114,13 @@ def test_decode_steps_that_exchange_otherwise_are_told_apart(llama: Path) -> Non
     assert "⇄ all-reduce over tensor: 64 B at decode instead" in text
 
 
+def test_devices_that_share_the_tokens_of_pages(llama: Path) -> None:
+    drawing = show(llama, mesh="tensor=2", layout="context_parallel")
+    (kind,) = drawing.model.where.kinds
+    assert (kind.pages.heads, kind.pages.tokens_axis, kind.pages.token_bytes) == (((0, 1),), "tensor", 2 * 8 * 4)
+    assert "tokens over tensor" in str(drawing)
+
+
 def test_one_device_needs_no_collective(llama: Path) -> None:
     drawing = show(llama)
     assert "⇄" not in str(drawing)
@@ -146,8 +154,10 @@ def test_the_command_prints_json_and_writes_svg(llama: Path, capsys: pytest.Capt
     assert picture.read_text().startswith("<svg")
 
 
-def test_the_public_function() -> None:
-    assert str(jaxserve.show("demo", mesh="tensor=2")).startswith("demo: LlamaForCausalLM, 4 layers")
+def test_the_picture_in_the_readme(repository: Path) -> None:
+    drawing = jaxserve.show("demo", mesh="stage=2,tensor=2")
+    assert str(drawing).startswith("demo: LlamaForCausalLM, 4 layers")
+    assert (repository / "scripts/charts/show.svg").read_text() == drawing.svg
 
 
 @pytest.mark.parametrize(
@@ -169,7 +179,7 @@ def test_settings_that_cannot_be_shown(llama: Path, settings: dict[str, Any], me
 
 
 def test_an_unknown_layout(llama: Path) -> None:
-    with pytest.raises(LayoutError, match="unknown layout 'mine'; supported layouts: expert_all_reduce"):
+    with pytest.raises(LayoutError, match="unknown layout 'mine'; supported layouts: .*tensor_parallel"):
         show(llama, layout="mine")
 
 
