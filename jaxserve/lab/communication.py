@@ -149,12 +149,3 @@ _TRACERS: Mapping[str, Callable[[ModelProgram, BatchShape, str], jax.stages.Trac
     HEAD: _trace_head,
     HAND_OVER: _trace_hand_over,
 }
-
-
-def added(parts: list[PartCollectives]) -> dict[tuple[str, str, tuple[str, ...], int], int]:
-    """Return the number of equal collectives: by part, kind, mesh axes and bytes."""
-    counts: collections.Counter[tuple[str, str, tuple[str, ...], int]] = collections.Counter()
-    for part in parts:
-        for each in part.found:
-            counts[part.part, each.kind, each.axes, each.num_bytes] += each.times
-    return dict(counts)

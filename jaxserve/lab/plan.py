@@ -15,7 +15,7 @@ from jaxserve.lab.costs import step_costs
 from jaxserve.lab.hardware import Device, Link, get_device, get_link
 from jaxserve.lab.memory import stage_memories
 from jaxserve.lab.placement import Placement
-from jaxserve.lab.records import Plan
+from jaxserve.lab.planned import Plan
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import outline

@@ -5,12 +5,7 @@ The sources: ``counted`` from the shapes and the program itself, ``compiled`` fr
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Literal
-
-from jaxserve.device.program import ModelProgram
-from jaxserve.errors import ConfigError
-from jaxserve.lab.hardware import Device, Link
 
 Source = Literal["counted", "compiled", "measured", "modelled"]
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -104,8 +99,12 @@ class StepCost:
         kv_bytes: Keys and values that each device reads, added over the stages.
         flops: Multiplications and additions of each device, added over the stages.
         communication: Collectives and hand-overs.
+        memory_s: Time to read weights, keys and values, added over the stages.
+        compute_s: Time of the arithmetic, added over the stages.
+        communication_s: Time of the communication, added over the stages.
         stage_s: Time of the step in each stage: the larger of the times for memory and for arithmetic, and the time of
             its communication.
+        tokens: Tokens generated, or of the prompts computed, by the microbatches of all replicas and lanes together.
     """
 
     kind: Literal["decode", "prefill"]
@@ -124,9 +123,14 @@ class StepCost:
     tokens: int
 
     @property
+    def latency_s(self) -> float:
+        """Time of the step through all stages, if no other step is in their way."""
+        return sum(self.stage_s)
+
+    @property
     def step_s(self) -> float:
-        """Time of the step through all stages: between two tokens of a sequence."""
-        return max(sum(self.stage_s), self.microbatches * max(self.stage_s))
+        """Time after which each microbatch has made a step: between two tokens of a sequence."""
+        return max(self.latency_s, self.microbatches * max(self.stage_s))
 
     @property
     def tokens_per_s(self) -> float:
@@ -138,105 +142,3 @@ class StepCost:
         """What takes most of the time: ``memory``, ``compute`` or ``communication``."""
         times = {"memory": self.memory_s, "compute": self.compute_s, "communication": self.communication_s}
         return max(times, key=lambda name: times[name])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A model planned on a mesh in a layout, without weights or devices.
-
-    Attributes:
-        model: Model as given.
-        architecture: Its architecture.
-        num_layers: Its decoder layers.
-        dtype: Element type of its weights.
-        mesh: Devices along each mesh axis.
-        layout: Name of the layout.
-        device: Kind of device.
-        hosts: Number of hosts.
-        links: Link of each mesh axis of more than one device: the slowest between its devices.
-        max_model_len: Longest context in tokens.
-        max_num_seqs: Most sequences per step and lane.
-        max_num_batched_tokens: Most query tokens per step and lane.
-        page_size: Tokens per page.
-        pages_per_request: Pages of a request of ``max_model_len`` tokens.
-        num_tables: Page tables per sequence, each with pages of its own.
-        num_lanes: Parts of a replica with their own pages.
-        model_kv_bytes_per_token: Keys and values of one token in all layers, once.
-        stages: Memory of each stage.
-        decode: A decode step of each of ``BATCH_SIZES``.
-        prefill: A prefill step.
-        problem: Why an engine would refuse to start; None if it would start.
-        programs: The program of each stage.
-    """
-
-    model: str
-    architecture: str
-    num_layers: int
-    dtype: str
-    mesh: Mapping[str, int]
-    layout: str
-    device: Device
-    hosts: int
-    links: Mapping[str, Link]
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    page_size: int
-    pages_per_request: int
-    num_tables: int
-    num_lanes: int
-    model_kv_bytes_per_token: int
-    stages: tuple[StageMemory, ...]
-    decode: tuple[StepCost, ...]
-    prefill: StepCost
-    problem: str | None
-    programs: tuple[ModelProgram, ...] = dataclasses.field(repr=False, compare=False)
-
-    @property
-    def fits(self) -> bool:
-        """Whether an engine would start: weights, the largest step and one request of ``max_model_len`` fit."""
-        return self.problem is None
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices."""
-        count = 1
-        for size in self.mesh.values():
-            count *= size
-        return count
-
-    @property
-    def fullest(self) -> StageMemory:
-        """The stage that has room for the fewest pages."""
-        return min(self.stages, key=lambda stage: (stage.num_pages, -stage.weights))
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of each lane that fit: those of the fullest stage, since all stages have as many."""
-        return self.fullest.num_pages
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens whose keys and values fit, in all lanes and replicas together, without sliding windows."""
-        return self.num_pages // self.num_tables * self.page_size * self.num_lanes * self.mesh["data"]
-
-    @property
-    def num_requests(self) -> int:
-        """Requests of ``max_model_len`` tokens whose pages fit, in all lanes and replicas together."""
-        return self.num_pages // self.pages_per_request * self.num_lanes * self.mesh["data"]
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token on a device, of all stages the most."""
-        return max(stage.kv_bytes_per_token for stage in self.stages)
-
-    def decode_of(self, batch: int) -> StepCost:
-        """Return the decode step of a batch size.
-
-        Raises:
-            ConfigError: It is not one of ``BATCH_SIZES``.
-        """
-        for step in self.decode:
-            if step.batch == batch:
-                return step
-        raise ConfigError(f"batch={batch} is not planned; planned: {', '.join(map(str, BATCH_SIZES))}")

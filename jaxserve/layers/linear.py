@@ -64,7 +64,8 @@ class ColumnParallelLinear(nnx.Module):
 class RowParallelLinear(nnx.Module):
     """``x @ W.T + b`` with the input features of W split: the devices' partial sums are added.
 
-    Partial sums are exchanged in the activations' dtype. Each device gets all rows of the sum, or those that it has of the hidden states between blocks.
+    Partial sums are exchanged in the activations' dtype. Each device gets all rows of the sum, or those that it has of
+    the hidden states between blocks.
 
     Args:
         inner: Number of input features on all devices.

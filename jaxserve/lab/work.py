@@ -1,0 +1,128 @@
+"""Bytes that a step reads and arithmetic that it does on each device of a stage, from the shapes of the model."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.device.program import ModelProgram
+from jaxserve.layers.kv_layout import KVSpec
+from jaxserve.models.abstract import LogicalParam
+from sharding.plan import bytes_per_device
+
+
+class Work(NamedTuple):
+    """Work of a device in one step.
+
+    Attributes:
+        weight_bytes: Weights read; of experts, those that are expected to get a token.
+        kv_bytes: Keys and values read.
+        flops: Multiplications and additions.
+    """
+
+    weight_bytes: float
+    kv_bytes: float
+    flops: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Matmul:
+    """A weight of a stage on one device.
+
+    Attributes:
+        num_bytes: Its bytes, of all local experts.
+        products: Multiplications per row, of one expert.
+        per_token: Experts that compute each token; None for a dense weight.
+        num_experts: Experts on all devices.
+        is_sampled: Whether only sampled rows are multiplied: the head.
+    """
+
+    num_bytes: int
+    products: int = 0
+    per_token: int | None = None
+    num_experts: int = 1
+    is_sampled: bool = False
+
+
+class StageWork:
+    """The weights and pages of a stage, from which the work of any step follows.
+
+    Args:
+        program: The stage.
+    """
+
+    def __init__(self, program: ModelProgram):
+        self._parallel, self._itemsize = program.parallel, jnp.dtype(program.policy.kv).itemsize
+        self._matmuls = list(_matmuls(program))
+        specs = program.abstract_model.kv_specs
+        layers = range(len(specs)) if program.stage is None else program.stage.layers
+        self._specs = [specs[layer] for layer in layers]
+
+    def decode(self, rows: int, context: int, all_rows: int) -> Work:
+        """Return the work of a step in which each row attends to ``context`` tokens.
+
+        Args:
+            rows: Rows of each lane.
+            context: Tokens of context.
+            all_rows: Rows of all lanes together, which share experts.
+        """
+        seen = [min(context, spec.window or context) for spec in self._specs]
+        own = sum(map(self._token_bytes, self._specs, seen)) * rows
+        return self._work(rows, rows, all_rows, own, sum(map(_attention, self._specs, seen)) * rows)
+
+    def prefill(self, num_tokens: int) -> Work:
+        """Return the work of a step that computes a prompt of ``num_tokens`` tokens in each lane."""
+        seen = [min(num_tokens / 2, spec.window or num_tokens) for spec in self._specs]
+        own = sum(self._token_bytes(spec, num_tokens) for spec in self._specs)
+        all_tokens = num_tokens * self._parallel.num_row_parts
+        return self._work(num_tokens, 1, all_tokens, own, sum(map(_attention, self._specs, seen)) * num_tokens)
+
+    def _token_bytes(self, spec: KVSpec, num_tokens: float) -> float:
+        """Return the bytes of keys and values that a device reads of a sequence's context."""
+        features = spec.num_kv_heads * spec.head_dim * (2 if spec.value_dim is None else 1)
+        return num_tokens * features * self._itemsize / self._parallel.parts(self._parallel.tokens)
+
+    def _work(self, num_tokens: int, num_sampled: int, shared: int, kv_bytes: float, attention: float) -> Work:
+        weight_bytes, products = 0.0, 0.0
+        for matmul in self._matmuls:
+            rows = num_sampled if matmul.is_sampled else num_tokens
+            if matmul.per_token is None:
+                weight_bytes += matmul.num_bytes
+                products += matmul.products * rows
+                continue
+            weight_bytes += matmul.num_bytes * (1 - (1 - matmul.per_token / matmul.num_experts) ** shared)
+            parts = self._parallel.parts(self._parallel.experts)
+            products += matmul.products * shared * matmul.per_token / parts
+        return Work(weight_bytes, kv_bytes, 2 * products + attention)
+
+
+def _attention(spec: KVSpec, num_seen: float) -> float:
+    """Return the multiplications and additions of one row's attention on a device."""
+    value = spec.head_dim if spec.value_dim is None else spec.value_dim
+    return 2 * spec.num_heads * (spec.head_dim + value) * num_seen
+
+
+def _matmuls(program: ModelProgram) -> Iterator[_Matmul]:
+    """Yield the weights of a stage that a step reads: not an embedding, of which it reads a few rows."""
+    model = program.abstract_model
+    has_head = any(path.startswith("head.") for path in model.logical)
+    for path, param in model.logical.items():
+        top = path.split(".")[0]
+        is_head = program.is_last and top == ("head" if has_head else "embed")
+        if top in ("embed", "position_embed") and not is_head:
+            continue
+        structs = [model.params[array] for array in param.arrays]
+        size = sum(bytes_per_device(each.shape, each.dtype.itemsize, each.sharding) for each in structs)
+        yield _matmul(param, size, is_head)
+
+
+def _matmul(param: LogicalParam, num_bytes: int, is_head: bool) -> _Matmul:
+    weight = param.stored
+    if weight is None:
+        return _Matmul(num_bytes, is_sampled=is_head)
+    products = int(np.prod(weight.local))
+    if weight.experts is None:
+        return _Matmul(num_bytes, products, is_sampled=is_head)
+    return _Matmul(num_bytes, products, weight.experts.per_token, weight.experts.num_experts)
