@@ -13,6 +13,7 @@ from checkpoints.hub import resolve_model as resolve_model
 from checkpoints.loader import Stored as Stored
 from checkpoints.loader import load_array as load_array
 from checkpoints.loader import load_arrays as load_arrays
+from checkpoints.loader import read_shard as read_shard
 from checkpoints.orbax_io import save_orbax as save_orbax
 from checkpoints.progress import progress_bar as progress_bar
 from checkpoints.reader import CheckpointReader as CheckpointReader
@@ -23,4 +24,7 @@ from checkpoints.recipe import TensorRecipe as TensorRecipe
 from checkpoints.recipe import whole as whole
 from checkpoints.recipe_check import check_recipes as check_recipes
 from checkpoints.safetensors_writer import save_safetensors as save_safetensors
+from checkpoints.tensor_info import Bounds as Bounds
+from checkpoints.tensor_info import Index as Index
 from checkpoints.tensor_info import TensorInfo as TensorInfo
+from checkpoints.tensor_info import index_bounds as index_bounds

@@ -126,7 +126,7 @@ def _load(
         owners.setdefault(bounds, []).append(device)
     shards: dict[str, list[jax.Array]] = {name: [] for name in stored.arrays}
     for bounds, devices in owners.items():
-        parts = stored.convert(_assemble(reader, recipe, bounds, target))
+        parts = stored.convert(read_shard(reader, recipe, bounds, target))
         for name, part in zip(stored.arrays, parts, strict=True):
             shards[name] += jax.block_until_ready([jax.device_put(part, device) for device in devices])
     return {
@@ -157,8 +157,15 @@ def _names(dtypes: tuple[np.dtype, ...]) -> str:
     return " or ".join(str(dtype) for dtype in dtypes)
 
 
-def _assemble(reader: CheckpointReader, recipe: TensorRecipe, bounds: Bounds, dtype: np.dtype) -> np.ndarray:
-    """Read the part of an array between `bounds` and convert it, on the host."""
+def read_shard(reader: CheckpointReader, recipe: TensorRecipe, bounds: Bounds, dtype: np.dtype) -> np.ndarray:
+    """Read the part of an array between `bounds` and convert it, on the host.
+
+    Args:
+        reader: the checkpoint.
+        recipe: the pieces of the array.
+        bounds: start and stop along each axis of the array.
+        dtype: of the result, whose memory XLA:CPU can use as a device buffer.
+    """
     shard = _aligned_zeros([stop - start for start, stop in bounds], dtype)
 
     def copy(chunk: _Copy) -> None:

@@ -11,10 +11,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
 from jaxserve.config import SERVING_DEFAULTS, EngineConfig
+from jaxserve.device.memory import MemoryLedger
 from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.preparation import Preparation
 from jaxserve.engine.request_state import RequestState
-from jaxserve.engine.startup import start_engine
+from jaxserve.engine.resharding import Resharder, ReshardReport
+from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.engine.stream import Stream, deadline_after
 from jaxserve.errors import RequestError
@@ -25,6 +27,7 @@ from jaxserve.request import PromptInput, parse_prompt
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.chat import split_conversations
 from jaxserve.text.chat_prompt import chat_prompt, read_template
+from sharding import ShardingLayout
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +57,9 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str, **arguments: Any):
-        self.config = EngineConfig.from_arguments(model, **{**SERVING_DEFAULTS, **arguments})
-        self._chat_template = read_template(self.config.chat_template)
-        self._started = start_engine(self.config)
-        self.ledger = self._started.ledger
+        config = EngineConfig.from_arguments(model, **{**SERVING_DEFAULTS, **arguments})
+        self._chat_template = read_template(config.chat_template)
+        self._resharder = Resharder(config, start_engine(config))
         logger.info("%s", self.ledger)
         self._engine = self._started.engine
         stats = None if self.config.disable_log_stats else StatsLogger(self.ledger.device)
@@ -85,6 +87,20 @@ class AsyncLLM:
         self._thread.stop(timeout)
         self._preparation.close(wait=True)
         atexit.unregister(self._thread.stop)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's settings."""
+        return self._resharder.config
+
+    @property
+    def ledger(self) -> MemoryLedger:
+        """Memory use of a device."""
+        return self._started.ledger
+
+    @property
+    def _started(self) -> StartedEngine:
+        return self._resharder.started
 
     @property
     def is_running(self) -> bool:
@@ -208,6 +224,20 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache; running requests continue. Returns whether it was cleared."""
         return await asyncio.wrap_future(self._thread.call(self._engine.reset_prefix_cache))
+
+    async def reshard(self, mesh: str | None = None, layout: str | ShardingLayout | None = None) -> ReshardReport:
+        """Move the running engine to other devices or another layout, as ``LLM.reshard``; streams stay open.
+
+        New programs are compiled on another thread while requests run; then the engine pauses for ``pause_s`` of the
+        report.
+        """
+        return await asyncio.to_thread(
+            self._resharder.reshard,
+            mesh,
+            layout,
+            lambda function: self._thread.call(function).result(),
+            self._thread.deliver,
+        )
 
     async def _stream(
         self, read: _Read, request_id: str | None, priority: int, timeout_s: float | None = None

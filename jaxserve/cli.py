@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from jaxserve.llm import LLM
 
 
-_SHOW = "draw where each weight and each KV page of a model is on a mesh, and the collectives of a layer"
+_LABORATORY = {
+    "plan": "plan a model on a mesh: memory, communication and time, without weights or devices",
+    "show": "draw where each weight and each KV page of a model is on a mesh, and the collectives of a layer",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -62,9 +65,10 @@ def _parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure speed")
     if list(wanted) == ["bench"]:
         _add_benches(bench.add_subparsers(required=True, metavar="BENCH"))
-    show = commands.add_parser("show", help=_SHOW, description=_SHOW, allow_abbrev=False)
-    if list(wanted) == ["show"]:
-        _add_show(show)
+    for name, help_ in _LABORATORY.items():
+        tool = commands.add_parser(name, help=help_, description=help_, allow_abbrev=False)
+        if list(wanted) == [name]:
+            _add_laboratory(tool, name)
     _add_convert(commands)
     _add_eval(commands)
     return parser
@@ -83,11 +87,12 @@ def _add_benches(benches: Any) -> None:
         _add_common(bench, module.run)
 
 
-def _add_show(parser: argparse.ArgumentParser) -> None:
-    from jaxserve.lab import show
+def _add_laboratory(parser: argparse.ArgumentParser, name: str) -> None:
+    from jaxserve.lab import plan_command, show
 
-    show.add_arguments(parser)
-    _add_common(parser, show.run)
+    module = {"plan": plan_command, "show": show}[name]
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run, quiet=True)
 
 
 def _add_common(parser: argparse.ArgumentParser, run: Any) -> None:

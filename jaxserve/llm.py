@@ -10,9 +10,11 @@ from tqdm import tqdm
 
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import EnginePlan
+from jaxserve.device.memory import MemoryLedger
 from jaxserve.engine.beam_search import BeamSearch
 from jaxserve.engine.offline import OfflineRunner
-from jaxserve.engine.startup import start_engine
+from jaxserve.engine.resharding import Resharder, ReshardReport
+from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.metric_types import Metric
@@ -22,6 +24,7 @@ from jaxserve.pooling_params import PoolingParams, check_pooling_task
 from jaxserve.request import parse_prompts, priorities_for_each
 from jaxserve.sampling_params import BeamSearchParams, SamplingParams
 from jaxserve.text.chat_prompt import chat_prompts, read_template
+from sharding import ShardingLayout
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +46,10 @@ class LLM:
     """
 
     def __init__(self, model: str, **arguments: Any):
-        self.config = EngineConfig.from_arguments(model, **arguments)
-        self._chat_template = read_template(self.config.chat_template)
-        self._started = start_engine(self.config)
+        config = EngineConfig.from_arguments(model, **arguments)
+        self._chat_template = read_template(config.chat_template)
+        self._resharder = Resharder(config, start_engine(config))
         self.engine = self._started.engine
-        self.ledger = self._started.ledger
         logger.info("%s", self.ledger)
         stats = None if self.config.disable_log_stats else StatsLogger(self.ledger.device)
         self._runner = OfflineRunner(self.engine, self._started.default_params, stats)
@@ -61,6 +63,20 @@ class LLM:
     def close(self) -> None:
         """Free the devices' memory."""
         self.engine.close()
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's settings."""
+        return self._resharder.config
+
+    @property
+    def ledger(self) -> MemoryLedger:
+        """Memory use of a device."""
+        return self._started.ledger
+
+    @property
+    def _started(self) -> StartedEngine:
+        return self._resharder.started
 
     @property
     def vocab_size(self) -> int:
@@ -210,6 +226,24 @@ class LLM:
         """Clear the prefix cache, for example after changing weights; running requests continue. Returns whether it
         was cleared."""
         return self.engine.reset_prefix_cache()
+
+    def reshard(self, mesh: str | None = None, layout: str | ShardingLayout | None = None) -> ReshardReport:
+        """Move the running engine to other devices or another layout; requests and streams continue.
+
+        The prefix cache, running and waiting requests and the weights, with all changes since loading, are kept.
+
+        Args:
+            mesh: Devices along each axis, such as ``data=2,tensor=2``; None keeps the mesh.
+            layout: A layout, as in ``EngineConfig``; None keeps it.
+
+        Raises:
+            ConfigError: The mesh or layout is not valid for the model.
+            MeshError: There are too few devices.
+            LayoutError: The layout is unknown, or contradicts itself.
+            MemoryPlanError: The weights and pages do not fit, or not during the move.
+            EngineDeadError: The move failed, and the engine has stopped. After any other error it continues as it was.
+        """
+        return self._resharder.reshard(mesh, layout)
 
     def chat(
         self,

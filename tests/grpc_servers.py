@@ -19,7 +19,7 @@ from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend, ParserNames
 from jaxserve.server.grpc_api.server import GrpcServer
-from jaxserve.server.proto.jaxserve.v1 import model_pb2
+from jaxserve.server.proto.jaxserve.v1 import admin_pb2, model_pb2
 from jaxserve.server.request_limits import RequestLimits
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.settings import ServerConfig
@@ -44,6 +44,11 @@ MODEL = model_pb2.Model(
     max_num_seqs=4,
     max_num_batched_tokens=64,
 )
+
+
+RESHARD_NUMBERS = [
+    field.name for field in admin_pb2.ReshardResponse.DESCRIPTOR.fields if not field.name.startswith(("from_", "to_"))
+]
 
 
 class FakeEngine(EngineClient):
@@ -191,6 +196,13 @@ class FakeEngine(EngineClient):
     async def reset_prefix_cache(self) -> None:
         """Notes it."""
         self.calls.append(("reset_prefix_cache", None))
+
+    async def reshard(self, mesh: str | None, layout: str | None) -> dict[str, Any]:
+        """Notes it, and tells what the engine may tell."""
+        self.calls.append(("reshard", (mesh, layout)))
+        numbers = {name: index for index, name in enumerate(RESHARD_NUMBERS, 1)}
+        meshes = {"from_mesh": {"data": 1, "tensor": 1}, "to_mesh": {"data": 1, "tensor": 2}}
+        return {**meshes, "from_layout": "tensor_parallel", "to_layout": "replicated", **numbers}
 
     async def start_profile(self, directory: str) -> None:
         """Notes it."""

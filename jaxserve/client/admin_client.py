@@ -55,6 +55,15 @@ class AdminClient:
         found = self._call(self._admin.Abort, admin_pb2.AbortRequest(request_ids=request_ids))
         return list(found.aborted_request_ids)
 
+    def reshard(self, mesh: str | None = None, layout: str | None = None) -> admin_pb2.ReshardResponse:
+        """Move the running engine to another mesh or layout, as ``LLM.reshard``; return what was done.
+
+        Args:
+            mesh: Devices along each axis, such as ``data=2,tensor=2``; None keeps the mesh.
+            layout: Name of the layout; None keeps it.
+        """
+        return self._call(self._admin.Reshard, admin_pb2.ReshardRequest(mesh=mesh, layout=layout))
+
     def start_profile(self) -> str:
         """Start recording a profile of the engine; return the server's folder for it."""
         return self._call(self._admin.StartProfile, admin_pb2.StartProfileRequest()).directory

@@ -154,14 +154,19 @@ class ModelProgram:
     def array_names(self) -> dict[str, Struct]:
         """Shape, dtype and sharding of each array by its path in the whole model, in flat order."""
         params = self.abstract_model.params
-        if self.stage is None:
-            return params
-        layers = self.stage.layers
+        return params if self.stage is None else {self.whole_path(path): struct for path, struct in params.items()}
 
-        def renumbered(match: re.Match[str]) -> str:
-            return f"layers.{layers[int(match[1])]}."
+    def whole_path(self, path: str) -> str:
+        """Return a path in this stage's module as it is in the whole model."""
+        stage = self.stage
+        if stage is None:
+            return path
+        return re.sub(r"^layers\.(\d+)\.", lambda match: f"layers.{stage.layers[int(match[1])]}.", path)
 
-        return {re.sub(r"^layers\.(\d+)\.", renumbered, path): struct for path, struct in params.items()}
+    @property
+    def layers(self) -> range:
+        """Indices of the stage's layers in the whole model."""
+        return range(len(self.abstract_model.kv_specs)) if self.stage is None else self.stage.layers
 
     @functools.cached_property
     def kv_layout(self) -> KVLayout:
@@ -276,11 +281,15 @@ class ModelProgram:
 
     def empty_state(self) -> StepState:
         """Allocate a zero ``StepState`` on the devices."""
-        return _zeros(self.abstract_state())
+        return _compile_zeros(self.abstract_state())()
 
     def empty_pools(self) -> tuple[Pools, ...]:
         """Allocate zero pages on the devices: the state of a stage that is not the last."""
-        return _zeros(self.abstract_all_pools())
+        return _compile_zeros(self.abstract_all_pools())()
+
+    def compile_empty_state(self) -> jax.stages.Compiled:
+        """Compile ``empty_state``, or for a stage that is not the last ``empty_pools``."""
+        return _compile_zeros(self.abstract_state() if self.is_last else self.abstract_all_pools())
 
     @property
     def weight_bytes(self) -> int:
@@ -343,13 +352,13 @@ def computes_rows_natively(has_fused_norms: bool, policy: DtypePolicy, kernel: A
     return policy.linear == kernel.name == "native" and has_fused_norms
 
 
-def _zeros(abstract: Any) -> Any:
-    """Allocate zero arrays of the given shapes and shardings."""
+def _compile_zeros(abstract: Any) -> jax.stages.Compiled:
+    """Compile the function without arguments that allocates zero arrays of the given shapes and shardings."""
 
     def zeros() -> Any:
         return jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
 
-    return jax.jit(zeros, out_shardings=shardings(abstract))()
+    return jax.jit(zeros, out_shardings=shardings(abstract)).lower().compile()
 
 
 def shardings(structs: Any) -> Any:

@@ -11,11 +11,12 @@ import numpy as np
 from jaxserve.device.compiled_steps import CompiledStep, CompiledSteps
 from jaxserve.device.lane import Lane
 from jaxserve.device.memory import return_freed_memory
-from jaxserve.device.program import ModelProgram
+from jaxserve.device.program import ModelProgram, StepState
 from jaxserve.device.runner_interface import StepResult
 from jaxserve.device.stage_steps import Pipeline, Stage
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import StepOutput
+from jaxserve.layers.attention import Pools
 from jaxserve.sampling.sampler import NO_TOKEN, VARIANTS
 from jaxserve.scheduling.plan import (
     ON_DEVICE,
@@ -126,9 +127,16 @@ class StepRunner:
         steps: Compiled programs of the model, or of its last stage.
         params: Packed parameters (``ModelProgram.packing``) of the same.
         earlier: The stages before it, in order.
+        state: The state of all slots, and the pages; None allocates it.
     """
 
-    def __init__(self, steps: CompiledSteps, params: tuple[jax.Array, ...], earlier: Sequence[Stage] = ()):
+    def __init__(
+        self,
+        steps: CompiledSteps,
+        params: tuple[jax.Array, ...],
+        earlier: Sequence[Stage] = (),
+        state: StepState | None = None,
+    ):
         self._steps = steps
         self._params = params
         program = steps.program
@@ -138,7 +146,7 @@ class StepRunner:
         self._inputs = collections.deque[StepInputs](maxlen=1 + len(earlier))
         self._handles = itertools.count()
         self._launched: dict[int, PendingStep] = {}
-        self._state = program.empty_state()
+        self._state = program.empty_state() if state is None else state
         self._open_masks = {
             rows: jax.device_put(np.full((program.num_lanes * rows, words), -1, np.int32), program.rows_sharding)
             for rows, words in {program.mask_shape(shape.num_rows) for shape in steps.buckets.shapes()}
@@ -228,6 +236,30 @@ class StepRunner:
         """Return the program and the packed parameters of every stage."""
         last = self._steps.program, self._params
         return [*((stage.program, stage.params) for stage in self._earlier), last]
+
+    @property
+    def pools(self) -> list[tuple[Pools, ...]]:
+        """The pages of each stage, for reading or replacing them while no step is in flight."""
+        return [*(stage.pools for stage in self._earlier), self._state.pools]
+
+    @pools.setter
+    def pools(self, pools: Sequence[tuple[Pools, ...]]) -> None:
+        *earlier, last = pools
+        for stage, each in zip(self._earlier, earlier, strict=True):
+            stage.pools = each
+        self._state = self._state._replace(pools=last)
+
+    def release(self) -> list[tuple[ModelProgram, tuple[jax.Array, ...]]]:
+        """Free pages and slots, and return the program and the packed parameters of each stage, which the runner gives
+        up: it cannot be used afterwards."""
+        assert not self._launched, "steps are in flight"
+        for array in jax.tree.leaves((self.pools, self._state, self._open_masks)):
+            array.delete()
+        released = self._all_params()
+        self._params, self._open_masks = (), {}
+        for stage in self._earlier:
+            stage.params = ()
+        return released
 
     def warm_up(self) -> None:
         """Run every program once and wait for it.

@@ -105,30 +105,32 @@ class Stage:
     Attributes:
         program: The stage.
         params: Packed parameters.
+        pools: The pages.
 
     Args:
         steps: Compiled programs.
         params: Packed parameters.
+        pools: The pages; None allocates them.
     """
 
-    def __init__(self, steps: StageSteps, params: tuple[jax.Array, ...]):
+    def __init__(self, steps: StageSteps, params: tuple[jax.Array, ...], pools: tuple[Pools, ...] | None = None):
         self.program = steps.program
         self.params = params
+        self.pools = steps.program.empty_pools() if pools is None else pools
         self._steps = steps
-        self._pools = steps.program.empty_pools()
 
     def run(self, shape: BatchShape, latest: LatestTokens, buffer: np.ndarray, *hidden: jax.Array) -> StageOutput:
         """Launch a step, given the hidden states of the stage before unless this is the first."""
-        self._pools, output = self._steps.step(shape)(self.params, self._pools, latest, buffer, *hidden)
+        self.pools, output = self._steps.step(shape)(self.params, self.pools, latest, buffer, *hidden)
         return output
 
     def copy_pages(self, copies: Sequence[Sequence[PageCopy]]) -> None:
         """Copy pages of each lane."""
-        self._pools = self._steps.copies.copy(self._pools, copies)
+        self.pools = self._steps.copies.copy(self.pools, copies)
 
     def delete(self) -> None:
         """Free the devices' memory."""
-        for array in jax.tree.leaves((self.params, self._pools)):
+        for array in jax.tree.leaves((self.params, self.pools)):
             array.delete()
 
 

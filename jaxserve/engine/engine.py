@@ -1,9 +1,11 @@
 """The engine: accepts requests, runs steps, and delivers outputs."""
 
+import contextlib
 import itertools
 import logging
 import random
 import time
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -125,8 +127,7 @@ class Engine:
         Raises:
             EngineDeadError: The step failed, or the engine failed before.
         """
-        self._check_alive()
-        try:
+        with self.fatal_errors():
             with self._counter:
                 launched = [replica.launch() for replica in self.replicas]
                 found = [r.collect(admitted is None) for r, admitted in zip(self.replicas, launched, strict=True)]
@@ -134,6 +135,48 @@ class Engine:
             for sequence in itertools.chain.from_iterable(filter(None, launched)):
                 self._owners[sequence.sequence_id][0].note_scheduled(now)
             return [request for lanes in found for lane in lanes for request in self._deliver(*lane, now)]
+
+    def drain(self) -> list[RequestState]:
+        """Wait for the steps in flight and apply their results; return the requests they changed.
+
+        Raises:
+            EngineDeadError: A step failed, or the engine failed before.
+        """
+        changed: dict[RequestState, None] = {}
+        with self.fatal_errors():
+            for replica in self.replicas:
+                while replica.has_steps_in_flight:
+                    for lane in replica.collect(is_last=True):
+                        changed |= dict.fromkeys(self._deliver(*lane, time.monotonic()))
+        return list(changed)
+
+    def replace_replicas(self, replicas: list[Replica]) -> None:
+        """Continue on other replicas, whose schedulers get all sequences. No sequence may be running.
+
+        With as many schedulers as before, each request stays on its own; else it goes where its prefix is cached.
+        """
+        old = self._schedulers
+        replicas[0].replace(self.replicas)
+        self.replicas, self._schedulers = replicas, [each for replica in replicas for each in replica.schedulers]
+        self._schedulers[0].replace(old)
+        queued = {sequence.sequence_id for scheduler in old for sequence in scheduler.waiting}
+        for request in self._requests.values():
+            waiting = [s.sequence for s in request.samples if s.sequence.sequence_id in queued]
+            if len(old) != len(self._schedulers):
+                request.lane = choose_scheduler(self._schedulers, waiting[0])
+            for sequence in waiting:
+                self._schedulers[request.lane].add(sequence)
+
+    @contextlib.contextmanager
+    def fatal_errors(self) -> Iterator[None]:
+        """Stop the engine if the block fails.
+
+        Raises:
+            EngineDeadError: The block failed, or the engine failed before.
+        """
+        self._check_alive()
+        try:
+            yield
         except Exception as error:
             self._failure = error
             raise EngineDeadError(f"the engine stopped: {error}") from error

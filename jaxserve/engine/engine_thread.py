@@ -129,10 +129,16 @@ class EngineThread:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
+                if isinstance(error, EngineDeadError) and not self._is_stopped:
+                    raise  # the function has stopped the engine
 
         if not self._post(run):
             raise self._dead()
         return future
+
+    def deliver(self, changed: Iterable[RequestState]) -> None:
+        """Deliver outputs of requests that a function passed to ``call`` has changed; call it in that function."""
+        self._streams.deliver(changed)
 
     def stop(self, drain_s: float = 0.0) -> None:
         """Stop accepting requests, wait up to ``drain_s`` seconds for in-flight ones, abort the rest, end the thread.

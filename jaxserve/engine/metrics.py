@@ -1,6 +1,7 @@
 """Metrics of a running engine, under vLLM's names with the prefix ``jaxserve:``."""
 
 import collections
+import threading
 from collections.abc import Sequence
 
 import jax
@@ -149,21 +150,27 @@ class EngineMetrics:
 
 
 class CompileCounter:
-    """Counts XLA compilations during steps; there should be none."""
+    """Counts XLA compilations during steps; there should be none.
+
+    Args:
+        ignores_other_threads: Whether to count only those on the thread of the steps: programs that another thread
+            compiles for a new mesh delay no step.
+    """
 
     _EVENT = "/jax/core/compile/backend_compile_duration"
 
-    def __init__(self):
+    def __init__(self, ignores_other_threads: bool = False):
         self.count = 0
-        self._is_watching = False
+        self._ignores_other_threads = ignores_other_threads
+        self._thread: int | None = None
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def __enter__(self) -> "CompileCounter":
-        self._is_watching = True
+        self._thread = threading.get_ident()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._is_watching = False
+        self._thread = None
 
     def close(self) -> None:
         """Stop counting."""
@@ -171,7 +178,8 @@ class CompileCounter:
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         del duration_secs, kwargs
-        self.count += self._is_watching and event == self._EVENT
+        thread = threading.get_ident() if self._ignores_other_threads else self._thread
+        self.count += event == self._EVENT and self._thread is not None and self._thread == thread
 
 
 def _one_two_five(largest: int) -> tuple[float, ...]:

@@ -111,8 +111,10 @@ class OfflineRunner:
         """Yield the outputs of one request as they arrive; closing the generator aborts the request."""
         (request,) = self._submit([prompt], [0])
         try:
-            while not request.is_finished():
-                if request in self._step():
+            is_last = False
+            while not is_last:
+                if request.is_finished() or request in self._step():  # resharding may have finished it
+                    is_last = request.is_finished()
                     output = request.next_output(self._stats is not None)
                     if output is not None:
                         yield output

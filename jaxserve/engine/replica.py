@@ -65,10 +65,27 @@ class Replica:
         self._depth = depth
         self._in_flight: collections.deque[_Tick | None] = collections.deque()
 
+    def replace(self, replicas: "collections.abc.Iterable[Replica]") -> None:
+        """Continue the counters of replicas that this one replaces; schedulers have their own."""
+        for other in replicas:
+            self.num_steps += other.num_steps
+            self.num_stage_ticks += other.num_stage_ticks
+            self.num_idle_stage_ticks += other.num_idle_stage_ticks
+
     @property
     def num_decode_rows(self) -> int:
         """Number of decode rows so far."""
         return sum(scheduler.num_decode_rows for scheduler in self.schedulers)
+
+    @property
+    def runner(self) -> Runner:
+        """The runner of all lanes."""
+        return self._runner
+
+    @property
+    def has_steps_in_flight(self) -> bool:
+        """Whether any step is in flight."""
+        return bool(self._in_flight)
 
     @property
     def is_idle(self) -> bool:

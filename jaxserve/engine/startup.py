@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax
+
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.compilation_cache import use_compilation_cache
@@ -42,6 +44,9 @@ from jaxserve.structured_output.grammars import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+PROCESS_LINE = "Python and libraries"
+"""Line of the memory ledger for what the process used before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +111,12 @@ def start_engine(
     check_parsers(config)
     check_weights(plan.directory, plan.programs[0].whole_model())
     use_compilation_cache(config.compilation_cache_dir, plan.programs[0].mesh.devices.flat[0])
-    _log_choices(plan)
+    log_choices(plan)
     resident_before = resident_bytes()
     runners, temporary_bytes, load_s, compile_s = _make_runners(plan)
-    warm_up_s = _warm_up(runners) if config.warm_up else 0.0
+    warm_up_s = warm_up_runners(runners) if config.warm_up else 0.0
     engine = assemble_engine(config, plan, tokenizer, runners, proposer)
-    ledger = _make_ledger(config, plan, temporary_bytes, resident_before)
+    ledger = make_ledger(config, plan, temporary_bytes, resident_before)
     total_s = time.monotonic() - start
     logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.needs.weights / (1 << 30), load_s)
     logger.info("init engine took %.2f s (compilation: %.2f s, warm-up: %.2f s)", total_s, compile_s, warm_up_s)
@@ -126,6 +131,20 @@ def assemble_engine(
     proposer: DraftProposer | None = None,
 ) -> Engine:
     """Return an engine with one replica per runner, each with a scheduler per lane."""
+    groups = config.expert_load_metrics
+    return Engine(
+        make_replicas(config, plan, runners, proposer),
+        make_admission(config, plan, tokenizer),
+        seed=config.seed,
+        counter=CompileCounter(ignores_other_threads=True),
+        expert_load=ExpertLoad(plan.expert_layers, plan.num_experts, groups) if groups else None,
+    )
+
+
+def make_replicas(
+    config: EngineConfig, plan: EnginePlan, runners: Iterable[Runner], proposer: DraftProposer | None
+) -> list[Replica]:
+    """Return one replica per runner, each with a scheduler per lane."""
     program = plan.programs[0]
     sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
     limits = SchedulerLimits(*sizes, plan.buckets.max_samples - 1, plan.needs.windows, plan.num_stages)
@@ -135,14 +154,7 @@ def assemble_engine(
     for runner in runners:
         allocators = [PageAllocator(*pages, keeps_free_pages=keeps) for _ in range(program.num_lanes)]
         replicas.append(Replica([Scheduler(limits, each, proposer) for each in allocators], runner, depth))
-    groups = config.expert_load_metrics
-    return Engine(
-        replicas,
-        make_admission(config, plan, tokenizer),
-        seed=config.seed,
-        counter=CompileCounter(),
-        expert_load=ExpertLoad(plan.expert_layers, plan.num_experts, groups) if groups else None,
-    )
+    return replicas
 
 
 def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> Admission:
@@ -169,10 +181,7 @@ def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer 
 def _make_runners(plan: EnginePlan) -> tuple[list[StepRunner], int, float, float]:
     """Compile and load weights in parallel; return the runners, the temporary bytes of their programs, and the seconds
     each took."""
-    all_steps = [
-        CompiledSteps(program, plan.buckets) if program.is_last else StageSteps(program, plan.buckets)
-        for program in plan.programs
-    ]
+    all_steps = make_steps(plan)
 
     def compile_all() -> float:
         start = time.monotonic()
@@ -180,24 +189,48 @@ def _make_runners(plan: EnginePlan) -> tuple[list[StepRunner], int, float, float
             steps.compile()
         return time.monotonic() - start
 
-    with concurrent.futures.ThreadPoolExecutor(1) as background, _short_switch_interval():
+    with concurrent.futures.ThreadPoolExecutor(1) as background, short_switch_interval():
         compiling = background.submit(compile_all)
         start = time.monotonic()
         params = [load_params(plan, program) for program in plan.programs]
         load_s = time.monotonic() - start
         compile_s = compiling.result()
-    runners, stages = list[StepRunner](), list[Stage]()
-    for steps, values in zip(all_steps, params, strict=True):
-        if isinstance(steps, StageSteps):
-            stages.append(Stage(steps, values))
-        else:
-            runners.append(StepRunner(steps, values, stages))
-            stages = []
+    runners = join_stages(all_steps, params, [None for _ in all_steps])
     return runners, max(steps.temporary_bytes for steps in all_steps), load_s, compile_s
 
 
+Steps = CompiledSteps | StageSteps
+"""The programs of a stage; those of the last one sample."""
+
+
+def make_steps(plan: EnginePlan) -> list[Steps]:
+    """Return the steps of each program of a plan, not compiled yet."""
+    return [
+        CompiledSteps(program, plan.buckets) if program.is_last else StageSteps(program, plan.buckets)
+        for program in plan.programs
+    ]
+
+
+def join_stages(all_steps: list[Steps], params: list[tuple[jax.Array, ...]], states: list[Any]) -> list[StepRunner]:
+    """Return a runner for the stages of each replica.
+
+    Args:
+        all_steps: Compiled steps of each stage, those of a replica one after the other.
+        params: Packed parameters of each.
+        states: Pages of each stage, the ``StepState`` of the last of a replica; None allocates them.
+    """
+    runners, stages = list[StepRunner](), list[Stage]()
+    for steps, values, state in zip(all_steps, params, states, strict=True):
+        if isinstance(steps, StageSteps):
+            stages.append(Stage(steps, values, state))
+        else:
+            runners.append(StepRunner(steps, values, stages, state))
+            stages = []
+    return runners
+
+
 @contextlib.contextmanager
-def _short_switch_interval() -> Iterator[None]:
+def short_switch_interval() -> Iterator[None]:
     """Set Python's thread switch interval to 0.5 ms instead of 5 ms.
 
     Loading weights reacquires the GIL after every 2 MiB, while tracing holds it for the whole interval: the default
@@ -211,7 +244,7 @@ def _short_switch_interval() -> Iterator[None]:
         sys.setswitchinterval(interval)
 
 
-def _warm_up(runners: list[StepRunner]) -> float:
+def warm_up_runners(runners: list[StepRunner]) -> float:
     """Run every program once, on all replicas in parallel; return the seconds it took."""
     start = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(len(runners)) as pool:
@@ -220,7 +253,7 @@ def _warm_up(runners: list[StepRunner]) -> float:
     return time.monotonic() - start
 
 
-def _log_choices(plan: EnginePlan) -> None:
+def log_choices(plan: EnginePlan) -> None:
     program = plan.programs[0]
     device = program.mesh.devices.flat[0]
     logger.info(
@@ -240,7 +273,7 @@ def _log_choices(plan: EnginePlan) -> None:
         logger.info("Layers of each stage: %s", ", ".join(layers))
 
 
-def _make_ledger(config: EngineConfig, plan: EnginePlan, temporary_bytes: int, resident_before: int) -> MemoryLedger:
+def make_ledger(config: EngineConfig, plan: EnginePlan, temporary_bytes: int, resident_before: int) -> MemoryLedger:
     """Return the memory use of all virtual CPU devices together, or of the GPU whose stage has the most weights."""
     program = max(plan.replicas[0], key=lambda program: program.weight_bytes)
     device = program.mesh.devices.flat[0]
@@ -252,7 +285,7 @@ def _make_ledger(config: EngineConfig, plan: EnginePlan, temporary_bytes: int, r
     temporaries = "peak temporaries of a step", temporary_bytes
     if device.platform == "cpu":
         programs = max(0, resident_bytes() - resident_before - weights - pages - slots)
-        lines = [("Python and libraries", resident_before), ("weights", weights), ("KV pages", pages)]
+        lines = [(PROCESS_LINE, resident_before), ("weights", weights), ("KV pages", pages)]
         lines.append(("per-request state", slots))
         lines += [("compiled programs", programs), temporaries]
         total = sum(size for _, size in lines)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxserve.device.program import ModelProgram, StepState
-from jaxserve.device.step_batch import BatchShape, unpack
+from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import attention_settings, sample_rows
 from jaxserve.layers.residual import own_rows, whole_rows
 from jaxserve.models.stages import Stage
@@ -99,7 +99,7 @@ class StepCollectives:
 
 def _trace_embedding(program: ModelProgram, shape: BatchShape, variant: str) -> jax.stages.Traced:
     def embed(arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"]) -> Any:
-        model, batch = program.model(arrays), unpack(buffer, shape, state.latest, program.page_size, program.num_pages)
+        model, batch = program.model(arrays), program.unpack(buffer, shape, state.latest)
         settings = attention_settings(program, shape)
         return model.embedded(batch.tokens, batch.positions, batch.lengths, batch.attention, settings)[0]
 
@@ -108,7 +108,7 @@ def _trace_embedding(program: ModelProgram, shape: BatchShape, variant: str) -> 
 
 def _trace_layer(program: ModelProgram, shape: BatchShape, variant: str) -> jax.stages.Traced:
     def layer(arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], x: Float[Array, "T D"]) -> Any:
-        model, batch = program.model(arrays), unpack(buffer, shape, state.latest, program.page_size, program.num_pages)
+        model, batch = program.model(arrays), program.unpack(buffer, shape, state.latest)
         settings = attention_settings(program, shape)
         given = batch.tokens, batch.positions, batch.lengths, batch.attention, settings
         own, inputs = model.embedded(*given, own_rows(x, model.residual_axis, program.row_tile))
@@ -129,7 +129,7 @@ def _trace_head(program: ModelProgram, shape: BatchShape, variant: str) -> jax.s
     def sampled(
         arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], x: Float[Array, "T D"]
     ) -> Any:
-        model, batch = program.model(arrays), unpack(buffer, shape, state.latest, program.page_size, program.num_pages)
+        model, batch = program.model(arrays), program.unpack(buffer, shape, state.latest)
         tile = program.row_tile
         hidden = whole_rows(own_rows(x, model.residual_axis, tile), model.residual_axis, tile)
         rows, mask = hidden[batch.sampled_tokens], jnp.zeros(program.mask_shape(shape.num_rows), jnp.int32)

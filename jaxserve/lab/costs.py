@@ -85,7 +85,7 @@ class Steps:
         sharing = self._placement.devices_per_host if device.shares_host else 1
         memory = (work.weight_bytes + work.kv_bytes) / (device.bytes_per_s * device.bandwidth_share) * sharing
         compute = work.flops / device.flops_of(self._stages.programs[0].policy.weights) * sharing
-        exchanged = sum(each.seconds for each in communication)
+        exchanged = sum((each.seconds for each in communication), 0.0)
         return _Seconds(memory, compute, exchanged, max(memory, compute) + exchanged + device.step_overhead_s)
 
     def _communication(self, program: ModelProgram, shape: BatchShape) -> list[Communication]:
@@ -99,11 +99,8 @@ class Steps:
         found = [self._row(*key, times) for key, times in counts.items()]
         num_stages = self._placement.shape.stage
         if program.is_last:
-            return (
-                found
-                if program.is_first
-                else [*found, self._hand_over(shape.num_rows * _TOKEN_BYTES, times=num_stages - 1)]
-            )
+            returned = [] if program.is_first else [self._hand_over(shape.num_rows * _TOKEN_BYTES, num_stages - 1)]
+            return [*found, *returned]
         hidden = program.abstract_hidden(shape.num_tokens)
         return [*found, self._hand_over(bytes_per_device(hidden.shape, hidden.dtype.itemsize, hidden.sharding))]
 

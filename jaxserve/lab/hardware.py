@@ -16,7 +16,7 @@ from jaxserve.errors import ConfigError
 from sharding import PlannedDevice
 
 _GIB, _MIB = 1 << 30, 1 << 20
-_TERA, _GIGA = 10**12, 10**9
+_TERA, _GIGA = 1e12, 1e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,10 +140,10 @@ _GPUS = (
     # 790 of 989 TFLOP/s multiplied. Rates are of dense matmuls that accumulate in float32, without sparsity.
     _gpu("h200", "NVIDIA H200", 143_771, 4.8, _half(989.4, 66.9), "nvlink-h200"),  # NVIDIA H200 datasheet
     _gpu("h100", "NVIDIA H100 80GB HBM3", 81_559, 3.35, _half(989.4, 66.9), "nvlink-h100"),  # H100 datasheet, SXM
-    _gpu("a100-80g", "NVIDIA A100-SXM4-80GB", 81_920, 2.039, _half(312, 19.5), "nvlink-a100"),  # A100 datasheet, SXM
-    _gpu("a100-40g", "NVIDIA A100-SXM4-40GB", 40_960, 1.555, _half(312, 19.5), "nvlink-a100"),  # A100 datasheet, SXM
+    _gpu("a100-80g", "NVIDIA A100-SXM4-80GB", 81_920, 2.039, _half(312.0, 19.5), "nvlink-a100"),  # A100 datasheet, SXM
+    _gpu("a100-40g", "NVIDIA A100-SXM4-40GB", 40_960, 1.555, _half(312.0, 19.5), "nvlink-a100"),  # A100 datasheet, SXM
     _gpu("l40s", "NVIDIA L40S", 46_068, 0.864, _half(362.05, 91.6), "pcie4"),  # NVIDIA L40S datasheet
-    _gpu("rtx3090", "NVIDIA GeForce RTX 3090", 24_576, 0.936, _half(71, 35.6), "pcie4"),  # GA102 whitepaper, table 9
+    _gpu("rtx3090", "NVIDIA GeForce RTX 3090", 24_576, 0.936, _half(71.0, 35.6), "pcie4"),  # GA102 whitepaper, table 9
     _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 24_564, 1.008, _half(165.2, 82.6), "pcie4"),  # AD102 whitepaper
 )
 
@@ -193,7 +193,7 @@ def _named(what: str, name: Any, table: Mapping[str, Any]) -> Any:
     raise ConfigError(f"unknown {what} {name!r}{hint}; known: {', '.join(table)}")
 
 
-def ring_seconds(kind: str, num_bytes: float, num_devices: int, link: Link) -> float:
+def ring_seconds(kind: str, num_bytes: int, num_devices: int, link: Link) -> float:
     """Return the time of a collective in which each device talks to its two neighbours only.
 
     Args:
@@ -206,7 +206,7 @@ def ring_seconds(kind: str, num_bytes: float, num_devices: int, link: Link) -> f
     return rounds * (_whole_bytes(kind, num_bytes, num_devices) / num_devices / link.rate + link.latency_s)
 
 
-def one_shot_seconds(kind: str, num_bytes: float, num_devices: int, link: Link) -> float:
+def one_shot_seconds(kind: str, num_bytes: int, num_devices: int, link: Link) -> float:
     """Return the time of a collective in which each device sends to all others at once; arguments as above.
 
     In an all-reduce each device then receives all parts whole, which is faster for few bytes only.
@@ -216,7 +216,7 @@ def one_shot_seconds(kind: str, num_bytes: float, num_devices: int, link: Link) 
     return (num_devices - 1) * sent / link.rate + link.latency_s
 
 
-def collective_seconds(kind: str, num_bytes: float, num_devices: int, link: Link) -> float:
+def collective_seconds(kind: str, num_bytes: int, num_devices: int, link: Link) -> float:
     """Return the time of a collective: that of the faster algorithm; arguments as above."""
     if num_devices == 1:
         return 0.0
@@ -225,6 +225,6 @@ def collective_seconds(kind: str, num_bytes: float, num_devices: int, link: Link
     return min(model(kind, num_bytes, num_devices, link) for model in (ring_seconds, one_shot_seconds))
 
 
-def _whole_bytes(kind: str, num_bytes: float, num_devices: int) -> float:
+def _whole_bytes(kind: str, num_bytes: int, num_devices: int) -> int:
     """Return the bytes of the whole array that devices combine."""
     return num_bytes * num_devices if kind == "reduce-scatter" else num_bytes

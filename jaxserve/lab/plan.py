@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.device.build import StagePlans, find_model, mesh_shape_of, plan_stages
 from jaxserve.device.layout_choice import choose_layout
 from jaxserve.device.memory_fit import fit_to_memory
-from jaxserve.errors import MemoryPlanError
+from jaxserve.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from jaxserve.lab.costs import step_costs
 from jaxserve.lab.hardware import Device, Link, get_device, get_link
 from jaxserve.lab.memory import stage_memories
@@ -69,7 +70,9 @@ def plan(
 
 def plan_config(config: EngineConfig, device: Device, hosts: int = 1, context: int | None = None) -> Plan:
     """Plan an engine for devices of a kind; see :func:`plan`."""
-    model = read_model_config(find_model(config), config.hf_overrides)
+    if context is not None and (isinstance(context, bool) or not isinstance(context, int) or context < 1):
+        raise ConfigError(f"context: expected an integer >= 1, got {context!r}")
+    model = _read_model(config)
     shape = mesh_shape_of(config, model)
     placement = Placement(shape, device, hosts)
     layout = choose_layout(config, model)
@@ -108,6 +111,26 @@ def plan_config(config: EngineConfig, device: Device, hosts: int = 1, context: i
         problem=problem,
         programs=tuple(stages.programs),
     )
+
+
+def _read_model(config: EngineConfig) -> ModelConfig:
+    """Return the model's configuration; an error about quantized weights says how to plan without quantization."""
+    directory = find_model(config)
+    try:
+        return read_model_config(directory, config.hf_overrides)
+    except UnsupportedModelError as error:
+        unquantized = {**(config.hf_overrides or {}), "quantization_config": None}
+        if not _is_readable(directory, unquantized):
+            raise
+        raise UnsupportedModelError(f"{error}; plan it unquantized with hf_overrides={unquantized}") from error
+
+
+def _is_readable(directory: Path, overrides: Mapping[str, Any]) -> bool:
+    try:
+        read_model_config(directory, overrides)
+    except ConfigError:
+        return False
+    return True
 
 
 def _model_kv_bytes(model: ModelConfig, stages: StagePlans) -> int:

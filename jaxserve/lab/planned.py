@@ -113,11 +113,17 @@ class Plan:
     @property
     def tables(self) -> list[report.Table]:
         """Memory, communication of a decode and a prefill step, and times."""
-        exchanges = [
-            report.communication_table(step) for step in (self.decode_of(1), self.prefill) if step.communication
-        ]
-        memory = report.memory_table(self.stages, self.device.memory_bytes, self.page_size)
-        return [memory, *exchanges, report.time_table(self.decode, self.prefill)]
+        steps = [step for step in (self.decode_of(1), self.prefill) if step.communication]
+        memory = report.memory_table(self.stages, self.fullest, self.device.memory_bytes, self.page_size)
+        fitting = [step.batch for step in self.decode if self.has_pages(step)]
+        return [memory, *map(report.communication_table, steps), report.time_table(self.decode, self.prefill, fitting)]
+
+    def has_pages(self, step: StepCost) -> bool:
+        """Return whether the pages of all sequences of a step fit, and the step is not larger than an engine's."""
+        lanes = self.num_lanes * self.mesh["data"]
+        per_lane = -(-step.batch // lanes)
+        pages = -(-step.context // self.page_size) * self.num_tables * per_lane
+        return pages <= self.num_pages and per_lane <= self.max_num_seqs
 
     @property
     def summary(self) -> str:
@@ -135,8 +141,8 @@ class Plan:
         if self.problem is not None:
             return f"Does not fit: {self.problem}"
         return (
-            f"Fits: {self.kv_tokens:,} tokens of KV cache ({report.size(self.model_kv_bytes_per_token)} per token on all "
-            f"devices), {self.num_requests:,} requests of {self.max_model_len:,} tokens at once"
+            f"Fits: {self.kv_tokens:,} tokens of KV cache ({report.size(self.model_kv_bytes_per_token)} per token on "
+            f"all devices), {self.num_requests:,} requests of {self.max_model_len:,} tokens at once"
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 import dataclasses
 import html
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxserve.lab.hardware import Device
 from jaxserve.lab.records import Communication, StageMemory, StepCost
 
+_MOST_COLUMNS = 4
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 """A title, the names of columns, and rows of cells."""
 
@@ -43,15 +44,18 @@ def as_html(summary: str, tables: Sequence[Table], verdict: str) -> str:
     return "".join([*parts, f"<p>{html.escape(verdict)}</p>"])
 
 
-def memory_table(stages: Sequence[StageMemory], total: int, page_size: int) -> Table:
-    """Return the memory of a device of each stage, in columns.
+def memory_table(stages: Sequence[StageMemory], fullest: StageMemory, total: int, page_size: int) -> Table:
+    """Return the memory of a device of each stage, in columns; of many stages, the first, the fullest and the last.
 
     Args:
         stages: The stages.
+        fullest: The stage with room for the fewest pages.
         total: Memory of a device in bytes.
         page_size: Tokens per page.
     """
     several = len(stages) > 1
+    if len(stages) > _MOST_COLUMNS:
+        stages = [stage for stage in stages if stage in (stages[0], fullest, stages[-1])]
     names = ["", *(f"stage {stage.stage}" if several else "bytes" for stage in stages), "source"]
     lines = [
         ("weights", [size(stage.weights) for stage in stages], "counted"),
@@ -98,9 +102,15 @@ def _row(each: Communication) -> list[str]:
     ]
 
 
-def time_table(decode: Sequence[StepCost], prefill: StepCost) -> Table:
-    """Return the times of decode steps, and of a prefill step."""
-    names = ("step", "batch", "memory", "compute", "communication", "latency", "tokens/s", "bound by")
+def time_table(decode: Sequence[StepCost], prefill: StepCost, fitting: Collection[int]) -> Table:
+    """Return the times of decode steps, and of a prefill step.
+
+    Args:
+        decode: Decode steps.
+        prefill: A prefill step.
+        fitting: Batch sizes of decode steps whose sequences and pages fit.
+    """
+    names = ("step", "batch", "memory", "compute", "communication", "latency", "tokens/s", "bound by", "fits")
     rows = [
         [
             step.kind,
@@ -111,6 +121,7 @@ def time_table(decode: Sequence[StepCost], prefill: StepCost) -> Table:
             seconds(step.step_s if step.kind == "decode" else step.latency_s),
             f"{step.tokens_per_s:,.0f}",
             step.bound,
+            "yes" if step is prefill or step.batch in fitting else "no",
         ]
         for step in (*decode, prefill)
     ]
@@ -141,14 +152,14 @@ def _aligned(cell: str, width: int, column: int) -> str:
     return cell.ljust(width) if column == 0 else cell.rjust(width)
 
 
-def size(num_bytes: float) -> str:
+def size(num_bytes: int) -> str:
     """Return bytes with a binary unit."""
     units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
     for unit, factor in units:
         if abs(num_bytes) >= factor:
             scaled = num_bytes / factor
             return f"{scaled:,.0f} {unit}" if scaled == int(scaled) or abs(scaled) >= 100 else f"{scaled:.2f} {unit}"
-    return f"{num_bytes:.0f} B"
+    return f"{num_bytes} B"
 
 
 def seconds(time_s: float) -> str:

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jaxserve.cli_arguments import add_dataclass_arguments
 from jaxserve.config import EngineConfig
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.errors import ConfigError
 from jaxserve.lab.hardware import Device, get_device
+from jaxserve.lab.plan_command import SETTINGS
 from jaxserve.lab.show_drawing import ShownModel, ShownStage
 from jaxserve.lab.show_parts import ModelParts, place
 from jaxserve.lab.show_program import MeshPrograms, programs_without_devices
@@ -113,22 +115,19 @@ def _stages(programs: MeshPrograms, parts: ModelParts) -> tuple[ShownStage, ...]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.add_argument("model", help="model directory, hub id, or demo; its weights are not read")
-    parser.add_argument("--mesh", help="devices along each axis, such as data=2,stage=2,tensor=2 (default: one device)")
-    parser.add_argument("--layout", help="name of the sharding layout, or path.py:NAME (default: tensor_parallel)")
     parser.add_argument("--device", default="h100", help="kind of device, as in jaxserve plan (default: %(default)s)")
-    parser.add_argument("--dtype", help="element type of weights (default: the checkpoint's)")
     parser.add_argument("--num-seqs", type=int, default=1, help="sequences of the decode step (default: %(default)s)")
     parser.add_argument(
         "--num-tokens", type=int, default=2048, help="tokens of the prefill step (default: %(default)s)"
     )
     parser.add_argument("--svg", metavar="FILE", help="write the drawing as SVG to a file")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_dataclass_arguments(parser.add_argument_group("engine"), EngineConfig, SETTINGS)
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the drawing, and write it as SVG if requested."""
-    names = ("mesh", "layout", "dtype")
-    settings = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    settings = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
     sizes = {"num_seqs": options.num_seqs, "num_tokens": options.num_tokens}
     drawing = show(options.model, device=options.device, **sizes, **settings)
     if options.svg is not None:

@@ -68,21 +68,26 @@ class StageWork:
             context: Tokens of context.
             all_rows: Rows of all lanes together, which share experts.
         """
-        seen = [min(context, spec.window or context) for spec in self._specs]
+        seen = [float(min(context, spec.window or context)) for spec in self._specs]
         own = sum(map(self._token_bytes, self._specs, seen)) * rows
-        return self._work(rows, rows, all_rows, own, sum(map(_attention, self._specs, seen)) * rows)
+        return self._work(rows, rows, all_rows, own, sum(map(self._attention, self._specs, seen)) * rows)
 
     def prefill(self, num_tokens: int) -> Work:
         """Return the work of a step that computes a prompt of ``num_tokens`` tokens in each lane."""
-        seen = [min(num_tokens / 2, spec.window or num_tokens) for spec in self._specs]
-        own = sum(self._token_bytes(spec, num_tokens) for spec in self._specs)
+        seen = [min(num_tokens / 2, float(spec.window or num_tokens)) for spec in self._specs]
+        own = sum(self._token_bytes(spec, float(num_tokens)) for spec in self._specs)
         all_tokens = num_tokens * self._parallel.num_row_parts
-        return self._work(num_tokens, 1, all_tokens, own, sum(map(_attention, self._specs, seen)) * num_tokens)
+        return self._work(num_tokens, 1, all_tokens, own, sum(map(self._attention, self._specs, seen)) * num_tokens)
 
     def _token_bytes(self, spec: KVSpec, num_tokens: float) -> float:
         """Return the bytes of keys and values that a device reads of a sequence's context."""
         features = spec.num_kv_heads * spec.head_dim * (2 if spec.value_dim is None else 1)
         return num_tokens * features * self._itemsize / self._parallel.parts(self._parallel.tokens)
+
+    def _attention(self, spec: KVSpec, num_seen: float) -> float:
+        """Return the multiplications and additions of one row's attention on a device."""
+        value = spec.head_dim if spec.value_dim is None else spec.value_dim
+        return 2 * spec.num_heads * (spec.head_dim + value) * num_seen / self._parallel.parts(self._parallel.tokens)
 
     def _work(self, num_tokens: int, num_sampled: int, shared: int, kv_bytes: float, attention: float) -> Work:
         weight_bytes, products = 0.0, 0.0
@@ -96,12 +101,6 @@ class StageWork:
             parts = self._parallel.parts(self._parallel.experts)
             products += matmul.products * shared * matmul.per_token / parts
         return Work(weight_bytes, kv_bytes, 2 * products + attention)
-
-
-def _attention(spec: KVSpec, num_seen: float) -> float:
-    """Return the multiplications and additions of one row's attention on a device."""
-    value = spec.head_dim if spec.value_dim is None else spec.value_dim
-    return 2 * spec.num_heads * (spec.head_dim + value) * num_seen
 
 
 def _matmuls(program: ModelProgram) -> Iterator[_Matmul]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -47,6 +47,15 @@ class LogicalParam(NamedTuple):
             return [part]
         filled = load_method(self.stored.method).fill(self.stored, part)
         return [filled[name] for name in sorted(filled)]
+
+    def restore(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Convert one device's part of each array back to its part of the parameter; may return the same memory."""
+        if self.stored is None:
+            (part,) = parts
+            return part
+        method = load_method(self.stored.method)
+        names = sorted(method.arrays(self.stored))
+        return method.restore(self.stored, dict(zip(names, parts, strict=True)))
 
 
 class AbstractModel(NamedTuple):

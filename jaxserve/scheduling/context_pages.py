@@ -21,8 +21,19 @@ from collections.abc import Iterable, Iterator
 
 from jaxserve.scheduling.page_allocator import KVWindow, PageAllocator, max_held_pages
 from jaxserve.scheduling.plan import PageCopy, PageGrant
-from jaxserve.scheduling.prefix_cache import PartialHit, PrefixCache, pack_tokens
+from jaxserve.scheduling.prefix_cache import KEY_BYTES, PageRecord, PartialHit, PrefixCache, pack_tokens
 from jaxserve.scheduling.sequence import HeldPages, Sequence
+
+
+def table_tag(table: int) -> bytes:
+    """Return what follows a page's keys in the cache to distinguish the page tables."""
+    return bytes([table] if table else [])
+
+
+def table_of(record: PageRecord) -> int:
+    """Return the page table of a cached page."""
+    tag = record.parent[KEY_BYTES:]
+    return tag[0] if tag else 0
 
 
 class ContextCache:
@@ -37,7 +48,7 @@ class ContextCache:
         self._cache = cache
         self._page_size = cache.page_size
         self._windows = tuple(windows)
-        self._tags = [bytes([table] if table else []) for table in range(len(self._windows))]
+        self._tags = [table_tag(table) for table in range(len(self._windows))]
 
     def begin(self, sequence: Sequence) -> None:
         """Set the root key that a sequence's page keys start from; keep its keys if the root is unchanged."""

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxserve.scheduling.prefix_cache import PrefixCache
+from jaxserve.scheduling.prefix_cache import PageRecord, PrefixCache
 
 
 class KVWindow(NamedTuple):
@@ -108,6 +108,27 @@ class PageAllocator:
             else:
                 self.cache.forget(page)
                 self._free.append(page)
+
+    @property
+    def cached_pages(self) -> list[int]:
+        """Free pages in the prefix cache, the least recently used first."""
+        return list(self._free_cached)
+
+    def adopt(self, record: PageRecord) -> int | None:
+        """Enter the content of another allocator's page as that of a free page, the most recently used one.
+
+        Returns:
+            The page to copy it to; None if the content is cached already, or no page is free of cached content.
+        """
+        if not (self._free and self.keeps_free_pages):
+            return None
+        page = self._free[-1]
+        self.cache.add(page, *record)
+        if page not in self.cache:
+            return None
+        self._free.pop()
+        self._free_cached[page] = None
+        return page
 
     def reset(self) -> None:
         """Clear the prefix cache; held pages stay held."""

@@ -11,6 +11,8 @@ import struct
 from typing import NamedTuple
 
 TOKEN_BYTES = 4
+KEY_BYTES = hashlib.sha256().digest_size
+"""Length of a key without what ``ContextCache`` adds to it."""
 
 
 def pack_tokens(token_ids: list[int]) -> bytes:
@@ -25,7 +27,7 @@ class PartialHit(NamedTuple):
     num_tokens: int
 
 
-class _Record(NamedTuple):
+class PageRecord(NamedTuple):
     """Content of a page: the preceding page's key, its tokens, and its own key (empty unless it is full)."""
 
     parent: bytes
@@ -45,7 +47,7 @@ class PrefixCache:
         self.page_size = page_size
         self.min_shared_tokens = max(1, page_size // 8)
         self._epoch = 0
-        self._records: dict[int, _Record] = {}
+        self._records: dict[int, PageRecord] = {}
         self._page_of: dict[bytes, int] = {}
         self._children: dict[bytes, list[tuple[bytes, int]]] = {}
         self._unsettled: set[int] = set()
@@ -57,6 +59,15 @@ class PrefixCache:
     def __contains__(self, page: int) -> bool:
         """Whether a page is cached."""
         return page in self._records
+
+    def record(self, page: int) -> PageRecord:
+        """Return the content of a cached page."""
+        return self._records[page]
+
+    def share_roots(self, other: "PrefixCache") -> None:
+        """Use the root keys of another cache, so that contexts have the same keys in both; this one must be empty."""
+        assert not self._records
+        self._epoch = other._epoch
 
     def root_key(self, name: bytes) -> bytes:
         """Return the key that precedes the first page of all contexts with this ``name``; ``reset`` changes it."""
@@ -98,7 +109,7 @@ class PrefixCache:
             return
         if page in self._records:
             self._remove(page)
-        self._records[page] = _Record(parent, content, key)
+        self._records[page] = PageRecord(parent, content, key)
         self._unsettled.add(page)
 
     def settle(self) -> None:

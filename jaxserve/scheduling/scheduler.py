@@ -2,6 +2,7 @@
 
 import bisect
 from collections import deque
+from collections.abc import Iterable
 
 from jaxserve.outputs import FinishReason
 from jaxserve.scheduling.context_pages import ContextPages
@@ -78,6 +79,7 @@ class Scheduler:
         num_decode_rows: Number of decode rows planned so far.
         num_runnable: Number of running sequences that had tokens left to plan, not waiting for the host, when
             ``schedule`` was last called, and of those it admitted.
+        proposer: Proposes draft tokens; None disables speculative decoding.
     """
 
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator, proposer: DraftProposer | None = None):
@@ -90,7 +92,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_decode_rows = 0
         self.num_runnable = 0
-        self._proposer = proposer
+        self.proposer = proposer
         self._decode_rows = [Row(slot, ON_DEVICE, [ON_DEVICE], 1) for slot in range(limits.max_num_seqs)]
         self._in_flight: deque[Flight] = deque()
         self._microbatches = Microbatches(limits.num_stages, limits.max_num_seqs)
@@ -129,8 +131,8 @@ class Scheduler:
         self.admitted = []
         if not draft.preempts:
             self._admit(budget, draft)
-            if self._proposer is not None:
-                add_drafts(draft, num_decodes, self._proposer, self.limits, self.pages)
+            if self.proposer is not None:
+                add_drafts(draft, num_decodes, self.proposer, self.limits, self.pages)
         self.num_runnable = turn.num_runnable + len(self.admitted)
         if not draft.rows:
             return None
@@ -206,6 +208,21 @@ class Scheduler:
         sequence.num_pending = 0
         if sequence.slot >= 0:
             self._requeue(sequence)
+
+    def requeue_all(self) -> None:
+        """Requeue every running sequence, as if preempted; no step may be in flight."""
+        assert not self._in_flight, "steps are in flight"
+        for sequence in reversed(self.running[:]):
+            self._requeue(sequence)
+            sequence.last_plan = -1
+
+    def replace(self, schedulers: Iterable["Scheduler"]) -> None:
+        """Continue the counters of schedulers that this one replaces."""
+        for other in schedulers:
+            self.num_preemptions += other.num_preemptions
+            self.num_decode_rows += other.num_decode_rows
+            self.pages.num_queried_tokens += other.pages.num_queried_tokens
+            self.pages.num_hit_tokens += other.pages.num_hit_tokens
 
     def _end_pooled(self, pooled: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Finish sequences whose pooling is complete; return those that had not finished before, and their rows."""

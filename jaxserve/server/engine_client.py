@@ -137,6 +137,17 @@ class EngineClient:
         """Drop all cached pages."""
         await self._ready_link().query("reset_prefix_cache")
 
+    async def reshard(self, mesh: str | None, layout: str | None) -> dict[str, Any]:
+        """Move the engine to another mesh or layout; return the fields of a ``ReshardReport``. Updates ``info``.
+
+        Raises:
+            RequestError: The mesh or the layout cannot be, or another change is in progress.
+            EngineDeadError: The move failed, and the engine has ended.
+        """
+        link = self._ready_link()
+        report, link.info = await link.query("reshard", mesh=mesh, layout=layout)
+        return report
+
     async def start_profile(self, directory: str) -> None:
         """Start to record a profile."""
         await self._ready_link().query("start_profile", directory=directory)

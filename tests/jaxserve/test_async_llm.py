@@ -6,8 +6,8 @@ import random
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import jaxtyping
 import pytest
@@ -25,6 +25,8 @@ from jaxserve import (
     StructuredOutputsParams,
     async_llm,
 )
+from jaxserve.device.memory import MemoryLedger
+from jaxserve.engine.startup import StartedEngine
 from jaxserve.errors import DeadlineError
 from jaxserve.metric_types import Histogram
 
@@ -549,7 +551,7 @@ def test_a_forgotten_engine_ends_its_thread(monkeypatch: pytest.MonkeyPatch) -> 
 
         enqueue = step = abort = metrics = close
 
-    started = SimpleNamespace(engine=Idle(), ledger=SimpleNamespace(device="CPU"))
+    started = Mock(spec=StartedEngine, engine=Idle(), ledger=Mock(spec=MemoryLedger, device="CPU"))
     monkeypatch.setattr(async_llm, "start_engine", lambda config: started)
     engine = AsyncLLM("demo")
     thread = engine._thread

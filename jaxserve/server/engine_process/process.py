@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import faulthandler
 import logging
 import os
@@ -17,6 +18,7 @@ from checkpoints import CheckpointError
 from jaxserve.config import SERVING_DEFAULTS, EngineConfig
 from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.model_defaults import generation_defaults
+from jaxserve.engine.resharding import Resharder
 from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.errors import ConfigError, JaxserveError
@@ -36,7 +38,7 @@ from jaxserve.server.engine_messages import (
 )
 from jaxserve.server.engine_process.outbox import Outbox
 from jaxserve.server.engine_process.renderers import Renderers
-from jaxserve.server.engine_process.serving import Serving, max_num_seqs
+from jaxserve.server.engine_process.serving import Resharded, Serving, max_num_seqs
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 
 logger = logging.getLogger(__name__)
@@ -174,10 +176,19 @@ def _serve(start: Start, inbox: Inbox, outbox: Outbox) -> tuple[EngineThread, Se
     logger.info("%s", started.ledger)
     stats = None if config.disable_log_stats else StatsLogger(started.ledger.device)
     thread = EngineThread(started.engine, stats)
-    serving = Serving(started, config, start, thread, outbox, renderers)
+    resharder, fields = Resharder(config, started), _default_fields(started, config)
+
+    def describe() -> EngineInfo:
+        model = _model(resharder.started, resharder.config)
+        return EngineInfo(model, fields, max_output_tokens(start.engine_arguments, fields))
+
+    def reshard(mesh: str | None, layout: str | None) -> Resharded:
+        report = resharder.reshard(mesh, layout, lambda function: thread.call(function).result(), thread.deliver)
+        return dataclasses.asdict(report), describe()
+
+    serving = Serving(started, config, start, thread, outbox, renderers, reshard)
     inbox.hand_to(serving)
-    fields = _default_fields(started, config)
-    outbox.send(EngineInfo(_model(started, config), fields, max_output_tokens(start.engine_arguments, fields)))
+    outbox.send(describe())
     watching = (thread, outbox, start.watchdog_timeout)
     threading.Thread(target=watch, args=watching, name="jaxserve-watchdog", daemon=True).start()
     return thread, serving

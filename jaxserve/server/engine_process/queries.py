@@ -4,6 +4,7 @@ import concurrent.futures
 import logging
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxserve.engine.preparation import Preparation
 from jaxserve.engine.startup import StartedEngine
 from jaxserve.errors import RequestError, RequestFailedError
 from jaxserve.server.engine_request import check_converted
+from sharding import LAYOUTS
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ class Queries:
         chat_template: The source of the server's own chat template, if it has one.
         render: Renders a conversation.
         abort: Aborts requests by name; returns those that were running or waiting, once they have ended.
+        reshard: Moves the engine to a mesh and a layout; returns what was done and the engine's new description.
     """
 
     def __init__(
@@ -40,18 +43,21 @@ class Queries:
         chat_template: str | None,
         render: Callable[[Mapping[str, Any]], Future],
         abort: Callable[[list[str]], Future],
+        reshard: Callable[[str | None, str | None], Any],
     ):
         self._started = started
         self._thread = thread
         self._preparation = preparation
         self._chat_template = chat_template
         self._render = render
+        self._move = reshard
         self._recording: ProfileRecording | None = None
         self._methods: dict[str, Callable[..., Future]] = {
             "abort": abort,
             "detokenize": self._detokenize,
             "metrics": self._metrics,
             "render_chat": self._render_chat,
+            "reshard": self._reshard,
             "reset_prefix_cache": self._reset_prefix_cache,
             "start_profile": self._start_profile,
             "stop_profile": self._stop_profile,
@@ -114,6 +120,23 @@ class Queries:
 
     def _reset_prefix_cache(self) -> Future:
         return self._thread.call(self._started.engine.reset_prefix_cache)
+
+    def _reshard(self, mesh: str | None, layout: str | None) -> Future:
+        """Move the engine, on a thread of its own because compiling takes long."""
+        if layout is not None and layout not in LAYOUTS:  # no file of the server is run for a client
+            raise RequestError(f"expected one of {', '.join(LAYOUTS)}", parameter="layout", value=layout)
+        moved: Future = concurrent.futures.Future()
+
+        def move() -> None:
+            try:
+                moved.set_result(self._move(mesh, layout))
+            except ValueError as error:  # a mesh or layout that cannot be
+                moved.set_exception(RequestError(str(error)))
+            except BaseException as error:  # the query must get an answer
+                moved.set_exception(error)
+
+        threading.Thread(target=move, name="jaxserve-reshard", daemon=True).start()
+        return moved
 
     def _start_profile(self, directory: str) -> Future:
         if self._recording is not None:

@@ -14,7 +14,17 @@ from jaxserve.engine.preparation import Preparation
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import StartedEngine
 from jaxserve.errors import SHUT_DOWN, EngineDeadError, JaxserveError, OverloadedError, RequestFailedError, unforeseen
-from jaxserve.server.engine_messages import Cancel, Query, QueryResult, Start, Stop, Submit, ToEngine, sendable_error
+from jaxserve.server.engine_messages import (
+    Cancel,
+    EngineInfo,
+    Query,
+    QueryResult,
+    Start,
+    Stop,
+    Submit,
+    ToEngine,
+    sendable_error,
+)
 from jaxserve.server.engine_process.outbox import Outbox, OutboxStream
 from jaxserve.server.engine_process.queries import Future, Queries
 from jaxserve.server.engine_process.renderers import Renderers, render_job
@@ -22,6 +32,9 @@ from jaxserve.server.settings import queued_tokens_limit
 from jaxserve.text.chat_prompt import read_template
 
 logger = logging.getLogger(__name__)
+
+Resharded = tuple[dict[str, Any], EngineInfo]
+"""The fields of a ``ReshardReport``, and the new description of the engine."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,6 +74,11 @@ class QueuedTokens:
         self._num_tokens = 0
         self._waiting: dict[Place, None] = {}
         self._lock = threading.Lock()
+
+    def resize(self, max_num_seqs: int) -> None:
+        """Let another number of sequences not wait, from the next request on."""
+        with self._lock:
+            self._max_num_seqs = max_num_seqs
 
     def enter(self, num_seqs: int) -> Place:
         """Count a new request's sequences."""
@@ -117,6 +135,7 @@ class Serving:
         thread: Runs the engine.
         outbox: Sends messages to the front end.
         renderers: Turn conversations into prompts.
+        reshard: Moves the engine to a mesh and a layout; returns what was done.
     """
 
     def __init__(
@@ -127,6 +146,7 @@ class Serving:
         thread: EngineThread,
         outbox: Outbox,
         renderers: Renderers,
+        reshard: Callable[[str | None, str | None], Resharded],
     ):
         self._started = started
         self._thread = thread
@@ -138,7 +158,10 @@ class Serving:
         self._preparation = Preparation(thread)
         self._chat_template = read_template(config.chat_template)
         self._content_format = start.chat_template_content_format
-        self._queries = Queries(started, thread, self._preparation, self._chat_template, self._render, self._abort)
+        self._move = reshard
+        self._queries = Queries(
+            started, thread, self._preparation, self._chat_template, self._render, self._abort, self._reshard
+        )
         self._requests: dict[int, tuple[OutboxStream, Place]] = {}
         self._lock = threading.Lock()  # of the dict
 
@@ -241,6 +264,12 @@ class Serving:
         aborted: Future = concurrent.futures.Future()
         self._thread.abort(found).add_done_callback(lambda _: aborted.set_result(found))
         return aborted
+
+    def _reshard(self, mesh: str | None, layout: str | None) -> Resharded:
+        moved = self._move(mesh, layout)
+        _, info = moved
+        self._queued.resize(info.model.max_num_seqs)
+        return moved
 
     def _query(self, query: Query) -> None:
         def send(future: Future) -> None:

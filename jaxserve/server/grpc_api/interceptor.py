@@ -68,6 +68,7 @@ ACCESS = MappingProxyType(
         "/jaxserve.v1.AdminService/GetLoad": "admin",
         "/jaxserve.v1.AdminService/Drain": "admin",
         "/jaxserve.v1.AdminService/ResetPrefixCache": "admin",
+        "/jaxserve.v1.AdminService/Reshard": "admin",
         "/jaxserve.v1.AdminService/StartProfile": "admin",
         "/jaxserve.v1.AdminService/StopProfile": "admin",
         "/jaxserve.v1.AdminService/Abort": "admin",

@@ -1,7 +1,7 @@
 """The other gRPC services: models, tokenizer, and operation of the server."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from jaxserve.errors import RequestError
 from jaxserve.metric_types import Gauge
@@ -166,8 +166,39 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         aborted = await self._frontend.engine.abort(list(request.request_ids))
         return admin_pb2.AbortResponse(aborted_request_ids=aborted)
 
+    async def Reshard(self, request: admin_pb2.ReshardRequest, context: Context) -> admin_pb2.ReshardResponse:
+        """Move the engine to another mesh or layout, and limit the sequences in flight to what it has room for."""
+        del context
+        mesh, layout = (getattr(request, name) if request.HasField(name) else None for name in ("mesh", "layout"))
+        report = await self._frontend.engine.reshard(mesh, layout)
+        limits, max_num_seqs = self._frontend.limits, self._frontend.info.model.max_num_seqs
+        if limits.is_open:
+            limits.open(max_num_seqs + self._frontend.config.queued_reqs_limit(max_num_seqs))
+        return admin_pb2.ReshardResponse(
+            from_mesh=_mesh_axes(report["from_mesh"]),
+            to_mesh=_mesh_axes(report["to_mesh"]),
+            from_layout=report["from_layout"],
+            to_layout=report["to_layout"],
+            num_programs=report["num_programs"],
+            compile_s=report["compile_s"],
+            pause_s=report["pause_s"],
+            drain_s=report["drain_s"],
+            move_s=report["move_s"],
+            warm_up_s=report["warm_up_s"],
+            weight_bytes=report["weight_bytes"],
+            page_bytes=report["page_bytes"],
+            num_pages=report["num_pages"],
+            num_cached_pages=report["num_cached_pages"],
+            num_requeued=report["num_requeued"],
+            num_recomputed_tokens=report["num_recomputed_tokens"],
+        )
+
     def _profile_directory(self) -> str:
         directory = self._frontend.config.profile_dir
         if directory is None:
             raise NotImplementedRequestError("this server records no profiles: it was started without --profile-dir")
         return directory
+
+
+def _mesh_axes(sizes: Mapping[str, int]) -> list[model_pb2.MeshAxis]:
+    return [model_pb2.MeshAxis(name=name, size=size) for name, size in sizes.items()]

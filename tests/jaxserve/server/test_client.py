@@ -343,6 +343,7 @@ def test_operating() -> None:
             load = client.load()
             assert (load.num_running, load.num_waiting, load.is_draining) == (3, 5, False)
             client.reset_prefix_cache()
+            assert client.reshard("tensor=2").to_layout == "replicated"
             with client.profile() as directory:
                 assert directory == "/profiles"
             assert client.abort(["nothing"]) == []
@@ -353,6 +354,7 @@ def test_operating() -> None:
         assert there.drains == [None, 1.5]
         assert [name for name, _ in there.engine.calls] == [
             "reset_prefix_cache",
+            "reshard",
             "start_profile",
             "stop_profile",
             "abort",

@@ -436,6 +436,32 @@ def test_the_prefix_cache_can_be_reset(run: Run, client: EngineClient) -> None:
     assert run(outputs_of(client, request))[0].num_cached_tokens == 0
 
 
+def test_a_running_engine_moves_to_another_mesh(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream goes on, ``info`` tells the new mesh, and what cannot be is the client's error."""
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    with running(run, {"compile_sizes": {"decode": [4], "mixed": [64]}}) as client:
+
+        async def main() -> None:
+            alone = await answer(client, asked("reverse garden:", LONG.clone(max_tokens=150)))
+            reading = asyncio.create_task(answer(client, asked("reverse garden:", LONG.clone(max_tokens=150))))
+            for mesh, layout, message in [
+                ("data=9", None, "the mesh needs 9 devices, but JAX has 2"),
+                ("rows=2", None, "mesh: expected a size"),
+                (None, "here.py:LAYOUT", r"expected one of .*expert_all_reduce.* \(parameter=layout"),
+            ]:
+                with pytest.raises(RequestError, match=message):
+                    await client.reshard(mesh, layout)
+            report = await client.reshard("data=2", None)
+            assert report["to_mesh"] == {"data": 2, "tensor": 1} and report["num_pages"] > 0
+            assert [(axis.name, axis.size) for axis in client.info.model.mesh] == [("data", 2), ("tensor", 1)]
+            assert client.info.model.max_num_seqs == 8
+            assert [one.token_ids for one in await reading] == [one.token_ids for one in alone]
+            assert await number(client, "compiles_after_ready") == 0
+            await until_idle(client)
+
+        run(main())
+
+
 def test_a_profile_is_recorded(run: Run, client: EngineClient, tmp_path: Path) -> None:
     run(client.start_profile(str(tmp_path)))
     with pytest.raises(RequestError, match="a profile is being recorded already"):

@@ -1,11 +1,15 @@
 """Conversations, tokenizer, models and operation over gRPC."""
 
+import dataclasses
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
+from jaxserve.engine.resharding import ReshardReport
+from jaxserve.errors import RequestError
+from jaxserve.server.auth import Caller
 from jaxserve.server.frontend import ParserNames
 from jaxserve.server.proto.jaxserve.v1 import (
     admin_pb2,
@@ -19,7 +23,7 @@ from jaxserve.server.proto.jaxserve.v1 import (
     tokenization_pb2,
     tokenization_pb2_grpc,
 )
-from tests.grpc_servers import MODEL, connected, run, serving
+from tests.grpc_servers import MODEL, RESHARD_NUMBERS, connected, run, serving
 
 Code = grpc.StatusCode
 USER = chat_pb2.ChatMessage(role="user", content="Hi")
@@ -234,6 +238,30 @@ def test_operation() -> None:
             there.engine.running.clear()
             names = [name for name, _ in there.engine.calls]
             assert names == ["reset_prefix_cache", "start_profile", "stop_profile", "abort"]
+
+    run(main)
+
+
+def test_resharding() -> None:
+    """The report has all that the engine tells, and the server admits as many sequences as now have room."""
+    assert set(RESHARD_NUMBERS) < {field.name for field in dataclasses.fields(ReshardReport)}
+
+    async def main() -> None:
+        async with serving() as there, connected(there.admin_target) as channel:
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
+            report = await stub.Reshard(admin_pb2.ReshardRequest(mesh="tensor=2", layout="replicated"))
+            assert [(axis.name, axis.size) for axis in report.to_mesh] == [("data", 1), ("tensor", 2)]
+            assert [axis.size for axis in report.from_mesh] == [1, 1]
+            assert (report.from_layout, report.to_layout) == ("tensor_parallel", "replicated")
+            assert [getattr(report, name) for name in RESHARD_NUMBERS] == [*range(1, len(RESHARD_NUMBERS) + 1)]
+            limits, num_seqs = there.frontend.limits, MODEL.max_num_seqs
+            with pytest.raises(RequestError, match=f"at most {5 * num_seqs} sequences"):
+                with limits.admit(Caller("someone", frozenset()), 5 * num_seqs + 1):
+                    pass
+            limits.close("draining")
+            await stub.Reshard(admin_pb2.ReshardRequest())
+            assert not limits.is_open
+            assert there.engine.calls == [("reshard", ("tensor=2", "replicated")), ("reshard", (None, None))]
 
     run(main)
 

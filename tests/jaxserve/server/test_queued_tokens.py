@@ -24,6 +24,8 @@ def test_requests_wait_once_more_sequences_came_than_the_steps_have_room_for() -
     assert queued.enter(1).waits
     queued.leave(places[1])
     assert not queued.enter(1).waits
+    queued.resize(8)
+    assert [queued.enter(num_seqs).waits for num_seqs in (4, 1, 1)] == [False, False, True]
 
 
 def test_prompts_of_requests_that_wait_are_counted() -> None:

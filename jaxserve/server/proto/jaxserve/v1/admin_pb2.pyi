@@ -1,8 +1,9 @@
+from jaxserve.server.proto.jaxserve.v1 import model_pb2 as _model_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -73,3 +74,47 @@ class AbortResponse(_message.Message):
     ABORTED_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     aborted_request_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, aborted_request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReshardRequest(_message.Message):
+    __slots__ = ("mesh", "layout")
+    MESH_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    mesh: str
+    layout: str
+    def __init__(self, mesh: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
+
+class ReshardResponse(_message.Message):
+    __slots__ = ("from_mesh", "to_mesh", "from_layout", "to_layout", "num_programs", "compile_s", "pause_s", "drain_s", "move_s", "warm_up_s", "weight_bytes", "page_bytes", "num_pages", "num_cached_pages", "num_requeued", "num_recomputed_tokens")
+    FROM_MESH_FIELD_NUMBER: _ClassVar[int]
+    TO_MESH_FIELD_NUMBER: _ClassVar[int]
+    FROM_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    TO_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROGRAMS_FIELD_NUMBER: _ClassVar[int]
+    COMPILE_S_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    MOVE_S_FIELD_NUMBER: _ClassVar[int]
+    WARM_UP_S_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUEUED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    from_mesh: _containers.RepeatedCompositeFieldContainer[_model_pb2.MeshAxis]
+    to_mesh: _containers.RepeatedCompositeFieldContainer[_model_pb2.MeshAxis]
+    from_layout: str
+    to_layout: str
+    num_programs: int
+    compile_s: float
+    pause_s: float
+    drain_s: float
+    move_s: float
+    warm_up_s: float
+    weight_bytes: int
+    page_bytes: int
+    num_pages: int
+    num_cached_pages: int
+    num_requeued: int
+    num_recomputed_tokens: int
+    def __init__(self, from_mesh: _Optional[_Iterable[_Union[_model_pb2.MeshAxis, _Mapping]]] = ..., to_mesh: _Optional[_Iterable[_Union[_model_pb2.MeshAxis, _Mapping]]] = ..., from_layout: _Optional[str] = ..., to_layout: _Optional[str] = ..., num_programs: _Optional[int] = ..., compile_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., drain_s: _Optional[float] = ..., move_s: _Optional[float] = ..., warm_up_s: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., page_bytes: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_cached_pages: _Optional[int] = ..., num_requeued: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ...) -> None: ...

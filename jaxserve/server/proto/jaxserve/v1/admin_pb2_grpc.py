@@ -65,6 +65,11 @@ class AdminServiceStub:
                 request_serializer=jaxserve_dot_v1_dot_admin__pb2.AbortRequest.SerializeToString,
                 response_deserializer=jaxserve_dot_v1_dot_admin__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.Reshard = channel.unary_unary(
+                '/jaxserve.v1.AdminService/Reshard',
+                request_serializer=jaxserve_dot_v1_dot_admin__pb2.ReshardRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_v1_dot_admin__pb2.ReshardResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -113,6 +118,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reshard(self, request, context):
+        """Moves the running engine to another mesh or layout; requests continue. Returns when the engine has moved.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +157,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=jaxserve_dot_v1_dot_admin__pb2.AbortRequest.FromString,
                     response_serializer=jaxserve_dot_v1_dot_admin__pb2.AbortResponse.SerializeToString,
+            ),
+            'Reshard': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reshard,
+                    request_deserializer=jaxserve_dot_v1_dot_admin__pb2.ReshardRequest.FromString,
+                    response_serializer=jaxserve_dot_v1_dot_admin__pb2.ReshardResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -310,6 +327,33 @@ class AdminService:
             '/jaxserve.v1.AdminService/Abort',
             jaxserve_dot_v1_dot_admin__pb2.AbortRequest.SerializeToString,
             jaxserve_dot_v1_dot_admin__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reshard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.AdminService/Reshard',
+            jaxserve_dot_v1_dot_admin__pb2.ReshardRequest.SerializeToString,
+            jaxserve_dot_v1_dot_admin__pb2.ReshardResponse.FromString,
             options,
             channel_credentials,
             insecure,

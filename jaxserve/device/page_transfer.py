@@ -1,0 +1,295 @@
+"""Move KV pages from the pools of an engine's stages to those of another, through host memory and layer by layer.
+
+Both must lay out a page of a layer in the same way; only the heads that a device stores may differ, and the stages.
+Each compiled program is called with a fixed number of pages.
+"""
+
+import collections
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxserve.device.program import ModelProgram, shardings
+from jaxserve.layers.attention import Pools
+from jaxserve.layers.kv_layout import PoolKind
+
+_CALL_BYTES = 16 << 20  # of the pages that one call moves
+
+
+class _Stack(NamedTuple):
+    """The arrays of one kind of pool.
+
+    Attributes:
+        kind: The kind.
+        num_pools: Pools stacked in each array.
+        num_heads: Key/value heads of a page on all devices, repeated ones counted.
+        head_dimensions: Dimension of each array that is split by heads; None if none is.
+        structs: Shapes and shardings of the arrays.
+        layers: For each layer whose pages it has: index in the whole model, page table, and index of the pool.
+        capacity: Pages that one call moves.
+    """
+
+    kind: PoolKind
+    num_pools: int
+    num_heads: int
+    head_dimensions: tuple[int | None, ...]
+    structs: tuple[Any, ...]
+    layers: tuple[tuple[int, int, int], ...]
+    capacity: int = 1
+
+    @classmethod
+    def all_of(cls, program: ModelProgram) -> "list[_Stack]":
+        """Return the pools of a program in their order."""
+        kinds = zip(program.kv_layout.pools, program.kv_layout.counts, strict=True)
+        return [cls._of(program, index, *each) for index, each in enumerate(kinds)]
+
+    @classmethod
+    def _of(cls, program: ModelProgram, index: int, kind: PoolKind, count: int) -> "_Stack":
+        num_heads = program.parallel.parts(program.parallel.kv_heads) * kind.num_kv_heads
+        specs = program.kernel.pool_specs(program.num_pages, program.own_page_size, num_heads, kind.head_dim)
+        structs = program.abstract_pools(kind, count)
+        layers = tuple(
+            (layer, table, first // program.pool_pages)
+            for layer, (pool, table, first) in zip(program.layers, program.kv_layout.layer_indices, strict=True)
+            if pool == index
+        )
+        stack = cls(kind, count, num_heads, tuple(spec.heads_dimension for spec in specs), structs, layers)
+        return stack._replace(capacity=max(1, min(program.num_pages, _CALL_BYTES // stack.page_bytes)))
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in all layers, heads that several devices have counted as often."""
+        return self.num_pools * sum(math.prod(each.shape[1:]) * each.dtype.itemsize for each in self.structs)
+
+    @property
+    def page_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of a page in each array, for one head."""
+        shapes: list[tuple[int, ...]] = []
+        for struct, heads in zip(self.structs, self.head_dimensions, strict=True):
+            sizes = list(struct.shape)
+            if heads is not None:
+                sizes[heads] //= self.num_heads
+            shapes.append(tuple(sizes[1:]))
+        return tuple(shapes)
+
+    def splits_only_pages_and_heads(self, program: ModelProgram) -> bool:
+        """Whether each device has whole tokens of some pages and heads."""
+        for struct, heads in zip(self.structs, self.head_dimensions, strict=True):
+            axes = ["pages", *["kv_heads" if i == heads else None for i in range(1, len(struct.shape))]]
+            if struct.sharding != program.layout.sharding(program.mesh, *axes):
+                return False
+        return True
+
+
+def can_share_pages(old: Sequence[ModelProgram], new: Sequence[ModelProgram]) -> bool:
+    """Return whether pages can be moved from the stages of one engine to those of another one for the same model."""
+    for program in (*old, *new):
+        if not all(stack.splits_only_pages_and_heads(program) for stack in _Stack.all_of(program)):
+            return False
+    return _form(old) == _form(new)
+
+
+def _form(stages: Sequence[ModelProgram]) -> object:
+    """Return what two engines must have in common to share pages: kernel, and table and form of each layer's pages."""
+    layers = {
+        layer: (table, stack.kind.dtype, stack.page_shapes)
+        for program in stages
+        for stack in _Stack.all_of(program)
+        for layer, table, _ in stack.layers
+    }
+    return stages[0].kernel.name, stages[0].page_size, layers
+
+
+def page_bytes(program: ModelProgram) -> int:
+    """Return the bytes of a page in all pools of one lane, heads that several devices have counted as often."""
+    return sum(stack.page_bytes for stack in _Stack.all_of(program))
+
+
+class LayerPages(NamedTuple):
+    """Pages of one layer in host memory.
+
+    Attributes:
+        num_heads: Key/value heads of a page, repeated ones counted.
+        arrays: The layer's arrays [pages, ...].
+    """
+
+    num_heads: int
+    arrays: tuple[np.ndarray, ...]
+
+
+HostPages = dict[int, LayerPages]
+"""Pages of one lane in host memory, by layer of the whole model."""
+
+
+class PageWrite(NamedTuple):
+    """Writes a page of the host to a page of a lane, in the layers of a page table.
+
+    Attributes:
+        pages: The pages on the host.
+        number: Index of the page in them.
+        target: The page of the lane.
+        table: The page table that the page belongs to.
+    """
+
+    pages: HostPages
+    number: int
+    target: int
+    table: int = 0
+
+
+class PageReader:
+    """Reads pages from the pools of a stage.
+
+    Attributes:
+        num_programs: Number of compiled programs.
+
+    Args:
+        program: The stage.
+    """
+
+    def __init__(self, program: ModelProgram):
+        self._program = program
+        self._stacks = _Stack.all_of(program)
+        kinds = {(stack.kind, stack.num_pools): stack for stack in self._stacks}
+        compiled = {key: _compile_read(program, stack) for key, stack in kinds.items()}
+        self._compiled = [compiled[stack.kind, stack.num_pools] for stack in self._stacks]
+        self.num_programs = len(compiled)
+
+    def read(self, pools: Sequence[Pools], pages: Sequence[Sequence[int]]) -> list[HostPages]:
+        """Return copies of the given pages of each lane."""
+        found: list[HostPages] = [{} for _ in pages]
+        for stack, read, arrays in zip(self._stacks, self._compiled, pools, strict=True):
+            lanes = self._read_stack(stack, read, arrays, pages)
+            for lane, copies in zip(found, lanes, strict=True):
+                for layer, _, pool in stack.layers:
+                    lane[layer] = LayerPages(stack.num_heads, tuple(copy[pool] for copy in copies))
+        return found
+
+    def _read_stack(
+        self, stack: _Stack, read: jax.stages.Compiled, arrays: Pools, pages: Sequence[Sequence[int]]
+    ) -> list[tuple[np.ndarray, ...]]:
+        """Return the arrays [pools, pages, ...] of each lane."""
+        lanes = [
+            tuple(np.empty((stack.num_pools, len(each), *array.shape[1:]), array.dtype) for array in arrays)
+            for each in pages
+        ]
+        for start in range(0, max(map(len, pages)), stack.capacity):
+            found = read(arrays, _call_pages(self._program, pages, start, stack.capacity))
+            for i, array in enumerate(found):
+                parts = np.asarray(array).reshape(len(pages), stack.num_pools, stack.capacity, *array.shape[1:])
+                for lane, part in zip(lanes, parts, strict=True):
+                    end = min(start + stack.capacity, lane[i].shape[1])
+                    lane[i][:, start:end] = part[:, : max(end - start, 0)]
+        return lanes
+
+
+class PageWriter:
+    """Writes pages to the pools of a stage.
+
+    Attributes:
+        num_programs: Number of compiled programs.
+
+    Args:
+        program: The stage.
+    """
+
+    def __init__(self, program: ModelProgram):
+        self._program = program
+        self._stacks = _Stack.all_of(program)
+        kinds = {(stack.kind, stack.num_pools): stack for stack in self._stacks}
+        compiled = {key: _compile_write(program, stack) for key, stack in kinds.items()}
+        self._compiled = [compiled[stack.kind, stack.num_pools] for stack in self._stacks]
+        self.num_programs = len(compiled)
+
+    def write(self, pools: Sequence[Pools], writes: Sequence[Sequence[PageWrite]]) -> tuple[Pools, ...]:
+        """Return the pools with the given pages of each lane written. Donates ``pools``."""
+        written: list[Pools] = []
+        targets = [[each.target for each in lane] for lane in writes]
+        for stack, write, arrays in zip(self._stacks, self._compiled, pools, strict=True):
+            for start in range(0, max(map(len, writes)), stack.capacity):
+                part = [lane[start : start + stack.capacity] for lane in writes]
+                rows = tuple(np.concatenate([_rows(stack, i, lane) for lane in part]) for i in range(len(arrays)))
+                arrays = write(arrays, _call_pages(self._program, targets, start, stack.capacity), rows)
+            written.append(arrays)
+        return tuple(written)
+
+
+def _compile_read(program: ModelProgram, stack: _Stack) -> jax.stages.Compiled:
+    """Compile the program that reads pages in all layers of a kind; its arguments are (pools, pages)."""
+
+    def read(pools: Pools, pages: Int[Array, " C"]) -> Pools:
+        places = _places(pages, stack.num_pools, program.pool_pages)
+        return tuple(pool[places] for pool in pools)
+
+    pages = program.rows_struct((stack.capacity,), jnp.int32)
+    return program.trace(read, (stack.structs, pages), out_shardings=shardings(stack.structs)).lower().compile()
+
+
+def _compile_write(program: ModelProgram, stack: _Stack) -> jax.stages.Compiled:
+    """Compile the program that writes pages in all layers of a kind; its arguments are (pools, pages, contents)."""
+
+    def write(pools: Pools, pages: Int[Array, " C"], contents: Pools) -> Pools:
+        places = _places(pages, stack.num_pools, program.pool_pages)
+        return tuple(pool.at[places].set(rows) for pool, rows in zip(pools, contents, strict=True))
+
+    pages = program.rows_struct((stack.capacity,), jnp.int32)
+    num_rows = program.num_lanes * stack.num_pools * stack.capacity
+    contents = tuple(
+        jax.ShapeDtypeStruct((num_rows, *pool.shape[1:]), pool.dtype, sharding=pool.sharding) for pool in stack.structs
+    )
+    arguments = (stack.structs, pages, contents)
+    return program.trace(write, arguments, out_shardings=shardings(stack.structs), donated=[0]).lower().compile()
+
+
+def _places(pages: Int[Array, " C"], count: int, num_pages: int) -> Int[Array, " P"]:
+    """Return the indices of pages in an array of ``count`` pools of ``num_pages`` pages each."""
+    return (num_pages * jnp.arange(count, dtype=jnp.int32)[:, None] + pages).ravel()
+
+
+def _call_pages(program: ModelProgram, pages: Sequence[Sequence[int]], start: int, capacity: int) -> np.ndarray:
+    """Return the pages of a call, with the page for padding where a lane has fewer."""
+    padded = np.full((len(pages), capacity), program.num_pages + 1, np.int32)
+    for lane, each in zip(padded, pages, strict=True):
+        part = each[start : start + capacity]
+        lane[: len(part)] = part
+    return padded.ravel()
+
+
+def _rows(stack: _Stack, index: int, writes: Sequence[PageWrite]) -> np.ndarray:
+    """Return what a call writes for one lane to one array of a stack; pages for padding get zeros."""
+    shape, heads, dtype = stack.structs[index].shape[1:], stack.head_dimensions[index], stack.structs[index].dtype
+    rows = np.zeros((stack.num_pools, stack.capacity, *shape), dtype)
+    alike = collections.defaultdict[tuple[int, int], list[int]](list)
+    for place, write in enumerate(writes):
+        alike[id(write.pages), write.table].append(place)
+    for (_, table), places in alike.items():
+        pages, numbers = writes[places[0]].pages, [writes[place].number for place in places]
+        for layer, own_table, pool in stack.layers:
+            if own_table != table:
+                continue
+            copied = pages[layer].arrays[index][numbers]
+            if heads is not None:
+                copied = _with_heads(copied, heads, pages[layer].num_heads, stack.num_heads)
+            rows[pool, places] = copied
+    return rows.reshape(-1, *shape)
+
+
+def _with_heads(pages: np.ndarray, axis: int, old: int, new: int) -> np.ndarray:
+    """Return pages with other numbers of copies of each head, which are consecutive.
+
+    The number of different heads divides both lengths, so in groups of the largest common divisor all copies are of
+    one head: one of them is kept, and repeated as often as needed.
+    """
+    if old == new:
+        return pages
+    common = math.gcd(old, new)
+    shape = list(pages.shape)
+    width = shape[axis] // old
+    grouped = pages.reshape(*shape[:axis], common, old // common, width, *shape[axis + 1 :])
+    kept = np.take(grouped, [0] * (new // common), axis=axis + 1)
+    return kept.reshape(*shape[:axis], new * width, *shape[axis + 1 :])
