@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from jaxserve.errors import MemoryPlanError as MemoryPlanError
     from jaxserve.errors import RequestError as RequestError
     from jaxserve.errors import UnsupportedModelError as UnsupportedModelError
+    from jaxserve.lab.compare import compare as compare
+    from jaxserve.lab.compare_result import Comparison as Comparison
     from jaxserve.lab.plan import plan as plan
     from jaxserve.lab.show import Drawing as Drawing
     from jaxserve.lab.show import show as show
@@ -50,6 +52,8 @@ _EXPORTS = {
     "RequestError": "jaxserve.errors",
     "UnsupportedModelError": "jaxserve.errors",
     "LLM": "jaxserve.llm",
+    "compare": "jaxserve.lab.compare",
+    "Comparison": "jaxserve.lab.compare_result",
     "plan": "jaxserve.lab.plan",
     "Drawing": "jaxserve.lab.show",
     "show": "jaxserve.lab.show",
@@ -77,6 +81,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "Comparison",
     "CompletionOutput",
     "ConfigError",
     "Drawing",
@@ -100,6 +105,7 @@ __all__ = [
     "StructuredOutputsParams",
     "UnsupportedModelError",
     "__version__",
+    "compare",
     "load_model",
     "plan",
     "show",

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import importlib
 import json
 import logging
 import sys
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _LABORATORY = {
     "plan": "plan a model on a mesh: memory, communication and time, without weights or devices",
+    "compare": "compare the meshes and layouts of a number of devices, and recommend one",
     "show": "draw where each weight and each KV page of a model is on a mesh, and the collectives of a layer",
 }
 
@@ -88,9 +90,7 @@ def _add_benches(benches: Any) -> None:
 
 
 def _add_laboratory(parser: argparse.ArgumentParser, name: str) -> None:
-    from jaxserve.lab import plan_command, show
-
-    module = {"plan": plan_command, "show": show}[name]
+    module = importlib.import_module(f"jaxserve.lab.{'plan_command' if name == 'plan' else name}")
     module.add_arguments(parser)
     parser.set_defaults(run=module.run, quiet=True)
 

@@ -1,5 +1,6 @@
 """Which candidate is the fastest for a batch size, a context and a link, and for which of them it would be another."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from jaxserve.lab.records import BATCH_SIZES, StepCost
 from jaxserve.lab.report import seconds
 
 _ALIKE = 0.01  # candidates whose tokens per second differ by less are ranked by KV capacity
+_NONE = "none fits"
 _CONTEXTS = (256, 1024, 4096, 16384, 65536, 131072)
 
 
@@ -105,12 +107,14 @@ def changes_text(found: Sequence[Change], recommended: str) -> list[str]:
         own = [change for change in found if change.what == what]
         if not own:
             continue
-        names = [*dict.fromkeys(change.name for change in own)]
-        if names == [recommended]:
+        groups = [(name, list(group)) for name, group in itertools.groupby(own, lambda change: change.name)]
+        if what == "link":
+            names = dict.fromkeys(change.name for change in own)
+            groups = [(name, [change for change in own if change.name == name]) for name in names]
+        if [name for name, _ in groups] == [recommended]:
             lines.append(f"{what}: the same for {_values(own)}")
             continue
-        parts = [f"{name or 'none fits'} for {_values([c for c in own if c.name == name])}" for name in names]
-        lines.append(f"{what}: {'; '.join(parts)}")
+        lines.append(f"{what}: {'; '.join(f'{name or _NONE} for {_values(group)}' for name, group in groups)}")
     return lines
 
 
@@ -151,4 +155,5 @@ def _difference(step: StepCost, other: StepCost) -> str:
         "communication": lambda each: each.communication_s,
     }
     name = max(times, key=lambda part: abs(times[part](other) - times[part](step)))
-    return f"its {name} takes {seconds(times[name](other))} instead of {seconds(times[name](step))}"
+    own, others = times[name](step), times[name](other)
+    return f"its {name} takes {seconds(others)}, {f'not {seconds(own)}' if own else 'which this one has none of'}"
