@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from jaxserve.errors import MemoryPlanError as MemoryPlanError
     from jaxserve.errors import RequestError as RequestError
     from jaxserve.errors import UnsupportedModelError as UnsupportedModelError
+    from jaxserve.lab.compare import compare as compare
+    from jaxserve.lab.compare_result import Comparison as Comparison
     from jaxserve.lab.plan import plan as plan
+    from jaxserve.lab.show import Drawing as Drawing
+    from jaxserve.lab.show import show as show
     from jaxserve.llm import LLM as LLM
     from jaxserve.logprobs import FlatLogprobs as FlatLogprobs
     from jaxserve.logprobs import Logprob as Logprob
@@ -48,7 +52,11 @@ _EXPORTS = {
     "RequestError": "jaxserve.errors",
     "UnsupportedModelError": "jaxserve.errors",
     "LLM": "jaxserve.llm",
+    "compare": "jaxserve.lab.compare",
+    "Comparison": "jaxserve.lab.compare_result",
     "plan": "jaxserve.lab.plan",
+    "Drawing": "jaxserve.lab.show",
+    "show": "jaxserve.lab.show",
     "FlatLogprobs": "jaxserve.logprobs",
     "Logprob": "jaxserve.logprobs",
     "load_model": "jaxserve.models.loading",
@@ -73,8 +81,10 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "Comparison",
     "CompletionOutput",
     "ConfigError",
+    "Drawing",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineConfig",
@@ -95,8 +105,10 @@ __all__ = [
     "StructuredOutputsParams",
     "UnsupportedModelError",
     "__version__",
+    "compare",
     "load_model",
     "plan",
+    "show",
 ]
 
 

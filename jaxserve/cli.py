@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import importlib
 import json
 import logging
 import sys
@@ -26,7 +27,11 @@ if TYPE_CHECKING:
     from jaxserve.llm import LLM
 
 
-_PLAN = "plan a model on a mesh: memory, communication and time, without weights or devices"
+_LABORATORY = {
+    "plan": "plan a model on a mesh: memory, communication and time, without weights or devices",
+    "compare": "compare the meshes and layouts of a number of devices, and recommend one",
+    "show": "draw where each weight and each KV page of a model is on a mesh, and the collectives of a layer",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -62,9 +67,10 @@ def _parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure speed")
     if list(wanted) == ["bench"]:
         _add_benches(bench.add_subparsers(required=True, metavar="BENCH"))
-    plan = commands.add_parser("plan", help=_PLAN, description=_PLAN, allow_abbrev=False)
-    if list(wanted) == ["plan"]:
-        _add_plan(plan)
+    for name, help_ in _LABORATORY.items():
+        tool = commands.add_parser(name, help=help_, description=help_, allow_abbrev=False)
+        if list(wanted) == [name]:
+            _add_laboratory(tool, name)
     _add_convert(commands)
     _add_eval(commands)
     return parser
@@ -83,11 +89,10 @@ def _add_benches(benches: Any) -> None:
         _add_common(bench, module.run)
 
 
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    from jaxserve.lab import plan_command
-
-    plan_command.add_arguments(parser)
-    parser.set_defaults(run=plan_command.run, quiet=True)
+def _add_laboratory(parser: argparse.ArgumentParser, name: str) -> None:
+    module = importlib.import_module(f"jaxserve.lab.{'plan_command' if name == 'plan' else name}")
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run, quiet=True)
 
 
 def _add_common(parser: argparse.ArgumentParser, run: Any) -> None:
