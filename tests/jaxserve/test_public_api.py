@@ -13,8 +13,10 @@ EXPORTED = {
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "Comparison",
     "CompletionOutput",
     "ConfigError",
+    "Drawing",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineConfig",
@@ -35,8 +37,10 @@ EXPORTED = {
     "StructuredOutputsParams",
     "UnsupportedModelError",
     "__version__",
+    "compare",
     "load_model",
     "plan",
+    "show",
 }
 
 WITHOUT_JAX = [
