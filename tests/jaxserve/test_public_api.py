@@ -13,10 +13,8 @@ EXPORTED = {
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
-    "Comparison",
     "CompletionOutput",
     "ConfigError",
-    "Drawing",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineConfig",
@@ -37,10 +35,12 @@ EXPORTED = {
     "StructuredOutputsParams",
     "UnsupportedModelError",
     "__version__",
-    "compare",
     "load_model",
     "plan",
     "show",
+    "compare",
+    "Drawing",
+    "Comparison",
 }
 
 WITHOUT_JAX = [
