@@ -172,8 +172,9 @@ def test_a_candidate_that_cannot_run_is_reported(planned: Comparison, monkeypatc
 def test_a_layout_of_ones_own(planned: Comparison) -> None:
     rules = dict.fromkeys(("q_heads", "kv_heads", "ffn", "expert_ffn"), "tensor")
     own = ShardingLayout("whole_vocabulary", rules)
-    found = jaxserve.compare(planned.model, 2, layouts=["tensor_parallel", own], meshes=["tensor=2"])
-    assert [row.candidate.name for row in found.rows] == ["tensor=2 tensor_parallel", "tensor=2 whole_vocabulary"]
+    found = jaxserve.compare(planned.model, 2, layouts=[own], meshes=["tensor=2"])
+    assert [row.candidate.name for row in found.rows] == ["tensor=2 whole_vocabulary"]
+    assert found.rows[0].candidate.given is own
 
 
 def test_the_command_prints_json_and_draws(
