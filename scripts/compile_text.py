@@ -1,9 +1,8 @@
-"""Reads the compiler's texts of a program: host launches, copies and collectives."""
+"""Reads the compiler's texts of a program: host launches and copies."""
 
 import math
 import re
 
-_COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
 _ELEMENT_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f64": 8, "s64": 8, "u64": 8}
 
 
@@ -30,22 +29,6 @@ def copied_bytes(text: str) -> list[int]:
     copies = re.findall(r"= (\S+) copy\(", text)
     slices = re.findall(r"= (\([^=]*?\)|\S+) fusion\([^)]*\), kind=kLoop, calls=%(?:fused_slice|wrapped_slice)", text)
     return [_num_bytes(result) for result in copies + slices]
-
-
-def compiled_collectives(text: str) -> dict[str, int]:
-    """Return the operands of every collective: XLA combines several into one with a tuple result.
-
-    Args:
-        text: The optimized program.
-    """
-    counts: dict[str, int] = {}
-    for result, kind in re.findall(rf"= (\([^=]*?\)|\S+) ({_COLLECTIVES})(?:-start)?\(", text):
-        num_arrays = len(re.findall(r"\w+\[", result))
-        num_operands = (
-            num_arrays // 2 if result.startswith("((") else num_arrays
-        )  # an async start returns operands and results
-        counts[kind] = counts.get(kind, 0) + num_operands
-    return counts
 
 
 def _num_bytes(result: str) -> int:

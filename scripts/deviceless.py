@@ -20,10 +20,11 @@ import jax  # noqa: E402  (after the environment that its plugin reads)
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, use_abstract_mesh  # noqa: E402
 
-from scripts.compile_text import compiled_collectives, copied_bytes, graph_kernels, launched_segments  # noqa: E402
+from scripts.compile_text import copied_bytes, graph_kernels, launched_segments  # noqa: E402
 from sharding import MeshShape, make_mesh  # noqa: E402
+from sharding.plan import compiled_collectives  # noqa: E402
 
-TARGET = Path(__file__).parent / "targets" / "h200.txtpb"
+TARGET = Path(__file__).parent.parent / "jaxserve" / "lab" / "targets" / "h200.txtpb"
 NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 
 

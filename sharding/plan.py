@@ -1,6 +1,7 @@
-"""Communication of a program, counted in its jaxpr, which lists collectives explicitly."""
+"""Communication of a program, counted in its jaxpr, which lists collectives explicitly, or in what XLA made of it."""
 
 import collections
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +21,9 @@ _KINDS = {
     "ppermute": "collective-permute",
     "all_to_all": "all-to-all",
 }
+
+
+_COMPILED = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
 
 
 class Collective(NamedTuple):
@@ -60,6 +64,22 @@ def count_collectives(traced: jax.stages.Traced) -> dict[str, int]:
     for collective in collectives(traced.jaxpr.jaxpr):
         counts[collective.kind] += collective.times
     return dict(counts)
+
+
+def compiled_collectives(text: str) -> dict[str, int]:
+    """Return the operands of every collective: XLA combines several into one with a tuple result.
+
+    Args:
+        text: The optimized program.
+    """
+    counts: dict[str, int] = {}
+    for result, kind in re.findall(rf"= (\([^=]*?\)|\S+) ({_COMPILED})(?:-start)?\(", text):
+        num_arrays = len(re.findall(r"\w+\[", result))
+        num_operands = (
+            num_arrays // 2 if result.startswith("((") else num_arrays
+        )  # an async start returns operands and results
+        counts[kind] = counts.get(kind, 0) + num_operands
+    return counts
 
 
 def stated_collectives(

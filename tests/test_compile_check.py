@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.compile_text import compiled_collectives, copied_bytes, graph_kernels, launched_segments
+from scripts.compile_text import copied_bytes, graph_kernels, launched_segments
+from sharding.plan import compiled_collectives
 
 THUNKS = """000: kCommandBuffer [source       | next=003 (1)]
     001: kCustomKernel [source        | next=002 (2)] loop_fusion_10 grid: [1, 1, 1]

@@ -78,7 +78,14 @@ def test_wheel_holds_the_packages_their_data_and_nothing_else(wheel: Path) -> No
     demo = REPOSITORY / "jaxserve" / "demo" / "model"
     server = REPOSITORY / "jaxserve" / "server"
     native = REPOSITORY / "pallas_kernels" / "native"
-    data = [*demo.iterdir(), *server.rglob("*.proto"), *server.rglob("*.html"), *native.glob("*.[ch]")]
+    targets = REPOSITORY / "jaxserve" / "lab" / "targets"
+    data = [
+        *demo.iterdir(),
+        *server.rglob("*.proto"),
+        *server.rglob("*.html"),
+        *native.glob("*.[ch]"),
+        *targets.iterdir(),
+    ]
     expected |= {str(path.relative_to(REPOSITORY)) for path in data if path.is_file()}
     if HAS_COMPILER:
         expected.add("pallas_kernels/libjaxserve_native.so")

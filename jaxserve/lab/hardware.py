@@ -59,6 +59,7 @@ class Device:
         bandwidth_share: Share of the peak bandwidth that reading weights and pages reaches.
         matmul_share: Share of the peak arithmetic that large matmuls reach.
         step_overhead_s: Time of a step that depends on neither its bytes nor its arithmetic.
+        per_host: Most devices of a host, unless a number of hosts is given.
         shares_host: Whether all devices of a host share its memory, bandwidth and arithmetic, as virtual CPU devices
             do.
         source: ``modelled`` for numbers of the table, ``measured`` for those of a calibration.
@@ -75,6 +76,7 @@ class Device:
     bandwidth_share: float = 0.9
     matmul_share: float = 0.8
     step_overhead_s: float = 0.0
+    per_host: int = 8
     shares_host: bool = False
     source: str = "modelled"
 
@@ -82,6 +84,10 @@ class Device:
         """Return this many devices, of which consecutive ones are on one host."""
         kind = self.platform, self.device_kind, self.memory_bytes
         return [PlannedDevice(index, *kind, index // per_host) for index in range(count)]
+
+    def fewest_hosts(self, count: int) -> int:
+        """Return the fewest hosts that this many devices can be divided over, with at most ``per_host`` on each."""
+        return next(hosts for hosts in range(1, count + 1) if count % hosts == 0 and count // hosts <= self.per_host)
 
     def flops_of(self, dtype: str) -> float:
         """Return the arithmetic per second that large matmuls of a dtype reach.
@@ -160,6 +166,7 @@ def _cpu() -> Device:
         flops=MappingProxyType(dict.fromkeys(("float32", "bfloat16", "float16"), 50 * _GIGA * cores)),
         link=LINKS["memory"],
         host_link=LINKS["infiniband-hdr"],
+        per_host=1 << 20,
         shares_host=True,
     )
 

@@ -1,10 +1,16 @@
 """The memory of each device of a plan: weights, pages, and what the largest step needs besides."""
 
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
 import jax.numpy as jnp
 
 from jaxserve.device.build import StagePlans
 from jaxserve.device.memory import MemoryNeeds, page_budget
 from jaxserve.device.program import ModelProgram
+from jaxserve.device.step_batch import BatchShape
+from jaxserve.lab.compiled import compile_step
 from jaxserve.lab.hardware import Device
 from jaxserve.lab.records import StageMemory
 
@@ -40,6 +46,28 @@ def stage_memories(stages: StagePlans, device: Device, utilization: float, devic
                 num_pages=max(0, budget.left) // needs.page if needs.page else 0,
             )
         )
+    return found
+
+
+def compiled_memories(memories: Sequence[StageMemory], stages: StagePlans, device: Device) -> list[StageMemory]:
+    """Return the same with the temporaries and the collectives of the largest step as compiled for the device.
+
+    Raises:
+        ConfigError: See ``compile_step``.
+    """
+    tokens, found = stages.max_num_batched_tokens, []
+    for memory, program, needs in zip(memories, stages.programs, stages.needs, strict=True):
+        shape = BatchShape(
+            num_tokens=tokens,
+            num_rows=min(program.num_slots, tokens),
+            table_pages=needs.table_pages,
+            decode_only=False,
+            num_arguments=len(program.arguments),
+            num_tables=len(needs.windows),
+        )
+        step = compile_step(program, shape, device)
+        compiled: dict[str, Any] = {"temporaries_source": "compiled", "compiled_collectives": step.collectives}
+        found.append(dataclasses.replace(memory, temporaries=step.temporary_bytes, **compiled))
     return found
 
 

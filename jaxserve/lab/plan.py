@@ -14,7 +14,7 @@ from jaxserve.device.memory_fit import fit_to_memory
 from jaxserve.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from jaxserve.lab.costs import step_costs
 from jaxserve.lab.hardware import Device, Link, get_device, get_link
-from jaxserve.lab.memory import stage_memories
+from jaxserve.lab.memory import compiled_memories, stage_memories
 from jaxserve.lab.placement import Placement
 from jaxserve.lab.planned import Plan
 from jaxserve.layers.model_config import ModelConfig
@@ -29,13 +29,14 @@ def plan(
     mesh: str | Mapping[str, int] = "tensor=1",
     layout: Any = "tensor_parallel",
     device: str | Device = "h100",
-    hosts: int = 1,
+    hosts: int | None = None,
     max_model_len: int | str | None = None,
     num_seqs: int | None = None,
     *,
     link: str | Link | None = None,
     host_link: str | Link | None = None,
     context: int | None = None,
+    compiles: bool = False,
     **settings: Any,
 ) -> Plan:
     """Plan a model on a mesh in a layout, from its config.json, without weights and without the devices.
@@ -45,12 +46,14 @@ def plan(
         mesh: Devices along each mesh axis: ``data=2,tensor=4`` or ``{"data": 2, "tensor": 4}``.
         layout: As in ``EngineConfig``.
         device: Name in ``DEVICES``, or a ``Device``.
-        hosts: Hosts that the devices are divided over, consecutive ones on one host.
+        hosts: Hosts that the devices are divided over, consecutive ones on one host; None: at most 8 GPUs on each.
         max_model_len: Longest context in tokens; None is the model's own, -1 the longest that fits.
         num_seqs: Most sequences per step; None is the engine's default for the device.
         link: Link between devices of a host, by name in ``LINKS`` or a ``Link``; None is the device's own.
         host_link: Link between hosts; None is the device's own.
         context: Tokens of context of each sequence in a decode step; None: 1,024, or ``max_model_len`` if less.
+        compiles: Whether to compile the largest step for the GPU, which need not be there, and take temporaries from
+            the executable. It takes minutes for a large model, and needs JAX's CUDA wheels.
         settings: Further settings of an engine, as in ``EngineConfig``.
 
     Raises:
@@ -65,16 +68,22 @@ def plan(
     kind = get_device(device)
     links = {"link": link, "host_link": host_link}
     kind = dataclasses.replace(kind, **{name: get_link(given) for name, given in links.items() if given is not None})
-    return plan_config(config, kind, hosts, context)
+    return plan_config(config, kind, hosts, context, compiles)
 
 
-def plan_config(config: EngineConfig, device: Device, hosts: int = 1, context: int | None = None) -> Plan:
+def plan_config(
+    config: EngineConfig,
+    device: Device,
+    hosts: int | None = None,
+    context: int | None = None,
+    compiles: bool = False,
+) -> Plan:
     """Plan an engine for devices of a kind; see :func:`plan`."""
     if context is not None and (isinstance(context, bool) or not isinstance(context, int) or context < 1):
         raise ConfigError(f"context: expected an integer >= 1, got {context!r}")
     model = _read_model(config)
     shape = mesh_shape_of(config, model)
-    placement = Placement(shape, device, hosts)
+    placement = Placement(shape, device, device.fewest_hosts(shape.num_devices) if hosts is None else hosts)
     layout = choose_layout(config, model)
     whole = make_mesh(shape, device.planned(shape.num_devices, placement.devices_per_host))
     stages = plan_stages(config, model, layout, stage_slices(data_slices(whole)[0])[0])
@@ -84,6 +93,8 @@ def plan_config(config: EngineConfig, device: Device, hosts: int = 1, context: i
     except MemoryPlanError as error:
         problem, needs = str(error), stages.needs[0]
     memories = stage_memories(stages, device, config.gpu_memory_utilization, placement.devices_per_host)
+    if compiles:
+        memories = compiled_memories(memories, stages, device)
     used = min(1024 if context is None else context, needs.max_model_len)
     decode, prefill = step_costs(stages, placement, used)
     first = stages.programs[0]
@@ -95,7 +106,7 @@ def plan_config(config: EngineConfig, device: Device, hosts: int = 1, context: i
         mesh=placement.sizes,
         layout=layout.name,
         device=device,
-        hosts=hosts,
+        hosts=placement.hosts,
         links=placement.links,
         max_model_len=needs.max_model_len,
         max_num_seqs=first.num_slots,

@@ -32,12 +32,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     parser.add_argument("model", help="directory with a config.json, hub id, or demo")
     parser.add_argument("--device", default="h100", help=f"{', '.join(DEVICES)} (default: %(default)s)")
-    parser.add_argument("--hosts", type=int, default=1, help="hosts that the devices are divided over (default: 1)")
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        metavar="N",
+        help="hosts of the devices (default: as few as have at most 8 GPUs each)",
+    )
     parser.add_argument("--link", help=f"between devices of a host: {', '.join(LINKS)} (default: the device's own)")
     parser.add_argument("--host-link", help="between hosts, one of the same (default: the device's own)")
     parser.add_argument("--num-seqs", type=int, metavar="N", help="most sequences per step (default: the engine's)")
     parser.add_argument(
         "--context", type=int, metavar="TOKENS", help="context of each sequence in a decode step (default: 1024)"
+    )
+    parser.add_argument(
+        "--compile",
+        dest="compiles",
+        action="store_true",
+        help="compile the largest step for the GPU, which need not be there; needs JAX's CUDA wheels, takes minutes",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_dataclass_arguments(parser.add_argument_group("engine"), EngineConfig, SETTINGS)
@@ -45,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Plan and print."""
-    own = ("device", "hosts", "link", "host_link", "num_seqs", "context")
+    own = ("device", "hosts", "link", "host_link", "num_seqs", "context", "compiles")
     given = {name: getattr(options, name) for name in (*own, *SETTINGS)}
     found = plan(options.model, **_without_none(given))
     print(json.dumps(found.as_dict()) if options.json else found)

@@ -116,7 +116,14 @@ class Plan:
         steps = [step for step in (self.decode_of(1), self.prefill) if step.communication]
         memory = report.memory_table(self.stages, self.fullest, self.device.memory_bytes, self.page_size)
         fitting = [step.batch for step in self.decode if self.has_pages(step)]
-        return [memory, *map(report.communication_table, steps), report.time_table(self.decode, self.prefill, fitting)]
+        is_compiled = any(stage.compiled_collectives for stage in self.stages)
+        compiled = [report.compiled_table(self.stages)] if is_compiled else []
+        return [
+            memory,
+            *compiled,
+            *map(report.communication_table, steps),
+            report.time_table(self.decode, self.prefill, fitting),
+        ]
 
     def has_pages(self, step: StepCost) -> bool:
         """Return whether the pages of all sequences of a step fit, and the step is not larger than an engine's."""

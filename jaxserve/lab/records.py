@@ -5,6 +5,7 @@ The sources: ``counted`` from the shapes and the program itself, ``compiled`` fr
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 Source = Literal["counted", "compiled", "measured", "modelled"]
@@ -29,6 +30,8 @@ class StageMemory:
         reserve: Left to XLA and the driver.
         usable: Memory of the device times ``gpu_memory_utilization``.
         num_pages: Pages that fit into the rest; 0 if the rest is negative.
+        compiled_collectives: Number of each kind of collective in the largest step as XLA compiled it; None if it was
+            not compiled.
     """
 
     stage: int
@@ -44,6 +47,7 @@ class StageMemory:
     reserve: int
     usable: int
     num_pages: int
+    compiled_collectives: Mapping[str, int] | None = None
 
     @property
     def left(self) -> int:

@@ -80,6 +80,17 @@ def memory_table(stages: Sequence[StageMemory], fullest: StageMemory, total: int
     return title, names, [[name, *cells, source] for name, cells, source in lines]
 
 
+def compiled_table(stages: Sequence[StageMemory]) -> Table:
+    """Return the collectives of the largest step of each stage, as compiled."""
+    found = [stage.compiled_collectives or {} for stage in stages]
+    kinds = sorted({kind for each in found for kind in each})
+    rows = [
+        [f"stage {stage.stage}", *(str(each.get(kind, 0)) for kind in kinds)]
+        for stage, each in zip(stages, found, strict=True)
+    ]
+    return "Collectives of the largest step (compiled)", ("", *kinds), rows
+
+
 def communication_table(step: StepCost) -> Table:
     """Return the communication of a step."""
     what = f"a decode step, batch {step.batch}" if step.kind == "decode" else f"a prefill step of {step.rows:,} tokens"

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import importlib.util
 import json
 import re
 import subprocess
@@ -21,6 +22,7 @@ from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import trace_step
 from jaxserve.errors import ConfigError, UnsupportedModelError
 from jaxserve.lab.communication import HAND_OVER, LAYERS, StepCollectives
+from jaxserve.lab.compiled import target_config
 from jaxserve.lab.hardware import DEVICES, LINKS, collective_seconds, get_device, one_shot_seconds, ring_seconds
 from jaxserve.lab.memory import temporary_bytes
 from jaxserve.lab.placement import Placement
@@ -258,6 +260,11 @@ def test_axes_that_cross_hosts(hosts: int, crossing: set[str]) -> None:
     assert placed.crosses_hosts(["tensor", "expert"]) == (hosts >= 8)
 
 
+def test_hosts_have_at_most_eight_gpus() -> None:
+    assert [DEVICES["h100"].fewest_hosts(count) for count in (1, 8, 12, 512)] == [1, 1, 2, 64]
+    assert DEVICES["cpu"].fewest_hosts(64) == 1
+
+
 def test_a_model_that_does_not_fit_is_planned(shared_data: Path) -> None:
     planned = jaxserve.plan(
         str(shared_data / "configs" / "yi-1.5-6b"), device=dataclasses.replace(CARD, memory_bytes=10**10)
@@ -293,6 +300,7 @@ REFUSED = [
     ({"mesh": "rows=2"}, "mesh: expected a size >= 1 for any of data, stage, tensor, expert"),
     ({"mesh": "tensor=2", "hosts": 3}, "hosts=3 does not divide the 2 devices of the mesh; valid: 1, 2"),
     ({"layout": "wide"}, "unknown layout 'wide'; supported layouts: .*expert_all_reduce, "),
+    ({"device": "cpu", "compiles": True}, "device cpu cannot be compiled for; known: h200, h100, a100-80g, "),
     ({"context": 0}, "context: expected an integer >= 1, got 0"),
     ({"dtype": "float8"}, "dtype: expected one of auto, float32, "),
 ]
@@ -315,6 +323,38 @@ def test_quantized_weights_are_refused_with_the_remedy(shared_data: Path) -> Non
         jaxserve.plan(str(shared_data / "configs" / "deepseek-r1"))
     with pytest.raises(UnsupportedModelError, match="GPTNeoXForSequenceClassification is not supported; supported: "):
         jaxserve.plan(str(shared_data / "configs" / "pythia-410m"))
+
+
+HAS_CUDA = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None for version in (12, 13))
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="JAX's CUDA wheels are installed")
+def test_compiling_needs_the_cuda_wheels() -> None:
+    message = (
+        r"compiling for h200 needs Python >= 3\.12 with jax\[cuda13\] >= 0\.11: .*; without compiling, temporaries are"
+    )
+    with pytest.raises(ConfigError, match=message):
+        jaxserve.plan("demo", device="h200", compiles=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_CUDA or sys.version_info < (3, 12), reason="needs JAX's CUDA wheels")
+def test_temporaries_as_compiled() -> None:
+    planned = jaxserve.plan("demo", "tensor=2", device="h200", num_seqs=64, max_num_batched_tokens=512, compiles=True)
+    (stage,) = planned.stages
+    assert stage.temporaries_source == "compiled"
+    assert 0 < stage.temporaries <= stage.step_reserve
+    assert stage.compiled_collectives == {"all-reduce": 9, "all-gather": 1}
+    assert "Collectives of the largest step (compiled)" in str(planned)
+
+
+def test_target_of_the_compiler() -> None:
+    lines = target_config(DEVICES["a100-80g"]).splitlines()
+    assert '  name: "NVIDIA A100-SXM4-80GB"' in lines
+    assert "  cuda_compute_capability { major: 8 }" in lines
+    assert "  core_count: 108" in lines
+    assert '  platform_version: "Compute Capability 8.0"' in lines
+    assert '  platform_version: "Compute Capability 9.0a"' in target_config(DEVICES["h100"]).splitlines()
 
 
 LARGEST = """

@@ -18,9 +18,8 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Scope
 from jaxserve.models.abstract import outline
 from pallas_kernels import native_library
-from scripts.compile_text import compiled_collectives
 from sharding import get_layout
-from sharding.plan import count_collectives, stated_collectives
+from sharding.plan import compiled_collectives, count_collectives, stated_collectives
 from tests.jaxserve.test_draft_requests import REQUESTS as DRAFTED
 from tests.jaxserve.test_draft_requests import Run, check_same
 from tests.jaxserve.test_lanes import value

@@ -24,8 +24,14 @@ from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.registry import build_model
 from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.plan import ON_DEVICE, PageGrant, Row, Sampling, SlotSetup, StepPlan
-from scripts.compile_text import compiled_collectives
-from sharding.plan import bytes_per_device, collectives, count_collectives, stated_collectives, stated_sampling
+from sharding.plan import (
+    bytes_per_device,
+    collectives,
+    compiled_collectives,
+    count_collectives,
+    stated_collectives,
+    stated_sampling,
+)
 from tests.plan_rows import decode_rows
 from tests.tiny_programs import BACKEND, NUM_LAYERS, make_program, random_params, sparse_config, tiny_config
 
