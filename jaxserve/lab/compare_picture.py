@@ -38,8 +38,8 @@ class Bar(NamedTuple):
     """
 
     name: str
-    memory: Mapping[str, float]
-    exchanged: Mapping[str, float]
+    memory: Mapping[str, int | float]
+    exchanged: Mapping[str, int | float]
     predicted_s: float
     measured_s: float | None
     fits: bool
@@ -56,7 +56,7 @@ def check_can_draw(path: str) -> None:
         raise ConfigError(f"picture: expected a file whose name ends in one of .{', .'.join(formats)}, got {path}")
 
 
-def draw(bars: Sequence[Bar], title: str, memory_bytes: float, path: str) -> None:
+def draw(bars: Sequence[Bar], title: str, memory_bytes: int | float, path: str) -> None:
     """Draw the first candidates to a file.
 
     Raises:
@@ -69,7 +69,7 @@ def draw(bars: Sequence[Bar], title: str, memory_bytes: float, path: str) -> Non
         raise ConfigError(f"picture: {path} cannot be written: {error}") from error
 
 
-def svg(bars: Sequence[Bar], title: str, memory_bytes: float) -> str:
+def svg(bars: Sequence[Bar], title: str, memory_bytes: int | float) -> str:
     """Return the same as SVG, or "" without matplotlib."""
     try:
         figure = _figure(bars, title, memory_bytes)
@@ -88,7 +88,7 @@ def _new_figure(num_bars: int) -> Any:
     return figure.Figure(figsize=(9.6, 1.9 + 0.27 * num_bars), layout="constrained")
 
 
-def _figure(bars: Sequence[Bar], title: str, memory_bytes: float) -> Any:
+def _figure(bars: Sequence[Bar], title: str, memory_bytes: int | float) -> Any:
     shown = bars[:_MOST_BARS]
     figure = _new_figure(len(shown))
     more = f"; the fastest {len(shown)} of {len(bars)}" if len(bars) > len(shown) else ""
@@ -115,7 +115,11 @@ def _figure(bars: Sequence[Bar], title: str, memory_bytes: float) -> Any:
 
 
 def _stack(
-    axes: Any, rows: Sequence[Mapping[str, float]], title: str, units: Mapping[str, float], least: float = 0.0
+    axes: Any,
+    rows: Sequence[Mapping[str, int | float]],
+    title: str,
+    units: Mapping[str, int | float],
+    least: int | float = 0,
 ) -> None:
     """Draw a stacked bar for each row, in a unit that suits the largest."""
     unit, scale = _unit(max([least, *(sum(row.values()) for row in rows)]), units)
@@ -143,7 +147,7 @@ def _times(axes: Any, bars: Sequence[Bar]) -> None:
     axes.set_xlabel(unit, fontsize=8)
 
 
-def _unit(largest: float, units: Mapping[str, float]) -> tuple[str, float]:
+def _unit(largest: int | float, units: Mapping[str, int | float]) -> tuple[str, float]:
     """Return the largest unit of which a number has at least one, and its size."""
     fitting = [name for name, size in units.items() if size <= largest]
     name = fitting[-1] if fitting else next(iter(units))

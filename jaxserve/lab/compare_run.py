@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import find_model
-from jaxserve.errors import JaxserveError, MemoryPlanError
+from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.lab.compare_candidates import Candidate
 from jaxserve.lab.random_weights import has_weights, write_random_checkpoint
 from jaxserve.llm import LLM
@@ -82,9 +82,9 @@ def with_weights(config: EngineConfig) -> Iterator[tuple[str, str]]:
 
 def run_all(directory: str, candidates: Sequence[Candidate], settings: RunSettings) -> list[Measured]:
     """Run candidates one after the other; greedy tokens are compared with those of one device, or of the first
-    candidate if the model does not fit on one."""
+    candidate if one device cannot run the model."""
     reference: Tokens | None = None
-    with contextlib.suppress(MemoryPlanError):
+    with contextlib.suppress(ConfigError):
         one = settings._replace(batches=settings.batches[-1:])
         reference, _ = _run(directory, {"mesh": "tensor=1"}, one, parts=1, times=False)
     found = []
