@@ -65,7 +65,9 @@ def draw_memory(plans: Plans) -> Figure:
         "steps, sequences, reserve": (AMBER, [s.step_reserve + s.slots + s.reserve for s in stages]),
         "KV pages": (GREEN, [max(0, stage.left) for stage in stages]),
     }
-    ends = _stack(axes, {name: (colour, [value / GIB for value in values]) for name, (colour, values) in stacks.items()})
+    ends = _stack(
+        axes, {name: (colour, [value / GIB for value in values]) for name, (colour, values) in stacks.items()}
+    )
     limit = found[0].device.memory_bytes / GIB
     axes.axvline(limit, color=DARK, linestyle="--", linewidth=1, label=f"memory, {limit:.0f} GiB")
     for row, (plan, end) in enumerate(zip(found, ends, strict=True)):

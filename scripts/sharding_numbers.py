@@ -68,7 +68,9 @@ def _count(step: StepCost) -> int:
 def weights(plans: Plans) -> str:
     """Return the weights of a dense model by hand and as planned, and the KV tokens left room for."""
     config = json.loads(MODELS.read_text())["Qwen2.5-14B"]
-    embed, heads, kv_heads = (config[f"{name}"] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    embed, heads, kv_heads = (
+        config[f"{name}"] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
     ffn, vocab, layers = (config[name] for name in ("intermediate_size", "vocab_size", "num_hidden_layers"))
     head = embed // heads
     qkv, out, mlp = (heads + 2 * kv_heads) * head * embed, embed * heads * head, 3 * ffn * embed
@@ -79,7 +81,8 @@ def weights(plans: Plans) -> str:
         for count, plan in found.items()
     ]
     return (
-        f"Qwen2.5-14B: D = {embed:,}, N = {heads}, K = {kv_heads}, H = {head}, F = {ffn:,}, V = {vocab:,}, L = {layers}.\n\n"
+        f"Qwen2.5-14B: D = {embed:,}, N = {heads}, K = {kv_heads}, H = {head}, F = {ffn:,}, V = {vocab:,}, "
+        f"L = {layers}.\n\n"
         f"- A layer's `Wqkv` has (N + 2K) H D = {qkv:,} numbers, `Wo` N H D = {out:,}, the MLP 3 F D = {mlp:,}.\n"
         f"- L layers, the embedding and the head (V D each) have {total:,}; with 2 bytes each {size(2 * total)}.\n"
         f"- The plan counts {size(found[1].fullest.weights)}, with biases and norms.\n\n"
@@ -140,7 +143,7 @@ def _links() -> str:
 
 
 def hosts(plans: Plans) -> str:
-    """Return what meshes of two hosts of eight devices make of a large dense model, and of four cards without NVLink."""
+    """Return the steps of a large dense model on two hosts of eight devices, and on four cards without NVLink."""
     cases = [("Llama-3.1-70B", "h100", mesh, {}) for mesh in HOSTS]
     cases += [("Qwen2.5-14B", "rtx4090", mesh, {"num_seqs": 64}) for mesh in ("tensor=4", "stage=4")]
     rows = []
@@ -170,7 +173,16 @@ def experts(plans: Plans) -> str:
         weights, tokens = size(plan.fullest.weights), f"{plan.kv_tokens:,}" if plan.fits else "does not fit"
         steps = seconds(one.step_s), seconds(many.step_s), seconds(many.communication_s)
         rows.append((f"`{layout}`", f"`{EXPERTS[layout]}`", weights, tokens, str(_count(many)), *steps))
-    names = ["layout", "mesh", "weights", "KV tokens", "collectives", "step, 1 sequence", "step, 256", "of it collectives"]
+    names = [
+        "layout",
+        "mesh",
+        "weights",
+        "KV tokens",
+        "collectives",
+        "step, 1 sequence",
+        "step, 256",
+        "of it collectives",
+    ]
     return f"{size(whole)} of weights on each of 8 devices:\n\n{used}\n\n{table(names, rows)}"
 
 

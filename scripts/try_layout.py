@@ -3,8 +3,8 @@
     python scripts/try_layout.py --out FOLDER                          # the demo model on 2 devices
     python scripts/try_layout.py --out FOLDER --model MODEL --devices 4    # without weights: random ones
 
-Change ``LAYOUT`` to try one of your own; ``sharding/README.md`` says what a layout costs. In FOLDER, ``layout.svg`` shows
-where each weight and each page is, ``comparison.svg`` memory, collectives and times; the latter needs the extra
+Change ``LAYOUT`` to try one of your own; ``sharding/README.md`` says what a layout costs. In FOLDER, ``layout.svg``
+shows where each weight and each page is, ``comparison.svg`` memory, collectives and times; the latter needs the extra
 ``research``. ``--layout scripts/try_layout.py:LAYOUT`` gives the layout to any command.
 """
 
