@@ -155,7 +155,22 @@ def hosts(plans: Plans) -> str:
         rates = f"{many.tokens_per_s:,.0f}", f"{prefill.tokens_per_s:,.0f}"
         rows.append((model, f"{plan.num_devices} {device}", f"`{mesh}`", latency, first, *rates))
     names = ["model", "devices", "mesh", "decode step", "prefill step", "decode tokens/s", "prompt tokens/s"]
-    return table(names, rows)
+    return f"{table(names, rows)}\n\n{_in_two_levels(plans.of('Llama-3.1-70B', 'tensor=16', device='h100'))}"
+
+
+def _in_two_levels(plan: Plan) -> str:
+    """Return what it changes to add inside each of two hosts of 8 devices before adding between them."""
+    (layers,) = (each for each in plan.prefill.communication if each.part == "layers")
+    inside, between, part = plan.device.link, plan.device.host_link, layers.num_bytes // 8
+    time_s = ring_seconds("reduce-scatter", part, 8, inside) + ring_seconds("all-gather", layers.num_bytes, 8, inside)
+    time_s += ring_seconds("all-reduce", part, 2, between)
+    prefill_s = plan.prefill.latency_s - layers.seconds + layers.times * time_s
+    return (
+        f"One ring of 16 takes {seconds(layers.seconds / layers.times)} for the {size(layers.num_bytes)} of a prefill "
+        f"step's all-reduce. To add inside each host, then an eighth of the bytes per device between the two, takes "
+        f"{seconds(time_s)}: a prefill step of {seconds(prefill_s)}, {plan.prefill.tokens / prefill_s:,.0f} prompt "
+        "tokens/s."
+    )
 
 
 def experts(plans: Plans) -> str:

@@ -10,6 +10,7 @@ shows where each weight and each page is, ``comparison.svg`` memory, collectives
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import jaxserve
 from jaxserve.lab.compare_result import Comparison
@@ -22,18 +23,20 @@ LAYOUT = ShardingLayout(
 )
 
 
-def try_layout(model: str, devices: int, out: Path) -> Comparison:
+def try_layout(model: str, devices: int, out: Path, **settings: Any) -> Comparison:
     """Plan, draw, run and compare ``LAYOUT`` on devices along ``tensor``.
 
     Args:
         model: As in ``LLM``.
         devices: Number of virtual devices.
         out: Folder of the pictures.
+        settings: Of the comparison, as in ``jaxserve.compare``.
     """
     mesh = f"tensor={devices}"
     print(jaxserve.plan(model, mesh, LAYOUT, device="h100"))
     (out / "layout.svg").write_text(jaxserve.show(model, mesh=mesh, layout=LAYOUT).svg, encoding="utf-8")
-    compared = jaxserve.compare(model, devices, layouts=[LAYOUT, "tensor_parallel"], meshes=[mesh], run=True)
+    candidates = {"layouts": [LAYOUT, "tensor_parallel"], "meshes": [mesh]}
+    compared = jaxserve.compare(model, devices, **candidates, run=True, **settings)
     compared.draw(out / "comparison.svg")
     print(compared)
     return compared

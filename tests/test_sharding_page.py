@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxserve.lab.hardware import LINKS, ring_seconds
@@ -57,7 +58,7 @@ def test_the_picture_of_all_reduces_has_the_times_of_the_model() -> None:
     (axes,) = draw_sharding.draw_all_reduce().axes
     lines = {str(line.get_label()): line for line in axes.lines if not str(line.get_label()).startswith("_")}
     assert set(lines) == {"pcie4", "infiniband-ndr", "nvlink-a100", "nvlink-h200"}
-    num_bytes, time_us = (values[-1] for values in lines["pcie4"].get_data())
+    num_bytes, time_us = (float(np.asarray(values)[-1]) for values in lines["pcie4"].get_data())
     assert time_us == pytest.approx(1e6 * ring_seconds("all-reduce", int(num_bytes), 8, LINKS["pcie4"]))
     assert "µs" in axes.get_ylabel() and "bytes" in axes.get_xlabel()
 
@@ -71,7 +72,7 @@ def test_a_layout_is_planned_drawn_run_and_compared(tmp_path: Path, capsys: pyte
     """The layout has no collectives but those of the layers, and gives the tokens of one device."""
     config = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    compared = try_layout.try_layout(str(tmp_path), 2, tmp_path)
+    compared = try_layout.try_layout(str(tmp_path), 2, tmp_path, batch_sizes=[2], context=20)
     printed = capsys.readouterr().out
     assert "layout whole_vocabulary" in printed and "Recommended: " in printed
     assert compared.has_equal_tokens
