@@ -6,7 +6,8 @@ softmax over them unfinished, as *partial attention*: for each query the weighte
 weights, and the largest score, [V + 2] in float32. ``combine_parts`` finishes the softmax over all devices.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -82,22 +83,30 @@ class LatentPartAttention(Protocol):
 
 
 def combine_parts(
-    parts: Float[Array, "devices T N partial"], sinks: Float[Array, " N"] | None = None
+    parts: Sequence[Float[Array, "T N partial"]], sinks: Float[Array, " N"] | None = None
 ) -> Float[Array, "T N V"]:
     """Finish the softmax over the partial attention of all devices, added in their order.
 
     Sinks are one more term of each head's denominator, counted once. Queries that see nothing get zeros.
     """
-    totals, maxima = parts[..., -2], parts[..., -1]
-    highest = maxima.max(0)
+    highest = functools.reduce(jnp.maximum, [part[..., -1] for part in parts])
     if sinks is not None:
         highest = jnp.maximum(highest, sinks)
-    kept = jnp.exp(maxima - highest)
-    total = sum(totals[i] * kept[i] for i in range(len(parts)))
-    values = sum(parts[i, ..., :-2] * kept[i, ..., None] for i in range(len(parts)))
+    weighted = functools.reduce(jnp.add, [_scaled(part, highest) for part in parts])
+    values, total = weighted[..., :-1], weighted[..., -1]
     if sinks is not None:
         total += jnp.exp(sinks - highest)
     return values / jnp.maximum(total, _LEAST_TOTAL)[..., None]
+
+
+def _scaled(part: Float[Array, "T N partial"], highest: Float[Array, "T N"]) -> Float[Array, "T N sums"]:
+    """Return a device's weighted values and sum of weights, relative to the largest score of all devices.
+
+    The selection keeps compilers from fusing the multiplication with the addition of another device's: which of the two
+    they would round is not the same in all programs.
+    """
+    factor = jnp.exp(part[..., -1] - highest)[..., None]
+    return jnp.where(factor == 0, 0, part[..., :-1] * factor)
 
 
 def as_partial(

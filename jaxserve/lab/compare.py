@@ -11,7 +11,6 @@ import jax
 
 from jaxserve.cli_arguments import add_dataclass_arguments
 from jaxserve.config import EngineConfig
-from jaxserve.device.build import find_model
 from jaxserve.errors import ConfigError
 from jaxserve.lab.compare_candidates import enumerate_candidates
 from jaxserve.lab.compare_picture import check_can_draw
@@ -19,9 +18,9 @@ from jaxserve.lab.compare_rank import Workload
 from jaxserve.lab.compare_result import Comparison, Row
 from jaxserve.lab.compare_run import MANY_TOKENS, Measured, RunSettings, run_all, with_weights
 from jaxserve.lab.hardware import DEVICES, LINKS, Device, Link, get_device, get_link
+from jaxserve.lab.plan import read_model
 from jaxserve.lab.plan_command import SETTINGS
 from jaxserve.lab.records import BATCH_SIZES
-from jaxserve.models.loading import read_model_config
 from sharding import ShardingLayout, ensure_cpu_devices
 
 _SETTINGS = tuple(name for name in SETTINGS if name not in ("mesh", "layout", "enable_expert_parallel"))
@@ -37,7 +36,7 @@ def compare(
     meshes: Sequence[str] | None = None,
     device: str | Device | None = None,
     link: str | Link | None = None,
-    hosts: int = 1,
+    hosts: int | None = None,
     batch_sizes: Sequence[int] = (1, 32),
     context: int | None = None,
     run: bool = False,
@@ -54,7 +53,7 @@ def compare(
         meshes: Meshes to compare; None: all with as many devices.
         device: Kind of device, as in :func:`jaxserve.plan`; None is ``cpu`` if candidates run on CPUs, else ``h100``.
         link: Link between devices of a host; None is the device's own.
-        hosts: Hosts that the devices are divided over.
+        hosts: Hosts that the devices are divided over; None: at most 8 GPUs on each.
         batch_sizes: Sequences at once on all devices together, of ``BATCH_SIZES``; candidates are ranked by the last.
         context: Tokens of context of each sequence; None: 1,024, with ``run`` 64, and at most half the model's.
         run: Whether to run each candidate on this machine's devices, which are virtual on CPUs, and to compare its
@@ -111,7 +110,7 @@ def _checked(devices: int, batch_sizes: Sequence[int]) -> tuple[int, ...]:
 
 def _context(config: EngineConfig, context: int | None, run: bool) -> int:
     """Return the context to compare, after checking that the model, and a run's outputs, have room for it."""
-    model = read_model_config(find_model(config), config.hf_overrides)
+    model = read_model(config)
     longest = model.max_positions if config.max_model_len in (None, -1) else config.max_model_len
     most = longest - (MANY_TOKENS if run else 0)
     if context is None:
@@ -129,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--meshes", nargs="+", metavar="MESH", help="meshes to compare (default: all with N devices)")
     parser.add_argument("--device", help=f"{', '.join(DEVICES)} (default: cpu with --run on CPUs, else h100)")
     parser.add_argument("--link", help=f"between devices of a host: {', '.join(LINKS)} (default: the device's own)")
-    parser.add_argument("--hosts", type=int, default=1, help="hosts that the devices are divided over (default: 1)")
+    parser.add_argument("--hosts", type=int, help="hosts of the devices (default: at most 8 GPUs on each)")
     parser.add_argument(
         "--batch-sizes",
         nargs="+",

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 from jaxserve.config import EngineConfig
 from jaxserve.config_checks import MESH_FIELDS, parse_mesh
-from jaxserve.device.build import find_model, mesh_shape_of
+from jaxserve.device.build import mesh_shape_of
 from jaxserve.device.layout_choice import choose_layout
 from jaxserve.errors import ConfigError
 from jaxserve.lab.hardware import Device
-from jaxserve.lab.plan import plan_config
+from jaxserve.lab.plan import plan_config, read_model
 from jaxserve.lab.planned import Plan
 from jaxserve.layers.model_config import ModelConfig
-from jaxserve.models.loading import read_model_config
 from jaxserve.models.sparse_decoder import SparseConfig
 from pallas_kernels.registry import UnsupportedKernelError
 from sharding import LAYOUTS, MESH_AXES, LayoutError, ShardingLayout, get_layout
@@ -76,7 +75,7 @@ def enumerate_candidates(
     *,
     layouts: Sequence[str | ShardingLayout] | None = None,
     meshes: Sequence[str] | None = None,
-    hosts: int = 1,
+    hosts: int | None = None,
     context: int | None = None,
     settings: dict[str, Any] | None = None,
 ) -> Candidates:
@@ -88,7 +87,7 @@ def enumerate_candidates(
         device: Kind of device.
         layouts: Layouts to try; None: all of the registry.
         meshes: Meshes to try; None: all with as many devices.
-        hosts: Hosts that the devices are divided over.
+        hosts: As in :func:`jaxserve.plan`.
         context: As in :func:`jaxserve.plan`.
         settings: Further settings of the engine.
 
@@ -97,7 +96,7 @@ def enumerate_candidates(
     """
     settings = settings or {}
     whole = EngineConfig.from_arguments(model, **settings)
-    own_model = read_model_config(find_model(whole), whole.hf_overrides)
+    own_model = read_model(whole)
     names = registry_layouts() if layouts is None else layouts
     for layout in names:
         if isinstance(layout, str):

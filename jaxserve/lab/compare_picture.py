@@ -100,7 +100,9 @@ def _figure(bars: Sequence[Bar], title: str, memory_bytes: int | float) -> Any:
     memory.axvline(limit, color="#17202e", linewidth=1, linestyle="--", label=f"has {limit:.3g} {unit}")
     _stack(exchanged, [bar.exchanged for bar in shown], "collectives of a step", _UNITS)
     _times(time, shown)
-    memory.set_yticks(range(len(shown)), [bar.name + ("" if bar.fits else " (too large)") for bar in shown], fontsize=8)
+    memory.set_yticks(
+        range(len(shown)), [bar.name + ("" if bar.fits else " (does not fit)") for bar in shown], fontsize=8
+    )
     memory.set_ylim(len(shown) - 0.4, -0.6)
     for axes in (memory, exchanged, time):
         axes.tick_params(labelsize=8)

@@ -12,6 +12,7 @@ from jaxserve.lab.report import seconds
 
 _ALIKE = 0.01  # candidates whose tokens per second differ by less are ranked by KV capacity
 _NONE = "none fits"
+_NO_CHANGE = {"memory"}  # between the virtual devices of a CPU
 _CONTEXTS = (256, 1024, 4096, 16384, 65536, 131072)
 
 
@@ -89,13 +90,15 @@ def fastest(candidates: Sequence[Candidate], workload: Workload) -> Candidate | 
 
 def changes(candidates: Sequence[Candidate], workload: Workload) -> list[Change]:
     """Return the fastest candidate for other batch sizes, contexts and links, one of the three at a time."""
-    own = candidates[0].plan.device.link
+    device = candidates[0].plan.device
+    links = {} if device.platform == "cpu" else {name: link for name, link in LINKS.items() if name not in _NO_CHANGE}
+    links.pop(device.link.name, None)
     longest = candidates[0].plan.max_model_len
     contexts = sorted({workload.context, longest, *(size for size in _CONTEXTS if size < longest)})
     rows: list[tuple[str, int | str, Workload]] = []
     rows += [("batch", size, workload._replace(batch=size)) for size in BATCH_SIZES]
     rows += [("context", size, workload._replace(context=size)) for size in contexts]
-    rows += [("link", name, workload._replace(link=link)) for name, link in LINKS.items() if link.name != own.name]
+    rows += [("link", name, workload._replace(link=link)) for name, link in links.items()]
     found = ((what, value, fastest(candidates, other)) for what, value, other in rows)
     return [Change(what, value, None if best is None else best.name) for what, value, best in found]
 

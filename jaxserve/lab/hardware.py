@@ -156,7 +156,7 @@ _GPUS = (
 
 def _cpu() -> Device:
     """Return this machine's CPU: its memory, and orders of magnitude of the rest until it is measured."""
-    cores = len(os.sched_getaffinity(0))
+    cores = os.cpu_count() or 1
     return Device(
         name="cpu",
         device_kind="cpu",

@@ -81,7 +81,7 @@ def plan_config(
     """Plan an engine for devices of a kind; see :func:`plan`."""
     if context is not None and (isinstance(context, bool) or not isinstance(context, int) or context < 1):
         raise ConfigError(f"context: expected an integer >= 1, got {context!r}")
-    model = _read_model(config)
+    model = read_model(config)
     shape = mesh_shape_of(config, model)
     placement = Placement(shape, device, device.fewest_hosts(shape.num_devices) if hosts is None else hosts)
     layout = choose_layout(config, model)
@@ -124,7 +124,7 @@ def plan_config(
     )
 
 
-def _read_model(config: EngineConfig) -> ModelConfig:
+def read_model(config: EngineConfig) -> ModelConfig:
     """Return the model's configuration; an error about quantized weights says how to plan without quantization."""
     directory = find_model(config)
     try:

@@ -122,7 +122,7 @@ class Plan:
             memory,
             *compiled,
             *map(report.communication_table, steps),
-            report.time_table(self.decode, self.prefill, fitting),
+            report.time_table(self.decode, self.prefill, fitting, self.device.source),
         ]
 
     def has_pages(self, step: StepCost) -> bool:

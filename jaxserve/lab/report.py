@@ -113,13 +113,16 @@ def _row(each: Communication) -> list[str]:
     ]
 
 
-def time_table(decode: Sequence[StepCost], prefill: StepCost, fitting: Collection[int]) -> Table:
+def time_table(
+    decode: Sequence[StepCost], prefill: StepCost, fitting: Collection[int], rates: str = "modelled"
+) -> Table:
     """Return the times of decode steps, and of a prefill step.
 
     Args:
         decode: Decode steps.
         prefill: A prefill step.
         fitting: Batch sizes of decode steps whose sequences and pages fit.
+        rates: Source of the device's rates.
     """
     names = ("step", "batch", "memory", "compute", "communication", "latency", "tokens/s", "bound by", "fits")
     rows = [
@@ -137,7 +140,8 @@ def time_table(decode: Sequence[StepCost], prefill: StepCost, fitting: Collectio
         for step in (*decode, prefill)
     ]
     context, tokens = decode[0].context, prefill.rows
-    title = f"Time (modelled; decode at {context:,} tokens of context, prefill of {tokens:,} tokens per prompt)"
+    source = "modelled" if rates == "modelled" else f"modelled from {rates} rates"
+    title = f"Time ({source}; decode at {context:,} tokens of context, prefill of {tokens:,} tokens per prompt)"
     return title, names, rows
 
 

@@ -4,11 +4,11 @@ import dataclasses
 from typing import NamedTuple
 
 from jaxserve.config import EngineConfig
-from jaxserve.device.build import find_model, mesh_shape_of, plan_stages
+from jaxserve.device.build import mesh_shape_of, plan_stages
 from jaxserve.device.layout_choice import choose_layout
 from jaxserve.device.program import ModelProgram
 from jaxserve.lab.hardware import Device
-from jaxserve.models.loading import read_model_config
+from jaxserve.lab.plan import read_model
 from jaxserve.models.stages import Stage
 from sharding import MeshShape, data_slices, make_mesh, stage_slices
 
@@ -33,7 +33,7 @@ def programs_without_devices(config: EngineConfig, device: Device) -> MeshProgra
     Raises:
         ConfigError: A setting is not valid for the model.
     """
-    model = read_model_config(find_model(config), config.hf_overrides)
+    model = read_model(config)
     shape = mesh_shape_of(config, model)
     mesh = make_mesh(shape, device.planned(shape.num_devices, shape.num_devices))
     layout = choose_layout(config, model)

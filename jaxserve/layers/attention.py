@@ -211,12 +211,12 @@ class Attention(nnx.Module, ABC):
         on each device; see ``pallas_kernels.attention_parts``."""
         num_tokens, _, width = partial.shape
         sent = partial.reshape(num_tokens, -1, self.num_heads, width).swapaxes(0, 1)
-        received = all_to_all(sent, self.tokens_axis).swapaxes(0, 1)
+        received = tuple(all_to_all(sent, self.tokens_axis))
 
-        def finish(parts: Float[Array, "T devices local partial"]) -> Float[Array, "T local V"]:
-            return combine_parts(parts.swapaxes(0, 1), self.head_sinks)
+        def finish(*parts: Float[Array, "T local partial"]) -> Float[Array, "T local V"]:
+            return combine_parts(parts, self.head_sinks)
 
-        return map_rows(finish, (received,), batch.query_lens.sum(), settings.combine_tile)
+        return map_rows(finish, received, batch.query_lens.sum(), settings.combine_tile)
 
     def output(
         self,

@@ -108,21 +108,43 @@ def test_all_that_run_give_equal_tokens(tmp_path: Path) -> None:
     assert not has_weights(tmp_path)
 
 
-EIGHT = {**DEEPSEEK, "num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": 8}
+EIGHT = {**DEEPSEEK, "num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": 8, "n_group": 2}
+DENSE_MESHES = [
+    "data=8",
+    "tensor=8",
+    "data=2,tensor=4",
+    "data=4,tensor=2",
+    "stage=2,tensor=4",
+    "data=2,stage=2,tensor=2",
+]
+EXPERT_MESHES = [
+    "expert=8",
+    "tensor=2,expert=4",
+    "tensor=4,expert=2",
+    "data=2,tensor=2,expert=2",
+    "stage=2,tensor=2,expert=2",
+]
 
 
 @pytest.mark.slow  # dozens of engines
 @pytest.mark.parametrize(
-    ("config", "num_candidates", "num_devices"), [(SMALL, 18, 4), (SMALL, 25, 8), (EIGHT, 40, 8)], ids=str
+    ("config", "meshes", "num_candidates"),
+    [
+        pytest.param(SMALL, None, 27, id="llama"),
+        pytest.param(EIGHT, DENSE_MESHES[:3], 13, id="deepseek"),
+        pytest.param(EIGHT, DENSE_MESHES[3:], 18, id="deepseek stages"),
+        pytest.param(EIGHT, EXPERT_MESHES, 15, id="deepseek experts"),
+    ],
 )
-def test_every_mesh_and_layout_gives_equal_tokens(
-    tmp_path: Path, config: dict[str, Any], num_candidates: int, num_devices: int
+def test_every_mesh_and_layout_of_eight_devices_gives_equal_tokens(
+    tmp_path: Path, config: dict[str, Any], meshes: list[str] | None, num_candidates: int
 ) -> None:
-    found = jaxserve.compare(with_config(tmp_path, config), num_devices, batch_sizes=[4], run=True, context=20)
-    assert len(found.rows) >= num_candidates
+    model = with_config(tmp_path, config)
+    found = jaxserve.compare(model, 8, meshes=meshes, batch_sizes=[4], run=True, context=20)
     failed = {row.candidate.name: row.measured for row in found.rows if not (row.measured and row.measured.is_equal)}
     assert not failed
     assert found.has_equal_tokens
+    assert len(found.rows) == num_candidates
 
 
 def test_other_tokens_are_reported(planned: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,6 +279,8 @@ def test_report(qwen: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"weights +13\.75 GiB +counted", text)
     assert re.search(r"layers +all-reduce +tensor +2 +96 +10 KiB +960 KiB +pcie4", text)
     assert re.search(r"temporaries of the largest step .* modelled", text)
+    measured = dataclasses.replace(qwen, device=dataclasses.replace(qwen.device, source="measured"))
+    assert "Time (modelled from measured rates; decode at" in str(measured)
     values = json.loads(json.dumps(qwen.as_dict()))
     assert values["stages"][0]["temporaries_source"] == "modelled"
     assert values["decode"][0]["communication"][1]["times"] == 96

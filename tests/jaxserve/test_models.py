@@ -212,7 +212,7 @@ ROWS = {
             **rope("yarn", factor=4.0, original_max_position_embeddings=24, beta_fast=6.0, truncate=False),
         },
         save="shards",
-        fast=("tp1", "tp2", "ep2", "tp2-experts3-all_to_all", "sequence4"),
+        fast=("tp1", "tp2", "ep2", "tp2-experts3-all_to_all", "sequence4", "context2"),
         num_experts=6,
     ),
     "mixtral": Row(
@@ -247,7 +247,7 @@ ROWS = {
         raw=DEEPSEEK
         | {"n_group": 4, "topk_group": 2, "n_shared_experts": 1, "attention_bias": True}
         | rope("yarn", factor=4.0, original_max_position_embeddings=24, mscale=1.0, mscale_all_dim=0.7),
-        fast=("tp1", "tp2", "ep2", "tp2-experts2-gather", "sequence2"),
+        fast=("tp1", "tp2", "ep2", "tp2-experts2-gather", "sequence2", "context4"),
         num_experts=8,
     ),
     "kimi-k2": Row(

@@ -16,12 +16,15 @@ from jaxserve.config import EngineConfig
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.stage_steps import trace_stage
+from jaxserve.device.step_batch import BatchShape
+from jaxserve.device.steps import trace_step
 from jaxserve.models.stage_balance import LayerCost, balanced_stages
 from jaxserve.models.stages import Stage, stages_of
 from sharding.plan import count_collectives
 from tests.jaxserve.test_lanes import CONFIG as SPARSE
 from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, outcome, scores
 from tests.random_checkpoint import write_checkpoint
+from tests.tiny_programs import make_program, tiny_config
 
 MESHES: dict[str, dict[str, Any]] = {
     "two": {"pipeline_parallel_size": 2},
@@ -223,6 +226,16 @@ def test_stages_communicate_as_whole_models_do() -> None:
     made = plan(mesh="stage=2,tensor=2", stage_layers=[3, 1])
     shape = made.buckets.shapes()[0]
     assert count_collectives(trace_stage(made.programs[0], shape)) == {"all-reduce": 2 * 3 + 1}
+
+
+@pytest.mark.parametrize("layout", ["tensor_parallel", "sequence_parallel", "split_logits", "context_parallel"])
+def test_stages_lower_for_gpus(layout: str) -> None:
+    """A stage that hands over, and the last one with everything in one program."""
+    shape = BatchShape(num_tokens=16, num_rows=4, table_pages=4, decode_only=False)
+    first, last = (make_program(tiny_config(), tensor=2, layout=layout, stage=Stage(n, n + 1, 2)) for n in range(2))
+    for traced in (trace_stage(first, shape), trace_step(last, shape, "any")):
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "stablehlo.all_reduce" in text or "stablehlo.reduce_scatter" in text
 
 
 def test_a_window_has_the_same_tables_in_every_stage(tmp_path: Path) -> None:
