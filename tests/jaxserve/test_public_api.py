@@ -37,6 +37,10 @@ EXPORTED = {
     "__version__",
     "load_model",
     "plan",
+    "show",
+    "compare",
+    "Drawing",
+    "Comparison",
 }
 
 WITHOUT_JAX = [
