@@ -51,7 +51,7 @@ def test_all_meshes_and_layouts_that_are_valid_and_differ(planned: Comparison) -
 def test_the_recommendation_is_the_fastest(planned: Comparison) -> None:
     rates = [tokens_per_s(row.candidate.plan, planned.workload) for row in planned.ranked]
     assert rates[0] >= 0.99 * max(rates) > 0
-    assert planned.best is planned.ranked[0].candidate
+    assert planned.best is not None and planned.best is planned.ranked[0].candidate
     assert f"Recommended: {planned.best.name}. " in str(planned)
     assert planned.has_equal_tokens is None
 
@@ -170,10 +170,11 @@ def test_a_candidate_that_cannot_run_is_reported(planned: Comparison, monkeypatc
 
 
 def test_a_layout_of_ones_own(planned: Comparison) -> None:
-    rules = dict.fromkeys(("q_heads", "kv_heads", "ffn", "expert_ffn"), "tensor")
+    rules: dict[str, str] = dict.fromkeys(("q_heads", "kv_heads", "ffn", "expert_ffn"), "tensor")
     own = ShardingLayout("whole_vocabulary", rules)
-    found = jaxserve.compare(planned.model, 2, layouts=["tensor_parallel", own], meshes=["tensor=2"])
-    assert [row.candidate.name for row in found.rows] == ["tensor=2 tensor_parallel", "tensor=2 whole_vocabulary"]
+    found = jaxserve.compare(planned.model, 2, layouts=[own], meshes=["tensor=2"])
+    assert [row.candidate.name for row in found.rows] == ["tensor=2 whole_vocabulary"]
+    assert found.rows[0].candidate.given is own
 
 
 def test_the_command_prints_json_and_draws(
