@@ -14,7 +14,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "scripts/README.md"),
-    *("jaxserve/README.md", "jaxserve/server/README.md", "pallas_kernels/README.md"),
+    *("jaxserve/README.md", "jaxserve/server/README.md", "pallas_kernels/README.md", "sharding/README.md"),
 )
 PACKAGES = ("jaxserve", "pallas_kernels", "sharding", "checkpoints")
 FOLDERS = (*PACKAGES, "tests", "scripts", ".ci")
