@@ -3,7 +3,10 @@
 Environment variables are set before JAX is imported, since its CPU backend reads them once.
 """
 
+import functools
+import gc
 import os
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -75,6 +78,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _unload_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Unload a file's compiled programs: each takes several memory mappings, and Linux allows a process 65,530."""
+    yield
+    for value in vars(request.module).values():
+        if isinstance(value, functools._lru_cache_wrapper):
+            value.cache_clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

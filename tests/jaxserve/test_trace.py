@@ -49,7 +49,7 @@ def trace(shared_data: Path) -> list[Work]:
     return work
 
 
-@pytest.fixture(scope="module", params=["data=1", "stage=2,tensor=2"])
+@pytest.fixture(scope="module", params=["data=1", pytest.param("stage=2,tensor=2", marks=pytest.mark.slow)])
 def llm(request: pytest.FixtureRequest, stories_model: Path) -> Iterator[LLM]:
     with LLM(str(stories_model), **SETTINGS, mesh=request.param, num_gpu_blocks_override=NUM_PAGES) as made:
         yield made
