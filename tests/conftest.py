@@ -5,6 +5,7 @@ Environment variables are set before JAX is imported, since its CPU backend read
 
 import functools
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from importlib import metadata
@@ -89,6 +90,15 @@ def _unload_programs(request: pytest.FixtureRequest) -> Iterator[None]:
             value.cache_clear()
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _keep_log_level() -> Iterator[None]:
+    """Undo what a command that runs in this process sets."""
+    logger = logging.getLogger("jaxserve")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

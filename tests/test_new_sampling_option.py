@@ -30,7 +30,7 @@ PLACES: Mapping[str, tuple[str, str]] = {
         '        "even_bias": SamplingOption(0.0, functools.partial(number, low=-99.0, high=99.0), Effect.LOGITS),\n',
     ),
     "jaxserve/sampling/penalties.py": (
-        "    logits = apply_processors(",
+        "    if processors:\n        whole = apply_processors(",
         "    logits = logits + inputs.options.even_bias[:, None] * (jnp.arange(logits.shape[1]) % 2 == 0)\n",
     ),
     "jaxserve/server/proto/jaxserve/v1/sampling.proto": (

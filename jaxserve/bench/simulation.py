@@ -69,8 +69,9 @@ class Settings:
 
 
 class _Flight(NamedTuple):
-    """A launched step, the tokens of each row that it will return, and its end time."""
+    """A launched step and its index among them, the tokens of each row that it will return, and its end time."""
 
+    step: int
     plan: StepPlan
     tokens: list[list[int]]
     end_s: float
@@ -167,7 +168,7 @@ class Simulation:
         cost = self.settings.cost
         starts = self._starts.advance(plan).tolist()
         self._device_free_s = max(self._now_s + cost.host_s, self._device_free_s) + cost.seconds(plan, starts)
-        self._flights.append(_Flight(plan, tokens, self._device_free_s))
+        self._flights.append(_Flight(len(self.host_s) - 1, plan, tokens, self._device_free_s))
         return True
 
     def _collect(self) -> None:
@@ -175,7 +176,7 @@ class Simulation:
         self._now_s = flight.end_s
         start = time.perf_counter()
         completion = self.scheduler.complete(flight.plan, flight.tokens)
-        self.host_s[flight.plan.number] += time.perf_counter() - start
+        self.host_s[flight.step] += time.perf_counter() - start
         self._note_tokens(completion)
         scheduler = self.scheduler
         self.moments.append(

@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
     "compilation_cache_dir": "",
 }
 AXES = ("data", "stage", "tensor", "expert")
-MESHES = [
+MESHES: list[dict[str, int]] = [
     dict(zip(AXES, sizes, strict=True))
     for total in (1, 2, 4, 8)
     for sizes in itertools.product((1, 2, 4, 8), repeat=4)

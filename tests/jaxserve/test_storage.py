@@ -204,6 +204,7 @@ def forward(program: ModelProgram, arrays: tuple[jax.Array, ...]) -> np.ndarray:
 
     def body(*values: jax.Array) -> jax.Array:
         module = model.merge(values)
+        assert module.embed is not None
         hidden = module.embed(jnp.arange(5))
         for layer in module.layers:
             hidden = layer.mlp(hidden + x, residual=hidden)
