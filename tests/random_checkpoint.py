@@ -1,6 +1,7 @@
 """Checkpoints of random tensors, in the names and shapes that a model's layers declare."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import abstract_model
 from jaxserve.models.loading import read_model_config
@@ -55,3 +57,10 @@ def write_checkpoint(directory: Path, config: dict[str, Any], seed: int) -> None
     generator = np.random.default_rng(seed)
     tensors = {name: generator.normal(0.0, 0.5, shape).astype(np.float32) for name, shape in sorted(shapes.items())}
     save_file(tensors, directory / "model.safetensors")
+
+
+def write_checkpoint_with_tokenizer(directory: Path, config: dict[str, Any], seed: int) -> None:
+    """Writes a checkpoint with the demo model's tokenizer."""
+    write_checkpoint(directory, config, seed)
+    for path in MODEL_DIRECTORY.glob("*token*.json"):
+        shutil.copy(path, directory)

@@ -6,7 +6,7 @@ Each compiled program is called with a fixed number of pages.
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -155,10 +155,7 @@ class PageReader:
     def __init__(self, program: ModelProgram):
         self._program = program
         self._stacks = _Stack.all_of(program)
-        kinds = {(stack.kind, stack.num_pools): stack for stack in self._stacks}
-        compiled = {key: _compile_read(program, stack) for key, stack in kinds.items()}
-        self._compiled = [compiled[stack.kind, stack.num_pools] for stack in self._stacks]
-        self.num_programs = len(compiled)
+        self._compiled, self.num_programs = _compile_kinds(program, self._stacks, _compile_read)
 
     def read(self, pools: Sequence[Pools], pages: Sequence[Sequence[int]]) -> list[HostPages]:
         """Return copies of the given pages of each lane."""
@@ -201,10 +198,7 @@ class PageWriter:
     def __init__(self, program: ModelProgram):
         self._program = program
         self._stacks = _Stack.all_of(program)
-        kinds = {(stack.kind, stack.num_pools): stack for stack in self._stacks}
-        compiled = {key: _compile_write(program, stack) for key, stack in kinds.items()}
-        self._compiled = [compiled[stack.kind, stack.num_pools] for stack in self._stacks]
-        self.num_programs = len(compiled)
+        self._compiled, self.num_programs = _compile_kinds(program, self._stacks, _compile_write)
 
     def write(self, pools: Sequence[Pools], writes: Sequence[Sequence[PageWrite]]) -> tuple[Pools, ...]:
         """Return the pools with the given pages of each lane written. Donates ``pools``."""
@@ -217,6 +211,15 @@ class PageWriter:
                 arrays = write(arrays, _call_pages(self._program, targets, start, stack.capacity), rows)
             written.append(arrays)
         return tuple(written)
+
+
+def _compile_kinds(
+    program: ModelProgram, stacks: Sequence[_Stack], compile_one: Callable[[ModelProgram, _Stack], jax.stages.Compiled]
+) -> tuple[list[jax.stages.Compiled], int]:
+    """Return a compiled program for each stack, and how many there are: equal stacks share one."""
+    kinds = {(stack.kind, stack.num_pools): stack for stack in stacks}
+    compiled = {key: compile_one(program, stack) for key, stack in kinds.items()}
+    return [compiled[stack.kind, stack.num_pools] for stack in stacks], len(compiled)
 
 
 def _compile_read(program: ModelProgram, stack: _Stack) -> jax.stages.Compiled:

@@ -249,6 +249,10 @@ class ModelProgram:
         """Return shapes and shardings of the latest tokens of all slots."""
         return LatestTokens(*[self.rows_struct((self.num_slots,), jnp.int32)] * 2)
 
+    def abstract_input(self, num_tokens: int) -> tuple[Any, ...]:
+        """Return shape and sharding of the hidden states that this stage is given; none for one that embeds tokens."""
+        return () if self.is_first else (self.abstract_hidden(num_tokens),)
+
     def abstract_hidden(self, num_tokens: int) -> Any:
         """Return shape and sharding of the hidden states that one stage hands over to the next."""
         return self.rows_struct((num_tokens, self.config.hidden_size), self.policy.activations_dtype)

@@ -13,7 +13,7 @@ from jaxserve.device.lane import Lane
 from jaxserve.device.memory import return_freed_memory
 from jaxserve.device.program import ModelProgram, StepState
 from jaxserve.device.runner_interface import StepResult
-from jaxserve.device.stage_steps import Pipeline, Stage
+from jaxserve.device.stage_steps import Pipeline, StageRunner
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import StepOutput
 from jaxserve.layers.attention import Pools
@@ -134,15 +134,14 @@ class StepRunner:
         self,
         steps: CompiledSteps,
         params: tuple[jax.Array, ...],
-        earlier: Sequence[Stage] = (),
+        earlier: Sequence[StageRunner] = (),
         state: StepState | None = None,
     ):
         self._steps = steps
         self._params = params
         program = steps.program
         self._lanes = [Lane(program, steps.buckets) for _ in range(program.num_lanes)]
-        self._earlier = tuple(earlier)
-        self._pipeline = Pipeline(earlier, program) if earlier else None
+        self._pipeline = Pipeline(earlier, program)
         self._inputs = collections.deque[StepInputs](maxlen=1 + len(earlier))
         self._handles = itertools.count()
         self._launched: dict[int, PendingStep] = {}
@@ -162,13 +161,9 @@ class StepRunner:
             inputs = self._prepare(plans)
             if inputs.is_reusable:
                 self._inputs.append(inputs)
-        hidden, expert_tokens = [], list[jax.Array]()
-        if self._pipeline is not None:
-            last_input, expert_tokens = self._pipeline.run(plans, inputs.shape, inputs.buffer)
-            hidden = [last_input]
+        hidden, expert_tokens = self._pipeline.run(plans, inputs.shape, inputs.buffer)
         self._state, output = inputs.step(self._params, self._state, inputs.buffer, inputs.mask, *hidden)
-        if self._pipeline is not None:
-            self._pipeline.send_back(plans, self._state.latest)
+        self._pipeline.send_back(plans, self._state.latest)
         if inputs.variant != "full":
             output = output._replace(logprobs=None)
         if not any(pooling is not None and pooling.is_last for plan in plans for pooling in plan.columns.pooling):
@@ -187,7 +182,7 @@ class StepRunner:
         copies = [plan.copies for plan in plans]
         if any(setups) or any(copies):
             self._state = steps.prepare(self._state, setups, copies)
-        if self._pipeline is not None and any(copies):
+        if any(copies):
             self._pipeline.copy_pages(copies)
         masked = [lane.masked_rows(plan) for lane, plan in lanes]
         is_full = any(masked) or steps.program.is_always_full
@@ -229,23 +224,23 @@ class StepRunner:
             new = {i: weights[name] for i, name in enumerate(program.array_names) if name in weights}
             replaced.append(program.packing.replace(params, new))
         *earlier, self._params = replaced
-        for stage, params in zip(self._earlier, earlier, strict=True):
+        for stage, params in zip(self._pipeline.stages, earlier, strict=True):
             stage.params = params
 
     def _all_params(self) -> list[tuple[ModelProgram, tuple[jax.Array, ...]]]:
         """Return the program and the packed parameters of every stage."""
         last = self._steps.program, self._params
-        return [*((stage.program, stage.params) for stage in self._earlier), last]
+        return [*((stage.program, stage.params) for stage in self._pipeline.stages), last]
 
     @property
     def pools(self) -> list[tuple[Pools, ...]]:
         """The pages of each stage, for reading or replacing them while no step is in flight."""
-        return [*(stage.pools for stage in self._earlier), self._state.pools]
+        return [*(stage.pools for stage in self._pipeline.stages), self._state.pools]
 
     @pools.setter
     def pools(self, pools: Sequence[tuple[Pools, ...]]) -> None:
         *earlier, last = pools
-        for stage, each in zip(self._earlier, earlier, strict=True):
+        for stage, each in zip(self._pipeline.stages, earlier, strict=True):
             stage.pools = each
         self._state = self._state._replace(pools=last)
 
@@ -257,7 +252,7 @@ class StepRunner:
             array.delete()
         released = self._all_params()
         self._params, self._open_masks = (), {}
-        for stage in self._earlier:
+        for stage in self._pipeline.stages:
             stage.params = ()
         return released
 
@@ -276,19 +271,17 @@ class StepRunner:
         setups, copies = [SlotSetup(slot, Sampling(), 1)], [PageCopy(page, page)]
         num_lanes = len(self._lanes)
         self._state = self._steps.prepare(self._state, [setups] * num_lanes, [copies] * num_lanes)
-        if self._pipeline is not None:
-            self._pipeline.copy_pages([copies] * num_lanes)
+        self._pipeline.copy_pages([copies] * num_lanes)
         for (shape, variant), step in self._steps.items():
             number = VARIANTS.index("greedy" if variant == "any" else variant)
             chunk = [token] * min(2, shape.num_tokens, self._steps.program.page_size)
             mixed = StepPlan(0, [], [], [Row(slot, 0, chunk, 1, targets=chunk)])
             plan = decode if shape.decode_only else mixed
             buffer = _joined([lane.builder.build(plan, shape, number) for lane in self._lanes])
-            hidden = [] if self._pipeline is None else [self._pipeline.run([plan] * num_lanes, shape, buffer)[0]]
+            hidden, _ = self._pipeline.run([plan] * num_lanes, shape, buffer)
             outputs = step(self._params, self._state, buffer, self._open_masks[shape.num_rows], *hidden)
             self._state, _ = jax.block_until_ready(outputs)
-            if self._pipeline is not None:
-                self._pipeline.send_back([plan] * num_lanes, self._state.latest)
+            self._pipeline.send_back([plan] * num_lanes, self._state.latest)
         return_freed_memory()
 
     def close(self) -> None:
@@ -297,8 +290,7 @@ class StepRunner:
             pending.wait()
         for array in jax.tree.leaves((self._params, self._state, self._open_masks)):
             array.delete()
-        if self._pipeline is not None:
-            self._pipeline.delete()
+        self._pipeline.delete()
 
 
 def _is_reusable(lane: Lane, plan: StepPlan) -> bool:

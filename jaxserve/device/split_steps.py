@@ -134,7 +134,7 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
     state, buffer = program.abstract_state(), program.rows_struct((shape.buffer_size,), jnp.int32)
     rows = program.rows_sharding
     out_shardings = (shardings(state), ModelOutput._make([program.vocab_sharding, *[rows] * 4]))
-    given = [] if program.is_first else [program.abstract_hidden(shape.num_tokens)]
+    given = program.abstract_input(shape.num_tokens)
     return program.trace(model, (program.abstract_params, state, buffer, *given), out_shardings, donated=[1])
 
 

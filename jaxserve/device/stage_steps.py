@@ -62,7 +62,7 @@ def trace_stage(program: ModelProgram, shape: BatchShape) -> jax.stages.Traced:
         return tuple(written), StageOutput(x, expert_tokens)
 
     pools, buffer = program.abstract_all_pools(), program.rows_struct((shape.buffer_size,), np.int32)
-    given = [] if program.is_first else [program.abstract_hidden(shape.num_tokens)]
+    given = program.abstract_input(shape.num_tokens)
     arguments = (program.abstract_params, pools, program.abstract_latest(), buffer, *given)
     return program.trace(stage, arguments, (shardings(pools), program.rows_sharding), donated=[1])
 
@@ -99,7 +99,7 @@ class StageSteps:
         return max(sum(bytes_of(step)) for step in self._steps.values())
 
 
-class Stage:
+class StageRunner:
     """A stage that is not the last, on its devices.
 
     Attributes:
@@ -142,7 +142,7 @@ class _Returned(NamedTuple):
 
 
 class Pipeline:
-    """The stages before the last, and what goes to the last one and comes back.
+    """The stages before the last, if any, and what goes to the last one and comes back.
 
     A row whose first token is ``ON_DEVICE`` needs the tokens of the step that last sampled for its slot, and so cannot
     begin before that step has passed the last stage. ``run`` uses the latest tokens after the earliest step that has
@@ -153,7 +153,7 @@ class Pipeline:
         last: The last stage.
     """
 
-    def __init__(self, stages: Sequence[Stage], last: ModelProgram):
+    def __init__(self, stages: Sequence[StageRunner], last: ModelProgram):
         self.stages = tuple(stages)
         programs = [*(stage.program for stage in stages), last]
         self._next = [program.abstract_hidden(1).sharding for program in programs[1:]]
@@ -163,26 +163,32 @@ class Pipeline:
         self._sampled_at = np.full((last.num_lanes, last.num_slots), -1)
         self._step = 0
 
-    def run(self, plans: Sequence[StepPlan], shape: BatchShape, buffer: np.ndarray) -> tuple[jax.Array, list[Any]]:
-        """Launch a step of every stage; return the last stage's input, and the expert tokens of each stage that counts
-        them.
+    def run(
+        self, plans: Sequence[StepPlan], shape: BatchShape, buffer: np.ndarray
+    ) -> tuple[list[jax.Array], list[Any]]:
+        """Launch a step of every stage; return the last stage's input, which is empty if it is the first one too, and
+        the expert tokens of each stage that counts them.
 
         Args:
             plans: Plan of each lane.
             shape: Batch shape.
             buffer: The step's buffer.
         """
+        hidden, expert_tokens = list[jax.Array](), []
+        if not self.stages:
+            return hidden, expert_tokens
         returned = self._needed(plans)
-        hidden, expert_tokens = [], []
         for stage, latest, sharding in zip(self.stages, returned.latest, self._next, strict=True):
             output = stage.run(shape, latest, buffer, *hidden)
             hidden = [jax.device_put(output.hidden, sharding)]
             if output.expert_tokens is not None:
                 expert_tokens.append(output.expert_tokens)
-        return hidden[0], expert_tokens
+        return hidden, expert_tokens
 
     def send_back(self, plans: Sequence[StepPlan], latest: LatestTokens) -> None:
         """Send the latest tokens of all slots back from the last stage, once the step is launched there."""
+        if not self.stages:
+            return
         for sampled_at, plan in zip(self._sampled_at, plans, strict=True):
             rows = row_arrays(plan.columns)
             sampled_at[rows.slots[rows.num_samples > 0]] = self._step

@@ -84,7 +84,7 @@ def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.st
     state, buffer = program.abstract_state(), program.rows_struct((shape.buffer_size,), jnp.int32)
     mask = program.rows_struct(program.mask_shape(shape.num_rows), jnp.int32)
     out_shardings = (shardings(state), program.rows_sharding)
-    given = [] if program.is_first else [program.abstract_hidden(shape.num_tokens)]
+    given = program.abstract_input(shape.num_tokens)
     return program.trace(step, (program.abstract_params, state, buffer, mask, *given), out_shardings, donated=[1])
 
 

@@ -19,7 +19,7 @@ from jaxserve.device.memory import MemoryLedger, device_memory_bytes, resident_b
 from jaxserve.device.memory_fit import STEPS_IN_FLIGHT
 from jaxserve.device.runner import StepRunner
 from jaxserve.device.runner_interface import Runner
-from jaxserve.device.stage_steps import Stage, StageSteps
+from jaxserve.device.stage_steps import StageRunner, StageSteps
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.expert_load import ExpertLoad
@@ -219,10 +219,10 @@ def join_stages(all_steps: list[Steps], params: list[tuple[jax.Array, ...]], sta
         params: Packed parameters of each.
         states: Pages of each stage, the ``StepState`` of the last of a replica; None allocates them.
     """
-    runners, stages = list[StepRunner](), list[Stage]()
+    runners, stages = list[StepRunner](), list[StageRunner]()
     for steps, values, state in zip(all_steps, params, states, strict=True):
         if isinstance(steps, StageSteps):
-            stages.append(Stage(steps, values, state))
+            stages.append(StageRunner(steps, values, state))
         else:
             runners.append(StepRunner(steps, values, stages, state))
             stages = []
@@ -254,6 +254,7 @@ def warm_up_runners(runners: list[StepRunner]) -> float:
 
 
 def log_choices(plan: EnginePlan) -> None:
+    """Log the devices, layout and kernels of a plan."""
     program = plan.programs[0]
     device = program.mesh.devices.flat[0]
     logger.info(

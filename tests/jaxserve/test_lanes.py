@@ -3,7 +3,6 @@
 import dataclasses
 import pickle
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 
 from jaxserve import LLM, PoolingParams, RequestOutput, SamplingParams
 from jaxserve.config import EngineConfig
-from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.device.build import plan_engine
 from jaxserve.engine.model_defaults import find_tokenizer
 from jaxserve.engine.request_state import RequestState
@@ -22,7 +20,7 @@ from jaxserve.request import parse_prompts
 from jaxserve.scheduling.scheduler import Scheduler
 from sharding import get_layout
 from tests.jaxserve.test_request_mix import REQUESTS, outcome, scores
-from tests.random_checkpoint import write_checkpoint
+from tests.random_checkpoint import write_checkpoint_with_tokenizer
 from tests.remote_runner import RemoteRunner
 
 CONFIG: dict[str, Any] = {
@@ -79,9 +77,7 @@ FAST = ("gather", "deterministic")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights with experts in every layer, and the demo's tokenizer."""
     directory = tmp_path_factory.mktemp("sparse")
-    write_checkpoint(directory, CONFIG, seed=1)
-    for path in MODEL_DIRECTORY.glob("*token*.json"):
-        shutil.copy(path, directory)
+    write_checkpoint_with_tokenizer(directory, CONFIG, seed=1)
     return directory
 
 

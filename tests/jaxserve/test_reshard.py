@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 
 from jaxserve import LLM, AsyncLLM, ConfigError, EngineDeadError, PoolingParams, RequestOutput, SamplingParams
 from jaxserve.config import EngineConfig
-from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.device import move_memory
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.packing import Packing
@@ -34,7 +32,7 @@ from tests.jaxserve.test_kv_window import MIXED
 from tests.jaxserve.test_lanes import CONFIG as SPARSE
 from tests.jaxserve.test_lanes import GREEDY, SETTINGS, finish, schedulers, submit, tokens, value
 from tests.jaxserve.test_request_mix import REQUESTS, outcome
-from tests.random_checkpoint import DEEPSEEK, LLAMA, write_checkpoint
+from tests.random_checkpoint import DEEPSEEK, LLAMA, write_checkpoint, write_checkpoint_with_tokenizer
 
 LITTLE: dict[str, Any] = {**SETTINGS, "compile_sizes": {"decode": [4], "mixed": [48]}}
 LONG = GREEDY.clone(max_tokens=60)
@@ -45,9 +43,7 @@ LISTED = "sort 1 2 3 4 5 6 7 8 9 10 11 12:"
 def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights with experts in every layer, and the demo's tokenizer."""
     directory = tmp_path_factory.mktemp("sparse")
-    write_checkpoint(directory, SPARSE, seed=1)
-    for path in MODEL_DIRECTORY.glob("*token*.json"):
-        shutil.copy(path, directory)
+    write_checkpoint_with_tokenizer(directory, SPARSE, seed=1)
     return directory
 
 

@@ -1,7 +1,6 @@
 """Engines whose devices share the tokens of hidden states: the answers of one device, and the collectives as stated."""
 
 import random
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM, ConfigError, EngineConfig, PoolingParams, RequestOutput, SamplingParams
-from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.build import plan_engine
 from jaxserve.device.split_steps import trace_model
@@ -24,7 +22,7 @@ from tests.jaxserve.test_draft_requests import REQUESTS as DRAFTED
 from tests.jaxserve.test_draft_requests import Run, check_same
 from tests.jaxserve.test_lanes import value
 from tests.jaxserve.test_request_mix import REQUESTS, outcome, scores
-from tests.random_checkpoint import LLAMA, write_checkpoint
+from tests.random_checkpoint import LLAMA, write_checkpoint, write_checkpoint_with_tokenizer
 from tests.tiny_programs import NUM_LAYERS, latent_config, make_program, sparse_config, tiny_config
 
 CONFIG: dict[str, Any] = {
@@ -66,9 +64,7 @@ BUCKETS = Buckets(decode_rows=(2, 16), mixed_tokens=(16, 24), max_num_seqs=16, t
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, and the demo's tokenizer."""
     directory = tmp_path_factory.mktemp("gemma3")
-    write_checkpoint(directory, CONFIG, seed=1)
-    for path in MODEL_DIRECTORY.glob("*token*.json"):
-        shutil.copy(path, directory)
+    write_checkpoint_with_tokenizer(directory, CONFIG, seed=1)
     return directory
 
 

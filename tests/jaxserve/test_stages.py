@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 
 from jaxserve import LLM, ConfigError, PoolingParams, RequestOutput, SamplingParams
 from jaxserve.config import EngineConfig
-from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.stage_steps import trace_stage
 from jaxserve.device.step_batch import BatchShape
@@ -23,7 +21,7 @@ from jaxserve.models.stages import Stage, stages_of
 from sharding.plan import count_collectives
 from tests.jaxserve.test_lanes import CONFIG as SPARSE
 from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, outcome, scores
-from tests.random_checkpoint import write_checkpoint
+from tests.random_checkpoint import write_checkpoint, write_checkpoint_with_tokenizer
 from tests.tiny_programs import make_program, tiny_config
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -125,9 +123,7 @@ def test_every_stage_has_work(llm: LLM) -> None:
 )
 def test_experts_in_stages(settings: dict[str, Any], tmp_path: Path) -> None:
     """Tokens, and the tokens of each expert of each layer, whichever stage has it."""
-    write_checkpoint(tmp_path, SPARSE | {"num_hidden_layers": 3}, seed=1)
-    for path in MODEL_DIRECTORY.glob("*token*.json"):
-        shutil.copy(path, tmp_path)
+    write_checkpoint_with_tokenizer(tmp_path, SPARSE | {"num_hidden_layers": 3}, seed=1)
     prompts = [{"prompt_token_ids": [*range(3, 8 + index)]} for index in range(9)]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     found, loads = [], []
