@@ -1,9 +1,9 @@
 """Computes the numbers of ``sharding/README.md`` and draws its pictures, from plans; no devices or weights are needed.
 
     pip install 'jaxserve[research]'
-    python scripts/draw_sharding.py    # about two minutes; rewrites the page's examples and three pictures
+    python scripts/draw_sharding.py    # about two minutes; rewrites the page's examples and four pictures
 
-The models are those of ``scripts/charts/sharding_models.json``; ``scripts/sharding_numbers.py`` has the examples.
+Steps predicted and measured are those of ``scripts/predict_steps.py``. The other models are those of ``scripts/charts/sharding_models.json``; ``scripts/sharding_numbers.py`` has the examples.
 """
 
 import re
@@ -15,12 +15,15 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from jaxserve.lab.hardware import LINKS, collective_seconds  # noqa: E402
+from jaxserve.lab.hardware import LINKS  # noqa: E402
+from jaxserve.lab.links import collective_seconds  # noqa: E402
 from jaxserve.lab.report import size  # noqa: E402
+from scripts import predict_steps  # noqa: E402
 from scripts.sharding_numbers import HOSTS, SECTIONS, Plans  # noqa: E402
 
 PAGE, CHARTS = ROOT / "sharding" / "README.md", ROOT / "scripts" / "charts"
@@ -34,6 +37,7 @@ def main() -> None:
         plans = Plans(Path(folder))
         PAGE.write_text(with_numbers(PAGE.read_text(), {name: make(plans) for name, make in SECTIONS.items()}))
         figures = {"memory": draw_memory(plans), "all_reduce": draw_all_reduce(), "hosts": draw_hosts(plans)}
+        figures["predicted"] = draw_predicted()
     for name, figure in figures.items():
         path = CHARTS / f"sharding_{name}.svg"
         figure.savefig(path, metadata={"Date": None})
@@ -114,6 +118,39 @@ def draw_hosts(plans: Plans) -> Figure:
     left.set_yticks(range(len(found)), HOSTS)
     figure.suptitle("Llama-3.1-70B on 2 hosts of 8 H100, modelled", fontsize=10, fontweight="bold")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    return figure
+
+
+def draw_predicted() -> Figure:
+    """Draw the predicted against the measured time of the steps of every mesh and layout of 4 devices."""
+    _, steps = predict_steps.read()
+    figure = Figure(figsize=(8.4, 4.0), layout="constrained")
+    panels = figure.subplots(1, len(predict_steps.MODELS))
+    for axes, model in zip(panels, predict_steps.MODELS, strict=True):
+        own = [step for step in steps if step.model == model]
+        times = [1e3 * time_s for step in own for time_s in (step.measured_s, step.predicted_s)]
+        ends = [min(times) / 1.2, max(times) * 1.2]
+        axes.plot(ends, ends, color=DARK, linewidth=1, label="equal")
+        axes.fill_between(
+            ends, [0.7 * end for end in ends], [1.3 * end for end in ends], color=GREEN, alpha=0.3, label="within 30 %"
+        )
+        for batch, colour in zip(predict_steps.BATCH_SIZES, (AMBER, BLUE), strict=True):
+            found = [step for step in own if step.batch == batch]
+            points = [[1e3 * time_s for time_s in column] for column in zip(*(step[3:] for step in found), strict=True)]
+            axes.scatter(points[1], points[0], 16, color=colour, label=f"{batch} sequence{'s' * (batch > 1)}", zorder=3)
+        _plain(axes)
+        axes.grid(linewidth=0.4)
+        axes.set_title(model, fontsize=10)
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms", ylabel="predicted, ms")
+        axes.set_aspect("equal")
+        ticks = [tick for tick in (2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100) if ends[0] < tick < ends[1]]
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_ticks(ticks, [str(tick) for tick in ticks])
+            axis.set_minor_locator(NullLocator())
+    figure.suptitle("Decode steps of every mesh and layout of 4 virtual CPU devices", fontsize=10, fontweight="bold")
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9
+    )
     return figure
 
 

@@ -1,15 +1,18 @@
 """The examples of ``sharding/README.md``: each function computes one from plans and returns it as Markdown."""
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jaxserve
-from jaxserve.lab.hardware import LINKS, collective_seconds, one_shot_seconds, ring_seconds
+from jaxserve.lab.hardware import LINKS
+from jaxserve.lab.links import collective_seconds, one_shot_seconds, ring_seconds
 from jaxserve.lab.planned import Plan
 from jaxserve.lab.records import StepCost
 from jaxserve.lab.report import seconds, size
+from scripts import predict_steps
 
 MODELS = Path(__file__).parent / "charts" / "sharding_models.json"
 DENSE = ("tensor_parallel", "replicated_attention", "sequence_parallel", "split_logits", "context_parallel")
@@ -214,6 +217,50 @@ def layouts(plans: Plans) -> str:
     return table([*names, "decode step", "prefill step"], rows)
 
 
+def predicted(plans: Plans) -> str:
+    """How far predictions are from measured steps, in short, and for each mesh and layout."""
+    found, steps = predict_steps.read()
+    parts = []
+    rows = []
+    for model, batch in itertools.product(predict_steps.MODELS, predict_steps.BATCH_SIZES):
+        own = [step for step in steps if (step.model, step.batch) == (model, batch)]
+        error, tau = predict_steps.median_error(own), predict_steps.kendall_tau(own)
+        fastest, slowest = (choose(step.measured_s for step in own) for choose in (min, max))
+        rows.append(
+            [
+                model,
+                str(batch),
+                str(len(own)),
+                f"{seconds(fastest)} to {seconds(slowest)}",
+                f"{error:.0%}",
+                f"{tau:.2f}",
+            ]
+        )
+    names = ["model", "sequences", "meshes and layouts", "measured", "median error", "Kendall's τ"]
+    machine = f"{found['machine']}, {found['date']}, JAX {found['versions']['jax']}"
+    parts = [f"Four virtual devices of {machine}:", table(names, rows)]
+    for model in predict_steps.MODELS:
+        title = f"<details><summary>Every mesh and layout of the model: {model}</summary>"
+        parts += [title, _steps_table([step for step in steps if step.model == model]), "</details>"]
+    return "\n\n".join(parts)
+
+
+def _steps_table(steps: Sequence[predict_steps.Step]) -> str:
+    """Return predicted and measured times of each mesh and layout, the fastest of the largest batch first."""
+    found = {(step.name, step.batch): step for step in steps}
+    sizes = predict_steps.BATCH_SIZES
+    names = ["mesh and layout"]
+    for size_ in sizes:
+        names += [f"predicted, B={size_}", f"measured, B={size_}", "error"]
+    rows = []
+    for name in sorted({step.name for step in steps}, key=lambda name: found[name, sizes[-1]].measured_s):
+        row = [name]
+        for step in (found[name, size_] for size_ in sizes):
+            row += [seconds(step.predicted_s), seconds(step.measured_s), f"{step.error:+.0%}"]
+        rows.append(row)
+    return table(names, rows)
+
+
 SECTIONS: Mapping[str, Callable[[Plans], str]] = {
     "weights": weights,
     "kv": kv,
@@ -221,5 +268,6 @@ SECTIONS: Mapping[str, Callable[[Plans], str]] = {
     "hosts": hosts,
     "experts": experts,
     "layouts": layouts,
+    "predicted": predicted,
 }
 """The examples, by the names of their markers in the page."""

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.lab.hardware import LINKS, ring_seconds
+from jaxserve.lab.hardware import LINKS
+from jaxserve.lab.links import ring_seconds
 from tests.random_checkpoint import LLAMA
 
 pytest.importorskip("matplotlib")

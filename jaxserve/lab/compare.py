@@ -17,7 +17,9 @@ from jaxserve.lab.compare_picture import check_can_draw
 from jaxserve.lab.compare_rank import Workload
 from jaxserve.lab.compare_result import Comparison, Row
 from jaxserve.lab.compare_run import MANY_TOKENS, Measured, RunSettings, run_all, with_weights
-from jaxserve.lab.hardware import DEVICES, LINKS, Device, Link, get_device, get_link
+from jaxserve.lab.devices import Device
+from jaxserve.lab.hardware import DEVICES, LINKS, get_device, get_link
+from jaxserve.lab.links import Link
 from jaxserve.lab.plan import read_model
 from jaxserve.lab.plan_command import SETTINGS
 from jaxserve.lab.records import BATCH_SIZES

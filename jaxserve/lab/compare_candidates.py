@@ -11,7 +11,7 @@ from jaxserve.config_checks import MESH_FIELDS, parse_mesh
 from jaxserve.device.build import mesh_shape_of
 from jaxserve.device.layout_choice import choose_layout
 from jaxserve.errors import ConfigError
-from jaxserve.lab.hardware import Device
+from jaxserve.lab.devices import Device
 from jaxserve.lab.plan import plan_config, read_model
 from jaxserve.lab.planned import Plan
 from jaxserve.layers.model_config import ModelConfig

@@ -1,11 +1,13 @@
 """Which candidate is the fastest for a batch size, a context and a link, and for which of them it would be another."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from jaxserve.lab.compare_candidates import Candidate
-from jaxserve.lab.hardware import LINKS, Link, collective_seconds
+from jaxserve.lab.hardware import LINKS
+from jaxserve.lab.links import Link, collective_seconds
 from jaxserve.lab.planned import Plan
 from jaxserve.lab.records import BATCH_SIZES, StepCost
 from jaxserve.lab.report import seconds
@@ -59,17 +61,16 @@ def tokens_per_s(plan: Plan, workload: Workload) -> float:
 def step_seconds(plan: Plan, step: StepCost, workload: Workload) -> float:
     """Return the time of a planned step with another context or link."""
     link = workload.link
-    read = step.weight_bytes + step.kv_bytes
-    memory_s = step.memory_s * (step.weight_bytes + step.kv_bytes * workload.context / step.context) / read
+    attention_s = step.attention_s * workload.context / step.context
     exchanged_s = sum(
         each.seconds
         if link is None or each.link != plan.device.link.name
         else each.times * collective_seconds(each.kind, each.num_bytes, each.num_devices, link)
         for each in step.communication
     )
-    planned = max(step.memory_s, step.compute_s) + step.communication_s
-    change = max(memory_s, step.compute_s) + exchanged_s - planned
-    return step.step_s * (step.latency_s + change) / step.latency_s
+    change = attention_s - step.attention_s + exchanged_s - step.communication_s
+    factor = (step.latency_s + change) / step.latency_s
+    return dataclasses.replace(step, stage_s=tuple(factor * time_s for time_s in step.stage_s)).step_s
 
 
 def ranked(candidates: Iterable[Candidate], workload: Workload) -> list[Candidate]:

@@ -11,7 +11,7 @@ from jaxserve.lab.compare_candidates import Candidate, Excluded
 from jaxserve.lab.compare_picture import Bar, draw, svg
 from jaxserve.lab.compare_rank import Change, Workload, changes, changes_text, ranked, reason, tokens_per_s
 from jaxserve.lab.compare_run import Measured
-from jaxserve.lab.hardware import Device
+from jaxserve.lab.devices import Device
 from jaxserve.lab.planned import Plan
 from jaxserve.lab.records import StepCost
 
@@ -155,7 +155,7 @@ class Comparison:
         return {
             "model": self.model,
             "num_devices": self.num_devices,
-            "device": report.device_dict(self.device),
+            "device": self.device.as_dict(),
             "batch_sizes": self.batch_sizes,
             "context": self.workload.context,
             "weights": self.weights,

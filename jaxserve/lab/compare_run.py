@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from pallas_kernels.registry import UnsupportedKernelError
 from sharding import LayoutError, MeshError
 
 FEW_TOKENS, MANY_TOKENS = 2, 18  # outputs of a short and a long run, whose difference is that of 16 decode steps
-_REPEATS = 3
+_FEWEST_REPEATS, _MOST_REPEATS, _LONG_ENOUGH_S = 5, 25, 2.0
 _MOST_BATCHED_TOKENS = 4096
 _PAGE_SIZE = 16
 
@@ -34,7 +35,7 @@ class Measured(NamedTuple):
     """What a candidate did.
 
     Attributes:
-        step_s: Seconds per decode step by batch size: of 16 steps the mean, of several runs the fastest.
+        step_s: Seconds per decode step by batch size: of 16 steps the mean, of several runs the median.
         num_different: Prompts whose greedy tokens differ from those of the reference.
         num_prompts: Number of prompts.
         error: Why it could not run; "" if it ran.
@@ -106,6 +107,18 @@ def run_all(directory: str, candidates: Sequence[Candidate], settings: RunSettin
     return found
 
 
+def decode_seconds(directory: str, layout: dict[str, Any], settings: RunSettings, parts: int) -> dict[int, float]:
+    """Return the time of a decode step of each batch size.
+
+    Args:
+        directory: Directory of the checkpoint.
+        layout: Settings of the engine that say how it is split.
+        settings: What to run.
+        parts: Steps that requests are divided over.
+    """
+    return _run(directory, layout, settings, parts=parts, times=True)[1]
+
+
 def _run(
     directory: str, layout: dict[str, Any], settings: RunSettings, *, parts: int, times: bool
 ) -> tuple[Tokens, dict[int, float]]:
@@ -135,13 +148,15 @@ def _engine_settings(settings: RunSettings, parts: int) -> dict[str, Any]:
         "max_model_len": length,
         "num_gpu_blocks_override": 4 * largest * (-(-length // _PAGE_SIZE) + 1),
         "compile_sizes": {"decode": [min(size, largest) for size in rows], "mixed": [tokens]},
-        "enable_prefix_caching": False,
         **settings.engine,
     }
 
 
 def _prompt_length(settings: RunSettings) -> int:
-    return max(1, settings.context - (MANY_TOKENS + FEW_TOKENS) // 2)
+    """Return a length of full pages and one token: after the first run they are cached, and the times of runs differ by
+    those of their decode steps alone."""
+    longest = max(0, settings.context - (MANY_TOKENS + FEW_TOKENS) // 2)
+    return longest // _PAGE_SIZE * _PAGE_SIZE + 1
 
 
 def _prompts(settings: RunSettings, vocab_size: int) -> list[dict[str, list[int]]]:
@@ -156,12 +171,16 @@ def _params(num_tokens: int) -> SamplingParams:
 
 def _step_seconds(llm: LLM, prompts: list[dict[str, list[int]]]) -> float:
     """Return the time of a decode step: the difference between a short and a long run, divided by that of their
-    lengths."""
-    times = {FEW_TOKENS: [], MANY_TOKENS: []}
-    for _ in range(_REPEATS):
-        for num_tokens, found in times.items():
-            start = time.perf_counter()
-            llm.generate(prompts, _params(num_tokens), use_tqdm=False)
-            found.append(time.perf_counter() - start)
-    spent = min(times[MANY_TOKENS]) - min(times[FEW_TOKENS])
-    return max(spent, 0.0) / (MANY_TOKENS - FEW_TOKENS)
+    lengths. Short steps are measured more often."""
+    differences, spent = list[float](), 0.0
+    while len(differences) < _FEWEST_REPEATS or (len(differences) < _MOST_REPEATS and spent < _LONG_ENOUGH_S):
+        short, long = (_run_seconds(llm, prompts, num_tokens) for num_tokens in (FEW_TOKENS, MANY_TOKENS))
+        differences.append(long - short)
+        spent += long
+    return max(statistics.median(differences), 0.0) / (MANY_TOKENS - FEW_TOKENS)
+
+
+def _run_seconds(llm: LLM, prompts: list[dict[str, list[int]]], num_tokens: int) -> float:
+    start = time.perf_counter()
+    llm.generate(prompts, _params(num_tokens), use_tqdm=False)
+    return time.perf_counter() - start

@@ -17,7 +17,7 @@ from jaxserve.device.stage_steps import trace_stage
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import trace_step
 from jaxserve.errors import ConfigError
-from jaxserve.lab.hardware import Device
+from jaxserve.lab.devices import Device
 from sharding import MeshShape, make_mesh
 from sharding.plan import compiled_collectives
 

@@ -1,6 +1,7 @@
 """Work and time of decode and prefill steps: a roofline of memory, arithmetic and communication."""
 
 import collections
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,13 +10,14 @@ from jaxserve.device.build import StagePlans
 from jaxserve.device.program import ModelProgram
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.lab.communication import HAND_OVER, StepCollectives
-from jaxserve.lab.hardware import collective_seconds
+from jaxserve.lab.links import collective_seconds
 from jaxserve.lab.placement import Placement
 from jaxserve.lab.records import BATCH_SIZES, Communication, StepCost
 from jaxserve.lab.work import StageWork, Work
 from sharding.plan import bytes_per_device
 
 PREFILL_TOKENS = 2048
+_MANY_ROWS = 1 << 20  # at which a device multiplies fastest
 _TOKEN_BYTES = 8  # the latest token and its position, which go back from the last stage to the others
 
 
@@ -41,7 +43,8 @@ class Steps:
         all_rows = -(-per_replica // microbatches)
         work = [stage.decode(rows, context, all_rows) for stage in self._work]
         common = {"kind": "decode", "batch": batch, "context": context, "microbatches": microbatches, "tokens": batch}
-        return self._cost(work, self._shape(rows, rows), common)
+        replicas = min(batch, self._placement.shape.data)
+        return self._cost(work, self._shape(rows, rows), common, replicas * microbatches)
 
     def prefill(self, num_tokens: int) -> StepCost:
         """Return the cost of a step that computes a prompt of ``num_tokens`` tokens in each lane, one in each stage."""
@@ -49,7 +52,8 @@ class Steps:
         batch = self._stages.programs[0].num_lanes * shape.data * microbatches
         work = [stage.prefill(num_tokens) for stage in self._work]
         common = {"kind": "prefill", "batch": batch, "context": num_tokens, "microbatches": microbatches}
-        return self._cost(work, self._shape(num_tokens, 1), {**common, "tokens": batch * num_tokens})
+        common["tokens"] = batch * num_tokens
+        return self._cost(work, self._shape(num_tokens, 1), common, shape.data * microbatches)
 
     def _shape(self, num_tokens: int, num_rows: int) -> BatchShape:
         program, needs = self._stages.programs[0], self._stages.needs[0]
@@ -63,9 +67,12 @@ class Steps:
             num_tables=len(needs.windows),
         )
 
-    def _cost(self, work: Sequence[Work], shape: BatchShape, common: dict[str, Any]) -> StepCost:
+    def _cost(self, work: Sequence[Work], shape: BatchShape, common: dict[str, Any], num_steps: int) -> StepCost:
+        """Return the cost of ``num_steps`` steps at once, one of each microbatch of each replica."""
+        device, hosts = self._placement.device, self._placement.hosts
         communication = [self._communication(program, shape) for program in self._stages.programs]
-        spent = [self._seconds(each, rows) for each, rows in zip(work, communication, strict=True)]
+        programs, rows = self._stages.programs, itertools.repeat(shape.num_tokens)
+        spent = list(map(self._seconds, programs, work, communication, rows))
         return StepCost(
             **common,
             rows=shape.num_tokens,
@@ -75,18 +82,37 @@ class Steps:
             communication=_merged(communication),
             memory_s=sum(each.memory for each in spent),
             compute_s=sum(each.compute for each in spent),
+            attention_s=sum(each.attention for each in spent),
             communication_s=sum(each.communication for each in spent),
             stage_s=tuple(each.total for each in spent),
+            host_s=num_steps * (device.step_overhead_s + len(work) * device.launch_overhead_s),
+            turns=-(-num_steps // hosts) if device.shares_host else 0,
         )
 
-    def _seconds(self, work: Work, communication: Sequence[Communication]) -> "_Seconds":
-        """Return the times of a step in one stage."""
-        device = self._placement.device
-        sharing = self._placement.devices_per_host if device.shares_host else 1
-        memory = (work.weight_bytes + work.kv_bytes) / (device.bytes_per_s * device.bandwidth_share) * sharing
-        compute = work.flops / device.flops_of(self._stages.programs[0].policy.weights) * sharing
+    def _seconds(
+        self, program: ModelProgram, work: Work, communication: Sequence[Communication], num_rows: int
+    ) -> "_Seconds":
+        """Return the times of a step in one stage: matmuls and attention each take the longer of memory and
+        arithmetic."""
+        device, dtype = self._placement.device, program.policy.weights
+        sizes, sharing, waiting = self._placement.sizes, 1, 1.0
+        if device.shares_host:
+            sharing = min(sizes["tensor"] * sizes["expert"], self._placement.devices_per_host)
+            waiting = max(1.0, sharing / device.num_cores)
+        rate = device.bytes_per_s * device.bandwidth_share / sharing
+        multiplied = sum(flops / device.flops_of(dtype, rows) for rows, flops in work.matmuls.items()) * sharing
+        attended = work.attention / device.flops_of(dtype, _MANY_ROWS) * sharing
+        attention = max(work.kv_bytes / rate, attended)
+        num_layers = program.config.num_layers if program.stage is None else len(program.stage.layers)
         exchanged = sum((each.seconds for each in communication), 0.0)
-        return _Seconds(memory, compute, exchanged, max(memory, compute) + exchanged + device.step_overhead_s)
+        overhead = num_layers * (device.layer_overhead_s + (num_rows - 1) * device.row_overhead_s) * waiting
+        return _Seconds(
+            memory=(work.weight_bytes + work.kv_bytes) / rate,
+            compute=multiplied + attended,
+            attention=attention,
+            communication=exchanged,
+            total=max(work.weight_bytes / rate, multiplied) + attention + exchanged + overhead,
+        )
 
     def _communication(self, program: ModelProgram, shape: BatchShape) -> list[Communication]:
         """Return the communication of a step in one stage, with the hand-over to the next one."""
@@ -128,6 +154,7 @@ class _Seconds(NamedTuple):
 
     memory: float
     compute: float
+    attention: float
     communication: float
     total: float
 

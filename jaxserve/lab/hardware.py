@@ -1,10 +1,9 @@
-"""Memory, bandwidth and arithmetic of devices, links between them, and the time of collectives over a link.
+"""The devices and links that are known by name.
 
-All numbers are the vendors' peaks; ``Device.bandwidth_share`` and ``Device.matmul_share`` say how much of them programs
-reach.
+The table's numbers are the vendors' peaks; ``Device.bandwidth_share`` and ``Device.matmul_share`` say how much of them
+programs reach. Those of a calibration (:mod:`jaxserve.lab.calibration`) are measured.
 """
 
-import dataclasses
 import difflib
 import os
 from collections.abc import Mapping
@@ -13,91 +12,11 @@ from typing import Any
 
 from jaxserve.device.memory import machine_memory_bytes
 from jaxserve.errors import ConfigError
-from sharding import PlannedDevice
+from jaxserve.lab.devices import Device, read_device
+from jaxserve.lab.links import Link
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _TERA, _GIGA = 1e12, 1e9
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Link:
-    """What connects two devices.
-
-    Attributes:
-        name: Name in ``LINKS``.
-        bytes_per_s: Peak rate in one direction, per device.
-        latency_s: Time of a message of one byte, with the start of the collective's kernel.
-        share: Share of the peak that large messages reach.
-        source: ``modelled`` for numbers of the table, ``measured`` for those of a calibration.
-    """
-
-    name: str
-    bytes_per_s: float
-    latency_s: float
-    share: float = 0.8
-    source: str = "modelled"
-
-    @property
-    def rate(self) -> float:
-        """Bytes per second of large messages."""
-        return self.bytes_per_s * self.share
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Device:
-    """A kind of device.
-
-    Attributes:
-        name: Name in ``DEVICES``.
-        device_kind: JAX's name of the device, by which kernels are chosen.
-        platform: JAX platform name.
-        memory_bytes: Total memory.
-        bytes_per_s: Peak memory bandwidth.
-        flops: Peak multiplications and additions per second of dense matmuls, by dtype.
-        link: Link between devices of one host.
-        host_link: Link between devices of different hosts.
-        bandwidth_share: Share of the peak bandwidth that reading weights and pages reaches.
-        matmul_share: Share of the peak arithmetic that large matmuls reach.
-        step_overhead_s: Time of a step that depends on neither its bytes nor its arithmetic.
-        per_host: Most devices of a host, unless a number of hosts is given.
-        shares_host: Whether all devices of a host share its memory, bandwidth and arithmetic, as virtual CPU devices
-            do.
-        source: ``modelled`` for numbers of the table, ``measured`` for those of a calibration.
-    """
-
-    name: str
-    device_kind: str
-    platform: str = "gpu"
-    memory_bytes: int
-    bytes_per_s: float
-    flops: Mapping[str, float]
-    link: Link
-    host_link: Link
-    bandwidth_share: float = 0.9
-    matmul_share: float = 0.8
-    step_overhead_s: float = 0.0
-    per_host: int = 8
-    shares_host: bool = False
-    source: str = "modelled"
-
-    def planned(self, count: int, per_host: int) -> list[PlannedDevice]:
-        """Return this many devices, of which consecutive ones are on one host."""
-        kind = self.platform, self.device_kind, self.memory_bytes
-        return [PlannedDevice(index, *kind, index // per_host) for index in range(count)]
-
-    def fewest_hosts(self, count: int) -> int:
-        """Return the fewest hosts that this many devices can be divided over, with at most ``per_host`` on each."""
-        return next(hosts for hosts in range(1, count + 1) if count % hosts == 0 and count // hosts <= self.per_host)
-
-    def flops_of(self, dtype: str) -> float:
-        """Return the arithmetic per second that large matmuls of a dtype reach.
-
-        Raises:
-            ConfigError: The device has no rate for the dtype.
-        """
-        if dtype not in self.flops:
-            raise ConfigError(f"device {self.name} has no rate for {dtype}; known: {', '.join(self.flops)}")
-        return self.flops[dtype] * self.matmul_share
 
 
 def _links(*links: Link) -> Mapping[str, Link]:
@@ -168,6 +87,7 @@ def _cpu() -> Device:
         host_link=LINKS["infiniband-hdr"],
         per_host=1 << 20,
         shares_host=True,
+        num_cores=cores,
     )
 
 
@@ -175,12 +95,14 @@ DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device
 
 
 def get_device(device: str | Device) -> Device:
-    """Return a device by its name in ``DEVICES``.
+    """Return a device by its name in ``DEVICES``, or by the JSON file of a calibration.
 
     Raises:
-        ConfigError: The name is unknown; the message lists all.
+        ConfigError: The name is unknown, in which case the message lists all, or the file cannot be read.
     """
-    return device if isinstance(device, Device) else _named("device", device, DEVICES)
+    if isinstance(device, Device):
+        return device
+    return read_device(device) if str(device).endswith(".json") else _named("device", device, DEVICES)
 
 
 def get_link(link: str | Link) -> Link:
@@ -198,40 +120,3 @@ def _named(what: str, name: Any, table: Mapping[str, Any]) -> Any:
     near = difflib.get_close_matches(str(name), table, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ConfigError(f"unknown {what} {name!r}{hint}; known: {', '.join(table)}")
-
-
-def ring_seconds(kind: str, num_bytes: int, num_devices: int, link: Link) -> float:
-    """Return the time of a collective in which each device talks to its two neighbours only.
-
-    Args:
-        kind: Kind of collective, as in ``sharding.plan.Collective``.
-        num_bytes: Bytes of its result on each device.
-        num_devices: Devices that take part.
-        link: Slowest link between neighbours.
-    """
-    rounds = (num_devices - 1) * (2 if kind == "all-reduce" else 1)
-    return rounds * (_whole_bytes(kind, num_bytes, num_devices) / num_devices / link.rate + link.latency_s)
-
-
-def one_shot_seconds(kind: str, num_bytes: int, num_devices: int, link: Link) -> float:
-    """Return the time of a collective in which each device sends to all others at once; arguments as above.
-
-    In an all-reduce each device then receives all parts whole, which is faster for few bytes only.
-    """
-    whole = _whole_bytes(kind, num_bytes, num_devices)
-    sent = whole if kind == "all-reduce" else whole / num_devices
-    return (num_devices - 1) * sent / link.rate + link.latency_s
-
-
-def collective_seconds(kind: str, num_bytes: int, num_devices: int, link: Link) -> float:
-    """Return the time of a collective: that of the faster algorithm; arguments as above."""
-    if num_devices == 1:
-        return 0.0
-    if kind in ("collective-permute", "hand-over"):
-        return num_bytes / link.rate + link.latency_s
-    return min(model(kind, num_bytes, num_devices, link) for model in (ring_seconds, one_shot_seconds))
-
-
-def _whole_bytes(kind: str, num_bytes: int, num_devices: int) -> int:
-    """Return the bytes of the whole array that devices combine."""
-    return num_bytes * num_devices if kind == "reduce-scatter" else num_bytes

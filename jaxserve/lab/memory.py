@@ -11,7 +11,7 @@ from jaxserve.device.memory import MemoryNeeds, page_budget
 from jaxserve.device.program import ModelProgram
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.lab.compiled import compile_step
-from jaxserve.lab.hardware import Device
+from jaxserve.lab.devices import Device
 from jaxserve.lab.records import StageMemory
 
 

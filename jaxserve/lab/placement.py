@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from jaxserve.errors import ConfigError
-from jaxserve.lab.hardware import Device, Link
+from jaxserve.lab.devices import Device
+from jaxserve.lab.links import Link
 from sharding import MESH_AXES, MeshShape
 
 _INNERMOST_FIRST = ("tensor", "expert", "stage", "data")  # as ``make_mesh`` numbers devices

@@ -13,7 +13,9 @@ from jaxserve.device.layout_choice import choose_layout
 from jaxserve.device.memory_fit import fit_to_memory
 from jaxserve.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from jaxserve.lab.costs import step_costs
-from jaxserve.lab.hardware import Device, Link, get_device, get_link
+from jaxserve.lab.devices import Device
+from jaxserve.lab.hardware import get_device, get_link
+from jaxserve.lab.links import Link
 from jaxserve.lab.memory import compiled_memories, stage_memories
 from jaxserve.lab.placement import Placement
 from jaxserve.lab.planned import Plan

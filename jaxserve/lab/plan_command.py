@@ -2,10 +2,15 @@
 
 import argparse
 import json
+import math
+import sys
 from typing import Any
 
 from jaxserve.cli_arguments import add_dataclass_arguments
 from jaxserve.config import EngineConfig
+from jaxserve.config_checks import parse_mesh
+from jaxserve.errors import ConfigError
+from jaxserve.lab.calibration import CPU_DEVICES, calibrate, calibration_text
 from jaxserve.lab.hardware import DEVICES, LINKS
 from jaxserve.lab.plan import plan
 
@@ -30,8 +35,18 @@ SETTINGS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    parser.add_argument("model", help="directory with a config.json, hub id, or demo")
-    parser.add_argument("--device", default="h100", help=f"{', '.join(DEVICES)} (default: %(default)s)")
+    parser.add_argument("model", nargs="?", help="directory with a config.json, hub id, or demo")
+    parser.add_argument(
+        "--device",
+        help=f"{', '.join(DEVICES)}, or the file of a calibration (default: what --calibrate measures, or h100)",
+    )
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="measure matmuls, collectives and overheads of this machine, as many devices as --mesh has (default: all "
+        f"GPUs or, on CPUs, {CPU_DEVICES} virtual devices), and write them to FILE, a --device; MODEL may be omitted. "
+        "Nothing else should run meanwhile",
+    )
     parser.add_argument(
         "--hosts",
         type=int,
@@ -55,11 +70,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Plan and print."""
+    """Calibrate if asked to, plan and print."""
+    if options.calibrate is not None:
+        _calibrate(options)
+    elif options.model is None:
+        raise ConfigError("expected MODEL, --calibrate FILE, or both")
+    if options.model is None:
+        return
     own = ("device", "hosts", "link", "host_link", "num_seqs", "context", "compiles")
     given = {name: getattr(options, name) for name in (*own, *SETTINGS)}
     found = plan(options.model, **_without_none(given))
     print(json.dumps(found.as_dict()) if options.json else found)
+
+
+def _calibrate(options: argparse.Namespace) -> None:
+    """Measure this machine, and plan for it."""
+    if options.device is not None:
+        raise ConfigError(
+            "--device and --calibrate exclude each other: a calibration measures the devices of this machine"
+        )
+    if not options.calibrate.endswith(".json"):
+        raise ConfigError(f"--calibrate: expected the name of a .json file, got {options.calibrate!r}")
+    sizes = None if options.mesh is None else parse_mesh(options.mesh, {})
+    device = calibrate(None if sizes is None else math.prod(sizes.values()))
+    device.save(options.calibrate)
+    print(calibration_text(device), file=sys.stderr if options.json else sys.stdout)
+    options.device = options.calibrate
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:

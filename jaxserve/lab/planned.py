@@ -8,7 +8,8 @@ from typing import Any
 from jaxserve.device.program import ModelProgram
 from jaxserve.errors import ConfigError
 from jaxserve.lab import report
-from jaxserve.lab.hardware import Device, Link
+from jaxserve.lab.devices import Device
+from jaxserve.lab.links import Link
 from jaxserve.lab.records import BATCH_SIZES, StageMemory, StepCost
 
 
@@ -160,7 +161,7 @@ class Plan:
         return {
             **own,
             **{name: getattr(self, name) for name in derived},
-            "device": report.device_dict(self.device),
+            "device": self.device.as_dict(),
             "links": {axis: dataclasses.asdict(link) for axis, link in self.links.items()},
             "stages": [
                 {**report.fields_dict(stage), "layers": [stage.layers.start, stage.layers.stop], "left": stage.left}

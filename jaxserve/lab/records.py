@@ -105,9 +105,13 @@ class StepCost:
         communication: Collectives and hand-overs.
         memory_s: Time to read weights, keys and values, added over the stages.
         compute_s: Time of the arithmetic, added over the stages.
+        attention_s: Time of attention, the larger of those for memory and for arithmetic, added over the stages.
         communication_s: Time of the communication, added over the stages.
-        stage_s: Time of the step in each stage: the larger of the times for memory and for arithmetic, and the time of
-            its communication.
+        stage_s: Time of the step in each stage: the larger of the times for memory and for arithmetic, of its matmuls
+            and of its attention, and the time of its communication.
+        host_s: Time in which the host plans and launches the steps of all microbatches of all replicas.
+        turns: Number of these steps if they take turns, since devices share their host, its own work included; 0 if
+            each device works for itself.
         tokens: Tokens generated, or of the prompts computed, by the microbatches of all replicas and lanes together.
     """
 
@@ -122,8 +126,11 @@ class StepCost:
     communication: tuple[Communication, ...]
     memory_s: float
     compute_s: float
+    attention_s: float
     communication_s: float
     stage_s: tuple[float, ...]
+    host_s: float
+    turns: int
     tokens: int
 
     @property
@@ -134,7 +141,9 @@ class StepCost:
     @property
     def step_s(self) -> float:
         """Time after which each microbatch has made a step: between two tokens of a sequence."""
-        return max(self.latency_s, self.microbatches * max(self.stage_s))
+        if self.turns:
+            return self.turns * self.latency_s + self.host_s
+        return max(self.latency_s, self.microbatches * max(self.stage_s), self.host_s)
 
     @property
     def tokens_per_s(self) -> float:

@@ -5,7 +5,6 @@ import html
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jaxserve.lab.hardware import Device
 from jaxserve.lab.records import Communication, StageMemory, StepCost
 
 _MOST_COLUMNS = 4
@@ -150,12 +149,6 @@ def step_dict(step: StepCost) -> dict[str, Any]:
     communication = [{**fields_dict(each), "total_bytes": each.total_bytes} for each in step.communication]
     derived = ("latency_s", "step_s", "tokens_per_s", "bound")
     return {**fields_dict(step), "communication": communication, **{name: getattr(step, name) for name in derived}}
-
-
-def device_dict(device: Device) -> dict[str, Any]:
-    """Return a device as values that JSON can hold."""
-    links = {name: dataclasses.asdict(getattr(device, name)) for name in ("link", "host_link")}
-    return {**fields_dict(device), "flops": dict(device.flops), **links}
 
 
 def fields_dict(record: Any) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from jaxserve.cli_arguments import add_dataclass_arguments
 from jaxserve.config import EngineConfig
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.errors import ConfigError
-from jaxserve.lab.hardware import Device, get_device
+from jaxserve.lab.devices import Device
+from jaxserve.lab.hardware import get_device
 from jaxserve.lab.plan_command import SETTINGS
 from jaxserve.lab.show_drawing import ShownModel, ShownStage
 from jaxserve.lab.show_parts import ModelParts, place

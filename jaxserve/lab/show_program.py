@@ -7,7 +7,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.device.build import mesh_shape_of, plan_stages
 from jaxserve.device.layout_choice import choose_layout
 from jaxserve.device.program import ModelProgram
-from jaxserve.lab.hardware import Device
+from jaxserve.lab.devices import Device
 from jaxserve.lab.plan import read_model
 from jaxserve.models.stages import Stage
 from sharding import MeshShape, data_slices, make_mesh, stage_slices

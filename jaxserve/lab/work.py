@@ -1,7 +1,8 @@
 """Bytes that a step reads and arithmetic that it does on each device of a stage, from the shapes of the model."""
 
+import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -19,12 +20,19 @@ class Work(NamedTuple):
     Attributes:
         weight_bytes: Weights read; of experts, those that are expected to get a token.
         kv_bytes: Keys and values read.
-        flops: Multiplications and additions.
+        matmuls: Multiplications and additions of matmuls, by the number of rows of each.
+        attention: Multiplications and additions of attention.
     """
 
     weight_bytes: float
     kv_bytes: float
-    flops: float
+    matmuls: Mapping[float, float]
+    attention: float
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions."""
+        return sum(self.matmuls.values()) + self.attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,17 +98,19 @@ class StageWork:
         return 2 * spec.num_heads * (spec.head_dim + value) * num_seen / self._parallel.parts(self._parallel.tokens)
 
     def _work(self, num_tokens: int, num_sampled: int, shared: int, kv_bytes: float, attention: float) -> Work:
-        weight_bytes, products = 0.0, 0.0
+        weight_bytes, matmuls = 0.0, collections.defaultdict[float, float](float)
         for matmul in self._matmuls:
             rows = num_sampled if matmul.is_sampled else num_tokens
             if matmul.per_token is None:
                 weight_bytes += matmul.num_bytes
-                products += matmul.products * rows
+                matmuls[rows] += 2 * matmul.products * rows
                 continue
-            weight_bytes += matmul.num_bytes * (1 - (1 - matmul.per_token / matmul.num_experts) ** shared)
+            share = matmul.per_token / matmul.num_experts
+            chosen = 1 - (1 - share) ** shared
+            weight_bytes += matmul.num_bytes * chosen
             parts = self._parallel.parts(self._parallel.experts)
-            products += matmul.products * shared * matmul.per_token / parts
-        return Work(weight_bytes, kv_bytes, 2 * products + attention)
+            matmuls[shared * share / chosen] += 2 * matmul.products * shared * matmul.per_token / parts
+        return Work(weight_bytes, kv_bytes, matmuls, attention)
 
 
 def _matmuls(program: ModelProgram) -> Iterator[_Matmul]:

@@ -23,7 +23,8 @@ from jaxserve.device.steps import trace_step
 from jaxserve.errors import ConfigError, UnsupportedModelError
 from jaxserve.lab.communication import HAND_OVER, LAYERS, StepCollectives
 from jaxserve.lab.compiled import target_config
-from jaxserve.lab.hardware import DEVICES, LINKS, collective_seconds, get_device, one_shot_seconds, ring_seconds
+from jaxserve.lab.hardware import DEVICES, LINKS, get_device
+from jaxserve.lab.links import collective_seconds, one_shot_seconds, ring_seconds
 from jaxserve.lab.memory import temporary_bytes
 from jaxserve.lab.placement import Placement
 from jaxserve.lab.planned import Plan

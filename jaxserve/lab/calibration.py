@@ -1,0 +1,168 @@
+"""Measures this machine's devices, links and overheads, for plans that predict its own times."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxserve.device.memory import device_memory_bytes
+from jaxserve.errors import ConfigError
+from jaxserve.lab import report
+from jaxserve.lab.compare_run import RunSettings, decode_seconds
+from jaxserve.lab.devices import Device
+from jaxserve.lab.hardware import DEVICES
+from jaxserve.lab.measure import COLLECTIVE_BYTES, ROWS, collective_times, matmul_rates
+from jaxserve.lab.random_weights import write_random_checkpoint
+from sharding import ensure_cpu_devices
+
+CPU_DEVICES = 4
+"""Virtual devices of a CPU that are measured by default."""
+_DTYPES = {"cpu": ("float32",), "gpu": ("bfloat16", "float32")}
+_FEW_LAYERS, _MANY_LAYERS = 4, 24
+_MANY_ROWS = 32
+_TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 256,
+    "max_position_embeddings": 256,
+}
+
+logger = logging.getLogger(__name__)
+
+
+def calibrate(num_devices: int | None = None) -> Device:
+    """Measure this machine: matmuls, collectives, and the time of a step besides them. Nothing else should run.
+
+    Args:
+        num_devices: Devices to measure at the same time; None for all GPUs or, on CPUs, 4 virtual devices.
+
+    Returns:
+        A device for :func:`jaxserve.plan` and :func:`jaxserve.compare`; ``Device.save`` keeps it.
+
+    Raises:
+        MeshError: There are fewer devices, or JAX has started with fewer virtual ones.
+    """
+    ensure_cpu_devices(num_devices or CPU_DEVICES)
+    devices = jax.devices()[:num_devices]
+    if num_devices is not None and len(devices) < num_devices:
+        raise ConfigError(
+            f"num_devices: expected at most {len(devices)}, the devices of this machine, got {num_devices}"
+        )
+    kind = _known(devices[0])
+    rates = {dtype: tuple(matmul_rates(devices, dtype)) for dtype in _DTYPES[devices[0].platform]}
+    logger.info("measured matmuls: %s", rates)
+    times = tuple(collective_times(devices))
+    logger.info("measured %d collectives", len(times))
+    link = dataclasses.replace(kind.link, name=f"measured {kind.link.name}", measured=times, source="measured")
+    (rows, rate), *_ = rates[_DTYPES[kind.platform][0]]
+    itemsize = 4 if kind.platform == "cpu" else 2
+    device = dataclasses.replace(
+        kind,
+        name=f"measured {kind.name}",
+        bytes_per_s=rate * itemsize / (2 * rows),
+        bandwidth_share=1.0,
+        flops={dtype: max(rate for _, rate in found) for dtype, found in rates.items()},
+        matmul_share=1.0,
+        matmul_rates=rates,
+        link=link,
+        num_cores=os.cpu_count() or 1,
+        source="measured",
+    )
+    return dataclasses.replace(device, **_overheads(len(devices), device.num_cores if device.shares_host else None))
+
+
+def _known(device: Any) -> Device:
+    """Return the row of the table for a device, with its own memory if the table has none."""
+    if device.platform == "cpu":
+        return DEVICES["cpu"]
+    for kind in DEVICES.values():
+        if kind.device_kind == device.device_kind:
+            return kind
+    kind, memory = device.device_kind, device_memory_bytes(device)
+    return dataclasses.replace(DEVICES["h100"], name=kind, device_kind=kind, memory_bytes=memory)
+
+
+def _overheads(num_devices: int, num_cores: int | None) -> dict[str, float]:
+    """Return the overheads of a step, of a launch and of a layer: those of a model whose matmuls take no time.
+
+    On one device the time of a layer, of one row or many, is the difference between many layers, which hide the host's
+    work, and twice as many. As many replicas or stages of few layers as there are devices, each with a sequence of its own, cost the host
+    a plan for each sequence, and a launch for each sequence and stage.
+    """
+    times = list[dict[int, float]]()
+    for num_layers in (_MANY_LAYERS, 2 * _MANY_LAYERS):
+        with _tiny_model(num_layers) as model:
+            times.append(_step_seconds(model, "tensor=1", 1, _MANY_ROWS))
+    layer_s, rows_s = (max(0.0, times[1][batch] - times[0][batch]) / _MANY_LAYERS for batch in (1, _MANY_ROWS))
+    with _tiny_model(_FEW_LAYERS) as model:
+        replicas_s = _step_seconds(model, f"data={num_devices}", num_devices)[num_devices]
+        stages_s = None
+        if 1 < num_devices <= _FEW_LAYERS:
+            stages_s = _step_seconds(model, f"stage={num_devices}", num_devices)[num_devices]
+    layers_s = _FEW_LAYERS * layer_s * (1 if num_cores is None else num_devices / min(num_cores, num_devices))
+    per_replica = max(0.0, (replicas_s - layers_s) / num_devices)
+    per_stage = per_replica if stages_s is None else max(0.0, (stages_s - layers_s) / num_devices)
+    launch_s = max(0.0, (per_stage - per_replica) / max(1, num_devices - 1))
+    return {
+        "layer_overhead_s": layer_s,
+        "row_overhead_s": max(0.0, rows_s - layer_s) / (_MANY_ROWS - 1),
+        "launch_overhead_s": min(launch_s, per_replica),
+        "step_overhead_s": max(0.0, per_replica - launch_s),
+    }
+
+
+@contextlib.contextmanager
+def _tiny_model(num_layers: int) -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as source, tempfile.TemporaryDirectory() as target:
+        (Path(source) / "config.json").write_text(json.dumps({**_TINY, "num_hidden_layers": num_layers}))
+        write_random_checkpoint(Path(source), Path(target))
+        yield target
+
+
+def _step_seconds(directory: str, mesh: str, *batches: int) -> dict[int, float]:
+    """Return the time of a decode step of the tiny model, by batch size."""
+    parts = 1 if mesh == "tensor=1" else batches[0]
+    found = decode_seconds(directory, {"mesh": mesh}, RunSettings(batches, 32, {"dtype": "float32"}), parts)
+    logger.info("steps of the tiny model on %s take %s", mesh, found)
+    return found
+
+
+def calibration_text(device: Device) -> str:
+    """Return what was measured as tables."""
+    dtypes = list(device.matmul_rates)
+    rows = [
+        [f"{rows:,}", *(f"{dict(device.matmul_rates[dtype])[rows] / 1e9:,.1f}" for dtype in dtypes)] for rows in ROWS
+    ]
+    tables: list[report.Table] = [("Matmuls (GFLOP/s)", ["rows", *dtypes], rows)]
+    found = device.link.measured
+    counts = [*dict.fromkeys((kind, count) for kind, count, _, _ in found)]
+    times = [
+        [kind, str(count), *(report.seconds(each[3]) for each in found if each[:2] == (kind, count))]
+        for kind, count in counts
+    ]
+    sizes = [report.size(num_bytes) for num_bytes in COLLECTIVE_BYTES]
+    if times:
+        tables.append(("Collectives, by the bytes of the whole array", ["kind", "devices", *sizes], times))
+    overheads = [
+        [what, report.seconds(time_s)]
+        for what, time_s in (
+            ("step: plan it, collect its tokens", device.step_overhead_s),
+            ("launch of a stage", device.launch_overhead_s),
+            ("layer, of one row", device.layer_overhead_s),
+            ("each further row of a layer", device.row_overhead_s),
+        )
+    ]
+    tables.append(("Besides bytes and arithmetic", ["", "time"], overheads))
+    memory = f"{device.bytes_per_s / 1e9:.1f} GB/s of weights read"
+    return report.as_text(f"{device.name}, {memory}", tables, "")
