@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxserve.errors import MemoryPlanError as MemoryPlanError
     from jaxserve.errors import RequestError as RequestError
     from jaxserve.errors import UnsupportedModelError as UnsupportedModelError
+    from jaxserve.lab.calibration import calibrate as calibrate
     from jaxserve.lab.compare import compare as compare
     from jaxserve.lab.compare_result import Comparison as Comparison
     from jaxserve.lab.plan import plan as plan
@@ -52,6 +53,7 @@ _EXPORTS = {
     "RequestError": "jaxserve.errors",
     "UnsupportedModelError": "jaxserve.errors",
     "LLM": "jaxserve.llm",
+    "calibrate": "jaxserve.lab.calibration",
     "compare": "jaxserve.lab.compare",
     "Comparison": "jaxserve.lab.compare_result",
     "plan": "jaxserve.lab.plan",
@@ -105,6 +107,7 @@ __all__ = [
     "StructuredOutputsParams",
     "UnsupportedModelError",
     "__version__",
+    "calibrate",
     "compare",
     "load_model",
     "plan",

@@ -3,7 +3,8 @@
     pip install 'jaxserve[research]'
     python scripts/draw_sharding.py    # about two minutes; rewrites the page's examples and four pictures
 
-Steps predicted and measured are those of ``scripts/predict_steps.py``. The other models are those of ``scripts/charts/sharding_models.json``; ``scripts/sharding_numbers.py`` has the examples.
+Steps predicted and measured are those of ``scripts/predict_steps.py``. The other models are those of
+``scripts/charts/sharding_models.json``; ``scripts/sharding_numbers.py`` has the examples.
 """
 
 import re
@@ -136,8 +137,8 @@ def draw_predicted() -> Figure:
         )
         for batch, colour in zip(predict_steps.BATCH_SIZES, (AMBER, BLUE), strict=True):
             found = [step for step in own if step.batch == batch]
-            points = [[1e3 * time_s for time_s in column] for column in zip(*(step[3:] for step in found), strict=True)]
-            axes.scatter(points[1], points[0], 16, color=colour, label=f"{batch} sequence{'s' * (batch > 1)}", zorder=3)
+            measured, predicted = [step.measured_s * 1e3 for step in found], [step.predicted_s * 1e3 for step in found]
+            axes.scatter(measured, predicted, 16, color=colour, label=f"{batch} sequence{'s' * (batch > 1)}", zorder=3)
         _plain(axes)
         axes.grid(linewidth=0.4)
         axes.set_title(model, fontsize=10)

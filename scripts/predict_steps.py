@@ -1,10 +1,10 @@
 """Measures this machine, predicts the decode steps of every mesh and layout of 4 devices, and measures those too.
 
-    python scripts/predict_steps.py --machine "2 CPUs of …"    # about 12 minutes, with nothing else running
+    python scripts/predict_steps.py --machine "2 CPUs of …"    # about 20 minutes, with nothing else running
 
-Writes ``scripts/charts/predicted_steps.json``: what ``jaxserve plan --calibrate`` measures, and the steps of a dense model
-and one with experts, with random weights, as predicted from that alone and as measured. ``scripts/draw_sharding.py``
-makes the table and the picture of ``sharding/README.md`` from it.
+Writes ``scripts/charts/predicted_steps.json``: what ``jaxserve plan --calibrate`` measures, and the steps of a dense
+model and one with experts, with random weights, as predicted from that alone and as measured.
+``scripts/draw_sharding.py`` makes the table and the picture of ``sharding/README.md`` from it.
 """
 
 import argparse
@@ -66,18 +66,36 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Step(NamedTuple):
-    """A decode step: the model, mesh and layout, the batch size, and the predicted and the measured time in seconds."""
+    """A decode step.
+
+    Attributes:
+        model: One of ``MODELS``.
+        name: Mesh and layout.
+        batch: Number of sequences.
+        predicted_s: Predicted time in seconds.
+        rounds_s: Measured time in each round.
+    """
 
     model: str
     name: str
     batch: int
     predicted_s: float
-    measured_s: float
+    rounds_s: tuple[float, ...]
+
+    @property
+    def measured_s(self) -> float:
+        """The mean of the rounds."""
+        return statistics.fmean(self.rounds_s)
 
     @property
     def error(self) -> float:
         """By how much of the measured time the prediction is too long."""
         return self.predicted_s / self.measured_s - 1
+
+
+def difference_of_rounds(steps: Sequence[Step]) -> float:
+    """Return the median of the steps' largest round over their smallest, minus 1."""
+    return statistics.median(max(step.rounds_s) / min(step.rounds_s) - 1 for step in steps)
 
 
 def median_error(steps: Sequence[Step]) -> float:
@@ -113,23 +131,30 @@ def measure(model: str, config: dict[str, Any], device: Device) -> list[Step]:
         if measured is None or not measured.is_equal:
             raise RuntimeError(f"{model} on {candidate.name}: expected the tokens of one device, got {measured}")
         for batch, measured_s in measured.step_s.items():
-            steps.append(Step(model, candidate.name, batch, candidate.plan.decode_of(batch).step_s, measured_s))
+            predicted_s = candidate.plan.decode_of(batch).step_s
+            steps.append(Step(model, candidate.name, batch, predicted_s, (measured_s,)))
     return steps
 
 
 def read() -> tuple[dict[str, Any], list[Step]]:
     """Return the committed results, and their steps."""
     found = json.loads(RESULTS.read_text())
-    return found, [Step(**step) for step in found["steps"]]
+    steps = [Step(**step) for step in found["steps"]]
+    return found, [step._replace(rounds_s=tuple(step.rounds_s)) for step in steps]
 
 
 def main() -> None:
     """Calibrate, predict, measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", required=True, help="what the machine is, for the page")
+    parser.add_argument("--rounds", type=int, default=2, help="how often to measure everything (default: %(default)s)")
     options = parser.parse_args()
     device = calibrate(NUM_DEVICES)
-    steps = [step for model, config in MODELS.items() for step in measure(model, config, device)]
+    rounds = [
+        [step for model, config in MODELS.items() for step in measure(model, config, device)]
+        for _ in range(options.rounds)
+    ]
+    steps = [own[0]._replace(rounds_s=tuple(step.measured_s for step in own)) for own in zip(*rounds, strict=True)]
     for model, batch in itertools.product(MODELS, BATCH_SIZES):
         own = [step for step in steps if (step.model, step.batch) == (model, batch)]
         found = f"{model}, batch {batch}: median error {median_error(own):.3f}, Kendall's tau {kendall_tau(own):.2f}"

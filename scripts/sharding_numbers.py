@@ -220,7 +220,6 @@ def layouts(plans: Plans) -> str:
 def predicted(plans: Plans) -> str:
     """How far predictions are from measured steps, in short, and for each mesh and layout."""
     found, steps = predict_steps.read()
-    parts = []
     rows = []
     for model, batch in itertools.product(predict_steps.MODELS, predict_steps.BATCH_SIZES):
         own = [step for step in steps if (step.model, step.batch) == (model, batch)]
@@ -234,9 +233,10 @@ def predicted(plans: Plans) -> str:
                 f"{seconds(fastest)} to {seconds(slowest)}",
                 f"{error:.0%}",
                 f"{tau:.2f}",
+                f"{predict_steps.difference_of_rounds(own):.0%}",
             ]
         )
-    names = ["model", "sequences", "meshes and layouts", "measured", "median error", "Kendall's τ"]
+    names = ["model", "sequences", "meshes and layouts", "measured", "median error", "Kendall's τ", "rounds differ by"]
     machine = f"{found['machine']}, {found['date']}, JAX {found['versions']['jax']}"
     parts = [f"Four virtual devices of {machine}:", table(names, rows)]
     for model in predict_steps.MODELS:

@@ -162,3 +162,9 @@ def stacked(sharding: Sharding) -> Sharding:
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+
+
+def whole_and_split(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
+    """Return two shardings over all devices of a mesh: of arrays that each device has whole, and of arrays whose first
+    dimension is split."""
+    return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(mesh.axis_names))

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import os
+import statistics
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +25,10 @@ from sharding import ensure_cpu_devices
 
 CPU_DEVICES = 4
 """Virtual devices of a CPU that are measured by default."""
-_DTYPES = {"cpu": ("float32",), "gpu": ("bfloat16", "float32")}
+_DTYPES = {"cpu": ("float32", "bfloat16"), "gpu": ("bfloat16", "float32")}
 _FEW_LAYERS, _MANY_LAYERS = 4, 24
 _MANY_ROWS = 32
+_ROUNDS = 3
 _TINY = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -60,26 +62,29 @@ def calibrate(num_devices: int | None = None) -> Device:
             f"num_devices: expected at most {len(devices)}, the devices of this machine, got {num_devices}"
         )
     kind = _known(devices[0])
-    rates = {dtype: tuple(matmul_rates(devices, dtype)) for dtype in _DTYPES[devices[0].platform]}
-    logger.info("measured matmuls: %s", rates)
     times = tuple(collective_times(devices))
     logger.info("measured %d collectives", len(times))
     link = dataclasses.replace(kind.link, name=f"measured {kind.link.name}", measured=times, source="measured")
-    (rows, rate), *_ = rates[_DTYPES[kind.platform][0]]
+    rates = {dtype: tuple(matmul_rates(devices, dtype, link)) for dtype in _DTYPES[devices[0].platform]}
+    logger.info("measured matmuls: %s", rates)
+    (_, rows, rate), *_ = rates[_DTYPES[kind.platform][0]]
     itemsize = 4 if kind.platform == "cpu" else 2
     device = dataclasses.replace(
         kind,
         name=f"measured {kind.name}",
         bytes_per_s=rate * itemsize / (2 * rows),
         bandwidth_share=1.0,
-        flops={dtype: max(rate for _, rate in found) for dtype, found in rates.items()},
+        flops={dtype: max(rate for *_, rate in found) for dtype, found in rates.items()},
         matmul_share=1.0,
         matmul_rates=rates,
         link=link,
         num_cores=os.cpu_count() or 1,
         source="measured",
     )
-    return dataclasses.replace(device, **_overheads(len(devices), device.num_cores if device.shares_host else None))
+    rounds = [_overheads(len(devices)) for _ in range(_ROUNDS)]
+    return dataclasses.replace(
+        device, **{name: statistics.median(found[name] for found in rounds) for name in rounds[0]}
+    )
 
 
 def _known(device: Any) -> Device:
@@ -93,12 +98,12 @@ def _known(device: Any) -> Device:
     return dataclasses.replace(DEVICES["h100"], name=kind, device_kind=kind, memory_bytes=memory)
 
 
-def _overheads(num_devices: int, num_cores: int | None) -> dict[str, float]:
+def _overheads(num_devices: int) -> dict[str, float]:
     """Return the overheads of a step, of a launch and of a layer: those of a model whose matmuls take no time.
 
     On one device the time of a layer, of one row or many, is the difference between many layers, which hide the host's
-    work, and twice as many. As many replicas or stages of few layers as there are devices, each with a sequence of its own, cost the host
-    a plan for each sequence, and a launch for each sequence and stage.
+    work, and twice as many. As many replicas or stages of few layers as there are devices, each with a sequence of its
+    own, wait for the host: for a plan for each sequence, and a launch for each sequence and stage.
     """
     times = list[dict[int, float]]()
     for num_layers in (_MANY_LAYERS, 2 * _MANY_LAYERS):
@@ -110,15 +115,14 @@ def _overheads(num_devices: int, num_cores: int | None) -> dict[str, float]:
         stages_s = None
         if 1 < num_devices <= _FEW_LAYERS:
             stages_s = _step_seconds(model, f"stage={num_devices}", num_devices)[num_devices]
-    layers_s = _FEW_LAYERS * layer_s * (1 if num_cores is None else num_devices / min(num_cores, num_devices))
-    per_replica = max(0.0, (replicas_s - layers_s) / num_devices)
-    per_stage = per_replica if stages_s is None else max(0.0, (stages_s - layers_s) / num_devices)
-    launch_s = max(0.0, (per_stage - per_replica) / max(1, num_devices - 1))
+    per_replica = replicas_s / num_devices
+    per_stage = per_replica if stages_s is None else stages_s / num_devices
+    launch_s = min(per_replica, max(0.0, per_stage - per_replica) / max(1, num_devices - 1))
     return {
         "layer_overhead_s": layer_s,
         "row_overhead_s": max(0.0, rows_s - layer_s) / (_MANY_ROWS - 1),
-        "launch_overhead_s": min(launch_s, per_replica),
-        "step_overhead_s": max(0.0, per_replica - launch_s),
+        "launch_overhead_s": launch_s,
+        "step_overhead_s": per_replica - launch_s,
     }
 
 
@@ -140,11 +144,14 @@ def _step_seconds(directory: str, mesh: str, *batches: int) -> dict[int, float]:
 
 def calibration_text(device: Device) -> str:
     """Return what was measured as tables."""
-    dtypes = list(device.matmul_rates)
-    rows = [
-        [f"{rows:,}", *(f"{dict(device.matmul_rates[dtype])[rows] / 1e9:,.1f}" for dtype in dtypes)] for rows in ROWS
+    rates = [(dtype, *each) for dtype, found in device.matmul_rates.items() for each in found]
+    rows = [*dict.fromkeys((dtype, count) for dtype, count, _, _ in rates)]
+    cells = [
+        [dtype, str(count), *(f"{each[3] / 1e9:,.1f}" for each in rates if each[:2] == (dtype, count))]
+        for dtype, count in rows
     ]
-    tables: list[report.Table] = [("Matmuls (GFLOP/s)", ["rows", *dtypes], rows)]
+    names = ["weights", "devices", *(f"{rows} row{'s' * (rows > 1)}" for rows in ROWS)]
+    tables: list[report.Table] = [("Matmuls (GFLOP/s)", names, cells)]
     found = device.link.measured
     counts = [*dict.fromkeys((kind, count) for kind, count, _, _ in found)]
     times = [
@@ -158,7 +165,7 @@ def calibration_text(device: Device) -> str:
         [what, report.seconds(time_s)]
         for what, time_s in (
             ("step: plan it, collect its tokens", device.step_overhead_s),
-            ("launch of a stage", device.launch_overhead_s),
+            ("launch of a stage, on each device", device.launch_overhead_s),
             ("layer, of one row", device.layer_overhead_s),
             ("each further row of a layer", device.row_overhead_s),
         )

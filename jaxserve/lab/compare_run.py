@@ -153,10 +153,10 @@ def _engine_settings(settings: RunSettings, parts: int) -> dict[str, Any]:
 
 
 def _prompt_length(settings: RunSettings) -> int:
-    """Return a length of full pages and one token: after the first run they are cached, and the times of runs differ by
-    those of their decode steps alone."""
-    longest = max(0, settings.context - (MANY_TOKENS + FEW_TOKENS) // 2)
-    return longest // _PAGE_SIZE * _PAGE_SIZE + 1
+    """Return a length of full pages and one token, or less than a page: after the first run the pages are cached, and
+    the times of runs differ by those of their decode steps alone."""
+    longest = max(1, settings.context - (MANY_TOKENS + FEW_TOKENS) // 2)
+    return longest if longest < _PAGE_SIZE else longest // _PAGE_SIZE * _PAGE_SIZE + 1
 
 
 def _prompts(settings: RunSettings, vocab_size: int) -> list[dict[str, list[int]]]:

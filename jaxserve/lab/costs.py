@@ -44,7 +44,7 @@ class Steps:
         work = [stage.decode(rows, context, all_rows) for stage in self._work]
         common = {"kind": "decode", "batch": batch, "context": context, "microbatches": microbatches, "tokens": batch}
         replicas = min(batch, self._placement.shape.data)
-        return self._cost(work, self._shape(rows, rows), common, replicas * microbatches)
+        return self._cost(work, self._shape(rows, rows), common, rows, replicas * microbatches)
 
     def prefill(self, num_tokens: int) -> StepCost:
         """Return the cost of a step that computes a prompt of ``num_tokens`` tokens in each lane, one in each stage."""
@@ -53,7 +53,7 @@ class Steps:
         work = [stage.prefill(num_tokens) for stage in self._work]
         common = {"kind": "prefill", "batch": batch, "context": num_tokens, "microbatches": microbatches}
         common["tokens"] = batch * num_tokens
-        return self._cost(work, self._shape(num_tokens, 1), common, shape.data * microbatches)
+        return self._cost(work, self._shape(num_tokens, 1), common, num_tokens, shape.data * microbatches)
 
     def _shape(self, num_tokens: int, num_rows: int) -> BatchShape:
         program, needs = self._stages.programs[0], self._stages.needs[0]
@@ -67,12 +67,16 @@ class Steps:
             num_tables=len(needs.windows),
         )
 
-    def _cost(self, work: Sequence[Work], shape: BatchShape, common: dict[str, Any], num_steps: int) -> StepCost:
-        """Return the cost of ``num_steps`` steps at once, one of each microbatch of each replica."""
-        device, hosts = self._placement.device, self._placement.hosts
+    def _cost(
+        self, work: Sequence[Work], shape: BatchShape, common: dict[str, Any], num_rows: int, num_steps: int
+    ) -> StepCost:
+        """Return the cost of ``num_steps`` steps of ``num_rows`` rows, one of each microbatch of each replica."""
+        device, sizes = self._placement.device, self._placement.sizes
+        launches = len(work) * sizes["tensor"] * sizes["expert"]
         communication = [self._communication(program, shape) for program in self._stages.programs]
-        programs, rows = self._stages.programs, itertools.repeat(shape.num_tokens)
-        spent = list(map(self._seconds, programs, work, communication, rows))
+        programs, rows = self._stages.programs, itertools.repeat(num_rows)
+        turns = -(-num_steps // self._placement.hosts) if device.shares_host else 0
+        spent = list(map(self._seconds, programs, work, communication, rows, itertools.repeat(turns)))
         return StepCost(
             **common,
             rows=shape.num_tokens,
@@ -85,23 +89,26 @@ class Steps:
             attention_s=sum(each.attention for each in spent),
             communication_s=sum(each.communication for each in spent),
             stage_s=tuple(each.total for each in spent),
-            host_s=num_steps * (device.step_overhead_s + len(work) * device.launch_overhead_s),
-            turns=-(-num_steps // hosts) if device.shares_host else 0,
+            host_s=num_steps * (device.step_overhead_s + launches * device.launch_overhead_s),
+            turns=turns,
         )
 
     def _seconds(
-        self, program: ModelProgram, work: Work, communication: Sequence[Communication], num_rows: int
+        self, program: ModelProgram, work: Work, communication: Sequence[Communication], num_rows: int, turns: int
     ) -> "_Seconds":
         """Return the times of a step in one stage: matmuls and attention each take the longer of memory and
-        arithmetic."""
+        arithmetic. Devices that share a host share what matmuls use as a whole, and its cores, each of which does the
+        rest of one device's step in one of the ``turns``."""
         device, dtype = self._placement.device, program.policy.weights
         sizes, sharing, waiting = self._placement.sizes, 1, 1.0
+        count = sizes["tensor"] * sizes["expert"]
         if device.shares_host:
-            sharing = min(sizes["tensor"] * sizes["expert"], self._placement.devices_per_host)
-            waiting = max(1.0, sharing / device.num_cores)
+            sharing = min(count, self._placement.devices_per_host)
+            waiting = max(sharing / device.num_cores, 1 / turns)
         rate = device.bytes_per_s * device.bandwidth_share / sharing
-        multiplied = sum(flops / device.flops_of(dtype, rows) for rows, flops in work.matmuls.items()) * sharing
-        attended = work.attention / device.flops_of(dtype, _MANY_ROWS) * sharing
+        times = (flops / device.flops_of(dtype, rows, count) for rows, flops in work.matmuls.items())
+        multiplied = sum(times) * sharing
+        attended = work.attention / device.flops_of(dtype, _MANY_ROWS, count) * sharing
         attention = max(work.kv_bytes / rate, attended)
         num_layers = program.config.num_layers if program.stage is None else len(program.stage.layers)
         exchanged = sum((each.seconds for each in communication), 0.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import ConfigError
-from jaxserve.lab.links import Link, interpolated
+from jaxserve.lab.links import Link, interpolated, nearest
 from sharding import PlannedDevice
 
 _LINKS = ("link", "host_link")
@@ -28,10 +28,10 @@ class Device:
         host_link: Link between devices of different hosts.
         bandwidth_share: Share of the peak bandwidth that reading weights and pages reaches.
         matmul_share: Share of the peak arithmetic that large matmuls reach.
-        matmul_rates: Measured multiplications and additions per second, by dtype: pairs of a number of rows and the
+        matmul_rates: Measured multiplications and additions per second, by dtype: devices of a program, rows, and the
             rate of matmuls of as many, with weights that are read from memory. They replace ``flops`` for the dtype.
         step_overhead_s: Time in which the host plans a step and collects its tokens.
-        launch_overhead_s: Time in which the host launches the program of a stage.
+        launch_overhead_s: Time in which the host launches the program of a stage on one of its devices.
         layer_overhead_s: Time of a layer of one row besides its bytes and its arithmetic.
         row_overhead_s: The same of each further row.
         per_host: Most devices of a host, unless a number of hosts is given.
@@ -51,7 +51,7 @@ class Device:
     host_link: Link
     bandwidth_share: float = 0.9
     matmul_share: float = 0.8
-    matmul_rates: Mapping[str, tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=dict)
+    matmul_rates: Mapping[str, tuple[tuple[int, int, float], ...]] = dataclasses.field(default_factory=dict)
     step_overhead_s: float = 0.0
     launch_overhead_s: float = 0.0
     layer_overhead_s: float = 0.0
@@ -70,18 +70,22 @@ class Device:
         """Return the fewest hosts that this many devices can be divided over, with at most ``per_host`` on each."""
         return next(hosts for hosts in range(1, count + 1) if count % hosts == 0 and count // hosts <= self.per_host)
 
-    def flops_of(self, dtype: str, rows: float) -> float:
+    def flops_of(self, dtype: str, rows: int | float, num_devices: int = 1) -> float:
         """Return the arithmetic per second that matmuls of a dtype reach.
 
         Args:
             dtype: Element type of the weights.
-            rows: Rows that are multiplied by each weight; it makes a difference for measured rates only.
+            rows: Rows that are multiplied by each weight. These and the devices make a difference for measured rates
+                only.
+            num_devices: Devices of the program, which wait for each other.
 
         Raises:
             ConfigError: The device has no rate for the dtype.
         """
         if dtype in self.matmul_rates:
-            return interpolated(rows, self.matmul_rates[dtype])
+            found = self.matmul_rates[dtype]
+            count = nearest((each[0] for each in found), num_devices)
+            return interpolated(rows, [each[1:] for each in found if each[0] == count])
         if dtype not in self.flops:
             raise ConfigError(f"device {self.name} has no rate for {dtype}; known: {', '.join(self.flops)}")
         return self.flops[dtype] * self.matmul_share
@@ -105,8 +109,7 @@ def read_device(path: str | Path) -> Device:
     """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
-        links = {name: Link(**values[name]) for name in _LINKS}
-        links = {name: dataclasses.replace(link, measured=_tuples(link.measured)) for name, link in links.items()}
+        links = {name: Link(**{**values[name], "measured": _tuples(values[name]["measured"])}) for name in _LINKS}
         rates = {dtype: _tuples(found) for dtype, found in values["matmul_rates"].items()}
         return Device(**{**values, **links, "matmul_rates": rates})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

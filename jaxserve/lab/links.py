@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -63,8 +63,8 @@ def collective_seconds(kind: str, num_bytes: int, num_devices: int, link: Link) 
         return 0.0
     found = [each for each in link.measured if each[0] == kind]
     if found:
-        nearest = min((each[1] for each in found), key=lambda count: abs(math.log(count / num_devices)))
-        return interpolated(num_bytes, [each[2:] for each in found if each[1] == nearest])
+        count = nearest((each[1] for each in found), num_devices)
+        return interpolated(num_bytes, [each[2:] for each in found if each[1] == count])
     if kind in ("collective-permute", "hand-over"):
         return num_bytes / link.rate + link.latency_s
     return min(model(kind, num_bytes, num_devices, link) for model in (ring_seconds, one_shot_seconds))
@@ -75,7 +75,12 @@ def _whole_bytes(kind: str, num_bytes: int, num_devices: int) -> int:
     return num_bytes * num_devices if kind == "reduce-scatter" else num_bytes
 
 
-def interpolated(x: float, points: Sequence[tuple[int, float]]) -> float:
+def interpolated(x: int | float, points: Sequence[tuple[int, float]]) -> float:
     """Return the value at ``x``, interpolated in logarithms; beyond the first or the last point, that point's."""
     logs = np.log(np.asarray(points, np.float64).T)
     return float(np.exp(np.interp(math.log(max(x, 1e-9)), logs[0], logs[1])))
+
+
+def nearest(counts: Iterable[int], count: int) -> int:
+    """Return that of several numbers of devices which is nearest to ``count`` as a ratio."""
+    return min(counts, key=lambda each: abs(math.log(each / count)))

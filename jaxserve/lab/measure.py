@@ -2,26 +2,31 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from jaxserve.lab.links import Link, collective_seconds
 from pallas_kernels import choose
 from pallas_kernels.linear import Fused, LinearKernel
+from sharding.layout import whole_and_split
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
-_FEATURES = {"cpu": 512, "gpu": 4096}  # of the weights that are multiplied, square as the projections of a model are
+_SIZES = {"cpu": (512, 2048), "gpu": (4096, 16384)}  # features of hidden states and within MLPs
 _WEIGHT_BYTES = {"cpu": 128 << 20, "gpu": 2 << 30}  # on all devices of a CPU, on each GPU; more than caches hold
 COLLECTIVE_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _CHAIN = 16  # collectives, one after the other
-_REPEATS = 7
+_ROUNDS, _CALLS = 7, 5
+_LEAST_SHARE = 0.3  # of the time of MLPs that is not all-reduces, however slow these were when they were measured
 
+_Key = TypeVar("_Key")
 Reduced = Callable[[Float[Array, " n"], int], Float[Array, " n"]]
 
 _COLLECTIVES: dict[str, Reduced] = {
@@ -33,40 +38,61 @@ _COLLECTIVES: dict[str, Reduced] = {
 }
 
 
-def matmul_rates(devices: Sequence[jax.Device], dtype: str) -> list[tuple[int, float]]:
-    """Return how fast matmuls run on all devices at the same time, by the number of rows.
+def matmul_rates(devices: Sequence[jax.Device], dtype: str, link: Link) -> Iterator[tuple[int, int, float]]:
+    """Yield how fast the MLPs of tensor parallelism run: a weight split by outputs, one by inputs, and an all-reduce.
+
+    All devices take part, in groups, at the same time. The time of the all-reduce does not count, but that in which
+    devices wait for each other there does.
 
     Args:
         devices: The devices. Those of a CPU share its arithmetic.
         dtype: Element type of the weights.
+        link: Measured times of collectives.
 
-    Returns:
-        Pairs of a number of rows, and multiplications and additions per second of each GPU, or of the CPU.
+    Yields:
+        Devices of a program, rows, and multiplications and additions per second of each GPU, or of the CPU.
     """
-    platform, count = devices[0].platform, len(devices)
-    choice = choose("linear", platform=platform, device_kind=devices[0].device_kind, dtype=dtype)
-    kernel, size = cast(LinearKernel, choice.implementation), _FEATURES[platform]
-    mesh = Mesh(np.array(devices), ("device",))
-    num_bytes = _WEIGHT_BYTES[platform] // (count if platform == "cpu" else 1)
-    num_weights = max(1, num_bytes // (size * size * jnp.dtype(dtype).itemsize))
-    first, *rest = kernel.packed_shape(size, size, dtype)
-    split = NamedSharding(mesh, PartitionSpec("device"))
-    make = jax.jit(lambda key: jax.random.normal(key, (count * first, *rest), dtype) / size**0.5, out_shardings=split)
-    weights = [make(key) for key in jax.random.split(jax.random.key(0), num_weights)]
+    width, inner = _SIZES[devices[0].platform]
+    counts = [count for count in range(1, len(devices) + 1) if len(devices) % count == 0]
+    programs = {count: _blocks(devices, count, dtype) for count in counts}
+    cases = {(count, rows): partial(programs[count][0], rows) for count in counts for rows in ROWS}
+    for (count, rows), time_s in _seconds_of(cases).items():
+        num_blocks = programs[count][1]
+        exchanged_s = num_blocks * collective_seconds("all-reduce", 4 * rows * width, count, link)
+        share = len(devices) / count if devices[0].platform == "cpu" else 1 / count
+        flops = 4 * rows * width * inner * num_blocks * share
+        yield count, rows, flops / max(time_s - exchanged_s, _LEAST_SHARE * time_s)
 
-    def multiply(x: Array, weights: Sequence[Array]) -> Array:
-        for weight in weights:
-            x = kernel.matmul(x, weight, size, fused=Fused()).astype(x.dtype)
+
+def _blocks(devices: Sequence[jax.Device], count: int, dtype: str) -> tuple[Callable[[int], Any], int]:
+    """Return a function that computes a chain of MLPs, in each group of ``count`` devices, for a number of rows, and
+    how many MLPs these are."""
+    platform, total = devices[0].platform, len(devices)
+    choice = choose("linear", platform=platform, device_kind=devices[0].device_kind, dtype=dtype)
+    kernel, (width, inner) = cast(LinearKernel, choice.implementation), _SIZES[platform]
+    mesh, inner = Mesh(np.array(devices).reshape(-1, count), ("outer", "inner")), inner // count
+    block_bytes = 2 * width * inner * jnp.dtype(dtype).itemsize * (total if platform == "cpu" else 1)
+    num_blocks = max(1, _WEIGHT_BYTES[platform] // block_bytes)
+    whole, split = whole_and_split(mesh)
+
+    def weights(outer: int, inner: int, scale: int) -> list[Array]:
+        first, *rest = kernel.packed_shape(outer, inner, dtype)
+        shape = total * first, *rest
+        make = jax.jit(lambda key: jax.random.normal(key, shape, dtype) / scale**0.5, out_shardings=split)
+        return [make(key) for key in jax.random.split(jax.random.key(0), num_blocks)]
+
+    blocks = list(zip(weights(inner, width, width), weights(width, inner, inner * count), strict=True))
+
+    def multiply(x: Array, blocks: Sequence[tuple[Array, Array]]) -> Array:
+        for first, second in blocks:
+            y = kernel.matmul(x, first, inner, fused=Fused()).astype(x.dtype)
+            x = lax.psum(kernel.matmul(y, second, width, fused=Fused()), "inner").astype(x.dtype)
         return x
 
-    specs = PartitionSpec(), PartitionSpec("device")
-    program = jax.jit(jax.shard_map(multiply, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False))
-    shared = count if platform == "cpu" else 1
-    found = []
-    for rows in ROWS:
-        time_s = _median_seconds(program, jnp.ones((rows, size), dtype), weights)
-        found.append((rows, 2 * rows * size * size * num_weights * shared / time_s))
-    return found
+    specs = whole.spec, split.spec
+    program = jax.jit(jax.shard_map(multiply, mesh=mesh, in_specs=specs, out_specs=split.spec, check_vma=False))
+    given = {rows: jnp.ones((rows, width), dtype) for rows in ROWS}
+    return lambda rows: program(given[rows], blocks), num_blocks
 
 
 def collective_times(devices: Sequence[jax.Device]) -> Iterator[tuple[str, int, int, float]]:
@@ -78,37 +104,53 @@ def collective_times(devices: Sequence[jax.Device]) -> Iterator[tuple[str, int, 
         The kind, the number of devices, bytes of the result on each device, and seconds.
     """
     total = len(devices)
-    for count in (count for count in range(2, total + 1) if total % count == 0):
-        mesh = Mesh(np.array(devices).reshape(total // count, count), ("outer", "inner"))
-        for kind, exchange in _COLLECTIVES.items():
-            for num_bytes in COLLECTIVE_BYTES:
-                time_s = _collective_seconds(mesh, exchange, num_bytes)
-                yield kind, count, num_bytes // count if kind == "reduce-scatter" else num_bytes, time_s
+    cases = {
+        (kind, count, num_bytes): _exchanges(devices, count, exchange, num_bytes)
+        for count in range(2, total + 1)
+        for kind, exchange in _COLLECTIVES.items()
+        for num_bytes in COLLECTIVE_BYTES
+        if total % count == 0
+    }
+    for (kind, count, num_bytes), time_s in _seconds_of(cases).items():
+        yield kind, count, num_bytes // count if kind == "reduce-scatter" else num_bytes, time_s / _CHAIN
     if total > 1:
-        for num_bytes in COLLECTIVE_BYTES:
-            x = jax.device_put(np.ones(num_bytes // 4, np.float32), devices[0])
-            yield "hand-over", 2, num_bytes, _median_seconds(jax.device_put, x, devices[1])
+        given = {
+            num_bytes: jax.device_put(np.ones(num_bytes // 4, np.float32), devices[0]) for num_bytes in COLLECTIVE_BYTES
+        }
+        copies = {num_bytes: partial(jax.device_put, x, devices[1]) for num_bytes, x in given.items()}
+        for num_bytes, time_s in _seconds_of(copies).items():
+            yield "hand-over", 2, num_bytes, time_s
 
 
-def _collective_seconds(mesh: Mesh, exchange: Reduced, num_bytes: int) -> float:
-    count = mesh.shape["inner"]
+def _exchanges(devices: Sequence[jax.Device], count: int, exchange: Reduced, num_bytes: int) -> Callable[[], Any]:
+    """Return a function that runs a chain of collectives in groups of ``count`` devices."""
+    mesh = Mesh(np.array(devices).reshape(-1, count), ("outer", "inner"))
 
     def chain(x: Array) -> Array:
         for _ in range(_CHAIN):
             x = exchange(x, count)
         return x
 
-    specs = PartitionSpec(), PartitionSpec(("outer", "inner"))
-    program = jax.jit(jax.shard_map(chain, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False))
-    return _median_seconds(program, jnp.ones(num_bytes // 4)) / _CHAIN
+    whole, split = whole_and_split(mesh)
+    program = jax.jit(jax.shard_map(chain, mesh=mesh, in_specs=whole.spec, out_specs=split.spec, check_vma=False))
+    return partial(program, jnp.ones(num_bytes // 4))
 
 
-def _median_seconds(function: Callable[..., Any], *given: Any) -> float:
-    """Return the median time of several calls, after one that compiles."""
-    jax.block_until_ready(function(*given))
+def _seconds_of(cases: Mapping[_Key, Callable[[], Any]]) -> dict[_Key, float]:
+    """Return the time of each function: of several rounds through all of them the median, of a round that of calls.
+
+    A machine that is slow for a moment is so in one round of each.
+    """
+    for function in cases.values():
+        jax.block_until_ready(function())  # compiles
+    found = [{key: _median_seconds(function) for key, function in cases.items()} for _ in range(_ROUNDS)]
+    return {key: statistics.median(times[key] for times in found) for key in cases}
+
+
+def _median_seconds(function: Callable[[], Any]) -> float:
     times = []
-    for _ in range(_REPEATS):
+    for _ in range(_CALLS):
         start = time.perf_counter()
-        jax.block_until_ready(function(*given))
+        jax.block_until_ready(function())
         times.append(time.perf_counter() - start)
     return statistics.median(times)

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 from jaxserve.cli_arguments import add_dataclass_arguments
@@ -91,6 +92,9 @@ def _calibrate(options: argparse.Namespace) -> None:
         )
     if not options.calibrate.endswith(".json"):
         raise ConfigError(f"--calibrate: expected the name of a .json file, got {options.calibrate!r}")
+    folder = Path(options.calibrate).parent
+    if not folder.is_dir():
+        raise ConfigError(f"--calibrate {options.calibrate}: there is no folder {folder}")
     sizes = None if options.mesh is None else parse_mesh(options.mesh, {})
     device = calibrate(None if sizes is None else math.prod(sizes.values()))
     device.save(options.calibrate)

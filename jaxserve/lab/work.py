@@ -26,8 +26,8 @@ class Work(NamedTuple):
 
     weight_bytes: float
     kv_bytes: float
-    matmuls: Mapping[float, float]
-    attention: float
+    matmuls: Mapping[int | float, float]
+    attention: int | float
 
     @property
     def flops(self) -> float:
@@ -98,7 +98,7 @@ class StageWork:
         return 2 * spec.num_heads * (spec.head_dim + value) * num_seen / self._parallel.parts(self._parallel.tokens)
 
     def _work(self, num_tokens: int, num_sampled: int, shared: int, kv_bytes: float, attention: float) -> Work:
-        weight_bytes, matmuls = 0.0, collections.defaultdict[float, float](float)
+        weight_bytes, matmuls = 0.0, collections.defaultdict[int | float, float](float)
         for matmul in self._matmuls:
             rows = num_sampled if matmul.is_sampled else num_tokens
             if matmul.per_token is None:

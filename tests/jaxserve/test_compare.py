@@ -137,8 +137,14 @@ EXPERT_MESHES = [
     ],
 )
 def test_every_mesh_and_layout_of_eight_devices_gives_equal_tokens(
-    tmp_path: Path, config: dict[str, Any], meshes: list[str] | None, num_candidates: int
+    tmp_path: Path,
+    config: dict[str, Any],
+    meshes: list[str] | None,
+    num_candidates: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(compare_run, "_FEWEST_REPEATS", 1)
+    monkeypatch.setattr(compare_run, "_LONG_ENOUGH_S", 0.0)
     model = with_config(tmp_path, config)
     found = jaxserve.compare(model, 8, meshes=meshes, batch_sizes=[4], run=True, context=20)
     failed = {row.candidate.name: row.measured for row in found.rows if not (row.measured and row.measured.is_equal)}

@@ -317,7 +317,7 @@ def test_bad_input(settings: dict[str, Any], message: str) -> None:
 
 def test_a_dtype_that_a_device_has_no_rate_for() -> None:
     with pytest.raises(ConfigError, match="device h100 has no rate for int8; known: bfloat16, float16, float32"):
-        get_device("h100").flops_of("int8")
+        get_device("h100").flops_of("int8", 1)
 
 
 def test_quantized_weights_are_refused_with_the_remedy(shared_data: Path) -> None:

@@ -38,6 +38,7 @@ EXPORTED = {
     "load_model",
     "plan",
     "show",
+    "calibrate",
     "compare",
     "Drawing",
     "Comparison",
