@@ -38,7 +38,7 @@ _COLLECTIVES: dict[str, Reduced] = {
 }
 
 
-def matmul_rates(devices: Sequence[jax.Device], dtype: str, link: Link) -> Iterator[tuple[int, int, float]]:
+def matmul_rates(devices: Sequence[Any], dtype: str, link: Link) -> Iterator[tuple[int, int, float]]:
     """Yield how fast the MLPs of tensor parallelism run: a weight split by outputs, one by inputs, and an all-reduce.
 
     All devices take part, in groups, at the same time. The time of the all-reduce does not count, but that in which
@@ -64,7 +64,7 @@ def matmul_rates(devices: Sequence[jax.Device], dtype: str, link: Link) -> Itera
         yield count, rows, flops / max(time_s - exchanged_s, _LEAST_SHARE * time_s)
 
 
-def _blocks(devices: Sequence[jax.Device], count: int, dtype: str) -> tuple[Callable[[int], Any], int]:
+def _blocks(devices: Sequence[Any], count: int, dtype: str) -> tuple[Callable[[int], Any], int]:
     """Return a function that computes a chain of MLPs, in each group of ``count`` devices, for a number of rows, and
     how many MLPs these are."""
     platform, total = devices[0].platform, len(devices)
@@ -95,7 +95,7 @@ def _blocks(devices: Sequence[jax.Device], count: int, dtype: str) -> tuple[Call
     return lambda rows: program(given[rows], blocks), num_blocks
 
 
-def collective_times(devices: Sequence[jax.Device]) -> Iterator[tuple[str, int, int, float]]:
+def collective_times(devices: Sequence[Any]) -> Iterator[tuple[str, int, int, float]]:
     """Yield the time of each kind of collective over 2, 4, … devices, and of a copy from one device to another.
 
     All devices take part, in groups, at the same time.
@@ -122,7 +122,7 @@ def collective_times(devices: Sequence[jax.Device]) -> Iterator[tuple[str, int, 
             yield "hand-over", 2, num_bytes, time_s
 
 
-def _exchanges(devices: Sequence[jax.Device], count: int, exchange: Reduced, num_bytes: int) -> Callable[[], Any]:
+def _exchanges(devices: Sequence[Any], count: int, exchange: Reduced, num_bytes: int) -> Callable[[], Any]:
     """Return a function that runs a chain of collectives in groups of ``count`` devices."""
     mesh = Mesh(np.array(devices).reshape(-1, count), ("outer", "inner"))
 

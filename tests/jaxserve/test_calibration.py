@@ -189,7 +189,7 @@ def test_predictions_follow_from_the_calibration(case: tuple[str, str], tmp_path
     (tmp_path / "config.json").write_text(json.dumps(predict_steps.MODELS[model]))
     (tmp_path / "device.json").write_text(json.dumps(FOUND["device"]))
     mesh, _, layout = name.partition(" ")
-    settings = {"layout": layout or "tensor_parallel", "device": str(tmp_path / "device.json"), "dtype": "float32"}
-    plan = jaxserve.plan(str(tmp_path), mesh, context=predict_steps.CONTEXT, **settings)
+    settings: dict[str, Any] = {"layout": layout or "tensor_parallel", "device": str(tmp_path / "device.json")}
+    plan = jaxserve.plan(str(tmp_path), mesh, context=predict_steps.CONTEXT, dtype="float32", **settings)
     for step in (step for step in STEPS if (step.model, step.name) == case):
         assert plan.decode_of(step.batch).step_s == pytest.approx(step.predicted_s, rel=1e-6)
