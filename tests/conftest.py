@@ -92,13 +92,14 @@ def _unload_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.collect()
 
 
+_LOGGER = logging.getLogger("jaxserve")
+_LOG_LEVEL = _LOGGER.level
+
+
 @pytest.fixture(autouse=True)
-def _keep_log_level() -> Iterator[None]:
-    """Undo what a command that runs in this process sets."""
-    logger = logging.getLogger("jaxserve")
-    level = logger.level
-    yield
-    logger.setLevel(level)
+def _log_level() -> None:
+    """Undo what a command that ran in this process, in a test or in a fixture of a file, has set."""
+    _LOGGER.setLevel(_LOG_LEVEL)
 
 
 @pytest.fixture(scope="session")
