@@ -1,7 +1,7 @@
 """Device meshes, sharding layouts as data, and collectives. Imports no other package of this project."""
 
 from sharding.axes import LOGICAL_AXES, MESH_AXES
-from sharding.layout import LayoutError, ShardingLayout, stacked
+from sharding.layout import LayoutError, ShardingLayout, stacked, whole_and_split
 from sharding.mesh import MeshError, MeshShape, PlannedDevice, data_slices, ensure_cpu_devices, make_mesh, stage_slices
 from sharding.registry import LAYOUTS, get_layout
 
@@ -20,4 +20,5 @@ __all__ = [
     "make_mesh",
     "stage_slices",
     "stacked",
+    "whole_and_split",
 ]

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from jaxserve.config import EngineConfig
 from jaxserve.device.memory import device_memory_bytes
-from jaxserve.errors import ConfigError
 from jaxserve.lab import report
-from jaxserve.lab.compare_run import RunSettings, decode_seconds
+from jaxserve.lab.compare_run import RunSettings, decode_seconds, with_weights
 from jaxserve.lab.devices import Device
 from jaxserve.lab.hardware import DEVICES
 from jaxserve.lab.measure import COLLECTIVE_BYTES, ROWS, collective_times, matmul_rates
-from jaxserve.lab.random_weights import write_random_checkpoint
-from sharding import ensure_cpu_devices
+from sharding import MeshShape, ensure_cpu_devices, make_mesh
 
 CPU_DEVICES = 4
 """Virtual devices of a CPU that are measured by default."""
@@ -55,24 +55,21 @@ def calibrate(num_devices: int | None = None) -> Device:
     Raises:
         MeshError: There are fewer devices, or JAX has started with fewer virtual ones.
     """
-    ensure_cpu_devices(num_devices or CPU_DEVICES)
-    devices = jax.devices()[:num_devices]
-    if num_devices is not None and len(devices) < num_devices:
-        raise ConfigError(
-            f"num_devices: expected at most {len(devices)}, the devices of this machine, got {num_devices}"
-        )
+    ensure_cpu_devices(CPU_DEVICES if num_devices is None else num_devices)
+    shape = MeshShape(tensor=len(jax.devices()) if num_devices is None else num_devices)
+    devices = make_mesh(shape).devices.flatten().tolist()
     kind = _known(devices[0])
     times = tuple(collective_times(devices))
     logger.info("measured %d collectives", len(times))
     link = dataclasses.replace(kind.link, name=f"measured {kind.link.name}", measured=times, source="measured")
-    rates = {dtype: tuple(matmul_rates(devices, dtype, link)) for dtype in _DTYPES[devices[0].platform]}
+    rates = {dtype: tuple(matmul_rates(devices, dtype, link)) for dtype in _DTYPES[kind.platform]}
     logger.info("measured matmuls: %s", rates)
-    (_, rows, rate), *_ = rates[_DTYPES[kind.platform][0]]
-    itemsize = 4 if kind.platform == "cpu" else 2
+    dtype, found = next(iter(rates.items()))
+    _, rows, rate = found[0]
     device = dataclasses.replace(
         kind,
         name=f"measured {kind.name}",
-        bytes_per_s=rate * itemsize / (2 * rows),
+        bytes_per_s=rate * jnp.dtype(dtype).itemsize / (2 * rows),
         bandwidth_share=1.0,
         flops={dtype: max(rate for *_, rate in found) for dtype, found in rates.items()},
         matmul_share=1.0,
@@ -128,10 +125,10 @@ def _overheads(num_devices: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _tiny_model(num_layers: int) -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as source, tempfile.TemporaryDirectory() as target:
+    with tempfile.TemporaryDirectory() as source:
         (Path(source) / "config.json").write_text(json.dumps({**_TINY, "num_hidden_layers": num_layers}))
-        write_random_checkpoint(Path(source), Path(target))
-        yield target
+        with with_weights(EngineConfig(model=source)) as (directory, _):
+            yield directory
 
 
 def _step_seconds(directory: str, mesh: str, *batches: int) -> dict[int, float]:
@@ -145,18 +142,16 @@ def _step_seconds(directory: str, mesh: str, *batches: int) -> dict[int, float]:
 def calibration_text(device: Device) -> str:
     """Return what was measured as tables."""
     rates = [(dtype, *each) for dtype, found in device.matmul_rates.items() for each in found]
-    rows = [*dict.fromkeys((dtype, count) for dtype, count, _, _ in rates)]
     cells = [
         [dtype, str(count), *(f"{each[3] / 1e9:,.1f}" for each in rates if each[:2] == (dtype, count))]
-        for dtype, count in rows
+        for dtype, count in dict.fromkeys(each[:2] for each in rates)
     ]
     names = ["weights", "devices", *(f"{rows} row{'s' * (rows > 1)}" for rows in ROWS)]
     tables: list[report.Table] = [("Matmuls (GFLOP/s)", names, cells)]
     found = device.link.measured
-    counts = [*dict.fromkeys((kind, count) for kind, count, _, _ in found)]
     times = [
         [kind, str(count), *(report.seconds(each[3]) for each in found if each[:2] == (kind, count))]
-        for kind, count in counts
+        for kind, count in dict.fromkeys(each[:2] for each in found)
     ]
     sizes = [report.size(num_bytes) for num_bytes in COLLECTIVE_BYTES]
     if times:

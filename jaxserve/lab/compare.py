@@ -128,7 +128,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, required=True, metavar="N", help="number of devices")
     parser.add_argument("--layouts", nargs="+", metavar="NAME", help="layouts to compare (default: all)")
     parser.add_argument("--meshes", nargs="+", metavar="MESH", help="meshes to compare (default: all with N devices)")
-    parser.add_argument("--device", help=f"{', '.join(DEVICES)} (default: cpu with --run on CPUs, else h100)")
+    parser.add_argument(
+        "--device",
+        help=f"{', '.join(DEVICES)}, or the file of a calibration (default: cpu with --run on CPUs, else h100)",
+    )
     parser.add_argument("--link", help=f"between devices of a host: {', '.join(LINKS)} (default: the device's own)")
     parser.add_argument("--hosts", type=int, help="hosts of the devices (default: at most 8 GPUs on each)")
     parser.add_argument(

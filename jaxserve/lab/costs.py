@@ -1,7 +1,6 @@
 """Work and time of decode and prefill steps: a roofline of memory, arithmetic and communication."""
 
 import collections
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -74,9 +73,9 @@ class Steps:
         device, sizes = self._placement.device, self._placement.sizes
         launches = len(work) * sizes["tensor"] * sizes["expert"]
         communication = [self._communication(program, shape) for program in self._stages.programs]
-        programs, rows = self._stages.programs, itertools.repeat(num_rows)
         turns = -(-num_steps // self._placement.hosts) if device.shares_host else 0
-        spent = list(map(self._seconds, programs, work, communication, rows, itertools.repeat(turns)))
+        stages = zip(self._stages.programs, work, communication, strict=True)
+        spent = [self._seconds(*stage, num_rows, turns) for stage in stages]
         return StepCost(
             **common,
             rows=shape.num_tokens,

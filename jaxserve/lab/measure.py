@@ -16,7 +16,8 @@ from jaxtyping import Array, Float
 from jaxserve.lab.links import Link, collective_seconds
 from pallas_kernels import choose
 from pallas_kernels.linear import Fused, LinearKernel
-from sharding.layout import whole_and_split
+from sharding import MeshShape, make_mesh, whole_and_split
+from sharding.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 _SIZES = {"cpu": (512, 2048), "gpu": (4096, 16384)}  # features of hidden states and within MLPs
@@ -27,14 +28,14 @@ _ROUNDS, _CALLS = 7, 5
 _LEAST_SHARE = 0.3  # of the time of MLPs that is not all-reduces, however slow these were when they were measured
 
 _Key = TypeVar("_Key")
-Reduced = Callable[[Float[Array, " n"], int], Float[Array, " n"]]
+Exchange = Callable[[Float[Array, " n"], int], Float[Array, " n"]]
 
-_COLLECTIVES: dict[str, Reduced] = {
-    "all-reduce": lambda x, count: lax.psum(x, "inner") / count,
-    "all-gather": lambda x, count: lax.all_gather(x[: len(x) // count], "inner", tiled=True),
-    "reduce-scatter": lambda x, count: jnp.tile(lax.psum_scatter(x, "inner", tiled=True) / count, count),
-    "all-to-all": lambda x, count: lax.all_to_all(x, "inner", 0, 0, tiled=True),
-    "collective-permute": lambda x, count: lax.ppermute(x, "inner", [(i, (i + 1) % count) for i in range(count)]),
+_COLLECTIVES: dict[str, Exchange] = {
+    "all-reduce": lambda x, count: all_reduce(x, "tensor") / count,
+    "all-gather": lambda x, count: all_gather(x[: len(x) // count], "tensor", 0),
+    "reduce-scatter": lambda x, count: jnp.tile(reduce_scatter(x, "tensor", 0) / count, count),
+    "all-to-all": lambda x, count: all_to_all(x.reshape(count, -1), "tensor").reshape(-1),
+    "collective-permute": lambda x, count: lax.ppermute(x, "tensor", [(i, (i + 1) % count) for i in range(count)]),
 }
 
 
@@ -53,9 +54,8 @@ def matmul_rates(devices: Sequence[Any], dtype: str, link: Link) -> Iterator[tup
         Devices of a program, rows, and multiplications and additions per second of each GPU, or of the CPU.
     """
     width, inner = _SIZES[devices[0].platform]
-    counts = [count for count in range(1, len(devices) + 1) if len(devices) % count == 0]
-    programs = {count: _blocks(devices, count, dtype) for count in counts}
-    cases = {(count, rows): partial(programs[count][0], rows) for count in counts for rows in ROWS}
+    programs = {count: _blocks(devices, count, dtype) for count in _group_sizes(devices)}
+    cases = {(count, rows): partial(program, rows) for count, (program, _) in programs.items() for rows in ROWS}
     for (count, rows), time_s in _seconds_of(cases).items():
         num_blocks = programs[count][1]
         exchanged_s = num_blocks * collective_seconds("all-reduce", 4 * rows * width, count, link)
@@ -67,10 +67,10 @@ def matmul_rates(devices: Sequence[Any], dtype: str, link: Link) -> Iterator[tup
 def _blocks(devices: Sequence[Any], count: int, dtype: str) -> tuple[Callable[[int], Any], int]:
     """Return a function that computes a chain of MLPs, in each group of ``count`` devices, for a number of rows, and
     how many MLPs these are."""
-    platform, total = devices[0].platform, len(devices)
+    platform, total, mesh = devices[0].platform, len(devices), _groups(devices, count)
     choice = choose("linear", platform=platform, device_kind=devices[0].device_kind, dtype=dtype)
     kernel, (width, inner) = cast(LinearKernel, choice.implementation), _SIZES[platform]
-    mesh, inner = Mesh(np.array(devices).reshape(-1, count), ("outer", "inner")), inner // count
+    inner //= count
     block_bytes = 2 * width * inner * jnp.dtype(dtype).itemsize * (total if platform == "cpu" else 1)
     num_blocks = max(1, _WEIGHT_BYTES[platform] // block_bytes)
     whole, split = whole_and_split(mesh)
@@ -86,7 +86,7 @@ def _blocks(devices: Sequence[Any], count: int, dtype: str) -> tuple[Callable[[i
     def multiply(x: Array, blocks: Sequence[tuple[Array, Array]]) -> Array:
         for first, second in blocks:
             y = kernel.matmul(x, first, inner, fused=Fused()).astype(x.dtype)
-            x = lax.psum(kernel.matmul(y, second, width, fused=Fused()), "inner").astype(x.dtype)
+            x = all_reduce(kernel.matmul(y, second, width, fused=Fused()), "tensor").astype(x.dtype)
         return x
 
     specs = whole.spec, split.spec
@@ -103,17 +103,15 @@ def collective_times(devices: Sequence[Any]) -> Iterator[tuple[str, int, int, fl
     Yields:
         The kind, the number of devices, bytes of the result on each device, and seconds.
     """
-    total = len(devices)
     cases = {
         (kind, count, num_bytes): _exchanges(devices, count, exchange, num_bytes)
-        for count in range(2, total + 1)
+        for count in _group_sizes(devices)[1:]
         for kind, exchange in _COLLECTIVES.items()
         for num_bytes in COLLECTIVE_BYTES
-        if total % count == 0
     }
     for (kind, count, num_bytes), time_s in _seconds_of(cases).items():
         yield kind, count, num_bytes // count if kind == "reduce-scatter" else num_bytes, time_s / _CHAIN
-    if total > 1:
+    if len(devices) > 1:
         given = {
             num_bytes: jax.device_put(np.ones(num_bytes // 4, np.float32), devices[0]) for num_bytes in COLLECTIVE_BYTES
         }
@@ -122,9 +120,9 @@ def collective_times(devices: Sequence[Any]) -> Iterator[tuple[str, int, int, fl
             yield "hand-over", 2, num_bytes, time_s
 
 
-def _exchanges(devices: Sequence[Any], count: int, exchange: Reduced, num_bytes: int) -> Callable[[], Any]:
+def _exchanges(devices: Sequence[Any], count: int, exchange: Exchange, num_bytes: int) -> Callable[[], Any]:
     """Return a function that runs a chain of collectives in groups of ``count`` devices."""
-    mesh = Mesh(np.array(devices).reshape(-1, count), ("outer", "inner"))
+    mesh = _groups(devices, count)
 
     def chain(x: Array) -> Array:
         for _ in range(_CHAIN):
@@ -134,6 +132,16 @@ def _exchanges(devices: Sequence[Any], count: int, exchange: Reduced, num_bytes:
     whole, split = whole_and_split(mesh)
     program = jax.jit(jax.shard_map(chain, mesh=mesh, in_specs=whole.spec, out_specs=split.spec, check_vma=False))
     return partial(program, jnp.ones(num_bytes // 4))
+
+
+def _group_sizes(devices: Sequence[Any]) -> list[int]:
+    """Return the sizes of groups that the devices can be divided into, ascending."""
+    return [count for count in range(1, len(devices) + 1) if len(devices) % count == 0]
+
+
+def _groups(devices: Sequence[Any], count: int) -> Mesh:
+    """Return a mesh of groups of ``count`` devices along ``tensor``."""
+    return make_mesh(MeshShape(data=len(devices) // count, tensor=count), list(devices))
 
 
 def _seconds_of(cases: Mapping[_Key, Callable[[], Any]]) -> dict[_Key, float]:

@@ -47,7 +47,7 @@ def plan(
         model: Directory with a ``config.json``, hub id, or ``demo``.
         mesh: Devices along each mesh axis: ``data=2,tensor=4`` or ``{"data": 2, "tensor": 4}``.
         layout: As in ``EngineConfig``.
-        device: Name in ``DEVICES``, or a ``Device``.
+        device: Name in ``DEVICES``, a ``Device``, or the file of a calibration.
         hosts: Hosts that the devices are divided over, consecutive ones on one host; None: at most 8 GPUs on each.
         max_model_len: Longest context in tokens; None is the model's own, -1 the longest that fits.
         num_seqs: Most sequences per step; None is the engine's default for the device.

@@ -99,7 +99,7 @@ def _calibrate(options: argparse.Namespace) -> None:
     device = calibrate(None if sizes is None else math.prod(sizes.values()))
     device.save(options.calibrate)
     print(calibration_text(device), file=sys.stderr if options.json else sys.stdout)
-    options.device = options.calibrate
+    options.device = device
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
