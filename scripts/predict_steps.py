@@ -1,9 +1,9 @@
 """Measures this machine, predicts the decode steps of every mesh and layout of 4 devices, and measures those too.
 
-    python scripts/predict_steps.py --machine "2 CPUs of …"    # about 20 minutes, with nothing else running
+    python scripts/predict_steps.py --machine "2 CPUs of …"    # about 25 minutes, with nothing else running
 
-Writes ``scripts/charts/predicted_steps.json``: what ``jaxserve plan --calibrate`` measures, and the steps of a dense
-model and one with experts, with random weights, as predicted from that alone and as measured.
+Writes ``scripts/charts/predicted_steps.json``: in each round what ``jaxserve plan --calibrate`` measures, and the steps
+of a dense model and one with experts, with random weights, as predicted from that alone and as measured after it.
 ``scripts/draw_sharding.py`` makes the table and the picture of ``sharding/README.md`` from it.
 """
 
@@ -72,15 +72,20 @@ class Step(NamedTuple):
         model: One of ``MODELS``.
         name: Mesh and layout.
         batch: Number of sequences.
-        predicted_s: Predicted time in seconds.
+        predictions_s: Time in seconds that each round's calibration predicts.
         rounds_s: Measured time in each round.
     """
 
     model: str
     name: str
     batch: int
-    predicted_s: float
+    predictions_s: tuple[float, ...]
     rounds_s: tuple[float, ...]
+
+    @property
+    def predicted_s(self) -> float:
+        """The mean of the predictions."""
+        return statistics.fmean(self.predictions_s)
 
     @property
     def measured_s(self) -> float:
@@ -132,7 +137,7 @@ def measure(model: str, config: dict[str, Any], device: Device) -> list[Step]:
             raise RuntimeError(f"{model} on {candidate.name}: expected the tokens of one device, got {measured}")
         for batch, measured_s in measured.step_s.items():
             predicted_s = candidate.plan.decode_of(batch).step_s
-            steps.append(Step(model, candidate.name, batch, predicted_s, (measured_s,)))
+            steps.append(Step(model, candidate.name, batch, (predicted_s,), (measured_s,)))
     return steps
 
 
@@ -140,7 +145,9 @@ def read() -> tuple[dict[str, Any], list[Step]]:
     """Return the committed results, and their steps."""
     found = json.loads(RESULTS.read_text())
     steps = [Step(**step) for step in found["steps"]]
-    return found, [step._replace(rounds_s=tuple(step.rounds_s)) for step in steps]
+    return found, [
+        step._replace(predictions_s=tuple(step.predictions_s), rounds_s=tuple(step.rounds_s)) for step in steps
+    ]
 
 
 def main() -> None:
@@ -149,12 +156,16 @@ def main() -> None:
     parser.add_argument("--machine", required=True, help="what the machine is, for the page")
     parser.add_argument("--rounds", type=int, default=2, help="how often to measure everything (default: %(default)s)")
     options = parser.parse_args()
-    device = calibrate(NUM_DEVICES)
-    rounds = [
-        [step for model, config in MODELS.items() for step in measure(model, config, device)]
-        for _ in range(options.rounds)
+    devices, rounds = list[Device](), list[list[Step]]()
+    for _ in range(options.rounds):
+        devices.append(calibrate(NUM_DEVICES))
+        rounds.append([step for model, config in MODELS.items() for step in measure(model, config, devices[-1])])
+    steps = [
+        own[0]._replace(
+            predictions_s=tuple(step.predicted_s for step in own), rounds_s=tuple(step.measured_s for step in own)
+        )
+        for own in zip(*rounds, strict=True)
     ]
-    steps = [own[0]._replace(rounds_s=tuple(step.measured_s for step in own)) for own in zip(*rounds, strict=True)]
     for model, batch in itertools.product(MODELS, BATCH_SIZES):
         own = [step for step in steps if (step.model, step.batch) == (model, batch)]
         found = f"{model}, batch {batch}: median error {median_error(own):.3f}, Kendall's tau {kendall_tau(own):.2f}"
@@ -168,7 +179,8 @@ def main() -> None:
         "commit": commit.stdout.strip(),
         "versions": {"jax": jax.__version__, "python": platform.python_version()},
     }
-    result = {**about, "device": device.as_dict(), "steps": [step._asdict() for step in steps]}
+    calibrations = [device.as_dict() for device in devices]
+    result = {**about, "devices": calibrations, "steps": [step._asdict() for step in steps]}
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
 
 

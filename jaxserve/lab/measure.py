@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jaxserve.lab.links import Link, collective_seconds
 from pallas_kernels import choose
 from pallas_kernels.linear import Fused, LinearKernel
-from sharding import MeshShape, make_mesh, whole_and_split
+from sharding import MeshShape, data_slices, make_mesh, whole_and_split
 from sharding.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
@@ -42,8 +42,8 @@ _COLLECTIVES: dict[str, Exchange] = {
 def matmul_rates(devices: Sequence[Any], dtype: str, link: Link) -> Iterator[tuple[int, int, float]]:
     """Yield how fast the MLPs of tensor parallelism run: a weight split by outputs, one by inputs, and an all-reduce.
 
-    All devices take part, in groups, at the same time. The time of the all-reduce does not count, but that in which
-    devices wait for each other there does.
+    All devices take part at the same time, in groups that each run a program of their own, as replicas do. The time of
+    the all-reduce does not count, but that in which devices wait for each other there does.
 
     Args:
         devices: The devices. Those of a CPU share its arithmetic.
@@ -67,21 +67,18 @@ def matmul_rates(devices: Sequence[Any], dtype: str, link: Link) -> Iterator[tup
 def _blocks(devices: Sequence[Any], count: int, dtype: str) -> tuple[Callable[[int], Any], int]:
     """Return a function that computes a chain of MLPs, in each group of ``count`` devices, for a number of rows, and
     how many MLPs these are."""
-    platform, total, mesh = devices[0].platform, len(devices), _groups(devices, count)
+    platform, total, meshes = devices[0].platform, len(devices), data_slices(_groups(devices, count))
     choice = choose("linear", platform=platform, device_kind=devices[0].device_kind, dtype=dtype)
     kernel, (width, inner) = cast(LinearKernel, choice.implementation), _SIZES[platform]
     inner //= count
     block_bytes = 2 * width * inner * jnp.dtype(dtype).itemsize * (total if platform == "cpu" else 1)
     num_blocks = max(1, _WEIGHT_BYTES[platform] // block_bytes)
-    whole, split = whole_and_split(mesh)
 
-    def weights(outer: int, inner: int, scale: int) -> list[Array]:
+    def weights(mesh: Mesh, outer: int, inner: int, scale: int) -> list[Array]:
         first, *rest = kernel.packed_shape(outer, inner, dtype)
-        shape = total * first, *rest
+        shape, (_, split) = (count * first, *rest), whole_and_split(mesh)
         make = jax.jit(lambda key: jax.random.normal(key, shape, dtype) / scale**0.5, out_shardings=split)
         return [make(key) for key in jax.random.split(jax.random.key(0), num_blocks)]
-
-    blocks = list(zip(weights(inner, width, width), weights(width, inner, inner * count), strict=True))
 
     def multiply(x: Array, blocks: Sequence[tuple[Array, Array]]) -> Array:
         for first, second in blocks:
@@ -89,10 +86,17 @@ def _blocks(devices: Sequence[Any], count: int, dtype: str) -> tuple[Callable[[i
             x = all_reduce(kernel.matmul(y, second, width, fused=Fused()), "tensor").astype(x.dtype)
         return x
 
-    specs = whole.spec, split.spec
-    program = jax.jit(jax.shard_map(multiply, mesh=mesh, in_specs=specs, out_specs=split.spec, check_vma=False))
-    given = {rows: jnp.ones((rows, width), dtype) for rows in ROWS}
-    return lambda rows: program(given[rows], blocks), num_blocks
+    def chain(mesh: Mesh) -> Callable[[int], Array]:
+        whole, split = whole_and_split(mesh)
+        specs = whole.spec, split.spec
+        program = jax.jit(jax.shard_map(multiply, mesh=mesh, in_specs=specs, out_specs=split.spec, check_vma=False))
+        given = {rows: jax.device_put(jnp.ones((rows, width), dtype), whole) for rows in ROWS}
+        first, second = weights(mesh, inner, width, width), weights(mesh, width, inner, inner * count)
+        blocks = list(zip(first, second, strict=True))
+        return lambda rows: program(given[rows], blocks)
+
+    chains = [chain(mesh) for mesh in meshes]
+    return lambda rows: [run(rows) for run in chains], num_blocks
 
 
 def collective_times(devices: Sequence[Any]) -> Iterator[tuple[str, int, int, float]]:

@@ -26,6 +26,7 @@ from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.settings import ServerConfig
+from tests.faults.steps import slow_steps
 from tests.server_process import PROGRAMS_CACHE
 
 PATIENCE_S = 120.0
@@ -65,11 +66,25 @@ def running(run: Run, arguments: dict[str, Any] | None = None, **settings: Any) 
 
 
 @pytest.fixture(scope="module")
-def client(run: Run) -> Iterator[EngineClient]:
+def switches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder whose files slow down the steps of the shared client; see ``tests/faults/injected``."""
+    return tmp_path_factory.mktemp("switches")
+
+
+@pytest.fixture(scope="module")
+def client(run: Run, switches: Path) -> Iterator[EngineClient]:
     """The client of most tests; it rejects prompts when many tokens wait, and takes templates of a second."""
     settings = {"max_num_queued_tokens": 300, "chat_template_timeout": 1.0}
-    with running(run, {"scheduling_policy": "priority"}, **settings) as made:
-        yield made
+    with pytest.MonkeyPatch.context() as patch:
+        inject(patch, switches)
+        with running(run, {"scheduling_policy": "priority"}, **settings) as made:
+            yield made
+
+
+def inject(patch: pytest.MonkeyPatch, switches: Path) -> None:
+    """Lets engine processes that start read their faults in a folder."""
+    patch.syspath_prepend(FAULTS)
+    patch.setenv("JAXSERVE_TEST_FAULTS", str(switches))
 
 
 @pytest.fixture(autouse=True)
@@ -386,16 +401,16 @@ def test_aborted_requests_end_with_what_they_have(run: Run, client: EngineClient
     assert run(client.abort(["aborted"])) == []
 
 
-def test_a_deadline_mid_decode(run: Run, client: EngineClient) -> None:
+def test_a_deadline_mid_decode(run: Run, client: EngineClient, switches: Path) -> None:
     async def read() -> int:
         count = 0
         with pytest.raises(DeadlineError, match="deadline exceeded"):
-            async for output in client.generate(asked(params=LONG, timeout_s=0.15), "late"):
+            async for output in client.generate(asked(params=LONG, timeout_s=1.0), "late"):
                 count += sum(len(one.token_ids) for one in output.outputs)
-                await asyncio.sleep(0)
         return count
 
-    assert 0 < run(read()) < 249
+    with slow_steps(switches, 0.02):  # 249 tokens take at least 5 s
+        assert 0 < run(read()) < 249
 
 
 def test_a_deadline_in_the_queue_means_no_prefill(run: Run, client: EngineClient) -> None:
@@ -627,8 +642,7 @@ def test_a_stopped_process_is_killed_and_one_that_rests_is_not(run: Run) -> None
 def test_a_hung_step_is_written_down_and_ends_the_process(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(FAULTS)
-    monkeypatch.setenv("JAXSERVE_TEST_FAULTS", str(tmp_path))
+    inject(monkeypatch, tmp_path)
     with running(run, watchdog_timeout=2.0) as client:
         assert run(answer(client, asked()))[0].text == "42"
         (tmp_path / "step-hangs").touch()
@@ -642,8 +656,7 @@ def test_a_hung_step_is_written_down_and_ends_the_process(
 def test_a_failing_step_ends_the_process_with_its_reason_in_the_log_alone(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(FAULTS)
-    monkeypatch.setenv("JAXSERVE_TEST_FAULTS", str(tmp_path))
+    inject(monkeypatch, tmp_path)
     with running(run) as client:
         for request in (asked("tokenizer fault"), asked(params=GREEDY.clone(seed=666))):
             with pytest.raises(RequestFailedError, match="request bad failed: InjectedError, see the log"):
