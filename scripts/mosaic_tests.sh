@@ -18,7 +18,7 @@ fi
 version="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
 constraints="$root/scripts/constraints-$version.txt"
 [ "$version" = 3.12 ] || constraints=/dev/null # the other files have other versions of JAX
-packages=(jax==0.11.2 jaxlib==0.11.2 absl-py jaxtyping beartype "pytest>=9,<10" hypothesis)
+packages=(jax==0.11.2 jaxlib==0.11.2 absl-py jaxtyping beartype "pytest>=9,<10" "pytest-xdist>=3.6,<4" hypothesis)
 wanted="$version ${packages[*]} $(cksum <"$constraints")"
 if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
   "$python" -m venv --clear "$venv"
@@ -26,5 +26,5 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
   echo "$wanted" >"$venv/.installed"
 fi
 cd "$root"
-exec "$venv/bin/python" -m pytest -q -p no:cacheprovider \
+exec "$venv/bin/python" -m pytest -q -n 2 --dist worksteal -p no:cacheprovider \
   tests/pallas_kernels/test_{mosaic,latent_mosaic,broken_kernels,kernels}.py -k mosaic "$@"

@@ -764,6 +764,7 @@ def test_a_first_run_s_commands(tmp_path):
     assert done.returncode == 2 and "unknown stage '5'; stages: wheels, 1, 2, 3, 4" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_with_a_hang_and_a_crash_is_complete_and_honest(tmp_path):
     """Every part at sizes for a CPU, with kernels that hang, end their process and are wrong (``faulty_gpu_check.py``).
 

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from scripts.soak_server import run_soak
 from tests.server_process import running_server
 
@@ -11,6 +13,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.slow
 def test_a_minute_of_everything() -> None:
     """Cancels, crashing clients, slow readers, bad requests: nothing lost, nothing wrong, nothing grows."""
     with running_server(*FLAGS, engine=False) as server:

@@ -73,7 +73,7 @@ def assert_greedy(checkpoint: Path, texts: list[list[int]], found: list[list[int
 
 
 @pytest.mark.parametrize("kernels", ["xla", pytest.param("native", marks=needs_native)])
-@pytest.mark.parametrize("num_requests", [1, 3])
+@pytest.mark.parametrize("num_requests", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", ["windowed", "mixed"])
 def test_pages_of_the_window_are_enough(
     checkpoints: dict[str, Path], name: str, num_requests: int, kernels: str

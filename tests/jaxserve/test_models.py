@@ -85,7 +85,7 @@ class Row:
     seed: int = 0
     is_fixed_rope: bool = True
     save: str = "safetensors"
-    fast: tuple[str, ...] = ("tp1", "tp2")
+    fast: tuple[str, ...] = ("tp2",)
     num_experts: int = 0
 
     @property
@@ -135,11 +135,11 @@ DEEPSEEK = {
 QWEN_MOE = {"num_experts_per_tok": 3, "moe_intermediate_size": 28}
 
 ROWS = {
-    "llama": Row(family="Llama", fast=("tp1", "tp2", "tp4", "dp2", "sequence4", "split-logits4"), save="shards"),
+    "llama": Row(family="Llama", fast=("tp1", "tp2", "dp2", "split-logits4"), save="shards"),
     "llama-mqa-bias-tied": Row(
         family="Llama",
         raw={"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-        fast=("tp1", "tp2", "tp4"),
+        fast=("tp4",),
     ),
     "llama-linear": Row(
         family="Llama", raw=rope("linear", factor=4.0) | {"max_position_embeddings": 24}, fast=("tp1",)
@@ -167,7 +167,7 @@ ROWS = {
         fast=("tp1",),
     ),
     "mistral": Row(family="Mistral", raw={"sliding_window": 10, "num_key_value_heads": 2}, save="torch"),
-    "qwen2": Row(family="Qwen2", raw={"num_key_value_heads": 2, "vocab_size": 514}, fast=("tp1", "tp2", "dp2")),
+    "qwen2": Row(family="Qwen2", raw={"num_key_value_heads": 2, "vocab_size": 514}, fast=("tp2",)),
     "qwen2-windows": Row(family="Qwen2", raw={"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": Row(family="Qwen3", raw={"head_dim": 16, "num_key_value_heads": 2, "tie_word_embeddings": True}),
     "phi3": Row(family="Phi3", raw=PHI3 | rope("default", partial_rotary_factor=0.5)),
@@ -180,7 +180,7 @@ ROWS = {
     ),
     "baichuan": Row(family="Llama", raw={"num_key_value_heads": 8}, save="w_pack"),
     "smollm3": Row(family="SmolLM3", raw={"no_rope_layers": [1, 0, 1], "attention_bias": True}),
-    "olmo2": Row(family="Olmo2", raw={"num_key_value_heads": 2}, fast=("tp1", "tp2", "tp4", "whole-attention4")),
+    "olmo2": Row(family="Olmo2", raw={"num_key_value_heads": 2}, fast=("tp4", "whole-attention4")),
     "granite": Row(family="Granite", raw=GRANITE),
     "gemma": Row(family="Gemma", raw={"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "gemma2": Row(
@@ -191,11 +191,11 @@ ROWS = {
     "gemma3": Row(
         family="Gemma3",
         raw=GEMMA | {"layer_types": GEMMA3_LAYERS, "rope_parameters": GEMMA3_ROPES},
-        fast=("tp1", "tp2", "sequence2"),
+        fast=("tp2",),
     ),
-    "gpt-neox": Row(family="GPTNeoX", raw=NEOX, fast=("tp1", "tp2", "sequence2")),
+    "gpt-neox": Row(family="GPTNeoX", raw=NEOX, fast=("sequence2",)),
     "gpt-neox-serial": Row(family="GPTNeoX", raw=NEOX | {"use_parallel_residual": False, "attention_bias": False}),
-    "gpt2": Row(family="GPT2", raw={"tie_word_embeddings": True}, fast=("tp1", "tp2", "tp4", "sequence4")),
+    "gpt2": Row(family="GPT2", raw={"tie_word_embeddings": True}, fast=("tp4", "sequence4")),
     "gpt2-bare-names": Row(
         family="GPT2",
         raw={"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "n_inner": 52},
@@ -212,26 +212,26 @@ ROWS = {
             **rope("yarn", factor=4.0, original_max_position_embeddings=24, beta_fast=6.0, truncate=False),
         },
         save="shards",
-        fast=("tp1", "tp2", "ep2", "tp2-experts3-all_to_all", "sequence4", "context2"),
+        fast=("tp2", "ep2", "tp2-experts3-all_to_all", "context2"),
         num_experts=6,
     ),
     "mixtral": Row(
         family="Mixtral",
         raw={"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11},
         save="shards",
-        fast=("tp1", "tp2", "sequence4"),
+        fast=("tp2", "sequence4"),
         num_experts=5,
     ),
     "qwen2-moe": Row(
         family="Qwen2Moe",
         raw=QWEN_MOE | {"num_experts": 6, "shared_expert_intermediate_size": 36, "decoder_sparse_step": 2},
-        fast=("tp1", "tp2", "dp2", "ep2", "tp2-experts2-gather"),
+        fast=("tp2", "tp2-experts2-gather"),
         num_experts=6,
     ),
     "qwen3-moe": Row(
         family="Qwen3Moe",
         raw=QWEN_MOE | {"num_experts": 6, "norm_topk_prob": True, "mlp_only_layers": [1]},
-        fast=("tp1", "tp2", "ep2", "tp1-experts2-all_to_all"),
+        fast=("tp2", "tp1-experts2-all_to_all"),
         num_experts=6,
     ),
     "deepseek-v2-lite": Row(
@@ -247,7 +247,7 @@ ROWS = {
         raw=DEEPSEEK
         | {"n_group": 4, "topk_group": 2, "n_shared_experts": 1, "attention_bias": True}
         | rope("yarn", factor=4.0, original_max_position_embeddings=24, mscale=1.0, mscale_all_dim=0.7),
-        fast=("tp1", "tp2", "ep2", "tp2-experts2-gather", "sequence2", "context4"),
+        fast=("tp2", "ep2", "tp2-experts2-gather", "context4"),
         num_experts=8,
     ),
     "kimi-k2": Row(
@@ -258,7 +258,7 @@ ROWS = {
     "granite-moe": Row(
         family="GraniteMoe",
         raw=GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 3},
-        fast=("tp1", "tp2", "ep2", "ep4", "tp1-experts2-gather"),
+        fast=("tp2", "ep4", "tp1-experts2-gather"),
         num_experts=4,
     ),
 }

@@ -67,7 +67,8 @@ def test_others_are_refused_with_the_reason(folder: str, shared_data: Path) -> N
         read_model_config(shared_data / "configs" / folder)
 
 
-@pytest.mark.parametrize("folder", ["deepseek-r1", pytest.param("kimi-k2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["deepseek-r1", "kimi-k2"])
 def test_models_with_latents_are_planned_without_their_quantization(folder: str, shared_data: Path) -> None:
     """Split over 8 devices, each has an eighth of the experts' features and of the heads, and all latents."""
     planned = plan(shared_data / "configs" / folder, tensor_parallel_size=8, hf_overrides={"quantization_config": None})

@@ -303,6 +303,7 @@ BROKEN_ATTENTION = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case, num_splits, table, fault",
     BROKEN_ATTENTION,

@@ -136,6 +136,7 @@ def test_interpreted_kernel_matches_reference(interpreter, operation, module, ca
     assert answer["error"] <= 1, answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "operation, module, case, fault",
     [(*kernel, case, fault) for kernel, cases in BROKEN.items() for case, faults in cases.items() for fault in faults],

@@ -571,6 +571,7 @@ def run_cases(*arguments: str, **environment: str) -> tuple[str, dict[str, float
 
 
 @needs_native
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", ["avx2", "avx512"])
 def test_older_instructions_are_right_too(wanted):
     if wanted == native_library.instructions():
