@@ -36,9 +36,13 @@ import hypothesis  # noqa: E402  (after the environment that JAX reads)
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from jaxserve.config import EngineConfig  # noqa: E402
+from tests.type_checks import check_shapes  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+check_shapes(REPOSITORY)
+
+from jaxserve.config import EngineConfig  # noqa: E402  (after what checks it)
+
 NUM_CPU_DEVICES = 8
 
 jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
