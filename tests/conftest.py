@@ -36,7 +36,7 @@ import hypothesis  # noqa: E402  (after the environment that JAX reads)
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.type_checks import check_shapes  # noqa: E402
+from tests.shape_checks import check_shapes  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 check_shapes(REPOSITORY)

@@ -1,4 +1,4 @@
-"""Checks arguments and results while tests run: types, and shapes of arrays."""
+"""Checks types of arguments and results, and shapes of arrays, while tests run."""
 
 from pathlib import Path
 

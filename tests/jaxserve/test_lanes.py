@@ -19,7 +19,7 @@ from jaxserve.engine.startup import assemble_engine
 from jaxserve.request import parse_prompts
 from jaxserve.scheduling.scheduler import Scheduler
 from sharding import get_layout
-from tests.jaxserve.test_request_mix import REQUESTS, outcome, scores
+from tests.jaxserve.test_request_mix import REQUESTS, answers_alone, outcome, scores
 from tests.random_checkpoint import write_checkpoint_with_tokenizer
 from tests.remote_runner import RemoteRunner
 
@@ -91,7 +91,7 @@ def whole(model: Path) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def expected(whole: LLM) -> list[RequestOutput]:
     """Each request alone, on one device."""
-    return [whole.generate(prompt, SamplingParams(**params), use_tqdm=False)[0] for prompt, params in REQUESTS]
+    return answers_alone(whole)
 
 
 @pytest.fixture(

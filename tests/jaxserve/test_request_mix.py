@@ -47,6 +47,11 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def answers_alone(llm: LLM) -> list[RequestOutput]:
+    """The answers of an engine that gets one request after the other."""
+    return [llm.generate(prompt, SamplingParams(**params), use_tqdm=False)[0] for prompt, params in REQUESTS]
+
+
 def outcome(output: RequestOutput) -> list[Any]:
     """Everything that a request's answer is made of but its log-probabilities."""
     return [(sample.text, sample.token_ids, sample.finish_reason, sample.stop_reason) for sample in output.outputs]

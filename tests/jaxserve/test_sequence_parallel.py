@@ -21,7 +21,7 @@ from sharding.plan import compiled_collectives, count_collectives, stated_collec
 from tests.jaxserve.test_draft_requests import REQUESTS as DRAFTED
 from tests.jaxserve.test_draft_requests import Run, check_same
 from tests.jaxserve.test_lanes import value
-from tests.jaxserve.test_request_mix import REQUESTS, outcome, scores
+from tests.jaxserve.test_request_mix import REQUESTS, answers_alone, outcome, scores
 from tests.random_checkpoint import LLAMA, write_checkpoint, write_checkpoint_with_tokenizer
 from tests.tiny_programs import NUM_LAYERS, latent_config, make_program, sparse_config, tiny_config
 
@@ -78,7 +78,7 @@ def whole(model: Path) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def expected(whole: LLM) -> list[RequestOutput]:
     """Each request alone, on one device."""
-    return [whole.generate(prompt, SamplingParams(**params), use_tqdm=False)[0] for prompt, params in REQUESTS]
+    return answers_alone(whole)
 
 
 @pytest.fixture(

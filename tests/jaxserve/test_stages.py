@@ -20,7 +20,7 @@ from jaxserve.models.stage_balance import LayerCost, balanced_stages
 from jaxserve.models.stages import Stage, stages_of
 from sharding.plan import count_collectives
 from tests.jaxserve.test_lanes import CONFIG as SPARSE
-from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, outcome, scores
+from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, answers_alone, outcome, scores
 from tests.random_checkpoint import write_checkpoint, write_checkpoint_with_tokenizer
 from tests.tiny_programs import make_program, tiny_config
 
@@ -44,7 +44,7 @@ def value(llm: LLM, name: str) -> float:
 def expected() -> Iterator[list[RequestOutput]]:
     """Each request alone, on one device."""
     with LLM("demo", **SETTINGS) as llm:
-        yield [llm.generate(prompt, SamplingParams(**params), use_tqdm=False)[0] for prompt, params in REQUESTS]
+        yield answers_alone(llm)
 
 
 @pytest.fixture(
@@ -60,7 +60,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 def kernels_of(llm: LLM) -> dict[str, Any]:
     """The settings of kernels, whose rounding and KV pages differ."""
-    return TILES if llm.plan.programs[0].layer_tile is not None else {}
+    return TILES if llm.config.deterministic else {}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def alone(llm: LLM, expected: list[RequestOutput]) -> list[RequestOutput]:
     if not kernels_of(llm):
         return expected
     with LLM("demo", **SETTINGS, **kernels_of(llm)) as one:
-        return [one.generate(prompt, SamplingParams(**params), use_tqdm=False)[0] for prompt, params in REQUESTS]
+        return answers_alone(one)
 
 
 # ---------------------------------------------------------------- answers
