@@ -1,6 +1,7 @@
 """What an engine process sends: one frame a step, nothing lost, nothing that grows while nobody reads."""
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
@@ -52,12 +53,22 @@ class Line:
     def run(self, count: int) -> None:
         asyncio.run(self.engine.run(count))
 
+    def fill_socket(self) -> int:
+        """Fill the socket before any frame is sent, so that none can be, and return with how many bytes."""
+        num_bytes = 0
+        self.own.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                num_bytes += self.own.send(bytes(512))
+        self.own.setblocking(True)
+        return num_bytes
+
     def read(self) -> FromEngine:
         """The next frame."""
-        (length,) = HEADER.unpack(self._receive(HEADER.size))
-        return unpack(self._receive(length))
+        (length,) = HEADER.unpack(self.receive(HEADER.size))
+        return unpack(self.receive(length))
 
-    def _receive(self, length: int) -> bytes:
+    def receive(self, length: int) -> bytes:
         parts = b""
         while len(parts) < length:
             part = self.front_end.recv(length - len(parts))
@@ -150,6 +161,7 @@ def test_a_front_end_that_does_not_read_stops_no_step_and_loses_nothing(make_lin
     """Far more than the socket and the outbox hold: the steps go on, and what waits has a bound."""
     limit_bytes, num_tokens = 5_000, 1_000
     line = make_line(limit_bytes=limit_bytes)
+    num_filled = line.fill_socket()
     numbers = range(1, 5)
     for number in numbers:
         line.submit(number, num_tokens)
@@ -157,6 +169,7 @@ def test_a_front_end_that_does_not_read_stops_no_step_and_loses_nothing(make_lin
     wait_for(lambda: line.engine.num_steps >= num_tokens and not line.thread.num_unfinished)  # without a single read
     assert line.outbox.is_full
     assert line.outbox._num_waiting_bytes < 2 * limit_bytes
+    line.receive(num_filled)
     found = line.read_until_finished(*numbers)
     for number in numbers:
         assert token_ids(found[number]) == [*range(1000 * number + 1, 1000 * number + 1 + num_tokens)]
@@ -169,10 +182,12 @@ def test_a_front_end_that_does_not_read_stops_no_step_and_loses_nothing(make_lin
 
 def test_requests_that_run_on_catch_up_when_the_front_end_reads_again(make_line: Callable[..., Line]) -> None:
     line = make_line(limit_bytes=5_000)
+    num_filled = line.fill_socket()
     line.submit(1, 2_000)
     line.engine.allow(1_500)
     wait_for(lambda: line.engine.num_steps == 1_500)
     assert line.outbox.is_full
+    line.receive(num_filled)
     line.engine.allow(1_000)
     assert token_ids(line.read_until_finished(1)[1]) == [*range(1001, 3_001)]
 
