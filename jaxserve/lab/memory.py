@@ -86,8 +86,8 @@ def temporary_bytes(program: ModelProgram, num_tokens: int, num_rows: int, varia
     """Return the temporary bytes of a step on a device, from a model of what XLA keeps at once.
 
     The layers and the head run one after the other, and share memory. A layer keeps its matmuls' outputs and its input;
-    the head keeps the logits in float32, four times if top-k and top-p need them sorted and masked. If devices gather
-    logits, each also has its own part.
+    the head keeps the last layer's output, which is also pooled, and the logits in float32, four times if top-k and
+    top-p need them sorted and masked. If devices gather logits, each also has its own part.
 
     Args:
         program: The stage.
@@ -104,4 +104,5 @@ def temporary_bytes(program: ModelProgram, num_tokens: int, num_rows: int, varia
     width = program.vocab_width // (parts if parallel.keeps_logits else 1)
     copies = 1.0 if variant == "greedy" else 4.0
     own = width / parts if variant == "greedy" and parts > 1 and not parallel.keeps_logits else 0
-    return max(layers, int(num_rows * 4 * (width * copies + own)))
+    hidden = num_tokens * program.config.hidden_size * itemsize
+    return max(layers, hidden + int(num_rows * 4 * (width * copies + own)))
