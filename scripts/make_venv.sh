@@ -82,7 +82,8 @@ echo "Installing jaxserve${extra:+ with the extra \"$extra\"} into .venv (a few 
 if [ "$constraints" = /dev/null ]; then
   echo "There is no tested set of versions for Python $version (scripts/constraints-$version.txt): taking the newest allowed"
 fi
-"$venv/bin/python" -m pip install --quiet --constraint "$constraints" --editable "$root${extra:+[$extra]}"
+# Modules are compiled when first imported; most of what the extras bring never is.
+"$venv/bin/python" -m pip install --quiet --no-compile --constraint "$constraints" --editable "$root${extra:+[$extra]}"
 echo "$wanted" >"$stamp"
 echo "$wanted" >"$venv/.installed-core"
 echo "$wanted_native" >"$native_stamp"

@@ -22,7 +22,7 @@ packages=(jax==0.11.2 jaxlib==0.11.2 absl-py jaxtyping beartype "pytest>=9,<10" 
 wanted="$version ${packages[*]} $(cksum <"$constraints")"
 if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
   "$python" -m venv --clear "$venv"
-  "$venv/bin/python" -m pip install --quiet --constraint "$constraints" "${packages[@]}"
+  "$venv/bin/python" -m pip install --quiet --no-compile --constraint "$constraints" "${packages[@]}"
   echo "$wanted" >"$venv/.installed"
 fi
 cd "$root"

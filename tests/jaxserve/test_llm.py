@@ -500,7 +500,7 @@ def test_settings_that_do_not_go_with_model_or_machine(
         pytest.param({"kernels": "xla"}, 5, marks=pytest.mark.slow),
         ({"kernels": "xla", "deterministic": True, "max_num_seqs": 16, "num_gpu_blocks_override": 200}, 5),
         ({"deterministic": True, "max_num_seqs": 64, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 200}, 5),
-        (
+        pytest.param(
             {
                 "kernels": "xla",
                 "tensor_parallel_size": 2,
@@ -508,6 +508,7 @@ def test_settings_that_do_not_go_with_model_or_machine(
                 "max_num_seqs": 4,
             },
             10,
+            marks=pytest.mark.slow,
         ),
     ],
 )

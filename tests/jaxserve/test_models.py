@@ -212,7 +212,7 @@ ROWS = {
             **rope("yarn", factor=4.0, original_max_position_embeddings=24, beta_fast=6.0, truncate=False),
         },
         save="shards",
-        fast=("tp2", "ep2", "tp2-experts3-all_to_all", "context2"),
+        fast=("ep2", "tp2-experts3-all_to_all", "context2"),
         num_experts=6,
     ),
     "mixtral": Row(
@@ -225,13 +225,13 @@ ROWS = {
     "qwen2-moe": Row(
         family="Qwen2Moe",
         raw=QWEN_MOE | {"num_experts": 6, "shared_expert_intermediate_size": 36, "decoder_sparse_step": 2},
-        fast=("tp2", "tp2-experts2-gather"),
+        fast=("tp2-experts2-gather",),
         num_experts=6,
     ),
     "qwen3-moe": Row(
         family="Qwen3Moe",
         raw=QWEN_MOE | {"num_experts": 6, "norm_topk_prob": True, "mlp_only_layers": [1]},
-        fast=("tp2", "tp1-experts2-all_to_all"),
+        fast=("tp1-experts2-all_to_all",),
         num_experts=6,
     ),
     "deepseek-v2-lite": Row(
@@ -258,7 +258,7 @@ ROWS = {
     "granite-moe": Row(
         family="GraniteMoe",
         raw=GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 3},
-        fast=("tp2", "ep4", "tp1-experts2-gather"),
+        fast=("ep4", "tp1-experts2-gather"),
         num_experts=4,
     ),
 }
