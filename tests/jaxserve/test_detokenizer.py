@@ -55,7 +55,7 @@ def check_equals_decode(tokenizer: Tokenizer, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", TINY)
-@settings(shared_fixture, max_examples=300)
+@settings(shared_fixture, max_examples=100)
 @given(data=st.data())
 def test_deltas_are_the_decode(tiny_tokenizers: dict[str, Tokenizer], name: str, data: st.DataObject) -> None:
     check_equals_decode(tiny_tokenizers[name], data)
@@ -125,7 +125,7 @@ def check_stops(tokenizer: Tokenizer, data: st.DataObject, alphabet: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["byte-level", "byte-fallback"])
-@settings(shared_fixture, max_examples=400)
+@settings(shared_fixture, max_examples=150)
 @given(data=st.data())
 def test_stop_strings(tiny_tokenizers: dict[str, Tokenizer], name: str, data: st.DataObject) -> None:
     check_stops(tiny_tokenizers[name], data, "ab e\nhl.é🙂")
@@ -185,7 +185,7 @@ def test_the_verdict_counts_tokens_and_later_ones_are_dropped(byte_level: Tokeni
 
 
 @pytest.mark.parametrize("name", ["byte-level", "byte-fallback"])
-@settings(shared_fixture, max_examples=200)
+@settings(shared_fixture, max_examples=100)
 @given(data=st.data())
 def test_what_is_taken_adds_up_and_never_has_to_be_taken_back(
     tiny_tokenizers: dict[str, Tokenizer], name: str, data: st.DataObject
@@ -247,7 +247,7 @@ def test_with_the_prompt_the_text_continues_it(byte_fallback: Tokenizer) -> None
 
 
 @pytest.mark.parametrize("name", ["byte-level", "byte-fallback"])
-@settings(shared_fixture, max_examples=200)
+@settings(shared_fixture, max_examples=100)
 @given(text=st.text(alphabet="ab e\nhl.é🙂", max_size=24), data=st.data())
 def test_prompt_and_continuation_are_the_whole(
     tiny_tokenizers: dict[str, Tokenizer], name: str, text: str, data: st.DataObject

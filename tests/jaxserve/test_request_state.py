@@ -216,7 +216,7 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
 
 
 @pytest.mark.parametrize("name", ["byte-level", "byte-fallback"])
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 @given(data=st.data())
 def test_deltas_add_up_whenever_they_are_taken(
     tiny_tokenizers: dict[str, Tokenizer], name: str, data: st.DataObject

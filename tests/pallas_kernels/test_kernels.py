@@ -90,15 +90,24 @@ def test_attention_has_a_twin_for_each_production_tile():
             assert case._replace(head_dim=head_dim, dtype="bfloat16") in op.DEVICE_CASES.values()
 
 
+@functools.cache
+def inputs_and_expected(name: str, case_name: str):
+    """The inputs of a case and the reference's result, which all implementations share."""
+    op = operation(name)
+    case = op.CASES[case_name]
+    inputs = op.make_inputs(case, jax.random.key(zlib.crc32(case_name.encode())))
+    return inputs, op.expected(case, inputs)
+
+
 @pytest.mark.parametrize("name, row, case_name", CASES)
 def test_matches_reference(name, row, case_name):
     op = operation(name)
     case = op.CASES[case_name]
     op, implementation = runnable(name, row, case, jax.default_backend(), jax.devices()[0].device_kind)
-    inputs = op.make_inputs(case, jax.random.key(zlib.crc32(case_name.encode())))
+    inputs, expected = inputs_and_expected(name, case_name)
     prepared = op.prepare(implementation, case, inputs)
     found = jax.jit(functools.partial(op.run, implementation, case))(prepared)
-    comparison = op.compare(case, inputs, found, op.expected(case, inputs))
+    comparison = op.compare(case, inputs, found, expected)
     assert comparison.is_right, comparison
 
 

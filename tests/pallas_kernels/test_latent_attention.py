@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels import latent_attention as op
 from pallas_kernels import latent_attention_native, latent_attention_xla, native_library
 from pallas_kernels.paged_attention_cases import Case
+from tests.compiled import compiled
 
 SMALL = op.CASES["mixed"]
 LONG = Case(
@@ -34,12 +35,12 @@ def threads():
 
 
 def problem(module, case: Case, seed: int = 0) -> tuple[op.Inputs, op.Prepared]:
-    inputs = op.make_inputs(case, jax.random.key(seed))
-    return inputs, op.prepare(module, case, inputs)
+    inputs = compiled(op.make_inputs, case)(jax.random.key(seed))
+    return inputs, compiled(op.prepare, module, case)(inputs)
 
 
 def attend(module, case: Case, prepared: op.Prepared) -> np.ndarray:
-    return np.asarray(jax.jit(functools.partial(op.run, module, case))(prepared))
+    return np.asarray(compiled(op.run, module, case)(prepared))
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -1,7 +1,6 @@
 """Native CPU kernels: one order of summation, threads that do not hurt, and a library that says why it is not there."""
 
 import concurrent.futures
-import functools
 import json
 import os
 import shutil
@@ -30,6 +29,7 @@ from pallas_kernels import (
     qkv_write_native,
 )
 from pallas_kernels.paged_attention import CASES, Case
+from tests.compiled import compiled
 from tests.native_build import build_library
 
 REPOSITORY = Path(__file__).parents[2]
@@ -48,12 +48,12 @@ def threads():
 
 def problem(case: Case, seed: int = 0):
     """A case's inputs and what the kernels take."""
-    inputs = paged_attention.make_inputs(case, jax.random.key(seed))
-    return inputs, paged_attention.prepare(paged_attention_native, case, inputs)
+    inputs = compiled(paged_attention.make_inputs, case)(jax.random.key(seed))
+    return inputs, compiled(paged_attention.prepare, paged_attention_native, case)(inputs)
 
 
 def attend(case: Case, prepared) -> np.ndarray:
-    return np.asarray(jax.jit(functools.partial(paged_attention.run, paged_attention_native, case))(prepared))
+    return np.asarray(compiled(paged_attention.run, paged_attention_native, case)(prepared))
 
 
 # ---------------------------------------------------------------- results
@@ -148,7 +148,7 @@ def test_shared_pages_read_once_give_the_same_bits(threads, dtype, num_rows):
     _, (query, pools, batch) = problem(case)
     table = batch.page_table.at[:num_rows, :34].set(batch.page_table[0, :34])
     batch = batch._replace(page_table=table)
-    attended = jax.jit(functools.partial(paged_attention.run, paged_attention_native, case))
+    attended = compiled(paged_attention.run, paged_attention_native, case)
 
     def attend_sharing(count):
         step = batch._replace(num_shared_pages=jnp.int32(count))
@@ -198,7 +198,7 @@ def consecutive(case: qkv_write.Case, start: int) -> qkv_write.Inputs:
 
 def written(case: qkv_write.Case, prepared: qkv_write.Inputs) -> tuple[np.ndarray, ...]:
     """Queries and pools."""
-    query, pools = jax.jit(functools.partial(qkv_write.write, qkv_write_native, case))(prepared)
+    query, pools = compiled(qkv_write.write, qkv_write_native, case)(prepared)
     return np.asarray(query), *(np.asarray(pool) for pool in pools)
 
 
@@ -472,7 +472,7 @@ def test_calls_at_the_same_time_are_right(threads):
     """One of them has the threads, the others run alone: as several virtual devices do."""
     threads(2)
     _, prepared = problem(LONG)
-    call = jax.jit(functools.partial(paged_attention.run, paged_attention_native, LONG))
+    call = compiled(paged_attention.run, paged_attention_native, LONG)
     wanted = np.asarray(call(prepared))
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         for found in pool.map(lambda _: np.asarray(call(prepared)), range(16)):
@@ -487,7 +487,7 @@ def test_busy_cores_slow_threads_down_but_do_not_stop_them(threads):
     """
     case = Case(((300, 1),) * 8, 6, 2, 64, 64, spare_rows=0, spare_tokens=0)
     _, prepared = problem(case)
-    call = jax.jit(functools.partial(paged_attention.run, paged_attention_native, case))
+    call = compiled(paged_attention.run, paged_attention_native, case)
     wanted = np.asarray(call(prepared))
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:

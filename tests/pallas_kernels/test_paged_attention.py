@@ -21,6 +21,7 @@ from pallas_kernels.prefill_attention_triton import prefill_attention
 from pallas_kernels.prefill_blocks import block_map
 from pallas_kernels.qkv_write_triton import INTERPRETED
 from pallas_kernels.registry import OPERATIONS, load
+from tests.compiled import compiled
 
 NAMES = [
     name
@@ -36,7 +37,7 @@ def module(request) -> PagedAttention:
 
 
 def answer(module: PagedAttention, case: Case, prepared: op.Prepared) -> np.ndarray:
-    return np.asarray(jax.jit(functools.partial(op.run, module, case))(prepared), np.float32)
+    return np.asarray(compiled(op.run, module, case)(prepared), np.float32)
 
 
 def assert_near(found: np.ndarray, expected, tolerance: float = 2e-5) -> None:
