@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Format, lint, types, import contracts, tests, and without arguments the Mosaic GPU kernels' tests on JAX 0.11 where there
-# is a Python >= 3.12. Runs every step, then names the ones that failed.
+# Format, lint, types, import contracts and tests. Runs every step, then names the ones that failed.
 #
-#   bash scripts/check.sh [arguments of pytest, such as -k scheduler or -m slow]
+#   bash scripts/check.sh                   the gate: everything but slow tests
+#   bash scripts/check.sh --fast            format, lint, types, import contracts, and the tests that start no engine
+#   bash scripts/check.sh --slow-quarter    the quarter of the slow tests that is due at this commit, alone
+#   bash scripts/check.sh -k scheduler      these tests alone; any other arguments are passed to pytest too
 #
 # PYTHON chooses the environment (default: .venv at the repository root, which scripts/test.sh makes).
 set -uo pipefail
@@ -14,9 +16,11 @@ if ! "$python" -c 'import pytest, ruff, pyright, importlinter' 2>/dev/null; then
   echo "error: $python has no dev extra; run scripts/test.sh, or set PYTHON to an environment that has it" >&2
   exit 2
 fi
+# Dozens of processes import the same modules: without their bytecode, each would compile JAX and transformers again.
+unset PYTHONDONTWRITEBYTECODE
 failed=()
 
-step() {
+step() { # name, command...
   local name="$1" began=$SECONDS
   shift
   echo "== $name"
@@ -24,18 +28,50 @@ step() {
   echo "   ($name: $((SECONDS - began)) s)"
 }
 
-step "ruff format" "$python" -m ruff format --check --quiet --diff .
-step "ruff lint" "$python" -m ruff check --quiet .
-step "pyright" "$python" -m pyright --pythonpath "$python"
-step "import contracts" "$(dirname "$python")/lint-imports" --no-logo
-step "pytest" "$python" -m pytest -q -n 2 --dist loadfile "$@"
-# The Mosaic GPU kernels' tests need JAX 0.11: where this environment has another one, they were skipped above.
-if [ $# = 0 ] && "$python" -c 'import jax, sys; sys.exit(jax.__version_info__[:2] == (0, 11))'; then
-  step "Mosaic GPU kernels on JAX 0.11" bash "$root/scripts/mosaic_tests.sh"
-fi
+run_pytest() {
+  "$python" -m pytest -q -n 2 --dist loadfile "$@"
+}
 
-if [ ${#failed[@]} -gt 0 ]; then
-  echo "FAILED: ${failed[*]}"
-  exit 1
-fi
-echo "All checks passed"
+check_source() {
+  step "ruff format" "$python" -m ruff format --check --quiet --diff .
+  step "ruff lint" "$python" -m ruff check --quiet .
+  step "import contracts" "$(dirname "$python")/lint-imports" --no-logo
+  step "pyright" "$python" -m pyright --pythonpath "$python"
+}
+
+finish() {
+  if [ ${#failed[@]} -gt 0 ]; then
+    echo "FAILED: ${failed[*]}"
+    exit 1
+  fi
+  echo "All checks passed"
+}
+
+case "${1:-}" in
+"")
+  check_source
+  step "pytest" run_pytest
+  # The Mosaic GPU kernels' tests need JAX 0.11: where this environment has another one, they were skipped above.
+  if "$python" -c 'import jax, sys; sys.exit(jax.__version_info__[:2] == (0, 11))'; then
+    step "Mosaic GPU kernels on JAX 0.11" bash "$root/scripts/mosaic_tests.sh"
+  fi
+  ;;
+--fast)
+  shift
+  log="$(mktemp)"
+  (check_source && exit ${#failed[@]}) >"$log" 2>&1 & # beside the tests: pyright uses one core
+  step "pytest --fast" run_pytest --fast "$@"
+  wait $! || failed+=("format, lint, import contracts or types")
+  cat "$log" && rm "$log"
+  ;;
+--slow-quarter)
+  shift
+  quarter=$(($(git rev-list --count HEAD) % 4))
+  step "pytest -m slow, quarter $quarter" run_pytest -m slow --slow-quarter "$quarter" "$@"
+  ;;
+*)
+  run_pytest "$@"
+  exit
+  ;;
+esac
+finish

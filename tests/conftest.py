@@ -32,10 +32,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from tests.server_process import PROGRAMS_CACHE  # noqa: E402  (imports neither JAX nor the project)
+
+# Both workers, and later runs, load a program that was compiled once. JAX reports a load like a compilation, so that
+# tests of "nothing compiles after ready" see it; tests of cold starts have a directory of their own.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(PROGRAMS_CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
 import hypothesis  # noqa: E402  (after the environment that JAX reads)
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests import cost_profile, suite  # noqa: E402
 from tests.shape_checks import check_shapes  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -53,13 +62,24 @@ hypothesis.settings.load_profile("jaxserve")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--attention-backend`` and ``--kernels``, which every engine of the tests then takes."""
+    """Add ``--attention-backend`` and ``--kernels``, which every engine of the tests then takes, and others."""
+    suite.add_options(parser)
+    parser.addoption("--profile-costs", type=Path, help="write to this file what each test spends its time on")
     parser.addoption("--attention-backend", help="run engines with this one, such as pallas-interpret")
     parser.addoption("--kernels", choices=("native", "xla"), help="run engines with these alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make what the command line names the engines' default."""
+    """Make what the command line names the engines' default, and register the plugins of the suite."""
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if not is_worker:
+        suite.empty_if_large(PROGRAMS_CACHE)
+        config.pluginmanager.register(suite.CostReport())
+    if (path := config.getoption("--profile-costs")) is not None:
+        if not is_worker:
+            config.pluginmanager.register(cost_profile.ProfileFile(path))
+        if is_worker or not config.getoption("numprocesses", None):
+            config.pluginmanager.register(cost_profile.Profile())
     names = {"attention_backend": "--attention-backend", "kernels": "--kernels"}
     given = {name: config.getoption(option) for name, option in names.items()}
     defaults = {name: value for name, value in given.items() if value is not None}
@@ -75,14 +95,33 @@ def pytest_configure(config: pytest.Config) -> None:
     EngineConfig.__init__ = make_with_defaults
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` unless the environment asks JAX for one, as `JAX_PLATFORMS=cuda,cpu` does."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Arrange the tests; skip those marked `gpu` unless `JAX_PLATFORMS` asks for one, such as `cuda,cpu`."""
+    suite.arrange(config, items)
     platforms = os.environ["JAX_PLATFORMS"].split(",")
     if {"cuda", "gpu"}.isdisjoint(platforms):
         skip = pytest.mark.skip(reason="needs a GPU: run with JAX_PLATFORMS=cuda,cpu")
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported out of garbage collection, which takes a sixth of the time of tests otherwise."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Let the interpreter collect everything at its end."""
+    gc.unfreeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what begins after ``--deadline``."""
+    suite.check_deadline(item.config)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -348,11 +349,21 @@ def test_a_gpu_that_does_not_tell_its_memory() -> None:
         device_memory_bytes(FakeGpu(None))
 
 
+@pytest.fixture
+def no_programs_cache() -> Iterator[None]:
+    """JAX without a directory for compiled programs, and the tests' own again afterwards."""
+    directory = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", directory)
+
+
+@pytest.mark.usefixtures("no_programs_cache")
 def test_each_kind_of_device_has_its_own_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     updates: dict[str, Any] = {}
-    monkeypatch.setitem(jax.config.values, "jax_compilation_cache_dir", None)
-    monkeypatch.setattr(jax.config, "update", updates.__setitem__)
-    use_compilation_cache("/programs", FakeGpu(None))
-    assert updates["jax_compilation_cache_dir"] == "/programs/NVIDIA-H200"
-    use_compilation_cache("/programs", jax.devices()[0])
-    assert updates["jax_compilation_cache_dir"] == f"/programs/{cpu_key()}"
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.config, "update", updates.__setitem__)
+        use_compilation_cache("/programs", FakeGpu(None))
+        assert updates["jax_compilation_cache_dir"] == "/programs/NVIDIA-H200"
+        use_compilation_cache("/programs", jax.devices()[0])
+        assert updates["jax_compilation_cache_dir"] == f"/programs/{cpu_key()}"
