@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 import urllib.parse
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -26,12 +27,17 @@ _STREAM_HEADERS = MappingProxyType({"cache-control": "no-cache", "x-accel-buffer
 _ERROR_TYPES = MappingProxyType(
     {404: "NotFoundError", 405: "MethodNotAllowedError", 408: "TimeoutError", 413: "RequestTooLargeError"}
 )
+_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def json_text(value: Any) -> str:
-    """Return compact JSON; raise ValueError for NaN and Infinity, which would be a bug of the server."""
-    return _ENCODER.encode(value)
+    """Return compact JSON; raise ValueError for NaN and Infinity, which would be a bug of the server.
+
+    Unicode's own line ends are escaped, as some clients split streams of events at them.
+    """
+    text = _ENCODER.encode(value)
+    return text if text.isascii() else _LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
