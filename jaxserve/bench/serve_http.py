@@ -205,6 +205,9 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Finish the exchange; the parser calls this."""
+        if 100 <= self._status < 200:  # such as 103 Early Hints: the response follows
+            self._status, self._headers, self._body = 0, {}, []
+            return
         if self._done is not None and not self._done.done():
             self._keeps_alive = self._parser.should_keep_alive()
             self._done.set_result(HttpResponse(self._status, self._headers, b"".join(self._body)))

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import re
 import urllib.parse
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -16,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxserve.errors import JaxserveError
 from jaxserve.server.errors import status_of
+from jaxserve.text_files import escape_line_ends
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,6 @@ _STREAM_HEADERS = MappingProxyType({"cache-control": "no-cache", "x-accel-buffer
 _ERROR_TYPES = MappingProxyType(
     {404: "NotFoundError", 405: "MethodNotAllowedError", 408: "TimeoutError", 413: "RequestTooLargeError"}
 )
-_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -36,8 +35,7 @@ def json_text(value: Any) -> str:
 
     Unicode's own line ends are escaped, as some clients split streams of events at them.
     """
-    text = _ENCODER.encode(value)
-    return text if text.isascii() else _LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return escape_line_ends(_ENCODER.encode(value))
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
