@@ -66,9 +66,8 @@ class HttpClient:
         self._host, self._path = parts.hostname, parts.path.rstrip("/")
         self._ssl = (ssl_context or ssl.create_default_context()) if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._ssl else 80)
-        self._head = "".join(
-            f"{name}: {value}\r\n" for name, value in {"Host": parts.netloc, **(headers or {})}.items()
-        )
+        host = parts.netloc.rpartition("@")[2]  # a server refuses a Host with a user's name
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in {"Host": host, **(headers or {})}.items())
         self._clock = clock
         self._idle: list[_Connection] = []
 
