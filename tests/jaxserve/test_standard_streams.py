@@ -13,8 +13,8 @@ from typing import Any, TextIO
 
 import pytest
 
-import checkpoints.convert
 import jaxserve
+from checkpoints import convert
 from checkpoints.errors import CheckpointError
 from jaxserve import cli, standard_streams
 from jaxserve.bench import accuracy, latency, serve_files, startup, throughput
@@ -181,11 +181,12 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest
     def fill(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoints.convert, "_write", fill)
-    monkeypatch.setattr(checkpoints.convert, "open_checkpoint", lambda _: contextlib.nullcontext())
+    module = sys.modules["checkpoints.convert"]  # whose name in the package is the function's
+    monkeypatch.setattr(module, "_write", fill)
+    monkeypatch.setattr(module, "open_checkpoint", lambda _: contextlib.nullcontext())
     (tmp_path / "source").mkdir()
     with pytest.raises(CheckpointError, match="source cannot be converted to .*copy: .*No space left on device"):
-        checkpoints.convert.convert(tmp_path / "source", tmp_path / "copy", "safetensors")
+        convert(tmp_path / "source", tmp_path / "copy", "safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
