@@ -4,6 +4,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def convert(source: str | Path, destination: str | Path, format: str, dtype: str
         dtype: `float32`, `float16` or `bfloat16` for all floating-point tensors; None keeps what is stored.
 
     Raises:
-        CheckpointError: unknown format or dtype, a destination that is not empty, or a source that cannot be read.
+        CheckpointError: unknown format or dtype, a destination that is not empty or cannot be written, or a source that
+            cannot be read.
     """
     source, destination = Path(source), Path(destination)
     if format not in FORMATS:
@@ -54,16 +56,26 @@ def convert(source: str | Path, destination: str | Path, format: str, dtype: str
             f"{destination}: is not an empty directory; pass a path that does not exist, or an empty directory"
         )
     with open_checkpoint(source) as reader:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
         try:
-            scratch.chmod(0o755)
-            _copy_files(source, scratch, dtype)
-            _write(reader, scratch, format, None if dtype is None else DTYPES[dtype])
-            scratch.rename(destination)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
+            with _scratch_folder(destination) as scratch:
+                _copy_files(source, scratch, dtype)
+                _write(reader, scratch, format, None if dtype is None else DTYPES[dtype])
+                scratch.rename(destination)
+        except OSError as error:
+            raise CheckpointError(f"{source} cannot be converted to {destination}: {error}") from error
+
+
+@contextmanager
+def _scratch_folder(destination: Path) -> Iterator[Path]:
+    """Yield a new folder beside the destination, which is removed if the block fails."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    try:
+        scratch.chmod(0o755)
+        yield scratch
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
 
 
 def _write(reader: CheckpointReader, folder: Path, format: str, dtype: np.dtype | None) -> None:
@@ -119,7 +131,7 @@ def _copy_files(source: Path, folder: Path, dtype: str | None) -> None:
 def _with_dtype(file: Path, dtype: str) -> str:
     """Return the text of a config.json with `dtype` set, and `torch_dtype` where the file has it."""
     try:
-        config: Any = json.loads(file.read_text(encoding="utf-8"))
+        config: Any = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(config, dict):

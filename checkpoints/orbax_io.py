@@ -162,7 +162,7 @@ def _find_tree(path: Path) -> Path:
 
 def _read_metadata(file: Path) -> dict[str, Any]:
     try:
-        metadata = json.loads(file.read_text(encoding="utf-8"))
+        metadata = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
     if not isinstance(metadata, dict) or not isinstance(metadata.get("tree_metadata"), dict):

@@ -152,7 +152,7 @@ def read_index(path: str | Path) -> dict[str, str]:
     try:
         if path.stat().st_size > MAX_INDEX_BYTES:
             raise CheckpointError(f"{path}: larger than {MAX_INDEX_BYTES} bytes, the limit for an index file")
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -3,12 +3,12 @@
 import argparse
 import asyncio
 import importlib
+import importlib.metadata
 import json
 import logging
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli_arguments import (
@@ -18,10 +18,12 @@ from jaxserve.cli_arguments import (
     engine_arguments,
     sampling_arguments,
 )
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server import command
+from jaxserve.standard_streams import STATUS_FAILED, standard_streams
+from jaxserve.text_files import decode_text, json_line, read_bytes, read_text, split_lines
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM
@@ -38,27 +40,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; on an error exit with status 2 and one line on standard error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if given[:1] == ["serve"]:
-            given[1:] = command.with_config_file(given[1:])
-        options = _parser(given[:1]).parse_args(given)
-        level = logging.WARNING if options.quiet else logging.INFO
-        logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-        logging.getLogger("jaxserve").setLevel(level)
-        options.run(options)
+        with standard_streams(needs_output=given[:1] != ["serve"]):
+            _run(given)
     except (JaxserveError, ValueError) as error:
-        sys.exit(_fail(str(error)))
+        print(f"jaxserve: {error}", file=sys.stderr)
+        sys.exit(STATUS_FAILED)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _fail(message: str) -> int:
-    print(f"jaxserve: {message}", file=sys.stderr)
-    return 2
+def _run(given: list[str]) -> None:
+    if given[:1] == ["serve"]:
+        given[1:] = command.with_config_file(given[1:])
+    options = _parser(given[:1]).parse_args(given)
+    level = logging.WARNING if options.quiet else logging.INFO
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("jaxserve").setLevel(level)
+    options.run(options)
 
 
 def _parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
     """Build the parser of all commands; modules that need JAX are imported only for commands that need them."""
     parser = FlagParser(prog="jaxserve", description="LLM inference in JAX.", allow_abbrev=False)
+    version = importlib.metadata.version("jaxserve")
+    parser.add_argument("-v", "--version", action="version", version=version, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
     serve = commands.add_parser("serve", help=command.HELP, description=command.HELP, allow_abbrev=False)
@@ -168,13 +173,36 @@ def _generate(options: argparse.Namespace) -> None:
 def _prompts(options: argparse.Namespace) -> list[Any]:
     prompts: list[Any] = list(options.prompt)
     if options.prompts is not None:
-        text = sys.stdin.read() if options.prompts == "-" else Path(options.prompts).read_text(encoding="utf-8")
-        prompts += [line for line in text.splitlines() if line.strip()]
+        if options.prompts == "-":
+            text = decode_text(sys.stdin.buffer.read(), "--prompts -")
+        else:
+            text = read_text("--prompts", options.prompts)
+        prompts += [line for line in split_lines(text) if line.strip(" \t")]
     if options.prompt_token_ids is not None:
-        prompts += json.loads(Path(options.prompt_token_ids).read_text(encoding="utf-8"))
+        prompts += _token_ids(options.prompt_token_ids)
     if not prompts:
         raise ValueError("no prompts; pass --prompt TEXT, --prompts FILE or --prompt-token-ids FILE")
     return prompts
+
+
+def _token_ids(path: str) -> list[list[int]]:
+    """Read the prompts of a JSON file.
+
+    Raises:
+        ConfigError: It cannot be read, or is no list of lists of token ids.
+    """
+    flag = "--prompt-token-ids"
+    try:
+        found: Any = json.loads(read_bytes(flag, path))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{flag}: {path} is not JSON: {error}") from error
+    if not isinstance(found, list) or not all(_is_ids(one) for one in found):
+        raise ConfigError(f"{flag}: expected a list of lists of token ids in {path}, such as [[1, 2], [3]]")
+    return found
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int for one in value)
 
 
 def _stream(llm: "LLM", prompt: Any, params: SamplingParams | None) -> None:
@@ -197,9 +225,9 @@ def _as_text(output: RequestOutput) -> str:
 def _as_json(output: RequestOutput) -> str:
     fields = ("index", "text", "token_ids", "cumulative_logprob", "finish_reason", "stop_reason")
     completions = [{name: getattr(completion, name) for name in fields} for completion in output.outputs]
-    return json.dumps(
+    return json_line(
         {"prompt": output.prompt, "prompt_token_ids": output.prompt_token_ids, "outputs": completions},
-        ensure_ascii=False,
+        sys.stdout.encoding,
     )
 
 

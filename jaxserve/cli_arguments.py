@@ -43,6 +43,11 @@ class FlagParser(argparse.ArgumentParser):
             self.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
         return found, unknown
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print help or an error; ``argparse`` would ignore that it cannot be written."""
+        if message:
+            (sys.stderr if file is None else file).write(message)
+
     def _with_wholes(self, arguments: Iterable[str]) -> list[str]:
         """Return the arguments with each key of an object replaced by the whole object so far; the last one counts."""
         given = collections.defaultdict[str, list[_Part]](list)

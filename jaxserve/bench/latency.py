@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 
-from jaxserve.bench.workload import add_output_arguments, random_prompts, report
+from jaxserve.bench.workload import add_output_arguments, check_output, random_prompts, report
 from jaxserve.cli_arguments import engine_arguments
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the batch repeatedly and print its latency."""
+    check_output(options)
     params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True, detokenize=False)
     latencies = []
     with LLM(**engine_arguments(options)) as llm:

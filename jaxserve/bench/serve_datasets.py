@@ -188,7 +188,7 @@ async def sharegpt_requests(options: argparse.Namespace, tokens: TokenSource) ->
 def _conversations(path: Path) -> list[tuple[str, str]]:
     """Return the first question and response of each conversation that has both."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_bytes())
         turns = [[turn["value"] for turn in item["conversations"][:2]] for item in found if item.get("conversations")]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BenchServeError(f"{path}: expected ShareGPT's JSON list of conversations ({error!r})") from error
@@ -200,8 +200,8 @@ def custom_requests(options: argparse.Namespace) -> Iterator[BenchRequest]:
     -1."""
     path = Path(options.dataset_path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
         raise BenchServeError(f"{path}: cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -214,13 +214,13 @@ def custom_requests(options: argparse.Namespace) -> Iterator[BenchRequest]:
             raise BenchServeError(f"{path}:{number}: expected a JSON object with prompt ({error!r})") from error
         is_ids = isinstance(prompt, list) and all(type(one) is int for one in prompt)
         if not (isinstance(prompt, str) or is_ids) or not prompt or type(output) is not int or output < 1:
-            raise BenchServeError(f"{path}:{number}: expected text or token ids, and output tokens, got {line[:80]!r}")
+            raise BenchServeError(f"{path}:{number}: expected text or token ids, and output tokens, got {fields!r:.80}")
         yield BenchRequest(prompt, output, len(prompt) if is_ids else 0)
 
 
 def _csv_rows(path: Path) -> list[dict[str, str]]:
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BenchServeError(f"{path}: cannot be read: {error}") from error

@@ -10,6 +10,7 @@ from jaxserve.bench.serve_effects import has_trace_times
 from jaxserve.bench.serve_metrics import DETAILS
 from jaxserve.bench.serve_plot import check_can_plot
 from jaxserve.bench.serve_records import BenchServeError
+from jaxserve.text_files import check_writable
 
 
 def check_files(options: argparse.Namespace) -> None:
@@ -35,12 +36,19 @@ def check_files(options: argparse.Namespace) -> None:
 
 
 def save(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Write the result, with the metrics of each request if requested."""
+    """Write the result, with the metrics of each request if requested.
+
+    Raises:
+        BenchServeError: The file cannot be written.
+    """
     kept = {name: value for name, value in found.items() if options.save_detailed or name not in DETAILS}
     path = _result_path(options, found["model_id"], found["date"])
     has_lines = options.append_result and path.exists() and path.stat().st_size > 0
-    with path.open("a" if options.append_result else "w", encoding="utf-8") as file:
-        file.write(("\n" if has_lines else "") + json.dumps(kept))
+    try:
+        with path.open("a" if options.append_result else "w", encoding="utf-8") as file:
+            file.write(("\n" if has_lines else "") + json.dumps(kept))
+    except OSError as error:
+        raise BenchServeError(f"--result-filename: {path} cannot be written: {error.strerror}") from error
 
 
 def time_text() -> str:
@@ -68,12 +76,7 @@ def _check_readable(flag: str, path: Path) -> None:
 
 
 def _check_writable(flag: str, path: Path) -> None:
-    """Open the file for appending; remove it again if it did not exist."""
     try:
-        is_new = not path.exists()
-        with path.open("ab"):
-            pass
-        if is_new:
-            path.unlink()
+        check_writable(path)
     except OSError as error:
         raise BenchServeError(f"{flag}: {path} cannot be written: {error.strerror}") from error

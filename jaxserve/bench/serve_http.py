@@ -66,9 +66,8 @@ class HttpClient:
         self._host, self._path = parts.hostname, parts.path.rstrip("/")
         self._ssl = (ssl_context or ssl.create_default_context()) if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._ssl else 80)
-        self._head = "".join(
-            f"{name}: {value}\r\n" for name, value in {"Host": parts.netloc, **(headers or {})}.items()
-        )
+        host = parts.netloc.rpartition("@")[2]  # a server refuses a Host with a user's name
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in {"Host": host, **(headers or {})}.items())
         self._clock = clock
         self._idle: list[_Connection] = []
 
@@ -205,6 +204,9 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Finish the exchange; the parser calls this."""
+        if 100 <= self._status < 200:  # such as 103 Early Hints: the response follows
+            self._status, self._headers, self._body = 0, {}, []
+            return
         if self._done is not None and not self._done.done():
             self._keeps_alive = self._parser.should_keep_alive()
             self._done.set_result(HttpResponse(self._status, self._headers, b"".join(self._body)))

@@ -1,5 +1,6 @@
 """Load-test backend for OpenAI's HTTP API and its event streams."""
 
+import codecs
 import dataclasses
 import json
 import time
@@ -11,16 +12,26 @@ from jaxserve.bench.serve_records import BenchRequest, BenchResponse, BenchServe
 
 
 class EventReader:
-    """Splits a stream of server-sent events, however the network divided it."""
+    """Splits a stream of server-sent events, however the network divided it.
+
+    As their standard says, lines end with ``\\n``, ``\\r\\n`` or ``\\r``, and a byte order mark is no text.
+    """
 
     def __init__(self):
         self._rest = b""
+        self._is_first = True
+        self._ends_with_return = False
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the data of each event that this piece completes."""
+        if data and (self._ends_with_return or b"\r" in data):
+            if self._ends_with_return:
+                data = data.removeprefix(b"\n")  # of a line end that was divided
+            self._ends_with_return = data.endswith(b"\r")
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         self._rest += data
-        if b"\r" in self._rest:
-            self._rest = self._rest.replace(b"\r\n", b"\n")
+        if self._is_first and len(self._rest) >= len(codecs.BOM_UTF8):
+            self._rest, self._is_first = self._rest.removeprefix(codecs.BOM_UTF8), False
         *events, self._rest = self._rest.split(b"\n\n")
         found = []
         for event in events:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.bench.workload import add_output_arguments, report
+from jaxserve.bench.workload import add_output_arguments, check_output, report
 from jaxserve.cli_arguments import engine_arguments
 
 NAME = "startup"
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Start new processes and print their start-up times."""
+    check_output(options)
     arguments = engine_arguments(options)
     figures: dict[str, Any] = {}
     lines = []

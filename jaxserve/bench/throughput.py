@@ -3,7 +3,7 @@
 import argparse
 import time
 
-from jaxserve.bench.workload import add_output_arguments, random_prompts, report
+from jaxserve.bench.workload import add_output_arguments, check_output, random_prompts, report
 from jaxserve.cli_arguments import engine_arguments
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run all requests and print vLLM's line."""
+    check_output(options)
     params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True, detokenize=False)
     with LLM(**engine_arguments(options)) as llm:
         prompts = random_prompts(options.num_prompts, options.input_len, llm.vocab_size, seed=llm.config.seed)

@@ -86,7 +86,7 @@ def read_trace(path: Path, max_requests: int | None = None) -> Trace:
 
 
 def _azure_requests(path: Path) -> Iterator[TraceRequest]:
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:
         rows = csv.DictReader(file)
         missing = [name for name in _AZURE_COLUMNS if name not in (rows.fieldnames or ())]
         if missing:
@@ -107,16 +107,16 @@ def _azure_requests(path: Path) -> Iterator[TraceRequest]:
 
 
 def _mooncake_requests(path: Path) -> Iterator[TraceRequest]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         last = 0.0
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            where = f"{path}:{number}"
+            where, text = f"{path}:{number}", line.decode("utf-8-sig").strip()
             try:
-                fields = json.loads(line)
+                fields = json.loads(text)
             except json.JSONDecodeError as error:
-                raise TraceError(f"{where}: expected a JSON object, got {line.strip()[:80]!r} ({error})") from error
+                raise TraceError(f"{where}: expected a JSON object, got {text[:80]!r} ({error})") from error
             if not isinstance(fields, dict):
                 raise TraceError(f"{where}: expected a JSON object, got {type(fields).__name__}")
             time = fields.get("timestamp")

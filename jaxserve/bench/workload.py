@@ -2,10 +2,11 @@
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from jaxserve.text_files import check_output_file, write_text
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[dict[str, list[int]]]:
@@ -21,8 +22,18 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-json", metavar="FILE", help="also write the result to a file")
 
 
-def report(options: argparse.Namespace, figures: dict[str, Any], lines: list[str]) -> None:
-    """Print the result as text or JSON, and write it to a file if requested."""
-    print(json.dumps(figures) if options.json else "\n".join(lines), flush=True)
+def check_output(options: argparse.Namespace) -> None:
+    """Check that the result can be written, before it is measured.
+
+    Raises:
+        ConfigError: The file of ``--output-json`` cannot be written.
+    """
     if options.output_json is not None:
-        Path(options.output_json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        check_output_file("--output-json", options.output_json)
+
+
+def report(options: argparse.Namespace, figures: dict[str, Any], lines: list[str]) -> None:
+    """Write the result to a file if requested, and print it as text or JSON."""
+    if options.output_json is not None:
+        write_text("--output-json", options.output_json, json.dumps(figures, indent=1) + "\n")
+    print(json.dumps(figures) if options.json else "\n".join(lines), flush=True)

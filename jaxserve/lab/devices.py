@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.lab.links import Link, interpolated, nearest
+from jaxserve.text_files import write_text
 from sharding import PlannedDevice
 
 _LINKS = ("link", "host_link")
@@ -91,8 +92,12 @@ class Device:
         return self.flops[dtype] * self.matmul_share
 
     def save(self, path: str | Path) -> None:
-        """Write the device to a JSON file, which :func:`read_device` reads."""
-        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+        """Write the device to a JSON file, which :func:`read_device` reads.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        write_text("device file", path, json.dumps(self.as_dict(), indent=1) + "\n")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the device as values that JSON can hold."""
@@ -108,7 +113,7 @@ def read_device(path: str | Path) -> Device:
         ConfigError: The file cannot be read, or does not describe a device.
     """
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = json.loads(Path(path).read_bytes())
         links = {name: Link(**{**values[name], "measured": _tuples(values[name]["measured"])}) for name in _LINKS}
         rates = {dtype: _tuples(found) for dtype, found in values["matmul_rates"].items()}
         return Device(**{**values, **links, "matmul_rates": rates})

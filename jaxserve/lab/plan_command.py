@@ -14,6 +14,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.lab.calibration import CPU_DEVICES, calibrate, calibration_text
 from jaxserve.lab.hardware import DEVICES, LINKS
 from jaxserve.lab.plan import plan
+from jaxserve.text_files import check_output_file
 
 SETTINGS = (
     "mesh",
@@ -95,6 +96,7 @@ def _calibrate(options: argparse.Namespace) -> None:
     folder = Path(options.calibrate).parent
     if not folder.is_dir():
         raise ConfigError(f"--calibrate {options.calibrate}: there is no folder {folder}")
+    check_output_file("--calibrate", options.calibrate)
     sizes = None if options.mesh is None else parse_mesh(options.mesh, {})
     device = calibrate(None if sizes is None else math.prod(sizes.values()))
     device.save(options.calibrate)

@@ -18,6 +18,7 @@ from jaxserve.lab.show_parts import ModelParts, place
 from jaxserve.lab.show_program import MeshPrograms, programs_without_devices
 from jaxserve.lab.show_svg import as_svg
 from jaxserve.lab.show_text import as_text
+from jaxserve.text_files import write_text
 from sharding import MESH_AXES
 
 
@@ -132,8 +133,5 @@ def run(options: argparse.Namespace) -> None:
     sizes = {"num_seqs": options.num_seqs, "num_tokens": options.num_tokens}
     drawing = show(options.model, device=options.device, **sizes, **settings)
     if options.svg is not None:
-        try:
-            Path(options.svg).write_text(drawing.svg, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--svg: {options.svg} cannot be written: {error}") from error
+        write_text("--svg", options.svg, drawing.svg)
     print(json.dumps(drawing.as_dict()) if options.json else drawing)

@@ -21,7 +21,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
         ConfigError: The file is absent, unreadable, not JSON, or not an object.
     """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path}: no such file; expected a model directory in Hugging Face's form, with a config.json"

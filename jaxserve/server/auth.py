@@ -106,7 +106,7 @@ def _digest(key: str) -> bytes:
 
 def _read_auth_file(path: Path, shares_prefixes: bool) -> list[tuple[bytes, Caller]]:
     try:
-        found: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found: Any = yaml.safe_load(path.read_bytes())
     except (OSError, ValueError, yaml.YAMLError) as error:
         # The error of a YAML parser quotes the line, which may hold a key.
         raise ConfigError(f"auth_file: {path} cannot be read as YAML: {type(error).__name__}") from None

@@ -63,7 +63,7 @@ def with_config_file(arguments: Sequence[str]) -> list[str]:
     if path is None:
         return list(arguments)
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        found = yaml.safe_load(Path(path).read_bytes())
     except (OSError, ValueError, yaml.YAMLError) as error:
         # The error of a YAML parser quotes the line, which may hold a key.
         mark = getattr(error, "problem_mark", None)

@@ -1,34 +1,57 @@
-"""A connection of the HTTP server: uvicorn's, with limits on header bytes and on the time clients take.
+"""A connection of the HTTP server: uvicorn's, with limits on clients and without uvicorn's deviations from the RFCs.
 
-uvicorn has neither for httptools (only ``h11_max_incomplete_event_size`` for h11, and a timeout of idle connections),
-so its protocol is subclassed and its transport wrapped.
+uvicorn has no limits on header bytes and on the time clients take for httptools (only ``h11_max_incomplete_event_size``
+for h11, and a timeout of idle connections), so its protocol is subclassed and its transport wrapped. Its framing of
+requests and responses is corrected here and in ``http_exchange``.
 """
 
 import asyncio
-import contextlib
-import fcntl
 import logging
-import socket
-import struct
-import termios
+import re
+import urllib.parse
+from collections import deque
 from typing import Any, Literal, cast
 
+import httptools
+from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from jaxserve.server.http_api.responses import error_object, json_text
+from jaxserve.server.http_exchange import Exchange
+from jaxserve.server.http_transport import WatchedTransport
 
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 64 << 10
 """Limit on the URL, headers and trailers of a request together."""
 
-_TOO_LONG = b"the request's headers are too long"
-_TOO_LONG_REPLY = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\n"
-    b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(_TOO_LONG), _TOO_LONG)
-)
+_LINGER_S = 30.0
+_MAX_QUEUED = 16
+_MAX_SHOWN = 200
+_HOST = re.compile(rb"[\w.~!$&'()*+,;=%:\[\]-]*")  # RFC 3986: a host's name or address, and a port
+_REASONS = {
+    400: "Bad Request",
+    431: "Request Header Fields Too Large",
+    501: "Not Implemented",
+    505: "HTTP Version Not Supported",
+}
+
+
+class _RefusedError(Exception):
+    """A request that gets an error instead of being passed on.
+
+    Args:
+        status: The HTTP status.
+        message: What was wrong.
+    """
+
+    def __init__(self, status: int, message: str):
+        self.status = status
+        super().__init__(message)
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits against slow and endless requests.
+    """uvicorn's protocol with limits against slow and endless requests, which ignores requests for other protocols.
 
     Headers must be complete within the time limit, counted from the start of the connection or the first byte after
     the last request; so must the rest of a body whose response was sent before it had arrived. Responses must be read
@@ -47,31 +70,65 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._has_progressed = False
         self._num_idle_bytes = 0  # that came since the parser last had something for us but a header
+        self._exchanges = deque[Exchange]()  # whose responses are not complete, in order
+        self._refusal: bytes | None = None  # sent after the responses to earlier requests; what arrives is dropped
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """A client has connected."""
         super().connection_made(transport)
         self._watched = WatchedTransport(transport, self._limit_s, self.loop)
         self.transport = cast("asyncio.Transport", self._watched)
-        self._begin_deadline()
+        self._begin_deadline(self._limit_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
         self._end_deadline()
         self._watched.stop()
+        for exchange in self._exchanges:  # uvicorn tells the last one only
+            exchange.disconnected = True
+            exchange.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes that arrived."""
+        if self._refusal is not None:
+            return
+        self._unset_keepalive_if_required()
         self._has_progressed = False
-        super().data_received(data)
+        try:
+            self._parse(data)
+        except httptools.HttpParserError as error:
+            self._refuse(error)
+            return
         if self.transport.is_closing():
             return
         self._num_idle_bytes = 0 if self._has_progressed else self._num_idle_bytes + len(data)
         if self._num_idle_bytes > MAX_HEADER_BYTES:
-            self._refuse_headers()
+            self._refuse(_headers_too_long())
         elif self._state == "headers" or (self._state == "idle" and not self._has_progressed):
-            self._begin_deadline()
+            self._begin_deadline(self._limit_s)
+
+    def _parse(self, data: bytes) -> None:
+        """Parse bytes. The parser stops at a request for another protocol: a new one goes on in this protocol.
+
+        Raises:
+            HttpParserError: Bytes that are no HTTP, or a request that is refused.
+        """
+        rest = memoryview(data)
+        while True:
+            assert self.parser is not None
+            try:
+                self.parser.feed_data(rest)
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = rest[upgrade.args[0] :]
+                version = self.parser.get_http_version().encode()
+                head = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, version)
+                head += b"".join(b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade")
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                self.parser.feed_data(head + b"\r\n")
+            else:
+                return
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -84,17 +141,46 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header or trailer has arrived."""
+        """A header has arrived, or a trailer, which is dropped."""
         self._count(len(name) + len(value) + len(b": \r\n"))
-        super().on_header(name, value)
+        if self._state == "headers":
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """All headers have arrived."""
-        self._progress("body")
-        super().on_headers_complete()
+        """All headers have arrived: pass the request on, or let it wait until those before it have their responses."""
         assert self.parser is not None
-        if self.parser.should_upgrade():
-            self.cycle.keep_alive = False  # the parser takes what follows for the other protocol
+        method, version = self.parser.get_method().decode("ascii"), self.parser.get_http_version()
+        if self.parser.should_upgrade() and method != "CONNECT":
+            return  # ``_parse`` begins this request again
+        _check_head(method, version, self.headers)
+        raw_path, query = _path_of(method, self.url)
+        self.scope["method"], self.scope["http_version"] = method, version
+        self.scope["path"] = self.root_path + urllib.parse.unquote(raw_path.decode("ascii"))
+        self.scope["raw_path"] = self.root_path.encode("ascii") + raw_path
+        self.scope["query_string"] = query
+        self.cycle = exchange = Exchange(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue and version != "1.0",
+            keep_alive=version != "1.0" and self.parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        self._progress("body")
+        self._exchanges.append(exchange)
+        if len(self._exchanges) == 1:
+            task = self.loop.create_task(exchange.run_asgi(self.app))
+            task.add_done_callback(self.tasks.discard)
+            self.tasks.add(task)
+        else:
+            self.pipeline.appendleft((exchange, self.app))
+            if len(self.pipeline) >= _MAX_QUEUED:
+                self.flow.pause_reading()  # until then reading goes on, to notice a client that disconnects
 
     def on_body(self, body: bytes) -> None:
         """A part of the body has arrived."""
@@ -103,142 +189,137 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The whole request has arrived."""
+        assert self.parser is not None
+        if self.parser.should_upgrade():
+            return
         self._progress("idle")
         super().on_message_complete()
+        if self.cycle.is_lingering and self.cycle.response_complete:
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         """The response is complete."""
+        exchange = self._exchanges.popleft()
         super().on_response_complete()
-        if self._state == "body" and self.cycle.response_complete and not self.transport.is_closing():
-            self._begin_deadline()
-
-    def send_400_response(self, msg: str) -> None:
-        """Respond to a request that the parser rejected."""
-        if self._num_header_bytes > MAX_HEADER_BYTES:
-            self._refuse_headers()
-        else:
-            super().send_400_response(msg)
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Log nothing: HTTP upgrade requests are answered as plain HTTP/1.1."""
+        if self.transport.is_closing():
+            return
+        if exchange.is_lingering:
+            if self.transport.can_write_eof():  # TLS cannot
+                self.transport.write_eof()
+            self._begin_deadline(min(self._limit_s or _LINGER_S, _LINGER_S))
+        elif self._refusal is not None and not self._exchanges:
+            self._send_refusal()
+        elif self._state == "body" and self.cycle.response_complete:
+            self._begin_deadline(self._limit_s)
 
     def _progress(self, state: Literal["idle", "body"]) -> None:
         self._state, self._has_progressed = state, True
         self._end_deadline()
 
     def _count(self, num_bytes: int) -> None:
-        """Count header bytes; the parser turns the error into its own."""
         self._num_header_bytes += num_bytes
         if self._num_header_bytes > MAX_HEADER_BYTES:
-            raise ValueError("the headers are too long")
+            raise _headers_too_long()
 
-    def _refuse_headers(self) -> None:
-        logger.info("a request of %s has more than %d bytes of headers", self.client, MAX_HEADER_BYTES)
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            self.transport.abort()
-        else:
-            self.transport.write(_TOO_LONG_REPLY)
-            self.transport.close()
+    def _refuse(self, error: Exception) -> None:
+        """Respond to a request that cannot be read, after the responses to those before it, and close the connection.
 
-    def _begin_deadline(self) -> None:
-        if self._deadline is None and self._limit_s:
-            self._deadline = self.loop.call_later(self._limit_s, self._expire)
+        Args:
+            error: An error of the parser, or one that a callback raised, which the parser has wrapped.
+        """
+        cause = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error
+        status = cause.status if isinstance(cause, _RefusedError) else 400
+        message = str(cause) if isinstance(cause, _RefusedError) else f"invalid HTTP request: {cause}"[:_MAX_SHOWN]
+        logger.info("refusing a request of %s: %s", self.client, message)
+        self._end_deadline()
+        if self._state == "body":
+            broken = self.cycle
+            if broken.response_complete:
+                self.transport.close()
+                return
+            if broken.response_started:
+                self.transport.abort()
+                return
+            self._exchanges.pop()
+            if self._exchanges:
+                self.pipeline.popleft()
+            broken.disconnected = True
+            broken.message_event.set()
+        is_head = self._state != "idle" and self.parser is not None and self.parser.get_method() == b"HEAD"
+        body = json_text(error_object(HTTPException(status, message))).encode()
+        headers = [
+            *self.server_state.default_headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        head = f"HTTP/1.1 {status} {_REASONS[status]}\r\n".encode()
+        head += b"".join(b"%s: %s\r\n" % header for header in headers)
+        self._refusal = head + b"\r\n" + (b"" if is_head else body)
+        if not self._exchanges:
+            self._send_refusal()
+
+    def _send_refusal(self) -> None:
+        assert self._refusal is not None
+        self.transport.write(self._refusal)
+        self.transport.close()
+
+    def _begin_deadline(self, limit_s: float) -> None:
+        if self._deadline is None and limit_s:
+            self._deadline = self.loop.call_later(limit_s, self._expire, limit_s)
 
     def _end_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _expire(self) -> None:
+    def _expire(self, limit_s: float) -> None:
         self._deadline = None
         if self.flow.read_paused:  # the server is the one that does not read
-            self._begin_deadline()
+            self._begin_deadline(limit_s)
             return
-        logger.info("a request of %s did not arrive within %g s: closing the connection", self.client, self._limit_s)
+        logger.info("a request of %s did not arrive within %g s: closing the connection", self.client, limit_s)
         self.transport.abort()
 
 
-class WatchedTransport:
-    """A transport that is aborted if its client receives nothing of what is written for too long.
+def _headers_too_long() -> _RefusedError:
+    return _RefusedError(431, f"the URL and headers must have at most {MAX_HEADER_BYTES} bytes together")
 
-    uvicorn's ``send`` returns before the whole response has left, and closing a transport waits for its buffer; so the
-    buffer itself is watched. Slow clients are fine as long as the other side acknowledges some bytes.
 
-    Args:
-        transport: The wrapped transport.
-        limit_s: Seconds without a received byte; 0: no limit.
-        loop: The event loop.
+def _check_head(method: str, version: str, headers: list[tuple[bytes, bytes]]) -> None:
+    """Check what the parser does not.
+
+    Raises:
+        _RefusedError: RFC 9110 or RFC 9112 do not allow the request, or this server does not support it.
     """
-
-    def __init__(self, transport: asyncio.Transport, limit_s: float, loop: asyncio.AbstractEventLoop):
-        self._transport = transport
-        self._limit_s = limit_s
-        self._loop = loop
-        self._handle: asyncio.TimerHandle | None = None
-        self._num_written = 0
-        self._num_taken = 0
-        self._since_s = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        """Send bytes, now or later."""
-        self._num_written += len(data)
-        self._transport.write(data)
-        if self._handle is None and self._limit_s and self._num_buffered():
-            self._num_taken, self._since_s = self._count_taken(), self._loop.time()
-            self._look_later()
-
-    def close(self) -> None:
-        """Close the connection once the buffer is sent."""
-        if not self._transport.is_closing():
-            self._transport.close()
-
-    def abort(self) -> None:
-        """Reset the connection, dropping what the kernel has buffered."""
-        with contextlib.suppress(OSError):
-            at_once = struct.pack("ii", 1, 0)
-            self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
-        self._transport.abort()
-
-    def stop(self) -> None:
-        """Stop watching: the connection has ended."""
-        if self._handle is not None:
-            self._handle.cancel()
-
-    def _look_later(self) -> None:
-        self._handle = self._loop.call_later(self._limit_s / 4, self._look)
-
-    def _look(self) -> None:
-        self._handle = None
-        if not self._num_buffered():
-            return
-        num_taken, now_s = self._count_taken(), self._loop.time()
-        if num_taken > self._num_taken:
-            self._since_s = now_s
-        elif now_s - self._since_s >= self._limit_s:
-            client = self._transport.get_extra_info("peername")
-            logger.info("the client %s received nothing for %g s: closing the connection", client, self._limit_s)
-            self.abort()
-            return
-        self._num_taken = num_taken
-        self._look_later()
-
-    def _count_taken(self) -> int:
-        return self._num_written - self._num_buffered() - _num_in_kernel(self._transport)
-
-    def _num_buffered(self) -> int:
-        """Return the bytes buffered in this process, including those below TLS, which asyncio does not count."""
-        below = getattr(getattr(self._transport, "_ssl_protocol", None), "_transport", None)
-        num_below = below.get_write_buffer_size() if isinstance(below, asyncio.Transport) else 0
-        return self._transport.get_write_buffer_size() + num_below
+    if version not in ("1.0", "1.1"):
+        raise _RefusedError(505, f"HTTP/{version} is not supported; use HTTP/1.1 or HTTP/1.0")
+    if method == "CONNECT":
+        raise _RefusedError(501, "the method CONNECT is not supported: this server is no proxy")
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (version == "1.1" and not hosts):
+        raise _RefusedError(400, f"invalid HTTP request: expected one Host header, got {len(hosts)}")
+    if hosts and not _HOST.fullmatch(hosts[0]):
+        shown = hosts[0][:_MAX_SHOWN].decode("latin-1")
+        raise _RefusedError(400, f"invalid HTTP request: expected a name and port as Host, got {shown!r}")
+    codings = b",".join(value for name, value in headers if name == b"transfer-encoding").lower().split(b",")
+    if codings != [b""] and version == "1.0":
+        raise _RefusedError(400, "invalid HTTP request: HTTP/1.0 has no Transfer-Encoding")
+    if codings[-1].strip() == b"chunked" and len(codings) > 1:  # the parser refuses those that do not end so
+        raise _RefusedError(501, "the only supported Transfer-Encoding is chunked")
 
 
-def _num_in_kernel(transport: asyncio.Transport) -> int:
-    """Return the bytes that the kernel has not sent, or sent without acknowledgement; 0 if unknown."""
+def _path_of(method: str, target: bytes) -> tuple[bytes, bytes]:
+    """Return the path and the query of a request target: a path, a whole URL, or * for OPTIONS.
+
+    Raises:
+        _RefusedError: It is none of them.
+    """
     try:
-        found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
-    except (OSError, ValueError):
-        return 0
-    return struct.unpack("i", found)[0]
+        url = httptools.parse_url(target)
+    except httptools.HttpParserInvalidURLError:
+        url = None
+    if url is not None and (url.path or url.schema) and (url.path != b"*" or method == "OPTIONS"):
+        return url.path or (b"*" if method == "OPTIONS" and not url.query else b"/"), url.query or b""
+    shown = target[:_MAX_SHOWN].decode("latin-1")
+    raise _RefusedError(400, f"invalid HTTP request: expected a path or a URL as its target, got {shown!r}")

@@ -84,8 +84,8 @@ class ServerLife:
                     await self._stop_engine()
                     return 0
                 self._open()
-                print(f"jaxserve ready: {addresses}", flush=True)
                 try:
+                    print(f"jaxserve ready: {addresses}", flush=True)  # which may fail: the engine ends all the same
                     return await self._serve_until_end()
                 finally:
                     self._close("the server is shutting down")

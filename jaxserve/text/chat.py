@@ -39,7 +39,7 @@ def load_chat_template(template: str | Path) -> str:
     if isinstance(template, str) and ("{{" in template or "{%" in template):
         return template
     try:
-        return Path(template).read_text(encoding="utf-8")
+        return Path(template).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         message = f"chat_template is neither a Jinja template nor a readable file: {error}"
         raise RequestError(message, parameter="chat_template", value=str(template)) from error

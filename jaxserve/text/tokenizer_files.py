@@ -51,7 +51,7 @@ def read_json(path: Path) -> Any:
       ConfigError: The file cannot be read or is not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -118,8 +118,8 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
         listed = {entry["name"]: entry["template"] for entry in cast("list[dict[str, str]]", listed)}
     templates = dict(cast("dict[str, str]", listed))
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = path.read_text(encoding="utf-8-sig")
     single = directory / "chat_template.jinja"
     if single.is_file():
-        templates["default"] = single.read_text(encoding="utf-8")
+        templates["default"] = single.read_text(encoding="utf-8-sig")
     return templates

@@ -55,6 +55,39 @@ def test_events_are_read_however_they_were_cut(size: int) -> None:
     assert found == [b'{"a":1}', b"2", b"one\ntwo", b"[DONE]"]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_lines_of_events_end_in_any_of_three_ways(mark: bytes, end: bytes, size: int) -> None:
+    stream = mark + "data: a\u2028b\n\n: nothing\n\ndata:one\ndata: two\n\ndata: [DONE]\n\n".encode().replace(
+        b"\n", end
+    )
+    reader = EventReader()
+    found = [event for i in range(0, len(stream), size) for event in reader.feed(stream[i : i + size])]
+    assert found == ["a\u2028b".encode(), b"one\ntwo", b"[DONE]"]
+
+
+def test_a_response_may_be_announced() -> None:
+    """With 103 Early Hints, for instance, as proxies send them."""
+    early = b"HTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(early)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        await writer.drain()
+        writer.close()
+
+    async def main() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            response = await client.request("GET", "/v1/models")
+            await client.close()
+        assert (response.status, response.json(), response.headers) == (200, {}, {"content-length": "2"})
+
+    asyncio.run(main())
+
+
 def test_connections_are_used_again() -> None:
     async def work(client: HttpClient) -> None:
         for _ in range(3):

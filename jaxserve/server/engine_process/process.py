@@ -241,6 +241,7 @@ def _exit(outbox: Outbox, status: int) -> NoReturn:
     """Send what waits, then exit without waiting for threads that a failed device or a template may hold up."""
     outbox.close(_FLUSH_S)
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # its reader has gone, or the disk is full
+            stream.flush()
     os._exit(status)

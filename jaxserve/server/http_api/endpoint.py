@@ -118,13 +118,17 @@ class Endpoint:
         """Read the body.
 
         Raises:
-            HTTPException: It is not declared to be JSON, is too long, or stalls.
+            HTTPException: It is not declared to be JSON, is compressed, is too long, or stalls.
         """
         config = self._frontend.config
         too_long = HTTPException(413, f"the body must have at most {config.max_request_bytes} bytes")
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HTTPException(400, "Unsupported Media Type: only 'application/json' is allowed")
+        coding = request.headers.get("content-encoding", "").strip().lower()
+        if coding not in ("", "identity"):
+            message = f"the Content-Encoding {coding[:40]!r} is not supported; send the body without one"
+            raise HTTPException(415, message, {"Accept-Encoding": "identity"})
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > config.max_request_bytes:
             # A client that expects "100 Continue" has not sent the body; any other body is drained by the listener, so

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxserve.errors import JaxserveError
 from jaxserve.server.errors import status_of
+from jaxserve.text_files import escape_line_ends
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,11 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(","
 
 
 def json_text(value: Any) -> str:
-    """Return compact JSON; raise ValueError for NaN and Infinity, which would be a bug of the server."""
-    return _ENCODER.encode(value)
+    """Return compact JSON; raise ValueError for NaN and Infinity, which would be a bug of the server.
+
+    Unicode's own line ends are escaped, as some clients split streams of events at them.
+    """
+    return escape_line_ends(_ENCODER.encode(value))
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
