@@ -311,7 +311,8 @@ def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...
     Raises:
         CheckpointError: A file or tensor is missing, damaged, unexpected or of the wrong shape.
     """
-    params = load_weights(plan.directory, program.abstract_model, is_whole=program.stage is None)
+    whole = None if program.stage is None else lambda: program.whole_model().listings
+    params = load_weights(plan.directory, program.abstract_model, whole)
     return program.packing.pack(params)
 
 
