@@ -54,9 +54,7 @@ class _Opened(NamedTuple):
     num_missing: int
 
 
-def open_checkpoint(
-    path: str | Path, listings: Listings | None = None, load_format: str = "auto"
-) -> CheckpointReader:
+def open_checkpoint(path: str | Path, listings: Listings | None = None, load_format: str = "auto") -> CheckpointReader:
     """Open a checkpoint directory, or a single `.safetensors` or `.bin` file.
 
     A directory may have several: `model.safetensors`, `model.safetensors.index.json`, an Orbax checkpoint (the

@@ -160,7 +160,7 @@ def make_replicas(
 def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> Admission:
     """Return the admission for a planned engine."""
     model = plan.config
-    eos_ids = eos_token_ids(plan, tokenizer)
+    eos_ids = eos_token_ids(config, plan, tokenizer)
     key = f"{plan.directory.resolve()} {config.revision} {plan.programs[0].policy}"
     limits = ModelLimits(
         max_model_len=plan.max_model_len,

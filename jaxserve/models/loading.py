@@ -57,9 +57,7 @@ def find_model_directory(
 
     Arguments and errors are those of ``checkpoints.resolve_model``.
     """
-    return MODEL_DIRECTORY if model == "demo" else resolve_model(
-        model, revision, download_dir, token, load_format
-    )
+    return MODEL_DIRECTORY if model == "demo" else resolve_model(model, revision, download_dir, token, load_format)
 
 
 def read_model_config(directory: Path, overrides: Mapping[str, object] | None = None) -> ModelConfig:

@@ -14,6 +14,7 @@ from jaxserve.chat_messages import check_messages
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.text.chat import choose_template, quiet_transformers, render_chat
 from jaxserve.text.fast_backend import FastBackend
+from jaxserve.text.flagged_tokens import add_flagged_tokens
 from jaxserve.text.sentencepiece_backend import SentencePieceBackend
 from jaxserve.text.token_pieces import TokenPieces
 from jaxserve.text.tokenizer_files import SPECIAL_NAMES, TokenizerSettings, read_settings
@@ -73,7 +74,9 @@ class Tokenizer:
         """
         if self._given_hf is not None or isinstance(self._backend, SentencePieceBackend):
             return self._given_hf
-        return _load_with_transformers(self._directory)
+        hf = _load_with_transformers(self._directory)
+        add_flagged_tokens(hf.backend_tokenizer, self._settings.config, self.special_tokens)
+        return hf
 
     @property
     def vocab_size(self) -> int:
@@ -222,6 +225,7 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
     if tokenizer_mode == "auto" and (path / "tokenizer.json").is_file():
         fast = _read_fast(path / "tokenizer.json")
         if _has_all(fast, settings):
+            add_flagged_tokens(fast, settings.config, settings.special_tokens)
             return Tokenizer(path, FastBackend(fast), settings)
     elif tokenizer_mode == "auto" and (path / "tokenizer.model").is_file():
         return Tokenizer(path, SentencePieceBackend(path / "tokenizer.model", settings), settings)
@@ -232,6 +236,7 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
     # A tokenizer class may define special tokens that no file has, as GPT-2's does.
     special = {name: str(token) for name, token in hf.special_tokens_map.items() if name in SPECIAL_NAMES}
     settings = dataclasses.replace(settings, special_tokens={**special, **settings.special_tokens})
+    add_flagged_tokens(hf.backend_tokenizer, settings.config, settings.special_tokens)
     return Tokenizer(path, FastBackend(hf.backend_tokenizer), settings, hf)
 
 
