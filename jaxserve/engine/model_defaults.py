@@ -40,11 +40,14 @@ def find_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
     """Load the configured tokenizer or else the model's; return None if the model's directory has none."""
     if config.tokenizer is not None:
         return load_tokenizer(
-            resolve_model(config.tokenizer, config.tokenizer_revision, config.download_dir, config.hf_token)
+            resolve_model(
+                config.tokenizer, config.tokenizer_revision, config.download_dir, config.hf_token, load_format="dummy"
+            ),
+            config.tokenizer_mode,
         )
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         return None
-    return load_tokenizer(directory)
+    return load_tokenizer(directory, config.tokenizer_mode)
 
 
 def eos_token_ids(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:

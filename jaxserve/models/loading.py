@@ -9,7 +9,16 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from checkpoints import Listings, Stored, check_recipes, load_arrays, open_checkpoint, progress_bar, resolve_model
+from checkpoints import (
+    CheckpointReader,
+    Listings,
+    Stored,
+    check_recipes,
+    load_arrays,
+    open_checkpoint,
+    progress_bar,
+    resolve_model,
+)
 from jaxserve.config_checks import DTYPES
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.errors import ConfigError
@@ -18,6 +27,7 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Scope
 from jaxserve.models.abstract import AbstractModel, abstract_model
 from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.dummy_weights import DummyReader
 from jaxserve.models.hf_config import read_config_json
 from jaxserve.models.output_head import choose_head, model_listings
 from jaxserve.models.registry import config_from_hf
@@ -85,7 +95,7 @@ def check_weights(directory: Path, model: AbstractModel, load_format: str = "aut
     Raises:
         CheckpointError: Files or tensors are missing, damaged, unexpected or of the wrong shape.
     """
-    with open_checkpoint(directory, lambda: model.listings, load_format) as reader:
+    with _open(directory, model, lambda: model.listings, load_format) as reader:
         check_recipes(reader.tensors, model.recipes_for(reader.tensors), model.ignored)
 
 
@@ -99,7 +109,7 @@ def load_weights(
         model: The module without values.
         whole: For a stage, forms in which checkpoints have the whole model's tensors; None: it is the whole model, so
             that all tensors of the checkpoint must be read.
-        load_format: Format of the files to read, as for ``open_checkpoint``.
+        load_format: As in ``EngineConfig``.
 
     Returns:
         The arrays in the order of ``model.params``.
@@ -108,7 +118,7 @@ def load_weights(
         CheckpointError: Files or tensors are missing, damaged, unexpected or of the wrong shape.
     """
     logical = model.logical
-    with open_checkpoint(directory, whole or (lambda: model.listings), load_format) as reader:
+    with _open(directory, model, whole or (lambda: model.listings), load_format) as reader:
         recipes = model.recipes_for(reader.tensors)
         check_recipes(reader.tensors, recipes, model.ignored if whole is None else [".*"])
         total = sum(int(np.prod(param.struct.shape)) * param.struct.dtype.itemsize for param in logical.values())
@@ -125,6 +135,13 @@ def load_weights(
                 },
             )
     return tuple(arrays[path] for path in model.params)
+
+
+def _open(directory: Path, model: AbstractModel, listings: Listings, load_format: str) -> CheckpointReader:
+    """Open a checkpoint, or random numbers for a model."""
+    return (
+        DummyReader(model.listings[0]) if load_format == "dummy" else open_checkpoint(directory, listings, load_format)
+    )
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, platform: str, has_bfloat16: bool = True) -> str:

@@ -48,8 +48,8 @@ def choose_head(config: ModelConfig, directory: Path, runner: str = "auto", load
             return config
     if runner == "generate" and not config.has_head:
         raise ConfigError(
-            f"runner='generate' needs an output head, but the checkpoint of {config.architecture} was saved without one "
-            "(lm_head); use runner='pooling' or 'auto' for embeddings"
+            f"runner='generate' needs an output head, but the checkpoint of {config.architecture} was saved without "
+            "one (lm_head); use runner='pooling' or 'auto' for embeddings"
         )
     return config
 

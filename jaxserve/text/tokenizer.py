@@ -51,7 +51,7 @@ def _is_path(value: Any, directory: str) -> bool:
     return isinstance(value, str) and directory in value
 
 
-MODES = ("auto", "hf")
+MODES = ("auto", "hf", "slow")
 
 
 class Tokenizer:
@@ -211,7 +211,8 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
     Args:
       directory: Directory with tokenizer.json, a sentencepiece tokenizer.model, or files that transformers can load
         (vocab.json and merges.txt).
-      tokenizer_mode: "auto" tries them in that order; "hf" always uses transformers, which takes about 1 s longer.
+      tokenizer_mode: "auto" tries them in that order; "hf" always uses transformers, which takes about 1 s longer;
+        "slow" uses tokenizer.model if there is one, else transformers.
 
     Raises:
       ConfigError: The tokenizer is missing, invalid or unsupported.
@@ -227,7 +228,7 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
         if _has_all(fast, settings):
             add_flagged_tokens(fast, settings.config, settings.special_tokens)
             return Tokenizer(path, FastBackend(fast), settings)
-    elif tokenizer_mode == "auto" and (path / "tokenizer.model").is_file():
+    elif tokenizer_mode != "hf" and (path / "tokenizer.model").is_file():
         return Tokenizer(path, SentencePieceBackend(path / "tokenizer.model", settings), settings)
     elif not any((path / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer_config.json")):
         message = f"{path} has no tokenizer: tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
