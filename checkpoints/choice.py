@@ -164,14 +164,16 @@ def _loose(
 def _open_loose(
     path: Path, files: list[str], open_file: Callable[[Path], CheckpointReader], listings: Listings | None
 ) -> CheckpointReader:
-    """Open the files that have some of the model's tensors; all of them if none has any."""
+    """Open the file that has all of the model's tensors, or those that have some; all of them if none has any."""
     shards = open_shards(path, files, open_file)
     forms = [] if listings is None or len(files) == 1 else listings()
-    kept = {
+    parts = {
         file: shard
         for file, shard in shards.items()
         if (any(_num_found(shard.tensors, form) for form in forms) if forms else not is_adapter(shard.tensors))
     }
+    whole = [file for file, shard in parts.items() if forms and not _num_missing(shard.tensors, forms)]
+    kept = {file: parts[file] for file in whole} if len(whole) == 1 else parts
     for file, shard in shards.items():
         if kept and file not in kept:
             shard.close()

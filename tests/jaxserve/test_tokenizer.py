@@ -417,3 +417,15 @@ def test_a_flag_without_its_token_is_said(
 def test_deepseek_has_one_bos(real_tokenizer: Callable[[str], Tokenizer]) -> None:
     tokenizer = real_tokenizer("deepseek-r1")
     assert tokenizer.encode("Hi") == [0, *tokenizer.encode("Hi", add_special_tokens=False)]
+
+
+def test_slow_reads_the_sentencepiece_model(real_directory: Callable[[str], Path], tmp_path: Path) -> None:
+    for directory in (real_directory("llama2"), real_directory("llama2-model-only")):
+        shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    slow, fast = load_tokenizer(tmp_path, "slow"), load_tokenizer(tmp_path)
+    assert slow.hf is None and fast.hf is not None, "the library is sentencepiece"
+    assert slow.encode("Hello  world") == fast.encode("Hello  world")
+
+
+def test_slow_without_a_sentencepiece_model_is_transformers(tiny_directory: Path) -> None:
+    assert load_tokenizer(tiny_directory, "slow").encode("hello") == load_tokenizer(tiny_directory).encode("hello")
