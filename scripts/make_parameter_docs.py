@@ -50,10 +50,10 @@ are vLLM's. An unknown name, a wrong type or a value out of range raises an erro
 """
 
 
-VLLM_ABOUT = """How each argument of vLLM's `LLM` and each flag of `vllm serve` is treated. *same*: it is one of the settings
-above (values may differ where its line says so). *no effect*: it cannot change an answer, is accepted, and the log says
-that it has no effect. *refused*: it could change an answer, or asks for what is not built; only the values that mean
-what the engine does anyway are accepted."""
+VLLM_ABOUT = """How each argument of vLLM's `LLM` and each flag of `vllm serve` is treated. *same*: it is one of the
+settings above (values may differ where its line says so). *no effect*: it cannot change an answer, is accepted, and the
+log says that it has no effect. *refused*: it could change an answer, or asks for what is not built; only the values
+that mean what the engine does anyway are accepted."""
 
 
 def page() -> str:
