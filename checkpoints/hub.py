@@ -31,6 +31,7 @@ _WEIGHT_PATTERNS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "auto": (SAFETENSORS_PATTERNS, TORCH_PATTERNS),
     "safetensors": (SAFETENSORS_PATTERNS,),
     "pt": (TORCH_PATTERNS,),
+    "dummy": ((),),
 }
 
 
@@ -68,14 +69,13 @@ def resolve_model(
         raise CheckpointError(f"{model} is a file; expected a model directory or a hub id such as 'Qwen/Qwen3-0.6B'")
     if _HUB_ID.fullmatch(model) is None:
         raise CheckpointError(f"{model!r} is neither an existing directory nor a hub id such as 'Qwen/Qwen3-0.6B'")
-    if load_format == "dummy":
-        return _download(model, revision, download_dir, token, [*CONFIG_PATTERNS])
-    patterns = _WEIGHT_PATTERNS[load_format]
-    for wanted in patterns:
+    first, *others = _WEIGHT_PATTERNS[load_format]
+    snapshot = _download(model, revision, download_dir, token, [*CONFIG_PATTERNS, *first])
+    if load_format == "dummy" or (first == SAFETENSORS_PATTERNS and has_model(snapshot)):
+        return snapshot
+    for wanted in others:
         snapshot = _download(model, revision, download_dir, token, [*CONFIG_PATTERNS, *wanted])
-        if wanted == SAFETENSORS_PATTERNS and has_model(snapshot):
-            return snapshot
-    names = [pattern for wanted in patterns for pattern in wanted]
+    names = [pattern for wanted in (first, *others) for pattern in wanted]
     if any(True for pattern in names for _ in snapshot.glob(pattern)):
         return snapshot
     raise CheckpointError(

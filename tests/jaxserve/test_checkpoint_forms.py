@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from checkpoints import CheckpointError, TensorInfo, check_recipes, convert
+from checkpoints import CheckpointError, Listing, TensorInfo, check_recipes, convert
 from jaxserve import LLM, BeamSearchParams, RequestError, SamplingParams
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, UnsupportedModelError
@@ -58,7 +58,7 @@ def abstract(config: ModelConfig) -> AbstractModel:
     return abstract_model(config, Scope(), lambda axes: device)
 
 
-def check(model: AbstractModel, tensors: dict[str, tuple[int, ...]]) -> None:
+def check(model: AbstractModel, tensors: Listing) -> None:
     infos = {name: TensorInfo(shape, F32) for name, shape in tensors.items()}
     check_recipes(infos, model.recipes_for(infos), model.ignored)
 

@@ -368,7 +368,7 @@ def flagged(
 ) -> Path:
     """A directory whose tokenizer_config.json says which tokens to add and whose tokenizer.json does otherwise."""
     tokenizer = tokenizers.Tokenizer.from_file(str(tiny_directory / "tokenizer.json"))
-    tokenizer.post_processor = post_processor  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.post_processor = post_processor
     tokenizer.enable_padding(length=8)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = json.loads((tiny_directory / "tokenizer_config.json").read_text())
