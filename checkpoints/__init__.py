@@ -7,6 +7,10 @@ This package imports nothing else of the repository and is useful alone:
         array = load_array(reader, recipe, "bfloat16", sharding)
 """
 
+from checkpoints.choice import LOAD_FORMATS as LOAD_FORMATS
+from checkpoints.choice import Listing as Listing
+from checkpoints.choice import Listings as Listings
+from checkpoints.choice import open_checkpoint as open_checkpoint
 from checkpoints.convert import convert as convert
 from checkpoints.errors import CheckpointError as CheckpointError
 from checkpoints.hub import resolve_model as resolve_model
@@ -17,7 +21,6 @@ from checkpoints.loader import read_shard as read_shard
 from checkpoints.orbax_io import save_orbax as save_orbax
 from checkpoints.progress import progress_bar as progress_bar
 from checkpoints.reader import CheckpointReader as CheckpointReader
-from checkpoints.reader import open_checkpoint as open_checkpoint
 from checkpoints.reader import read_index as read_index
 from checkpoints.recipe import Piece as Piece
 from checkpoints.recipe import TensorRecipe as TensorRecipe

@@ -11,11 +11,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from checkpoints.choice import Listings, open_checkpoint
 from checkpoints.errors import CheckpointError
 from checkpoints.hub import CONFIG_PATTERNS
 from checkpoints.loader import SOURCE_DTYPES
 from checkpoints.orbax_io import ORBAX_FOLDER, save_orbax_streamed
-from checkpoints.reader import CheckpointReader, open_checkpoint
+from checkpoints.reader import CheckpointReader
 from checkpoints.safetensors_writer import save_safetensors
 from checkpoints.tensor_info import TensorInfo, whole_index
 
@@ -29,7 +30,13 @@ GROUP_BYTES = 512 << 20
 _COPIED_PATTERNS = (*CONFIG_PATTERNS, "LICENSE*", "NOTICE*")
 
 
-def convert(source: str | Path, destination: str | Path, format: str, dtype: str | None = None) -> None:
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    format: str,
+    dtype: str | None = None,
+    listings: Listings | None = None,
+) -> None:
     """Write a checkpoint in another format, with its configuration and tokenizer files.
 
     The destination appears when everything is written. `orbax` puts the weights into the folder `orbax`.
@@ -41,6 +48,7 @@ def convert(source: str | Path, destination: str | Path, format: str, dtype: str
         destination: a directory that does not exist or is empty.
         format: `orbax` or `safetensors`.
         dtype: `float32`, `float16` or `bfloat16` for all floating-point tensors; None keeps what is stored.
+        listings: forms in which the source may have the model's tensors, as for `open_checkpoint`.
 
     Raises:
         CheckpointError: unknown format or dtype, a destination that is not empty or cannot be written, or a source that
@@ -55,7 +63,7 @@ def convert(source: str | Path, destination: str | Path, format: str, dtype: str
         raise CheckpointError(
             f"{destination}: is not an empty directory; pass a path that does not exist, or an empty directory"
         )
-    with open_checkpoint(source) as reader:
+    with open_checkpoint(source, listings) as reader:
         try:
             with _scratch_folder(destination) as scratch:
                 _copy_files(source, scratch, dtype)
@@ -120,7 +128,8 @@ def _copy_files(source: Path, folder: Path, dtype: str | None) -> None:
         return
     files = {file.name: file for pattern in _COPIED_PATTERNS for file in source.glob(pattern)}
     for name, file in files.items():
-        if not file.is_file() or name.endswith((".safetensors.index.json", ".bin.index.json")):
+        # An adapter's tensors are not converted, and its configuration alone would point at another model.
+        if not file.is_file() or name.endswith((".safetensors.index.json", ".bin.index.json", "adapter_config.json")):
             continue
         if name == "config.json" and dtype is not None:
             (folder / name).write_text(_with_dtype(file, dtype), encoding="utf-8")

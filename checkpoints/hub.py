@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -14,6 +15,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from checkpoints.choice import has_model
 from checkpoints.errors import CheckpointError
 
 CONFIG_PATTERNS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
@@ -25,19 +27,32 @@ IGNORE_PATTERNS = ("*/*", "consolidated*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
+_WEIGHT_PATTERNS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "auto": (SAFETENSORS_PATTERNS, TORCH_PATTERNS),
+    "safetensors": (SAFETENSORS_PATTERNS,),
+    "pt": (TORCH_PATTERNS,),
+    "dummy": ((),),
+}
+
+
 def resolve_model(
-    model: str, revision: str | None = None, download_dir: str | None = None, token: str | None = None
+    model: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    token: str | None = None,
+    load_format: str = "auto",
 ) -> Path:
     """Return a local directory with the model's files, downloading them first when needed.
 
     A download has the configuration, the tokenizer and the safetensors weights; `pytorch_model*.bin` only when the
-    repository has no safetensors. Python files are never downloaded.
+    repository has no safetensors with a model's tensors. Python files are never downloaded.
 
     Args:
         model: a directory, or a hub id such as `Qwen/Qwen3-0.6B`; an existing directory takes precedence.
         revision: branch, tag or commit of a hub id.
         download_dir: where downloads are kept; None for huggingface_hub's cache.
         token: access token of the hub; None for the one set by `hf auth login` or `HF_TOKEN`.
+        load_format: `safetensors` or `pt` downloads only weights of that format, `dummy` none.
 
     Raises:
         CheckpointError: neither a directory nor a hub id, a revision for a directory, not found, gated, offline and not
@@ -54,12 +69,17 @@ def resolve_model(
         raise CheckpointError(f"{model} is a file; expected a model directory or a hub id such as 'Qwen/Qwen3-0.6B'")
     if _HUB_ID.fullmatch(model) is None:
         raise CheckpointError(f"{model!r} is neither an existing directory nor a hub id such as 'Qwen/Qwen3-0.6B'")
-    for weight_patterns in (SAFETENSORS_PATTERNS, TORCH_PATTERNS):
-        snapshot = _download(model, revision, download_dir, token, [*CONFIG_PATTERNS, *weight_patterns])
-        if any(True for pattern in weight_patterns for _ in snapshot.glob(pattern)):
-            return snapshot
+    first, *others = _WEIGHT_PATTERNS[load_format]
+    snapshot = _download(model, revision, download_dir, token, [*CONFIG_PATTERNS, *first])
+    if load_format == "dummy" or (first == SAFETENSORS_PATTERNS and has_model(snapshot)):
+        return snapshot
+    for wanted in others:
+        snapshot = _download(model, revision, download_dir, token, [*CONFIG_PATTERNS, *wanted])
+    names = [pattern for wanted in (first, *others) for pattern in wanted]
+    if any(True for pattern in names for _ in snapshot.glob(pattern)):
+        return snapshot
     raise CheckpointError(
-        f"hub repository {model!r} has neither *.safetensors nor pytorch_model*.bin weights; "
+        f"hub repository {model!r} has {'neither' if len(names) > 1 else 'no'} {' nor '.join(names)} weights; "
         f"it has {', '.join(sorted(file.name for file in snapshot.iterdir())) or 'no model files'}"
     )
 

@@ -150,10 +150,14 @@ class OrbaxReader:
         self.close()
 
 
+def find_trees(path: Path) -> list[Path]:
+    """Return the folders of a checkpoint that have a tree of arrays."""
+    return [path / folder for folder in _ITEM_FOLDERS if (path / folder / _TREE_METADATA).is_file()]
+
+
 def _find_tree(path: Path) -> Path:
-    for folder in _ITEM_FOLDERS:
-        if (path / folder / _TREE_METADATA).is_file():
-            return path / folder
+    for tree in find_trees(path):
+        return tree
     raise CheckpointError(
         f"{path}: not a complete Orbax checkpoint of arrays: found no {_TREE_METADATA} in it or in "
         f"{', '.join(_ITEM_FOLDERS[1:])}"

@@ -1,18 +1,15 @@
-"""The interface of all checkpoint readers, and `open_checkpoint`, which selects the reader for a directory or file."""
+"""The interface of all checkpoint readers, and a reader of several files as one checkpoint."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.orbax_io import OrbaxReader, find_orbax
-from checkpoints.safetensors_reader import SafetensorsReader
 from checkpoints.tensor_info import Index
 from checkpoints.tensor_info import TensorInfo as TensorInfo
-from checkpoints.torch_reader import TorchReader
 
 MAX_INDEX_BYTES = 256 << 20
 
@@ -53,27 +50,19 @@ class ShardedReader:
             not in the index are included, so that a stale index is reported as unexpected tensors.
 
     Raises:
-        CheckpointError: the index names tensors missing from their files, or two files have the same tensor.
+        CheckpointError: the index names tensors missing from their files, or two files have the same tensor; then the
+            files are closed.
     """
 
     def __init__(
         self, directory: Path, shards: Mapping[str, CheckpointReader], weight_map: Mapping[str, str] | None
     ) -> None:
         self._shards = shards
-        self._homes: dict[str, CheckpointReader] = {}
-        stated = weight_map or {}
-        absent = [name for name, file in stated.items() if name not in shards[file].tensors]
-        if absent:
-            lines = [f"{name} (in {stated[name]})" for name in absent]
-            raise CheckpointError(f"{directory}: the index lists tensors that are not in their files: {_some(lines)}")
-        for name, file in stated.items():
-            self._homes[name] = shards[file]
-        for file, shard in shards.items():
-            for name in shard.tensors:
-                if name not in self._homes:
-                    self._homes[name] = shard
-                elif name not in stated:
-                    raise CheckpointError(f"{directory}: tensor {name!r} is in {file} and in another file")
+        try:
+            self._homes = _homes(directory, shards, weight_map or {})
+        except BaseException:
+            self.close()
+            raise
         self.tensors: Mapping[str, TensorInfo] = {name: home.tensors[name] for name, home in self._homes.items()}
 
     def read(self, name: str, index: Index) -> np.ndarray:
@@ -99,44 +88,21 @@ class ShardedReader:
         self.close()
 
 
-def open_checkpoint(path: str | Path) -> CheckpointReader:
-    """Open a checkpoint directory, or a single `.safetensors` or `.bin` file.
-
-    In a directory the first of these is used: `model.safetensors`, `model.safetensors.index.json`, an Orbax
-    checkpoint (the directory itself or its folder `orbax`), other `*.safetensors` files without an index (Mistral's
-    `consolidated*` left out), `pytorch_model.bin`, `pytorch_model.bin.index.json`.
-
-    Args:
-        path: the directory or file.
-
-    Raises:
-        CheckpointError: none of these exists, or the one found is damaged.
-    """
-    path = Path(path)
-    if path.is_file():
-        if path.suffix not in (".safetensors", ".bin"):
-            raise CheckpointError(f"{path}: expected a directory, a .safetensors or a .bin file")
-        return SafetensorsReader(path) if path.suffix == ".safetensors" else TorchReader(path)
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such directory")
-    if (path / "model.safetensors").exists():
-        return SafetensorsReader(path / "model.safetensors")
-    if (path / "model.safetensors.index.json").exists():
-        return _open_indexed(path, "model.safetensors.index.json", SafetensorsReader)
-    orbax = find_orbax(path)
-    if orbax is not None:
-        return OrbaxReader(orbax)
-    loose = sorted(file.name for file in path.glob("*.safetensors") if not file.name.startswith("consolidated"))
-    if loose:
-        return _open_shards(path, loose, None, SafetensorsReader)
-    if (path / "pytorch_model.bin").exists():
-        return TorchReader(path / "pytorch_model.bin")
-    if (path / "pytorch_model.bin.index.json").exists():
-        return _open_indexed(path, "pytorch_model.bin.index.json", TorchReader)
-    raise CheckpointError(
-        f"{path}: no weights found; looked for model.safetensors, model.safetensors.index.json, *.safetensors, an "
-        "Orbax checkpoint, pytorch_model.bin and pytorch_model.bin.index.json"
-    )
+def _homes(
+    directory: Path, shards: Mapping[str, CheckpointReader], stated: Mapping[str, str]
+) -> dict[str, CheckpointReader]:
+    """Return the file of each tensor."""
+    absent = [f"{name} (in {file})" for name, file in stated.items() if name not in shards[file].tensors]
+    if absent:
+        raise CheckpointError(f"{directory}: the index lists tensors that are not in their files: {_some(absent)}")
+    homes = {name: shards[file] for name, file in stated.items()}
+    for file, shard in shards.items():
+        for name in shard.tensors:
+            if name not in homes:
+                homes[name] = shard
+            elif name not in stated:
+                raise CheckpointError(f"{directory}: tensor {name!r} is in {file} and in another file")
+    return homes
 
 
 def read_index(path: str | Path) -> dict[str, str]:
@@ -170,30 +136,34 @@ def read_index(path: str | Path) -> dict[str, str]:
     return weight_map
 
 
-def _open_indexed(directory: Path, index_name: str, open_shard: Callable[[Path], CheckpointReader]) -> CheckpointReader:
+def open_indexed(directory: Path, index_name: str, open_file: Callable[[Path], CheckpointReader]) -> CheckpointReader:
+    """Open the files that an index lists.
+
+    Raises:
+        CheckpointError: the index cannot be read, or a file or tensor that it lists does not exist.
+    """
     weight_map = read_index(directory / index_name)
     files = sorted(set(weight_map.values()))
     absent = [file for file in files if not (directory / file).exists()]
     if absent:
         raise CheckpointError(f"{directory / index_name}: lists files that do not exist: {_some(absent)}")
-    return _open_shards(directory, files, weight_map, open_shard)
+    shards = open_shards(directory, files, open_file)
+    return ShardedReader(directory, shards, weight_map)
 
 
-def _open_shards(
-    directory: Path,
-    files: list[str],
-    weight_map: Mapping[str, str] | None,
-    open_shard: Callable[[Path], CheckpointReader],
-) -> CheckpointReader:
+def open_shards(
+    directory: Path, files: Sequence[str], open_file: Callable[[Path], CheckpointReader]
+) -> dict[str, CheckpointReader]:
+    """Open several files; if one cannot be opened, close the others."""
     shards: dict[str, CheckpointReader] = {}
     try:
         for file in files:
-            shards[file] = open_shard(directory / file)
-        return ShardedReader(directory, shards, weight_map)
+            shards[file] = open_file(directory / file)
     except BaseException:
         for shard in shards.values():
             shard.close()
         raise
+    return shards
 
 
 def _some(names: list[str], limit: int = 20) -> str:

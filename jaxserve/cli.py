@@ -233,9 +233,10 @@ def _as_json(output: RequestOutput) -> str:
 
 def _convert(options: argparse.Namespace) -> None:
     from checkpoints import convert
-    from jaxserve.models.loading import find_model_directory
+    from jaxserve.models.loading import find_model_directory, known_listings
 
-    convert(find_model_directory(options.source), options.destination, options.format, options.dtype)
+    source = find_model_directory(options.source)
+    convert(source, options.destination, options.format, options.dtype, known_listings(source))
 
 
 def _evaluate(options: argparse.Namespace) -> None:

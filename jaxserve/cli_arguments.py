@@ -12,11 +12,13 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.vllm_arguments import OTHER_NAMES, Argument
+from jaxserve.vllm_engine_arguments import NO_EFFECT, REFUSED
 
 _LENGTH_FIELDS = ("max_model_len",)
 _COUNT_FIELDS = ("stage_layers",)
@@ -58,7 +60,7 @@ class FlagParser(argparse.ArgumentParser):
             action = self._option_string_actions.get(flag)
             if argument == "--":
                 return [*found, argument, *left]
-            if action is None or action.type is not _json_object:
+            if action is None or action.type not in (_json_object, _json_object_or_text):
                 found.append(argument)
                 continue
             value = value if "=" in argument else next(left, None)
@@ -108,7 +110,13 @@ def _merged(old: Any, keys: Sequence[str], value: Any) -> Any:
     return value
 
 
+def _json_object_or_text(text: str) -> Any:
+    return _json_or_text(text)
+
+
 def _json_or_text(text: str) -> Any:
+    if text == "None":  # as vLLM's command line has null
+        return None
     try:
         return json.loads(text)
     except ValueError:
@@ -121,6 +129,27 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", default="demo", help=f"{field_docs(EngineConfig)['model']} (default: %(default)s)")
     names = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
     add_dataclass_arguments(group, EngineConfig, names)
+    add_vllm_arguments(parser, {**NO_EFFECT, **REFUSED})
+
+
+def add_vllm_arguments(parser: argparse.ArgumentParser, arguments: Mapping[str, Argument]) -> None:
+    """Add flags of vLLM that are no settings here; the help leaves them out, PARAMETERS.md lists them."""
+    for name, argument in arguments.items():
+        flags = ("--" + name.replace("_", "-"), *OTHER_NAMES.get(name, ()))
+        add = functools.partial(parser.add_argument, *flags, dest=name, help=argparse.SUPPRESS)
+        if isinstance(argument.default, bool):
+            add(action=argparse.BooleanOptionalAction, default=None)
+        elif isinstance(argument.default, tuple):
+            add(type=_json_or_text, nargs="*")
+        elif isinstance(argument.default, dict):
+            add(type=_json_object_or_text)
+        else:
+            add(type=_json_or_text)
+
+
+def vllm_arguments(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of vLLM's arguments that were given."""
+    return {name: getattr(options, name) for name in names if getattr(options, name, None) is not None}
 
 
 def add_dataclass_arguments(group: Any, cls: type, names: Iterable[str]) -> None:
@@ -131,9 +160,10 @@ def add_dataclass_arguments(group: Any, cls: type, names: Iterable[str]) -> None
 
 
 def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of ``LLM`` that were given."""
+    """Return the arguments of ``LLM`` that were given, with vLLM's that are no settings."""
     names = [field.name for field in dataclasses.fields(EngineConfig)]
-    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return {**given, **vllm_arguments(options, (*NO_EFFECT, *REFUSED))}
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +182,8 @@ def sampling_arguments(options: argparse.Namespace) -> SamplingParams | None:
 
 def _add_flag(group: Any, name: str, kind: Any, help_: str) -> None:
     """Add a flag for a field of type ``kind``, for the first of its types that a flag supports, in the order below."""
-    add = functools.partial(group.add_argument, "--" + name.replace("_", "-"), help=help_.replace("%", "%%"))
+    flags = ("--" + name.replace("_", "-"), *OTHER_NAMES.get(name, ()))
+    add = functools.partial(group.add_argument, *flags, help=help_.replace("%", "%%"))
     kinds = _alternatives(kind)
     literals = [value for one in kinds if typing.get_origin(one) is typing.Literal for value in typing.get_args(one)]
     if name in _LENGTH_FIELDS:

@@ -1,12 +1,13 @@
 """Settings of an engine: vLLM's names and defaults, checked before anything is loaded."""
 
 import dataclasses
-import difflib
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxserve.config_checks import NEUTRAL, check_neutral, check_settings, parse_length, parse_mesh
-from jaxserve.errors import ConfigError
+from jaxserve.config_checks import check_settings, parse_length, parse_mesh
+from jaxserve.vllm_arguments import SERVER_ONLY, log_ignored
+from jaxserve.vllm_engine_arguments import NO_EFFECT, REFUSED
 
 SERVING_DEFAULTS = MappingProxyType({"disable_log_stats": False})
 """Settings whose defaults for serving engines differ from those of ``LLM``."""
@@ -18,12 +19,22 @@ class EngineConfig:
 
     Attributes:
         model: Directory, hub id, or ``demo`` for the model included in the package.
+        runner: ``generate`` or ``pooling``: embeddings alone, without the weights of the output head, and requests for
+            completions are refused. ``auto`` does both, or ``pooling`` for a checkpoint without a head.
+        convert: ``embed`` means ``runner="pooling"``, the only one of vLLM's conversions here; ``auto`` and ``none``
+            change nothing.
         tokenizer: Directory or hub id of the tokenizer; None uses the model's.
+        tokenizer_mode: ``auto`` reads tokenizer.json, or tokenizer.model with the sentencepiece library; ``hf`` always
+            uses transformers, ``slow`` sentencepiece if there is a tokenizer.model, else transformers. All add the BOS
+            and EOS that ``add_bos_token`` and ``add_eos_token`` of tokenizer_config.json ask for, which transformers 5
+            does not beside a tokenizer.json.
         trust_remote_code: Accepted for compatibility; remote code is never run.
         hf_token: Access token for the hub.
         revision: Revision of the model on the hub.
         tokenizer_revision: Revision of the tokenizer on the hub.
         download_dir: Directory for downloads.
+        load_format: ``safetensors`` or ``pt`` (pytorch_model.bin) reads only such files, ``auto`` also Orbax: the first
+            that has the model's tensors. ``dummy`` fills the weights with small random numbers and needs no files.
         hf_overrides: Values that replace those of ``config.json``.
         generation_config: Source of default sampling parameters: ``auto`` reads the model's generation_config.json,
             ``vllm`` uses none, anything else is a directory with that file. ``max_new_tokens`` in such a directory also
@@ -63,6 +74,8 @@ class EngineConfig:
             lists rows of decode steps and query tokens of mixed steps (prefill and decode). The largest mixed size must
             be ``max_num_batched_tokens``; decode steps with more rows than listed run as mixed steps; a missing key
             keeps the default. Fewer shapes start faster and pad more.
+        enable_chunked_prefill: False computes each prompt in one step, which needs ``max_num_batched_tokens`` of at
+            least ``max_model_len`` (its default then); None and True split prompts over steps.
         long_prefill_token_threshold: Largest number of tokens of one prompt per step, so that others make progress; 0:
             no limit.
         scheduling_policy: ``fcfs`` runs requests in order of arrival, ``priority`` the lowest ``priority`` first.
@@ -95,12 +108,16 @@ class EngineConfig:
     """
 
     model: str
+    runner: str = "auto"
+    convert: str = "auto"
     tokenizer: str | None = None
+    tokenizer_mode: str = "auto"
     trust_remote_code: bool = False
     hf_token: str | None = dataclasses.field(default=None, repr=False)
     revision: str | None = None
     tokenizer_revision: str | None = None
     download_dir: str | None = None
+    load_format: str = "auto"
     hf_overrides: dict[str, Any] | None = None
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
@@ -123,6 +140,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     compile_sizes: dict[str, list[int]] | None = None
+    enable_chunked_prefill: bool | None = None
     long_prefill_token_threshold: int = 0
     scheduling_policy: str = "fcfs"
     enable_prefix_caching: bool = True
@@ -145,26 +163,26 @@ class EngineConfig:
     def from_arguments(cls, model: str, **arguments: Any) -> "EngineConfig":
         """Return the settings, from the arguments of ``LLM``.
 
+        The log says which of vLLM's arguments have no effect.
+
         Raises:
             ConfigError: An unknown argument (the nearest known one is suggested), one that is not implemented, or a
                 value out of range.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        kept = {}
-        for name, value in arguments.items():
-            if name in known:
-                kept[name] = value
-            elif name in NEUTRAL:
-                check_neutral(name, value)
-            else:
-                near = difflib.get_close_matches(name, [*known, *NEUTRAL], n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"LLM has no argument {name!r}{hint}")
+        known = [field.name for field in dataclasses.fields(cls)]
+        kept = {name: value for name, value in arguments.items() if name in known}
+        ignored = {name: value for name, value in arguments.items() if name not in known}
+        log_ignored(ignored, {**NO_EFFECT, **SERVER_ONLY}, REFUSED, known)
         if kept.get("max_model_len") is not None:
             kept["max_model_len"] = parse_length("max_model_len", kept["max_model_len"])
         if kept.get("mesh") is not None:
             parse_mesh(kept["mesh"], kept)
         return cls(model=model, **kept)
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether the engine is for embeddings alone."""
+        return self.runner == "pooling" or self.convert == "embed"
 
     def __post_init__(self):
         fields = dataclasses.fields(self)
@@ -173,3 +191,9 @@ class EngineConfig:
             {field.name: getattr(self, field.name) for field in fields}, optional
         ).items():
             object.__setattr__(self, name, value)
+
+
+def known_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``LLM`` that are settings, without those of vLLM that have no effect."""
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    return {name: value for name, value in arguments.items() if name in names}

@@ -26,41 +26,10 @@ KERNELS = ("native", "xla")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
-# vLLM's arguments that are not implemented here: only the value that has no effect is accepted.
-NEUTRAL: MappingProxyType[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "runner": ("auto", "generate"),
-        "convert": ("auto", "none"),
-        "tokenizer_mode": ("auto",),
-        "skip_tokenizer_init": (False,),
-        "quantization": (None,),
-        "cpu_offload_gb": (0,),
-        "swap_space": (0,),
-        "enforce_eager": (False,),
-        "disable_custom_all_reduce": (False,),
-        "pooler_config": (None,),
-        "structured_outputs_config": (None, {"backend": "auto"}, {"backend": "guidance"}),
-        "prefix_caching_hash_algo": ("sha256",),
-        "profiler_config": (None,),
-        "attention_config": (None,),
-        "compilation_config": (None,),
-        "quantization_config": (None,),
-        "spec_method": (None,),
-        "spec_model": (None,),
-        "spec_tokens": (None,),
-        "speculative_config": (None,),
-        "distributed_executor_backend": (None, "uni"),
-        "enable_chunked_prefill": (None, True),
-        "kv_cache_dtype": ("auto",),
-        "calculate_kv_scales": (False,),
-        "enable_lora": (False,),
-        "enable_sleep_mode": (False,),
-        "kv_transfer_config": (None,),
-        "load_format": ("auto",),
-        "watermark": (0.0,),
-    }
-)
-
+RUNNERS = ("auto", "generate", "pooling")
+CONVERSIONS = ("auto", "none", "embed")
+TOKENIZER_MODES = ("auto", "hf", "slow")
+LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 
 _WHOLE_FIELDS = MappingProxyType(
     {
@@ -90,7 +59,15 @@ MESH_FIELDS = MappingProxyType(
 """The setting that each axis of ``mesh`` stands for."""
 
 _CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
-    {"scheduling_policy": SCHEDULING_POLICIES, "logprobs_mode": LOGPROBS_MODES, "kernels": KERNELS}
+    {
+        "scheduling_policy": SCHEDULING_POLICIES,
+        "logprobs_mode": LOGPROBS_MODES,
+        "kernels": KERNELS,
+        "runner": RUNNERS,
+        "convert": CONVERSIONS,
+        "tokenizer_mode": TOKENIZER_MODES,
+        "load_format": LOAD_FORMATS,
+    }
 )
 _TEXT_FIELDS = (
     "tokenizer hf_token revision tokenizer_revision download_dir generation_config chat_template "
@@ -102,6 +79,7 @@ _TYPED_FIELDS: MappingProxyType[str, type] = MappingProxyType(
         "disable_log_stats": bool,
         "async_scheduling": bool,
         "enable_prefix_caching": bool,
+        "enable_chunked_prefill": bool,
         "deterministic": bool,
         "warm_up": bool,
         "stage_layers": list,
@@ -144,6 +122,8 @@ def check_settings(values: Mapping[str, Any], optional: frozenset[str]) -> dict[
         if name in given and given[name] not in choices:
             raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {given[name]!r}")
     checked |= _sizes_of_mesh(values)
+    _check_runner(values)
+    _check_whole_prompts(checked)
     _check_numbers(values)
     _check_generation_config("override_generation_config", given.get("override_generation_config", {}))
     _check_compile_sizes("compile_sizes", given.get("compile_sizes", {}))
@@ -237,10 +217,36 @@ def parse_mesh(mesh: str, given: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
-def check_neutral(name: str, value: Any) -> None:
-    """Reject any value of an unimplemented argument except those that have no effect."""
-    if not any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL[name]):
-        raise ConfigError(f"{name}={value!r} is not supported yet; use {name}={NEUTRAL[name][0]!r}")
+def _check_runner(values: Mapping[str, Any]) -> None:
+    runner, convert = values["runner"], values["convert"]
+    if (runner, convert) in (("pooling", "none"), ("generate", "embed")):
+        raise ConfigError(
+            f"runner={runner!r} and convert={convert!r} contradict each other: runner='pooling' needs convert='embed' "
+            "or 'auto', and convert='embed' needs runner='pooling' or 'auto'"
+        )
+
+
+def _check_whole_prompts(values: Mapping[str, Any]) -> None:
+    """Check the limits of steps that compute whole prompts, as far as they are known without the model."""
+    if values["enable_chunked_prefill"] is not False:
+        return
+    tokens, length = values["max_num_batched_tokens"], values["max_model_len"]
+    if values["long_prefill_token_threshold"]:
+        raise ConfigError(
+            f"long_prefill_token_threshold={values['long_prefill_token_threshold']} splits prompts, but "
+            "enable_chunked_prefill=False computes each in one step; set one of them only"
+        )
+    if tokens is not None and isinstance(length, int) and length > tokens:
+        raise whole_prompts_error(tokens, length)
+
+
+def whole_prompts_error(max_num_batched_tokens: int, max_model_len: int) -> ConfigError:
+    """Return the error of steps that are too small for whole prompts."""
+    return ConfigError(
+        f"enable_chunked_prefill=False computes each prompt in one step, but max_num_batched_tokens="
+        f"{max_num_batched_tokens} is less than max_model_len={max_model_len}; use max_num_batched_tokens >= "
+        f"{max_model_len} or max_model_len <= {max_num_batched_tokens}"
+    )
 
 
 def check_type(name: str, value: Any, kind: type) -> None:

@@ -15,6 +15,17 @@ from jaxserve.pooling_params import PoolingParams
 from jaxserve.sampling_params import BeamSearchParams, SamplingParams
 from jaxserve.server.settings import ServerConfig
 from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
+from jaxserve.vllm_arguments import (
+    OTHER_NAMES,
+    RENAMED,
+    SAME,
+    SAME_SERVE,
+    SERVE_NO_EFFECT,
+    SERVE_REFUSED,
+    SERVER_ONLY,
+    Argument,
+)
+from jaxserve.vllm_engine_arguments import NO_EFFECT, REFUSED
 
 PAGE = Path(__file__).resolve().parent.parent / "jaxserve" / "PARAMETERS.md"
 PIPE = r"\|"  # a bar within a cell
@@ -39,9 +50,15 @@ are vLLM's. An unknown name, a wrong type or a value out of range raises an erro
 """
 
 
+VLLM_ABOUT = """How each argument of vLLM's `LLM` and each flag of `vllm serve` is treated. *same*: it is one of the
+settings above (values may differ where its line says so). *no effect*: it cannot change an answer, is accepted, and the
+log says that it has no effect. *refused*: it could change an answer, or asks for what is not built; only the values
+that mean what the engine does anyway are accepted."""
+
+
 def page() -> str:
     """Return the whole page."""
-    return "\n".join([HEAD, *(section(cls, about) for cls, about in SECTIONS)])
+    return "\n".join([HEAD, *(section(cls, about) for cls, about in SECTIONS), vllm_section()])
 
 
 def section(cls: type, about: str) -> str:
@@ -52,6 +69,43 @@ def section(cls: type, about: str) -> str:
         cells = (f"`{field.name}`", f"`{types[field.name]}`", default(field), docs[field.name].replace("``", "`"))
         lines.append(f"| {' | '.join(cell.replace('|', PIPE) for cell in cells)} |")
     return "\n".join([*lines, ""])
+
+
+def vllm_section() -> str:
+    """Return a heading and a table with a line for each argument of vLLM's `LLM` and `serve`."""
+    llm, serve = statuses()
+    notes = {**NO_EFFECT, **REFUSED, **SERVE_NO_EFFECT, **SERVE_REFUSED}
+    lines = ["## vLLM's arguments", "", VLLM_ABOUT, "", "| Name | `LLM` | `serve` | Note |", "|---|---|---|---|"]
+    for name in sorted({*llm, *serve}):
+        cells = (f"`{name}`", llm.get(name, "-"), serve.get(name, "-"), note(name, notes.get(name)))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def statuses() -> tuple[dict[str, str], dict[str, str]]:
+    """Return what each of vLLM's arguments is for `LLM`, and for `serve`, which has flags for those of `LLM` too."""
+    engine = {**dict.fromkeys(NO_EFFECT, "no effect"), **dict.fromkeys(REFUSED, "refused")}
+    engine |= dict.fromkeys(SAME, "same")
+    own = {**dict.fromkeys(SERVE_NO_EFFECT, "no effect"), **dict.fromkeys(SERVE_REFUSED, "refused")}
+    own |= dict.fromkeys((*SAME_SERVE, *RENAMED), "same")
+    return {**engine, **dict.fromkeys(SERVER_ONLY, "no effect")}, {**engine, **own}
+
+
+def note(name: str, argument: Argument | None) -> str:
+    """Return why an argument has no effect or what to use instead, and its other names."""
+    parts = list[str]()
+    if name in RENAMED:
+        parts.append(f"`{RENAMED[name]}` here")
+    if argument is not None:
+        parts.append(argument.why)
+        if argument.accepted is not None:
+            values = (argument.default, *argument.accepted)
+            parts.append(f"accepted: {', '.join(f'`{value!r}`' for value in values)}")
+        elif name in REFUSED or name in SERVE_REFUSED:
+            parts.append(f"accepted: `{None if argument.default in ((), {}) else argument.default!r}`")
+    if name in OTHER_NAMES:
+        parts.append(f"also {', '.join(f'`{flag}`' for flag in OTHER_NAMES[name])}")
+    return "; ".join(parts)
 
 
 def annotations(cls: type) -> dict[str, str]:

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
+from jaxserve.config_checks import whole_prompts_error
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.determinism import choose_row_tile
 from jaxserve.device.kernel_choice import choose_kernels, choose_step_truncation
@@ -30,6 +31,7 @@ from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.models.abstract import check_tensor_size, outline
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.loading import find_model_directory, load_weights, read_model_config
+from jaxserve.models.output_head import choose_head
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from pallas_kernels.native_library import set_threads
 from sharding import (
@@ -91,6 +93,7 @@ class EnginePlan:
         expert_layers: Indices of the layers with experts.
         num_experts: Number of experts of each; 0 for a dense model.
         num_stages: Number of pipeline stages.
+        load_format: Format of the checkpoint's files, as in ``EngineConfig``.
     """
 
     directory: Path
@@ -104,6 +107,7 @@ class EnginePlan:
     expert_layers: tuple[int, ...] = ()
     num_experts: int = 0
     num_stages: int = 1
+    load_format: str = "auto"
 
     @property
     def replicas(self) -> list[list[ModelProgram]]:
@@ -133,18 +137,25 @@ class EnginePlan:
 
 def find_model(config: EngineConfig) -> Path:
     """Return the model's directory, downloading the model first when needed."""
-    return find_model_directory(config.model, config.revision, config.download_dir, config.hf_token)
+    return find_model_directory(config.model, config.revision, config.download_dir, config.hf_token, config.load_format)
 
 
-def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
-    """Plan an engine whose steps verify up to ``max_draft_tokens`` drafts per row.
+def plan_engine(config: EngineConfig, max_draft_tokens: int = 0, model: ModelConfig | None = None) -> EnginePlan:
+    """Plan an engine.
+
+    Args:
+        config: Settings of the engine.
+        max_draft_tokens: Most drafts per row that a step verifies.
+        model: Configuration of the model if it is known; None reads it from the checkpoint.
 
     Raises:
         ConfigError: A setting is not valid for the model or the devices.
         MemoryPlanError: The model or one request of ``max_model_len`` does not fit into memory.
     """
     directory = find_model(config)
-    model = read_model_config(directory, config.hf_overrides)
+    if model is None:
+        read = read_model_config(directory, config.hf_overrides)
+        model = choose_head(read, directory, "pooling" if config.is_pooling else config.runner, config.load_format)
     set_gpu_memory_fraction(config.gpu_memory_utilization)
     if config.num_threads is not None:
         set_threads(config.num_threads)
@@ -172,6 +183,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0) -> EnginePlan:
         expert_layers=module.expert_layers,
         num_experts=module.num_experts,
         num_stages=num_stages,
+        load_format=config.load_format,
     )
 
 
@@ -233,8 +245,8 @@ def plan_stages(
     module = outline(model, dataclasses.replace(scope, policy=policy))
     _check_expert_load(config, module)
     row_tile = choose_row_tile(config, module, policy, kernel, scope.parallel)
-    max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     max_model_len = _max_model_len(config, model)
+    max_num_seqs, max_num_batched_tokens = _batch_limits(config, device, max_model_len)
     program = ModelProgram(
         config=model,
         mesh=first,
@@ -311,16 +323,19 @@ def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...
     Raises:
         CheckpointError: A file or tensor is missing, damaged, unexpected or of the wrong shape.
     """
-    params = load_weights(plan.directory, program.abstract_model, is_whole=program.stage is None)
+    whole = None if program.stage is None else lambda: program.whole_model().listings
+    params = load_weights(plan.directory, program.abstract_model, whole, plan.load_format)
     return program.packing.pack(params)
 
 
-def _batch_limits(config: EngineConfig, device: Device) -> tuple[int, int]:
+def _batch_limits(config: EngineConfig, device: Device, max_model_len: int) -> tuple[int, int]:
     """Return ``max_num_seqs`` and ``max_num_batched_tokens``, with defaults for the device."""
     if device.platform == "cpu":
         seqs, tokens = 64, 1024
     else:
         seqs, tokens = (1024, 16384) if device_memory_bytes(device) >= 70 << 30 else (256, 8192)
+    if config.enable_chunked_prefill is False:
+        tokens = max(tokens, max_model_len)
     if config.max_num_batched_tokens is not None:
         tokens = config.max_num_batched_tokens
         seqs = min(seqs, tokens) if config.max_num_seqs is None else config.max_num_seqs
@@ -338,6 +353,11 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     """Return the configured context length, after checking it against the model's."""
     longest = model.max_positions
     configured = config.max_model_len
+    tokens = config.max_num_batched_tokens
+    if configured == -1 and config.enable_chunked_prefill is False and tokens is not None:
+        return min(longest, tokens)
+    if configured is None and config.enable_chunked_prefill is False and tokens is not None and tokens < longest:
+        raise whole_prompts_error(tokens, longest)
     if configured is None or configured == -1:
         return longest
     if configured > longest:

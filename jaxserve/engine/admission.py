@@ -175,6 +175,7 @@ class Admission:
         if isinstance(params, PoolingParams):
             times = {"arrival_s": arrival_s, "queued_s": time.monotonic()}
             return pooling_state(prompt, token_ids, params, limits, request_id=request_id, priority=priority, **times)
+        limits.check_generates()
         check_against(params, vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs)
         params = fit_max_tokens(params, len(token_ids), limits.max_model_len, prompt.fit.is_strict)
         self._check_supported(params)

@@ -1,5 +1,6 @@
 """Defaults from the model's files: tokenizer, sampling parameters, end-of-sequence tokens, reasoning markers."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,14 @@ from checkpoints import resolve_model
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import EnginePlan
 from jaxserve.errors import ConfigError, RequestError
+from jaxserve.models.hf_config import ConfigFields
 from jaxserve.parsers import chosen_reasoning, reasoning_parser
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured_output.reasoning import ReasoningMarkers
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.text.tokenizer_files import read_json
+
+logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -36,21 +40,45 @@ def find_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
     """Load the configured tokenizer or else the model's; return None if the model's directory has none."""
     if config.tokenizer is not None:
         return load_tokenizer(
-            resolve_model(config.tokenizer, config.tokenizer_revision, config.download_dir, config.hf_token)
+            resolve_model(
+                config.tokenizer, config.tokenizer_revision, config.download_dir, config.hf_token, load_format="dummy"
+            ),
+            config.tokenizer_mode,
         )
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         return None
-    return load_tokenizer(directory)
+    return load_tokenizer(directory, config.tokenizer_mode)
 
 
-def eos_token_ids(plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of config.json, generation_config.json and the tokenizer."""
-    found: list[Any] = list(plan.config.eos_token_ids)
-    declared = read_generation_config(plan.directory).get("eos_token_id")
-    found += declared if isinstance(declared, list) else [declared]
-    if tokenizer is not None:
+def eos_token_ids(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Return the end-of-sequence tokens: those of generation_config.json, else of config.json, and the tokenizer's.
+
+    The default of the model's class in transformers counts only if no file names a token.
+
+    Raises:
+        ConfigError: The ``eos_token_id`` of generation_config.json is not a token id or a list of them.
+    """
+    model = plan.config
+    found = list(_declared_eos(config, plan.directory))
+    if not found and not model.has_default_eos:
+        found = list(model.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
-    return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
+    if not found:
+        found = list(model.eos_token_ids)
+    unknown = [token for token in found if token >= model.vocab_size]
+    if unknown:
+        logger.warning("end-of-sequence tokens %s are outside the vocabulary of %d tokens", unknown, model.vocab_size)
+    return tuple(dict.fromkeys(token for token in found if token not in unknown))
+
+
+def _declared_eos(config: EngineConfig, directory: Path) -> tuple[int, ...]:
+    """Return the end-of-sequence tokens of the configured generation_config.json; empty if it has none."""
+    directory = _defaults_directory(config, directory)
+    fields = ConfigFields(read_generation_config(directory), str(directory / "generation_config.json"))
+    found = fields.token_ids("eos_token_id", ())
+    fields.raise_problems()
+    return found
 
 
 def default_sampling_params(config: EngineConfig, directory: Path) -> SamplingParams:

@@ -25,6 +25,7 @@ class ModelLimits:
         reasoning: Tokens that delimit reasoning; None if the model has none.
         rope: Rotary embedding of the model.
         model_key: Identifies the model in prefix cache keys.
+        generates: Whether the engine generates tokens; False: it computes embeddings alone.
     """
 
     max_model_len: int
@@ -37,6 +38,19 @@ class ModelLimits:
     reasoning: ReasoningMarkers | None = None
     rope: RopeConfig | None = None
     model_key: bytes = b""
+    generates: bool = True
+
+    def check_generates(self) -> None:
+        """Check that the engine generates tokens.
+
+        Raises:
+            RequestError: It computes embeddings alone.
+        """
+        if not self.generates:
+            raise RequestError(
+                "this engine computes embeddings only: it runs with runner='pooling', or the checkpoint has no output "
+                "head (lm_head); send the request to an engine with runner='generate'"
+            )
 
     def check_priority(self, priority: int) -> None:
         """Check that a priority is 0 unless the engine uses priority scheduling.

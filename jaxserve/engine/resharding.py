@@ -330,7 +330,7 @@ def prepare_reshard(started: StartedEngine, config: EngineConfig) -> PreparedRes
     for replica in started.engine.replicas:
         _local(replica.runner)
     old = started.plan
-    plan = plan_engine(config, old.buckets.max_samples - 1)
+    plan = plan_engine(config, old.buckets.max_samples - 1, old.config)
     before, after = old.programs[0], plan.programs[0]
     check_same_parameters(old.replicas[0], plan.replicas[0])
     if str(before.policy) != str(after.policy):

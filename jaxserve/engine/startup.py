@@ -109,7 +109,7 @@ def start_engine(
     default_params = default_sampling_params(config, plan.directory)
     tokenizer = find_tokenizer(config, plan.directory)
     check_parsers(config)
-    check_weights(plan.directory, plan.programs[0].whole_model())
+    check_weights(plan.directory, plan.programs[0].whole_model(), plan.load_format)
     use_compilation_cache(config.compilation_cache_dir, plan.programs[0].mesh.devices.flat[0])
     log_choices(plan)
     resident_before = resident_bytes()
@@ -147,7 +147,8 @@ def make_replicas(
     """Return one replica per runner, each with a scheduler per lane."""
     program = plan.programs[0]
     sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
-    limits = SchedulerLimits(*sizes, plan.buckets.max_samples - 1, plan.needs.windows, plan.num_stages)
+    drafts, admits_whole = plan.buckets.max_samples - 1, config.enable_chunked_prefill is False
+    limits = SchedulerLimits(*sizes, drafts, plan.needs.windows, plan.num_stages, admits_whole)
     depth = (1 if config.async_scheduling is False else STEPS_IN_FLIGHT) + plan.num_stages - 1
     replicas = []
     pages, keeps = (program.num_pages, program.page_size), config.enable_prefix_caching
@@ -160,7 +161,7 @@ def make_replicas(
 def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> Admission:
     """Return the admission for a planned engine."""
     model = plan.config
-    eos_ids = eos_token_ids(plan, tokenizer)
+    eos_ids = eos_token_ids(config, plan, tokenizer)
     key = f"{plan.directory.resolve()} {config.revision} {plan.programs[0].policy}"
     limits = ModelLimits(
         max_model_len=plan.max_model_len,
@@ -173,6 +174,7 @@ def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer 
         reasoning=reasoning_markers(config, tokenizer),
         rope=model.rope,
         model_key=key.encode(),
+        generates=model.has_head,
     )
     grammars = None if tokenizer is None else GrammarCompiler(tokenizer, model.vocab_size, eos_ids)
     return Admission(limits, tokenizer, grammars)

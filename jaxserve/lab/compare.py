@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxserve.cli_arguments import add_dataclass_arguments
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, known_settings
 from jaxserve.errors import ConfigError
 from jaxserve.lab.compare_candidates import enumerate_candidates
 from jaxserve.lab.compare_picture import check_can_draw
@@ -72,6 +72,7 @@ def compare(
         if jax.default_backend() == "cpu":
             settings = {"dtype": "float32", **settings}
     whole = EngineConfig.from_arguments(str(model), **settings)
+    settings = known_settings(settings)
     kind = get_device(device or ("cpu" if run and jax.default_backend() == "cpu" else "h100"))
     if link is not None:
         kind = dataclasses.replace(kind, link=get_link(link))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, known_settings
 from jaxserve.config_checks import MESH_FIELDS, parse_mesh
 from jaxserve.device.build import mesh_shape_of
 from jaxserve.device.layout_choice import choose_layout
@@ -96,6 +96,7 @@ def enumerate_candidates(
     """
     settings = settings or {}
     whole = EngineConfig.from_arguments(model, **settings)
+    settings = known_settings(settings)
     own_model = read_model(whole)
     names = registry_layouts() if layouts is None else layouts
     for layout in names:

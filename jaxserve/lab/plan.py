@@ -23,6 +23,7 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import outline
 from jaxserve.models.loading import read_model_config
+from jaxserve.models.registry import without_head
 from sharding import data_slices, make_mesh, stage_slices
 
 
@@ -130,7 +131,8 @@ def read_model(config: EngineConfig) -> ModelConfig:
     """Return the model's configuration; an error about quantized weights says how to plan without quantization."""
     directory = find_model(config)
     try:
-        return read_model_config(directory, config.hf_overrides)
+        model = read_model_config(directory, config.hf_overrides)
+        return without_head(model) if config.is_pooling else model
     except UnsupportedModelError as error:
         unquantized = {**(config.hf_overrides or {}), "quantization_config": None}
         if not _is_readable(directory, unquantized):

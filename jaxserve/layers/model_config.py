@@ -61,6 +61,9 @@ class ModelConfig(ABC):
         rope: Rotary embedding; None for a model without one.
         bos_token_id: First token of a text, if the model has one.
         eos_token_ids: Tokens that end a generation.
+        has_default_eos: Whether these are the family's default, because the config does not have the field.
+        tie_embeddings: Whether the head is the embedding.
+        has_head: Whether the model computes logits; without a head it only embeds, and its head is the embedding.
         dtype: Element type that the checkpoint declares.
     """
 
@@ -72,4 +75,7 @@ class ModelConfig(ABC):
     rope: RopeConfig | None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    has_default_eos: bool = False
+    tie_embeddings: bool = False
+    has_head: bool = True
     dtype: str = "float32"

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from checkpoints import TensorRecipe
+from checkpoints import Listing, TensorRecipe
 from jaxserve.errors import ConfigError
 from jaxserve.layers.kv_layout import KVSpec
 from jaxserve.layers.model_config import ModelConfig
@@ -67,7 +67,7 @@ class AbstractModel(NamedTuple):
         params: Shape, dtype and sharding of each array by its path, in flat order.
         logical: Each parameter as it is in checkpoints, by its path.
         ignored: Regular expressions of full names of tensors that no parameter needs.
-        optional_prefix: Prefix of tensors' names that some checkpoints leave out.
+        names: Names of the tensors in each form in which checkpoints have them, by their names in the recipes.
         kv_specs: KV cache of each layer of the whole model.
         layer_width: Matmul outputs of the widest layer, in elements per token on one device.
         has_fused_norms: Whether kernels can fuse all norms of the whole model with the neighbouring matmuls.
@@ -78,7 +78,7 @@ class AbstractModel(NamedTuple):
     params: dict[str, jax.ShapeDtypeStruct]
     logical: dict[str, LogicalParam]
     ignored: tuple[str, ...]
-    optional_prefix: str
+    names: tuple[Mapping[str, str], ...]
     kv_specs: tuple[KVSpec, ...]
     layer_width: int
     has_fused_norms: bool
@@ -92,13 +92,42 @@ class AbstractModel(NamedTuple):
         """The source of each parameter, by its path."""
         return {path: param.recipe for path, param in self.logical.items()}
 
+    @property
+    def listings(self) -> list[Listing]:
+        """Shape of each tensor by name, in each form in which checkpoints have them."""
+        shapes = {name: shape for recipe in self.recipes.values() for name, shape in recipe.sources}
+        return [{names.get(name, name): shape for name, shape in shapes.items()} for names in self.names]
+
     def recipes_for(self, tensors: Collection[str]) -> dict[str, TensorRecipe]:
-        """Return the recipes in the names of a checkpoint with these tensors: without the optional prefix if no tensor
-        has it."""
-        prefix = self.optional_prefix
-        if not prefix or any(name.startswith(prefix) for name in tensors):
+        """Return the recipes in the names of a checkpoint with these tensors: the form of which the fewest are
+        missing."""
+        sources = {name for recipe in self.recipes.values() for name, _ in recipe.sources}
+
+        def num_missing(names: Mapping[str, str]) -> int:
+            return sum(names.get(name, name) not in tensors for name in sources)
+
+        best = min(self.names, key=num_missing)
+        if not best:
             return self.recipes
-        return {path: recipe.renamed(lambda name: name.removeprefix(prefix)) for path, recipe in self.recipes.items()}
+        return {path: recipe.renamed(lambda name: best.get(name, name)) for path, recipe in self.recipes.items()}
+
+
+def _names(whole: CausalLM, logical: Mapping[str, LogicalParam]) -> tuple[Mapping[str, str], ...]:
+    """Return the names that tensors have in each form of checkpoints, where they differ from the recipes'.
+
+    A checkpoint saved without the head leaves the prefix out, and one whose head is the embedding may have the shared
+    tensor under the head's name.
+    """
+    prefix = whole.optional_prefix
+    sources = [name for param in logical.values() for name, _ in param.recipe.sources]
+    short = {name: name.removeprefix(prefix) for name in sources if prefix and name.startswith(prefix)}
+    forms: list[dict[str, str]] = [{}, short]
+    if whole.head is None and whole.config.has_head:
+        assert whole.embed is not None
+        recipe: TensorRecipe = whole.embed.weight.get_metadata()["recipe"]
+        ((embedding, _),) = recipe.sources
+        forms += [{**form, embedding: head} for head in whole.head_names for form in forms[:2]]
+    return tuple(forms)
 
 
 @functools.lru_cache(maxsize=8)
@@ -138,7 +167,7 @@ def abstract_model(
         params,
         logical,
         module.ignored,
-        module.optional_prefix,
+        _names(whole, logical),
         whole.kv_specs,
         max(_width(layer, scope.parallel) for layer in cast(Iterable[nnx.Module], module.layers)),
         whole.has_fused_norms,

@@ -1,6 +1,7 @@
 """The decoder-only language model that every family builds from its layers."""
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -85,7 +86,9 @@ class CausalLM(nnx.Module):
         logits_soft_cap: Logits become cap * tanh(logit / cap); None for no cap.
         ropes: Rotary embeddings, which layers refer to by index; None for the config's, if it has one.
         position_embed: Learned vectors of positions, added to the embeddings; None for none.
-        optional_prefix: Prefix of tensors' names that some checkpoints leave out.
+        optional_prefix: Prefix of tensors' names that checkpoints saved without the head leave out.
+        head_names: Names that the head's tensor has in checkpoints, also if the head is the embedding: they may have
+            the shared tensor under any of its names.
     """
 
     def __init__(
@@ -102,14 +105,17 @@ class CausalLM(nnx.Module):
         logits_soft_cap: float | None = None,
         ropes: tuple[RopeConfig, ...] | None = None,
         position_embed: PositionEmbedding | None = None,
-        optional_prefix: str = "",
+        optional_prefix: str = "model.",
+        head_names: tuple[str, ...] = ("lm_head.weight",),
     ):
         self.config = config
         self.layers = nnx.List[Any](layers)
         self.embed: VocabEmbedding | None = embed
         self.norm: RMSNorm | LayerNorm | None = norm
         self.head = head
-        self.ignored, self.optional_prefix = ignored, optional_prefix
+        unused = () if head is not None else tuple(map(re.escape, head_names))
+        self.ignored, self.optional_prefix = (*ignored, *unused), optional_prefix
+        self.head_names = head_names
         self.embedding_multiplier, self.logits_divisor = embedding_multiplier, logits_divisor
         self.logits_soft_cap = logits_soft_cap
         own = () if config.rope is None else (config.rope,)

@@ -29,7 +29,6 @@ class DecoderConfig(ModelConfig):
         norm_eps: Added to the mean square in every RMSNorm.
         norm_offset: Added to the weight of every RMSNorm.
         activation: Hugging Face's ``hidden_act``, one of: silu, gelu, gelu_pytorch_tanh or relu.
-        tie_embeddings: Whether the head is the embedding.
         qkv_bias: Whether query, key and value projections have a bias.
         out_bias: Whether the attention's output projection has a bias.
         mlp_bias: Whether the three MLP projections have a bias.
@@ -45,7 +44,6 @@ class DecoderConfig(ModelConfig):
     norm_eps: float
     norm_offset: float = 0.0
     activation: str = "silu"
-    tie_embeddings: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -82,7 +80,7 @@ def build_decoder(
         layers=[layer(config, index, inner.at(f"layers.{index}")) for index in range(config.num_layers)],
         norm=build_norm(config, inner.at("norm")),
         head=None if config.tie_embeddings else VocabEmbedding(*sizes, scope=scope.at("lm_head")),
-        ignored=(r".*\.rotary_emb\.inv_freq", *((r"lm_head\.weight",) if config.tie_embeddings else ()), *ignored),
+        ignored=(r"(.*\.)?rotary_emb\.inv_freq", *ignored),
         **options,
     )
 

@@ -141,7 +141,7 @@ def read_groups(fields: ConfigFields, routing: Routing, absent: tuple[int, int])
 def build(config: DeepseekConfig, scope: Scope) -> CausalLM:
     """Return the module."""
     extra = range(config.num_layers, config.num_layers + config.num_extra_layers)
-    ignored = (rf"model\.layers\.({'|'.join(map(str, extra))})\..*",) if extra else ()
+    ignored = (rf"(model\.)?layers\.({'|'.join(map(str, extra))})\..*",) if extra else ()
     return build_decoder(config, scope, _build_layer, ignored=ignored)
 
 

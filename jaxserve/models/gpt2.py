@@ -34,7 +34,6 @@ class GPT2Config(ModelConfig):
         ffn_size: F.
         norm_eps: Added to the variance in every LayerNorm.
         activation: One of ``pallas_kernels.linear.ACTIVATIONS``.
-        tie_embeddings: Whether the head is the embedding.
         is_scaled: Whether query-key scores are divided by the square root of the head's size.
         is_scaled_by_layer: Whether they are also divided by the layer's number, from 1 on.
     """
@@ -43,7 +42,6 @@ class GPT2Config(ModelConfig):
     ffn_size: int
     norm_eps: float
     activation: str
-    tie_embeddings: bool
     is_scaled: bool
     is_scaled_by_layer: bool
 
@@ -77,7 +75,7 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> GPT2Config:
 
 
 def build(config: GPT2Config, scope: Scope) -> CausalLM:
-    """Return the module; some checkpoints lack the prefix ``transformer.`` of their tensors' names."""
+    """Return the module, with the names of its own checkpoints."""
     sizes, inner = (config.vocab_size, config.hidden_size), scope.at(_PREFIX.removesuffix("."))
     return CausalLM(
         config,
@@ -86,7 +84,7 @@ def build(config: GPT2Config, scope: Scope) -> CausalLM:
         layers=[_build_layer(config, index, inner.at(f"h.{index}")) for index in range(config.num_layers)],
         norm=LayerNorm(config.hidden_size, eps=config.norm_eps, scope=inner.at("ln_f")),
         head=None if config.tie_embeddings else VocabEmbedding(*sizes, scope=scope.at("lm_head")),
-        ignored=(r".*\.attn\.(masked_)?bias", *((r"lm_head\.weight",) if config.tie_embeddings else ())),
+        ignored=(r".*\.attn\.(masked_)?bias",),
         optional_prefix=_PREFIX,
     )
 

@@ -20,6 +20,7 @@ _DEFAULTS: Final = FamilyDefaults(
     bos_token_id=0,
     activation="gelu",
 )
+_PREFIX: Final = "gpt_neox"
 _OLDER_NAMES: Final = {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
 
 
@@ -52,15 +53,16 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> NeoXConfig:
 
 def build(config: NeoXConfig, scope: Scope) -> CausalLM:
     """Return the module, with the names of its own checkpoints."""
-    sizes, inner = (config.vocab_size, config.hidden_size), scope.at("gpt_neox")
-    unused = (r".*\.rotary_emb\.inv_freq", r".*\.attention\.(masked_)?bias")
+    sizes, inner = (config.vocab_size, config.hidden_size), scope.at(_PREFIX)
     return CausalLM(
         config,
         embed=VocabEmbedding(*sizes, scope=inner.at("embed_in")),
         layers=[_build_layer(config, index, inner.at(f"layers.{index}")) for index in range(config.num_layers)],
         norm=LayerNorm(config.hidden_size, eps=config.norm_eps, scope=inner.at("final_layer_norm")),
         head=None if config.tie_embeddings else VocabEmbedding(*sizes, scope=scope.at("embed_out")),
-        ignored=(*unused, *((r"embed_out\.weight",) if config.tie_embeddings else ())),
+        ignored=(r".*\.rotary_emb\.inv_freq", r".*\.attention\.(masked_)?bias"),
+        optional_prefix=f"{_PREFIX}.",
+        head_names=("embed_out.weight", "lm_head.weight"),
     )
 
 

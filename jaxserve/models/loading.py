@@ -9,7 +9,16 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from checkpoints import Stored, check_recipes, load_arrays, open_checkpoint, progress_bar, resolve_model
+from checkpoints import (
+    CheckpointReader,
+    Listings,
+    Stored,
+    check_recipes,
+    load_arrays,
+    open_checkpoint,
+    progress_bar,
+    resolve_model,
+)
 from jaxserve.config_checks import DTYPES
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.errors import ConfigError
@@ -18,7 +27,9 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Scope
 from jaxserve.models.abstract import AbstractModel, abstract_model
 from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.dummy_weights import DummyReader
 from jaxserve.models.hf_config import read_config_json
+from jaxserve.models.output_head import choose_head, model_listings
 from jaxserve.models.registry import config_from_hf
 
 logger = logging.getLogger(__name__)
@@ -36,7 +47,7 @@ def load_model(model: str | Path, dtype: str = "auto") -> CausalLM:
         CheckpointError: The checkpoint cannot be read.
     """
     directory = find_model_directory(str(model))
-    config = read_model_config(directory)
+    config = choose_head(read_model_config(directory), directory)
     device = jax.devices()[0]
     policy = DtypePolicy.for_platform(
         resolve_dtype(dtype, config, device.platform, has_bfloat16_products()), device.platform
@@ -46,13 +57,17 @@ def load_model(model: str | Path, dtype: str = "auto") -> CausalLM:
 
 
 def find_model_directory(
-    model: str, revision: str | None = None, download_dir: str | None = None, token: str | None = None
+    model: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    token: str | None = None,
+    load_format: str = "auto",
 ) -> Path:
     """Return the directory of a model: a local one, a download of a hub id, or that of the bundled model ``demo``.
 
     Arguments and errors are those of ``checkpoints.resolve_model``.
     """
-    return MODEL_DIRECTORY if model == "demo" else resolve_model(model, revision, download_dir, token)
+    return MODEL_DIRECTORY if model == "demo" else resolve_model(model, revision, download_dir, token, load_format)
 
 
 def read_model_config(directory: Path, overrides: Mapping[str, object] | None = None) -> ModelConfig:
@@ -65,23 +80,36 @@ def read_model_config(directory: Path, overrides: Mapping[str, object] | None = 
     return config_from_hf({**read_config_json(path), **(overrides or {})}, str(path))
 
 
-def check_weights(directory: Path, model: AbstractModel) -> None:
+def known_listings(directory: Path) -> Listings | None:
+    """Return the forms in which checkpoints may have a directory's model; None if its config.json has no supported
+    model."""
+    try:
+        return model_listings(read_model_config(directory))
+    except ConfigError:
+        return None
+
+
+def check_weights(directory: Path, model: AbstractModel, load_format: str = "auto") -> None:
     """Compare a checkpoint's list of tensors with the whole model's, before any expensive work.
 
     Raises:
         CheckpointError: Files or tensors are missing, damaged, unexpected or of the wrong shape.
     """
-    with open_checkpoint(directory) as reader:
+    with _open(directory, model, lambda: model.listings, load_format) as reader:
         check_recipes(reader.tensors, model.recipes_for(reader.tensors), model.ignored)
 
 
-def load_weights(directory: Path, model: AbstractModel, is_whole: bool = True) -> tuple[jax.Array, ...]:
+def load_weights(
+    directory: Path, model: AbstractModel, whole: Listings | None = None, load_format: str = "auto"
+) -> tuple[jax.Array, ...]:
     """Read a model's parameters onto devices, each stored as soon as it is read.
 
     Args:
         directory: The checkpoint.
         model: The module without values.
-        is_whole: Whether it is the whole model, so that all tensors of the checkpoint must be read; False for a stage.
+        whole: For a stage, forms in which checkpoints have the whole model's tensors; None: it is the whole model, so
+            that all tensors of the checkpoint must be read.
+        load_format: As in ``EngineConfig``.
 
     Returns:
         The arrays in the order of ``model.params``.
@@ -90,9 +118,9 @@ def load_weights(directory: Path, model: AbstractModel, is_whole: bool = True) -
         CheckpointError: Files or tensors are missing, damaged, unexpected or of the wrong shape.
     """
     logical = model.logical
-    with open_checkpoint(directory) as reader:
+    with _open(directory, model, whole or (lambda: model.listings), load_format) as reader:
         recipes = model.recipes_for(reader.tensors)
-        check_recipes(reader.tensors, recipes, model.ignored if is_whole else [".*"])
+        check_recipes(reader.tensors, recipes, model.ignored if whole is None else [".*"])
         total = sum(int(np.prod(param.struct.shape)) * param.struct.dtype.itemsize for param in logical.values())
         with progress_bar(total) as progress:
             arrays = load_arrays(
@@ -107,6 +135,13 @@ def load_weights(directory: Path, model: AbstractModel, is_whole: bool = True) -
                 },
             )
     return tuple(arrays[path] for path in model.params)
+
+
+def _open(directory: Path, model: AbstractModel, listings: Listings, load_format: str) -> CheckpointReader:
+    """Open a checkpoint, or random numbers for a model."""
+    return (
+        DummyReader(model.listings[0]) if load_format == "dummy" else open_checkpoint(directory, listings, load_format)
+    )
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, platform: str, has_bfloat16: bool = True) -> str:

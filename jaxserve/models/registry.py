@@ -1,5 +1,10 @@
-"""Supported architectures, one line each: from the name in ``config.json`` to the family's module."""
+"""Supported architectures, one line each: from the name in ``config.json`` to the family's module.
 
+A checkpoint that was saved without the output head has the name of another class, such as ``Qwen3Model``: it is the
+same architecture, for embeddings alone.
+"""
+
+import dataclasses
 import importlib
 from collections.abc import Mapping
 from typing import Any, Final, Protocol, cast, runtime_checkable
@@ -71,7 +76,13 @@ def config_from_hf(raw: Mapping[str, Any], path: str) -> ModelConfig:
     check_not_quantized(fields)
     config = family(architecture).config_from_hf(fields, architecture)
     fields.raise_problems()
-    return config
+    config = dataclasses.replace(config, has_default_eos="eos_token_id" not in raw)
+    return config if architecture in fields.raw["architectures"] else without_head(config)
+
+
+def without_head(config: ModelConfig) -> ModelConfig:
+    """Return a model for embeddings alone, which has no weights of a head."""
+    return dataclasses.replace(config, has_head=False, tie_embeddings=True)
 
 
 def build_model(config: ModelConfig, scope: Scope = Scope()) -> CausalLM:  # noqa: B008 - frozen
@@ -99,7 +110,7 @@ def family(architecture: str) -> Family:
 
 
 def _architecture(fields: ConfigFields) -> str:
-    """Return the first supported name in ``architectures``."""
+    """Return the first supported name in ``architectures``; that of the model with a head for one without."""
     names = fields.items("architectures")
     fields.raise_problems()
     if not names:
@@ -108,9 +119,16 @@ def _architecture(fields: ConfigFields) -> str:
             f"{'missing' if names is None else 'empty'}; supported: {', '.join(supported_architectures())}"
         )
     for name in names:
-        if name in FAMILIES:
-            return str(name)
+        for known in (name, _with_head(str(name))):
+            if known in FAMILIES:
+                return str(known)
     raise UnsupportedModelError(f"{fields.path}: {_unsupported(', '.join(map(str, names)))}")
+
+
+def _with_head(architecture: str) -> str:
+    """Return the class with a head for a class without one: LlamaForCausalLM for LlamaModel."""
+    stem = architecture.removesuffix("Model").removesuffix("Text")
+    return {"GPT2": "GPT2LMHeadModel"}.get(stem, f"{stem}ForCausalLM")
 
 
 def _unsupported(architecture: str) -> str:

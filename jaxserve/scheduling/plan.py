@@ -63,6 +63,7 @@ class SchedulerLimits(NamedTuple):
         max_draft_tokens: Most drafts per row.
         windows: Sliding window of each page table; None for full attention.
         num_stages: Number of pipeline stages; a plan has at most ``max_num_seqs / num_stages`` rows, rounded up.
+        admits_whole: Whether a waiting sequence is admitted only by a step that can compute all of its tokens.
     """
 
     max_num_seqs: int
@@ -71,6 +72,7 @@ class SchedulerLimits(NamedTuple):
     max_draft_tokens: int = 0
     windows: tuple[KVWindow | None, ...] = (None,)
     num_stages: int = 1
+    admits_whole: bool = False
 
 
 class SlotSetup(NamedTuple):

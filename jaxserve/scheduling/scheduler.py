@@ -316,6 +316,8 @@ class Scheduler:
         """Admit waiting sequences in order while slots, rows, tokens and pages last."""
         while self.waiting and budget > 0 and self._queues.has_free_slot and draft.has_room(is_member=True):
             sequence = self.waiting[0]
+            if self.limits.admits_whole and len(sequence.token_ids) > budget:
+                return
             copies = None if sequence.num_pending else self.pages.allocate(sequence)
             if copies is None:
                 return

@@ -11,9 +11,17 @@ from typing import Any
 
 import yaml
 
-from jaxserve.cli_arguments import add_dataclass_arguments, add_engine_arguments, engine_arguments, field_docs
+from jaxserve.cli_arguments import (
+    add_dataclass_arguments,
+    add_engine_arguments,
+    add_vllm_arguments,
+    engine_arguments,
+    field_docs,
+    vllm_arguments,
+)
 from jaxserve.errors import ConfigError
 from jaxserve.server.settings import ServerConfig
+from jaxserve.vllm_arguments import SERVE_NO_EFFECT, SERVE_REFUSED, log_ignored
 
 HELP = "serve a model over OpenAI-compatible HTTP and gRPC"
 _JSON_LISTS = ("allowed_origins", "allowed_methods", "allowed_headers")
@@ -33,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in _JSON_LISTS:
         group.add_argument("--" + name.replace("_", "-"), type=_json_list, metavar="JSON", help=docs[name])
     add_engine_arguments(parser)
+    add_vllm_arguments(parser, {**SERVE_NO_EFFECT, **SERVE_REFUSED})
 
 
 def serve_arguments(options: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:
@@ -46,6 +55,7 @@ def serve_arguments(options: argparse.Namespace) -> tuple[dict[str, Any], Server
         given["model"] = options.model_tag
     names = [field.name for field in dataclasses.fields(ServerConfig)]
     settings = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    log_ignored(vllm_arguments(options, (*SERVE_NO_EFFECT, *SERVE_REFUSED)), SERVE_NO_EFFECT, SERVE_REFUSED, ())
     config = ServerConfig.from_arguments(settings, os.environ)
     config.check_engine(given)
     return given, config

@@ -14,6 +14,7 @@ from jaxserve.chat_messages import check_messages
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.text.chat import choose_template, quiet_transformers, render_chat
 from jaxserve.text.fast_backend import FastBackend
+from jaxserve.text.flagged_tokens import add_flagged_tokens
 from jaxserve.text.sentencepiece_backend import SentencePieceBackend
 from jaxserve.text.token_pieces import TokenPieces
 from jaxserve.text.tokenizer_files import SPECIAL_NAMES, TokenizerSettings, read_settings
@@ -50,7 +51,7 @@ def _is_path(value: Any, directory: str) -> bool:
     return isinstance(value, str) and directory in value
 
 
-MODES = ("auto", "hf")
+MODES = ("auto", "hf", "slow")
 
 
 class Tokenizer:
@@ -73,7 +74,9 @@ class Tokenizer:
         """
         if self._given_hf is not None or isinstance(self._backend, SentencePieceBackend):
             return self._given_hf
-        return _load_with_transformers(self._directory)
+        hf = _load_with_transformers(self._directory)
+        add_flagged_tokens(hf.backend_tokenizer, self._settings.config, self.special_tokens)
+        return hf
 
     @property
     def vocab_size(self) -> int:
@@ -208,7 +211,8 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
     Args:
       directory: Directory with tokenizer.json, a sentencepiece tokenizer.model, or files that transformers can load
         (vocab.json and merges.txt).
-      tokenizer_mode: "auto" tries them in that order; "hf" always uses transformers, which takes about 1 s longer.
+      tokenizer_mode: "auto" tries them in that order; "hf" always uses transformers, which takes about 1 s longer;
+        "slow" uses tokenizer.model if there is one, else transformers.
 
     Raises:
       ConfigError: The tokenizer is missing, invalid or unsupported.
@@ -222,8 +226,9 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
     if tokenizer_mode == "auto" and (path / "tokenizer.json").is_file():
         fast = _read_fast(path / "tokenizer.json")
         if _has_all(fast, settings):
+            add_flagged_tokens(fast, settings.config, settings.special_tokens)
             return Tokenizer(path, FastBackend(fast), settings)
-    elif tokenizer_mode == "auto" and (path / "tokenizer.model").is_file():
+    elif tokenizer_mode != "hf" and (path / "tokenizer.model").is_file():
         return Tokenizer(path, SentencePieceBackend(path / "tokenizer.model", settings), settings)
     elif not any((path / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer_config.json")):
         message = f"{path} has no tokenizer: tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
@@ -232,6 +237,7 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
     # A tokenizer class may define special tokens that no file has, as GPT-2's does.
     special = {name: str(token) for name, token in hf.special_tokens_map.items() if name in SPECIAL_NAMES}
     settings = dataclasses.replace(settings, special_tokens={**special, **settings.special_tokens})
+    add_flagged_tokens(hf.backend_tokenizer, settings.config, settings.special_tokens)
     return Tokenizer(path, FastBackend(hf.backend_tokenizer), settings, hf)
 
 

@@ -8,9 +8,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import huggingface_hub.constants
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from checkpoints import CheckpointError, resolve_model
+
+
+def safetensors(name: str) -> bytes:
+    """A file with one tensor."""
+    return save({name: np.zeros(2, np.float32)})
+
 
 MAIN, TAGGED = "a" * 40, "b" * 40
 CONFIG = {"config.json": b"{}", "tokenizer.model": b"spm", "chat_template.jinja": b"{{ x }}", "README.md": b"hello"}
@@ -35,6 +43,15 @@ REPOSITORIES: dict[str, dict[str, dict[str, bytes]]] = {
             "pytorch_model.bin.index.json": b"{}",
             "training_args.bin": b"pickle",
         }
+    },
+    "someone/adapted": {
+        MAIN: {
+            **CONFIG,
+            "adapter_model.safetensors": safetensors("base_model.model.layers.0.q_proj.lora_A.weight"),
+            "value_head.safetensors": safetensors("v_head.summary.weight"),
+            "pytorch_model.bin": b"bin",
+        },
+        TAGGED: {**CONFIG, "weights.safetensors": safetensors("model.embed_tokens.weight"), "pytorch_model.bin": b"x"},
     },
     "someone/empty": {MAIN: {"config.json": b"{}", "model.gguf": b"GGUF"}},
 }
@@ -139,6 +156,23 @@ def test_bins_come_where_there_are_no_safetensors(hub: str, tmp_path: Path) -> N
     directory = resolve_model("baichuan/bins", download_dir=str(tmp_path))
     weights = {"pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"}
     assert names(directory) == {"config.json", "tokenizer.model", "chat_template.jinja", *weights}
+
+
+def test_bins_come_beside_safetensors_without_a_model(hub: str, tmp_path: Path) -> None:
+    got = names(resolve_model("someone/adapted", download_dir=str(tmp_path)))
+    assert {"adapter_model.safetensors", "value_head.safetensors", "pytorch_model.bin"} < got
+    got = names(resolve_model("someone/adapted", revision="v1", download_dir=str(tmp_path)))
+    assert "weights.safetensors" in got and "pytorch_model.bin" not in got
+
+
+def test_the_load_format_decides_what_comes(hub: str, tmp_path: Path) -> None:
+    for number, (load_format, weights) in enumerate(
+        {"safetensors": {"model.safetensors"}, "pt": {"pytorch_model.bin"}, "dummy": set[str]()}.items()
+    ):
+        directory = resolve_model("someone/model", download_dir=str(tmp_path / str(number)), load_format=load_format)
+        assert names(directory) == {"config.json", "tokenizer.model", "chat_template.jinja", *weights}
+    with pytest.raises(CheckpointError, match=r"'baichuan/bins' has no \*\.safetensors weights; it has "):
+        resolve_model("baichuan/bins", download_dir=str(tmp_path), load_format="safetensors")
 
 
 def test_a_second_time_downloads_nothing(hub: str, tmp_path: Path) -> None:

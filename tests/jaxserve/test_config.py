@@ -65,19 +65,12 @@ def test_an_argument_like_no_other_has_no_suggestion() -> None:
 
 
 NOT_BUILT = {
-    "runner": ("pooling", "generate"),
-    "tokenizer_mode": ("mistral", "auto"),
     "skip_tokenizer_init": (True, False),
     "quantization": ("awq", None),
     "cpu_offload_gb": (4, 0),
-    "swap_space": (4.0, 0),
-    "enforce_eager": (True, False),
     "speculative_config": ({"method": "ngram"}, None),
-    "distributed_executor_backend": ("ray", "uni"),
-    "enable_chunked_prefill": (False, True),
     "kv_cache_dtype": ("fp8", "auto"),
     "enable_lora": (True, False),
-    "load_format": ("dummy", "auto"),
 }
 
 
@@ -103,6 +96,11 @@ def test_a_number_is_not_a_neutral_flag() -> None:
         ("logprobs_mode", "cooked", "expected one of raw_logprobs, processed_logprobs, raw_logits, processed_logits"),
         ("max_logprobs", -2, "expected an integer >= -1, got -2"),
         ("long_prefill_token_threshold", -1, "expected an integer >= 0, got -1"),
+        ("runner", "draft", "expected one of auto, generate, pooling, got 'draft'"),
+        ("convert", "classify", "expected one of auto, none, embed, got 'classify'"),
+        ("tokenizer_mode", "mistral", "expected one of auto, hf, slow, got 'mistral'"),
+        ("load_format", "gguf", "expected one of auto, safetensors, pt, dummy, got 'gguf'"),
+        ("enable_chunked_prefill", 0, "expected bool, got 0"),
     ],
 )
 def test_a_setting_says_which_values_it_takes(name: str, value: object, expected: str) -> None:
@@ -116,6 +114,17 @@ def test_types_have_their_other_names(given: str, kept: str) -> None:
 
 
 WRONG = [
+    ({"runner": "pooling", "convert": "none"}, "runner='pooling' and convert='none' contradict each other"),
+    ({"runner": "generate", "convert": "embed"}, "runner='generate' and convert='embed' contradict each other"),
+    (
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 512, "max_model_len": "4k"},
+        "max_num_batched_tokens=512 is less than max_model_len=4000; use max_num_batched_tokens >= 4000 or "
+        "max_model_len <= 512",
+    ),
+    (
+        {"enable_chunked_prefill": False, "long_prefill_token_threshold": 8},
+        "long_prefill_token_threshold=8 splits prompts, but enable_chunked_prefill=False computes each in one step",
+    ),
     ({"dtype": "int8"}, "dtype: expected one of auto, float32.*got 'int8'"),
     ({"dtype": None}, "dtype: expected one of .*got None"),
     ({"block_size": 12}, "block_size: expected 8, 16, 32, 64 or 128 tokens, got 12"),
@@ -275,4 +284,4 @@ def test_every_setting_is_used_somewhere(repository: Path) -> None:
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "config":
                     read.add(node.attr)
     unused = {field.name for field in dataclasses.fields(EngineConfig)} - read
-    assert unused == {"mesh"}, "it stands for other settings"
+    assert unused == {"convert", "mesh"}, "they stand for other settings"

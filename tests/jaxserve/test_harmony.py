@@ -334,8 +334,9 @@ def test_ends_of_turns_are_those_of_the_generation_config(tokenizer: Tokenizer, 
     call, end = (tokenizer.encode(f"<|{name}|>")[0] for name in ("call", "return"))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, call]}))
     plan = Mock(spec=EnginePlan)
-    plan.config, plan.directory = SimpleNamespace(eos_token_ids=(end,)), tmp_path
-    assert eos_token_ids(plan, tokenizer) == (end, call)
+    plan.config = SimpleNamespace(eos_token_ids=(end,), has_default_eos=False, vocab_size=512)
+    plan.directory = tmp_path
+    assert eos_token_ids(EngineConfig(model="m"), plan, tokenizer) == (end, call)
 
 
 TEMPLATE = """

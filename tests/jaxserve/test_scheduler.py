@@ -26,8 +26,10 @@ def make_scheduler(
     threshold: int = 0,
     keeps_free_pages: bool = True,
     num_stages: int = 1,
+    admits_whole: bool = False,
 ) -> Scheduler:
-    limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, threshold, num_stages=num_stages)
+    sizes = (max_num_seqs, max_num_batched_tokens, threshold)
+    limits = SchedulerLimits(*sizes, num_stages=num_stages, admits_whole=admits_whole)
     return Scheduler(limits, PageAllocator(num_pages, page_size, keeps_free_pages))
 
 
@@ -912,3 +914,37 @@ def test_random_load_meets_what_it_is_meant_to():
     loads = [run_random_load(seed, depth=1 + seed % 4, events=150, num_stages=3) for seed in range(10)]
     assert sum(load.scheduler.num_preemptions for load in loads) > 20
     assert sum(load.scheduler.pages.num_hit_tokens for load in loads) > 500
+
+
+# ---------------------------------------------------------------------------------------------- whole prompts
+
+
+def test_prompts_are_admitted_whole() -> None:
+    """A prompt waits for a step with room for all of it, and those after it wait too."""
+    scheduler = make_scheduler(num_pages=32, max_num_batched_tokens=16, admits_whole=True)
+    prompts = {"a": 10, "b": 8, "c": 2, "d": 16}
+    for name, length in prompts.items():
+        scheduler.add(make_sequence(name, length, new=3))
+    device = Device(scheduler)
+    rows = list[list[int]]()
+    while scheduler.num_unfinished:
+        plan = scheduler.schedule()
+        assert plan is not None
+        rows.append([len(row.token_ids) for row in plan.rows])
+        scheduler.complete(plan, device.run(plan))
+    assert rows == [[10], [1, 8, 2], [1, 1, 1], [1, 1], [16], [1], [1]]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 16), st.integers(1, 12)), min_size=1, max_size=8), st.integers(8, 24))
+def test_whole_prompts_are_never_split(requests: list[tuple[int, int]], num_pages: int) -> None:
+    """Also those that are preempted and computed again."""
+    scheduler = make_scheduler(num_pages=num_pages, max_num_batched_tokens=28, admits_whole=True)
+    for index, (length, new) in enumerate(requests):
+        scheduler.add(make_sequence(str(index), length, new))
+    device = Device(scheduler)
+    while scheduler.num_unfinished:
+        plan = scheduler.schedule()
+        assert plan is not None
+        assert all(row.num_samples for row in plan.rows), "each row reaches its sequence's last token"
+        scheduler.complete(plan, device.run(plan))

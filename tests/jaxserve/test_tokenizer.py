@@ -10,7 +10,7 @@ import sentencepiece
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models
+from tokenizers import decoders, models, processors
 
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -358,3 +358,74 @@ def test_long_texts_are_encoded_as_short_ones(tiny_tokenizers: dict[str, Tokeniz
     assert long[: len(alone) - 1] == alone[:-1]
     assert long == tokenizer.encode_batch([piece * 1000], add_special_tokens=False)[0]
     assert tokenizer.decode(long) == tokenizer.decode(tokenizer.encode_batch([piece * 1000], False)[0])
+
+
+# ------------------------------------------------------------------------------------------------ add_bos_token
+
+
+def flagged(
+    tiny_directory: Path, directory: Path, post_processor: processors.PostProcessor | None, **flags: bool
+) -> Path:
+    """A directory whose tokenizer_config.json says which tokens to add and whose tokenizer.json does otherwise."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(tiny_directory / "tokenizer.json"))
+    tokenizer.post_processor = post_processor
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = json.loads((tiny_directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, **flags}))
+    return directory
+
+
+BOS_ALONE = processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)])
+FLAGS = {
+    "neither": (None, {}, [], []),
+    "bos": (None, {"add_bos_token": True, "add_eos_token": False}, [1], []),
+    "bos beside a post-processor that adds none": (processors.ByteLevel(), {"add_bos_token": True}, [1], []),
+    "bos that the file adds": (BOS_ALONE, {"add_bos_token": True}, [1], []),
+    "both, of which the file adds one": (BOS_ALONE, {"add_bos_token": True, "add_eos_token": True}, [1], [2]),
+    "eos": (None, {"add_eos_token": True}, [], [2]),
+    "off, as in transformers 5": (BOS_ALONE, {"add_bos_token": False}, [1], []),
+}
+
+
+@pytest.mark.parametrize("mode", ["auto", "hf"])
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_of_the_config_add_what_the_tokenizer_does_not(
+    name: str, mode: str, tiny_directory: Path, tmp_path: Path
+) -> None:
+    post_processor, flags, before, after = FLAGS[name]
+    tokenizer = load_tokenizer(flagged(tiny_directory, tmp_path, post_processor, **flags), mode)
+    for text in ("hello", "", "hello" * 600):
+        plain = tokenizer.encode(text, add_special_tokens=False)
+        assert not set(plain) & {1, 2}
+        assert tokenizer.encode(text) == tokenizer.encode_batch([text])[0] == [*before, *plain, *after]
+        assert tokenizer.hf(text)["input_ids"] == [*before, *plain, *after], "get_tokenizer() gives the same ids"
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
+    assert chat.count(1) == 1 and chat.count(2) == 0, "the template writes its own"
+
+
+def test_a_flag_without_its_token_is_said(
+    tiny_directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = flagged(tiny_directory, tmp_path, None, add_bos_token=True)
+    (directory / "tokenizer_config.json").write_text('{"add_bos_token": true, "bos_token": null}')
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.encode("a") == tokenizer.encode("a", add_special_tokens=False)
+    assert "add_bos_token: true but no bos_token in the vocabulary: none is added" in caplog.text
+
+
+def test_deepseek_has_one_bos(real_tokenizer: Callable[[str], Tokenizer]) -> None:
+    tokenizer = real_tokenizer("deepseek-r1")
+    assert tokenizer.encode("Hi") == [0, *tokenizer.encode("Hi", add_special_tokens=False)]
+
+
+def test_slow_reads_the_sentencepiece_model(real_directory: Callable[[str], Path], tmp_path: Path) -> None:
+    for directory in (real_directory("llama2"), real_directory("llama2-model-only")):
+        shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    slow, fast = load_tokenizer(tmp_path, "slow"), load_tokenizer(tmp_path)
+    assert slow.hf is None and fast.hf is not None, "the library is sentencepiece"
+    assert slow.encode("Hello  world") == fast.encode("Hello  world")
+
+
+def test_slow_without_a_sentencepiece_model_is_transformers(tiny_directory: Path) -> None:
+    assert load_tokenizer(tiny_directory, "slow").encode("hello") == load_tokenizer(tiny_directory).encode("hello")
