@@ -141,6 +141,17 @@ def test_logprobs_are_of_the_likeliest_tokens() -> None:
     assert server.post(PATH, chat(logprobs=False, top_logprobs=0)).json()["choices"][0]["logprobs"] is None
 
 
+def test_bytes_are_the_tokens_own_where_tokens_are_written_as_ids() -> None:
+    server = make_server(FakeEngine(["é"]))
+    request = chat(logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True)
+    for answer in (server.post(PATH, request).json(), server.post(PATH, {**request, "stream": True}).events[-1]):
+        (entry,) = answer["choices"][0]["logprobs"]["content"]
+        assert (entry["token"], entry["bytes"]) == ("token_id:233", [195, 169])
+        assert [(top["token"], top["bytes"]) for top in entry["top_logprobs"]] == [("token_id:33", [33])]
+    (entry,) = server.post(PATH, chat(logprobs=True, detokenize=False)).json()["choices"][0]["logprobs"]["content"]
+    assert (entry["token"], entry["bytes"]) == ("token_id:233", None), "without text, nothing is known of a token"
+
+
 def test_named_tokens_have_logprobs_too() -> None:
     server = make_server(FakeEngine(["a"]))
     answer = server.post(PATH, chat(logprobs=True, logprob_token_ids=[33]))
