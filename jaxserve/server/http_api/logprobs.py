@@ -1,6 +1,5 @@
 """Log probabilities in the forms of completions and of chat completions. JSON has no infinity: -9999 stands for it."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
