@@ -1,5 +1,6 @@
 """``/v1/chat/completions``: messages, tools and reasoning, as a whole and as bytes of streams."""
 
+import functools
 import json
 import re
 from collections.abc import AsyncGenerator
@@ -408,6 +409,25 @@ def test_the_template_gets_its_variables() -> None:
         "continue_final_message": False,
         "chat_template_kwargs": {"a": 1, "b": True, "c": None, "reasoning_effort": "low"},
     }
+
+
+VARIABLES = {
+    "list": [1, {"deep": [None, True, -0.5, "é"]}],
+    "object": {"a b": {}, "": [[]]},
+    "least": -(2**63),
+    "most": [2**63 - 1],
+    "none": None,
+    "nested": functools.reduce(lambda inner, _: [inner], range(62), 1),
+}
+
+
+@pytest.mark.parametrize("path", [PATH, "/tokenize"])
+def test_variables_of_the_template_are_any_json(path: str) -> None:
+    server = make_server()
+    answer = server.post(path, chat(chat_template_kwargs=VARIABLES))
+    assert answer.status == 200, answer.body
+    chat_given = server.engine.request.chat
+    assert chat_given is not None and chat_given["chat_template_kwargs"] == VARIABLES
 
 
 def test_max_completion_tokens_wins() -> None:
