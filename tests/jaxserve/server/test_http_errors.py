@@ -147,7 +147,11 @@ def test_a_wrong_completion_request_names_the_field(change: dict[str, Any], para
         ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs", "cannot have the variable 'bos_token'"),
         ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs", "cannot have the variable 'a b'"),
         ({"chat_template_kwargs": {"a": nested(64)}}, "chat_template_kwargs", "expected at most 64 levels"),
-        ({"chat_template_kwargs": {"a": "x" * 2**18}}, "chat_template_kwargs", "262153 bytes long; the limit is 262144"),
+        (
+            {"chat_template_kwargs": {"a": "x" * 2**18}},
+            "chat_template_kwargs",
+            "262153 bytes long; the limit is 262144",
+        ),
         ({"chat_template_kwargs": {"a": [2**63]}}, "chat_template_kwargs", "integers must be from"),
         ({"chat_template_kwargs": {f"a{i}": 1 for i in range(65)}}, "chat_template_kwargs", "at most 64 variables"),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "must be one of none, minimal"),
