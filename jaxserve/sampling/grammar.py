@@ -9,20 +9,13 @@ from typing import Any, NamedTuple
 from llguidance import LLMatcher
 
 from jaxserve.errors import RequestError
+from jaxserve.sampling.json_schema import UnenforceableError, close_objects, drop_annotations, state_bounds
 from jaxserve.structured_params import StructuredOutputsParams
 
 FREE_TEXT = r"/(.|\n)*/"
 JSON_WHITE_SPACE = r"[ \t\n\r]{1,32}"
 """Optional white space between tokens of JSON by default. It is bounded because models can get stuck in white space."""
 OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
-
-# Keywords of a JSON schema that hold further schemas: by name, or directly (one or a list).
-_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
-_SCHEMAS = (
-    *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
-    *("additionalProperties", "unevaluatedProperties", "propertyNames"),
-    *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "contentSchema"),
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,32 +122,19 @@ def _schema(given: Any, params: StructuredOutputsParams, options: dict[str, Any]
         schema = {}
     if not isinstance(schema, dict):
         raise grammar_error(f"must contain JSON schemas that are objects, got {schema!r}", params)
+    drop_annotations(schema)
     if params.disable_additional_properties:
-        _close(schema)
+        close_objects(schema)
+    try:
+        state_bounds(schema)
+    except UnenforceableError as error:
+        raise grammar_error(str(error), params) from error
     own = schema.get("x-guidance")
     own = own if isinstance(own, dict) else {}
     if "whitespace_flexible" in own and params.whitespace_pattern is None:
         options = {}  # a pattern would override it
     schema["x-guidance"] = {**options, **own}
     return schema
-
-
-def _close(schema: Any) -> None:
-    """Forbid additional properties wherever a schema lists properties and does not mention others."""
-    if isinstance(schema, list):
-        for inner in schema:
-            _close(inner)
-    if not isinstance(schema, dict):
-        return
-    for name in _NAMED_SCHEMAS:
-        named = schema.get(name)
-        if isinstance(named, dict):
-            for inner in named.values():
-                _close(inner)
-    for name in _SCHEMAS:
-        _close(schema.get(name))
-    if any(isinstance(schema.get(name), dict) for name in ("properties", "patternProperties")):
-        schema.setdefault("additionalProperties", False)
 
 
 def _tagged_text(params: StructuredOutputsParams, options: dict[str, Any], special_tokens: Mapping[str, int]) -> str:
