@@ -109,7 +109,9 @@ def test_what_cannot_be_enforced_is_refused_by_name(keywords: dict[str, Any]) ->
     assert "Unimplemented keys" in error and next(iter(keywords)) in error
 
 
-@pytest.mark.parametrize("number", [9007199254740993, 2**62 + 1, 2**64 + 1, 10**400 + 1, 123456789012345678, -(2**53) - 1])
+@pytest.mark.parametrize(
+    "number", [9007199254740993, 2**62 + 1, 2**64 + 1, 10**400 + 1, 123456789012345678, -(2**53) - 1]
+)
 def test_constants_that_would_be_written_as_other_numbers_are_refused(number: int) -> None:
     for schema in ({"const": number}, {"type": "object", "properties": {"a": {"enum": [1, {"b": [number]}]}}}):
         with pytest.raises(
