@@ -15,6 +15,11 @@ class Logprob:
     """1 for the most likely token of the vocabulary, 2 for the next; None if unknown."""
     decoded_token: str | None = None
     """The text of the token; U+FFFD if it is only part of a character. None with ``detokenize=False``."""
+    token_bytes: bytes | None = field(default=None, compare=False, repr=False)
+    """What the token adds to the text if that is not ``decoded_token``: a part of a character, or b"" for a token that
+    the text leaves out. None: ``decoded_token`` in UTF-8."""
+    text_offset: int | None = field(default=None, compare=False, repr=False)
+    """Number of characters of the text before the token; None except for the token of the position itself."""
 
 
 @dataclass(slots=True)
@@ -32,6 +37,8 @@ class FlatLogprobs(AbstractSequence[dict[int, Logprob]]):
     logprobs: list[float] = field(default_factory=list[float])
     ranks: list[int | None] = field(default_factory=list[int | None])
     decoded_tokens: list[str | None] = field(default_factory=list[str | None])
+    token_bytes: list[bytes | None] = field(default_factory=list[bytes | None], compare=False)
+    text_offsets: list[int | None] = field(default_factory=list[int | None], compare=False)
 
     @classmethod
     def of(cls, positions: Iterable[Mapping[int, Logprob] | None]) -> "FlatLogprobs":
@@ -48,6 +55,8 @@ class FlatLogprobs(AbstractSequence[dict[int, Logprob]]):
             [entry.logprob for entry in entries],
             [entry.rank for entry in entries],
             [entry.decoded_token for entry in entries],
+            [entry.token_bytes for entry in entries],
+            [entry.text_offset for entry in entries],
         )
 
     def append_fast(
@@ -56,6 +65,8 @@ class FlatLogprobs(AbstractSequence[dict[int, Logprob]]):
         logprobs: Sequence[float],
         ranks: Sequence[int | None],
         decoded_tokens: Sequence[str | None],
+        token_bytes: Sequence[bytes | None] = (),
+        text_offsets: Sequence[int | None] = (),
     ) -> None:
         """Add the next position without a dict; the arguments have one item for each of its tokens, no token twice."""
         assert len(token_ids) == len(logprobs) == len(ranks) == len(decoded_tokens)
@@ -64,6 +75,9 @@ class FlatLogprobs(AbstractSequence[dict[int, Logprob]]):
         self.logprobs.extend(logprobs)
         self.ranks.extend(ranks)
         self.decoded_tokens.extend(decoded_tokens)
+        unknown = [None] * len(token_ids)
+        self.token_bytes.extend(token_bytes or unknown)
+        self.text_offsets.extend(text_offsets or unknown)
         self.end_indices.append(len(self.token_ids))
 
     def extend(self, positions: Iterable[Mapping[int, Logprob] | None]) -> None:
@@ -91,16 +105,23 @@ class FlatLogprobs(AbstractSequence[dict[int, Logprob]]):
             self.logprobs[entries],
             self.ranks[entries],
             self.decoded_tokens[entries],
+            self.token_bytes[entries],
+            self.text_offsets[entries],
             strict=True,
         )
-        return {token_id: Logprob(logprob, rank, decoded) for token_id, logprob, rank, decoded in columns}
+        return {token_id: Logprob(*values) for token_id, *values in columns}
 
     def _selected(self, positions: Iterable[int]) -> "FlatLogprobs":
         made = FlatLogprobs()
         for position in positions:
             entries = slice(self.start_indices[position], self.end_indices[position])
             made.append_fast(
-                self.token_ids[entries], self.logprobs[entries], self.ranks[entries], self.decoded_tokens[entries]
+                self.token_ids[entries],
+                self.logprobs[entries],
+                self.ranks[entries],
+                self.decoded_tokens[entries],
+                self.token_bytes[entries],
+                self.text_offsets[entries],
             )
         return made
 

@@ -22,6 +22,7 @@ from jaxserve.structured_output.constraints import AllOf, BadWords, ThinkingBudg
 from jaxserve.structured_output.grammars import DeferredConstraint, Grammar, GrammarCompiler
 from jaxserve.structured_output.reasoning import AfterReasoning, Reasoning, find_reasoning
 from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.text_offsets import TextOffsets, prompt_offsets
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -198,6 +199,7 @@ class Admission:
             arrival_s=arrival_s,
             queued_s=time.monotonic(),
             prompt_logprobs=_empty_prompt_logprobs(params, len(token_ids)),
+            prompt_offsets=self._prompt_offsets(prompt, token_ids, params),
             grammar=grammar,
         )
 
@@ -207,7 +209,13 @@ class Admission:
         bad_words = bad_word_ids(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else []
         followers = [self._sequence(inputs, index, bad_words, []) for index in range(1, params.n)]
         return [
-            Sample(index, sequence, self._detokenizer(prompt, params), _empty_logprobs(params))
+            Sample(
+                index,
+                sequence,
+                self._detokenizer(prompt, params),
+                _empty_logprobs(params),
+                self._offsets(prompt, params),
+            )
             for index, sequence in enumerate([self._sequence(inputs, 0, bad_words, followers), *followers])
         ]
 
@@ -312,6 +320,18 @@ class Admission:
             min_tokens=params.min_tokens,
             prompt_token_ids=prompt,
         )
+
+    def _offsets(self, prompt: list[int], params: SamplingParams) -> TextOffsets | None:
+        if self.tokenizer is None or not params.detokenize or _empty_logprobs(params) is None:
+            return None
+        return TextOffsets(self.tokenizer.pieces(params.skip_special_tokens), prompt)
+
+    def _prompt_offsets(self, prompt: PromptInput, token_ids: list[int], params: SamplingParams) -> list[int] | None:
+        """Return where the prompt's tokens begin: in the given text, or in their own if it may have been truncated."""
+        if self.tokenizer is None or not params.detokenize or params.prompt_logprobs is None:
+            return None
+        text = prompt.prompt if prompt.fit.truncate_prompt_tokens is None else None
+        return prompt_offsets(self.tokenizer, text, token_ids)
 
 
 class _SampleInputs(NamedTuple):

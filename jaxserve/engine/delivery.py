@@ -90,15 +90,14 @@ def deliver(
             started.append(request)
         is_finished = sequence.finish_reason is not None
         try:
-            verdict = None
+            verdict, shown, params = None, tokens, request.params
             if sample.detokenizer is not None:
-                params = request.params
                 shown = sample.shown_tokens(tokens, params.include_stop_str_in_output) if is_finished else tokens
                 verdict = sample.detokenizer.push_tokens(shown)
             if sample.logprobs is not None:
                 assert scores is not None
                 kept = tokens if verdict is None else _up_to(verdict, sequence, tokens)
-                sample.score(kept, first, scores, request.params, tokenizer)
+                sample.score(kept, first, scores, params, tokenizer, len(shown))
         except Exception as error:
             delivery.failures.append(Failure(request, error))
             continue

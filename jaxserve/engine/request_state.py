@@ -3,7 +3,7 @@
 import concurrent.futures
 import dataclasses
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.errors import RequestError
 from jaxserve.logprobs import FlatLogprobs, Logprob, PromptLogprobs, SampleLogprobs
@@ -15,19 +15,26 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan import Row
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.text_offsets import TextOffsets
 from jaxserve.text.tokenizer import Tokenizer
 
 
 def logprob_entry(
-    token: int, row: int, scores: TokenLogprobs, count: int, tokenizer: Tokenizer | None
+    token: int,
+    row: int,
+    scores: TokenLogprobs,
+    count: int,
+    tokenizer: Tokenizer | None,
+    skip_special_tokens: bool = False,
 ) -> dict[int, Logprob]:
     """Return the logprobs of a token and of the ``count`` most likely ones; -1 for all that the step computed."""
-    entry = {token: Logprob(float(scores.chosen[row]), int(scores.ranks[row]), _text(tokenizer, token))}
+    shown = _Shown(tokenizer, skip_special_tokens)
+    entry = {token: Logprob(float(scores.chosen[row]), int(scores.ranks[row]), *shown.of(token))}
     size = scores.top.shape[1] if count < 0 else count
     most_likely = zip(scores.top_ids[row, :size].tolist(), scores.top[row, :size].tolist(), strict=True)
     for rank, (token_id, logprob) in enumerate(most_likely, 1):
         if token_id not in entry:
-            entry[token_id] = Logprob(logprob, rank, _text(tokenizer, token_id))
+            entry[token_id] = Logprob(logprob, rank, *shown.of(token_id))
     return entry
 
 
@@ -35,19 +42,28 @@ def sample_entry(
     token: int, row: int, scores: TokenLogprobs, params: SamplingParams, tokenizer: Tokenizer | None
 ) -> dict[int, Logprob]:
     """Return the logprobs of a sampled token, and of ``logprob_token_ids`` or else of the most likely tokens."""
-    tokenizer = tokenizer if params.detokenize else None
+    tokenizer, skips = tokenizer if params.detokenize else None, params.skip_special_tokens
     named = params.logprob_token_ids
     if named is None:
-        return logprob_entry(token, row, scores, params.logprobs or 0, tokenizer)
-    entry = logprob_entry(token, row, scores, 0, tokenizer)
+        return logprob_entry(token, row, scores, params.logprobs or 0, tokenizer, skips)
+    entry = logprob_entry(token, row, scores, 0, tokenizer, skips)
     for token_id, logprob in zip(named, scores.tracked[row, : len(named)].tolist(), strict=True):
         if token_id not in entry:
-            entry[token_id] = Logprob(logprob, None, _text(tokenizer, token_id))
+            entry[token_id] = Logprob(logprob, None, *_Shown(tokenizer, skips).of(token_id))
     return entry
 
 
-def _text(tokenizer: Tokenizer | None, token: int) -> str | None:
-    return None if tokenizer is None else tokenizer.token_text(token)
+class _Shown(NamedTuple):
+    """How logprobs show tokens."""
+
+    tokenizer: Tokenizer | None
+    skips_special: bool
+
+    def of(self, token: int) -> tuple[str | None, bytes | None]:
+        """Return a token's text and bytes, as `Logprob` has them."""
+        if self.tokenizer is None:
+            return None, None
+        return self.tokenizer.token_text(token), self.tokenizer.token_bytes(token, self.skips_special)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -59,6 +75,7 @@ class Sample:
         sequence: Its sequence, owned by the scheduler.
         detokenizer: Its detokenizer; None without text.
         logprobs: One entry per output token; None if not requested.
+        offsets: Finds where its tokens begin in its text; None without text or logprobs.
         cumulative_logprob: Sum over the output tokens.
         last_token_s: Time of its last token, in seconds of ``time.monotonic()``; 0 before the first.
         num_returned: Number of output tokens returned in deltas.
@@ -69,6 +86,7 @@ class Sample:
     sequence: Sequence
     detokenizer: Detokenizer | None
     logprobs: SampleLogprobs | None
+    offsets: TextOffsets | None = None
     cumulative_logprob: float = 0.0
     last_token_s: float = 0.0
     num_returned: int = 0
@@ -81,12 +99,32 @@ class Sample:
         return tokens[:-1] if ends_in_stop_token and not keeps_stop_token else tokens
 
     def score(
-        self, tokens: list[int], first: int, scores: TokenLogprobs, params: SamplingParams, tokenizer: Tokenizer | None
+        self,
+        tokens: list[int],
+        first: int,
+        scores: TokenLogprobs,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        num_shown: int,
     ) -> None:
-        """Append the logprobs of new tokens, which are a step's samples from index ``first`` on."""
+        """Append the logprobs of new tokens, which are a step's samples from index ``first`` on.
+
+        Args:
+            tokens: The new tokens.
+            first: Index of the first one in ``scores``.
+            scores: Logprobs of the step's samples.
+            params: Parameters of the request.
+            tokenizer: Decodes the tokens.
+            num_shown: Number of tokens whose text is in the output; a stop token after them is not.
+        """
         assert self.logprobs is not None
-        for index, token in enumerate(tokens, first):
-            entry = sample_entry(token, index, scores, params, tokenizer)
+        for index, token in enumerate(tokens):
+            entry = sample_entry(token, first + index, scores, params, tokenizer)
+            if self.offsets is not None:
+                is_shown, own = index < num_shown, entry[token]
+                offset, raw = self.offsets.add(token) if is_shown else (self.offsets.end, b"")
+                raw = own.token_bytes if raw is None else raw
+                entry[token] = dataclasses.replace(own, text_offset=offset, token_bytes=raw)
             self.logprobs.append(entry)
             self.cumulative_logprob += entry[token].logprob
 
@@ -141,6 +179,7 @@ class RequestState:
     Times are in seconds of ``time.monotonic()``, except ``arrival_time`` in seconds of ``time.time()``. ``grammar`` is
     the compiled structured output. If ``error`` is set, the samples have the finish reason "error". A request with
     ``pooling`` generates no tokens: it finishes with its ``embedding`` at ``finished_s``, and ``params`` is unused.
+    ``prompt_offsets`` are where the prompt's tokens begin in its text, if prompt logprobs show it.
     """
 
     request_id: str
@@ -152,6 +191,7 @@ class RequestState:
     arrival_s: float
     queued_s: float
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_offsets: list[int] | None = None
     scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
@@ -227,8 +267,10 @@ class RequestState:
         tokenizer = tokenizer if self.params.detokenize else None
         for i, target in enumerate(row.targets):
             if target >= 0:
-                entry = logprob_entry(target, first + i, scores, count, tokenizer)
-                self.prompt_logprobs[row.start + i + 1] = entry
+                entry, position = logprob_entry(target, first + i, scores, count, tokenizer), row.start + i + 1
+                if self.prompt_offsets:
+                    entry[target] = dataclasses.replace(entry[target], text_offset=self.prompt_offsets[position])
+                self.prompt_logprobs[position] = entry
 
     def _prompt_logprobs(self) -> PromptLogprobs | None:
         entries = self.prompt_logprobs

@@ -4,25 +4,20 @@ import copy
 import dataclasses
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
 from jaxserve.errors import RequestError
+from jaxserve.sampling.json_schema import UnenforceableError, close_objects, drop_annotations, state_bounds
+from jaxserve.sampling.structural_tag import TagWriter
 from jaxserve.structured_params import StructuredOutputsParams
 
 FREE_TEXT = r"/(.|\n)*/"
 JSON_WHITE_SPACE = r"[ \t\n\r]{1,32}"
 """Optional white space between tokens of JSON by default. It is bounded because models can get stuck in white space."""
 OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
-
-# Keywords of a JSON schema that hold further schemas: by name, or directly (one or a list).
-_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
-_SCHEMAS = (
-    *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
-    *("additionalProperties", "unevaluatedProperties", "propertyNames"),
-    *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "contentSchema"),
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,10 +47,12 @@ class GrammarSource(NamedTuple):
     Attributes:
         text: In llguidance's notation: Lark with extensions, or JSON.
         is_ebnf: Whether it is a user's grammar, which may be in llama.cpp's EBNF notation instead.
+        named: Users' grammars by the names that ``text`` calls them.
     """
 
     text: str
     is_ebnf: bool = False
+    named: Mapping[str, str] = MappingProxyType({})
 
 
 def grammar_error(message: str, params: StructuredOutputsParams) -> RequestError:
@@ -95,7 +92,7 @@ def write_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, 
     if kind == "json_object":
         return _json_grammar({"type": "object", "x-guidance": options})
     if kind == "structural_tag":
-        return GrammarSource(_tagged_text(params, options, special_tokens))
+        return _tag_grammar(params, options, special_tokens)
     if params.regex is not None:
         return GrammarSource(LLMatcher.grammar_from_regex(params.regex))
     if params.choice is not None:
@@ -129,8 +126,13 @@ def _schema(given: Any, params: StructuredOutputsParams, options: dict[str, Any]
         schema = {}
     if not isinstance(schema, dict):
         raise grammar_error(f"must contain JSON schemas that are objects, got {schema!r}", params)
+    drop_annotations(schema)
     if params.disable_additional_properties:
-        _close(schema)
+        close_objects(schema)
+    try:
+        state_bounds(schema)
+    except UnenforceableError as error:
+        raise grammar_error(str(error), params) from error
     own = schema.get("x-guidance")
     own = own if isinstance(own, dict) else {}
     if "whitespace_flexible" in own and params.whitespace_pattern is None:
@@ -139,27 +141,29 @@ def _schema(given: Any, params: StructuredOutputsParams, options: dict[str, Any]
     return schema
 
 
-def _close(schema: Any) -> None:
-    """Forbid additional properties wherever a schema lists properties and does not mention others."""
-    if isinstance(schema, list):
-        for inner in schema:
-            _close(inner)
-    if not isinstance(schema, dict):
-        return
-    for name in _NAMED_SCHEMAS:
-        named = schema.get(name)
-        if isinstance(named, dict):
-            for inner in named.values():
-                _close(inner)
-    for name in _SCHEMAS:
-        _close(schema.get(name))
-    if any(isinstance(schema.get(name), dict) for name in ("properties", "patternProperties")):
-        schema.setdefault("additionalProperties", False)
-
-
-def _tagged_text(params: StructuredOutputsParams, options: dict[str, Any], special_tokens: Mapping[str, int]) -> str:
-    """Return a grammar of free text in which each trigger starts one of its tags: beginning, JSON, end."""
+def _tag_grammar(
+    params: StructuredOutputsParams, options: dict[str, Any], special_tokens: Mapping[str, int]
+) -> GrammarSource:
+    """Return the grammar of a structural tag in the present form, with a format, or in the old one."""
     described = json.loads(params.structural_tag or "")
+    form = described.get("format") if isinstance(described, dict) else None
+    if form is None or not (form or described.get("type") == "structural_tag"):
+        return GrammarSource(_tagged_text(described, params, options, special_tokens))
+    unknown = sorted(set(described) - {"type", "format"})
+    if unknown:
+        raise grammar_error(f"has the field {unknown[0]!r:.60}; expected 'type' and 'format'", params)
+    writer = TagWriter(
+        lambda schema, more: json.dumps(_schema(schema, params, more or options)),
+        special_tokens,
+        lambda message: grammar_error(message, params),
+    )
+    return GrammarSource(writer.grammar(form), named=writer.named)
+
+
+def _tagged_text(
+    described: Any, params: StructuredOutputsParams, options: dict[str, Any], special_tokens: Mapping[str, int]
+) -> str:
+    """Return a grammar of free text in which each trigger starts one of its tags: beginning, JSON, end."""
     triggers, structures = _tag_parts(described, params)
     lines = ["%llguidance {}", f"TEXT: {FREE_TEXT}"]
     for index, tag in enumerate(structures):
@@ -186,7 +190,11 @@ def _tag_parts(described: Any, params: StructuredOutputsParams) -> tuple[list[st
     triggers = described.get("triggers") if isinstance(described, dict) else None
     structures = described.get("structures") if isinstance(described, dict) else None
     if not isinstance(triggers, list) or not isinstance(structures, list) or not structures:
-        raise grammar_error("must be a JSON object with the lists 'structures' (not empty) and 'triggers'", params)
+        message = (
+            "must be a JSON object with the lists 'structures' (not empty) and 'triggers', or with a 'format' and the "
+            "type 'structural_tag'"
+        )
+        raise grammar_error(message, params)
     if not all(isinstance(trigger, str) for trigger in triggers):
         raise grammar_error(f"must have strings as triggers, got {triggers}", params)
     for tag in structures:

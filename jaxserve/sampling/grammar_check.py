@@ -10,7 +10,7 @@ import json
 import resource
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,11 +109,14 @@ def error_text(matcher: LLMatcher) -> str:
     return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
 
 
-def check(tokenizer: LLTokenizer, grammar: str, is_ebnf: bool) -> dict[str, str]:
-    """Return the result of one grammar: ``{"grammar": ...}`` or ``{"error": ...}``."""
+def check(tokenizer: LLTokenizer, grammar: str, is_ebnf: bool, named: Mapping[str, str]) -> dict[str, str]:
+    """Return the result of one grammar, which may call named ones: ``{"grammar": ...}`` or ``{"error": ...}``."""
     try:
         if is_ebnf:
             grammar = any_to_lark(grammar)
+        if named:
+            others = [{"name": name, "lark_grammar": any_to_lark(text)} for name, text in named.items()]
+            grammar = json.dumps({"grammars": [{"name": "start", "lark_grammar": grammar}, *others]})
         make_matcher(tokenizer, grammar).deep_copy()
     except RecursionError:
         return {"error": "it is nested too deeply"}
@@ -142,7 +145,7 @@ def _serve() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         _limit_cpu(setup["cpu_s"])
-        print(json.dumps(check(tokenizer, job["grammar"], job["is_ebnf"])), flush=True)
+        print(json.dumps(check(tokenizer, job["grammar"], job["is_ebnf"], job["named"])), flush=True)
 
 
 if __name__ == "__main__":

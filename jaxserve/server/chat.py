@@ -1,11 +1,13 @@
 """Conversations in the HTTP and gRPC APIs: tools, template variables, and completions parsed into messages."""
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import RequestError
+from jaxserve.field_checks import json_copy
 from jaxserve.parsers import (
     MessageDelta,
     MessageParser,
@@ -19,6 +21,10 @@ from jaxserve.parsers.tool_choice import chosen_function, parameter_schemas
 from jaxserve.server.frontend import Frontend, ParserNames
 
 MAX_VARIABLES = 64
+MAX_VARIABLE_NESTING = 64
+"""Deepest nesting of objects and arrays in the variables; the object that holds them is one level."""
+MAX_VARIABLE_BYTES = 1 << 18
+"""Most bytes of all variables, as JSON in UTF-8."""
 _VARIABLE = re.compile(r"[A-Za-z]\w{0,63}", re.ASCII)
 _RESERVED = frozenset(
     "messages conversation conversations tools documents template chat_template tokenize add_generation_prompt"
@@ -36,19 +42,35 @@ def check_variables(name: str, value: Any) -> dict[str, Any]:
 
     Raises:
         RequestError: No object, too many variables, a name that templates reserve (such as ``messages`` and
-            ``bos_token``), or a value that is no string, number or boolean.
+            ``bos_token``), or a value that is not JSON, too long, or nested too deeply.
     """
     if not isinstance(value, dict):
         raise RequestError(f"{name} must be an object, got {type(value).__name__}", parameter=name, value=value)
     if len(value) > MAX_VARIABLES:
         raise RequestError(f"{name} must have at most {MAX_VARIABLES} variables, got {len(value)}", parameter=name)
-    for key, item in value.items():
+    for key in value:
         if not _VARIABLE.fullmatch(key) or key in _RESERVED or key.endswith("_token"):
             raise RequestError(f"{name} cannot have the variable {key[:100]!r}", parameter=name)
-        if item is not None and not isinstance(item, str | int | float | bool):
-            message = f"{name}.{key} must be a string, a number, true or false, got {type(item).__name__}"
-            raise RequestError(message, parameter=name)
-    return value
+    return _bounded_json(name, value)
+
+
+def _bounded_json(name: str, value: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of JSON values whose integers fit into messages to the engine process."""
+
+    def whole(written: str) -> int:
+        number = int(written) if len(written) <= 20 else 2**63
+        if not -(2**63) <= number < 2**63:
+            raise RequestError(f"{name}: integers must be from -2**63 to 2**63 - 1, got {written[:40]}", parameter=name)
+        return number
+
+    try:
+        written = json.dumps(json_copy(name, value, MAX_VARIABLE_NESTING), ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise RequestError(f"{name} must hold JSON values: {error}", parameter=name) from error
+    num_bytes = len(written.encode())
+    if num_bytes > MAX_VARIABLE_BYTES:
+        raise RequestError(f"{name} is {num_bytes} bytes long; the limit is {MAX_VARIABLE_BYTES}", parameter=name)
+    return json.loads(written, parse_int=whole)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -168,17 +168,26 @@ def _positions(
         for other in sorted(others, key=lambda other: other != token_id):
             entry = others[other]
             message.entries.add(
-                token_id=other, logprob=entry.logprob, rank=entry.rank, decoded_token=entry.decoded_token
+                token_id=other,
+                logprob=entry.logprob,
+                rank=entry.rank,
+                decoded_token=entry.decoded_token,
+                token_bytes=entry.token_bytes,
             )
+            if entry.text_offset is not None:
+                message.text_offset = entry.text_offset
         yield message
 
 
 def _entries(message: generation_pb2.TokenLogprobs) -> dict[int, Logprob]:
+    offset = message.text_offset if message.HasField("text_offset") else None
     return {
         entry.token_id: Logprob(
             logprob=entry.logprob,
             rank=entry.rank if entry.HasField("rank") else None,
             decoded_token=entry.decoded_token if entry.HasField("decoded_token") else None,
+            token_bytes=entry.token_bytes if entry.HasField("token_bytes") else None,
+            text_offset=None if index else offset,
         )
-        for entry in message.entries
+        for index, entry in enumerate(message.entries)
     }

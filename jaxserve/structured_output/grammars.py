@@ -17,7 +17,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from jaxserve.child_process import ProcessPool
 from jaxserve.errors import SHUT_DOWN, EngineDeadError, RequestError
 from jaxserve.sampling import grammar_check
-from jaxserve.sampling.grammar import GrammarLimits, content_key, grammar_error, write_grammar
+from jaxserve.sampling.grammar import GrammarLimits, GrammarSource, content_key, grammar_error, write_grammar
 from jaxserve.sampling.grammar_check import SPECIAL_MARK, Vocabulary, error_text, make_matcher
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.text.tokenizer import Tokenizer
@@ -275,7 +275,7 @@ class GrammarCompiler:
         prepared = self._prepare()
         source = write_grammar(params, prepared.special_tokens)
         try:
-            text = self._check(prepared.checkers, source.text, source.is_ebnf)
+            text = self._check(prepared.checkers, source)
             matcher = make_matcher(prepared.tokenizer, text)
         except (ValueError, RuntimeError) as error:
             if self._is_closed:
@@ -324,19 +324,19 @@ class GrammarCompiler:
         end_ids = sorted(self._end_ids) or [self._vocab_size]
         return Vocabulary(tokens, end_ids, partial(self._tokenizer.encode, add_special_tokens=False))
 
-    def _check(self, checkers: ProcessPool, grammar: str, is_ebnf: bool) -> str:
+    def _check(self, checkers: ProcessPool, source: GrammarSource) -> str:
         """Compile a grammar in a child process; return it in llguidance's form.
 
         Args:
             checkers: The processes.
-            grammar: The grammar.
-            is_ebnf: Whether it may be in llama.cpp's EBNF instead of llguidance's form.
+            source: The grammar.
 
         Raises:
             ValueError: The grammar is invalid, or exceeds the time, memory or stack limit.
         """
         start_s = time.monotonic()
-        result = checkers.run(json.dumps({"grammar": grammar, "is_ebnf": is_ebnf}), self._limits.time_s)
+        job = {"grammar": source.text, "is_ebnf": source.is_ebnf, "named": dict(source.named)}
+        result = checkers.run(json.dumps(job), self._limits.time_s)
         if result is None:
             timed_out = time.monotonic() - start_s >= self._limits.time_s
             timeout = f"not compiled within {self._limits.time_s:g} s"

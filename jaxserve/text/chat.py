@@ -14,7 +14,7 @@ import jinja2
 from jaxserve.chat_messages import check_messages
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import sequence
-from jaxserve.text.content_format import ContentFormat, check_format, convert_content, detect_format
+from jaxserve.text.content_format import ContentFormat, asks_for_null, check_format, convert_content, detect_format
 
 Message = Mapping[str, Any]
 
@@ -115,7 +115,7 @@ def render_chat(
         "continue_final_message": continue_final_message,
         "add_generation_prompt": add_generation_prompt,
     }
-    render = functools.partial(_render_calls, conversation, template, options, variables)
+    render = functools.partial(_render_contents, conversation, template, options, variables)
     try:
         if content_format != "auto":
             return render(cast("ContentFormat", content_format))
@@ -127,6 +127,23 @@ def render_chat(
         raise RequestError(f"the chat template failed: {error}") from error
 
 
+def _render_contents(
+    conversation: Sequence[Message],
+    template: str,
+    options: Mapping[str, Any],
+    variables: Mapping[str, Any],
+    content_format: ContentFormat,
+) -> str:
+    """Render with the contents that were sent, or with "" for missing ones if the template cannot do without."""
+    try:
+        return _render_calls(conversation, template, options, variables, content_format)
+    except Exception:  # a template can raise anything
+        if all(message.get("content") is not None for message in conversation):
+            raise
+    filled = [{**message, "content": message.get("content") or ""} for message in conversation]
+    return _render_calls(filled, template, options, variables, content_format)
+
+
 def _render_calls(
     conversation: Sequence[Message],
     template: str,
@@ -135,7 +152,8 @@ def _render_calls(
     content_format: ContentFormat,
 ) -> str:
     """Render with mappings as arguments of tool calls, or with JSON if the template cannot use mappings."""
-    messages = [_template_message(message, content_format) for message in conversation]
+    may_be_null = _asks_for_null(template)
+    messages = [_template_message(message, content_format, may_be_null) for message in conversation]
     try:
         return _render(messages, template, options, variables)
     except TypeError:
@@ -173,20 +191,30 @@ def _detect_format(template: str) -> ContentFormat:
     return detect_format(_environment(template).parse(template))
 
 
-def _template_message(message: Message, content_format: ContentFormat) -> dict[str, Any]:
+@functools.lru_cache(maxsize=_MAX_TEMPLATES)
+def _asks_for_null(template: str) -> bool:
+    return asks_for_null(_environment(template).parse(template))
+
+
+def _template_message(message: Message, content_format: ContentFormat, may_be_null: bool) -> dict[str, Any]:
     """Return a message for templates: content converted, reasoning under all its names, arguments as mappings.
 
-    GPT-OSS reads reasoning as "thinking", and rejects it in a message with content and tool calls.
+    GPT-OSS reads reasoning as "thinking", and rejects it in a message with content and tool calls. An assistant's
+    content may be null, and missing in a message with calls, which is the same: DeepSeek R1 shows the calls only then.
     """
     changed = dict(message)
     if message.get("reasoning") is not None:
         changed.setdefault("reasoning_content", message["reasoning"])
-    changed["content"] = convert_content(message["role"], message.get("content"), content_format)
     calls = cast("list[Mapping[str, Any]]", changed.pop("tool_calls", None) or [])
+    is_null = may_be_null and message["role"] == "assistant" and message.get("content") is None
+    if is_null and (calls or "content" in message):
+        changed["content"] = None
+    elif "content" in message:
+        changed["content"] = convert_content(message["role"], message["content"], content_format)
     if calls:
         changed["tool_calls"] = [_with_mapping_arguments(call) for call in calls]
     if changed.get("reasoning_content") is not None:
-        changed.setdefault("thinking", "" if calls and changed["content"] else changed["reasoning_content"])
+        changed.setdefault("thinking", "" if calls and changed.get("content") else changed["reasoning_content"])
     return changed
 
 

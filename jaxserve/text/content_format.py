@@ -48,6 +48,16 @@ def detect_format(template: nodes.Template) -> ContentFormat:
     return "openai" if any(variables.is_over_parts(loop) for loop in template.find_all(nodes.For)) else "string"
 
 
+def asks_for_null(template: nodes.Template) -> bool:
+    """Whether a parsed template tests if the content of a message is null, as that of a message with calls may be."""
+    variables = _Variables(template)
+    tested = [test.node for test in template.find_all(nodes.Test) if test.name == "none"]
+    for comparison in template.find_all(nodes.Compare):
+        if any(_is_null(operand.expr) for operand in comparison.ops):
+            tested.append(comparison.expr)
+    return any(variables.is_content(node) for node in tested)
+
+
 class _Variables:
     """Variables of a template that may hold lists of messages, messages, or contents; ignores scopes."""
 
@@ -74,6 +84,10 @@ class _Variables:
         is_named = any(_is_name(source, self._contents) for source in sources)
         return is_named and isinstance(loop.target, nodes.Name) and _is_used_as_part(loop.target.name, loop.body)
 
+    def is_content(self, node: nodes.Node) -> bool:
+        """Whether an expression is a message's content, or a variable that may hold one."""
+        return self._is_content(node) or _is_name(node, self._contents)
+
     def _add(self, name: str, node: nodes.Node, is_loop: bool) -> None:
         for source in _sources(node):
             if _is_name(source, self._lists):
@@ -82,7 +96,7 @@ class _Variables:
                 continue
             elif self._is_message(source):
                 self._messages.add(name)
-            elif self._is_content(source) or _is_name(source, self._contents):
+            elif self.is_content(source):
                 self._contents.add(name)
 
     def _is_message(self, node: nodes.Node) -> bool:
@@ -132,6 +146,10 @@ def _owner(node: nodes.Node, key: str) -> nodes.Expr | None:
 
 def _is_name(node: nodes.Node, names: Collection[str]) -> bool:
     return isinstance(node, nodes.Name) and node.name in names
+
+
+def _is_null(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Const) and node.value is None
 
 
 def _is_constant(node: nodes.Node, value: str) -> bool:

@@ -50,6 +50,13 @@ class FastBackend:
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
+    def starts(self, text: str) -> list[int]:
+        """Return where each token of a text begins in it, without special tokens, whatever the normalizer does.
+
+        Some post-processors leave spaces before words out.
+        """
+        return [start for start, _ in self._tokenizer.encode(text, add_special_tokens=False).offsets]
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of some ids."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)

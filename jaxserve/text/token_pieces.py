@@ -168,6 +168,11 @@ class TextJoiner:
             self._bytes.feed(open_bytes)
         self.is_busy = self._strips or self._bytes.is_open()
 
+    @property
+    def strips_space(self) -> bool:
+        """Whether the text has not begun yet and will lose one leading space."""
+        return self._strips
+
     def feed(self, token_id: int) -> str:
         """Add the next id; return the text that later ids cannot change."""
         text = self._pieces[token_id]

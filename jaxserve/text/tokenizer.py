@@ -124,6 +124,10 @@ class Tokenizer:
         """Return the ids of several texts, in parallel if the library supports it."""
         return self._backend.encode_batch([_valid(text) for text in texts], add_special_tokens)
 
+    def starts(self, text: str) -> list[int] | None:
+        """Return where each token of a text begins in it, without special tokens; None if the library cannot tell."""
+        return self._backend.starts(_valid(text)) if isinstance(self._backend, FastBackend) else None
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of some ids. Ids outside the vocabulary have no text; invalid UTF-8 becomes U+FFFD."""
         return self._backend.decode([token_id for token_id in token_ids if 0 <= token_id < 2**32], skip_special_tokens)
@@ -131,6 +135,14 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the text of a single token, including special tokens, for `Logprob.decoded_token`."""
         return self.pieces(skip_special_tokens=False).shown(token_id)
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes | None:
+        """Return what a token adds to a text, for `Logprob.token_bytes`; None if that is `token_text` in UTF-8."""
+        pieces = self.pieces(skip_special_tokens)
+        text = pieces[token_id]
+        if text is None:
+            return pieces.raw(token_id)
+        return b"" if skip_special_tokens and not text and self.token_text(token_id) else None
 
     def id_to_token(self, token_id: int) -> str | None:
         """Return a token as spelled in the vocabulary ("Ġthe", "<0xC3>"); None if the id is not in it."""

@@ -192,6 +192,30 @@ def test_bos_of_tool_conversations_is_never_doubled(
         assert token_ids.count(1) == int(has_bos), file
 
 
+@pytest.mark.parametrize(
+    ("file", "has_order"),
+    [
+        ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B.jinja", True),
+        ("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B.jinja", True),
+        ("llama-cpp-deepseek-r1.jinja", True),
+        ("vllm/tool_chat_template_deepseekr1.jinja", False),
+        ("vllm/tool_chat_template_deepseekv3.jinja", False),
+    ],
+)
+@pytest.mark.parametrize("content", [{"content": None}, {}])
+def test_calls_of_a_message_without_content_are_in_the_prompt(
+    shared_data: Path, file: str, has_order: bool, content: dict[str, Any]
+) -> None:
+    """These templates write calls only, or in another way, if the content is null; "" is an answer."""
+    template = (shared_data / "configs/chat-templates" / file).read_text()
+    turn = {"role": "assistant", **content, "tool_calls": [CALL]}
+    text = render(template, [CONVERSATION[0], turn, CONVERSATION[2]])
+    assert text.count("get_weather") == text.count(json.dumps(ARGUMENTS, ensure_ascii=False)) == 1
+    assert "None" not in text
+    empty = render(template, [CONVERSATION[0], {**turn, "content": ""}, CONVERSATION[2]])
+    assert ("get_weather" not in empty) == has_order
+
+
 DUMP = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
 
 
@@ -213,6 +237,64 @@ def test_templates_see_mappings(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.getMessage() for record in caplog.records] == [
         "the arguments of a call to 'f' are not a JSON object; the chat template gets {} instead"
     ] * 3
+
+
+def seen(template: str, *messages: dict[str, Any], **options: Any) -> str:
+    """What a template makes of messages."""
+    return render(template, list(messages), **options)
+
+
+def test_keys_that_were_not_sent_are_not_set() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    for message in (
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "user", "content": ""},
+        {"role": "user"},
+        {"role": "tool", "content": "4", "tool_call_id": "c", "name": "f"},
+        {"role": "assistant", "content": "Hi", "own": {"key": [None]}},
+    ):
+        assert json.loads(seen(DUMP, message)) == message
+    given = "{{ 'content' in messages[0] }} {{ messages[0].content is defined }} {{ messages[0]['content'] | trim }}."
+    assert seen(given, {"role": "user"}) == "False False ."
+    assert seen(given, {"role": "user", "content": ""}) == "True True ."
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "m.content is none",
+        "m['content'] is none",
+        "m.content is not none",
+        "m.content == none",
+        "m.get('content') != None",
+        "x is none",
+    ],
+)
+def test_null_stays_null_where_the_template_asks_for_it(test: str) -> None:
+    template = "{% for m in messages %}{% set x = m.content %}{{ (TEST) == (m['content'] is not none) }} ".replace(
+        "TEST", test
+    )
+    template += "{{ m.content }} {% endfor %}"
+    negated = "not" in test or "!=" in test
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    null, text = {"role": "assistant", "content": None}, {"role": "assistant", "content": "Hi"}
+    for message in (null, {**null, "tool_calls": [call]}, {"role": "assistant", "tool_calls": [call]}):
+        assert seen(template, message) == f"{negated} None "
+        assert seen(template, message, content_format="openai") == f"{negated} None "
+    assert seen(template, text) == f"{negated} Hi "
+    assert seen(template, {**null, "role": "user"}) == f"{negated}  ", "only the assistant's may be null"
+
+
+def test_templates_that_cannot_do_without_a_content_get_an_empty_one() -> None:
+    appending = "{% for m in messages %}{{ m.content + '.' }}{% endfor %}"
+    asking = "{% for m in messages %}{{ '' if m.content is none else '!' }}{{ m['content'] + '.' }}{% endfor %}"
+    joining = "{% for m in messages %}{{ m.content | join(',') }}{{ m.content.strip() }}.{% endfor %}"
+    for template in (appending, asking, joining):
+        for message in ({"role": "assistant"}, {"role": "assistant", "content": None}, {"role": "user"}):
+            assert seen(template, message)[-1] == "."
+            assert "None" not in seen(template, message)
+    with pytest.raises(RequestError, match="the chat template failed: no"):
+        seen("{{ raise_exception('no') }}", {"role": "user"})
 
 
 def test_messages_are_not_changed() -> None:

@@ -216,6 +216,24 @@ def test_flat_logprobs_hold_the_same(llm: LLM) -> None:
     assert len(flat.prompt_logprobs) == len(nested.prompt_logprobs or [])
 
 
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_logprobs_know_where_tokens_begin_and_what_bytes_they_have(llm: LLM, is_flat: bool) -> None:
+    emoji = llm.get_tokenizer().encode("a😀b", add_special_tokens=False)
+    params = GREEDY.clone(prompt_logprobs=0, logprobs=0, structured_outputs={"choice": ["😀é"]})
+    (output,) = llm.generate("a😀b", params.clone(flat_logprobs=is_flat), use_tqdm=False)
+    prompt = [entry for entry in output.prompt_logprobs or () if entry]
+    own = [entry[token] for entry, token in zip(prompt, output.prompt_token_ids[1:], strict=True)]
+    first = len(output.prompt_token_ids) - len(emoji)
+    assert [0, *(one.text_offset for one in own)][first:] == [0, *[1] * (len(emoji) - 2), 2]
+    (sample,) = output.outputs
+    assert sample.logprobs is not None
+    found = [entry[token] for entry, token in zip(sample.logprobs, sample.token_ids, strict=True)]
+    assert sample.text == "😀é" and sample.finish_reason == "stop"
+    assert b"".join(one.token_bytes or b"" for one in found).decode() == sample.text
+    assert [(one.decoded_token, one.text_offset) for one in found[:-1]] == [("\ufffd", 0)] * 4 + [("\ufffd", 1)] * 2
+    assert (found[-1].token_bytes, found[-1].text_offset) == (b"", 2), "the end is no part of the text"
+
+
 def test_the_cap_on_logprobs_is_the_engine_s(llm: LLM) -> None:
     with pytest.raises(RequestError, match="logprobs must be at most 20, the engine's max_logprobs; got 21"):
         llm.generate(LONG, GREEDY.clone(logprobs=21))

@@ -17,7 +17,7 @@ from jaxserve.server.http_api.generation import (
     engine_requests,
     sampling_params,
 )
-from jaxserve.server.http_api.logprobs import completion_logprobs, end_offset, prompt_logprobs
+from jaxserve.server.http_api.logprobs import completion_logprobs, prompt_logprobs
 
 FIELDS: Mapping[str, Check] = MappingProxyType(
     {
@@ -53,7 +53,7 @@ class _Completions(GenerationResponse):
         self.requests = engine_requests(call, fields, fields["prompt"], params=self.params)
         self._has_prompt_logprobs = "prompt_logprobs" in fields
         self._first_fields: dict[int, dict[str, Any]] = {}
-        self._offsets: dict[int, int] = {}
+        self._num_characters: dict[int, int] = {}
 
     async def choices(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
         if prompt not in self._first_fields:
@@ -89,15 +89,14 @@ class _Completions(GenerationResponse):
             reason = None if one.finish_reason is None else "length"
             one = CompletionOutput(one.index, "", [], finish_reason=reason)
         index = prompt * self.params.n + one.index
-        first = {} if index in self._offsets else self._first_fields[prompt]
-        logprobs = first.get("logprobs")
-        offset = self._offsets.get(index, 0) if logprobs is None else end_offset(logprobs)
+        first = {} if index in self._num_characters else self._first_fields[prompt]
+        logprobs, begin = first.get("logprobs"), len(self._first_fields[prompt]["text"])
+        offset = self._num_characters.setdefault(index, begin)
         if one.logprobs is not None and one.token_ids:
             as_ids = self.has_tokens_as_ids
-            own = completion_logprobs(one.token_ids, one.logprobs, offset=offset, as_ids=as_ids)
-            offset = end_offset(own)
+            own = completion_logprobs(one.token_ids, one.logprobs, begin=begin, offset=offset, as_ids=as_ids)
             logprobs = own if logprobs is None else {name: [*logprobs[name], *own[name]] for name in own}
-        self._offsets[index] = offset
+        self._num_characters[index] += len(one.text)
         choice: dict[str, Any] = {
             "index": index,
             **first,

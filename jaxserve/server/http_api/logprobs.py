@@ -1,6 +1,5 @@
 """Log probabilities in the forms of completions and of chat completions. JSON has no infinity: -9999 stands for it."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ def completion_logprobs(
     token_ids: Sequence[int],
     positions: SampleLogprobs | PromptLogprobs,
     *,
+    begin: int = 0,
     offset: int = 0,
     as_ids: bool = False,
     first_token: str = "",
@@ -24,27 +24,29 @@ def completion_logprobs(
     Args:
         token_ids: The tokens.
         positions: One per token; None (or empty) for the first token of a prompt.
-        offset: Characters of the text before the first token.
+        begin: Characters of the choice's text before that of the completion.
+        offset: Characters of the choice's text before the first token, if its position has no offset.
         as_ids: Write tokens as ``token_id:7``.
         first_token: Text of a token without log probabilities.
     """
     tokens, sampled, tops = list[str](), list[float | None](), list[dict[str, float] | None]()
+    offsets: list[int] = []
     for token_id, position in zip(token_ids, positions, strict=True):
-        if not position:
+        own = position[token_id] if position else None
+        if own is not None and own.text_offset is not None:
+            offset = begin + own.text_offset
+        offsets.append(offset)
+        if not position or own is None:
             tokens.append(f"token_id:{token_id}" if as_ids else first_token)
             sampled.append(None)
             tops.append(None)
+            offset += len(first_token)
             continue
-        tokens.append(_token(token_id, position[token_id], as_ids))
-        sampled.append(_finite(position[token_id].logprob))
+        tokens.append(_token(token_id, own, as_ids))
+        sampled.append(_finite(own.logprob))
         tops.append(_top(position, as_ids))
-    offsets = itertools.accumulate(map(len, tokens[:-1]), initial=offset) if tokens else ()
-    return {"text_offset": list(offsets), "token_logprobs": sampled, "tokens": tokens, "top_logprobs": tops}
-
-
-def end_offset(logprobs: Mapping[str, Any]) -> int:
-    """Return the offset after the last token of a ``logprobs`` object."""
-    return logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+        offset += len(own.decoded_token or "")
+    return {"text_offset": offsets, "token_logprobs": sampled, "tokens": tokens, "top_logprobs": tops}
 
 
 def chat_logprobs(
@@ -93,8 +95,10 @@ def prompt_logprobs(positions: PromptLogprobs) -> list[dict[str, Any] | None]:
 
 
 def _entry(token_id: int, one: Logprob, as_ids: bool) -> dict[str, Any]:
-    token = _token(token_id, one, as_ids)
-    return {"token": token, "logprob": _finite(one.logprob), "bytes": list(token.encode("utf-8", "replace"))}
+    token, raw = _token(token_id, one, as_ids), one.token_bytes
+    if raw is None and one.decoded_token is not None:
+        raw = one.decoded_token.encode("utf-8", "replace")
+    return {"token": token, "logprob": _finite(one.logprob), "bytes": None if raw is None else list(raw)}
 
 
 def _top(position: Mapping[int, Logprob], as_ids: bool) -> dict[str, float]:

@@ -41,7 +41,7 @@ def test_a_conversation_in_openais_form_reaches_the_engine() -> None:
         ],
         tools=[TOOL],
         tool_choice="none",
-        chat_template_kwargs_json='{"b": true}',
+        chat_template_kwargs_json='{"b": [true, {"c": null}]}',
     )
     function = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
 
@@ -65,7 +65,7 @@ def test_a_conversation_in_openais_form_reaches_the_engine() -> None:
                 "tools": [{"type": "function", "function": function}],
                 "add_generation_prompt": True,
                 "continue_final_message": False,
-                "chat_template_kwargs": {"a": 1, "b": True},
+                "chat_template_kwargs": {"a": 1, "b": [True, {"c": None}]},
             }
             assert seen.params.max_tokens is None and not seen.is_strict_length
 

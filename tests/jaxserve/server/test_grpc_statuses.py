@@ -156,6 +156,16 @@ BAD_REQUESTS = [
         "must be an object, got list",
     ),
     (
+        dict(messages={"messages": [{"role": "user"}], "chat_template_kwargs_json": '{"a": [NaN]}'}),
+        "messages.chat_template_kwargs_json",
+        "must hold JSON values",
+    ),
+    (
+        dict(messages={"messages": [{"role": "user"}], "chat_template_kwargs_json": '{"a": ["\\ud800"]}'}),
+        "messages.chat_template_kwargs_json",
+        "not valid Unicode",
+    ),
+    (
         dict(messages={"messages": [{"role": "user"}], "tools": [{"name": "f", "parameters_json": "{"}]}),
         "messages.tools",
         "not valid JSON",

@@ -1,5 +1,6 @@
 """``/v1/chat/completions``: messages, tools and reasoning, as a whole and as bytes of streams."""
 
+import functools
 import json
 import re
 from collections.abc import AsyncGenerator
@@ -139,6 +140,17 @@ def test_logprobs_are_of_the_likeliest_tokens() -> None:
     choice = server.post(PATH, chat(logprobs=True)).json()["choices"][0]
     assert choice["logprobs"] == {"content": [{**own, "top_logprobs": []}]}
     assert server.post(PATH, chat(logprobs=False, top_logprobs=0)).json()["choices"][0]["logprobs"] is None
+
+
+def test_bytes_are_the_tokens_own_where_tokens_are_written_as_ids() -> None:
+    server = make_server(FakeEngine(["é"]))
+    request = chat(logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True)
+    for answer in (server.post(PATH, request).json(), server.post(PATH, {**request, "stream": True}).events[-1]):
+        (entry,) = answer["choices"][0]["logprobs"]["content"]
+        assert (entry["token"], entry["bytes"]) == ("token_id:233", [195, 169])
+        assert [(top["token"], top["bytes"]) for top in entry["top_logprobs"]] == [("token_id:33", [33])]
+    (entry,) = server.post(PATH, chat(logprobs=True, detokenize=False)).json()["choices"][0]["logprobs"]["content"]
+    assert (entry["token"], entry["bytes"]) == ("token_id:233", None), "without text, nothing is known of a token"
 
 
 def test_named_tokens_have_logprobs_too() -> None:
@@ -397,6 +409,25 @@ def test_the_template_gets_its_variables() -> None:
         "continue_final_message": False,
         "chat_template_kwargs": {"a": 1, "b": True, "c": None, "reasoning_effort": "low"},
     }
+
+
+VARIABLES = {
+    "list": [1, {"deep": [None, True, -0.5, "é"]}],
+    "object": {"a b": {}, "": [[]]},
+    "least": -(2**63),
+    "most": [2**63 - 1],
+    "none": None,
+    "nested": functools.reduce(lambda inner, _: [inner], range(62), 1),
+}
+
+
+@pytest.mark.parametrize("path", [PATH, "/tokenize"])
+def test_variables_of_the_template_are_any_json(path: str) -> None:
+    server = make_server()
+    answer = server.post(path, chat(chat_template_kwargs=VARIABLES))
+    assert answer.status == 200, answer.body
+    chat_given = server.engine.request.chat
+    assert chat_given is not None and chat_given["chat_template_kwargs"] == VARIABLES
 
 
 def test_max_completion_tokens_wins() -> None:

@@ -113,6 +113,7 @@ def test_logprobs_are_lists_and_have_no_infinity() -> None:
     as_ids = {"prompt": "Hi", "logprobs": 1, "return_tokens_as_token_ids": True}
     logprobs = make_server(FakeEngine(["ab"])).post(PATH, as_ids).json()["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["token_id:97", "token_id:98"]
+    assert logprobs["text_offset"] == [0, 1], "characters of the text, not of token_id:97"
     assert logprobs["top_logprobs"][0] == {"token_id:97": -1.5, "token_id:33": -0.25}
     del as_ids["return_tokens_as_token_ids"]
     server = make_server(FakeEngine(["ab"]), return_tokens_as_token_ids=True)
@@ -120,6 +121,7 @@ def test_logprobs_are_lists_and_have_no_infinity() -> None:
     without_text = {"prompt": "Hi", "logprobs": 1, "detokenize": False}
     logprobs = make_server(FakeEngine(["ab"])).post(PATH, without_text).json()["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["token_id:97", "token_id:98"]
+    assert logprobs["text_offset"] == [0, 0], "there is no text"
 
 
 @pytest.mark.parametrize("prompt", ["Hi", [72, 105]])
@@ -141,6 +143,9 @@ def test_an_echo_begins_with_the_prompt_and_its_logprobs(prompt: Any) -> None:
     assert [part["text"] for part in parts] == ["Hia", "b"]
     joined = {name: sum((part["logprobs"][name] for part in parts), []) for name in parts[0]["logprobs"]}
     assert joined == choice["logprobs"]
+    events = server.post(PATH, {**request, "stream": True, "return_tokens_as_token_ids": True}).events
+    offsets = [event["choices"][0]["logprobs"]["text_offset"] for event in events]
+    assert sum(offsets, []) == choice["logprobs"]["text_offset"]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -1,5 +1,6 @@
 """What is answered to requests that cannot be: one object, its status, and never a 5xx for what a caller did."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,11 @@ def refusal(
     error = answer.error
     assert (error["type"], error["param"]) == (kind, param)
     assert match in error["message"]
+
+
+def nested(levels: int) -> Any:
+    """A list of lists."""
+    return functools.reduce(lambda inner, _: [inner], range(levels), 1)
 
 
 @pytest.mark.parametrize(
@@ -140,11 +146,13 @@ def test_a_wrong_completion_request_names_the_field(change: dict[str, Any], para
         ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "cannot have the variable 'tools'"),
         ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs", "cannot have the variable 'bos_token'"),
         ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs", "cannot have the variable 'a b'"),
+        ({"chat_template_kwargs": {"a": nested(64)}}, "chat_template_kwargs", "expected at most 64 levels"),
         (
-            {"chat_template_kwargs": {"a": [1]}},
+            {"chat_template_kwargs": {"a": "x" * 2**18}},
             "chat_template_kwargs",
-            "chat_template_kwargs.a must be a string, a num",
+            "262153 bytes long; the limit is 262144",
         ),
+        ({"chat_template_kwargs": {"a": [2**63]}}, "chat_template_kwargs", "integers must be from"),
         ({"chat_template_kwargs": {f"a{i}": 1 for i in range(65)}}, "chat_template_kwargs", "at most 64 variables"),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "must be one of none, minimal"),
         ({"add_special_tokens": True}, "add_special_tokens", "the chat template writes special tokens"),
