@@ -1,79 +1,22 @@
-"""Tool calls written as JSON objects with a name and arguments, and the content around calls."""
+"""Tool calls written as JSON objects with a name and arguments."""
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
+from jaxserve.parsers.content_reader import ContentReader
 from jaxserve.parsers.json_scanner import JsonScanner, whole_json
-from jaxserve.parsers.message import MessageBuilder
-from jaxserve.parsers.source import MAX_NAME_LENGTH, NotACall, Reading, Source, first_marker, partial_length
+from jaxserve.parsers.source import MAX_NAME_LENGTH, NotACall, Reading
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 
-class CallReader:
-    """Reads calls, and content between them, from a source into a message.
+class CallReader(ContentReader):
+    """Reads calls from a source into a message, and the content between them.
 
     A call opens when its name is known and its arguments have started correctly. Until then its text is held, and
     becomes content if it turns out not to be a call. An open call stays a call: if it is malformed, it ends there,
     incomplete, and reading continues as content with the offending character.
     """
-
-    def __init__(self, source: Source, message: MessageBuilder, make_id: Callable[[], str]) -> None:
-        self.source = source
-        self.message = message
-        self._make_id = make_id
-        self._ids: set[str] = set()
-
-    def open(self, name: str, call_id: str | None = None) -> None:
-        """Open a call; the held text is its beginning. It gets a new id if the model wrote none, or one twice."""
-        self.source.release()
-        if call_id is None or call_id in self._ids:
-            call_id = self._make_id()
-        self._ids.add(call_id)
-        self.message.open_call(call_id, name)
-
-    def attempt(self, reading: Reading[None]) -> Reading[bool]:
-        """Read a possible call; return whether it was one. If not, its text becomes content.
-
-        Held text of an open call is part of the call if the end of the text cuts it off, and content otherwise.
-        """
-        num_calls = self.message.num_calls
-        try:
-            yield from reading
-        except NotACall:
-            text = self.source.release()
-            if self.message.is_call_open:
-                self.message.close_call(is_complete=False)
-                text = "" if self.source.is_at_end else text
-            self.message.add_content(text)
-        return self.message.num_calls > num_calls
-
-    def read_content(self, markers: Sequence[str], separator: str = "") -> Reading[str]:
-        """Pass content on up to a marker; take the marker and return it, or "" at the end of the text.
-
-        The marker is held, with the white space before it and, right after a call, the separator: they become content
-        only if no call follows. White space between a call and the end of the text is dropped.
-        """
-        source = self.source
-        while True:
-            text = source.rest()
-            index, marker = first_marker(text, markers)
-            if not marker and source.is_ended:
-                if not (self.message.is_after_call and text.strip() in ("", separator)):
-                    self.message.add_content(text)
-                source.advance(len(text))
-                return ""
-            before = text[:index] if marker else text[: len(text) - partial_length(text, markers)]
-            before = before.rstrip()
-            if separator and self.message.is_after_call and before.lstrip() == separator:
-                before = ""
-            self.message.add_content(before)
-            source.advance(len(before))
-            if marker:
-                source.hold()
-                source.advance(index - len(before) + len(marker))
-                return marker
-            yield
 
     def read_value(self, emit: Callable[[str], None]) -> Reading[None]:
         """Pass on one JSON value.

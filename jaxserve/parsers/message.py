@@ -87,6 +87,11 @@ class MessageBuilder:
         """Number of calls so far, including an open one."""
         return len(self._calls)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is neither content nor a call."""
+        return not self._content and not self._calls
+
     def add_content(self, text: str) -> None:
         """Append to the content."""
         if text:

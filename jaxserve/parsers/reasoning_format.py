@@ -1,21 +1,20 @@
 """What every format of reasoning declares."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+import re
 from typing import ClassVar
 
-from jaxserve.parsers.source import Reading, Source
-
-Emit = Callable[[str], None]
+_SPECIAL_TOKENS = re.compile(r"\A(?:\s*<[|｜][^<>|｜]*[|｜]>)+")
 
 
-class ReasoningFormat(ABC):
-    """A format of reasoning."""
+class ReasoningFormat:
+    """A format of reasoning, between tags unless a subclass reads it otherwise (`HarmonyReasoning`)."""
 
     start_text: ClassVar[str]
     end_text: ClassVar[str]
     content_texts: ClassVar[tuple[str, ...]] = ()
     """Texts, one somewhere after the other, after which the content starts; empty: it starts after `end_text`."""
+    is_repeated: ClassVar[bool] = False
+    """Whether reasoning may begin anywhere, not only at the beginning of the completion."""
     call_texts: ClassVar[tuple[str, ...]] = ()
     """Texts that start a tool call before the content; forbidden where a grammar forces the call into the content."""
     has_special_markers: ClassVar[bool] = False
@@ -26,7 +25,7 @@ class ReasoningFormat(ABC):
         """Return whether a completion begins before the content; None if it does only if it begins with `start_text`.
 
         Args:
-          starts_inside: As in `run`.
+          starts_inside: Whether the prompt has already opened the reasoning; None if it has no markers.
         """
         return starts_inside
 
@@ -35,13 +34,17 @@ class ReasoningFormat(ABC):
         """Return the texts, one somewhere after the other, after which the content starts."""
         return cls.content_texts or (cls.end_text,)
 
-    @abstractmethod
-    def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
-        """Read to the end of the text.
-
-        Args:
-          source: The text.
-          starts_inside: Whether the prompt has already opened the reasoning; None if it has no markers.
-          reasoning: Receives the reasoning, without its tags.
-          content: Receives the rest.
-        """
+    @classmethod
+    def ends_inside(cls, turn: str) -> bool | None:
+        """Return whether the beginning of an assistant's turn ends inside the reasoning (True) or after it (False);
+        None if the turn has no text yet."""
+        start, end = cls.start_text, cls.end_text
+        if cls.is_repeated and start in turn:
+            return turn.rfind(start) > turn.rfind(end)
+        rest = _SPECIAL_TOKENS.sub("", turn).lstrip()
+        while rest.startswith(start):
+            _, is_closed, rest = rest.partition(end)
+            if not is_closed:
+                return True
+            rest = rest.lstrip()
+        return False if rest or end in turn else None

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from jaxserve.parsers.harmony import HarmonyReasoning
-from jaxserve.parsers.reasoning_format import Emit, ReasoningFormat
-from jaxserve.parsers.source import Reading, Source
+from jaxserve.parsers.reasoning_format import ReasoningFormat
 
 
 class Qwen3Reasoning(ReasoningFormat):
@@ -19,44 +18,20 @@ class Qwen3Reasoning(ReasoningFormat):
     start_text: ClassVar[str] = "<think>"
     end_text: ClassVar[str] = "</think>"
 
-    def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
-        """Read to the end of the text."""
-        is_started = yield from source.match([self.start_text])
-        if is_started or starts_inside:
-            yield from source.read_until(self.end_text, reasoning)
-        yield from _pass_rest(source, content)
 
-
-class DeepSeekR1Reasoning(ReasoningFormat):
+class DeepSeekR1Reasoning(Qwen3Reasoning):
     """Reasoning up to </think>, with or without <think> before it, unless the prompt has already closed it."""
-
-    start_text: ClassVar[str] = "<think>"
-    end_text: ClassVar[str] = "</think>"
 
     @classmethod
     def begins_inside(cls, starts_inside: bool | None) -> bool | None:
         """Return True unless the prompt has closed the reasoning."""
         return starts_inside is not False
 
-    def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
-        """Read to the end of the text."""
-        yield from Qwen3Reasoning().run(source, self.begins_inside(starts_inside), reasoning, content)
 
-
-class ThinkReasoning(ReasoningFormat):
+class ThinkReasoning(Qwen3Reasoning):
     """<think>…</think> anywhere, any number of times."""
 
-    start_text: ClassVar[str] = "<think>"
-    end_text: ClassVar[str] = "</think>"
-
-    def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
-        """Read to the end of the text."""
-        is_inside = bool((yield from source.match([self.start_text])) or starts_inside)
-        is_going = True
-        while is_going:
-            marker, emit = (self.end_text, reasoning) if is_inside else (self.start_text, content)
-            is_going = yield from source.read_until(marker, emit)
-            is_inside = not is_inside
+    is_repeated: ClassVar[bool] = True
 
 
 REASONING_FORMATS: Mapping[str, type[ReasoningFormat]] = {
@@ -66,10 +41,3 @@ REASONING_FORMATS: Mapping[str, type[ReasoningFormat]] = {
     "qwen3": Qwen3Reasoning,
     "think": ThinkReasoning,
 }
-
-
-def _pass_rest(source: Source, emit: Emit) -> Reading[None]:
-    while (yield from source.peek()):
-        rest = source.rest()
-        emit(rest)
-        source.advance(len(rest))

@@ -61,6 +61,9 @@ HERMES = f'<tool_call>\n{{"name": "get_weather", "arguments": {WEATHER}}}\n</too
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 LLAMA = f'{{"name": "get_weather", "parameters": {WEATHER}}}'
 CODER = "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n</function>\n</tool_call>"
+WITHOUT_ENDS = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nBern\n<parameter=days>\n3\n</function>\n</tool_call>"
+)
 NASTY = '{"a": "</tool_call> {\\"x\\": [TOOL_CALLS]", "b": [{}, {"c": [1, -2.5e3, null]}], "d": "<tool_call>\\\\"}'
 
 
@@ -91,10 +94,13 @@ def deepseek(*calls: str, separator: str = "") -> str:
 KIMI_END = "<|tool_call_end|><|tool_calls_section_end|>"
 
 
-def kimi(call_id: str, arguments: str) -> str:
-    """A call of Kimi K2."""
+KIMI = "<|tool_calls_section_begin|>"
+
+
+def kimi(call_id: str, arguments: str, lead: str = "") -> str:
+    """A call of Kimi K2; lead: text before it in its section."""
     call = f"<|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{arguments}"
-    return f"<|tool_calls_section_begin|>{call}{KIMI_END}"
+    return f"{KIMI}{lead}{call}{KIMI_END}"
 
 
 CASES = [
@@ -112,7 +118,7 @@ CASES = [
     Case("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', None, [("f", '{"a": 1}')]),
     Case("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}', None, [("f", '{"a": 1}')]),
     Case("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>', None, [("f", '{"a": "x\\ny"}')]),
-    Case("hermes", '<tool_call>{"name": "f", "arguments": {}} more</tool_call>', " more</tool_call>", [("f", "{}")]),
+    Case("hermes", '<tool_call>{"name": "f", "arguments": {}} more</tool_call>', " more", [("f", "{}")]),
     # No calls: all of it is content.
     Case("hermes", "a <tool_call>no call</tool_call> b", "a <tool_call>no call</tool_call> b", []),
     Case("hermes", '<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
@@ -133,6 +139,12 @@ CASES = [
         None,
         [("f", '{"a":…'), ("now", "{}")],
     ),
+    # Closing markers after a call are never content; those of a block that is no call are.
+    Case("hermes", f"{NOW}</tool_call>\n</tool_call> A", " A", [("now", "{}")]),
+    Case("hermes", f"<tool_call>\n{NOW}", None, [("now", "{}")]),
+    Case("hermes", f"{NOW} <tool_call>no</tool_call> A", " <tool_call>no</tool_call> A", [("now", "{}")]),
+    Case("hermes", '<tool_call>{"name": "f", "arguments": {"a": !}}</tool_call> A', "!}} A", [("f", '{"a": …')]),
+    Case("hermes", f"</tool_call> A {NOW}", "</tool_call> A", [("now", "{}")]),
     # ---- Llama 3
     Case("llama3_json", LLAMA, None, [("get_weather", WEATHER)]),
     Case("llama3_json", f"<|python_tag|>{LLAMA}", None, [("get_weather", WEATHER)]),
@@ -147,6 +159,24 @@ CASES = [
     Case("llama3_json", "void f() { return {}; }", "void f() { return {}; }", []),
     Case("llama3_json", '{"name": "f", "parameters": {"a": 1', None, [("f", '{"a": 1…')]),
     Case("llama3_json", '{"name": "f", "parameters": {"a": !} x', "!} x", [("f", '{"a": …')]),
+    Case("llama3_json", f"<|python_start|>{LLAMA}<|python_end|>", None, [("get_weather", WEATHER)]),
+    Case(
+        "llama3_json", f"A <|python_start|>\n{LLAMA}; {LLAMA}\n<|python_end|> B", "A B", [("get_weather", WEATHER)] * 2
+    ),
+    Case("llama3_json", f"<|python_start|>Sure.<|python_end|>{LLAMA}", "Sure.", [("get_weather", WEATHER)]),
+    Case("llama3_json", f"<|python_start|><|python_end|>{LLAMA}", None, [("get_weather", WEATHER)]),
+    Case("llama3_json", "<|python_start|>[now()]<|python_end|>", None, [("now", "{}")]),
+    Case("llama3_json", f"<|python_start|>[{LLAMA}, {LLAMA}]<|python_end|>", None, [("get_weather", WEATHER)] * 2),
+    Case("llama4_json", f"<|python_tag|>[{LLAMA}]", None, [("get_weather", WEATHER)]),
+    Case("llama3_json", "<|python_start|>1 + 1<|python_end|> A", "<|python_start|>1 + 1<|python_end|> A", []),
+    Case("llama3_json", '<|python_start|>{"a": 1}<|python_end|>', '<|python_start|>{"a": 1}<|python_end|>', []),
+    Case("llama3_json", "<|python_start|>[1]<|python_end|>", "<|python_start|>[1]<|python_end|>", []),
+    Case(
+        "llama3_json",
+        '<|python_start|>{"name": "f", "parameters": {"a": !}}<|python_end|> A',
+        "!}} A",
+        [("f", '{"a": …')],
+    ),
     # ---- Mistral
     Case("mistral", f'[TOOL_CALLS][{{"name": "f", "arguments": {NASTY}}}]', None, [("f", NASTY)]),
     Case(
@@ -192,6 +222,21 @@ CASES = [
     Case("qwen3", "a <function=b c", "a <function=b c", []),
     Case("qwen3", "<tool_call>\n<function=f>\n<parameter=a>\nbc", None, [("f", '{"a": "bc…')]),
     Case("qwen3", f"{CODER[:-24]}oops", "\noops", [("get_weather", '{"city": "Zürich"…')]),
+    Case("qwen3", f"<tool_call>\nI look.\n{CODER[12:]}", "\nI look.", [("get_weather", '{"city": "Zürich"}')]),
+    Case("qwen3", "<tool_call> no </tool_call> A", "<tool_call> no </tool_call> A", []),
+    Case("qwen3", f"<tool_call> no {CODER}", "<tool_call> no", [("get_weather", '{"city": "Zürich"}')]),
+    Case("qwen3", "<tool_call>\n<function=now>\n</tool_call></tool_call> A", " A", [("now", "{}")]),
+    Case("qwen3", "<function=now></function> </function> A", " </function> A", [("now", "{}")]),
+    # A value ends at its own tag or at one that comes after it.
+    Case("qwen3", WITHOUT_ENDS, None, [("get_weather", '{"city": "Bern", "days": 3}')]),
+    Case("qwen3", WITHOUT_ENDS[:-25], None, [("get_weather", '{"city": "Bern", "days": 3…')]),
+    Case(
+        "qwen3",
+        "<function=f><parameter=a>x</parameter>oops</parameter></function></tool_call> A",
+        "oops A",
+        [("f", '{"a": "x"…')],
+    ),
+    Case("qwen3", "<function=f><parameter=a>x</parameter><parameter=ke", None, [("f", '{"a": "x", "ke…')]),
     # ---- DeepSeek
     Case("deepseek_v3", deepseek(v3("get_weather", WEATHER)), None, [("get_weather", WEATHER)]),
     Case(
@@ -208,7 +253,7 @@ CASES = [
     Case(
         "deepseek_v3",
         deepseek(v3("f", '{"a": !}')),
-        "!}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "!}\n",
         [("f", '{"a": …')],
     ),
     Case("deepseek_v3", deepseek(v3("f", '{"a": 1}'))[:-30], None, [("f", '{"a": 1}')]),
@@ -217,6 +262,13 @@ CASES = [
     Case("deepseek_v31", f"A{deepseek(v31('now', '{}'))}B", "AB", [("now", "{}")]),
     Case("deepseek_v31", deepseek("f<｜tool▁sep｜>"), deepseek("f<｜tool▁sep｜>"), []),
     Case("deepseek_v31", f'{SECTION}<｜tool▁call▁begin｜>f<｜tool▁sep｜>{{"a": "b', None, [("f", '{"a": "b…')]),
+    Case("deepseek_v3", f"A {SECTION} B {v3('now', '{}')} C<｜tool▁calls▁end｜> D", "A  B C D", [("now", "{}")]),
+    Case("deepseek_v3", deepseek(v3("now", "{}"), v3("f", "[1]")), v3("f", "[1]"), [("now", "{}")]),
+    Case("deepseek_v3", deepseek(v3("now", "{}")).replace("▁", "_"), None, [("now", "{}")]),
+    Case("deepseek_v31", deepseek(v31("now", "{}")).replace("▁", " "), None, [("now", "{}")]),
+    Case("deepseek_v31", deepseek(v31("now", "{}")).replace("▁", "\\_"), None, [("now", "{}")]),
+    Case("deepseek_v31", deepseek(v31("now", "{}")).replace("｜", "|"), None, [("now", "{}")]),
+    Case("deepseek_v3", deepseek(v3("now", "{}")[len("<｜tool▁call▁begin｜>") :]), None, [("now", "{}")]),
     # ---- Kimi K2
     Case("kimi_k2", kimi("functions.get_weather:0", WEATHER), None, [("get_weather", WEATHER)]),
     Case("kimi_k2", f"Hm. {kimi('functions.a.b:12', NASTY)}\n", "Hm.", [("a.b", NASTY)]),
@@ -225,7 +277,15 @@ CASES = [
     Case("kimi_k2", kimi("functions.f:0", "oops"), kimi("functions.f:0", "oops"), []),
     Case("kimi_k2", kimi("", "{}"), kimi("", "{}"), []),
     Case("kimi_k2", kimi("functions.f:0", '{"a": tru').removesuffix(KIMI_END), None, [("f", '{"a": tru…')]),
-    Case("kimi_k2", kimi("functions.f:0", '{"a": 1] b'), f"] b{KIMI_END}", [("f", '{"a": 1…')]),
+    Case("kimi_k2", kimi("functions.f:0", '{"a": 1] b'), "] b", [("f", '{"a": 1…')]),
+    Case("kimi_k2", f"A {kimi('functions.f:0', '{}', ' B ')} C", "A  B C", [("f", "{}")]),
+    Case("kimi_k2", f"A {kimi('functions.f:0', 'oops', ' B ')} C", f"A {kimi('functions.f:0', 'oops', ' B ')} C", []),
+    Case("kimi_k2", f"{KIMI} B {kimi('functions.f:0', '{}')}", " B", [("f", "{}")]),
+    Case("kimi_k2", f"{KIMI} B <|tool_calls_section_end|>", f"{KIMI} B <|tool_calls_section_end|>", []),
+    Case("kimi_k2", f"{KIMI} B", f"{KIMI} B", []),
+    Case("kimi_k2", kimi("functions.f:0", "{}").replace("calls_section", "call_section"), None, [("f", "{}")]),
+    Case("kimi_k2", kimi("functions.f:0", "{}").replace("<|tool_call_begin|>", ""), None, [("f", "{}")]),
+    Case("kimi_k2", f"{kimi('functions.f:0', '{}')} A <|tool_calls_section_end|>", " A ", [("f", "{}")]),
     # ---- Python
     Case("pythonic", '[get_weather(city="Zürich", days=2)]', None, [("get_weather", WEATHER)]),
     Case("pythonic", "\n[now(), f(a=1,), ]\n", None, [("now", "{}"), ("f", '{"a": 1}')]),
@@ -256,9 +316,21 @@ CASES = [
     Case("pythonic", "[f(x) for x in y]", "[f(x) for x in y]", []),
     Case("pythonic", "[f(a", "[f(a", []),
     Case("pythonic", '[f(a=1, "b")]', ', "b")]', [("f", '{"a": 1…')]),
-    Case("pythonic", "[f(a=b)]", "b)]", [("f", '{"a": …')]),
-    Case("pythonic", "[f(a=inf)]", "inf)]", [("f", '{"a": …')]),
-    Case("pythonic", "[f(a=1e999j)]", "1e999j)]", [("f", '{"a": …')]),
+    Case(
+        "pythonic",
+        "[f(a=b, c={d: inf, 1: 2024-01-01})]",
+        None,
+        [("f", '{"a": "b", "c": {"d": "inf", "1": "2024-01-01"}}')],
+    ),
+    Case("pythonic", "[f(a=1e999j)]", None, [("f", '{"a": "1e999j"}')]),
+    Case("pythonic", "[f(a=b c)]", " c)]", [("f", '{"a": "b"…')]),
+    Case("pythonic", "[f(a=Zür", None, [("f", '{"a": "Zür…')]),
+    Case("pythonic", "[f(a=1, ke", None, [("f", '{"a": 1, "ke…')]),
+    Case("pythonic", "<|python_start|>[now(), f(a=1)]<|python_end|>", None, [("now", "{}"), ("f", '{"a": 1}')]),
+    Case("pythonic", "Sure. <|python_start|>[now()]<|python_end|> A", "Sure. A", [("now", "{}")]),
+    Case("llama4_pythonic", f"<|python_start|>{LLAMA}<|python_end|>", None, [("get_weather", WEATHER)]),
+    Case("pythonic", "<|python_start|>1 + 1<|python_end|>", "<|python_start|>1 + 1<|python_end|>", []),
+    Case("pythonic", "[now()]<|python_end|>", None, [("now", "{}")]),
     Case("pythonic", r'[f(a="\xZ1")]', 'Z1")]', [("f", '{"a": "…')]),
     Case("pythonic", '[f(a=[1, {"b": "c', None, [("f", '{"a": [1, {"b": "c…')]),
     Case("pythonic", "[now(), oops", "oops", [("now", "{}")]),
