@@ -84,7 +84,7 @@ def starts_in_reasoning(prompt: str, name: str, last: LastMessage | None = None)
     turn = last_turn(prompt)
     if turn is not None:
         return reasoning.ends_inside(turn)
-    is_users = bool(text) and prompt.rstrip().endswith(text)
+    is_users = bool(text) and prompt.rstrip().endswith(text) and prompt.count(text) == 1
     return None if is_users else _opened_by_ending(prompt, reasoning)
 
 

@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from itertools import count, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,9 +15,18 @@ from hypothesis import strategies as st
 from jaxserve.cli_arguments import field_docs
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.parsers import MessageDelta, MessageParser, ParsedMessage, tool_choice_schema, tool_parser
+from jaxserve.parsers import (
+    MessageDelta,
+    MessageParser,
+    ParsedMessage,
+    starts_in_reasoning,
+    tool_choice_schema,
+    tool_parser,
+)
 from jaxserve.parsers.json_scanner import MAX_DEPTH, JsonScanner, whole_json
 from jaxserve.parsers.reasoning_formats import REASONING_FORMATS
+from jaxserve.parsers.schema_types import value_types
+from jaxserve.parsers.source import MAX_HELD_LENGTH
 from jaxserve.parsers.tool_formats import TOOL_FORMATS
 
 TOOLS: list[dict[str, Any]] = [
@@ -541,6 +551,107 @@ def test_work_grows_with_the_text_alone() -> None:
             text = unit * 2000
             assert make_parser(name).parse(text).content == text
             assert taken <= 3 * len(text)
+
+
+INTEGER, DEFINED = {"type": "integer"}, {"N": {"type": "integer"}, "A/B": {"$ref": "#/definitions/N"}}
+LOOP: dict[str, Any] = {"anyOf": [{"$ref": "#/$defs/L"}, {"$ref": "#"}, {"type": "null"}] * 8}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"properties": {"a": INTEGER}}, {"integer"}),
+        ({"properties": {"a": {"$ref": "#/$defs/N"}}, "$defs": DEFINED}, {"integer"}),
+        ({"properties": {"a": {"$ref": "#/definitions/N"}}, "definitions": DEFINED}, {"integer"}),
+        ({"properties": {"a": {"$ref": "#/definitions/A~1B"}}, "definitions": DEFINED}, {"integer"}),
+        ({"properties": {"a": {"$ref": "#/properties/b"}, "b": INTEGER}}, {"integer"}),
+        ({"properties": {"a": {"allOf": [{"$ref": "#/$defs/N"}], "default": 1}}, "$defs": DEFINED}, {"integer"}),
+        (
+            {"properties": {"a": {"anyOf": [{"allOf": [{"$ref": "#/$defs/N"}]}, {"type": "null"}]}}, "$defs": DEFINED},
+            {"integer", "null"},
+        ),
+        ({"properties": {"a": {"oneOf": [INTEGER, {"const": "x"}]}}}, {"integer", "string"}),
+        ({"$ref": "#/$defs/All", "$defs": {"All": {"properties": {"a": INTEGER}}}}, {"integer"}),
+        ({"allOf": [{"properties": {"b": {}}}, {"properties": {"a": INTEGER}}]}, {"integer"}),
+        ({"properties": {"b": {}}, "additionalProperties": INTEGER}, {"integer"}),
+        ({"properties": {"a": {"type": ["integer", "null"]}}}, {"integer", "null"}),
+        ({"properties": {"a": {"type": "integer", "nullable": True}}}, {"integer", "null"}),
+        ({"properties": {"a": {"items": {}}}}, {"array"}),
+        ({"properties": {"a": LOOP}, "$defs": {"L": LOOP}}, {"null"}),
+        ({"properties": {"a": {"$ref": "#/$defs/none"}}}, set()),
+        ({"properties": {"a": {"$ref": "other.json#/N"}}}, set()),
+        ({"properties": {"a": {"type": [{}, 5], "anyOf": 5, "enum": 5, "$ref": 5}}}, set()),
+        ({"properties": 5, "additionalProperties": False}, set()),
+        ({}, set()),
+    ],
+)
+def test_types_are_found_wherever_the_schema_has_them(schema: dict[str, Any], expected: set[str]) -> None:
+    assert value_types(schema, "a") == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "qwen3_xml"])
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        ("integer", "3", 3),
+        ("integer", "3.5", "3.5"),
+        ("integer", "three", "three"),
+        ("number", "1e3", 1000.0),
+        ("number", "NaN", "NaN"),
+        ("boolean", "True", True),
+        ("boolean", "yes", "yes"),
+        ("object", '{"a": [1]}', {"a": [1]}),
+        ("object", "{'a': 1}", "{'a': 1}"),
+        ("object", "[1]", "[1]"),
+        ("array", '["a"]', ["a"]),
+        ("array", "a, b", "a, b"),
+        ("null", "none at all", "none at all"),
+        ("string", "3", "3"),
+    ],
+)
+def test_a_value_that_its_type_does_not_allow_is_text(name: str, kind: str, value: str, expected: Any) -> None:
+    properties = {"v": {"anyOf": [{"$ref": "#/definitions/V"}]}}
+    parameters = {"type": "object", "properties": properties, "definitions": {"V": {"type": kind}}}
+    schemas = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    text = f"<tool_call>\n<function=f>\n<parameter=v>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = MessageParser(None, name, schemas=schemas).parse(text).tool_calls
+    assert json.loads(call.arguments) == {"v": expected}
+
+
+def test_public_reports(shared_data: Path) -> None:
+    for case in json.loads((shared_data / "reports/parsers.json").read_text()):
+        names = (case.get("reasoning"), case.get("tools"))
+        is_inside = case.get("prompt_ends_in_reasoning")
+        if "prompt" in case:
+            is_inside = starts_in_reasoning(case["prompt"], case["reasoning"])
+        options = {"schemas": case.get("schemas"), "prompt_ends_in_reasoning": is_inside, "make_id": lambda: "0"}
+        message = MessageParser(*names, **options).parse(case["text"])
+        expected, content = case["expected"], (message.content or "").strip()
+        assert [[call.name, json.loads(call.arguments)] for call in message.tool_calls] == expected["calls"]
+        assert (message.reasoning or "").strip() == expected.get("reasoning", "")
+        assert content == (expected.get("content") or "") or "content_starts" in expected
+        assert content.startswith(expected.get("content_starts", ""))
+        assert expected.get("content_lacks", "<") not in content
+        for cut in range(len(case["text"])):
+            parser = MessageParser(*names, **options)
+            parser.feed(case["text"][:cut])
+            parser.finish(case["text"][cut:])
+            assert parser.message() == message
+
+
+def test_text_between_a_section_and_its_call_is_held_up_to_a_limit() -> None:
+    parser = make_parser("kimi_k2")
+    assert not parser.feed(f"{KIMI} B ")
+    assert parser.feed("<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{").content == " B"
+    long = f"{KIMI}{'y' * MAX_HELD_LENGTH}"
+    parser = make_parser("kimi_k2")
+    assert not parser.feed(long)
+    assert parser.feed("y").content == f"{long}y"
+    for length in (MAX_HELD_LENGTH - 1, MAX_HELD_LENGTH, MAX_HELD_LENGTH + 1):
+        text = kimi("functions.f:0", "{}", "y" * length)
+        message = check_stream(lambda: make_parser("kimi_k2"), [text[:-60], *text[-60:]])
+        assert shown(message) == [("f", "{}")]
+        assert (message.content or "").startswith(KIMI) is (length > MAX_HELD_LENGTH)
 
 
 # ------------------------------------------------------------------------------------------------ any JSON
