@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 
-from jaxserve.parsers.call_object import CallReader
+from jaxserve.parsers.call_reader import CallReader
 from jaxserve.parsers.message import MessageBuilder
 from jaxserve.parsers.source import MAX_HELD_LENGTH, Reading, Source
 
@@ -34,7 +34,7 @@ class CallFinder:
           Otherwise how many of the unread characters were tried; at most `MAX_HELD_LENGTH`.
         """
         trial = Source()
-        reading = self._run(CallReader(trial, _Trial(self._names), str))
+        reading = self._run(CallReader(trial, MessageBuilder(self._check), str))
         num_fed = 0
         while True:
             text = source.rest()
@@ -53,19 +53,6 @@ class CallFinder:
             yield
         return max(1, num_fed - len(trial.rest()))
 
-
-class _Trial(MessageBuilder):
-    """Tells the first part of a message by an exception."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__()
-        self._names = names
-
-    def add_content(self, text: str) -> None:
-        """Refuse text."""
-        if text:
-            raise _Refused
-
-    def open_call(self, call_id: str, name: str) -> None:
-        """Refuse a call of another tool; end the trial by one of an offered tool."""
+    def _check(self, name: str | None) -> None:
+        """End the trial at the first part of the message."""
         raise _Opened if name in self._names else _Refused

@@ -3,7 +3,7 @@
 import json
 import re
 
-from jaxserve.parsers.call_object import CallReader
+from jaxserve.parsers.call_reader import CallReader
 from jaxserve.parsers.json_scanner import escaped, whole_json
 from jaxserve.parsers.schema_types import Schemas, value_types
 from jaxserve.parsers.source import NotACall, Reading

@@ -10,15 +10,16 @@ from typing import Any, TypeVar
 
 from jaxserve.errors import ConfigError
 from jaxserve.parsers.call_finder import CallFinder
-from jaxserve.parsers.call_object import CallReader
+from jaxserve.parsers.call_reader import CallReader
 from jaxserve.parsers.harmony import HarmonyReasoning
 from jaxserve.parsers.message import MessageBuilder, MessageDelta, ParsedMessage
 from jaxserve.parsers.reasoning_format import ReasoningFormat
-from jaxserve.parsers.reasoning_formats import REASONING_FORMATS
+from jaxserve.parsers.reasoning_formats import REASONING_FORMATS, TagReasoning
 from jaxserve.parsers.reasoning_reader import ReasoningReader, ReasoningTags
 from jaxserve.parsers.source import Reading, Source
 from jaxserve.parsers.tool_choice import chosen_function, parameter_schemas
-from jaxserve.parsers.tool_formats import TOOL_FORMATS, NamedFormat, RequiredFormat, TextFormat, ToolFormat
+from jaxserve.parsers.tool_format import TextFormat, ToolFormat
+from jaxserve.parsers.tool_formats import TOOL_FORMATS, NamedFormat, RequiredFormat
 
 Format = TypeVar("Format")
 
@@ -79,6 +80,9 @@ class MessageParser:
     The result depends only on the text, not on its division into pieces: concatenating the deltas gives the texts of
     `message()` and `parse()`. Nothing in a delta is ever retracted.
 
+    Reasoning ends at its closing marker, or where a call of an offered tool begins a line in it; the closing marker is
+    then dropped when it comes. The markers of calls are never content; a block that is no call is, as a whole.
+
     White space between content and a call after it, or between the last call and the end, belongs to the format and is
     dropped; all other text outside of calls is content, including text that only resembles a call. See `CallReader` for
     malformed calls.
@@ -117,15 +121,15 @@ class MessageParser:
         self._finder = CallFinder(self._format.run, self._format.schemas) if self._format.schemas else None
         reasoning = chosen_reasoning(reasoning, tools)
         thoughts = None if reasoning is None else reasoning_parser(reasoning)
-        source, tags, is_harmony = Source(), None, thoughts is not None and issubclass(thoughts, HarmonyReasoning)
-        if thoughts is not None and not is_harmony:
+        source, tags = Source(), None
+        if thoughts is not None and issubclass(thoughts, TagReasoning):
             pair = (thoughts.start_text, thoughts.end_text)
             tags = ReasoningTags(source, message, pair, self._finder, is_repeated=thoughts.is_repeated)
         id_length = None if tools is None else tool_parser(tools).id_length
         reader = CallReader(source, message, make_id or partial(make_call_id, id_length), tags)
         is_inside = thoughts is not None and thoughts.begins_inside(prompt_ends_in_reasoning)
         self._drivers = [_Driver(source, self._read_all(reader, tags, is_inside))]
-        if is_harmony:
+        if thoughts is HarmonyReasoning:
             messages, content = Source(), self._drivers[0].feed
             make_reader = partial(self._reasoning_reader, messages)
             reading = HarmonyReasoning.run(

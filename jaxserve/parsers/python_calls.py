@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable
 
-from jaxserve.parsers.call_object import CallReader
+from jaxserve.parsers.call_reader import CallReader
 from jaxserve.parsers.json_scanner import MAX_DEPTH, escaped, whole_json
 from jaxserve.parsers.source import MAX_NAME_LENGTH, NotACall, Reading
 

@@ -1,13 +1,40 @@
 """Formats of reasoning. Each splits a completion into reasoning and the rest."""
 
+import re
 from collections.abc import Mapping
 from typing import ClassVar
 
 from jaxserve.parsers.harmony import HarmonyReasoning
 from jaxserve.parsers.reasoning_format import ReasoningFormat
 
+_SPECIAL_TOKENS = re.compile(r"\A(?:\s*<[|｜][^<>|｜]*[|｜]>)+")
 
-class Qwen3Reasoning(ReasoningFormat):
+
+class TagReasoning(ReasoningFormat):
+    """<think>…</think>."""
+
+    start_text: ClassVar[str] = "<think>"
+    end_text: ClassVar[str] = "</think>"
+    is_repeated: ClassVar[bool] = False
+    """Whether reasoning may begin anywhere, not only at the beginning of the completion."""
+
+    @classmethod
+    def ends_inside(cls, turn: str) -> bool | None:
+        """Return whether the beginning of an assistant's turn ends inside the reasoning (True) or after it (False);
+        None if the turn has no text yet."""
+        start, end = cls.start_text, cls.end_text
+        if cls.is_repeated and start in turn:
+            return turn.rfind(start) > turn.rfind(end)
+        rest = _SPECIAL_TOKENS.sub("", turn).lstrip()
+        while rest.startswith(start):
+            _, is_closed, rest = rest.partition(end)
+            if not is_closed:
+                return True
+            rest = rest.lstrip()
+        return False if rest or end in turn else None
+
+
+class Qwen3Reasoning(TagReasoning):
     """<think>…</think> at the beginning of the completion, if at all.
 
     With `enable_thinking=False` the template writes an empty pair into the prompt, and the completion has none.
@@ -15,11 +42,8 @@ class Qwen3Reasoning(ReasoningFormat):
     otherwise closes it.
     """
 
-    start_text: ClassVar[str] = "<think>"
-    end_text: ClassVar[str] = "</think>"
 
-
-class DeepSeekR1Reasoning(Qwen3Reasoning):
+class DeepSeekR1Reasoning(TagReasoning):
     """Reasoning up to </think>, with or without <think> before it, unless the prompt has already closed it."""
 
     @classmethod
@@ -28,7 +52,7 @@ class DeepSeekR1Reasoning(Qwen3Reasoning):
         return starts_inside is not False
 
 
-class ThinkReasoning(Qwen3Reasoning):
+class ThinkReasoning(TagReasoning):
     """<think>…</think> anywhere, any number of times."""
 
     is_repeated: ClassVar[bool] = True

@@ -62,7 +62,7 @@ class ReasoningReader:
             self._pass(text[:index])
             if marker in ends or (not marker and self._source.is_ended):
                 return marker
-            if marker and (yield from self._is_call()):
+            if marker and (yield from self._begins_call()):
                 self.found_call = True
                 return ""
             if marker:
@@ -82,7 +82,7 @@ class ReasoningReader:
             _, is_broken, line = text.rpartition("\n")
             self._begins_line = not line.strip() and (bool(is_broken) or self._begins_line)
 
-    def _is_call(self) -> Reading[bool]:
+    def _begins_call(self) -> Reading[bool]:
         if self._finder is None or not self._begins_line or self._num_tried > 0:
             return False
         self._num_tried = yield from self._finder.find(self._source)
@@ -96,7 +96,7 @@ class ReasoningReader:
 
 
 class ReasoningTags:
-    """Reasoning between tags, in the text that a `ContentReader` reads.
+    """Reasoning between tags, in the text that a `CallReader` reads.
 
     Args:
       source: The text.

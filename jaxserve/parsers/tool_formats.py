@@ -1,60 +1,23 @@
 """Formats of tool calls. Each reads a whole completion: calls, and the content around them."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from jaxserve.parsers.call_object import CallReader
-from jaxserve.parsers.content_reader import Spellings
-from jaxserve.parsers.function_tags import FUNCTION_START, Schemas, TagCallReader
+from jaxserve.parsers.call_object import CallObjectReader
+from jaxserve.parsers.call_reader import CallReader, Spellings
+from jaxserve.parsers.function_tags import FUNCTION_START, TagCallReader
 from jaxserve.parsers.harmony import CALL_END, CALL_START, FUNCTIONS, MESSAGE
 from jaxserve.parsers.json_scanner import JsonScanner
 from jaxserve.parsers.python_calls import PythonCallReader
+from jaxserve.parsers.section_formats import DeepSeekFormat, KimiK2Format
 from jaxserve.parsers.source import NotACall, Reading
+from jaxserve.parsers.tool_format import ToolFormat
 
 _CALL_START = "<tool_call>"
 _CALL_ENDS = ("</tool_call>",)
 _CALLS = "[TOOL_CALLS]"
 _CALL_KEYS = frozenset(["name", "type", "id"])
 _PYTHON_TAG, _PYTHON_START, _PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
-
-
-def _deepseek_spellings(*markers: str) -> Spellings:
-    """Return markers as DeepSeek models write them, whose special tokens also come apart into ordinary ones."""
-    spaced = [marker.replace("▁", space) for marker in markers for space in ("▁", "_", " ", "\\_")]
-    return (*spaced, *(marker.replace("｜", "|") for marker in spaced))
-
-
-class ToolFormat(ABC):
-    """A format of tool calls.
-
-    Args:
-      schemas: The parameters of the offered tools; JSON formats ignore them, because JSON has types.
-    """
-
-    id_length: ClassVar[int | None] = None
-    """Length of the alphanumeric ids that the model's template requires; None for vLLM's usual ids."""
-    reasoning: ClassVar[str | None] = None
-    """Name of the reasoning format that has to read the text first; None if any or none may."""
-    starts: ClassVar[Spellings] = ()
-    """Markers that begin calls."""
-    leading_starts: ClassVar[Spellings] = ()
-    """Markers that begin calls only where no content comes first."""
-
-    def __init__(self, schemas: Schemas) -> None:
-        self.schemas = schemas
-
-    @abstractmethod
-    def run(self, reader: CallReader) -> Reading[None]:
-        """Read to the end of the text."""
-
-
-class TextFormat(ToolFormat):
-    """Content alone."""
-
-    def run(self, reader: CallReader) -> Reading[None]:
-        """Read to the end of the text."""
-        yield from reader.read_content([])
 
 
 class HermesFormat(ToolFormat):
@@ -66,7 +29,7 @@ class HermesFormat(ToolFormat):
         """Read to the end of the text."""
         while (yield from reader.read_content(self.starts)):
             yield from reader.source.skip_all(self.starts)  # small models repeat it
-            yield from reader.read_block(_read_object(reader), [_CALL_ENDS])
+            yield from reader.read_block(CallObjectReader(reader).read_object(), [_CALL_ENDS])
 
 
 class Qwen3Format(ToolFormat):
@@ -87,7 +50,7 @@ class Qwen3Format(ToolFormat):
             if not marker:
                 marker = yield from reader.read_lead([FUNCTION_START], ends=[_CALL_START, *_CALL_ENDS])
             if marker == "{":
-                yield from reader.read_block(reader.read_call(), [_CALL_ENDS])
+                yield from reader.read_block(CallObjectReader(reader).read_call(), [_CALL_ENDS])
             elif marker:
                 yield from reader.read_block(tags.read_function(), [_CALL_ENDS])
 
@@ -128,9 +91,9 @@ class MistralFormat(ToolFormat):
         while (yield from reader.read_content(self.starts)):
             yield from source.skip_all(self.starts)
             if (yield from source.match(["["])):
-                yield from _read_list(reader, lambda: _read_object(reader))
+                yield from _read_list(reader, CallObjectReader(reader).read_object)
             elif (yield from source.peek_past_space()) == "{":
-                yield from reader.attempt(_read_object(reader))
+                yield from reader.attempt(CallObjectReader(reader).read_object())
             else:
                 yield from reader.attempt(self._read_named(reader))
 
@@ -141,93 +104,7 @@ class MistralFormat(ToolFormat):
             call_id = (yield from source.read_name("[ARGS]")).strip()
         else:
             yield from source.match(["[ARGS]"])
-        yield from _read_named_call(reader, name, call_id)
-
-
-class SectionFormat(ToolFormat):
-    """Calls between markers, all of them between the markers of a section, which may be missing."""
-
-    section_starts: ClassVar[Spellings]
-    section_ends: ClassVar[Spellings]
-    call_starts: ClassVar[Spellings]
-    call_ends: ClassVar[Spellings]
-    bare_starts: ClassVar[Spellings]
-    """Texts that begin the first call of a section without a marker of its own."""
-
-    def run(self, reader: CallReader) -> Reading[None]:
-        """Read to the end of the text."""
-        while marker := (yield from reader.read_content(self.starts)):
-            closings, outer = [self.call_ends], [self.section_ends]
-            if marker in self.section_starts:
-                closings, outer = [*closings, *outer], []
-                marker = yield from reader.source.match(self.bare_starts)
-                if not marker:
-                    marker = yield from reader.read_lead(self.call_starts, self.section_starts, self.section_ends)
-            if marker:
-                yield from reader.read_block(self.read_call(reader, marker), closings, outer)
-
-    @abstractmethod
-    def read_call(self, reader: CallReader, marker: str) -> Reading[None]:
-        """Read one call, whose opening marker was already taken, up to the end of its arguments."""
-
-
-class DeepSeekFormat(SectionFormat):
-    """<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜> of DeepSeek V3.1, or V3's and R1's longer form.
-
-    The longer form has a type before the name, and the arguments in a block of Markdown; line breaks are spaces here:
-    <｜tool▁call▁begin｜>function<｜tool▁sep｜>name ```json {…} ```<｜tool▁call▁end｜>
-    """
-
-    section_starts: ClassVar[Spellings] = _deepseek_spellings("<｜tool▁calls▁begin｜>", "<｜tool▁calls｜>")
-    section_ends: ClassVar[Spellings] = _deepseek_spellings("<｜tool▁calls▁end｜>")
-    call_starts: ClassVar[Spellings] = _deepseek_spellings("<｜tool▁call▁begin｜>")
-    call_ends: ClassVar[Spellings] = (
-        *(end for one in _deepseek_spellings("<｜tool▁call▁end｜>") for end in (one, f"```{one}", f"```\n{one}")),
-    )
-    separators: ClassVar[Spellings] = _deepseek_spellings("<｜tool▁sep｜>")
-    bare_starts: ClassVar[Spellings] = tuple(f"function{one}" for one in separators)
-    starts: ClassVar[Spellings] = (*section_starts, *call_starts)
-
-    def read_call(self, reader: CallReader, marker: str) -> Reading[None]:
-        """Read one call, whose opening marker was already taken, up to the end of its arguments."""
-        source, is_fenced = reader.source, False
-        name = yield from source.read_identifier()
-        if marker not in self.bare_starts:
-            yield from source.take(*self.separators)
-        if (yield from source.peek_past_space()) != "{":
-            if marker not in self.bare_starts:
-                name = yield from source.read_identifier()
-            is_fenced = bool((yield from source.match(["```"])))
-            yield from source.match(["json"] if is_fenced else [])
-        yield from _read_named_call(reader, name)
-        if is_fenced:
-            yield from source.match(["```"])
-
-
-class KimiK2Format(SectionFormat):
-    """<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>: Kimi K2.
-
-    The text before the arguments is the call's id.
-    """
-
-    section_starts: ClassVar[Spellings] = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
-    section_ends: ClassVar[Spellings] = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
-    call_starts: ClassVar[Spellings] = ("<|tool_call_begin|>",)
-    call_ends: ClassVar[Spellings] = ("<|tool_call_end|>",)
-    bare_starts: ClassVar[Spellings] = (FUNCTIONS,)
-    starts: ClassVar[Spellings] = (*section_starts, *call_starts)
-
-    def read_call(self, reader: CallReader, marker: str) -> Reading[None]:
-        """Read one call, whose opening marker was already taken, up to the end of its arguments."""
-        call_id = yield from reader.source.read_identifier()
-        if marker in self.bare_starts:
-            call_id = marker + call_id
-        yield from reader.source.take("<|tool_call_argument_begin|>")
-        name, _, number = call_id.rpartition(":")
-        if name and number.isdecimal():
-            yield from _read_named_call(reader, name.removeprefix(FUNCTIONS), call_id)
-        else:
-            yield from _read_named_call(reader, call_id.removeprefix(FUNCTIONS))
+        yield from CallObjectReader(reader).read_named(name, call_id)
 
 
 class OpenAIFormat(ToolFormat):
@@ -252,7 +129,7 @@ class OpenAIFormat(ToolFormat):
             raise NotACall
         is_closed = bool((yield from source.match([CALL_END])))
         if not is_closed and (yield from source.peek_past_space()):
-            yield from _read_named_call(reader, name)
+            yield from CallObjectReader(reader).read_named(name)
             return
         reader.open(name)
         reader.message.add_arguments("{}")
@@ -283,7 +160,7 @@ class RequiredFormat(ToolFormat):
 
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
-        yield from _read_leading_list(reader, lambda: _read_object(reader))
+        yield from _read_leading_list(reader, CallObjectReader(reader).read_object)
         yield from reader.read_content([])
 
 
@@ -294,7 +171,7 @@ class NamedFormat(ToolFormat):
         """Read to the end of the text."""
         reader.source.hold()
         (name,) = self.schemas
-        yield from reader.attempt(_read_named_call(reader, name))
+        yield from reader.attempt(CallObjectReader(reader).read_named(name))
         yield from reader.read_content([])
 
 
@@ -313,19 +190,6 @@ TOOL_FORMATS: Mapping[str, type[ToolFormat]] = {
     "qwen3_coder": Qwen3Format,
     "qwen3_xml": Qwen3Format,
 }
-
-
-def _read_object(reader: CallReader) -> Reading[None]:
-    yield from reader.source.expect("{")
-    yield from reader.read_call()
-
-
-def _read_named_call(reader: CallReader, name: str, call_id: str | None = None) -> Reading[None]:
-    """Read the arguments of a function, an object, and open its call."""
-    if (yield from reader.source.peek_past_space()) != "{":
-        raise NotACall
-    reader.open(name, call_id)
-    yield from reader.read_arguments()
 
 
 def _read_leading_list(reader: CallReader, read_call: Callable[[], Reading[None]]) -> Reading[None]:
@@ -377,7 +241,7 @@ def _read_python_block(reader: CallReader, marker: str) -> Reading[None]:
 
 def _read_listed(reader: CallReader) -> Reading[None]:
     if (yield from reader.source.peek_past_space()) == "{":
-        yield from _read_object(reader)
+        yield from CallObjectReader(reader).read_object()
     else:
         yield from PythonCallReader(reader).read_call()
 
@@ -386,7 +250,7 @@ def _read_bare_object(reader: CallReader) -> Reading[None]:
     """Read a call whose opening brace was already taken, or pass a JSON object on as content."""
     num_calls = reader.message.num_calls
     try:
-        yield from reader.read_call(keys=_CALL_KEYS, needs_arguments=True)
+        yield from CallObjectReader(reader).read_call(keys=_CALL_KEYS, needs_arguments=True)
     except NotACall:
         if reader.message.num_calls == num_calls:
             yield from _pass_object(reader)

@@ -159,8 +159,7 @@ def test_other_answers_are_structured_from_the_start(llm: LLM) -> None:
 def test_a_continued_answer_is_structured_after_its_reasoning(llm: LLM, started: str, is_inside: bool) -> None:
     conversation = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": started}]
     params = CHOICE.clone(thinking_token_budget=8, ignore_eos=True)
-    options = {"continue_final_message": True, "add_generation_prompt": False, "use_tqdm": False}
-    output = llm.chat(conversation, params, **options)[0]
+    output = llm.chat(conversation, params, continue_final_message=True, add_generation_prompt=False, use_tqdm=False)[0]
     thoughts, mark, rest = output.outputs[0].text.rpartition("</think>")
     assert (bool(mark), rest in ("yes", "no")) == (is_inside, True), output.outputs[0].text
     message = llm.parse_message(output.outputs[0].text, prompt=output.prompt or "")

@@ -577,7 +577,7 @@ LOOP: dict[str, Any] = {"anyOf": [{"$ref": "#/$defs/L"}, {"$ref": "#"}, {"type":
         ({"properties": {"a": {"type": ["integer", "null"]}}}, {"integer", "null"}),
         ({"properties": {"a": {"type": "integer", "nullable": True}}}, {"integer", "null"}),
         ({"properties": {"a": {"items": {}}}}, {"array"}),
-        ({"properties": {"a": LOOP}, "$defs": {"L": LOOP}}, {"null"}),
+        ({"properties": {"a": LOOP}, "$defs": {"L": LOOP}}, {"null", "object"}),
         ({"properties": {"a": {"$ref": "#/$defs/none"}}}, set()),
         ({"properties": {"a": {"$ref": "other.json#/N"}}}, set()),
         ({"properties": {"a": {"type": [{}, 5], "anyOf": 5, "enum": 5, "$ref": 5}}}, set()),

@@ -1,4 +1,4 @@
-"""Reads the content of a message, around its tool calls."""
+"""Reads a message: opens its tool calls, and passes on the content between them."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,8 +10,12 @@ Spellings = tuple[str, ...]
 """A marker, in each form in which models write it."""
 
 
-class ContentReader:
-    """Reads content from a source into a message, and opens calls.
+class CallReader:
+    """Reads calls from a source into a message, and the content between them.
+
+    A call opens when its name is known and its arguments have started correctly. Until then its text is held, and
+    becomes content if it turns out not to be a call. An open call stays a call: if it is malformed, it ends there,
+    incomplete, and reading continues as content with the offending character.
 
     The markers of calls are never content. A block without a readable call is content as a whole, with its markers.
 
