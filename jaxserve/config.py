@@ -90,7 +90,8 @@ class EngineConfig:
         reasoning_parser: Format of the model's reasoning, for ``parse_message`` and ``thinking_token_budget``:
             deepseek_r1, deepseek_v3, openai_gptoss, qwen3 or think. Structured outputs then start after the reasoning.
         tool_call_parser: Format of the model's tool calls, for ``parse_message``: deepseek_v3, deepseek_v31, hermes,
-            kimi_k2, llama3_json, mistral, openai, pythonic, qwen3, qwen3_coder or qwen3_xml.
+            kimi_k2, llama3_json, llama4_json, llama4_pythonic, mistral, openai, pythonic, qwen3, qwen3_coder or
+            qwen3_xml.
         attention_backend: Attention kernels: triton, mosaic, jax-triton, native, xla, pallas-interpret or
             mosaic-interpret; None uses the first that the device supports.
         kernels: ``native`` (CPU) or ``xla`` forces these kernels for all operations that have both, and fails if they

@@ -19,7 +19,7 @@ from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import BeamSearchOutput, EmbeddingRequestOutput, PoolingRequestOutput, RequestOutput
-from jaxserve.parsers import MessageParser, ParsedMessage, chosen_reasoning, starts_in_reasoning
+from jaxserve.parsers import MessageParser, ParsedMessage, chosen_reasoning, ends_in_line, starts_in_reasoning
 from jaxserve.pooling_params import PoolingParams, check_pooling_task
 from jaxserve.request import parse_prompts, priorities_for_each
 from jaxserve.sampling_params import BeamSearchParams, SamplingParams
@@ -220,7 +220,10 @@ class LLM:
         if reasoning is None and calls is None:
             raise ConfigError("parse_message needs an engine with reasoning_parser or tool_call_parser set")
         begun = None if reasoning is None else starts_in_reasoning(prompt, reasoning)
-        return MessageParser(reasoning, calls, schemas=tools, prompt_ends_in_reasoning=begun).parse(text)
+        is_in_line = reasoning is not None and ends_in_line(prompt, reasoning)
+        return MessageParser(
+            reasoning, calls, schemas=tools, prompt_ends_in_reasoning=begun, prompt_ends_in_line=is_in_line
+        ).parse(text)
 
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache, for example after changing weights; running requests continue. Returns whether it

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import integer, sequence
+from jaxserve.parsers import LastMessage
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.sampling_params import SamplingParams
 
@@ -50,6 +51,8 @@ class PromptInput:
     fit: PromptFit = PromptFit()
     is_chat: bool = False
     """Whether the prompt is a conversation rendered by a template."""
+    last_message: LastMessage | None = None
+    """The last message of the conversation, which tells whether its end is the user's text or the assistant's."""
 
 
 def parse_prompts(prompts: Any, params: Any = None, kind: ParamsKind = SamplingParams) -> list[PromptInput]:

@@ -20,7 +20,7 @@ from jaxserve.scheduling.plan import Sampling
 from jaxserve.scheduling.sequence import Constraint, Sequence
 from jaxserve.structured_output.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids
 from jaxserve.structured_output.grammars import DeferredConstraint, Grammar, GrammarCompiler
-from jaxserve.structured_output.reasoning import AfterReasoning, Reasoning, find_reasoning
+from jaxserve.structured_output.reasoning import AfterReasoning, Reasoning, find_reasoning, open_section
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.text_offsets import TextOffsets, prompt_offsets
 from jaxserve.text.tokenizer import Tokenizer
@@ -185,10 +185,12 @@ class Admission:
             assert self.grammars is not None and self.tokenizer is not None
             grammar = self.grammars.submit(params.structured_outputs)
             if limits.reasoning is not None:
-                reasoning = find_reasoning(limits.reasoning, self.tokenizer, token_ids, prompt.is_chat)
+                ending = (prompt.is_chat, prompt.last_message)
+                reasoning = find_reasoning(limits.reasoning, self.tokenizer, token_ids, *ending)
         root = limits.cache_root(prompt.cache_salt, request_id, len(token_ids) + (params.max_tokens or 0))
         seed = default_seed if params.seed is None else params.seed
-        inputs = _SampleInputs(request_id, token_ids, params, seed, priority, root, grammar, reasoning)
+        section = self._open_section(prompt, token_ids, params)
+        inputs = _SampleInputs(request_id, token_ids, params, seed, priority, root, grammar, reasoning, section)
         return RequestState(
             request_id=request_id,
             prompt=prompt.prompt,
@@ -218,6 +220,15 @@ class Admission:
             )
             for index, sequence in enumerate([self._sequence(inputs, 0, bad_words, followers), *followers])
         ]
+
+    def _open_section(
+        self, prompt: PromptInput, token_ids: list[int], params: SamplingParams
+    ) -> collections.abc.Sequence[int]:
+        """Return the tokens of the prompt that count for the thinking budget if they open a section."""
+        markers = self.limits.reasoning
+        if markers is None or self.tokenizer is None or params.thinking_token_budget is None:
+            return ()
+        return open_section(markers, self.tokenizer, token_ids, prompt.is_chat, prompt.last_message)
 
     def _token_ids(self, prompt: PromptInput) -> list[int]:
         if prompt.prompt_token_ids is not None:
@@ -288,7 +299,7 @@ class Admission:
 
     def _constraint(self, inputs: "_SampleInputs", bad_words: list[tuple[int, ...]]) -> Constraint | None:
         """Create the constraint of one sample; the grammar takes precedence if no token satisfies all parts."""
-        own = self._token_constraint(inputs.prompt, inputs.params, bad_words)
+        own = self._token_constraint(inputs.open_section, inputs.params, bad_words)
         if inputs.grammar is None:
             return own
         constraint: Constraint = DeferredConstraint(inputs.grammar)
@@ -297,7 +308,7 @@ class Admission:
         return constraint if own is None else AllOf([constraint, own])
 
     def _token_constraint(
-        self, prompt: list[int], params: SamplingParams, bad_words: list[tuple[int, ...]]
+        self, prompt: collections.abc.Sequence[int], params: SamplingParams, bad_words: list[tuple[int, ...]]
     ) -> Constraint | None:
         """Create the constraint for the thinking budget and for bad words of several tokens."""
         parts: list[Constraint] = []
@@ -345,6 +356,7 @@ class _SampleInputs(NamedTuple):
     cache_root: bytes
     grammar: concurrent.futures.Future[Grammar] | None
     reasoning: Reasoning | None
+    open_section: collections.abc.Sequence[int]
 
 
 def _empty_logprobs(params: SamplingParams) -> SampleLogprobs | None:

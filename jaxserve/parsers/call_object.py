@@ -1,79 +1,22 @@
-"""Tool calls written as JSON objects with a name and arguments, and the content around calls."""
+"""Tool calls written as JSON objects with a name and arguments."""
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
+from jaxserve.parsers.call_reader import CallReader
 from jaxserve.parsers.json_scanner import JsonScanner, whole_json
-from jaxserve.parsers.message import MessageBuilder
-from jaxserve.parsers.source import MAX_NAME_LENGTH, NotACall, Reading, Source, first_marker, partial_length
+from jaxserve.parsers.source import MAX_NAME_LENGTH, NotACall, Reading
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 
-class CallReader:
-    """Reads calls, and content between them, from a source into a message.
+class CallObjectReader:
+    """Reads calls that are JSON objects, or whose arguments are."""
 
-    A call opens when its name is known and its arguments have started correctly. Until then its text is held, and
-    becomes content if it turns out not to be a call. An open call stays a call: if it is malformed, it ends there,
-    incomplete, and reading continues as content with the offending character.
-    """
-
-    def __init__(self, source: Source, message: MessageBuilder, make_id: Callable[[], str]) -> None:
-        self.source = source
-        self.message = message
-        self._make_id = make_id
-        self._ids: set[str] = set()
-
-    def open(self, name: str, call_id: str | None = None) -> None:
-        """Open a call; the held text is its beginning. It gets a new id if the model wrote none, or one twice."""
-        self.source.release()
-        if call_id is None or call_id in self._ids:
-            call_id = self._make_id()
-        self._ids.add(call_id)
-        self.message.open_call(call_id, name)
-
-    def attempt(self, reading: Reading[None]) -> Reading[bool]:
-        """Read a possible call; return whether it was one. If not, its text becomes content.
-
-        Held text of an open call is part of the call if the end of the text cuts it off, and content otherwise.
-        """
-        num_calls = self.message.num_calls
-        try:
-            yield from reading
-        except NotACall:
-            text = self.source.release()
-            if self.message.is_call_open:
-                self.message.close_call(is_complete=False)
-                text = "" if self.source.is_at_end else text
-            self.message.add_content(text)
-        return self.message.num_calls > num_calls
-
-    def read_content(self, markers: Sequence[str], separator: str = "") -> Reading[str]:
-        """Pass content on up to a marker; take the marker and return it, or "" at the end of the text.
-
-        The marker is held, with the white space before it and, right after a call, the separator: they become content
-        only if no call follows. White space between a call and the end of the text is dropped.
-        """
-        source = self.source
-        while True:
-            text = source.rest()
-            index, marker = first_marker(text, markers)
-            if not marker and source.is_ended:
-                if not (self.message.is_after_call and text.strip() in ("", separator)):
-                    self.message.add_content(text)
-                source.advance(len(text))
-                return ""
-            before = text[:index] if marker else text[: len(text) - partial_length(text, markers)]
-            before = before.rstrip()
-            if separator and self.message.is_after_call and before.lstrip() == separator:
-                before = ""
-            self.message.add_content(before)
-            source.advance(len(before))
-            if marker:
-                source.hold()
-                source.advance(index - len(before) + len(marker))
-                return marker
-            yield
+    def __init__(self, reader: CallReader) -> None:
+        self._reader = reader
+        self._source = reader.source
+        self._message = reader.message
 
     def read_value(self, emit: Callable[[str], None]) -> Reading[None]:
         """Pass on one JSON value.
@@ -83,18 +26,30 @@ class CallReader:
         """
         scanner = JsonScanner()
         while not scanner.is_done:
-            if not (yield from self.source.peek()):
+            if not (yield from self._source.peek()):
                 raise NotACall
-            count, text = scanner.take(self.source.rest())
-            self.source.advance(count)
+            count, text = scanner.take(self._source.rest())
+            self._source.advance(count)
             emit(text)
             if scanner.is_broken:
                 raise NotACall
 
     def read_arguments(self) -> Reading[None]:
         """Read and pass on the arguments of the open call, and close the call."""
-        yield from self.read_value(self.message.add_arguments)
-        self.message.close_call(is_complete=True)
+        yield from self.read_value(self._message.add_arguments)
+        self._message.close_call(is_complete=True)
+
+    def read_named(self, name: str, call_id: str | None = None) -> Reading[None]:
+        """Read the arguments of a function, an object, and open its call."""
+        if (yield from self._source.peek_past_space()) != "{":
+            raise NotACall
+        self._reader.open(name, call_id)
+        yield from self.read_arguments()
+
+    def read_object(self) -> Reading[None]:
+        """Read one object."""
+        yield from self._source.expect("{")
+        yield from self.read_call()
 
     def read_call(self, *, keys: Collection[str] | None = None, needs_arguments: bool = False) -> Reading[None]:
         """Read one object whose opening brace was already taken.
@@ -103,7 +58,7 @@ class CallReader:
           keys: The keys that a call may have besides name and arguments; None allows any.
           needs_arguments: Whether an object without arguments is not a call; otherwise its arguments are {}.
         """
-        source = self.source
+        source = self._source
         name, early, is_opened, is_first = "", "", False, True
         while not (is_first and (yield from source.peek_past_space()) == "}"):
             key = yield from self._read_text()
@@ -133,8 +88,8 @@ class CallReader:
 
     def _read_call_arguments(self, name: str) -> Reading[str]:
         """Open the call and pass its arguments on; return them instead while the name is not known."""
-        if name and (yield from self.source.peek()) == "{":
-            self.open(name)
+        if name and (yield from self._source.peek()) == "{":
+            self._reader.open(name)
             yield from self.read_arguments()
             return ""
         parts: list[str] = []
@@ -145,23 +100,23 @@ class CallReader:
         return arguments
 
     def _give(self, name: str, arguments: str) -> None:
-        self.open(name)
-        self.message.add_arguments(arguments)
-        self.message.close_call(is_complete=True)
+        self._reader.open(name)
+        self._message.add_arguments(arguments)
+        self._message.close_call(is_complete=True)
 
     def _read_text(self, *, is_name: bool = False) -> Reading[str]:
         """Read a short JSON string; a tool's name has no white space and no tag."""
-        yield from self.source.expect('"')
+        yield from self._source.expect('"')
         written = '"'
         while True:
-            character = yield from self.source.peek()
+            character = yield from self._source.peek()
             if (
                 not character
                 or len(written) > MAX_NAME_LENGTH
                 or (is_name and (character.isspace() or character in "<{"))
             ):
                 raise NotACall
-            self.source.advance(1)
+            self._source.advance(1)
             written += character
             if character == '"' and (len(written) - len(written[:-1].rstrip("\\"))) % 2:
                 break

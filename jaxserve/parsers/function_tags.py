@@ -2,11 +2,10 @@
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, cast
 
-from jaxserve.parsers.call_object import CallReader
+from jaxserve.parsers.call_reader import CallReader
 from jaxserve.parsers.json_scanner import escaped, whole_json
+from jaxserve.parsers.schema_types import Schemas, value_types
 from jaxserve.parsers.source import NotACall, Reading
 
 FUNCTION_START = "<function="
@@ -14,17 +13,17 @@ _FUNCTION_END = "</function>"
 _PARAMETER_START = "<parameter="
 _PARAMETER_END = "</parameter>"
 _CALL_END = "</tool_call>"
+_VALUE_ENDS = (_PARAMETER_END, _PARAMETER_START, _FUNCTION_END)
+_INNER_ENDS = ((_PARAMETER_END,), (_FUNCTION_END,))
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-
-Schemas = Mapping[str, Mapping[str, Any]]
-"""Name of a tool -> JSON schema of its parameters."""
 
 
 class TagCallReader:
     """Converts calls in tags to JSON arguments.
 
     A value is a string unless the tool's schema allows another type that it can be parsed as. String values are passed
-    on as they arrive, others when they are complete.
+    on as they arrive, others when they are complete. A value ends at its closing tag, or at a tag that has to come
+    after it.
     """
 
     def __init__(self, reader: CallReader, schemas: Schemas) -> None:
@@ -33,52 +32,74 @@ class TagCallReader:
 
     def read_function(self) -> Reading[None]:
         """Read one function, whose opening marker was already taken; it ends at its own or the call's closing tag."""
-        source, message = self._reader.source, self._reader.message
+        source = self._reader.source
         name = yield from source.read_name(">")
         is_opened = False
-        while True:
-            if is_opened:
+        try:
+            while (yield from source.match([_PARAMETER_START])):
+                yield from self._read_parameter(name, is_opened)
+                is_opened = True
                 source.hold()
-            tag = yield from source.match([_PARAMETER_START, _FUNCTION_END, _CALL_END])
-            if not tag:
-                yield from self._drop_cut_closing(is_opened)
-                raise NotACall
-            key = (yield from source.read_name(">")) if tag == _PARAMETER_START else ""
-            if is_opened:
-                source.release()
-            else:
-                self._reader.open(name)
-            if not key:
-                message.add_arguments("}" if is_opened else "{}")
-                message.close_call(is_complete=True)
-                return
-            written_key = json.dumps(key, ensure_ascii=False)
-            message.add_arguments(f"{', ' if is_opened else '{'}{written_key}: ")
-            is_opened = True
-            yield from self._read_parameter(value_types(self._schemas.get(name, {}), key))
+            yield from self._read_end()
+        except NotACall:
+            if is_opened or self._reader.message.is_call_open:
+                self._reader.drop(*_INNER_ENDS)
+            raise
+        if not is_opened:
+            self._reader.open(name)
+        source.release()
+        self._reader.message.add_arguments("}" if is_opened else "{}")
+        self._reader.message.close_call(is_complete=True)
 
-    def _drop_cut_closing(self, is_opened: bool) -> Reading[None]:
-        """Take the part of a closing tag that precedes the end of the text."""
+    def _read_end(self) -> Reading[None]:
+        """Take the closing tag of the function; that of the call stays unread."""
+        source = self._reader.source
+        tag = yield from source.match([_FUNCTION_END, _CALL_END])
+        if tag == _CALL_END:
+            source.rewind(len(source.held()) - len(_CALL_END))
+        elif not tag:
+            if self._reader.message.is_call_open:
+                yield from source.skip_all([_PARAMETER_START, _FUNCTION_END, _CALL_END])  # one that the end cuts off
+            raise NotACall
+
+    def _read_parameter(self, name: str, is_opened: bool) -> Reading[None]:
+        """Read a parameter, whose opening marker was already taken; the first one opens the call."""
+        source, message = self._reader.source, self._reader.message
+        separator = ", " if is_opened else "{"
+        num_held = len(source.held())
+        try:
+            key = yield from source.read_name(">")
+        except NotACall:
+            cut = source.held()[num_held:]
+            if is_opened and source.is_at_end and cut:
+                message.add_arguments(f'{separator}"{escaped(cut)}')
+            raise
         if is_opened:
-            for tag in (_FUNCTION_END, _CALL_END):
-                yield from self._reader.source.skip_closing(tag)
-            self._reader.source.release()
+            source.release()
+        else:
+            self._reader.open(name)
+        message.add_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+        types = value_types(self._schemas.get(name, {}), key)
+        end = yield from self._read_value(types)
+        if not end:
+            raise NotACall
+        source.advance(len(end) if end == _PARAMETER_END else 0)
 
-    def _read_parameter(self, types: frozenset[str]) -> Reading[None]:
+    def _read_value(self, types: frozenset[str]) -> Reading[str]:
+        """Pass a value on; return the tag that ends it, which stays unread, or "" at the end of the text."""
         source, message = self._reader.source, self._reader.message
         trimmed = _TrimmedValue()
         if types <= {"string"}:
             message.add_arguments('"')
-            is_whole = yield from source.read_until(
-                _PARAMETER_END, lambda text: message.add_arguments(escaped(trimmed.more(text)))
+            end = yield from source.read_to(
+                _VALUE_ENDS, lambda text: message.add_arguments(escaped(trimmed.more(text)))
             )
-            message.add_arguments('"' if is_whole else escaped(trimmed.kept))
+            message.add_arguments('"' if end else escaped(trimmed.kept))
         else:
             parts: list[str] = []
-            is_whole = yield from source.read_until(_PARAMETER_END, lambda text: parts.append(trimmed.more(text)))
+            end = yield from source.read_to(_VALUE_ENDS, lambda text: parts.append(trimmed.more(text)))
             message.add_arguments(_typed("".join(parts), types))
-        if not is_whole:
-            raise NotACall
+        return end
 
 
 class _TrimmedValue:
@@ -96,41 +117,6 @@ class _TrimmedValue:
         text = self.kept + text
         self.kept = "\n" if text.endswith("\n") else ""
         return text.removesuffix("\n")
-
-
-def value_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """Return the JSON types that the schema allows for a parameter; empty if it does not say."""
-    properties = schema.get("properties")
-    if not isinstance(properties, Mapping):
-        return frozenset()
-    return _types(cast("Mapping[str, Any]", properties).get(key), schema, 0)
-
-
-def _types(described: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
-    if not isinstance(described, Mapping) or depth > 8:
-        return frozenset()
-    schema = cast("Mapping[str, Any]", described)
-    found: set[str] = set()
-    named: Any = schema.get("type", [])
-    found.update(cast("list[str]", named) if isinstance(named, list) else [str(named)])
-    for choice in ("anyOf", "oneOf", "allOf"):
-        for alternative in cast("list[Any]", schema.get(choice) or []):
-            found |= _types(alternative, root, depth + 1)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/$defs/"):
-        definitions = cast("Mapping[str, Any]", root.get("$defs") or {})
-        found |= _types(definitions.get(reference.removeprefix("#/$defs/")), root, depth + 1)
-    values = [schema["const"]] if "const" in schema else cast("list[Any]", schema.get("enum") or [])
-    if not found:
-        found.update(_type_of(value) for value in values)
-    return frozenset(found)
-
-
-def _type_of(value: Any) -> str:
-    for name, kind in (("boolean", bool), ("integer", int), ("number", float), ("array", list), ("object", Mapping)):
-        if isinstance(value, kind):
-            return name
-    return "null" if value is None else "string"
 
 
 def _typed(written: str, types: frozenset[str]) -> str:

@@ -5,10 +5,16 @@
 """
 
 import re
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
-from jaxserve.parsers.reasoning_format import Emit, ReasoningFormat
+from jaxserve.parsers.reasoning_format import ReasoningFormat
+from jaxserve.parsers.reasoning_reader import ReasoningReader
 from jaxserve.parsers.source import Reading, Source
+
+Emit = Callable[[str], None]
+MakeReader = Callable[[Emit], ReasoningReader]
+"""Makes the reader of a message's reasoning."""
 
 MESSAGE = "<|message|>"
 CALL_START = "<|channel|>commentary to="
@@ -59,24 +65,48 @@ class HarmonyReasoning(ReasoningFormat):
         """Return True unless the prompt ends in the final channel: a final message's header has to come first."""
         return starts_inside is not False
 
-    def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
-        """Read to the end of the text."""
+    @classmethod
+    def ends_inside(cls, turn: str) -> bool | None:
+        """Return whether a turn ends inside an analysis message (True) or a final one (False); None for neither."""
+        _, channel, message = turn.rpartition(_CHANNEL)
+        header, is_open, body = message.partition(MESSAGE)
+        if not channel or not is_open or any(end in body for end in _ENDS):
+            return None
+        name = header.strip()
+        return True if name == "analysis" else False if re.match(r"final\b", name) else None
+
+    @staticmethod
+    def run(
+        source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit, make_reader: MakeReader
+    ) -> Reading[None]:
+        """Read to the end of the text.
+
+        Args:
+          source: The text.
+          starts_inside: Whether the prompt has already opened the reasoning; None if it has no markers.
+          reasoning: Receives the reasoning, without its markers.
+          content: Receives the rest.
+          make_reader: Makes a reader, which ends the reasoning where a tool call begins.
+        """
         thoughts, texts = _Messages(reasoning), _Messages(content)
-        header = _Header("analysis" if starts_inside else "")
+        header: _Header | None = _Header("analysis" if starts_inside else "")
         if starts_inside is None:
             header = (yield from _read_first_header(source, texts.add)) or header
-        while True:
-            messages = thoughts if header.channel == "analysis" else texts
+        is_end_late = False
+        while header is not None:
             if header.is_call:
                 content(f"{CALL_START}{header.recipient}{MESSAGE}")
-            following = yield from _read_body(source, content if header.is_call else messages.add)
-            if following is None:
-                return
-            if header.is_call:
-                content(CALL_END)
-            else:
-                messages.end()
-            header = following
+                header = yield from _read_body(source, ReasoningReader(source, content))
+                if header is not None:
+                    content(CALL_END)
+                is_end_late = False
+                continue
+            is_analysis = header.channel == "analysis"
+            messages = thoughts if is_analysis else texts
+            reader = make_reader(thoughts.add) if is_analysis else ReasoningReader(source, texts.add)
+            header = yield from _read_body(source, reader, drops_end=is_end_late)
+            messages.end()
+            is_end_late = reader.found_call
 
 
 class _Messages:
@@ -108,20 +138,26 @@ def _read_first_header(source: Source, emit: Emit) -> Reading[_Header | None]:
     return header
 
 
-def _read_body(source: Source, emit: Emit) -> Reading[_Header | None]:
+def _read_body(source: Source, reader: ReasoningReader, *, drops_end: bool = False) -> Reading[_Header | None]:
     """Pass a message's text on.
+
+    Args:
+      source: The text.
+      reader: Passes the text on.
+      drops_end: Whether the first <|end|> is no text: it belongs to reasoning that a call has ended.
 
     Returns:
       The following message's header, an empty one if the message ends without another; None if the text ends first.
     """
     while True:
-        marker = yield from source.read_to([_START, _CHANNEL, *_ENDS], emit)
+        marker = yield from reader.read_to([_START, _CHANNEL, *_ENDS])
         if not marker:
-            return None
+            return _Header() if reader.found_call else None
         source.hold()
         source.advance(len(marker))
+        is_end = marker in _ENDS
         header = None
-        if marker not in _ENDS or (marker := (yield from source.match([_START, _CHANNEL]))):
+        if not is_end or (marker := (yield from source.match([_START, _CHANNEL]))):
             header = yield from _read_header(source, marker)
         elif source.is_ended and not source.rest().strip():
             source.advance(len(source.rest()))
@@ -129,7 +165,11 @@ def _read_body(source: Source, emit: Emit) -> Reading[_Header | None]:
         text = source.release()
         if header is not None:
             return header
-        emit(text)
+        if drops_end and is_end:
+            drops_end = False
+            text = text[next(len(end) for end in _ENDS if text.startswith(end)) :]
+        if text:
+            reader.add(text)
 
 
 def _read_header(source: Source, text: str) -> Reading[_Header | None]:

@@ -1,5 +1,6 @@
 """Parsed messages, and the deltas that each piece of text adds."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -69,9 +70,14 @@ class _Call:
 
 
 class MessageBuilder:
-    """Builds a message while its completion is read. Each text passed to it is final."""
+    """Builds a message while its completion is read. Each text passed to it is final.
 
-    def __init__(self) -> None:
+    Args:
+      check: Called before content is added (with None) and before a call opens (with its name); may raise.
+    """
+
+    def __init__(self, check: Callable[[str | None], None] | None = None) -> None:
+        self._check = check
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[_Call] = []
@@ -87,9 +93,16 @@ class MessageBuilder:
         """Number of calls so far, including an open one."""
         return len(self._calls)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is neither content nor a call."""
+        return not self._content and not self._calls
+
     def add_content(self, text: str) -> None:
         """Append to the content."""
         if text:
+            if self._check is not None:
+                self._check(None)
             self._content.append(text)
             self.is_after_call = False
 
@@ -100,6 +113,8 @@ class MessageBuilder:
 
     def open_call(self, call_id: str, name: str) -> None:
         """Open a call."""
+        if self._check is not None:
+            self._check(name)
         self._calls.append(_Call(call_id, name))
         self._changed_calls[len(self._calls) - 1] = None
         self.is_call_open = True

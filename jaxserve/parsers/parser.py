@@ -9,13 +9,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 from jaxserve.errors import ConfigError
-from jaxserve.parsers.call_object import CallReader
+from jaxserve.parsers.call_finder import CallFinder
+from jaxserve.parsers.call_reader import CallReader
+from jaxserve.parsers.harmony import HarmonyReasoning
 from jaxserve.parsers.message import MessageBuilder, MessageDelta, ParsedMessage
 from jaxserve.parsers.reasoning_format import ReasoningFormat
-from jaxserve.parsers.reasoning_formats import REASONING_FORMATS
+from jaxserve.parsers.reasoning_formats import REASONING_FORMATS, TagReasoning
+from jaxserve.parsers.reasoning_reader import ReasoningReader, ReasoningTags
 from jaxserve.parsers.source import Reading, Source
 from jaxserve.parsers.tool_choice import chosen_function, parameter_schemas
-from jaxserve.parsers.tool_formats import TOOL_FORMATS, NamedFormat, RequiredFormat, ToolFormat
+from jaxserve.parsers.tool_format import TextFormat, ToolFormat
+from jaxserve.parsers.tool_formats import TOOL_FORMATS, NamedFormat, RequiredFormat
 
 Format = TypeVar("Format")
 
@@ -62,22 +66,6 @@ def chosen_reasoning(reasoning: str | None, tools: str | None) -> str | None:
     return needed
 
 
-def starts_in_reasoning(prompt: str, name: str) -> bool | None:
-    """Return whether a prompt ends with open (True) or just closed reasoning (False); None for neither.
-
-    Args:
-      prompt: As rendered by the chat template.
-      name: The reasoning format.
-
-    Raises:
-      ConfigError: The format is unknown.
-    """
-    reasoning, prompt = reasoning_parser(name), prompt.rstrip()
-    if prompt.endswith(reasoning.start_text):
-        return True
-    return False if prompt.endswith("".join(reasoning.content_start())) else None
-
-
 def leading_reasoning(name: str) -> str:
     """Return the format of a completion that reasons like the named format, but only at its beginning.
 
@@ -92,6 +80,9 @@ class MessageParser:
     The result depends only on the text, not on its division into pieces: concatenating the deltas gives the texts of
     `message()` and `parse()`. Nothing in a delta is ever retracted.
 
+    Reasoning ends at its closing marker, or where a call of an offered tool begins a line in it; the closing marker is
+    then dropped when it comes. The markers of calls are never content; a block that is no call is, as a whole.
+
     White space between content and a call after it, or between the last call and the end, belongs to the format and is
     dropped; all other text outside of calls is content, including text that only resembles a call. See `CallReader` for
     malformed calls.
@@ -104,6 +95,7 @@ class MessageParser:
       tool_choice: As in OpenAI's API. "none" leaves calls in the content. "required" and a named function parse the
         output that `tool_choice_schema` constrains, whatever `tools` is.
       prompt_ends_in_reasoning: The result of `starts_in_reasoning` for the prompt.
+      prompt_ends_in_line: Whether the reasoning in the prompt ends within a line.
       make_id: Makes the ids of calls; by default in vLLM's form.
 
     Raises:
@@ -119,28 +111,43 @@ class MessageParser:
         schemas: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = "auto",
         prompt_ends_in_reasoning: bool | None = None,
+        prompt_ends_in_line: bool = False,
         make_id: Callable[[], str] | None = None,
     ) -> None:
-        self._message = MessageBuilder()
+        self._message = message = MessageBuilder()
         self._is_finished = False
-        chosen = _choose_format(tools, schemas, tool_choice)
-        content = self._message.add_content
-        self._calls: _Driver | None = None
-        if chosen is not None:
-            source = Source()
-            id_length = None if tools is None else tool_parser(tools).id_length
-            reader = CallReader(source, self._message, make_id or partial(make_call_id, id_length))
-            self._calls = _Driver(source, chosen.run(reader))
-            content = self._calls.feed
-        self._thoughts: _Driver | None = None
+        self._begins_line = not (prompt_ends_in_line and prompt_ends_in_reasoning)
+        self._format = _choose_format(tools, schemas, tool_choice)
+        self._finder = CallFinder(self._format.run, self._format.schemas) if self._format.schemas else None
         reasoning = chosen_reasoning(reasoning, tools)
-        if reasoning is not None:
-            source = Source()
-            thoughts = reasoning_parser(reasoning)()
-            reading = thoughts.run(source, prompt_ends_in_reasoning, self._message.add_reasoning, content)
-            self._thoughts = _Driver(source, reading)
-            content = self._thoughts.feed
-        self._feed = content
+        thoughts = None if reasoning is None else reasoning_parser(reasoning)
+        source, tags = Source(), None
+        if thoughts is not None and issubclass(thoughts, TagReasoning):
+            pair = (thoughts.start_text, thoughts.end_text)
+            tags = ReasoningTags(source, message, pair, self._finder, is_repeated=thoughts.is_repeated)
+        id_length = None if tools is None else tool_parser(tools).id_length
+        reader = CallReader(source, message, make_id or partial(make_call_id, id_length), tags)
+        is_inside = thoughts is not None and thoughts.begins_inside(prompt_ends_in_reasoning)
+        self._drivers = [_Driver(source, self._read_all(reader, tags, is_inside))]
+        if thoughts is HarmonyReasoning:
+            messages, content = Source(), self._drivers[0].feed
+            make_reader = partial(self._reasoning_reader, messages)
+            reading = HarmonyReasoning.run(
+                messages, prompt_ends_in_reasoning, message.add_reasoning, content, make_reader
+            )
+            self._drivers.insert(0, _Driver(messages, reading))
+
+    def _read_all(self, reader: CallReader, tags: ReasoningTags | None, is_inside: bool | None) -> Reading[None]:
+        if tags is not None:
+            starts = (*self._format.leading_starts, *self._format.starts)
+            yield from tags.begin(is_inside, starts, begins_line=self._begins_line)
+        yield from self._format.run(reader)
+
+    def _reasoning_reader(self, source: Source, emit: Callable[[str], None]) -> ReasoningReader:
+        """Return the reader of one of several messages of reasoning."""
+        leading = self._format.leading_starts if self._message.is_empty else ()
+        begins_line, self._begins_line = self._begins_line, True
+        return ReasoningReader(source, emit, self._finder, (*leading, *self._format.starts), begins_line=begins_line)
 
     def feed(self, text: str) -> MessageDelta:
         """Read the next piece of the completion and return what it adds to the message."""
@@ -151,9 +158,8 @@ class MessageParser:
         """Read the last piece of the completion and return what it and the held text add."""
         self._read(text)
         self._is_finished = True
-        for driver in (self._thoughts, self._calls):
-            if driver is not None:
-                driver.finish()
+        for driver in self._drivers:
+            driver.finish()
         return self._message.take_delta()
 
     def message(self) -> ParsedMessage:
@@ -169,7 +175,7 @@ class MessageParser:
         if self._is_finished:
             raise ValueError("feed after finish: a MessageParser reads one completion")
         for start in range(0, len(text), PIECE_LENGTH):
-            self._feed(text[start : start + PIECE_LENGTH])
+            self._drivers[0].feed(text[start : start + PIECE_LENGTH])
 
 
 class _Driver:
@@ -203,14 +209,14 @@ def make_call_id(length: int | None = None) -> str:
 
 def _choose_format(
     tools: str | None, schemas: Sequence[Mapping[str, Any]] | None, tool_choice: str | Mapping[str, Any] | None
-) -> ToolFormat | None:
+) -> ToolFormat:
     offered = parameter_schemas(schemas or [])
     chosen = None if tools is None else tool_parser(tools)
     if tool_choice == "required":
         return RequiredFormat(offered)
     if (name := chosen_function(tool_choice, offered)) is not None:
         return NamedFormat({name: offered[name]})
-    return None if tool_choice == "none" or chosen is None else chosen(offered)
+    return TextFormat(offered) if tool_choice == "none" or chosen is None else chosen(offered)
 
 
 def _named(table: Mapping[str, type[Format]], name: str, setting: str) -> type[Format]:

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable
 
-from jaxserve.parsers.call_object import CallReader
+from jaxserve.parsers.call_reader import CallReader
 from jaxserve.parsers.json_scanner import MAX_DEPTH, escaped, whole_json
 from jaxserve.parsers.source import MAX_NAME_LENGTH, NotACall, Reading
 
@@ -20,7 +20,7 @@ class PythonCallReader:
     """Converts calls written in Python to JSON arguments.
 
     Values are literals: strings without a prefix, numbers, lists, dictionaries, True, False and None, and JSON's names
-    of these. Strings are passed on as they arrive.
+    of these. Another word is a string without quotes. Strings are passed on as they arrive.
     """
 
     def __init__(self, reader: CallReader) -> None:
@@ -36,6 +36,8 @@ class PythonCallReader:
         separator = "{"
         while (yield from source.peek_past_space()) != ")":
             key = yield from source.read_identifier()
+            if source.is_at_end and separator != "{":
+                self._emit(f'{separator}"{escaped(key)}')
             yield from source.expect("=")
             if separator == "{":
                 self._reader.open(name)
@@ -88,13 +90,14 @@ class PythonCallReader:
         if (yield from self._source.peek_past_space()) in ("'", '"'):
             yield from self._read_string()
         else:
-            self._emit(json.dumps((yield from self._read_word())))
+            word = yield from self._read_word()
+            self._emit(word if word.startswith('"') else json.dumps(word))
         yield from self._source.expect(":")
         self._emit(": ")
         yield from self._read_value(depth)
 
     def _read_word(self) -> Reading[str]:
-        """Read a number or a name, and return it as JSON."""
+        """Read a number or a name, and return it as JSON; the beginning of a string if the end may cut it off."""
         source = self._source
         source.hold()
         word = ""
@@ -103,11 +106,11 @@ class PythonCallReader:
                 raise NotACall
             source.advance(1)
             word += character
-        written = _WORDS.get(word) or _number(word)
-        if not written:
+        if not word:
             raise NotACall
         source.release()
-        return written
+        text = json.dumps(word, ensure_ascii=False)
+        return _WORDS.get(word) or _number(word) or (text[:-1] if source.is_at_end else text)
 
     def _read_string(self) -> Reading[None]:
         """Read a string; its quotes may be tripled."""

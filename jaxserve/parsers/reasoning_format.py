@@ -1,12 +1,7 @@
 """What every format of reasoning declares."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import ClassVar
-
-from jaxserve.parsers.source import Reading, Source
-
-Emit = Callable[[str], None]
 
 
 class ReasoningFormat(ABC):
@@ -26,7 +21,7 @@ class ReasoningFormat(ABC):
         """Return whether a completion begins before the content; None if it does only if it begins with `start_text`.
 
         Args:
-          starts_inside: As in `run`.
+          starts_inside: Whether the prompt has already opened the reasoning; None if it has no markers.
         """
         return starts_inside
 
@@ -35,13 +30,8 @@ class ReasoningFormat(ABC):
         """Return the texts, one somewhere after the other, after which the content starts."""
         return cls.content_texts or (cls.end_text,)
 
+    @classmethod
     @abstractmethod
-    def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
-        """Read to the end of the text.
-
-        Args:
-          source: The text.
-          starts_inside: Whether the prompt has already opened the reasoning; None if it has no markers.
-          reasoning: Receives the reasoning, without its tags.
-          content: Receives the rest.
-        """
+    def ends_inside(cls, turn: str) -> bool | None:
+        """Return whether the beginning of an assistant's turn ends inside the reasoning (True) or after it (False);
+        None if the turn has no text yet."""

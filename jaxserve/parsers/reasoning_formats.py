@@ -1,14 +1,40 @@
 """Formats of reasoning. Each splits a completion into reasoning and the rest."""
 
+import re
 from collections.abc import Mapping
 from typing import ClassVar
 
 from jaxserve.parsers.harmony import HarmonyReasoning
-from jaxserve.parsers.reasoning_format import Emit, ReasoningFormat
-from jaxserve.parsers.source import Reading, Source
+from jaxserve.parsers.reasoning_format import ReasoningFormat
+
+_SPECIAL_TOKENS = re.compile(r"\A(?:\s*<[|｜][^<>|｜]*[|｜]>)+")
 
 
-class Qwen3Reasoning(ReasoningFormat):
+class TagReasoning(ReasoningFormat):
+    """<think>…</think>."""
+
+    start_text: ClassVar[str] = "<think>"
+    end_text: ClassVar[str] = "</think>"
+    is_repeated: ClassVar[bool] = False
+    """Whether reasoning may begin anywhere, not only at the beginning of the completion."""
+
+    @classmethod
+    def ends_inside(cls, turn: str) -> bool | None:
+        """Return whether the beginning of an assistant's turn ends inside the reasoning (True) or after it (False);
+        None if the turn has no text yet."""
+        start, end = cls.start_text, cls.end_text
+        if cls.is_repeated and start in turn:
+            return turn.rfind(start) > turn.rfind(end)
+        rest = _SPECIAL_TOKENS.sub("", turn).lstrip()
+        while rest.startswith(start):
+            _, is_closed, rest = rest.partition(end)
+            if not is_closed:
+                return True
+            rest = rest.lstrip()
+        return False if rest or end in turn else None
+
+
+class Qwen3Reasoning(TagReasoning):
     """<think>…</think> at the beginning of the completion, if at all.
 
     With `enable_thinking=False` the template writes an empty pair into the prompt, and the completion has none.
@@ -16,47 +42,20 @@ class Qwen3Reasoning(ReasoningFormat):
     otherwise closes it.
     """
 
-    start_text: ClassVar[str] = "<think>"
-    end_text: ClassVar[str] = "</think>"
 
-    def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
-        """Read to the end of the text."""
-        is_started = yield from source.match([self.start_text])
-        if is_started or starts_inside:
-            yield from source.read_until(self.end_text, reasoning)
-        yield from _pass_rest(source, content)
-
-
-class DeepSeekR1Reasoning(ReasoningFormat):
+class DeepSeekR1Reasoning(TagReasoning):
     """Reasoning up to </think>, with or without <think> before it, unless the prompt has already closed it."""
-
-    start_text: ClassVar[str] = "<think>"
-    end_text: ClassVar[str] = "</think>"
 
     @classmethod
     def begins_inside(cls, starts_inside: bool | None) -> bool | None:
         """Return True unless the prompt has closed the reasoning."""
         return starts_inside is not False
 
-    def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
-        """Read to the end of the text."""
-        yield from Qwen3Reasoning().run(source, self.begins_inside(starts_inside), reasoning, content)
 
-
-class ThinkReasoning(ReasoningFormat):
+class ThinkReasoning(TagReasoning):
     """<think>…</think> anywhere, any number of times."""
 
-    start_text: ClassVar[str] = "<think>"
-    end_text: ClassVar[str] = "</think>"
-
-    def run(self, source: Source, starts_inside: bool | None, reasoning: Emit, content: Emit) -> Reading[None]:
-        """Read to the end of the text."""
-        is_inside = bool((yield from source.match([self.start_text])) or starts_inside)
-        is_going = True
-        while is_going:
-            marker, emit = (self.end_text, reasoning) if is_inside else (self.start_text, content)
-            is_going = yield from source.read_until(marker, emit)
-            is_inside = not is_inside
+    is_repeated: ClassVar[bool] = True
 
 
 REASONING_FORMATS: Mapping[str, type[ReasoningFormat]] = {
@@ -66,10 +65,3 @@ REASONING_FORMATS: Mapping[str, type[ReasoningFormat]] = {
     "qwen3": Qwen3Reasoning,
     "think": ThinkReasoning,
 }
-
-
-def _pass_rest(source: Source, emit: Emit) -> Reading[None]:
-    while (yield from source.peek()):
-        rest = source.rest()
-        emit(rest)
-        source.advance(len(rest))

@@ -13,6 +13,8 @@ Reading = Generator[None, None, Result]
 
 MAX_NAME_LENGTH = 256
 """Longest name of a tool; longer text is not a call."""
+MAX_HELD_LENGTH = 8192
+"""Most characters that are held back until it is certain whether a marker begins a call."""
 
 
 class NotACall(Exception):
@@ -57,11 +59,20 @@ class Source:
         """Start holding the text that is read."""
         self._held_from = self._position
 
+    def held(self) -> str:
+        """Return the text read since `hold`; empty when nothing is held."""
+        return "" if self._held_from is None else self._text[self._held_from : self._position]
+
     def release(self) -> str:
         """Return the text read since `hold` and stop holding; empty when nothing is held."""
-        held = "" if self._held_from is None else self._text[self._held_from : self._position]
+        held = self.held()
         self._held_from = None
         return held
+
+    def rewind(self, num_held: int) -> None:
+        """Unread the held text after its first `num_held` characters."""
+        assert self._held_from is not None
+        self._position = self._held_from + num_held
 
     def peek(self) -> Reading[str]:
         """Read the next character without taking it; empty at the end."""
@@ -100,21 +111,25 @@ class Source:
                 return ""
             yield
 
-    def take(self, marker: str) -> Reading[None]:
-        """Take white space and a marker.
+    def take(self, *spellings: str) -> Reading[None]:
+        """Take white space and a marker in one of its spellings.
 
         Raises:
           NotACall: Other text, or the end.
         """
-        if not (yield from self.match([marker])):
+        if not (yield from self.match(spellings)):
             raise NotACall
 
-    def skip_closing(self, tag: str) -> Reading[None]:
-        """Take a closing tag and the white space before it, if they follow; also a tag truncated by the end."""
-        taken = yield from self.match([tag])
+    def skip_all(self, markers: Sequence[str]) -> Reading[list[str]]:
+        """Take all markers that follow, with the white space before them, and return them; also one that the end cuts
+        off."""
+        taken: list[str] = []
+        while marker := (yield from self.match(markers)):
+            taken.append(marker)
         rest = self.rest().strip()
-        if not taken and self.is_ended and rest and tag.startswith(rest):
+        if self.is_ended and rest and any(marker.startswith(rest) for marker in markers):
             self.advance(len(self.rest()))
+        return taken
 
     def read_name(self, end: str) -> Reading[str]:
         """Take a name and the marker after it; return the name.
@@ -164,16 +179,6 @@ class Source:
                 return marker
             yield
 
-    def read_until(self, end: str, emit: Callable[[str], None]) -> Reading[bool]:
-        """Pass text on up to a marker, and take the marker.
-
-        Returns:
-          Whether the marker was found; if not, all text has been passed on.
-        """
-        marker = yield from self.read_to([end], emit)
-        self.advance(len(marker))
-        return bool(marker)
-
 
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
     """Return the first marker in `text` and its index; the text's length and "" if there is none."""
@@ -184,7 +189,10 @@ def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
 def partial_length(text: str, markers: Sequence[str]) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of a marker."""
     longest = min(len(text), max(map(len, markers), default=1) - 1)
+    firsts = {marker[0] for marker in markers}
     for length in range(longest, 0, -1):
+        if text[-length] not in firsts:
+            continue
         tail = text[-length:]
         if any(len(marker) > length and marker.startswith(tail) for marker in markers):
             return length

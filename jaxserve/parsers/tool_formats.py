@@ -1,49 +1,35 @@
 """Formats of tool calls. Each reads a whole completion: calls, and the content around them."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from jaxserve.parsers.call_object import CallReader
-from jaxserve.parsers.function_tags import FUNCTION_START, Schemas, TagCallReader
+from jaxserve.parsers.call_object import CallObjectReader
+from jaxserve.parsers.call_reader import CallReader, Spellings
+from jaxserve.parsers.function_tags import FUNCTION_START, TagCallReader
 from jaxserve.parsers.harmony import CALL_END, CALL_START, FUNCTIONS, MESSAGE
 from jaxserve.parsers.json_scanner import JsonScanner
 from jaxserve.parsers.python_calls import PythonCallReader
+from jaxserve.parsers.section_formats import DeepSeekFormat, KimiK2Format
 from jaxserve.parsers.source import NotACall, Reading
+from jaxserve.parsers.tool_format import ToolFormat
 
 _CALL_START = "<tool_call>"
-_CALL_END = "</tool_call>"
+_CALL_ENDS = ("</tool_call>",)
+_CALLS = "[TOOL_CALLS]"
 _CALL_KEYS = frozenset(["name", "type", "id"])
-
-
-class ToolFormat(ABC):
-    """A format of tool calls.
-
-    Args:
-      schemas: The parameters of the offered tools; JSON formats ignore them, because JSON has types.
-    """
-
-    id_length: ClassVar[int | None] = None
-    """Length of the alphanumeric ids that the model's template requires; None for vLLM's usual ids."""
-    reasoning: ClassVar[str | None] = None
-    """Name of the reasoning format that has to read the text first; None if any or none may."""
-
-    def __init__(self, schemas: Schemas) -> None:
-        self.schemas = schemas
-
-    @abstractmethod
-    def run(self, reader: CallReader) -> Reading[None]:
-        """Read to the end of the text."""
+_PYTHON_TAG, _PYTHON_START, _PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 
 
 class HermesFormat(ToolFormat):
     """<tool_call>{"name": …, "arguments": {…}}</tool_call>, any number of times: Hermes, Qwen 2.5 and 3."""
 
+    starts: ClassVar[Spellings] = (_CALL_START,)
+
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
-        while (yield from reader.read_content([_CALL_START])):
-            if (yield from reader.attempt(_read_object(reader))):
-                yield from reader.source.skip_closing(_CALL_END)
+        while (yield from reader.read_content(self.starts)):
+            yield from reader.source.skip_all(self.starts)  # small models repeat it
+            yield from reader.read_block(CallObjectReader(reader).read_object(), [_CALL_ENDS])
 
 
 class Qwen3Format(ToolFormat):
@@ -52,38 +38,42 @@ class Qwen3Format(ToolFormat):
     As in vLLM the tags are also recognized without the outer <tool_call>.
     """
 
+    starts: ClassVar[Spellings] = (_CALL_START, FUNCTION_START)
+
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
-        tags = TagCallReader(reader, self.schemas)
-        while marker := (yield from reader.read_content([_CALL_START, FUNCTION_START])):
-            if marker == _CALL_START and not (yield from reader.source.match([FUNCTION_START])):
-                is_call = yield from reader.attempt(_read_object(reader))
-            else:
-                is_call = yield from reader.attempt(tags.read_function())
-            if is_call:
-                yield from reader.source.skip_closing(_CALL_END)
+        tags, source = TagCallReader(reader, self.schemas), reader.source
+        while marker := (yield from reader.read_content(self.starts)):
+            if marker == _CALL_START:
+                yield from source.skip_all([_CALL_START])
+                marker = yield from source.match([FUNCTION_START, "{"])
+            if not marker:
+                marker = yield from reader.read_lead([FUNCTION_START], ends=[_CALL_START, *_CALL_ENDS])
+            if marker == "{":
+                yield from reader.read_block(CallObjectReader(reader).read_call(), [_CALL_ENDS])
+            elif marker:
+                yield from reader.read_block(tags.read_function(), [_CALL_ENDS])
 
 
 class Llama3JsonFormat(ToolFormat):
-    """{"name": …, "parameters": {…}}, with or without <|python_tag|>, several separated by semicolons: Llama 3.1 on.
+    """{"name": …, "parameters": {…}}, several separated by semicolons: Llama 3.1 on.
 
-    Other JSON objects are content, including everything nested in them.
+    They may follow <|python_tag|>, or <|python_start|> and <|python_end|> of Llama 4. Other JSON objects are content,
+    including everything nested in them.
     """
+
+    starts: ClassVar[Spellings] = (_PYTHON_TAG, _PYTHON_START, "{")
 
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
-        while marker := (yield from reader.read_content(["<|python_tag|>", "{"], separator=";")):
-            if marker != "{" and not (yield from reader.source.match(["{"])):
-                reader.message.add_content(reader.source.release())
-                continue
+        while marker := (yield from reader.read_content(self.starts, separator=";")):
             num_calls = reader.message.num_calls
-            try:
-                yield from reader.read_call(keys=_CALL_KEYS, needs_arguments=True)
-            except NotACall:
-                if reader.message.num_calls == num_calls:
-                    yield from _pass_object(reader)
-                elif reader.message.is_call_open:
-                    reader.message.close_call(is_complete=False)
+            if marker == "{":
+                yield from _read_bare_object(reader)
+            else:
+                yield from _read_python_block(reader, marker)
+            if reader.message.num_calls > num_calls:
+                yield from reader.close((_PYTHON_END,))
 
 
 class MistralFormat(ToolFormat):
@@ -93,15 +83,17 @@ class MistralFormat(ToolFormat):
     """
 
     id_length: ClassVar[int | None] = 9
+    starts: ClassVar[Spellings] = (_CALLS,)
 
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
         source = reader.source
-        while (yield from reader.read_content(["[TOOL_CALLS]"])):
+        while (yield from reader.read_content(self.starts)):
+            yield from source.skip_all(self.starts)
             if (yield from source.match(["["])):
-                yield from _read_list(reader, lambda: _read_object(reader))
+                yield from _read_list(reader, CallObjectReader(reader).read_object)
             elif (yield from source.peek_past_space()) == "{":
-                yield from reader.attempt(_read_object(reader))
+                yield from reader.attempt(CallObjectReader(reader).read_object())
             else:
                 yield from reader.attempt(self._read_named(reader))
 
@@ -112,74 +104,7 @@ class MistralFormat(ToolFormat):
             call_id = (yield from source.read_name("[ARGS]")).strip()
         else:
             yield from source.match(["[ARGS]"])
-        yield from _read_named_call(reader, name, call_id)
-
-
-class SectionFormat(ToolFormat):
-    """Calls between markers, all of them between the markers of a section, which may be missing."""
-
-    section_start: ClassVar[str]
-    call_start: ClassVar[str]
-    closings: ClassVar[tuple[str, ...]]
-    """Texts that may follow a call's arguments, in this order."""
-
-    def run(self, reader: CallReader) -> Reading[None]:
-        """Read to the end of the text."""
-        source = reader.source
-        while marker := (yield from reader.read_content([self.section_start, self.call_start])):
-            if marker == self.section_start:
-                yield from source.match([self.call_start])
-            if (yield from reader.attempt(self.read_call(reader))):
-                for closing in self.closings:
-                    yield from source.skip_closing(closing)
-
-    @abstractmethod
-    def read_call(self, reader: CallReader) -> Reading[None]:
-        """Read one call, whose opening marker was already taken, up to the end of its arguments."""
-
-
-class DeepSeekFormat(SectionFormat):
-    """<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜> of DeepSeek V3.1, or V3's and R1's longer form.
-
-    The longer form has a type before the name, and the arguments in a block of Markdown; line breaks are spaces here:
-    <｜tool▁call▁begin｜>function<｜tool▁sep｜>name ```json {…} ```<｜tool▁call▁end｜>
-    """
-
-    section_start: ClassVar[str] = "<｜tool▁calls▁begin｜>"
-    call_start: ClassVar[str] = "<｜tool▁call▁begin｜>"
-    closings: ClassVar[tuple[str, ...]] = ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
-
-    def read_call(self, reader: CallReader) -> Reading[None]:
-        """Read one call, whose opening marker was already taken, up to the end of its arguments."""
-        source = reader.source
-        name = yield from source.read_identifier()
-        yield from source.take("<｜tool▁sep｜>")
-        if (yield from source.peek_past_space()) != "{":
-            name = yield from source.read_identifier()
-            if (yield from source.match(["```"])):
-                yield from source.match(["json"])
-        yield from _read_named_call(reader, name)
-
-
-class KimiK2Format(SectionFormat):
-    """<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>: Kimi K2.
-
-    The text before the arguments is the call's id.
-    """
-
-    section_start: ClassVar[str] = "<|tool_calls_section_begin|>"
-    call_start: ClassVar[str] = "<|tool_call_begin|>"
-    closings: ClassVar[tuple[str, ...]] = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
-
-    def read_call(self, reader: CallReader) -> Reading[None]:
-        """Read one call, whose opening marker was already taken, up to the end of its arguments."""
-        call_id = yield from reader.source.read_identifier()
-        yield from reader.source.take("<|tool_call_argument_begin|>")
-        name, _, number = call_id.rpartition(":")
-        if name and number.isdecimal():
-            yield from _read_named_call(reader, name.removeprefix(FUNCTIONS), call_id)
-        else:
-            yield from _read_named_call(reader, call_id.removeprefix(FUNCTIONS))
+        yield from CallObjectReader(reader).read_named(name, call_id)
 
 
 class OpenAIFormat(ToolFormat):
@@ -193,8 +118,7 @@ class OpenAIFormat(ToolFormat):
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
         while (yield from reader.read_content([CALL_START])):
-            if (yield from reader.attempt(self._read(reader))):
-                yield from reader.source.skip_closing(CALL_END)
+            yield from reader.read_block(self._read(reader), [(CALL_END,)])
 
     def _read(self, reader: CallReader) -> Reading[None]:
         source = reader.source
@@ -205,7 +129,7 @@ class OpenAIFormat(ToolFormat):
             raise NotACall
         is_closed = bool((yield from source.match([CALL_END])))
         if not is_closed and (yield from source.peek_past_space()):
-            yield from _read_named_call(reader, name)
+            yield from CallObjectReader(reader).read_named(name)
             return
         reader.open(name)
         reader.message.add_arguments("{}")
@@ -213,11 +137,22 @@ class OpenAIFormat(ToolFormat):
 
 
 class PythonicFormat(ToolFormat):
-    """[name(key="value", …), …] at the beginning of the completion: Gemma 3, Llama 3.2 and 4."""
+    """[name(key="value", …), …] at the beginning of the completion: Gemma 3, Llama 3.2 and 4.
+
+    Also anywhere between <|python_start|> and <|python_end|>.
+    """
+
+    starts: ClassVar[Spellings] = (_PYTHON_START,)
+    leading_starts: ClassVar[Spellings] = ("[",)
 
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
         yield from _read_leading_list(reader, PythonCallReader(reader).read_call)
+        while marker := (yield from reader.read_content(self.starts)):
+            num_calls = reader.message.num_calls
+            yield from _read_python_block(reader, marker)
+            if reader.message.num_calls > num_calls:
+                yield from reader.close((_PYTHON_END,))
 
 
 class RequiredFormat(ToolFormat):
@@ -225,7 +160,8 @@ class RequiredFormat(ToolFormat):
 
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
-        yield from _read_leading_list(reader, lambda: _read_object(reader))
+        yield from _read_leading_list(reader, CallObjectReader(reader).read_object)
+        yield from reader.read_content([])
 
 
 class NamedFormat(ToolFormat):
@@ -235,7 +171,7 @@ class NamedFormat(ToolFormat):
         """Read to the end of the text."""
         reader.source.hold()
         (name,) = self.schemas
-        yield from reader.attempt(_read_named_call(reader, name))
+        yield from reader.attempt(CallObjectReader(reader).read_named(name))
         yield from reader.read_content([])
 
 
@@ -245,6 +181,8 @@ TOOL_FORMATS: Mapping[str, type[ToolFormat]] = {
     "hermes": HermesFormat,
     "kimi_k2": KimiK2Format,
     "llama3_json": Llama3JsonFormat,
+    "llama4_json": Llama3JsonFormat,
+    "llama4_pythonic": PythonicFormat,
     "mistral": MistralFormat,
     "openai": OpenAIFormat,
     "pythonic": PythonicFormat,
@@ -254,27 +192,16 @@ TOOL_FORMATS: Mapping[str, type[ToolFormat]] = {
 }
 
 
-def _read_object(reader: CallReader) -> Reading[None]:
-    yield from reader.source.expect("{")
-    yield from reader.read_call()
-
-
-def _read_named_call(reader: CallReader, name: str, call_id: str | None = None) -> Reading[None]:
-    """Read the arguments of a function, an object, and open its call."""
-    if (yield from reader.source.peek_past_space()) != "{":
-        raise NotACall
-    reader.open(name, call_id)
-    yield from reader.read_arguments()
-
-
 def _read_leading_list(reader: CallReader, read_call: Callable[[], Reading[None]]) -> Reading[None]:
-    """Read a list of calls at the beginning of the text, and the content after it."""
-    reader.source.hold()
-    if (yield from reader.source.match(["["])):
+    """Read a list of calls at the beginning of the text, if there is one."""
+    source = reader.source
+    source.hold()
+    if (yield from source.match(["["])):
         yield from _read_list(reader, read_call)
+        if reader.message.num_calls:
+            yield from reader.close((_PYTHON_END,))
     else:
-        reader.message.add_content(reader.source.release())
-    yield from reader.read_content([])
+        source.release()
 
 
 def _read_list(reader: CallReader, read_call: Callable[[], Reading[None]]) -> Reading[None]:
@@ -283,7 +210,7 @@ def _read_list(reader: CallReader, read_call: Callable[[], Reading[None]]) -> Re
     source = reader.source
     while (yield from reader.attempt(read_call())):
         if not (yield from source.match([","])):
-            yield from source.skip_closing("]")
+            yield from source.match(["]"])
             return
         if (yield from source.match(["]"])):
             return
@@ -291,14 +218,53 @@ def _read_list(reader: CallReader, read_call: Callable[[], Reading[None]]) -> Re
         source.hold()
 
 
+def _read_python_block(reader: CallReader, marker: str) -> Reading[None]:
+    """Read calls after Llama's markers of code: JSON objects, or a list of them or of Python calls.
+
+    Llama 4's template writes text between <|python_start|> and <|python_end|>, and the calls after them.
+    """
+    source = reader.source
+    markers = [_PYTHON_TAG, _PYTHON_START, _PYTHON_END]
+    yield from source.skip_all(markers)
+    start = yield from source.match(["{", "["])
+    if not start and marker == _PYTHON_START:
+        if not (yield from reader.read_lead([_PYTHON_END], [_PYTHON_START, _PYTHON_TAG])):
+            return
+        start = yield from source.match(["{", "["])
+    if start == "{":
+        yield from _read_bare_object(reader)
+    elif start:
+        yield from _read_list(reader, lambda: _read_listed(reader))
+    else:
+        reader.release()
+
+
+def _read_listed(reader: CallReader) -> Reading[None]:
+    if (yield from reader.source.peek_past_space()) == "{":
+        yield from CallObjectReader(reader).read_object()
+    else:
+        yield from PythonCallReader(reader).read_call()
+
+
+def _read_bare_object(reader: CallReader) -> Reading[None]:
+    """Read a call whose opening brace was already taken, or pass a JSON object on as content."""
+    num_calls = reader.message.num_calls
+    try:
+        yield from CallObjectReader(reader).read_call(keys=_CALL_KEYS, needs_arguments=True)
+    except NotACall:
+        if reader.message.num_calls == num_calls:
+            yield from _pass_object(reader)
+        elif reader.message.is_call_open:
+            reader.message.close_call(is_complete=False)
+
+
 def _pass_object(reader: CallReader) -> Reading[None]:
     """Pass a JSON object on as content, from its held beginning to its end or its first error."""
     source, scanner = reader.source, JsonScanner()
-    text = source.release()
-    reader.message.add_content(text)
+    text = reader.release()
     scanner.take(text[text.index("{") :])
     while not (scanner.is_done or scanner.is_broken) and (yield from source.peek()):
         rest = source.rest()
         count, _ = scanner.take(rest)
-        reader.message.add_content(rest[:count])
+        reader.add_content(rest[:count])
         source.advance(count)

@@ -12,6 +12,8 @@ from jaxserve.parsers import (
     MessageDelta,
     MessageParser,
     ParsedMessage,
+    ends_in_line,
+    last_message,
     leading_reasoning,
     reasoning_parser,
     starts_in_reasoning,
@@ -166,6 +168,7 @@ class ChatParser:
         use: The request's tools.
         include_reasoning: Whether to return the reasoning; it is never part of the content.
         is_constrained: Whether a grammar constrains the completion after the reasoning.
+        chat: The conversation, as in ``EngineRequest``.
     """
 
     def __init__(
@@ -175,6 +178,7 @@ class ChatParser:
         *,
         include_reasoning: bool = True,
         is_constrained: bool = False,
+        chat: Mapping[str, Any] | None = None,
     ):
         self._names = names
         self._use = use
@@ -182,15 +186,19 @@ class ChatParser:
         self._reasoning = names.reasoning
         if is_constrained and names.reasoning is not None:
             self._reasoning = leading_reasoning(names.reasoning)
+        continues = chat is not None and bool(chat.get("continue_final_message"))
+        self._last = None if chat is None else last_message(chat["messages"], continues=continues)
         self._starts_inside: bool | None = None
+        self._starts_in_line = False
         self._parsers: dict[int, MessageParser] = {}
         self._is_plain = self._reasoning is None and use.choice == "none"
         self._plain_texts: dict[int, list[str]] = {}
 
     def begin(self, prompt: str | None) -> None:
-        """Read from the prompt whether the chat template has opened the reasoning."""
+        """Read from the prompt whether the completion begins inside reasoning."""
         if self._reasoning is not None and prompt is not None:
-            self._starts_inside = starts_in_reasoning(prompt, self._reasoning)
+            self._starts_inside = starts_in_reasoning(prompt, self._reasoning, self._last)
+            self._starts_in_line = ends_in_line(prompt, self._reasoning)
 
     def feed(self, index: int, text: str, is_end: bool = False) -> MessageDelta:
         """Parse the next piece of a completion; return what it adds to the message.
@@ -231,5 +239,6 @@ class ChatParser:
                 schemas=self._use.tools,
                 tool_choice=self._use.choice,
                 prompt_ends_in_reasoning=self._starts_inside,
+                prompt_ends_in_line=self._starts_in_line,
             )
         return self._parsers[index]

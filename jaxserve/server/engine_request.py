@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import integer
+from jaxserve.parsers import last_message
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import MAX_PRIORITY, PromptFit, PromptInput
 from jaxserve.sampling_params import SamplingParams
@@ -70,7 +71,10 @@ class EngineRequest:
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             add_special_tokens=self.add_special_tokens,
         )
-        return PromptInput(text, token_ids, None, self.cache_salt, fit, is_chat=self.chat is not None)
+        is_chat, last = self.chat is not None, None
+        if self.chat is not None and self.chat.get("messages"):
+            last = last_message(self.chat["messages"], continues=bool(self.chat.get("continue_final_message")))
+        return PromptInput(text, token_ids, None, self.cache_salt, fit, is_chat=is_chat, last_message=last)
 
 
 def check_converted(name: str, num_tokens: int) -> None:

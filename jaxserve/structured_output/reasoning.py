@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxserve.parsers import reasoning_parser, starts_in_reasoning
+from jaxserve.parsers import LastMessage, last_turn, reasoning_parser, starts_in_reasoning
 from jaxserve.scheduling.sequence import Constraint
 from jaxserve.text.tokenizer import Tokenizer
 
-_TAIL_LENGTH = 32
-"""Number of last prompt tokens to search for markers; enough even if they are tokenized letter by letter."""
+_TAIL_LENGTH = 512
+"""Number of last prompt tokens to search for the beginning of the last turn; four times as many if it is not there."""
 
 
 class ReasoningMarkers(NamedTuple):
@@ -42,7 +42,11 @@ class Reasoning(NamedTuple):
 
 
 def find_reasoning(
-    markers: ReasoningMarkers, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], is_chat: bool
+    markers: ReasoningMarkers,
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int],
+    is_chat: bool,
+    last_message: LastMessage | None = None,
 ) -> Reasoning | None:
     """Return how the output of a prompt may start with reasoning; None if it cannot.
 
@@ -52,14 +56,44 @@ def find_reasoning(
         prompt_token_ids: The prompt, which may start or end the reasoning itself.
         is_chat: Whether the prompt is a conversation; then the reasoning parser decides if the prompt has no markers.
             Other prompts have reasoning only if they start it.
+        last_message: The last message of the conversation.
     """
-    tail = tokenizer.decode(prompt_token_ids[-_TAIL_LENGTH:], skip_special_tokens=False)
-    is_open = starts_in_reasoning(tail, markers.name)
+    text = _last_text(tokenizer, prompt_token_ids, last_message)
+    is_open = starts_in_reasoning(text, markers.name, last_message)
     if is_chat:
         is_open = reasoning_parser(markers.name).begins_inside(is_open)
     if is_open is None and not (is_chat and len(markers.start_ids) == 1):
         is_open = False
     return None if is_open is False else Reasoning(markers, is_open)
+
+
+def open_section(
+    markers: ReasoningMarkers,
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int],
+    is_chat: bool,
+    last_message: LastMessage | None = None,
+) -> Sequence[int]:
+    """Return the prompt if it may end inside reasoning; nothing if only other turns than the last have markers.
+
+    The arguments are those of `find_reasoning`.
+    """
+    text = _last_text(tokenizer, prompt_token_ids, last_message)
+    is_open = starts_in_reasoning(text, markers.name, last_message)
+    is_turn = is_chat or last_turn(text) is not None
+    return () if is_open is False or (is_open is None and is_turn) else prompt_token_ids
+
+
+def _last_text(tokenizer: Tokenizer, token_ids: Sequence[int], last_message: LastMessage | None) -> str:
+    """Return the text of a prompt, at least from where its last turn begins."""
+    num_tokens = _TAIL_LENGTH
+    while True:
+        text = tokenizer.decode(token_ids[-num_tokens:], skip_special_tokens=False)
+        message = "" if last_message is None else last_message.text
+        before = text.rstrip().removesuffix(message.strip())
+        if num_tokens >= len(token_ids) or (len(text) > len(message) and last_turn(before) is not None):
+            return text
+        num_tokens *= 4
 
 
 class AfterReasoning:

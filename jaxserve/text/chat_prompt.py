@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxserve.parsers import last_message
 from jaxserve.request import PromptInput, params_for_each
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.chat import choose_template, load_chat_template, render_chat, split_conversations
@@ -73,4 +74,5 @@ def chat_prompt(
         variables={**tokenizer.special_tokens, **(chat_template_kwargs or {})},
     )
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    return PromptInput(prompt=text, prompt_token_ids=tuple(token_ids), params=params, is_chat=True)
+    last = last_message(conversation, continues=continue_final_message)
+    return PromptInput(text, tuple(token_ids), params, is_chat=True, last_message=last)

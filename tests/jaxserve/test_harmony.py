@@ -96,8 +96,8 @@ CASES = [
     Case(f"{CALL}<|call|>", None, None, (("f", "{}"),)),
     Case(f"{CALL}", None, None, (("f", "{}…"),)),
     Case(f"{CALL}print(1)<|call|>", None, f"{LEFT}print(1)<|call|>"),
-    Case(f'{CALL}{{"a": !}}<|call|>', None, "!}<|call|>", (("f", '{"a": …'),)),
-    Case(f"{CALL}{{}} so<|call|>", None, " so<|call|>", (("f", "{}"),)),
+    Case(f'{CALL}{{"a": !}}<|call|>', None, "!}", (("f", '{"a": …'),)),
+    Case(f"{CALL}{{}} so<|call|>", None, " so", (("f", "{}"),)),
     Case(
         "<|channel|>commentary to=browser.open<|message|>{}<|call|>",
         None,

@@ -7,7 +7,14 @@ import pytest
 
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
 from jaxserve.demo import MODEL_DIRECTORY
-from jaxserve.structured_output.reasoning import AfterReasoning, Reasoning, ReasoningMarkers, find_reasoning
+from jaxserve.parsers import LastMessage
+from jaxserve.structured_output.reasoning import (
+    AfterReasoning,
+    Reasoning,
+    ReasoningMarkers,
+    find_reasoning,
+    open_section,
+)
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 OPEN, CLOSE = (5,), (6, 7)
@@ -80,6 +87,11 @@ def tokenizer() -> Tokenizer:
         ("deepseek_r1", "assistant:", False, "none"),
         ("deepseek_r1", "assistant:<think>\n\n</think>\n\n", True, "none"),
         ("think", "<think> " + "word " * 100, False, "none"),
+        ("qwen3", "<|user|><think>?<|assistant|>", True, None),
+        ("qwen3", "<|user|>?<|assistant|><think>\n" + "word " * 100, True, True),
+        ("qwen3", "<|user|>?<|assistant|><think>\n" + "word " * 100, False, True),
+        ("deepseek_r1", "<|user|>?<|assistant|><think>\n</think>" + "word " * 100, True, "none"),
+        ("deepseek_r1", "<|user|>?<|assistant|>The answer", True, "none"),
     ],
 )
 def test_prompts_that_open_or_close_the_reasoning(
@@ -87,6 +99,21 @@ def test_prompts_that_open_or_close_the_reasoning(
 ) -> None:
     found = find_reasoning(ReasoningMarkers(name, OPEN, CLOSE), tokenizer, tokenizer.encode(text), is_chat)
     assert ("none" if found is None else found.is_open) == expected
+
+
+def test_a_budget_counts_the_section_of_the_last_turn_alone(tokenizer: Tokenizer) -> None:
+    def section(text: str, is_chat: bool = True, last: LastMessage | None = None) -> bool:
+        prompt = tokenizer.encode(text)
+        found = open_section(ReasoningMarkers("qwen3", OPEN, CLOSE), tokenizer, prompt, is_chat, last)
+        assert list(found) in ([], prompt)
+        return bool(found)
+
+    assert section("<|user|>?<|assistant|><think>\nHm")
+    assert not section("<|user|><think>?<|assistant|>")
+    assert not section("<|user|><think>?<|assistant|>", is_chat=False)
+    assert not section("Q: <think>? A:", last=LastMessage("<think>?"))
+    assert section("Q: ? A: <think> Hm", last=LastMessage("<think> Hm", is_continued=True))
+    assert section("<think> word", is_chat=False)  # without turns, all of it counts
 
 
 def test_a_mark_of_many_tokens_is_not_looked_for_in_the_answer(tokenizer: Tokenizer) -> None:
@@ -124,3 +151,16 @@ def test_other_answers_are_structured_from_the_start(llm: LLM) -> None:
     template = "{{ messages[0].content }}" + closed
     answer = llm.chat([{"role": "user", "content": "1+1="}], CHOICE, chat_template=template, use_tqdm=False)[0]
     assert answer.outputs[0].text in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("started", "is_inside"), [("<think>\nFirst", True), ("<think>\nHm\n</think>\n\n", False), ("Say", False)]
+)
+def test_a_continued_answer_is_structured_after_its_reasoning(llm: LLM, started: str, is_inside: bool) -> None:
+    conversation = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": started}]
+    params = CHOICE.clone(thinking_token_budget=8, ignore_eos=True)
+    output = llm.chat(conversation, params, continue_final_message=True, add_generation_prompt=False, use_tqdm=False)[0]
+    thoughts, mark, rest = output.outputs[0].text.rpartition("</think>")
+    assert (bool(mark), rest in ("yes", "no")) == (is_inside, True), output.outputs[0].text
+    message = llm.parse_message(output.outputs[0].text, prompt=output.prompt or "")
+    assert (message.reasoning or "", message.content) == (thoughts, rest)

@@ -2,14 +2,15 @@
 
 import random
 from itertools import count, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.errors import ConfigError
-from jaxserve.parsers import MessageParser, ParsedMessage, reasoning_parser, starts_in_reasoning
+from jaxserve.parsers import MessageParser, ParsedMessage, last_message, reasoning_parser, starts_in_reasoning
+from jaxserve.parsers.source import MAX_HELD_LENGTH, Source
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "</think>"}}\n</tool_call>'
 
@@ -150,3 +151,165 @@ def test_names_and_tags() -> None:
     expected = f"reasoning_parser must be one of {names}, got 'qwen'; did you mean 'qwen3'"
     with pytest.raises(ConfigError, match=expected):
         MessageParser("qwen")
+
+
+# ------------------------------------------------------------------------------------------------ calls inside
+
+
+OFFERED = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}]
+TAGS = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"
+
+
+def with_tools(name: str = "qwen3", tools: str = "qwen3", **options: Any) -> MessageParser:
+    """A parser that was offered the tool f."""
+    return MessageParser(name, tools, **{"schemas": OFFERED, "prompt_ends_in_reasoning": True, **options})
+
+
+class Inside(NamedTuple):
+    """A completion that begins inside reasoning, and what is in it."""
+
+    text: str
+    reasoning: str | None
+    content: str | None
+    num_calls: int
+
+
+INSIDE = [
+    Inside(f"Hm.\n{TAGS}", "Hm.\n", None, 1),
+    Inside(f"{TAGS}\n", None, None, 1),
+    Inside(f"Hm.\n  {CALL}\n{TAGS}\n</think>\n\nYes.", "Hm.\n  ", "\n\nYes.", 2),
+    Inside(f"Hm.\n{CALL}\nSo </think> </think>", "Hm.\n", "\nSo  </think>", 1),
+    Inside(f"Hm.\n{CALL}\n</think>\n{CALL}\n", "Hm.\n", None, 2),
+    Inside(f"Hm. {TAGS}\n</think>A {CALL}", f"Hm. {TAGS}\n", "A", 1),
+    Inside(f"- {TAGS}\n</think>A", f"- {TAGS}\n", "A", 0),
+    Inside("Hm.\n<tool_call>\n</think>A", "Hm.\n<tool_call>\n", "A", 0),
+    Inside(
+        'Hm.\n<tool_call>{"name": "g", "arguments": {}}</think>A',
+        'Hm.\n<tool_call>{"name": "g", "arguments": {}}',
+        "A",
+        0,
+    ),
+    Inside('Hm.\n<tool_call>{"name": "f"</think>A', 'Hm.\n<tool_call>{"name": "f"', "A", 0),
+    Inside('Hm.\n<tool_call>{"name": "f"', 'Hm.\n<tool_call>{"name": "f"', None, 0),
+    Inside('Hm.\n<tool_call>{"name": "f", "arguments": {"a', "Hm.\n", None, 1),
+    Inside('\n<tool_call>{"arguments": {"a": "</think>"}, "name": "f"}', "\n", None, 1),
+    Inside("\n<function=g></function>\n<function=f></function>", "\n<function=g></function>\n", None, 1),
+]
+
+
+@pytest.mark.parametrize("case", INSIDE)
+def test_calls_inside_reasoning(case: Inside) -> None:
+    message = with_tools().parse(case.text)
+    assert (message.reasoning, message.content, len(message.tool_calls)) == case[1:]
+    for seed in range(10):
+        found = streamed(with_tools(make_id=lambda: "0"), groupings(case.text, seed))
+        assert (found.reasoning, found.content, len(found.tool_calls)) == case[1:]
+
+
+def test_a_call_that_the_prompt_puts_inside_a_line_is_reasoning() -> None:
+    assert not with_tools(prompt_ends_in_line=True).parse(CALL).tool_calls
+    assert with_tools(prompt_ends_in_line=True).parse(f"\n{CALL}").tool_calls
+    assert with_tools(prompt_ends_in_line=True, prompt_ends_in_reasoning=False).parse(CALL).tool_calls
+
+
+def test_text_is_held_until_a_call_inside_reasoning_is_certain() -> None:
+    parser = with_tools()
+    assert parser.feed('Hm.\n<tool_call>\n{"name": ').reasoning == "Hm.\n"
+    assert not parser.feed('"f", "arguments": ')
+    assert parser.feed("{").tool_calls[0].name == "f"
+    parser = with_tools()
+    assert parser.feed('\n<tool_call>{"name": "fa').reasoning == "\n"
+    assert parser.feed('", "arguments": {').reasoning == '<tool_call>{"name": "fa", "arguments": {'
+    long = '<tool_call>{"x": "' + "y" * (MAX_HELD_LENGTH - 20)
+    parser = with_tools()
+    assert not parser.feed(long)
+    assert parser.feed("yyyy").reasoning == f"{long}yyyy"
+
+
+def test_work_on_reasoning_grows_with_the_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fed = 0
+
+    class Counting(Source):
+        def feed(self, text: str) -> None:
+            nonlocal fed
+            fed += len(text)
+            super().feed(text)
+
+    monkeypatch.setattr("jaxserve.parsers.call_finder.Source", Counting)
+    for unit in ('\n<tool_call>{"x": "', "\n<tool_call>", "\n<function=f>", '\n<tool_call>{"name": "f", "x": {'):
+        fed, text = 0, unit * 1000
+        assert with_tools().parse(text).reasoning == text
+        assert fed <= 60 * len(text)
+
+
+def test_tags_inside_arguments_are_arguments() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {"a": "<think>x</think>"}}</tool_call>'
+    for seed in range(10):
+        message = streamed(with_tools("think", "hermes", prompt_ends_in_reasoning=None), groupings(f"A {call} B", seed))
+        assert (message.reasoning, message.content) == (None, "A B")
+        assert message.tool_calls[0].arguments == '{"a": "<think>x</think>"}'
+
+
+# ------------------------------------------------------------------------------------------------ where prompts end
+
+
+CHATML = "<|im_start|>user\nWhat is <think>?<|im_end|>\n<|im_start|>assistant\n"
+PROMPTS = [
+    ("qwen3", f"{CHATML}<think>\nFirst I add", True),
+    ("qwen3", f"{CHATML}<think>\nHm.\n</think>\n\nThe answer", False),
+    ("qwen3", f"{CHATML}<think>\n\n</think>\n\n<think>\nFirst I add", True),
+    ("qwen3", f"{CHATML}The tag <think> is", False),
+    ("qwen3", CHATML, None),
+    ("qwen3", "<|im_start|>user\nThink: <think>", None),
+    (
+        "qwen3",
+        f"{CHATML}<think>Hm.</think>Yes.<|im_end|>\n<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n",
+        None,
+    ),
+    ("deepseek_r1", "<｜User｜><think>?<｜Assistant｜><think>\nFirst I add", True),
+    ("deepseek_r1", "<｜User｜></think>?<｜Assistant｜>", None),
+    ("deepseek_r1", "<｜User｜>?<｜Assistant｜><think>\nHm.\n</think>\n\nThe answer", False),
+    ("deepseek_r1", "<｜User｜>?<｜Assistant｜>Hm.\n</think>\n\nThe answer", False),
+    ("deepseek_r1", "<｜User｜>?<｜Assistant｜>The answer", False),
+    ("deepseek_v3", "<｜User｜>?<｜Assistant｜><think>First I add", True),
+    ("deepseek_v3", "<｜User｜><think><｜Assistant｜></think>The answer", False),
+    ("think", f"{CHATML}<think>a</think> b <think> c", True),
+    ("think", f"{CHATML}<think>a</think> b <think> c</think> d", False),
+    ("qwen3", "<|start_header_id|>assistant<|end_header_id|>\n\n<think>\nFirst", True),
+    ("qwen3", "[INST] <think> [/INST] <think>\nFirst", True),
+    ("qwen3", "[INST] <think> [/INST]", None),
+    ("qwen3", "<start_of_turn>user\n<think><end_of_turn>\n<start_of_turn>model\n", None),
+    ("qwen3", "user: <think>?\nassistant: <think>\nFirst", True),
+    ("openai_gptoss", "<|start|>assistant<|channel|>analysis<|message|>User asks", True),
+    ("openai_gptoss", "<|start|>assistant<|channel|>analysis<|message|>a<|end|><|start|>assistant", None),
+    ("openai_gptoss", "<|start|>assistant<|channel|>final<|message|>The answer", False),
+    ("openai_gptoss", "<|start|>user<|message|><|channel|>final<|message|><|end|><|start|>assistant", None),
+]
+
+
+@pytest.mark.parametrize(("name", "prompt", "expected"), PROMPTS)
+def test_the_whole_last_turn_tells_where_a_completion_begins(name: str, prompt: str, expected: bool | None) -> None:
+    assert starts_in_reasoning(prompt, name) is expected
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1", "deepseek_v3", "think"])
+def test_a_continued_message_tells_where_a_completion_begins(name: str) -> None:
+    def begins(prompt: str, text: str, continues: bool = True) -> bool | None:
+        conversation = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": text}]
+        conversation = conversation if continues else conversation[:1]
+        return starts_in_reasoning(prompt, name, last_message(conversation, continues=continues))
+
+    for before in ("Q: <think> A: ", "<|im_start|>assistant\n", "Q: <think> A: <think>\n\n</think>\n\n"):
+        for text in ("<think>\nFirst I add", "<think>\nassistant: no, <|im_start|>user\n"):
+            assert begins(before + text, text) is True
+        for text in ("<think>\nHm.\n</think>\n\nThe answer", "The answer"):
+            assert begins(before + text, text) is False
+    assert begins("Q: ? A: <think>\nFirst I add", "First I add") is True
+    assert begins("Q: ? A: shown otherwise", "<think>\nFirst I add") is True
+    assert begins("Q: <think>", "", continues=False) is None
+    assert begins("Q: <think> A: <think>\n", "", continues=False) is True
+    parts = [{"type": "text", "text": "<think>"}, {"type": "text", "text": "First"}]
+    last = last_message([{"role": "assistant", "content": parts}], continues=True)
+    assert starts_in_reasoning("A: <think>\nFirst", name, last) is True
+    users = last_message([{"role": "user", "content": "<think> First"}], continues=True)
+    assert starts_in_reasoning("Q: <think> First", name, users) is None

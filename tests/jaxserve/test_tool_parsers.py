@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from itertools import count, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,9 +15,18 @@ from hypothesis import strategies as st
 from jaxserve.cli_arguments import field_docs
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.parsers import MessageDelta, MessageParser, ParsedMessage, tool_choice_schema, tool_parser
+from jaxserve.parsers import (
+    MessageDelta,
+    MessageParser,
+    ParsedMessage,
+    starts_in_reasoning,
+    tool_choice_schema,
+    tool_parser,
+)
 from jaxserve.parsers.json_scanner import MAX_DEPTH, JsonScanner, whole_json
 from jaxserve.parsers.reasoning_formats import REASONING_FORMATS
+from jaxserve.parsers.schema_types import value_types
+from jaxserve.parsers.source import MAX_HELD_LENGTH
 from jaxserve.parsers.tool_formats import TOOL_FORMATS
 
 TOOLS: list[dict[str, Any]] = [
@@ -61,6 +71,9 @@ HERMES = f'<tool_call>\n{{"name": "get_weather", "arguments": {WEATHER}}}\n</too
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 LLAMA = f'{{"name": "get_weather", "parameters": {WEATHER}}}'
 CODER = "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n</function>\n</tool_call>"
+WITHOUT_ENDS = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nBern\n<parameter=days>\n3\n</function>\n</tool_call>"
+)
 NASTY = '{"a": "</tool_call> {\\"x\\": [TOOL_CALLS]", "b": [{}, {"c": [1, -2.5e3, null]}], "d": "<tool_call>\\\\"}'
 
 
@@ -91,10 +104,13 @@ def deepseek(*calls: str, separator: str = "") -> str:
 KIMI_END = "<|tool_call_end|><|tool_calls_section_end|>"
 
 
-def kimi(call_id: str, arguments: str) -> str:
-    """A call of Kimi K2."""
+KIMI = "<|tool_calls_section_begin|>"
+
+
+def kimi(call_id: str, arguments: str, lead: str = "") -> str:
+    """A call of Kimi K2; lead: text before it in its section."""
     call = f"<|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{arguments}"
-    return f"<|tool_calls_section_begin|>{call}{KIMI_END}"
+    return f"{KIMI}{lead}{call}{KIMI_END}"
 
 
 CASES = [
@@ -112,7 +128,7 @@ CASES = [
     Case("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', None, [("f", '{"a": 1}')]),
     Case("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}', None, [("f", '{"a": 1}')]),
     Case("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>', None, [("f", '{"a": "x\\ny"}')]),
-    Case("hermes", '<tool_call>{"name": "f", "arguments": {}} more</tool_call>', " more</tool_call>", [("f", "{}")]),
+    Case("hermes", '<tool_call>{"name": "f", "arguments": {}} more</tool_call>', " more", [("f", "{}")]),
     # No calls: all of it is content.
     Case("hermes", "a <tool_call>no call</tool_call> b", "a <tool_call>no call</tool_call> b", []),
     Case("hermes", '<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
@@ -133,6 +149,12 @@ CASES = [
         None,
         [("f", '{"a":…'), ("now", "{}")],
     ),
+    # Closing markers after a call are never content; those of a block that is no call are.
+    Case("hermes", f"{NOW}</tool_call>\n</tool_call> A", " A", [("now", "{}")]),
+    Case("hermes", f"<tool_call>\n{NOW}", None, [("now", "{}")]),
+    Case("hermes", f"{NOW} <tool_call>no</tool_call> A", " <tool_call>no</tool_call> A", [("now", "{}")]),
+    Case("hermes", '<tool_call>{"name": "f", "arguments": {"a": !}}</tool_call> A', "!}} A", [("f", '{"a": …')]),
+    Case("hermes", f"</tool_call> A {NOW}", "</tool_call> A", [("now", "{}")]),
     # ---- Llama 3
     Case("llama3_json", LLAMA, None, [("get_weather", WEATHER)]),
     Case("llama3_json", f"<|python_tag|>{LLAMA}", None, [("get_weather", WEATHER)]),
@@ -147,6 +169,24 @@ CASES = [
     Case("llama3_json", "void f() { return {}; }", "void f() { return {}; }", []),
     Case("llama3_json", '{"name": "f", "parameters": {"a": 1', None, [("f", '{"a": 1…')]),
     Case("llama3_json", '{"name": "f", "parameters": {"a": !} x', "!} x", [("f", '{"a": …')]),
+    Case("llama3_json", f"<|python_start|>{LLAMA}<|python_end|>", None, [("get_weather", WEATHER)]),
+    Case(
+        "llama3_json", f"A <|python_start|>\n{LLAMA}; {LLAMA}\n<|python_end|> B", "A B", [("get_weather", WEATHER)] * 2
+    ),
+    Case("llama3_json", f"<|python_start|>Sure.<|python_end|>{LLAMA}", "Sure.", [("get_weather", WEATHER)]),
+    Case("llama3_json", f"<|python_start|><|python_end|>{LLAMA}", None, [("get_weather", WEATHER)]),
+    Case("llama3_json", "<|python_start|>[now()]<|python_end|>", None, [("now", "{}")]),
+    Case("llama3_json", f"<|python_start|>[{LLAMA}, {LLAMA}]<|python_end|>", None, [("get_weather", WEATHER)] * 2),
+    Case("llama4_json", f"<|python_tag|>[{LLAMA}]", None, [("get_weather", WEATHER)]),
+    Case("llama3_json", "<|python_start|>1 + 1<|python_end|> A", "<|python_start|>1 + 1<|python_end|> A", []),
+    Case("llama3_json", '<|python_start|>{"a": 1}<|python_end|>', '<|python_start|>{"a": 1}<|python_end|>', []),
+    Case("llama3_json", "<|python_start|>[1]<|python_end|>", "<|python_start|>[1]<|python_end|>", []),
+    Case(
+        "llama3_json",
+        '<|python_start|>{"name": "f", "parameters": {"a": !}}<|python_end|> A',
+        "!}} A",
+        [("f", '{"a": …')],
+    ),
     # ---- Mistral
     Case("mistral", f'[TOOL_CALLS][{{"name": "f", "arguments": {NASTY}}}]', None, [("f", NASTY)]),
     Case(
@@ -192,6 +232,21 @@ CASES = [
     Case("qwen3", "a <function=b c", "a <function=b c", []),
     Case("qwen3", "<tool_call>\n<function=f>\n<parameter=a>\nbc", None, [("f", '{"a": "bc…')]),
     Case("qwen3", f"{CODER[:-24]}oops", "\noops", [("get_weather", '{"city": "Zürich"…')]),
+    Case("qwen3", f"<tool_call>\nI look.\n{CODER[12:]}", "\nI look.", [("get_weather", '{"city": "Zürich"}')]),
+    Case("qwen3", "<tool_call> no </tool_call> A", "<tool_call> no </tool_call> A", []),
+    Case("qwen3", f"<tool_call> no {CODER}", "<tool_call> no", [("get_weather", '{"city": "Zürich"}')]),
+    Case("qwen3", "<tool_call>\n<function=now>\n</tool_call></tool_call> A", " A", [("now", "{}")]),
+    Case("qwen3", "<function=now></function> </function> A", " </function> A", [("now", "{}")]),
+    # A value ends at its own tag or at one that comes after it.
+    Case("qwen3", WITHOUT_ENDS, None, [("get_weather", '{"city": "Bern", "days": 3}')]),
+    Case("qwen3", WITHOUT_ENDS[:-25], None, [("get_weather", '{"city": "Bern", "days": 3…')]),
+    Case(
+        "qwen3",
+        "<function=f><parameter=a>x</parameter>oops</parameter></function></tool_call> A",
+        "oops A",
+        [("f", '{"a": "x"…')],
+    ),
+    Case("qwen3", "<function=f><parameter=a>x</parameter><parameter=ke", None, [("f", '{"a": "x", "ke…')]),
     # ---- DeepSeek
     Case("deepseek_v3", deepseek(v3("get_weather", WEATHER)), None, [("get_weather", WEATHER)]),
     Case(
@@ -208,7 +263,7 @@ CASES = [
     Case(
         "deepseek_v3",
         deepseek(v3("f", '{"a": !}')),
-        "!}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "!}\n",
         [("f", '{"a": …')],
     ),
     Case("deepseek_v3", deepseek(v3("f", '{"a": 1}'))[:-30], None, [("f", '{"a": 1}')]),
@@ -217,6 +272,13 @@ CASES = [
     Case("deepseek_v31", f"A{deepseek(v31('now', '{}'))}B", "AB", [("now", "{}")]),
     Case("deepseek_v31", deepseek("f<｜tool▁sep｜>"), deepseek("f<｜tool▁sep｜>"), []),
     Case("deepseek_v31", f'{SECTION}<｜tool▁call▁begin｜>f<｜tool▁sep｜>{{"a": "b', None, [("f", '{"a": "b…')]),
+    Case("deepseek_v3", f"A {SECTION} B {v3('now', '{}')} C<｜tool▁calls▁end｜> D", "A  B C D", [("now", "{}")]),
+    Case("deepseek_v3", deepseek(v3("now", "{}"), v3("f", "[1]")), v3("f", "[1]"), [("now", "{}")]),
+    Case("deepseek_v3", deepseek(v3("now", "{}")).replace("▁", "_"), None, [("now", "{}")]),
+    Case("deepseek_v31", deepseek(v31("now", "{}")).replace("▁", " "), None, [("now", "{}")]),
+    Case("deepseek_v31", deepseek(v31("now", "{}")).replace("▁", "\\_"), None, [("now", "{}")]),
+    Case("deepseek_v31", deepseek(v31("now", "{}")).replace("｜", "|"), None, [("now", "{}")]),
+    Case("deepseek_v3", deepseek(v3("now", "{}")[len("<｜tool▁call▁begin｜>") :]), None, [("now", "{}")]),
     # ---- Kimi K2
     Case("kimi_k2", kimi("functions.get_weather:0", WEATHER), None, [("get_weather", WEATHER)]),
     Case("kimi_k2", f"Hm. {kimi('functions.a.b:12', NASTY)}\n", "Hm.", [("a.b", NASTY)]),
@@ -225,7 +287,15 @@ CASES = [
     Case("kimi_k2", kimi("functions.f:0", "oops"), kimi("functions.f:0", "oops"), []),
     Case("kimi_k2", kimi("", "{}"), kimi("", "{}"), []),
     Case("kimi_k2", kimi("functions.f:0", '{"a": tru').removesuffix(KIMI_END), None, [("f", '{"a": tru…')]),
-    Case("kimi_k2", kimi("functions.f:0", '{"a": 1] b'), f"] b{KIMI_END}", [("f", '{"a": 1…')]),
+    Case("kimi_k2", kimi("functions.f:0", '{"a": 1] b'), "] b", [("f", '{"a": 1…')]),
+    Case("kimi_k2", f"A {kimi('functions.f:0', '{}', ' B ')} C", "A  B C", [("f", "{}")]),
+    Case("kimi_k2", f"A {kimi('functions.f:0', 'oops', ' B ')} C", f"A {kimi('functions.f:0', 'oops', ' B ')} C", []),
+    Case("kimi_k2", f"{KIMI} B {kimi('functions.f:0', '{}')}", " B", [("f", "{}")]),
+    Case("kimi_k2", f"{KIMI} B <|tool_calls_section_end|>", f"{KIMI} B <|tool_calls_section_end|>", []),
+    Case("kimi_k2", f"{KIMI} B", f"{KIMI} B", []),
+    Case("kimi_k2", kimi("functions.f:0", "{}").replace("calls_section", "call_section"), None, [("f", "{}")]),
+    Case("kimi_k2", kimi("functions.f:0", "{}").replace("<|tool_call_begin|>", ""), None, [("f", "{}")]),
+    Case("kimi_k2", f"{kimi('functions.f:0', '{}')} A <|tool_calls_section_end|>", " A ", [("f", "{}")]),
     # ---- Python
     Case("pythonic", '[get_weather(city="Zürich", days=2)]', None, [("get_weather", WEATHER)]),
     Case("pythonic", "\n[now(), f(a=1,), ]\n", None, [("now", "{}"), ("f", '{"a": 1}')]),
@@ -256,9 +326,21 @@ CASES = [
     Case("pythonic", "[f(x) for x in y]", "[f(x) for x in y]", []),
     Case("pythonic", "[f(a", "[f(a", []),
     Case("pythonic", '[f(a=1, "b")]', ', "b")]', [("f", '{"a": 1…')]),
-    Case("pythonic", "[f(a=b)]", "b)]", [("f", '{"a": …')]),
-    Case("pythonic", "[f(a=inf)]", "inf)]", [("f", '{"a": …')]),
-    Case("pythonic", "[f(a=1e999j)]", "1e999j)]", [("f", '{"a": …')]),
+    Case(
+        "pythonic",
+        "[f(a=b, c={d: inf, 1: 2024-01-01})]",
+        None,
+        [("f", '{"a": "b", "c": {"d": "inf", "1": "2024-01-01"}}')],
+    ),
+    Case("pythonic", "[f(a=1e999j)]", None, [("f", '{"a": "1e999j"}')]),
+    Case("pythonic", "[f(a=b c)]", " c)]", [("f", '{"a": "b"…')]),
+    Case("pythonic", "[f(a=Zür", None, [("f", '{"a": "Zür…')]),
+    Case("pythonic", "[f(a=1, ke", None, [("f", '{"a": 1, "ke…')]),
+    Case("pythonic", "<|python_start|>[now(), f(a=1)]<|python_end|>", None, [("now", "{}"), ("f", '{"a": 1}')]),
+    Case("pythonic", "Sure. <|python_start|>[now()]<|python_end|> A", "Sure. A", [("now", "{}")]),
+    Case("llama4_pythonic", f"<|python_start|>{LLAMA}<|python_end|>", None, [("get_weather", WEATHER)]),
+    Case("pythonic", "<|python_start|>1 + 1<|python_end|>", "<|python_start|>1 + 1<|python_end|>", []),
+    Case("pythonic", "[now()]<|python_end|>", None, [("now", "{}")]),
     Case("pythonic", r'[f(a="\xZ1")]', 'Z1")]', [("f", '{"a": "…')]),
     Case("pythonic", '[f(a=[1, {"b": "c', None, [("f", '{"a": [1, {"b": "c…')]),
     Case("pythonic", "[now(), oops", "oops", [("now", "{}")]),
@@ -469,6 +551,107 @@ def test_work_grows_with_the_text_alone() -> None:
             text = unit * 2000
             assert make_parser(name).parse(text).content == text
             assert taken <= 3 * len(text)
+
+
+INTEGER, DEFINED = {"type": "integer"}, {"N": {"type": "integer"}, "A/B": {"$ref": "#/definitions/N"}}
+LOOP: dict[str, Any] = {"anyOf": [{"$ref": "#/$defs/L"}, {"$ref": "#"}, {"type": "null"}] * 8}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"properties": {"a": INTEGER}}, {"integer"}),
+        ({"properties": {"a": {"$ref": "#/$defs/N"}}, "$defs": DEFINED}, {"integer"}),
+        ({"properties": {"a": {"$ref": "#/definitions/N"}}, "definitions": DEFINED}, {"integer"}),
+        ({"properties": {"a": {"$ref": "#/definitions/A~1B"}}, "definitions": DEFINED}, {"integer"}),
+        ({"properties": {"a": {"$ref": "#/properties/b"}, "b": INTEGER}}, {"integer"}),
+        ({"properties": {"a": {"allOf": [{"$ref": "#/$defs/N"}], "default": 1}}, "$defs": DEFINED}, {"integer"}),
+        (
+            {"properties": {"a": {"anyOf": [{"allOf": [{"$ref": "#/$defs/N"}]}, {"type": "null"}]}}, "$defs": DEFINED},
+            {"integer", "null"},
+        ),
+        ({"properties": {"a": {"oneOf": [INTEGER, {"const": "x"}]}}}, {"integer", "string"}),
+        ({"$ref": "#/$defs/All", "$defs": {"All": {"properties": {"a": INTEGER}}}}, {"integer"}),
+        ({"allOf": [{"properties": {"b": {}}}, {"properties": {"a": INTEGER}}]}, {"integer"}),
+        ({"properties": {"b": {}}, "additionalProperties": INTEGER}, {"integer"}),
+        ({"properties": {"a": {"type": ["integer", "null"]}}}, {"integer", "null"}),
+        ({"properties": {"a": {"type": "integer", "nullable": True}}}, {"integer", "null"}),
+        ({"properties": {"a": {"items": {}}}}, {"array"}),
+        ({"properties": {"a": LOOP}, "$defs": {"L": LOOP}}, {"null", "object"}),
+        ({"properties": {"a": {"$ref": "#/$defs/none"}}}, set()),
+        ({"properties": {"a": {"$ref": "other.json#/N"}}}, set()),
+        ({"properties": {"a": {"type": [{}, 5], "anyOf": 5, "enum": 5, "$ref": 5}}}, set()),
+        ({"properties": 5, "additionalProperties": False}, set()),
+        ({}, set()),
+    ],
+)
+def test_types_are_found_wherever_the_schema_has_them(schema: dict[str, Any], expected: set[str]) -> None:
+    assert value_types(schema, "a") == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "qwen3_xml"])
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        ("integer", "3", 3),
+        ("integer", "3.5", "3.5"),
+        ("integer", "three", "three"),
+        ("number", "1e3", 1000.0),
+        ("number", "NaN", "NaN"),
+        ("boolean", "True", True),
+        ("boolean", "yes", "yes"),
+        ("object", '{"a": [1]}', {"a": [1]}),
+        ("object", "{'a': 1}", "{'a': 1}"),
+        ("object", "[1]", "[1]"),
+        ("array", '["a"]', ["a"]),
+        ("array", "a, b", "a, b"),
+        ("null", "none at all", "none at all"),
+        ("string", "3", "3"),
+    ],
+)
+def test_a_value_that_its_type_does_not_allow_is_text(name: str, kind: str, value: str, expected: Any) -> None:
+    properties = {"v": {"anyOf": [{"$ref": "#/definitions/V"}]}}
+    parameters = {"type": "object", "properties": properties, "definitions": {"V": {"type": kind}}}
+    schemas = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    text = f"<tool_call>\n<function=f>\n<parameter=v>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = MessageParser(None, name, schemas=schemas).parse(text).tool_calls
+    assert json.loads(call.arguments) == {"v": expected}
+
+
+def test_public_reports(shared_data: Path) -> None:
+    for case in json.loads((shared_data / "reports/parsers.json").read_text()):
+        names = (case.get("reasoning"), case.get("tools"))
+        is_inside = case.get("prompt_ends_in_reasoning")
+        if "prompt" in case:
+            is_inside = starts_in_reasoning(case["prompt"], case["reasoning"])
+        options = {"schemas": case.get("schemas"), "prompt_ends_in_reasoning": is_inside, "make_id": lambda: "0"}
+        message = MessageParser(*names, **options).parse(case["text"])
+        expected, content = case["expected"], (message.content or "").strip()
+        assert [[call.name, json.loads(call.arguments)] for call in message.tool_calls] == expected["calls"]
+        assert (message.reasoning or "").strip() == expected.get("reasoning", "")
+        assert content == (expected.get("content") or "") or "content_starts" in expected
+        assert content.startswith(expected.get("content_starts", ""))
+        assert expected.get("content_lacks", "<") not in content
+        for cut in range(len(case["text"])):
+            parser = MessageParser(*names, **options)
+            parser.feed(case["text"][:cut])
+            parser.finish(case["text"][cut:])
+            assert parser.message() == message
+
+
+def test_text_between_a_section_and_its_call_is_held_up_to_a_limit() -> None:
+    parser = make_parser("kimi_k2")
+    assert not parser.feed(f"{KIMI} B ")
+    assert parser.feed("<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{").content == " B"
+    long = f"{KIMI}{'y' * MAX_HELD_LENGTH}"
+    parser = make_parser("kimi_k2")
+    assert not parser.feed(long)
+    assert parser.feed("y").content == f"{long}y"
+    for length in (MAX_HELD_LENGTH - 1, MAX_HELD_LENGTH, MAX_HELD_LENGTH + 1):
+        text = kimi("functions.f:0", "{}", "y" * length)
+        message = check_stream(lambda: make_parser("kimi_k2"), [text[:-60], *text[-60:]])
+        assert shown(message) == [("f", "{}")]
+        assert (message.content or "").startswith(KIMI) is (length > MAX_HELD_LENGTH)
 
 
 # ------------------------------------------------------------------------------------------------ any JSON

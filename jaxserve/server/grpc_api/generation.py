@@ -115,6 +115,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             use,
             include_reasoning=message.messages.include_reasoning if has_choice else True,
             is_constrained=params.structured_outputs is not None,
+            chat=request.chat,
         )
 
 

@@ -117,12 +117,14 @@ class _ChatCompletions(GenerationResponse):
         if self._num_top_logprobs or "logprob_token_ids" not in fields:
             given["logprobs"] = self._num_top_logprobs
         self.params = sampling_params(frontend, fields, given, tools)
-        self.requests = engine_requests(call, fields, [{"chat": chat_arguments(call, fields)}], params=self.params)
+        chat = chat_arguments(call, fields)
+        self.requests = engine_requests(call, fields, [{"chat": chat}], params=self.params)
         self._parser = ChatParser(
             frontend.parsers,
             tools,
             include_reasoning=fields.get("include_reasoning", True),
             is_constrained=self.params.structured_outputs is not None,
+            chat=chat,
         )
         self._role = frontend.config.response_role
         self._has_begun = False

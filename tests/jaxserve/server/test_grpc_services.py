@@ -142,6 +142,28 @@ def test_harmony_keeps_its_special_tokens() -> None:
     assert (message.reasoning, message.content) == ("Hm.", "Yes.")
 
 
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_continued_message_and_a_call_inside_its_reasoning(streams: bool) -> None:
+    started = chat_pb2.ChatMessage(role="assistant", content="<think>\nFirst")
+    conversation = chat_pb2.Conversation(messages=[USER, started], tools=[TOOL], continue_final_message=True)
+    request = generation_pb2.GenerateRequest(messages=conversation)
+
+    async def main() -> list[generation_pb2.Completion]:
+        parsers = ParserNames(reasoning="qwen3", tools="hermes")
+        async with serving(parsers, enable_auto_tool_choice=True) as there, connected(there.target) as channel:
+            there.engine.texts = [" I look.\n", CALL, "\n</think>", " Done."]
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            if not streams:
+                return list((await stub.Generate(request)).completions)
+            call = stub.StreamGenerate(generation_pb2.StreamGenerateRequest(request=request))
+            return [one async for part in call for one in part.completions]
+
+    found = run(main)
+    assert "".join(one.message.reasoning for one in found) == " I look.\n"
+    assert "".join(one.message.content for one in found) == " Done."
+    assert [part.name for one in found for part in one.message.tool_calls if part.HasField("name")] == ["look"]
+
+
 def test_other_prompts_are_not_taken_apart() -> None:
     async def main() -> None:
         async with serving(ParserNames(reasoning="qwen3")) as there, connected(there.target) as channel:

@@ -258,6 +258,50 @@ def test_reasoning_that_the_prompt_begins_needs_no_tag() -> None:
     assert (found["reasoning"], found["content"]) == ("hmm", "Yes")
 
 
+ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_in_reasoning_that_does_not_end_is_a_call(stream: bool) -> None:
+    pieces = ["I ad", "d.\n<tool", ADD[5:40], f"{ADD[40:]}\n</thi", "nk>"]
+    server = make_server(
+        FakeEngine(pieces, rendered="<|im_start|>assistant\n<think>\n"), parsers=HERMES, enable_auto_tool_choice=True
+    )
+
+    def message(**fields: Any) -> dict[str, Any]:
+        answer = server.post(PATH, chat(stream=stream, **fields))
+        return joined(answer)[0] if stream else _with_reason(answer.json()["choices"][0])
+
+    found = message(tools=[tool()])
+    assert (found["reasoning"], found["content"] or None, found["finish_reason"]) == ("I add.\n", None, "tool_calls")
+    assert [call["function"] for call in found["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}]
+    for fields in ({}, {"tools": [tool()], "tool_choice": "none"}, {"tools": [tool("sub")]}):
+        found = message(**fields)
+        assert (found["reasoning"], found["finish_reason"]) == (f"I add.\n{ADD}\n", "stop")
+        assert not found.get("tool_calls")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("<think>\nFirst I add", " it.", "Yes."),
+        ("<think>\nHm.\n</think>\n\nThe answer", None, " it.</think>Yes."),
+        ("The answer", None, " it.</think>Yes."),
+    ],
+)
+def test_a_continued_message_may_end_inside_reasoning(
+    stream: bool, name: str, text: str, reasoning: str | None, content: str
+) -> None:
+    messages = [{"role": "user", "content": "What is <think>?"}, {"role": "assistant", "content": text}]
+    engine = FakeEngine([" it.", "</think>", "Yes."], rendered=f"Q: What is <think>? A: {text}")
+    server = make_server(engine, parsers=ParserNames(name, None))
+    answer = server.post(PATH, {"messages": messages, "continue_final_message": True, "stream": stream})
+    found = joined(answer)[0] if stream else answer.json()["choices"][0]["message"]
+    assert (found.get("reasoning") or None, found["content"]) == (reasoning, content)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_call_is_a_structure_of_the_answer(stream: bool) -> None:
     engine = FakeEngine(["Hm.</thi", 'nk>[{"name": "add", "para', 'meters": {"a": 3}}]'])
