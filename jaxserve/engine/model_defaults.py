@@ -1,5 +1,6 @@
 """Defaults from the model's files: tokenizer, sampling parameters, end-of-sequence tokens, reasoning markers."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured_output.reasoning import ReasoningMarkers
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.text.tokenizer_files import read_json
+
+logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -30,6 +33,22 @@ def reasoning_markers(config: EngineConfig, tokenizer: Tokenizer | None) -> Reas
     texts = (parser.start_text, parser.end_text, *parser.content_start())
     start, end, *content = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
     return ReasoningMarkers(name, start, end, tuple(content)) if start and end and all(content) else None
+
+
+def writable_markers(markers: ReasoningMarkers | None, vocab_size: int) -> ReasoningMarkers | None:
+    """Return the markers, or None if the model lacks one of their tokens: a tokenizer may have more than the model."""
+    if markers is None:
+        return None
+    ids = {*markers.start_ids, *markers.end_ids, *(token for content in markers.content_ids for token in content)}
+    outside = sorted(token for token in ids if not 0 <= token < vocab_size)
+    if not outside:
+        return markers
+    logger.warning(
+        "reasoning_parser=%s: the tokenizer spells its markers with the tokens %s, but the model has tokens 0 to %d "
+        "only; structured outputs apply from the first token, and thinking_token_budget is rejected",
+        *(markers.name, outside, vocab_size - 1),
+    )
+    return None
 
 
 def find_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
