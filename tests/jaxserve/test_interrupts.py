@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 import jaxserve
 from jaxserve import LLM, BeamSearchParams, EngineDeadError, SamplingParams
+from jaxserve.device.compiled_steps import CompiledSteps
 from jaxserve.device.runner import PendingStep, StepRunner
 from jaxserve.engine import engine as engine_module
 from jaxserve.engine import resharding
@@ -23,16 +24,15 @@ from jaxserve.engine.signal_delay import SignalDelay
 from jaxserve.engine.step_guard import StepGuard
 from jaxserve.errors import EngineBusyError
 from jaxserve.scheduling.scheduler import Scheduler
+from tests.random_checkpoint import LLAMA, write_checkpoint_with_tokenizer
 
 SETTINGS: dict[str, Any] = {
-    "max_model_len": 128,
+    "max_model_len": 64,
     "max_num_seqs": 2,
     "max_num_batched_tokens": 32,
     "block_size": 8,
-    "gpu_memory_utilization": 0.5,
     "compile_sizes": {"decode": [2], "mixed": [32]},
     "kv_cache_memory_bytes": 1 << 20,
-    "async_scheduling": True,
     "compilation_cache_dir": "",
     "warm_up": False,
 }
@@ -58,8 +58,15 @@ class Strange(BaseException):
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM("demo", **SETTINGS) as made:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("little")
+    write_checkpoint_with_tokenizer(made, {**LLAMA, "vocab_size": 360, "num_hidden_layers": 1}, seed=1)
+    return made
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> Iterator[LLM]:
+    with LLM(str(directory), **SETTINGS) as made:
         yield made
 
 
@@ -336,12 +343,15 @@ def test_reshard_and_signals(llm: LLM, name: str, expected: list[list[int]], mon
     assert list(stream)[-1].outputs[0].token_ids == expected[0]
 
 
-def test_an_interrupt_inside_the_move_stops_the_engine_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_inside_the_move_stops_the_engine_by_name(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    with LLM("demo", **SETTINGS) as made:
-        do_once(monkeypatch, (resharding, "move_weights"), interrupt, after=True)
+    with LLM(str(directory), **SETTINGS) as made:
+        monkeypatch.setattr(CompiledSteps, "compile", lambda self: None)  # the move does not get that far
+        do_once(monkeypatch, (resharding, "move_weights"), interrupt, after=False)
         with pytest.raises(KeyboardInterrupt):
             made.reshard("tensor=1")
         for call in CALLS.values():
@@ -349,9 +359,9 @@ def test_an_interrupt_inside_the_move_stops_the_engine_by_name(monkeypatch: pyte
                 call(made)
 
 
-def test_close_in_the_middle_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_in_the_middle_of_a_call(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a handler it waits for the step; an interrupt in the middle of it is made good by closing again."""
-    made = LLM("demo", **SETTINGS)
+    made = LLM(str(directory), **SETTINGS)
     before = signal.signal(signal.SIGALRM, lambda number, frame: made.close())
     try:
         do_once(monkeypatch, PLACES[2], lambda: signal.raise_signal(signal.SIGALRM), after=True)
