@@ -46,9 +46,6 @@ class Engine:
         expert_load: Counts the tokens of each expert; None if steps do not.
 
     Attributes:
-        replicas: One replica per data slice.
-        admission: Validates requests and creates their state.
-        expert_load: Counts the tokens of each expert; None if steps do not.
         guard: Changes of the engine's state are blocks of it.
         aborted: Requests to abort before the next step; ``abort`` does so at once.
     """
@@ -292,10 +289,9 @@ class Engine:
         """Deliver a step's results in one lane; return the requests they changed."""
         if self.expert_load is not None and result.expert_tokens is not None:
             self.expert_load.add(result.expert_tokens)
-        broken = self._fail_broken(completion.broken) if completion.broken else []
-        broken += self._deliver_scores(completion, result) if completion.scored else []
+        failed = self._fail_sequences([*completion.broken, *completion.failed])
+        failed += self._deliver_scores(completion, result) if completion.scored else []
         pooled = self._deliver_vectors(completion, result, now) if completion.pooled else []
-        unscored = self._fail_unscored(completion.failed) if completion.failed else []
         delivery = deliver(
             completion.sampled, self._owners, result.logprobs, self.tokenizer, now, completion.has_drafts
         )
@@ -314,7 +310,7 @@ class Engine:
                 self._fail_alone(request, RequestFailedError(str(error)) if type(error) is RuntimeError else error)
             elif request.is_finished():
                 self._close(request)
-        return broken + pooled + unscored + delivery.changed
+        return failed + pooled + delivery.changed
 
     def _deliver_scores(self, completion: Completion, result: StepResult) -> list[RequestState]:
         """Add the logprobs of prompts to their requests; return the requests that fail because of them."""
@@ -353,24 +349,18 @@ class Engine:
                 self._fail_corrupted(request, "the model produced NaN or infinite hidden states")
         return changed
 
-    def _fail_broken(self, sequences: list[Sequence]) -> list[RequestState]:
-        """Fail the requests of sequences whose masks or inputs could not be built; return them."""
+    def _fail_sequences(self, sequences: list[Sequence]) -> list[RequestState]:
+        """Fail the requests of sequences whose row could not be built, or for which sampling failed; return them."""
         failed: list[RequestState] = []
         for sequence in sequences:
             owner = self._owners.get(sequence.sequence_id)
-            if owner is not None and sequence.error is not None:
+            if owner is None:
+                continue
+            if sequence.error is not None:
                 self._fail_alone(owner[0], sequence.error)
-                failed.append(owner[0])
-        return failed
-
-    def _fail_unscored(self, sequences: list[Sequence]) -> list[RequestState]:
-        """Fail the requests of sequences for which sampling failed; return them."""
-        failed = []
-        for sequence in sequences:
-            owner = self._owners.get(sequence.sequence_id)
-            if owner is not None:
+            else:
                 self._fail_corrupted(owner[0], "the model produced NaN logits, or every token is masked")
-                failed.append(owner[0])
+            failed.append(owner[0])
         return failed
 
     def _fail_corrupted(self, request: RequestState, message: str) -> None:

@@ -193,7 +193,9 @@ class EngineThread:
         """Run a step. After an interrupt or an exit in the middle of one, the next step fails its requests."""
         try:
             return self._engine.step()
-        except (KeyboardInterrupt, SystemExit):
+        except Exception:
+            raise
+        except BaseException:
             logger.exception("a step was interrupted")
             return []
 
