@@ -80,7 +80,7 @@ class PlanDraft:
         partial_prefills: Running sequences whose prompts are only partly computed.
         preempts: Whether a sequence was preempted.
         num_members: Number of rows that sample or that admit a sequence.
-        errors: Sequences whose row could not be built as it should be; they fail once the step completes.
+        errors: Sequences whose row could not be built as planned; they fail once the step completes.
     """
 
     def __init__(self, max_rows: int, max_members: int) -> None:

@@ -228,7 +228,7 @@ class Scheduler:
         return made
 
     def abandon(self, sequence: Sequence) -> None:
-        """Finish a sequence of a scheduler that is gone with its pages, unless it has finished."""
+        """Finish a sequence of a scheduler that has been replaced, unless it has finished."""
         sequence.finish_reason = sequence.finish_reason or "error"
         sequence.slot, sequence.tables, sequence.followers = -1, [], []
 
