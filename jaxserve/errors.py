@@ -67,6 +67,24 @@ class EngineDeadError(JaxserveError, RuntimeError):
     """The engine stopped after a failure; the first failure is the `__cause__`. Create a new engine to continue."""
 
 
+class EngineBusyError(JaxserveError, RuntimeError):
+    """A finalizer, a callback or a trace function has called an engine inside one of its steps; nothing has changed."""
+
+
+def own_failure(error: BaseException) -> Exception:
+    """Return the error that fails a single request: an ``Exception``, or a panic of a library written in Rust.
+
+    Any other ``BaseException``, such as a ``KeyboardInterrupt``, is no failure of a request and is raised again.
+    """
+    if isinstance(error, Exception):
+        return error
+    if type(error).__module__ != "pyo3_runtime":  # that of PanicException, which cannot be imported
+        raise error
+    failure = RuntimeError("a library panicked")
+    failure.__cause__ = error
+    return failure
+
+
 def unforeseen(error: BaseException) -> str:
     """Return the message for an unexpected error: its details may be internal, so they are only in the log."""
     return f"{type(error).__name__}, see the log"

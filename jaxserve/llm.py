@@ -14,6 +14,7 @@ from jaxserve.device.memory import MemoryLedger
 from jaxserve.engine.beam_search import BeamSearch
 from jaxserve.engine.offline import OfflineRunner
 from jaxserve.engine.resharding import Resharder, ReshardReport
+from jaxserve.engine.signal_delay import SignalDelay
 from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.errors import ConfigError, RequestError
@@ -31,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 class LLM:
     """A model that generates text.
+
+    Threads may share it: their calls run in the same steps. Signals are handled between two steps: Ctrl-C, an alarm or
+    a progress bar that raises ends the call in progress and its requests, and the next call is as if nothing had been.
 
     Args:
         model: Directory, hub id, or ``demo`` for the model included in the package.
@@ -61,8 +65,9 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free the devices' memory."""
-        self.engine.close()
+        """Free the devices' memory, after the current step if another thread runs one. Calls in progress then fail."""
+        with SignalDelay():
+            self.engine.close()
 
     @property
     def config(self) -> EngineConfig:
@@ -228,7 +233,8 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache, for example after changing weights; running requests continue. Returns whether it
         was cleared."""
-        return self.engine.reset_prefix_cache()
+        with SignalDelay():
+            return self.engine.reset_prefix_cache()
 
     def reshard(self, mesh: str | None = None, layout: str | ShardingLayout | None = None) -> ReshardReport:
         """Move the running engine to other devices or another layout; requests and streams continue.

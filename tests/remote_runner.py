@@ -51,6 +51,10 @@ class RemoteRunner:
         """See ``Runner``."""
         self._ask("set_weights", pickle.dumps(weights))
 
+    def reset(self) -> None:
+        """See ``Runner``."""
+        self._ask("reset")
+
     def close(self) -> None:
         """See ``Runner``."""
         self._ask("close")

@@ -3,14 +3,15 @@
 Plans carry a slot's parameters and pages only when they change, so they are kept here between steps.
 """
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from jaxserve.device.sampler_batch import FLOAT_FIELDS, SLOT_PARAMS
 from jaxserve.device.step_batch import BatchShape
-from jaxserve.scheduling.plan import RowColumns, Sampling, StepPlan
+from jaxserve.scheduling.plan import PageGrant, RowColumns, Sampling, SlotSetup, StepPlan
 from jaxserve.scheduling.row_arrays import RowStarts, row_arrays
 
 _NEVER = np.iinfo(np.int32).max
@@ -26,6 +27,10 @@ class BatchBuilder:
         num_pages: Usable pages; the null page follows them.
         default_arguments: Default arguments of the logits processors.
         num_tables: Number of page tables per slot.
+
+    Attributes:
+        failed: Why the inputs of a slot's rows could not be built. Its rows run without them, and the others are not
+            affected.
     """
 
     def __init__(
@@ -57,23 +62,32 @@ class BatchBuilder:
         self.needs_full = np.zeros(num_slots, bool)
         self.counted_from = np.full(num_slots, _NEVER, np.int32)
         self._paddings: dict[BatchShape, np.ndarray] = {}
+        self.failed: dict[int, Exception] = {}
 
     def apply(self, plan: StepPlan) -> None:
         """Apply a plan's slot assignments and page table updates."""
-        for slot, sampling, final_length, token_ids, _ in plan.setups:
-            self.page_tables[:, slot] = self.num_pages
-            self.lengths[slot] = final_length
-            self._set_params(slot, sampling)
-            has_penalties = sampling.has_penalties
-            self.is_random[slot] = sampling.options.temperature > 0
-            self.counted_from[slot] = len(token_ids) if has_penalties else _NEVER
-            self.needs_full[slot] = (
-                sampling.num_logprobs >= 0
-                or sampling.changes_logits
-                or len(sampling.tracked_ids) > 0
-                or sampling.arguments not in ((), self.default_arguments)
-            )
-        for slot, first, pages, table in plan.grants:
+        for setup in plan.setups:
+            self.set_up(setup)
+        self.grant(plan.grants)
+
+    def set_up(self, setup: SlotSetup) -> None:
+        """Assign a slot."""
+        slot, sampling = setup.slot, setup.sampling
+        self.page_tables[:, slot] = self.num_pages
+        self.lengths[slot] = setup.final_length
+        self._set_params(slot, sampling)
+        self.is_random[slot] = sampling.options.temperature > 0
+        self.counted_from[slot] = len(setup.token_ids) if sampling.has_penalties else _NEVER
+        self.needs_full[slot] = (
+            sampling.num_logprobs >= 0
+            or sampling.changes_logits
+            or len(sampling.tracked_ids) > 0
+            or sampling.arguments not in ((), self.default_arguments)
+        )
+
+    def grant(self, grants: Iterable[PageGrant]) -> None:
+        """Apply page table updates."""
+        for slot, first, pages, table in grants:
             self.page_tables[table, slot, first : first + len(pages)] = pages
 
     def build(self, plan: StepPlan, shape: BatchShape, variant: int) -> np.ndarray:
@@ -160,17 +174,27 @@ class BatchBuilder:
         return int(differs.argmax()) if differs.any() else num_full
 
     def _fill_targets(self, views: dict[str, np.ndarray], columns: RowColumns, ends: list[int]) -> None:
-        for targets, end in zip(columns.targets, ends, strict=True):
+        for slot, targets, end in zip(columns.slots, columns.targets, ends, strict=True):
             if targets is not None:
-                views["targets"][end - len(targets) : end] = targets
+                with self._alone(slot):
+                    views["targets"][end - len(targets) : end] = targets
                 views["num_target_tokens"][...] = end
 
     def _fill_pooling(self, views: dict[str, np.ndarray], columns: RowColumns, ends: list[int]) -> None:
         for row, (pooling, end) in enumerate(zip(columns.pooling, ends, strict=True)):
             if pooling is not None:
-                views["pooled_from"][row] = end - pooling.num_tokens
-                if not pooling.is_first:
-                    views["carried_slots"][row] = columns.slots[row]
+                with self._alone(columns.slots[row]):
+                    views["pooled_from"][row] = end - pooling.num_tokens
+                    if not pooling.is_first:
+                        views["carried_slots"][row] = columns.slots[row]
+
+    @contextlib.contextmanager
+    def _alone(self, slot: int) -> Iterator[None]:
+        """Let an exception in the block fail this slot's rows only."""
+        try:
+            yield
+        except Exception as error:
+            self.failed[slot] = error
 
 
 def _fill_samples(views: dict[str, np.ndarray], counts: np.ndarray, ends: np.ndarray) -> None:

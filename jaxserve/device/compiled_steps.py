@@ -153,14 +153,13 @@ class CompiledSteps:
         }
 
     def prepare(
-        self, state: StepState, setups: Sequence[Sequence[SlotSetup]], copies: Sequence[Sequence[PageCopy]]
+        self, state: StepState, rows: Sequence[Sequence[np.ndarray]], copies: Sequence[Sequence[PageCopy]]
     ) -> StepState:
-        """Set up slots and copy pages of each lane; return the new state. Donates ``state``."""
+        """Write slots' rows (see ``slot_row``) and copy pages of each lane; return the new state. Donates ``state``."""
         assert self._set_up is not None
-        vocab_size = self.program.config.vocab_size
-        for lanes in itertools.zip_longest(*setups):
-            rows = np.concatenate([slot_row(setup, vocab_size) for setup in lanes])
-            state = state._replace(tables=self._set_up(state.tables, rows))
+        nothing = slot_row(None, self.program.config.vocab_size)
+        for lanes in itertools.zip_longest(*rows, fillvalue=nothing):
+            state = state._replace(tables=self._set_up(state.tables, np.concatenate(lanes)))
         return state._replace(pools=self._copies.copy(state.pools, copies))
 
     def choose(self, plans: Sequence[StepPlan], variant: str) -> tuple[BatchShape, CompiledStep]:

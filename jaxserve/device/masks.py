@@ -51,8 +51,12 @@ class TokenMasks:
             else:
                 self._slots.pop(setup.slot, None)
 
-    def rows(self, plan: StepPlan, starts: RowStarts) -> list[MaskedRow]:
-        """Return the sampling rows of a plan that may not sample every token."""
+    def rows(self, plan: StepPlan, starts: RowStarts, failed: dict[int, Exception] | None = None) -> list[MaskedRow]:
+        """Return the sampling rows of a plan that may not sample every token.
+
+        A row whose mask cannot be made is left out, and its slot is added to ``failed`` with the exception; without
+        ``failed`` the exception is raised.
+        """
         if not self._slots and not plan.masks:
             return []
         constrained = {mask.slot: mask.words for mask in plan.masks}
@@ -61,7 +65,12 @@ class TokenMasks:
         for index, (row, start) in enumerate(zip(plan.rows, starts.of(plan).tolist(), strict=True)):
             if row.num_samples and row.slot in masked:
                 position = start + len(row.token_ids) - 1
-                found.append(MaskedRow(index, self._row_words(row.slot, position, constrained)))
+                try:
+                    found.append(MaskedRow(index, self._row_words(row.slot, position, constrained)))
+                except Exception as error:
+                    if failed is None:
+                        raise
+                    failed[row.slot] = error
         return [row for row in found if row.words is not self._all]
 
     def array(self, rows: Sequence[MaskedRow], num_rows: int) -> np.ndarray:

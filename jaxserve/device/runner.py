@@ -1,6 +1,7 @@
 """Run plans on the devices of one data slice, in all stages; owns parameters, pages and compiled steps."""
 
 import collections
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,11 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxserve.device.compiled_steps import CompiledStep, CompiledSteps
+from jaxserve.device.compiled_steps import CompiledStep, CompiledSteps, slot_row
 from jaxserve.device.lane import Lane
 from jaxserve.device.memory import return_freed_memory
 from jaxserve.device.program import ModelProgram, StepState
-from jaxserve.device.runner_interface import StepResult
+from jaxserve.device.runner_interface import RowError, StepResult
 from jaxserve.device.stage_steps import Pipeline, StageRunner
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import StepOutput
@@ -38,13 +39,21 @@ class PendingStep:
         output: Outputs of the last stage.
         plans: Plan of each lane.
         expert_tokens: Those of the stages before it that count them.
+        errors: Rows of each lane whose inputs could not be built.
     """
 
-    def __init__(self, output: StepOutput, plans: Sequence[StepPlan], expert_tokens: Sequence[jax.Array] = ()):
+    def __init__(
+        self,
+        output: StepOutput,
+        plans: Sequence[StepPlan],
+        expert_tokens: Sequence[jax.Array],
+        errors: Sequence[tuple[RowError, ...]],
+    ):
         own = () if output.expert_tokens is None else (output.expert_tokens,)
         counted: Any = (*expert_tokens, *own) or None
         self._output = output._replace(expert_tokens=counted)
         self._plans = plans
+        self._errors = errors
         for array in jax.tree.leaves(self._output):
             array.copy_to_host_async()
 
@@ -53,19 +62,19 @@ class PendingStep:
         output = jax.tree.map(np.asarray, self._output)
         num_lanes = len(self._plans)
         if num_lanes == 1:
-            return [_result(output, self._plans[0])]
+            return [_result(output, self._plans[0], self._errors[0])]
         parts = jax.tree.map(lambda array: array.reshape(num_lanes, len(array) // num_lanes, *array.shape[1:]), output)
         return [
-            _result(jax.tree.map(lambda part, lane=lane: part[lane], parts), plan)
+            _result(jax.tree.map(lambda part, lane=lane: part[lane], parts), plan, self._errors[lane])
             for lane, plan in enumerate(self._plans)
         ]
 
 
-def _result(output: Any, plan: StepPlan) -> StepResult:
+def _result(output: Any, plan: StepPlan, errors: tuple[RowError, ...]) -> StepResult:
     """Return a lane's result from its part of the outputs."""
     counted = None if output.expert_tokens is None else np.concatenate(output.expert_tokens)
     result = StepResult(_token_lists(output.tokens, plan), *output[1:])
-    return result._replace(expert_tokens=counted)
+    return result._replace(expert_tokens=counted, errors=errors)
 
 
 def _token_lists(tokens: np.ndarray, plan: StepPlan) -> list[list[int]]:
@@ -139,17 +148,22 @@ class StepRunner:
     ):
         self._steps = steps
         self._params = params
-        program = steps.program
-        self._lanes = [Lane(program, steps.buckets) for _ in range(program.num_lanes)]
-        self._pipeline = Pipeline(earlier, program)
-        self._inputs = collections.deque[StepInputs](maxlen=1 + len(earlier))
         self._handles = itertools.count()
-        self._launched: dict[int, PendingStep] = {}
+        self._forget_steps(earlier)
+        program = steps.program
         self._state = program.empty_state() if state is None else state
         self._open_masks = {
             rows: jax.device_put(np.full((program.num_lanes * rows, words), -1, np.int32), program.rows_sharding)
             for rows, words in {program.mask_shape(shape.num_rows) for shape in steps.buckets.shapes()}
         }
+
+    def _forget_steps(self, earlier: Sequence[StageRunner]) -> None:
+        """Start with slots that nothing is known of, and no steps in flight."""
+        program = self._steps.program
+        self._lanes = [Lane(program, self._steps.buckets) for _ in range(program.num_lanes)]
+        self._pipeline = Pipeline(earlier, program)
+        self._inputs = collections.deque[StepInputs](maxlen=1 + len(earlier))
+        self._launched: dict[int, PendingStep] = {}
 
     def launch(self, plans: Sequence[StepPlan]) -> int:
         """See ``Runner``."""
@@ -169,7 +183,8 @@ class StepRunner:
         if not any(pooling is not None and pooling.is_last for plan in plans for pooling in plan.columns.pooling):
             output = output._replace(sums=None)
         handle = next(self._handles)
-        self._launched[handle] = PendingStep(output, plans, expert_tokens)
+        errors = [lane.errors(plan) for lane, plan in zip(self._lanes, plans, strict=True)]
+        self._launched[handle] = PendingStep(output, plans, expert_tokens, errors)
         return handle
 
     def _prepare(self, plans: Sequence[StepPlan]) -> StepInputs:
@@ -178,10 +193,10 @@ class StepRunner:
         kept = [inputs for inputs in self._inputs if inputs.survives(plans)]
         self._inputs.clear()
         self._inputs.extend(kept)
-        setups = [lane.apply(plan) for lane, plan in lanes]
+        rows = [lane.apply(plan) for lane, plan in lanes]
         copies = [plan.copies for plan in plans]
-        if any(setups) or any(copies):
-            self._state = steps.prepare(self._state, setups, copies)
+        if any(rows) or any(copies):
+            self._state = steps.prepare(self._state, rows, copies)
         if any(copies):
             self._pipeline.copy_pages(copies)
         masked = [lane.masked_rows(plan) for lane, plan in lanes]
@@ -268,9 +283,10 @@ class StepRunner:
         decode = StepPlan(0, [], grants, [Row(slot, 0, [token], 1)])
         for lane in self._lanes:
             lane.builder.apply(decode)
-        setups, copies = [SlotSetup(slot, Sampling(), 1)], [PageCopy(page, page)]
+        row = slot_row(SlotSetup(slot, Sampling(), 1), self._steps.program.config.vocab_size)
+        copies = [PageCopy(page, page)]
         num_lanes = len(self._lanes)
-        self._state = self._steps.prepare(self._state, [setups] * num_lanes, [copies] * num_lanes)
+        self._state = self._steps.prepare(self._state, [[row]] * num_lanes, [copies] * num_lanes)
         self._pipeline.copy_pages([copies] * num_lanes)
         for (shape, variant), step in self._steps.items():
             number = VARIANTS.index("greedy" if variant == "any" else variant)
@@ -283,6 +299,19 @@ class StepRunner:
             self._state, _ = jax.block_until_ready(outputs)
             self._pipeline.send_back([plan] * num_lanes, self._state.latest)
         return_freed_memory()
+
+    def reset(self) -> None:
+        """See ``Runner``."""
+        for pending in self._launched.values():
+            with contextlib.suppress(Exception):
+                pending.wait()
+        stages = self._pipeline.stages
+        for array in jax.tree.leaves((self._state, [stage.pools for stage in stages])):
+            array.delete()  # first: there may be no room for the pages twice
+        self._forget_steps(stages)
+        for stage in stages:
+            stage.pools = stage.program.empty_pools()
+        self._state = self._steps.program.empty_state()
 
     def close(self) -> None:
         """See ``Runner``."""

@@ -10,6 +10,13 @@ from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.plan import StepPlan
 
 
+class RowError(NamedTuple):
+    """A row whose masks, sampling parameters or other inputs could not be built; its tokens mean nothing."""
+
+    row: int
+    error: Exception
+
+
 class StepResult(NamedTuple):
     """Results of one lane's part of a step, in host memory.
 
@@ -19,6 +26,7 @@ class StepResult(NamedTuple):
         prompt_logprobs: Logprobs of the prompt token after each query token; None if not requested.
         sums: Sum of hidden states over each row's prompt, float32 [R, D]; None if no pooling completes.
         expert_tokens: Tokens routed to each expert of each layer with experts; None unless the engine counts them.
+        errors: Rows that failed alone; the results of the other rows are valid.
     """
 
     tokens: list[list[int]]
@@ -26,6 +34,7 @@ class StepResult(NamedTuple):
     prompt_logprobs: TokenLogprobs | None
     sums: np.ndarray | None = None
     expert_tokens: Int[np.ndarray, "layers E"] | None = None
+    errors: tuple[RowError, ...] = ()
 
 
 @runtime_checkable
@@ -57,6 +66,10 @@ class Runner(Protocol):
         Raises:
             ValueError: A name is unknown, or an array has the wrong shape or dtype; nothing is replaced.
         """
+        ...
+
+    def reset(self) -> None:
+        """Drop the steps in flight and allocate slots and pages anew, whatever state an interrupted launch has left."""
         ...
 
     def close(self) -> None:

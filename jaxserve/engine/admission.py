@@ -208,7 +208,7 @@ class Admission:
     def _samples(self, inputs: "_SampleInputs") -> list[Sample]:
         """Create the samples of a request; the others follow the first one, whose prompt pages they share."""
         prompt, params = inputs.prompt, inputs.params
-        bad_words = bad_word_ids(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else []
+        bad_words = self._bad_words(params.bad_words) if params.bad_words else []
         followers = [self._sequence(inputs, index, bad_words, []) for index in range(1, params.n)]
         return [
             Sample(
@@ -229,6 +229,17 @@ class Admission:
         if markers is None or self.tokenizer is None or params.thinking_token_budget is None:
             return ()
         return open_section(markers, self.tokenizer, token_ids, prompt.is_chat, prompt.last_message)
+
+    def _bad_words(self, words: collections.abc.Sequence[str]) -> list[tuple[int, ...]]:
+        """Return the token sequences of bad words; a tokenizer may have tokens that the model lacks."""
+        assert self.tokenizer is not None
+        found = bad_word_ids(self.tokenizer, words)
+        outside = [token for word in found for token in word if not 0 <= token < self.limits.vocab_size]
+        if outside:
+            texts = ", ".join(f"{token} ({self.tokenizer.token_text(token)!r})" for token in dict.fromkeys(outside))
+            message = f"bad_words must consist of the model's tokens, 0 to {self.limits.vocab_size - 1}; got {texts}"
+            raise RequestError(message, parameter="bad_words", value=words)
+        return found
 
     def _token_ids(self, prompt: PromptInput) -> list[int]:
         if prompt.prompt_token_ids is not None:
@@ -255,7 +266,10 @@ class Admission:
                 if getattr(params, name):
                     raise RequestError(f"{feature} require a tokenizer; the model has none", parameter=name)
         if params.thinking_token_budget is not None and self.limits.reasoning is None:
-            message = "thinking_token_budget requires an engine with a reasoning_parser and a tokenizer"
+            message = (
+                "thinking_token_budget requires an engine with a reasoning_parser and a tokenizer that spells the "
+                "parser's markers with tokens of the model"
+            )
             raise RequestError(message, parameter="thinking_token_budget", value=params.thinking_token_budget)
         for name, value in (params.extra_args or {}).items():
             if name not in self.limits.arguments:
@@ -276,7 +290,7 @@ class Admission:
             seed=sample_seed(inputs.seed, index),
             vocab_size=self.limits.vocab_size,
             arguments=self.limits.arguments,
-            banned_ids=[token for token in stop_ids if token < self.limits.vocab_size],
+            banned_ids=[token for token in stop_ids if 0 <= token < self.limits.vocab_size],
             banned_until=len(prompt) + params.min_tokens,
             bad_ids=[word[0] for word in bad_words if len(word) == 1],
         )

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request_state import RequestState
+from jaxserve.engine.signal_delay import SignalDelay
 from jaxserve.errors import RequestError
 from jaxserve.outputs import BeamSearchOutput, BeamSearchSequence, Logprob
 from jaxserve.request import PromptInput
@@ -30,7 +31,7 @@ class BeamSearch:
     """Beam search for several prompts at once. As in vLLM, lengths include the prompt.
 
     Args:
-        engine: Runs the requests; nothing else may step it meanwhile.
+        engine: Runs the requests.
         params: Parameters of the search.
 
     Raises:
@@ -72,7 +73,8 @@ class BeamSearch:
             for first in range(0, len(searches), size):
                 group = searches[first : first + size]
                 for _ in range(self._params.max_tokens):
-                    has_beams = self._advance(group)
+                    with SignalDelay() as signals:
+                        has_beams = self._advance(group, signals)
                     bar.update(len(group))
                     if not has_beams:
                         break
@@ -90,18 +92,21 @@ class BeamSearch:
             searches.append(_Search(prompt, [BeamSearchSequence(tokens=request.prompt_token_ids, logprobs=[])]))
         return searches
 
-    def _advance(self, searches: list[_Search]) -> bool:
+    def _advance(self, searches: list[_Search], signals: SignalDelay) -> bool:
         """Extend every beam by one token; return whether any beam is left."""
         requests: list[tuple[_Search, BeamSearchSequence, RequestState]] = []
         try:
             for search in searches:
                 for beam in search.beams:
-                    requests.append((search, beam, self._submit(search.prompt, beam)))
+                    requests.append((search, beam, self._prepare(search.prompt, beam)))
+            for _, _, request in requests:
+                self._engine.enqueue(request)
             while not all(request.is_finished() for _, _, request in requests):
                 self._engine.step()
+                signals.run_pending()
         except BaseException:
-            for _, _, request in requests:
-                self._engine.abort(request)
+            signals.is_held = True
+            self._engine.abort(*(request for _, _, request in requests))
             raise
         for search in searches:
             search.beams = []
@@ -127,7 +132,7 @@ class BeamSearch:
             ]
         return BeamSearchOutput(sequences=best)
 
-    def _submit(self, prompt: PromptInput, beam: BeamSearchSequence) -> RequestState:
+    def _prepare(self, prompt: PromptInput, beam: BeamSearchSequence) -> RequestState:
         params = SamplingParams(
             temperature=self._params.temperature,
             logprobs=2 * self._params.beam_width,
@@ -136,7 +141,7 @@ class BeamSearch:
             seed=0,
         )
         tokens = dataclasses.replace(prompt, prompt_token_ids=tuple(beam.tokens))
-        return self._engine.submit(tokens, params)
+        return self._engine.prepare(tokens, params)
 
     def _extend(self, search: _Search, beam: BeamSearchSequence, request: RequestState) -> None:
         """Add one extension of a beam for each reported token to the search."""

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from jaxserve.engine.request_state import RequestState, Sample
+from jaxserve.errors import own_failure
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.text.detokenizer import StopVerdict
@@ -98,8 +99,8 @@ def deliver(
                 assert scores is not None
                 kept = tokens if verdict is None else _up_to(verdict, sequence, tokens)
                 sample.score(kept, first, scores, params, tokenizer, len(shown))
-        except Exception as error:
-            delivery.failures.append(Failure(request, error))
+        except BaseException as error:
+            delivery.failures.append(Failure(request, own_failure(error)))
             continue
         if verdict is not None:
             length = sequence.num_prompt_tokens + verdict.num_tokens

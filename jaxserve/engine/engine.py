@@ -1,5 +1,6 @@
 """The engine: accepts requests, runs steps, and delivers outputs."""
 
+import collections
 import contextlib
 import itertools
 import logging
@@ -17,9 +18,9 @@ from jaxserve.engine.metrics import PREFIX, CompileCounter, EngineMetrics
 from jaxserve.engine.pooling import pooled_vector
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState, Sample
-from jaxserve.errors import EngineDeadError, RequestError, RequestFailedError, unforeseen
+from jaxserve.engine.step_guard import StepGuard
+from jaxserve.errors import EngineDeadError, RequestError, RequestFailedError, own_failure, unforeseen
 from jaxserve.metric_types import Metric
-from jaxserve.outputs import FinishReason
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import PromptInput
 from jaxserve.sampling_params import SamplingParams
@@ -32,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs requests step by step. ``prepare`` is thread-safe; all other methods need external synchronization.
+    """Runs requests step by step. Threads may share an engine: a change of its state waits for the one in progress.
+
+    After an exception such as KeyboardInterrupt in the middle of a step, the next call allocates queues, slots and
+    pages anew, and the requests that were unfinished fail. An ``Exception`` stops the engine.
 
     Args:
         replicas: One replica per data slice.
@@ -40,6 +44,10 @@ class Engine:
         seed: Seed from which requests without one get theirs.
         counter: Counts compilations during steps.
         expert_load: Counts the tokens of each expert; None if steps do not.
+
+    Attributes:
+        guard: Changes of the engine's state are blocks of it.
+        aborted: Requests to abort before the next step; ``abort`` does so at once.
     """
 
     def __init__(
@@ -63,6 +71,9 @@ class Engine:
         self._metrics = EngineMetrics(admission.limits.max_model_len)
         self._failure: BaseException | None = None
         self._is_closed = False
+        self.guard = StepGuard(self._mend)
+        self.aborted: collections.deque[RequestState] = collections.deque()
+        self._lost: dict[str, RequestState] = {}
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -71,8 +82,8 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of running and waiting requests."""
-        return len(self._requests)
+        """Number of running and waiting requests, and of those that the next step reports as failed."""
+        return len(self._requests) + len(self._lost)
 
     def prepare(
         self,
@@ -105,15 +116,12 @@ class Engine:
             EngineDeadError: The engine has failed.
         """
         self._check_alive()
-        if request.request_id in self._requests:
-            raise RequestError(f"request id {request.request_id!r} is in use", parameter="request_id")
         if request.grammar is not None:
             request.grammar.result()
-        request.lane = choose_scheduler(self._schedulers, request.samples[0].sequence)
-        self._requests[request.request_id] = request
-        for sample in request.samples:
-            self._owners[sample.sequence.sequence_id] = (request, sample)
-        self._schedulers[request.lane].add(request.samples[0].sequence)
+        with self.guard:
+            error = self._enqueue(request)
+        if error is not None:
+            raise error
 
     def submit(self, prompt: PromptInput, params: SamplingParams | PoolingParams) -> RequestState:
         """Prepare a request and enqueue it."""
@@ -127,22 +135,27 @@ class Engine:
         Raises:
             EngineDeadError: The step failed, or the engine failed before.
         """
-        with self.fatal_errors():
+        with self.guard, self.fatal_errors():
+            self._apply_aborts()
             with self._counter:
                 launched = [replica.launch() for replica in self.replicas]
                 found = [r.collect(admitted is None) for r, admitted in zip(self.replicas, launched, strict=True)]
             now = time.monotonic()
             for sequence in itertools.chain.from_iterable(filter(None, launched)):
                 self._owners[sequence.sequence_id][0].note_scheduled(now)
-            return [request for lanes in found for lane in lanes for request in self._deliver(*lane, now)]
+            return self._take_lost() + [
+                request for lanes in found for lane in lanes for request in self._deliver(*lane, now)
+            ]
 
     def drain(self) -> list[RequestState]:
         """Wait for the steps in flight and apply their results; return the requests they changed.
 
+        Only for blocks of ``guard``.
+
         Raises:
             EngineDeadError: A step failed, or the engine failed before.
         """
-        changed: dict[RequestState, None] = {}
+        changed = dict.fromkeys(self._take_lost())
         with self.fatal_errors():
             for replica in self.replicas:
                 while replica.has_steps_in_flight:
@@ -168,8 +181,11 @@ class Engine:
                 self._schedulers[request.lane].add(sequence)
 
     @contextlib.contextmanager
-    def fatal_errors(self) -> Iterator[None]:
+    def fatal_errors(self, catches: type[BaseException] = Exception) -> Iterator[None]:
         """Stop the engine if the block fails.
+
+        Args:
+            catches: The exceptions that stop it. Only those of class ``Exception`` become an EngineDeadError here.
 
         Raises:
             EngineDeadError: The block failed, or the engine failed before.
@@ -177,21 +193,23 @@ class Engine:
         self._check_alive()
         try:
             yield
-        except Exception as error:
+        except catches as error:
             self._failure = error
+            if not isinstance(error, Exception):
+                raise
             raise EngineDeadError(f"the engine stopped: {error}") from error
 
-    def abort(self, request: RequestState, reason: FinishReason = "abort") -> None:
-        """Abort a request. Does nothing if it has finished."""
-        scheduler = self._schedulers[request.lane]
-        for sample in request.samples:
-            scheduler.finish(sample.sequence, reason)
-        self._close(request)
+    def abort(self, *requests: RequestState) -> None:
+        """Abort requests, before the next step if one is running. Does nothing for those that have finished."""
+        self.aborted.extend(requests)
+        while self.aborted and self.guard.run_if_free(self._apply_aborts):
+            pass
 
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache without affecting running requests. Always returns True, as in vLLM's API."""
-        for scheduler in self._schedulers:
-            scheduler.allocator.reset()
+        with self.guard:
+            for scheduler in self._schedulers:
+                scheduler.allocator.reset()
         return True
 
     def metrics(self) -> list[Metric]:
@@ -201,30 +219,79 @@ class Engine:
 
     def close(self) -> None:
         """Free the devices' memory; the engine cannot be used afterwards. May be called again."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        self.guard.check_outside()
         self._failure = self._failure or RuntimeError("it was closed")
+        with self.guard:
+            if self._is_closed:
+                return
+            for replica in self.replicas:
+                replica.close()
+            self._counter.close()
+            if self.admission.grammars is not None:
+                self.admission.grammars.close()
+            self._is_closed = True
+
+    def _enqueue(self, request: RequestState) -> Exception | None:
+        """Add a request; return the exception if it cannot be added."""
+        if request.request_id in self._requests:
+            return RequestError(f"request id {request.request_id!r} is in use", parameter="request_id")
+        first = request.samples[0].sequence
+        try:
+            request.lane = choose_scheduler(self._schedulers, first)
+            self._requests[request.request_id] = request
+            for sample in request.samples:
+                self._owners[sample.sequence.sequence_id] = (request, sample)
+            self._schedulers[request.lane].add(first)
+        except Exception as error:
+            self._fail(request, RequestFailedError(unforeseen(error)))
+            return error
+        return None
+
+    def _apply_aborts(self) -> None:
+        while self.aborted:
+            request = self.aborted[0]
+            self._lost.pop(request.request_id, None)
+            if self._requests.get(request.request_id) is request:
+                for sample in request.samples:
+                    self._schedulers[request.lane].finish(sample.sequence, "abort")
+                self._close(request)
+            self.aborted.popleft()
+
+    def _mend(self) -> None:
+        """Continue after a change that was not completed: with empty queues, slots and pages, and no requests."""
+        if self._failure is not None:
+            return
+        logger.warning("a step was interrupted: its requests fail, and the prefix cache is cleared")
         for replica in self.replicas:
-            replica.close()
-        self._counter.close()
-        if self.admission.grammars is not None:
-            self.admission.grammars.close()
+            replica.reset()
+        self._schedulers = [scheduler for replica in self.replicas for scheduler in replica.schedulers]
+        for name, request in list(self._requests.items()):
+            request.error = request.error or RequestFailedError("a step was interrupted before the request finished")
+            for sample in request.samples:
+                self._schedulers[0].abandon(sample.sequence)
+            self._lost[name] = request
+            self._metrics.finished(request)
+            self._requests.pop(name)
+        self._owners.clear()
+
+    def _take_lost(self) -> list[RequestState]:
+        """Return the requests that ``_mend`` has failed since the last call."""
+        lost = list(self._lost.values())
+        self._lost.clear()
+        return lost
 
     def _check_alive(self) -> None:
         if self._failure is not None:
-            raise EngineDeadError(f"the engine stopped: {self._failure}") from self._failure
+            why = str(self._failure) or type(self._failure).__name__
+            raise EngineDeadError(f"the engine stopped: {why}") from self._failure
 
     def _deliver(self, completion: Completion, result: StepResult, now: float) -> list[RequestState]:
         """Deliver a step's results in one lane; return the requests they changed."""
         if self.expert_load is not None and result.expert_tokens is not None:
             self.expert_load.add(result.expert_tokens)
-        for sequence, row, first in completion.scored:
-            request, _ = self._owners[sequence.sequence_id]
-            assert result.prompt_logprobs is not None
-            request.add_prompt_logprobs(row, first, result.prompt_logprobs, self.tokenizer)
+        failed = self._fail_sequences([*completion.broken, *completion.failed])
+        failed += self._deliver_scores(completion, result) if completion.scored else []
         pooled = self._deliver_vectors(completion, result, now) if completion.pooled else []
-        unscored = self._fail_unscored(completion.failed) if completion.failed else []
         delivery = deliver(
             completion.sampled, self._owners, result.logprobs, self.tokenizer, now, completion.has_drafts
         )
@@ -235,15 +302,31 @@ class Engine:
                 scheduler.rollback(sample.sequence, length)
             scheduler.finish(sample.sequence, "stop", stop_string, replaces=True)
         for request, error in delivery.failures:
-            logger.error("request %s failed", request.request_id, exc_info=error)
-            self._fail(request, RequestFailedError(unforeseen(error)))
+            self._fail_alone(request, error)
         for request in delivery.ended:
             error = next((sample.sequence.error for sample in request.samples if sample.sequence.error), None)
             if error is not None:
-                self._fail(request, error if isinstance(error, RequestError) else RequestFailedError(str(error)))
+                # A constraint says with a RuntimeError why it cannot go on.
+                self._fail_alone(request, RequestFailedError(str(error)) if type(error) is RuntimeError else error)
             elif request.is_finished():
                 self._close(request)
-        return pooled + unscored + delivery.changed
+        return failed + pooled + delivery.changed
+
+    def _deliver_scores(self, completion: Completion, result: StepResult) -> list[RequestState]:
+        """Add the logprobs of prompts to their requests; return the requests that fail because of them."""
+        failed: list[RequestState] = []
+        for sequence, row, first in completion.scored:
+            owner = self._owners.get(sequence.sequence_id)
+            if owner is None:  # another sample of the request has failed
+                continue
+            request, _ = owner
+            assert result.prompt_logprobs is not None
+            try:
+                request.add_prompt_logprobs(row, first, result.prompt_logprobs, self.tokenizer)
+            except BaseException as error:
+                self._fail_alone(request, own_failure(error))
+                failed.append(request)
+        return failed
 
     def _deliver_vectors(self, completion: Completion, result: StepResult, now: float) -> list[RequestState]:
         """Finish the requests that a step has pooled, with their embeddings; return them."""
@@ -252,24 +335,32 @@ class Engine:
         for sequence, row in completion.pooled:
             request, _ = self._owners[sequence.sequence_id]
             assert request.pooling is not None
-            vector = pooled_vector(result.sums[row], sequence.num_prompt_tokens, request.pooling)
+            changed.append(request)
+            try:
+                vector = pooled_vector(result.sums[row], sequence.num_prompt_tokens, request.pooling)
+            except Exception as error:
+                self._fail_alone(request, error)
+                continue
             if np.isfinite(vector).all():
                 request.embedding = vector.tolist()
                 request.finished_s = now
                 self._close(request)
             else:
                 self._fail_corrupted(request, "the model produced NaN or infinite hidden states")
-            changed.append(request)
         return changed
 
-    def _fail_unscored(self, sequences: list[Sequence]) -> list[RequestState]:
-        """Fail the requests of sequences for which sampling failed; return them."""
-        failed = []
+    def _fail_sequences(self, sequences: list[Sequence]) -> list[RequestState]:
+        """Fail the requests of sequences whose row could not be built, or for which sampling failed; return them."""
+        failed: list[RequestState] = []
         for sequence in sequences:
             owner = self._owners.get(sequence.sequence_id)
-            if owner is not None:
+            if owner is None:
+                continue
+            if sequence.error is not None:
+                self._fail_alone(owner[0], sequence.error)
+            else:
                 self._fail_corrupted(owner[0], "the model produced NaN logits, or every token is masked")
-                failed.append(owner[0])
+            failed.append(owner[0])
         return failed
 
     def _fail_corrupted(self, request: RequestState, message: str) -> None:
@@ -277,6 +368,13 @@ class Engine:
         self._metrics.corrupted()
         request.is_corrupted = True
         self._fail(request, RequestFailedError(message))
+
+    def _fail_alone(self, request: RequestState, error: Exception) -> None:
+        """Finish a request with an error; the details of an unforeseen one are only for the log."""
+        if not isinstance(error, RequestError):
+            logger.error("request %s failed", request.request_id, exc_info=error)
+            error = RequestFailedError(unforeseen(error))
+        self._fail(request, error)
 
     def _fail(self, request: RequestState, error: RequestError) -> None:
         """Finish a request with an error, and remove its pages from the prefix cache."""

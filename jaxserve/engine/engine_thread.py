@@ -127,7 +127,7 @@ class EngineThread:
                 if self._is_stopped:
                     raise self._dead()
                 future.set_result(function())
-            except Exception as error:
+            except BaseException as error:  # a caller waits for the future, whatever happens
                 future.set_exception(error)
                 if isinstance(error, EngineDeadError) and not self._is_stopped:
                     raise  # the function has stopped the engine
@@ -179,7 +179,7 @@ class EngineThread:
                     self._num_done += 1
                 self._streams.expire()
                 if self._engine.num_unfinished:
-                    self._streams.deliver(self._engine.step())
+                    self._streams.deliver(self._step())
                     self._num_done += 1
                     self._log()
         except BaseException as error:
@@ -188,6 +188,16 @@ class EngineThread:
             logger.exception("the engine stopped")
         finally:
             self._end()
+
+    def _step(self) -> list[RequestState]:
+        """Run a step. After an interrupt or an exit in the middle of one, the next step fails its requests."""
+        try:
+            return self._engine.step()
+        except Exception:
+            raise
+        except BaseException:
+            logger.exception("a step was interrupted")
+            return []
 
     def _wait_for_work(self) -> bool:
         """Block while there is no work; return whether to continue."""

@@ -36,6 +36,22 @@ def reasoning_markers(config: EngineConfig, tokenizer: Tokenizer | None) -> Reas
     return ReasoningMarkers(name, start, end, tuple(content)) if start and end and all(content) else None
 
 
+def writable_markers(markers: ReasoningMarkers | None, vocab_size: int) -> ReasoningMarkers | None:
+    """Return the markers, or None if the model lacks one of their tokens: a tokenizer may have more than the model."""
+    if markers is None:
+        return None
+    ids = {*markers.start_ids, *markers.end_ids, *(token for content in markers.content_ids for token in content)}
+    outside = sorted(token for token in ids if not 0 <= token < vocab_size)
+    if not outside:
+        return markers
+    logger.warning(
+        "reasoning_parser=%s: the tokenizer spells its markers with the tokens %s, but the model has tokens 0 to %d "
+        "only; structured outputs apply from the first token, and thinking_token_budget is rejected",
+        *(markers.name, outside, vocab_size - 1),
+    )
+    return None
+
+
 def find_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
     """Load the configured tokenizer or else the model's; return None if the model's directory has none."""
     if config.tokenizer is not None:

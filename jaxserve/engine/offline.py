@@ -2,12 +2,13 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 from tqdm import tqdm
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request_state import RequestState
+from jaxserve.engine.signal_delay import SignalDelay
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.errors import RequestError, RequestFailedError
 from jaxserve.outputs import PoolingRequestOutput, RequestOutput
@@ -17,45 +18,71 @@ from jaxserve.sampling_params import SamplingParams
 
 
 class ProgressBar:
-    """Shows the number of finished samples and the tokens per second, unless ``use_tqdm`` is False."""
+    """Shows the number of finished samples and the tokens per second, unless ``use_tqdm`` is False.
 
-    def __init__(self, requests: list[RequestState], use_tqdm: bool | Callable[..., tqdm]):
+    Args:
+        requests: The requests to count.
+        use_tqdm: Whether to show a bar, or a function of the user that makes one.
+        signals: Lets handlers of signals run while the bar, which may be the user's, does something.
+    """
+
+    def __init__(self, requests: list[RequestState], use_tqdm: bool | Callable[..., tqdm], signals: SignalDelay):
         self._bar = None
+        self._signals = signals
+        self._unfinished = set(requests)
         self._num_input = self._num_output = 0
         if use_tqdm:
             make = tqdm if use_tqdm is True else use_tqdm
-            total = sum(len(request.samples) for request in requests)
-            self._bar = make(
-                total=total,
-                desc="Processed prompts",
-                dynamic_ncols=True,
-                postfix="est. speed input: 0.00 toks/s, output: 0.00 toks/s",
-            )
+            options = {
+                "total": sum(len(request.samples) for request in requests),
+                "desc": "Processed prompts",
+                "dynamic_ncols": True,
+                "postfix": "est. speed input: 0.00 toks/s, output: 0.00 toks/s",
+            }
+            signals.is_held = False
+            try:
+                self._bar = make(**options)
+            finally:
+                signals.is_held = True
 
-    def update(self, request: RequestState) -> None:
-        """Count a finished request."""
+    def update(self, requests: Iterable[RequestState]) -> None:
+        """Count those of the requests that have finished, each once."""
         if self._bar is None:
             return
-        count = len(request.samples)
-        self._num_input += len(request.prompt_token_ids) * count
-        self._num_output += sum(sample.sequence.num_output_tokens for sample in request.samples)
-        elapsed = max(self._bar.format_dict["elapsed"], 1e-9)
-        self._bar.postfix = (
-            f"est. speed input: {self._num_input / elapsed:.2f} toks/s, output: {self._num_output / elapsed:.2f} toks/s"
-        )
-        self._bar.update(count)
+        for request in requests:
+            if request in self._unfinished and request.is_finished():
+                self._unfinished.remove(request)
+                self._count(self._bar, request)
 
     def close(self) -> None:
         """Stop updating the bar."""
         if self._bar is not None:
             self._bar.close()
 
+    def _count(self, bar: tqdm, request: RequestState) -> None:
+        count = len(request.samples)
+        self._num_input += len(request.prompt_token_ids) * count
+        self._num_output += sum(sample.sequence.num_output_tokens for sample in request.samples)
+        self._signals.is_held = False
+        try:
+            elapsed = max(bar.format_dict["elapsed"], 1e-9)
+            bar.postfix = (
+                f"est. speed input: {self._num_input / elapsed:.2f} toks/s, "
+                f"output: {self._num_output / elapsed:.2f} toks/s"
+            )
+            bar.update(count)
+        finally:
+            self._signals.is_held = True
+
 
 class OfflineRunner:
-    """Steps an engine until the submitted requests have finished.
+    """Steps an engine until the submitted requests have finished. Threads may call it at the same time.
+
+    Signals are handled between steps, so that an exception of a handler, such as the KeyboardInterrupt of Ctrl-C, ends
+    the call and its requests only.
 
     Args:
-        engine: The engine; nothing else may step it meanwhile.
+        engine: The engine.
         defaults: Parameters of prompts without any.
         stats: Logs statistics periodically; None for no log and no ``metrics`` in outputs.
     """
@@ -92,34 +119,49 @@ class OfflineRunner:
         Raises:
             RequestError: A prompt is invalid; no prompt has run.
         """
-        requests = self._submit(inputs, priorities)
-        bar = ProgressBar(requests, use_tqdm)
-        try:
-            while self._engine.num_unfinished:
-                for request in self._step():
-                    if request.is_finished():
-                        bar.update(request)
-        except BaseException:
-            for request in requests:
-                self._engine.abort(request)
-            raise
-        finally:
-            bar.close()
-        return [request.output(self._stats is not None) for request in requests]
+        requests: list[RequestState] = []
+        bar: ProgressBar | None = None
+        with SignalDelay() as signals:
+            try:
+                self._submit(requests, inputs, priorities, signals)
+                bar = ProgressBar(requests, use_tqdm, signals)
+                pending = requests[::-1]
+                while pending:
+                    bar.update(self._step())
+                    signals.run_pending()
+                    while pending and pending[-1].is_finished():
+                        pending.pop()
+                bar.update(requests)  # steps of other threads may have finished some
+            except BaseException:
+                signals.is_held = True
+                self._engine.abort(*requests)
+                raise
+            finally:
+                signals.is_held = True
+                if bar is not None:
+                    bar.close()
+            return [request.output(self._stats is not None) for request in requests]
 
     def stream(self, prompt: PromptInput) -> Generator[RequestOutput, None, None]:
         """Yield the outputs of one request as they arrive; closing the generator aborts the request."""
-        (request,) = self._submit([prompt], [0])
+        requests: list[RequestState] = []
         try:
+            with SignalDelay() as signals:
+                self._submit(requests, [prompt], [0], signals)
+            (request,) = requests
             is_last = False
             while not is_last:
-                if request.is_finished() or request in self._step():  # resharding may have finished it
-                    is_last = request.is_finished()
-                    output = request.next_output(self._stats is not None)
-                    if output is not None:
-                        yield output
+                output = None
+                with SignalDelay():
+                    # The steps of another call, or resharding, may have finished it.
+                    if request.is_finished() or request in self._step():
+                        is_last = request.is_finished()
+                        output = request.next_output(self._stats is not None)
+                if output is not None:
+                    yield output
         finally:
-            self._engine.abort(request)
+            self._engine.aborted.extend(requests)  # an interrupt cannot come before
+            self._engine.abort()
 
     def _step(self) -> list[RequestState]:
         """Run one engine step, and log statistics if due."""
@@ -128,24 +170,29 @@ class OfflineRunner:
             self._stats.log(self._engine.metrics())
         return changed
 
-    def _submit(self, inputs: list[PromptInput], priorities: Sequence[int]) -> list[RequestState]:
-        """Submit all requests, or none if a prompt or a grammar is invalid."""
+    def _submit(
+        self, requests: list[RequestState], inputs: list[PromptInput], priorities: Sequence[int], signals: SignalDelay
+    ) -> None:
+        """Add a request of each prompt to ``requests`` and submit all, or none if a prompt or a grammar is invalid."""
         arrival_s = time.monotonic()
-        requests: list[RequestState] = []
         for index, (prompt, priority) in enumerate(zip(inputs, priorities, strict=True)):
             try:
                 params = prompt.params or self._defaults
                 requests.append(self._engine.prepare(prompt, params, priority=priority, arrival_s=arrival_s))
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}") from error
+            signals.run_pending()
         for index, request in enumerate(requests):
+            if request.grammar is None:
+                continue
+            signals.is_held = False
             try:
-                if request.grammar is not None:
-                    request.grammar.result()
+                request.grammar.result()
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}") from error
+            finally:
+                signals.is_held = True
         for request in requests:
             self._engine.enqueue(request)
         if self._stats is not None:
             self._stats.resume()
-        return requests

@@ -120,10 +120,16 @@ class Replica:
             self._in_flight.popleft()
         lanes = zip(self.schedulers, tick.plans, self._runner.collect(tick.handle), strict=True)
         return [
-            LaneResult(scheduler.complete(plan, result.tokens), result)
+            LaneResult(scheduler.complete(plan, result.tokens, result.errors), result)
             for scheduler, plan, result in lanes
             if plan is not None
         ]
+
+    def reset(self) -> None:
+        """Forget all sequences, pages and steps in flight, whatever state an interrupted step has left them in."""
+        self._in_flight.clear()
+        self._runner.reset()
+        self.schedulers = tuple(scheduler.renewed() for scheduler in self.schedulers)
 
     def close(self) -> None:
         """Wait for the steps in flight and free the device's memory."""

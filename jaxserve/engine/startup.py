@@ -30,6 +30,7 @@ from jaxserve.engine.model_defaults import (
     eos_token_ids,
     find_tokenizer,
     reasoning_markers,
+    writable_markers,
 )
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.replica import Replica
@@ -161,7 +162,8 @@ def make_replicas(
 def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> Admission:
     """Return the admission for a planned engine."""
     model = plan.config
-    eos_ids = eos_token_ids(config, plan, tokenizer)
+    # Files may name an end token that the model lacks (-1, or an added one): it is never sampled.
+    eos_ids = tuple(token for token in eos_token_ids(config, plan, tokenizer) if 0 <= token < model.vocab_size)
     key = f"{plan.directory.resolve()} {config.revision} {plan.programs[0].policy}"
     limits = ModelLimits(
         max_model_len=plan.max_model_len,
@@ -171,7 +173,7 @@ def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer 
         has_priorities=config.scheduling_policy == "priority",
         shares_prefixes=config.enable_prefix_caching,
         arguments=plan.programs[0].arguments,
-        reasoning=reasoning_markers(config, tokenizer),
+        reasoning=writable_markers(reasoning_markers(config, tokenizer), model.vocab_size),
         rope=model.rope,
         model_key=key.encode(),
         generates=model.has_head,

@@ -233,6 +233,10 @@ class OpenStreams:
         except JaxserveError as error:
             self.refuse(stream, error)
             return
+        except Exception as error:
+            logger.exception("request %s: failed to enqueue it", request.request_id)
+            self.refuse(stream, RequestFailedError(unforeseen(error)))
+            return
         self._by_name[request.request_id] = stream
         if stream.is_cancelled:
             self._engine.abort(request)

@@ -45,7 +45,11 @@ def add_drafts(
         if not takes_drafts(sequence):
             continue
         num_in_flight = sequence.num_pending - 1  # excludes this row's token
-        drafts = proposer.propose(sequence)[num_in_flight:][: min(limits.max_draft_tokens, budget)]
+        try:
+            drafts = proposer.propose(sequence)[num_in_flight:][: min(limits.max_draft_tokens, budget)]
+        except Exception as error:
+            draft.fail(sequence, error)
+            continue
         drafts = drafts[: _reserve(sequence, len(drafts), draft, pages)]
         if not drafts:
             continue

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from jaxserve.errors import own_failure
 from jaxserve.outputs import FinishReason
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.structured_params import RepetitionDetectionParams
@@ -39,14 +40,17 @@ def find_ending(sequence: Sequence, token: int) -> Ending | None:
         try:
             if sequence.constraint.accept(token):
                 return Ending("stop")
-        except Exception as error:  # a failing constraint must not stop the other sequences
-            return Ending("error", error=error)
+        except BaseException as error:  # a failing constraint must not stop the other sequences
+            return Ending("error", error=own_failure(error))
     if length >= sequence.max_length:
         return Ending("length")
     repetition = sequence.repetition
     if repetition is not None and length >= sequence.min_length:
-        if ends_in_repetition(sequence.token_ids, sequence.num_prompt_tokens, repetition):
-            return Ending("repetition", "repetition_detected")
+        try:
+            if ends_in_repetition(sequence.token_ids, sequence.num_prompt_tokens, repetition):
+                return Ending("repetition", "repetition_detected")
+        except Exception as error:
+            return Ending("error", error=error)
     return None
 
 

@@ -130,6 +130,10 @@ class PageAllocator:
         self._free_cached[page] = None
         return page
 
+    def renewed(self) -> "PageAllocator":
+        """Return an allocator of as many pages, all free and none cached."""
+        return PageAllocator(self.num_pages, self.page_size, self.keeps_free_pages)
+
     def reset(self) -> None:
         """Clear the prefix cache; held pages stay held."""
         self.cache.reset()

@@ -3,6 +3,7 @@
 import itertools
 from typing import NamedTuple
 
+from jaxserve.errors import own_failure
 from jaxserve.scheduling.plan import ChunkPooling, PageCopy, PageGrant, Row, SlotMask, SlotSetup, StepPlan
 from jaxserve.scheduling.sequence import Sequence
 
@@ -16,6 +17,7 @@ class Completion(NamedTuple):
         scored: Each sequence with prompt logprobs, its row, and the index of the row's first query token in the step.
         pooled: Each sequence that finished because its pooling is complete, and the index of its row.
         has_drafts: Whether sequences may have several new tokens.
+        broken: Sequences whose rows could not be built; they have finished with the reason "error" and their ``error``.
     """
 
     sampled: list[tuple[Sequence, int, list[int]]]
@@ -23,13 +25,22 @@ class Completion(NamedTuple):
     scored: list[tuple[Sequence, Row, int]]
     pooled: list[tuple[Sequence, int]]
     has_drafts: bool
+    broken: list[Sequence]
+
+
+class SequenceError(NamedTuple):
+    """A sequence whose row could not be built."""
+
+    sequence: Sequence
+    error: Exception
 
 
 class Flight(NamedTuple):
-    """A step in flight: its number and the sequence of each row."""
+    """A step in flight: its number, the sequence of each row, and those whose row could not be built."""
 
     number: int
     sequences: list[Sequence]
+    errors: list[SequenceError]
 
     def drop(self, sequence: Sequence) -> None:
         """Ignore the step's results for a sequence."""
@@ -69,6 +80,7 @@ class PlanDraft:
         partial_prefills: Running sequences whose prompts are only partly computed.
         preempts: Whether a sequence was preempted.
         num_members: Number of rows that sample or that admit a sequence.
+        errors: Sequences whose row could not be built as planned; they fail once the step completes.
     """
 
     def __init__(self, max_rows: int, max_members: int) -> None:
@@ -77,6 +89,7 @@ class PlanDraft:
         self.partial_prefills: list[Sequence] = []
         self.preempts = False
         self.num_members = 0
+        self.errors: list[SequenceError] = []
         self._max_rows = max_rows
         self._max_members = max_members
         self._setups: list[SlotSetup] = []
@@ -96,6 +109,10 @@ class PlanDraft:
         )
         self._copies += copies
 
+    def fail(self, sequence: Sequence, error: BaseException) -> None:
+        """Fail a sequence, but none of the others, once the step completes."""
+        self.errors.append(SequenceError(sequence, own_failure(error)))
+
     def add_grants(self, grants: list[PageGrant]) -> None:
         """Add page table updates."""
         self._grants += grants
@@ -106,8 +123,8 @@ class PlanDraft:
             return None
         try:
             words = sequence.constraint.mask()
-        except Exception as error:  # a failing constraint must not stop the other sequences
-            return error
+        except BaseException as error:  # a failing constraint must not stop the other sequences
+            return own_failure(error)
         if words is not None:
             self._masks.append(SlotMask(sequence.slot, words))
         return None
@@ -116,13 +133,12 @@ class PlanDraft:
         """Add a row of a sequence's known tokens up to position ``end``; return whether it samples."""
         start = sequence.num_computed
         samples = end == len(sequence.token_ids) and sequence.pooling is None
-        targets = None
-        if sequence.wants_prompt_logprobs and start < sequence.num_prompt_tokens:
-            following = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
-            targets = following + [-1] * (end - start - len(following))
-        pooling = None if sequence.pooling is None else _chunk_pooling(sequence, end)
-        token_ids = sequence.token_ids[start:end]
-        self.rows.append(Row(sequence.slot, start, token_ids, int(samples), targets, pooling))
+        row = Row(sequence.slot, start, sequence.token_ids[start:end], int(samples))
+        try:
+            row = row._replace(targets=_targets(sequence, end), pooling=_chunk_pooling(sequence, end))
+        except BaseException as error:
+            self.fail(sequence, error)
+        self.rows.append(row)
         self.sequences.append(sequence)
         return samples
 
@@ -138,8 +154,19 @@ _DROPPED = Sequence("", [], 0, 0, finish_reason="abort")
 """Placeholder for a sequence that ignores a step's results."""
 
 
+def _targets(sequence: Sequence, end: int) -> list[int] | None:
+    """Return the tokens whose logprobs a chunk up to position ``end`` computes; None if there are none."""
+    start = sequence.num_computed
+    if not sequence.wants_prompt_logprobs or start >= sequence.num_prompt_tokens:
+        return None
+    following = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
+    return following + [-1] * (end - start - len(following))
+
+
 def _chunk_pooling(sequence: Sequence, end: int) -> ChunkPooling | None:
     """Return what a chunk up to position ``end`` adds to the sum: its last token or all, by the pooling type."""
+    if sequence.pooling is None:
+        return None
     start, is_last = sequence.num_computed, end == len(sequence.token_ids)
     if sequence.pooling == "last":
         return ChunkPooling(1, True, True) if is_last else None

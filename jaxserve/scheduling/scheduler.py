@@ -138,21 +138,26 @@ class Scheduler:
             return None
         plan = draft.build(self._microbatches.number, self._microbatches.previous)
         self._microbatches.add(plan, draft.sequences)
-        self._in_flight.append(Flight(plan.number, draft.sequences))
+        self._in_flight.append(Flight(plan.number, draft.sequences, draft.errors))
         return plan
 
-    def complete(self, plan: StepPlan, tokens: list[list[int]]) -> Completion:
+    def complete(
+        self, plan: StepPlan, tokens: list[list[int]], errors: Iterable[tuple[int, Exception]] = ()
+    ) -> Completion:
         """Append the tokens that a step sampled, and free the pages of sequences that finish.
 
         Args:
             plan: Plan of the oldest step in flight.
             tokens: Tokens of each row; empty if the row does not sample, or if sampling failed.
+            errors: Rows that could not be built, each with the reason.
         """
         flight = self._in_flight.popleft()
         assert flight.number == plan.number, f"step {plan.number} completed, step {flight.number} expected"
         sampled: list[tuple[Sequence, int, list[int]]] = []
         rows, has_drafts = plan.rows, plan.columns.has_drafts
-        completion = Completion(sampled, [], flight.scored(plan), self._end_pooled(flight.pooled(plan)), has_drafts)
+        broken = self._end_broken([*flight.errors, *((flight.sequences[row], error) for row, error in errors)])
+        pooled = self._end_pooled(flight.pooled(plan))
+        completion = Completion(sampled, [], flight.scored(plan), pooled, has_drafts, broken)
         if has_drafts:
             drop_rejected(plan, flight, tokens, self.pages)
             rows = dict(zip(plan.first_samples, plan.rows, strict=True))
@@ -216,6 +221,17 @@ class Scheduler:
             self._requeue(sequence)
             sequence.last_plan = -1
 
+    def renewed(self) -> "Scheduler":
+        """Return a scheduler with the same limits and counters, without sequences, and with all pages free."""
+        made = Scheduler(self.limits, self.allocator.renewed(), self.proposer)
+        made.replace([self])
+        return made
+
+    def abandon(self, sequence: Sequence) -> None:
+        """Finish a sequence of a scheduler that has been replaced, unless it has finished."""
+        sequence.finish_reason = sequence.finish_reason or "error"
+        sequence.slot, sequence.tables, sequence.followers = -1, [], []
+
     def replace(self, schedulers: Iterable["Scheduler"]) -> None:
         """Continue the counters of schedulers that this one replaces."""
         for other in schedulers:
@@ -223,6 +239,16 @@ class Scheduler:
             self.num_decode_rows += other.num_decode_rows
             self.pages.num_queried_tokens += other.pages.num_queried_tokens
             self.pages.num_hit_tokens += other.pages.num_hit_tokens
+
+    def _end_broken(self, errors: Iterable[tuple[Sequence, Exception]]) -> list[Sequence]:
+        """Finish sequences whose row could not be built; return those that had not finished before."""
+        broken: list[Sequence] = []
+        for sequence, error in errors:
+            if sequence.finish_reason is None:
+                sequence.error = error
+                self.finish(sequence, "error")
+                broken.append(sequence)
+        return broken
 
     def _end_pooled(self, pooled: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Finish sequences whose pooling is complete; return those that had not finished before, and their rows."""
