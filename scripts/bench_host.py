@@ -92,6 +92,9 @@ class HostRunner:
         """Accept no weights."""
         assert not weights, "a runner without weights"
 
+    def reset(self) -> None:
+        """Do nothing: no launch is interrupted."""
+
     def close(self) -> None:
         """Do nothing."""
 

@@ -194,7 +194,7 @@ class StepEngine(Protocol):
         """Run a step; return the requests that it changed."""
         ...
 
-    def abort(self, request: RequestState) -> None:
+    def abort(self, request: RequestState, /) -> None:
         """Abort a request. Does nothing if it has finished."""
         ...
 

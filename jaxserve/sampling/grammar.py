@@ -119,7 +119,7 @@ def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
     return {"whitespace_pattern": JSON_WHITE_SPACE if params.whitespace_pattern is None else params.whitespace_pattern}
 
 
-def _schema(given: Any, params: StructuredOutputsParams, options: dict[str, Any]) -> dict[str, Any]:
+def _schema(given: Any, params: StructuredOutputsParams, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a schema with the options added; options in the schema itself take precedence."""
     schema: Any = json.loads(given) if isinstance(given, str) else copy.deepcopy(given)
     if schema is True:

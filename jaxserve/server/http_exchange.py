@@ -22,7 +22,7 @@ class Exchange(RequestResponseCycle):
         """Respond to the request; reset the connection if its end would make part of a response look whole."""
         await super().run_asgi(app)
         if self._ends_with_connection and not (self.response_complete or self.disconnected):
-            self.transport.abort()  # pyright: ignore[reportAttributeAccessIssue]  (the type is asyncio's base class)
+            self.transport.abort()
 
     async def receive(self) -> Any:
         """Return the next part of the body; ask the client for it only if it waits for that."""

@@ -178,7 +178,8 @@ class HttpProtocol(HttpToolsProtocol):
             task.add_done_callback(self.tasks.discard)
             self.tasks.add(task)
         else:
-            self.pipeline.appendleft((exchange, self.app))
+            waiting: Any = (exchange, self.app)
+            self.pipeline.appendleft(waiting)
             if len(self.pipeline) >= _MAX_QUEUED:
                 self.flow.pause_reading()  # until then reading goes on, to notice a client that disconnects
 
@@ -194,7 +195,8 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._progress("idle")
         super().on_message_complete()
-        if self.cycle.is_lingering and self.cycle.response_complete:
+        exchange: Any = self.cycle
+        if exchange.is_lingering and exchange.response_complete:
             self.transport.close()
 
     def on_response_complete(self) -> None:

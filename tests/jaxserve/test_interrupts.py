@@ -228,7 +228,7 @@ def test_an_exception_at_any_line(llm: LLM, expected: list[list[int]]) -> None:
 @pytest.mark.parametrize("call", ["generate", "stream"])
 def test_a_bar_or_a_reader_that_raises(llm: LLM, call: str) -> None:
     def failing_bar(*arguments: Any, **options: Any) -> tqdm:
-        made = tqdm(*arguments, **{**options, "disable": True})
+        made: Any = tqdm(*arguments, **{**options, "disable": True})
         made.update = lambda count: (_ for _ in ()).throw(KeyboardInterrupt)
         return made
 
@@ -373,7 +373,8 @@ def test_close_in_the_middle_of_a_call(directory: Path, monkeypatch: pytest.Monk
     with pytest.raises(EngineDeadError, match="it was closed"):
         tokens(made)
     made.close()
-    assert all(array.is_deleted() for array in made.engine.replicas[0].runner._params)
+    runner: Any = made.engine.replicas[0].runner
+    assert all(array.is_deleted() for array in runner._params)
 
 
 def test_delayed_signals_run_in_order_and_all_of_them() -> None:

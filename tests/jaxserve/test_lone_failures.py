@@ -119,7 +119,7 @@ TAGGED = {"structures": [{"begin": "<|tool|>x", "schema": {"type": "integer"}, "
         {"choice": ["<think>", "<|bye|>"]},
     ],
 )
-def test_structured_outputs_with_tokens_that_the_model_lacks(llm: LLM, given: dict[str, str]) -> None:
+def test_structured_outputs_with_tokens_that_the_model_lacks(llm: LLM, given: dict[str, Any]) -> None:
     """They are spelled with others, or refused by name; neighbours get what they would alone."""
     alone = llm.generate("12+30=", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     params = GREEDY.clone(structured_outputs=StructuredOutputsParams(**given), max_tokens=20)
@@ -227,7 +227,9 @@ def test_one_row_fails(llm: LLM, expected: list[list[int]], place: str, monkeypa
 def test_one_embedding_fails(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = [PoolingParams(pooling="mean" if index == VICTIM else "last") for index in range(len(PROMPTS))]
     alone = [output.outputs.embedding for output in llm.embed(PROMPTS, pooling_params=params, use_tqdm=False)]
-    requests = [llm.engine.prepare(*parse_prompts(prompt), each) for prompt, each in zip(PROMPTS, params, strict=True)]
+    requests = [
+        llm.engine.prepare(parse_prompts(prompt)[0], each) for prompt, each in zip(PROMPTS, params, strict=True)
+    ]
     with monkeypatch.context() as patch:
         if name == "pooled_vector":
             failing(patch, engine_module, name, lambda total, count, one: one.pooling == "mean", Injected)

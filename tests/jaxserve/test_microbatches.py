@@ -70,6 +70,9 @@ class StagedRunner:
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """None are accepted."""
 
+    def reset(self) -> None:
+        """No launch is interrupted."""
+
     def close(self) -> None:
         """Nothing to free."""
 

@@ -36,7 +36,7 @@ def broken_output(kind: str, is_buffered: bool) -> TextIO:
         reader, number = os.pipe()
         os.close(reader)
     raw = io.FileIO(number, "w")
-    return io.TextIOWrapper(io.BufferedWriter(raw) if is_buffered else raw, "utf-8", write_through=not is_buffered)  # pyright: ignore
+    return io.TextIOWrapper(io.BufferedWriter(raw) if is_buffered else raw, "utf-8", write_through=not is_buffered)
 
 
 class FakeLLM:
@@ -225,7 +225,7 @@ def test_a_terminal_that_lacks_characters(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "stdout", output)
     monkeypatch.setattr(plan_command, "plan", lambda *_, **__: "höher")
     cli.main(["plan", "demo"])
-    assert output.buffer.getvalue() == b"h\\xf6her\n"  # pyright: ignore[reportAttributeAccessIssue]
+    assert output.buffer.getvalue() == b"h\\xf6her\n"
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["-v"]])

@@ -317,7 +317,7 @@ def test_an_error_waits_for_the_responses_before_it(port: int, broken: bytes) ->
 
 
 def test_an_error_while_a_stream_runs_does_not_end_it() -> None:
-    engine = FakeEngine(["a", "b"])
+    engine: Any = FakeEngine(["a", "b"])
     go_on = asyncio.Event()
     generate = engine.generate
 
