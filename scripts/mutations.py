@@ -210,9 +210,10 @@ def _copy_tree(target: Path, revision: str | None) -> None:
 def _build_native(copy: Path) -> None:
     """Compile the native kernels of a copy into it."""
     code = (
-        "import os, build_library as b; b.build(b.find_compiler(os.environ), b.SOURCES, b.SOURCES.parent / b.LIBRARY)"
+        "import os, build_library as b\nb.build(b.find_compiler(os.environ), b.SOURCES, b.SOURCES.parent / b.LIBRARY)"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=folder / "native", check=True, stdin=subprocess.DEVNULL)
+    folder = copy / "pallas_kernels" / "native"
+    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, stdin=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":
