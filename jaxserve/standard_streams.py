@@ -1,4 +1,4 @@
-"""Standard output and standard error of the command: ones that are closed, full, or of a reader that has gone."""
+"""Standard output and standard error of the command: closed, full, or read by a process that has exited."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ _NAMES = ("stdin", "stdout", "stderr")
 def standard_streams(*, needs_output: bool) -> Iterator[None]:
     """Run a command in the block; exit without a traceback if it cannot write.
 
-    If the reader of its output has gone, as that of ``jaxserve plan | head``, exit with ``STATUS_BROKEN_PIPE`` and
+    If the reader of its output has exited, as that of ``jaxserve plan | head``, exit with ``STATUS_BROKEN_PIPE`` and
     without a message; otherwise with ``STATUS_FAILED`` and one line on standard error.
 
     Args:

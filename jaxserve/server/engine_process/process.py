@@ -242,6 +242,6 @@ def _exit(outbox: Outbox, status: int) -> NoReturn:
     outbox.close(_FLUSH_S)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # its reader has gone, or the disk is full
+        with contextlib.suppress(OSError):  # its reader has exited, or the disk is full
             stream.flush()
     os._exit(status)
