@@ -13,6 +13,7 @@ from jaxserve.engine.delivery import deliver
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.outputs import CompletionOutput
 from jaxserve.sampling.logprobs import TokenLogprobs
+from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.server.http_api.logprobs import chat_logprobs, completion_logprobs
@@ -35,7 +36,7 @@ def scores() -> TokenLogprobs:
 
 def generate(tokenizer: Tokenizer, token_ids: list[int], stop_ids: set[int], **fields: Any) -> list[CompletionOutput]:
     """The deltas of a request that samples these tokens, after a prompt of one token without text."""
-    params = SamplingParams(logprobs=0, output_kind="DELTA", **fields)
+    params = SamplingParams(logprobs=0, output_kind=RequestOutputKind.DELTA, **fields)
     prompt = [0]
     sequence = Sequence("0-0", list(prompt), 1, 1000, stop_ids=dict.fromkeys(stop_ids))
     pieces = tokenizer.pieces(params.skip_special_tokens)
