@@ -1,4 +1,4 @@
-"""Standard output and standard error of the command: closed, full, or read by a process that has exited."""
+"""Standard output and standard error of the command: closed ones, full ones, and ones whose reader has exited."""
 
 import contextlib
 import errno

@@ -111,7 +111,8 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     """True: any JSON object."""
     structural_tag: str | None = None
-    """Tags, as a JSON string, inside which the text follows a schema; at most 80 levels deep."""
+    """Tags, as a JSON string, inside which the text follows a schema: ``{"type": "structural_tag", "format": {…}}``, or
+    ``structures`` and ``triggers``; at most 80 levels deep."""
     whitespace_pattern: str | None = None
     """A regular expression for the white space between tokens of JSON; None: at most 32 spaces, tabs and newlines."""
     disable_any_whitespace: bool = False

@@ -153,7 +153,7 @@ def _tag_grammar(
     if unknown:
         raise grammar_error(f"has the field {unknown[0]!r:.60}; expected 'type' and 'format'", params)
     writer = TagWriter(
-        lambda schema, more: json.dumps(_schema(schema, params, more or options)),
+        lambda schema, more: json.dumps(_schema(schema, params, {**more} or options)),
         special_tokens,
         lambda message: grammar_error(message, params),
     )

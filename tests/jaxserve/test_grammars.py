@@ -313,6 +313,23 @@ def test_structural_tags(compiler: GrammarCompiler, demo: Tokenizer) -> None:
     assert [text for text in good + bad if takes(grammar, demo, spelt(demo, text))] == good
 
 
+def test_structural_tags_have_formats(compiler: GrammarCompiler, demo: Tokenizer) -> None:
+    """The present form, with a grammar that is converted in the child process; test_structural_tag.py has the types."""
+    content = {"type": "grammar", "grammar": 'root ::= "a" | "b"'}
+    form = {
+        "type": "sequence",
+        "elements": [{"type": "any_text"}, {"type": "tag", "begin": "<f>", "content": content, "end": "</f>"}],
+    }
+    grammar = compiled(compiler, structural_tag=json.dumps({"type": "structural_tag", "format": form}))
+    good, bad = ["<f>a</f>", "text <f>b</f>"], ["text", "<f>c</f>", "<f>a</f>x"]
+    assert [text for text in good + bad if takes(grammar, demo, spelt(demo, text))] == good
+    with pytest.raises(RequestError, match="structural_tag cannot be compiled"):
+        compiled(
+            compiler,
+            structural_tag=json.dumps({"type": "structural_tag", "format": {**content, "grammar": "root ::= ("}}),
+        )
+
+
 def test_a_trigger_may_be_a_special_token(
     make_compiler: Callable[..., GrammarCompiler], tiny_tokenizers: dict[str, Tokenizer]
 ) -> None:

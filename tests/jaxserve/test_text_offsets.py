@@ -13,7 +13,8 @@ from jaxserve.engine.delivery import deliver
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.outputs import CompletionOutput
 from jaxserve.sampling.logprobs import TokenLogprobs
-from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.sampling_checks import RequestOutputKind
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.server.http_api.logprobs import chat_logprobs, completion_logprobs
 from jaxserve.server.proto_codec import completion_from_proto, completion_to_proto
