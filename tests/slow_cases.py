@@ -172,6 +172,60 @@ SLOW_CASES = (
         ".*float32",
         "bfloat16; float32 in the cases of test_kernels.py",
     ),
+    SlowCases(
+        "pallas_kernels/test_kernels.py",
+        "test_lowers_for_an_h200",
+        "[a-z0-9_]+-xla-.*",
+        "the same JAX code in test_matches_reference; whole steps with XLA's kernels lower for CUDA in test_stages.py",
+    ),
+    SlowCases(
+        "pallas_kernels/test_kernels.py",
+        "test_matches_reference",
+        "paged_attention-pallas-interpret-(bfloat16_.*|group_of_.*|head_of_.*|sinks_.*|window_one|soft_cap_.*)",
+        "the other cases of the kernel; the same cases on XLA and native kernels; test_jax_triton.py",
+    ),
+    SlowCases(
+        "pallas_kernels/test_attention_parts.py",
+        "test_parts_combined_are_the_attention",
+        "[a-z_]+-native-(many_rows|mixed|window|sinks|bfloat16_mixed|one_by_one_window)",
+        "the other cases, and all of them on XLA",
+    ),
+    SlowCases(
+        "pallas_kernels/test_truncation_kernel.py",
+        "test_the_kernel_keeps_what_xla_keeps",
+        "2|12288",
+        "sizes beside the boundary of a tile",
+    ),
+    SlowCases(
+        "jaxserve/test_engine_stories.py",
+        "test_greedy_tokens_are_those_of_the_reference",
+        "two.*|large.*",
+        "one device, and four; requests over two devices in test_request_mix.py",
+    ),
+    SlowCases(
+        "jaxserve/test_determinism.py",
+        "test_any_schedule_gives_the_same_bits",
+        "head_norms_and_windows|experts_split",
+        "latents_native_split, sinks_native_split and width_norms_behind_split",
+    ),
+    SlowCases(
+        "jaxserve/test_split_logits.py",
+        "test_tokens_are_those_of_whole_rows",
+        "4-1000-.*",
+        "the vocabulary that ends in the middle of a device's part",
+    ),
+    SlowCases(
+        "jaxserve/test_draft_rows.py",
+        "test_drafts_change_no_token",
+        "right-1-gpu",
+        "two devices; test_draft_requests.py",
+    ),
+    SlowCases(
+        "jaxserve/test_lab_plan.py",
+        "test_parts_have_the_collectives_of_the_whole_program",
+        ".*-prefill",
+        "decode steps of the same layouts, and prefill steps of a stage",
+    ),
 )
 
 

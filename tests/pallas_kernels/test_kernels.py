@@ -13,6 +13,7 @@ from pallas_kernels import registry
 from pallas_kernels.lowering import lower_for_cuda
 from pallas_kernels.operation import Operation, Tolerance, compare_rows, input_shapes, prepared_shapes
 from pallas_kernels.registry import OPERATIONS, UnsupportedKernelError, choose, load, operation, select
+from tests.compiled import compiled
 
 ROWS = [(name, row) for name, table in OPERATIONS.items() for row in table]
 CASES = [(name, row, case) for name, row in ROWS for case in operation(name).CASES]
@@ -95,8 +96,8 @@ def inputs_and_expected(name: str, case_name: str):
     """The inputs of a case and the reference's result, which all implementations share."""
     op = operation(name)
     case = op.CASES[case_name]
-    inputs = op.make_inputs(case, jax.random.key(zlib.crc32(case_name.encode())))
-    return inputs, op.expected(case, inputs)
+    inputs = compiled(op.make_inputs, case)(jax.random.key(zlib.crc32(case_name.encode())))
+    return inputs, compiled(op.expected, case)(inputs)
 
 
 @pytest.mark.parametrize("name, row, case_name", CASES)
@@ -105,8 +106,8 @@ def test_matches_reference(name, row, case_name):
     case = op.CASES[case_name]
     op, implementation = runnable(name, row, case, jax.default_backend(), jax.devices()[0].device_kind)
     inputs, expected = inputs_and_expected(name, case_name)
-    prepared = op.prepare(implementation, case, inputs)
-    found = jax.jit(functools.partial(op.run, implementation, case))(prepared)
+    prepared = compiled(op.prepare, implementation, case)(inputs)
+    found = compiled(op.run, implementation, case)(prepared)
     comparison = op.compare(case, inputs, found, expected)
     assert comparison.is_right, comparison
 
