@@ -32,11 +32,19 @@ run_pytest() {
   "$python" -m pytest -q -n 2 --dist loadfile "$@"
 }
 
+# Everything but tests. Pyright, which uses one core for two minutes, runs beside them: finish_source waits for it.
 check_source() {
   step "ruff format" "$python" -m ruff format --check --quiet --diff .
   step "ruff lint" "$python" -m ruff check --quiet .
   step "import contracts" "$(dirname "$python")/lint-imports" --no-logo
-  step "pyright" "$python" -m pyright --pythonpath "$python"
+  types="$(mktemp)"
+  "$python" -m pyright --pythonpath "$python" >"$types" 2>&1 </dev/null &
+  pyright=$!
+}
+
+finish_source() {
+  step "pyright" wait "$pyright"
+  cat "$types" && rm "$types"
 }
 
 finish() {
@@ -51,6 +59,7 @@ case "${1:-}" in
 "")
   check_source
   step "pytest" run_pytest
+  finish_source
   # The Mosaic GPU kernels' tests need JAX 0.11: where this environment has another one, they were skipped above.
   if "$python" -c 'import jax, sys; sys.exit(jax.__version_info__[:2] == (0, 11))'; then
     step "Mosaic GPU kernels on JAX 0.11" bash "$root/scripts/mosaic_tests.sh"
@@ -58,11 +67,9 @@ case "${1:-}" in
   ;;
 --fast)
   shift
-  log="$(mktemp)"
-  (check_source && exit ${#failed[@]}) >"$log" 2>&1 & # beside the tests: pyright uses one core
+  check_source
   step "pytest --fast" run_pytest --fast "$@"
-  wait $! || failed+=("format, lint, import contracts or types")
-  cat "$log" && rm "$log"
+  finish_source
   ;;
 --slow-quarter)
   shift
