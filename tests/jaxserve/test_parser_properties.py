@@ -141,7 +141,7 @@ def test_other_markers_in_reasoning_are_reasoning(reasoning: str, tools: str) ->
             assert streamed(make_parser(reasoning, tools, **options), list(opened(reasoning, text))) == whole
 
 
-@pytest.mark.parametrize(("reasoning", "tools"), pairs())
+@pytest.mark.parametrize(("reasoning", "tools"), list(pairs()))
 def test_every_prefix_keeps_every_word(reasoning: str | None, tools: str) -> None:
     for written in CALLS[tools]:
         text, _ = numbered(opened(reasoning, f"WORD.\n{written}") if reasoning else f"{written} WORD")
