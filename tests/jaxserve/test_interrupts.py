@@ -78,11 +78,13 @@ def expected(llm: LLM) -> list[list[int]]:
 @pytest.fixture(autouse=True)
 def whole(llm: LLM, expected: list[list[int]]) -> Iterator[None]:
     """After each test, the next call is right, nothing is held, and the handlers of signals are as before."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs without it
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)]
     yield
     assert tokens(llm) == expected
     assert_idle(llm)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)] == handlers
+    signal.signal(signal.SIGINT, before)
 
 
 def tokens(llm: LLM) -> list[list[int]]:

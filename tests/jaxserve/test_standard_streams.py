@@ -183,7 +183,7 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest
 
     module = sys.modules["checkpoints.convert"]  # whose name in the package is the function's
     monkeypatch.setattr(module, "_write", fill)
-    monkeypatch.setattr(module, "open_checkpoint", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(module, "open_checkpoint", lambda *_: contextlib.nullcontext())
     (tmp_path / "source").mkdir()
     with pytest.raises(CheckpointError, match="source cannot be converted to .*copy: .*No space left on device"):
         convert(tmp_path / "source", tmp_path / "copy", "safetensors")

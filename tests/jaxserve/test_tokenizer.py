@@ -320,7 +320,7 @@ def test_directories_that_hold_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a directory"):
         load_tokenizer(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="tokenizer_mode must be one of"):
-        load_tokenizer(tmp_path, "slow")
+        load_tokenizer(tmp_path, "quick")
 
 
 @pytest.mark.parametrize(
