@@ -29,7 +29,7 @@ step() { # name, command...
 }
 
 run_pytest() {
-  "$python" -m pytest -q -n 2 --dist loadfile "$@"
+  "$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@" # tests/suite.py orders the files
 }
 
 # Everything but tests. Pyright, which uses one core for two minutes, runs beside them: finish_source waits for it.
