@@ -162,8 +162,7 @@ def make_replicas(
 def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> Admission:
     """Return the admission for a planned engine."""
     model = plan.config
-    # Files may name an end token that the model lacks (-1, or an added one): it is never sampled.
-    eos_ids = tuple(token for token in eos_token_ids(config, plan, tokenizer) if 0 <= token < model.vocab_size)
+    eos_ids = eos_token_ids(config, plan, tokenizer)
     key = f"{plan.directory.resolve()} {config.revision} {plan.programs[0].policy}"
     limits = ModelLimits(
         max_model_len=plan.max_model_len,

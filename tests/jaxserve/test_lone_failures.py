@@ -48,7 +48,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("more_tokens")
     config = {**LLAMA, "vocab_size": VOCAB_SIZE, "eos_token_id": VOCAB_SIZE + 3}
     write_checkpoint_with_tokenizer(made, config, seed=1)
-    (made / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, VOCAB_SIZE + 2]}))
+    (made / "generation_config.json").write_text(json.dumps({"eos_token_id": [VOCAB_SIZE + 2]}))
     tokenizer = json.loads((made / "tokenizer.json").read_text())
     form = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tokenizer["added_tokens"] += [
@@ -99,7 +99,7 @@ def test_markers_that_the_model_lacks(llm: LLM, caplog: pytest.LogCaptureFixture
 
 
 def test_end_tokens_that_the_model_lacks(llm: LLM) -> None:
-    """-1 is no other name of the last token, and neither id is ever banned or sampled."""
+    """An id outside the vocabulary is neither banned nor sampled."""
     assert llm.engine.admission.limits.eos_token_ids == (2,), "the tokenizer's"
     last = llm.generate("a", GREEDY.clone(allowed_token_ids=[VOCAB_SIZE - 1], min_tokens=2), use_tqdm=False)
     assert last[0].outputs[0].token_ids == [VOCAB_SIZE - 1] * 4

@@ -465,7 +465,7 @@ def test_names_with_a_prefix_that_only_some_tensors_have(
     tensors["transformer.wpe.weight"] = tensors.pop("wpe.weight")
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
-    with pytest.raises(CheckpointError, match=r"(?s)missing: transformer\.wte\.weight .*unexpected: wte\.weight"):
+    with pytest.raises(CheckpointError, match=r"(?s)missing: wpe\.weight .*unexpected: transformer\.wpe\.weight"):
         load_model(tmp_path)
 
 
