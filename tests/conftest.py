@@ -32,19 +32,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from tests.server_process import PROGRAMS_CACHE  # noqa: E402  (imports neither JAX nor the project)
-
-# Both workers, and later runs, load a program that was compiled once. JAX reports a load like a compilation, so that
-# tests of "nothing compiles after ready" see it; tests of cold starts have a directory of their own.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(PROGRAMS_CACHE))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-
 import hypothesis  # noqa: E402  (after the environment that JAX reads)
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from tests import cost_profile, suite  # noqa: E402
+from tests.server_process import PROGRAMS_CACHE  # noqa: E402
 from tests.shape_checks import check_shapes  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -55,6 +48,11 @@ from jaxserve.config import EngineConfig  # noqa: E402  (after what checks it)
 NUM_CPU_DEVICES = 8
 
 jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
+# Both workers, and later runs, load a program that was compiled once. JAX reports a load like a compilation, so that
+# tests of "nothing compiles after ready" see it. Processes that tests start choose their own directory, as users' do.
+jax.config.update("jax_compilation_cache_dir", str(PROGRAMS_CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # No test is timed; a failure found in continuous integration must come back at the next run.
 hypothesis.settings.register_profile("jaxserve", deadline=None, derandomize="CI" in os.environ)
