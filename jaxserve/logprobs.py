@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Any, overload
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,31 +99,26 @@ class FlatLogprobs(AbstractSequence[dict[int, Logprob]]):
         """One position as a dict, or several as a copy."""
         if isinstance(index, slice):
             return self._selected(range(*index.indices(len(self))))
-        entries = slice(self.start_indices[index], self.end_indices[index])
-        columns = zip(
-            self.token_ids[entries],
-            self.logprobs[entries],
-            self.ranks[entries],
-            self.decoded_tokens[entries],
-            self.token_bytes[entries],
-            self.text_offsets[entries],
-            strict=True,
-        )
-        return {token_id: Logprob(*values) for token_id, *values in columns}
+        return {token_id: Logprob(*values) for token_id, *values in zip(*self._columns(index), strict=True)}
 
     def _selected(self, positions: Iterable[int]) -> "FlatLogprobs":
         made = FlatLogprobs()
         for position in positions:
-            entries = slice(self.start_indices[position], self.end_indices[position])
-            made.append_fast(
-                self.token_ids[entries],
-                self.logprobs[entries],
-                self.ranks[entries],
-                self.decoded_tokens[entries],
-                self.token_bytes[entries],
-                self.text_offsets[entries],
-            )
+            made.append_fast(*self._columns(position))
         return made
+
+    def _columns(self, position: int) -> tuple[list[Any], ...]:
+        """Return the token ids of a position, and then each field of their logprobs."""
+        entries = slice(self.start_indices[position], self.end_indices[position])
+        columns = (
+            self.token_ids,
+            self.logprobs,
+            self.ranks,
+            self.decoded_tokens,
+            self.token_bytes,
+            self.text_offsets,
+        )
+        return tuple(column[entries] for column in columns)
 
     def __iter__(self) -> Iterator[dict[int, Logprob]]:
         """Return each position as a dict."""
