@@ -44,7 +44,7 @@ class ReasoningReader:
         self._starts = () if finder is None else tuple(starts)
         self._begins_line = begins_line
         self._is_after_marker = False  # inside a line: markers right after one that opens no call open none either
-        self._num_tried = 0  # calls inside text that was tried already are not looked for: the work stays linear
+        self._num_tried = 0  # characters already searched for a call; searching them once keeps the work linear
         self.found_call = False
 
     def read_to(self, ends: Sequence[str]) -> Reading[str]:
