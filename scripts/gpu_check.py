@@ -12,14 +12,15 @@ Parts, in this order: ceilings (copy bandwidth and matrix rate; always measured,
 (the smallest case of every implementation), numerics (every implementation of every operation against its reference,
 over all cases, with a fixed seed and a fresh one, 20 times each), kernels (benches in a CUDA graph, over rotating
 inputs larger than the L2 cache; each compares its result first), gemms (the layers' matrix multiplications as XLA makes
-them), engine (random-weight checkpoints written to disk: starts, decode, the gap between steps, prefill, throughput),
-peers (JAX's own paged attention, PyTorch and cuDNN attention, transformers' static-cache generation).
+them), compile (what XLA's tuning costs at a start and gives in a step), engine (random-weight checkpoints written to
+disk: starts, decode, the gap between steps, prefill, throughput), peers (JAX's own paged attention, PyTorch and cuDNN
+attention, transformers' static-cache generation).
 
 Each part runs in processes of its own: one that fails, hangs or loses the device does not stop the others. A process
-A process while something runs is taken to hang; items that hung or crashed their process are not run again, and
+that says nothing for too long is taken to hang; items that hung or crashed their process are not run again, and
 items with wrong results are not timed. The JSON file and the Markdown table beside it are rewritten after every figure,
 so that a killed run keeps its results. Items that do not fit into ``--time-limit`` (470 s, of which each part has
-a share) is skipped and listed. ``--resume`` goes on from the files there: what is done or failed is not repeated
+a share) are skipped and listed. ``--resume`` goes on from the files there: what is done or failed is not repeated
 (``--retry-failed`` repeats what failed), the ceilings are measured again, and compiled programs and checkpoints are
 found in ``--work``, which is kept until a run has skipped nothing. Where commands have a time limit of their own, give
 ``--time-limit`` some 30 seconds less.
@@ -59,7 +60,16 @@ from scripts.gpu.figures import Deadline, Results  # noqa: E402
 from scripts.gpu.parts import Context, Part  # noqa: E402
 
 # Each part and its share of a limited time; what one leaves goes to those after it. Ceilings take what they need.
-PARTS = {"ceilings": 0.0, "probe": 0.1, "numerics": 0.25, "kernels": 0.2, "gemms": 0.1, "engine": 0.4, "peers": 0.15}
+PARTS = {
+    "ceilings": 0.0,
+    "probe": 0.1,
+    "numerics": 0.25,
+    "kernels": 0.2,
+    "gemms": 0.1,
+    "compile": 0.2,
+    "engine": 0.4,
+    "peers": 0.15,
+}
 TIME_LIMIT_S = 470.0
 NO_GPU = 2
 

@@ -19,6 +19,7 @@ from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.device.build import load_params, plan_engine
 from jaxserve.models.loading import check_weights
 from pallas_kernels.operation import Comparison
+from pallas_kernels.registry import OPERATIONS
 from scripts.gpu import device_events, engine, gemms, kernels, models, numerics, peers, probe, toolchain, workload
 from scripts.gpu.compiling import compile_all, succeeded
 from scripts.gpu.driver import MARK, CompilationError, Driver, serve
@@ -456,7 +457,7 @@ def test_paged_attention_comes_first(is_tiny):
 
 
 def test_the_probe_has_a_case_of_each_operation():
-    for name, _ in rows(is_tiny=False):
+    for name in OPERATIONS:
         assert probe.CASES[name] in numerics.operation(name).DEVICE_CASES
 
 
@@ -515,7 +516,10 @@ def test_gemms_have_the_rows_that_the_engine_has():
 def plane(name: str, **lines: list[tuple[float, float]]):
     made = []
     for line_name, events in lines.items():
-        spans = [SimpleNamespace(start_ns=start, duration_ns=duration) for start, duration in events]
+        spans = [
+            SimpleNamespace(name=f"{'fusion' if duration < 900 else 'copy'}_{i}", start_ns=start, duration_ns=duration)
+            for i, (start, duration) in enumerate(events)
+        ]
         made.append(SimpleNamespace(name=line_name.replace("_", " "), events=spans))
     return SimpleNamespace(name=name, lines=made)
 
@@ -537,6 +541,8 @@ def test_the_device_s_time_is_that_of_its_events():
     assert found is not None and found.num_events == 4
     assert found.span_s == pytest.approx(3e-6) and found.busy_s == pytest.approx(2e-6)
     assert found.idle_s == pytest.approx(1e-6)
+    assert [(name, count) for name, count, _ in found.kernels] == [("fusion", 3), ("copy", 1)]
+    assert [each.total_s for each in found.kernels] == pytest.approx([1.4e-6, 1e-6])
 
 
 def test_a_profile_without_a_gpu_has_no_time():
@@ -546,11 +552,12 @@ def test_a_profile_without_a_gpu_has_no_time():
 
 
 def test_the_gap_is_the_idle_time_beyond_a_step_s_own():
-    times = device_events.DeviceTime(0.012, 0.010, 500), device_events.DeviceTime(0.0104, 0.010, 480)
+    kernels = (device_events.KernelTime("gemm_fusion", 64, 0.008),)
+    times = device_events.DeviceTime(0.012, 0.010, 500), device_events.DeviceTime(0.0104, 0.010, 480, kernels)
     decode = workload.Decode(1, 64, 9, 0.006, 0.005, 0.007, *times, num_profiled=2)
     found = engine._gap_figure("x", decode)
     assert found.value == pytest.approx(800) and found.unit == "us"
-    assert "idle 1000 us per step, busy 5.000 ms" in found.note
+    assert "idle 1000 us per step, busy 5.000 ms" in found.note and "32 of gemm_fusion 4000 us" in found.note
     assert engine._gap_figure("x", decode._replace(stepping=None)).value is None
 
 
@@ -699,7 +706,8 @@ def test_unknown_parts_are_refused(capsys):
     with pytest.raises(SystemExit):
         parse(["--only", "kernels,speed"])
     assert (
-        "unknown part speed; parts: ceilings, probe, numerics, kernels, gemms, engine, peers" in capsys.readouterr().err
+        "unknown part speed; parts: ceilings, probe, numerics, kernels, gemms, compile, engine, peers"
+        in capsys.readouterr().err
     )
 
 
@@ -756,10 +764,15 @@ def test_a_first_run_s_commands(tmp_path):
     done = subprocess.run(["bash", str(copy)], env=settings, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1, done.stderr
     calls = [parse(text.split()[1:]) for text in (tmp_path / "calls").read_text().splitlines()]
-    assert [call.only for call in calls] == [("probe",), ("numerics", "kernels"), ("engine",), ("gemms", "peers")]
+    assert [call.only for call in calls] == [
+        ("probe",),
+        ("numerics", "kernels"),
+        ("engine",),
+        ("compile", "gemms", "peers"),
+    ]
     assert [call.resume for call in calls] == [False, True, True, True]
     assert all(call.time_limit + 30 < 540 and call.name == "test_run" for call in calls)
-    assert (tmp_path / "out" / "test_run.json").read_text() == "gemms,peers\n"
+    assert (tmp_path / "out" / "test_run.json").read_text() == "compile,gemms,peers\n"
     done = subprocess.run(["bash", str(copy), "5"], env=settings, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "unknown stage '5'; stages: wheels, 1, 2, 3, 4" in done.stderr
 
@@ -792,6 +805,7 @@ def test_a_run_with_a_hang_and_a_crash_is_complete_and_honest(tmp_path):
     for operation in ("paged_attention", "qkv_write", "truncation", "int4_matmul", "grouped_matmul"):
         assert {f"{part}/{operation}/xla" for part in ("probe", "numerics", "kernels")} <= set(content["done"])
     assert values["engine", "llama-8b xla: decode, batch 4, context 64"] > 0
+    assert values["compile", "nothing tuned: compiling"] > 0
     assert values["peers", "paged_attention many_rows of JAX"] > 0
     context = Context(is_tiny=True, is_quick=True)
     every = {f"{part}/{item.name}" for part in PARTS for item in load_part(part).items(context)}

@@ -4,6 +4,8 @@ Programs stay CUDA graphs under the profiler with ``--xla_enable_command_buffers
 the engine part's processes have it.
 """
 
+import collections
+import re
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,12 +17,24 @@ XLA_FLAGS = "--xla_enable_command_buffers_during_profiling=true"
 _DEVICE_PLANE, _STREAM_LINE = "/device:GPU:", "Stream"
 
 
+_NUM_KERNELS = 12
+
+
+class KernelTime(NamedTuple):
+    """How often kernels of one name ran, numbers at the end of the name left out, and their seconds in all."""
+
+    name: str
+    count: int
+    total_s: float
+
+
 class DeviceTime(NamedTuple):
-    """What a device did from its first event to its last: seconds, seconds busy, and events."""
+    """What a device did from its first event to its last: seconds, seconds busy, events, the longest kernels."""
 
     span_s: float
     busy_s: float
     num_events: int
+    kernels: tuple[KernelTime, ...] = ()
 
     @property
     def idle_s(self) -> float:
@@ -62,4 +76,14 @@ def busy_time(planes: Iterable[Any]) -> DeviceTime | None:
     for start, stop in spans:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    return DeviceTime((end - spans[0][0]) / 1e9, busy / 1e9, len(spans))
+    return DeviceTime((end - spans[0][0]) / 1e9, busy / 1e9, len(spans), _longest(lines))
+
+
+def _longest(lines: Iterable[Any]) -> tuple[KernelTime, ...]:
+    """Add up the events of each name; those with the longest sums first."""
+    found: dict[str, list[float]] = collections.defaultdict(list)
+    for line in lines:
+        for event in line.events:
+            found[re.sub(r"[._\d]+$", "", event.name) or event.name].append(event.duration_ns / 1e9)
+    times = [KernelTime(name, len(each), sum(each)) for name, each in found.items()]
+    return tuple(sorted(times, key=lambda each: -each.total_s)[:_NUM_KERNELS])

@@ -33,7 +33,7 @@ _TINY = {"paged_attention": ("edges", "mixed", "window", "mixed_bf16_h64")}
 
 def items(context: Context) -> list[Item]:
     """List the implementations of each operation, paged attention first, those in plain XLA last."""
-    return [Item(f"{name}/{row}", 5.0 + 0.3 * len(_names(name, context))) for name, row in rows(context.is_tiny)]
+    return [Item(f"{name}/{row}", 5.0 + 0.8 * len(_names(name, context))) for name, row in rows(context.is_tiny)]
 
 
 def run(item: str, context: Context) -> Iterator[Figure | Working]:

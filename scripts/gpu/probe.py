@@ -23,6 +23,7 @@ CASES = {
     "int4_matmul": "rows_1",
     "grouped_matmul": "one_row",
     "linear": "rows_1_bf16",
+    "argmax": "one_row",
 }
 
 

@@ -133,6 +133,14 @@ def decode(llm: Any, batch: int, context: int, num_steps: int) -> Decode:
     return Decode(batch, context, num_steps, middle, float(low), float(high), stepping, replaying.get("time"))
 
 
+def longest_kernels(found: Decode) -> str:
+    """Return the kernels that take most of a step, each with its number and its microseconds per step."""
+    if found.replaying is None:
+        return ""
+    count = found.num_profiled
+    return ", ".join(f"{n / count:g} of {name} {s / count * 1e6:.0f} us" for name, n, s in found.replaying.kernels)
+
+
 def prefill_s(llm: Any, num_tokens: int, runs: int = 5) -> float:
     """Return the median seconds from a prompt's submission to its first token; the first three runs do not count."""
     from jaxserve import SamplingParams
