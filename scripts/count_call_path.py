@@ -1,98 +1,131 @@
-"""Counts the functions between ``LLM.generate`` and the device: the engine's main path.
+"""Count what a warm request executes of the project, in all processes: from the entry to the device, and back.
 
-    python scripts/count_call_path.py            one JSON line: functions and lines, in all and by file
-    python scripts/count_call_path.py --list     the functions themselves as well
+    python scripts/count_call_path.py                    one JSON line for each scenario
+    python scripts/count_call_path.py --only chat        scenarios whose name contains this
+    python scripts/count_call_path.py --list             the functions and the classes as well
+    python scripts/count_call_path.py --root OTHER       the same scenarios on another checkout
 
-The demo model answers two prompts once to compile everything, then once more while every Python function of the project
-that is entered, on any thread, is noted. Lines are those of the functions' sources, without docstrings and blank lines.
+Scenarios: ``generate`` (``LLM.generate`` of one greedy prompt of 4 tokens), ``stop`` (the same with ``n=2`` and a stop
+string) and ``chat`` (one streamed chat completion over HTTP). Each request runs twice before it counts.
+
+Counted are distinct lines, and distinct statements of the syntax tree of which a line was executed: longer lines or
+further functions change nothing, only work that is gone does. On Python 3.12 and newer ``sys.monitoring`` also tells
+which classes of the project were called; on 3.11 ``sys.settrace`` does not.
 """
 
 import argparse
 import ast
 import collections
 import json
+import os
+import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import CodeType, FrameType
+from typing import Any
 
-import jaxserve
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(_ROOT))
 
-_ROOT = Path(jaxserve.__file__).resolve().parent.parent
+from scripts.path_tracer.scenarios import OFF, SCENARIOS  # noqa: E402  (after the path that it lies on)
+
 _PACKAGES = ("jaxserve", "pallas_kernels", "sharding", "checkpoints")
-_PROMPTS = ["1+1=", "2+3="]
+_TRACER = _ROOT / "scripts" / "path_tracer"
 
 
-def entered_functions() -> set[CodeType]:
-    """Return the project's functions that run while the demo model answers."""
-    found: set[CodeType] = set()
+def trace(scenario: str, root: Path) -> list[dict[str, Any]]:
+    """Run a scenario on a checkout; return what each of its processes executed.
 
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            found.add(frame.f_code)
-
-    params = jaxserve.SamplingParams(temperature=0.0, max_tokens=8)
-    threading.setprofile(note)  # the engine's threads start with it
-    with jaxserve.LLM("demo") as llm:
-        llm.generate(_PROMPTS, params)
-        found.clear()
-        sys.setprofile(note)
-        llm.generate(_PROMPTS, params)
-        sys.setprofile(None)
-        answered = set(found)
-    threading.setprofile(None)
-    return {code for code in answered if _place(code) is not None}
-
-
-def _place(code: CodeType) -> Path | None:
-    """Return the file of a function of the project, relative to its root; None for anything else."""
-    path = Path(code.co_filename)
-    if not path.is_relative_to(_ROOT) or path.relative_to(_ROOT).parts[0] not in _PACKAGES or "<" in code.co_name:
-        return None
-    return path.relative_to(_ROOT)
+    Raises:
+        subprocess.CalledProcessError: The scenario failed; its output has been shown.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        switch = Path(folder) / "switch"
+        switch.write_bytes(OFF)
+        settings = {"folder": folder, "root": str(root), "packages": _PACKAGES}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(_TRACER), str(root)]),
+            "JAXSERVE_PATH_TRACE": json.dumps(settings),
+        }
+        command = [sys.executable, str(_TRACER / "scenarios.py"), scenario, str(switch)]
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            print(done.stdout + done.stderr, file=sys.stderr)
+        done.check_returncode()
+        return [json.loads(each.read_text()) for each in sorted(Path(folder).glob("*.json"))]
 
 
-def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+def count(notes: list[dict[str, Any]], root: Path) -> dict[str, Any]:
+    """Return the numbers of processes, files, functions, lines, statements and classes, and the lines of each file."""
+    lines: dict[str, set[int]] = collections.defaultdict(set)
+    for note in notes:
+        for path, line in note["lines"]:
+            lines[path].add(line)
+    functions = {tuple(each) for note in notes for each in note["functions"]}
+    classes = {each for note in notes for each in note["classes"]}
+    statements = {path: executed_statements(Path(path).read_text(), found) for path, found in lines.items()}
+    by_file = {
+        str(Path(path).relative_to(root)): {"lines": len(found), "statements": statements[path]}
+        for path, found in sorted(lines.items())
+    }
+    return {
+        "processes": sum(bool(note["lines"]) for note in notes),
+        "files": len(lines),
+        "functions": sum("<" not in name.rpartition(".")[2] for _, _, name in functions),
+        "lines": sum(map(len, lines.values())),
+        "statements": sum(statements.values()),
+        "classes": len(classes),
+        "by_file": by_file,
+    }
+
+
+def executed_statements(text: str, lines: set[int]) -> int:
+    """Return the number of statements of a source text of which a line is among ``lines``.
+
+    Of a statement with a body, such as ``if`` or ``def``, only the lines before the body are its own.
+    """
+    return sum(bool(own & lines) for own in _own_lines(ast.parse(text)))
+
+
+def _own_lines(tree: ast.AST) -> Iterator[set[int]]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+        if not isinstance(node, ast.stmt):
+            continue
+        own = set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        for child in ast.walk(node):
+            if child is not node and isinstance(child, ast.stmt):
+                own -= set(range(child.lineno, (child.end_lineno or child.lineno) + 1))
+        yield own
 
 
-def _lines_by_start(path: Path) -> dict[int, int]:
-    """Return the lines of each function of a file without docstring and blank lines, by its first line."""
-    text = (_ROOT / path).read_text()
-    source = text.splitlines()
-    found = {}
-    for node in _functions(ast.parse(text)):
-        rows = set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-        if ast.get_docstring(node) is not None:
-            rows -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        found[first] = sum(bool(source[row - 1].strip()) for row in rows)
-    return found
+def _show(notes: list[dict[str, Any]], root: Path) -> None:
+    functions: Mapping[tuple[str, int], str] = {
+        (path, line): name for note in notes for path, line, name in note["functions"]
+    }
+    for (path, line), name in sorted(functions.items()):
+        print(f"{Path(path).relative_to(root)}:{line} {name}")
+    for name in sorted({each for note in notes for each in note["classes"]}):
+        print(f"class {name}")
 
 
 def main() -> None:
     """Print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="name the functions")
+    parser.add_argument("--only", default="", metavar="TEXT", help="scenarios whose name contains this")
+    parser.add_argument("--list", action="store_true", help="name the functions and the classes")
+    parser.add_argument("--root", type=Path, default=_ROOT, help="checkout to measure (default: this one)")
     arguments = parser.parse_args()
-    by_file: dict[Path, dict[int, str]] = collections.defaultdict(dict)
-    for code in entered_functions():
-        path = _place(code)
-        assert path is not None
-        by_file[path][code.co_firstlineno] = code.co_qualname
-    files = {}
-    for path, functions in sorted(by_file.items()):
-        lines = _lines_by_start(path)
-        counted = {start: name for start, name in functions.items() if start in lines}
-        files[str(path)] = {"functions": len(counted), "lines": sum(lines[start] for start in counted)}
+    root = arguments.root.resolve()
+    for scenario in (name for name in SCENARIOS if arguments.only in name):
+        begin = time.monotonic()
+        notes = trace(scenario, root)
         if arguments.list:
-            for start, name in sorted(counted.items()):
-                print(f"{path}:{start} {name} {lines[start]}")
-    totals = {unit: sum(each[unit] for each in files.values()) for unit in ("functions", "lines")}
-    print(json.dumps({"files": len(files), **totals, "by_file": files}))
+            _show(notes, root)
+        found = count(notes, root)
+        print(json.dumps({"scenario": scenario, "seconds": round(time.monotonic() - begin, 1), **found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -226,6 +226,366 @@ SLOW_CASES = (
         ".*-prefill",
         "decode steps of the same layouts, and prefill steps of a stage",
     ),
+    SlowCases(
+        "pallas_kernels/test_kernels.py",
+        "test_matches_reference",
+        "paged_attention-(?:[a-z]+|pallas-interpret|mosaic-interpret|jax-triton)-(?!(?:mixed|edges|window_of_tile"
+        "s|soft_cap_and_window|sinks_window|multi_query|group_of_eight|head_of_80|bfloat16_mixed|large_page|one_t"
+        "oken|one_by_one|prefill)$).*",
+        "cases with the same features together, in each implementation; broken kernels in test_broken_kernels.py",
+    ),
+    SlowCases(
+        "pallas_kernels/test_kernels.py",
+        "test_matches_reference",
+        "linear-(?:[a-z]+|pallas-interpret|mosaic-interpret|jax-triton)-(?!(?:padded|norm_odd|rows_1|rows_5_bf16|"
+        "rows_13|rows_33_bf16|gated_odd_bf16|parts_bf16|residual|bias_bf16|odd_in_bf16|odd_out|silu_bf16|gelu_new"
+        "|two_outs_bf16|wide_bf16|tiny|many_rows|scale|relu)$).*",
+        "cases with the same features together, in each implementation; broken kernels in test_broken_kernels.py",
+    ),
+    SlowCases(
+        "pallas_kernels/test_kernels.py",
+        "test_matches_reference",
+        "qkv_write-(?:[a-z]+|pallas-interpret|mosaic-interpret|jax-triton)-(?!(?:poisoned_float32|padded|three_to"
+        "kens|partial_rotation_alone|group_of_seven|tiny_head|no_rotation)$).*",
+        "cases with the same features together, in each implementation; broken kernels in test_broken_kernels.py",
+    ),
+    SlowCases(
+        "pallas_kernels/test_kernels.py",
+        "test_matches_reference",
+        "int4_matmul-(?:[a-z]+|pallas-interpret|mosaic-interpret|jax-triton)-(?!(?:rows_3|symmetric_group_32|rows"
+        "_33|odd_splits|group_is_all|single|half)$).*",
+        "cases with the same features together, in each implementation; broken kernels in test_broken_kernels.py",
+    ),
+    SlowCases(
+        "pallas_kernels/test_kernels.py",
+        "test_matches_reference",
+        "truncation-(?:[a-z]+|pallas-interpret|mosaic-interpret|jax-triton)-(?!(?:flat|one_allowed|heavy_ties|odd"
+        "|masked|peaked)$).*",
+        "cases with the same features together, in each implementation; broken kernels in test_broken_kernels.py",
+    ),
+    SlowCases(
+        "pallas_kernels/test_kernels.py",
+        "test_matches_reference",
+        "latent_attention-(?:[a-z]+|pallas-interpret|mosaic-interpret|jax-triton)-(?!(?:chunk_inside_a_page|bfloa"
+        "t16_tiles|odd_heads|odd_widths|edges|mixed|one_by_one)$).*",
+        "cases with the same features together, in each implementation; broken kernels in test_broken_kernels.py",
+    ),
+    SlowCases(
+        "pallas_kernels/test_kernels.py",
+        "test_matches_reference",
+        "grouped_matmul-(?:[a-z]+|pallas-interpret|mosaic-interpret|jax-triton)-(?!(?:tile_borders|many_experts|n"
+        "o_rows|gated_rows_behind|odd_widths|one_takes_all)$).*",
+        "cases with the same features together, in each implementation; broken kernels in test_broken_kernels.py",
+    ),
+    SlowCases(
+        "pallas_kernels/test_kernels.py",
+        "test_lowers_for_an_h200",
+        "(paged_attention|truncation)-(triton|mosaic)-(?!decode_(1x1k|64x8k)|prefill_2k_after_8k|sinks|llama_top_k_top_p_2"
+        "56|qwen_top_p_2).*",
+        "a decode, a prefill and the sizes that differ; scripts/compile_check.sh",
+    ),
+    SlowCases(
+        "test_examples.py",
+        "test_command",
+        ".*(eval demo|bench throughput.*|bench latency.*|--chat .*)",
+        "tests of these commands in test_cli.py, test_bench_serve.py and test_demo_tasks.py; test_docs.py knows e"
+        "very flag",
+    ),
+    SlowCases(
+        "test_examples.py",
+        "test_program",
+        "program[13467]",
+        "the README's first program; test_public_api.py and test_parameter_docs.py know every name",
+    ),
+    SlowCases(
+        "sharding/test_layouts.py",
+        "test_layout",
+        "latents-(?!context_parallel|expert_all_to_all).*|sparse-(replicated|replicated_attention|sequence_parall"
+        "el|split_logits|tensor_parallel)-4-1|switch-expert_(gather|all_reduce)-2-4",
+        "each layout on the dense model, each exchange of experts on the sparse one",
+    ),
+    SlowCases(
+        "sharding/test_layouts.py",
+        "test_layouts_that_are_not_in_the_registry",
+        "latents-axes(5|6|7|10|13|18)-.*|sparse-axes(2|3|12)-.*",
+        "the same axes on the other models",
+    ),
+    SlowCases(
+        "sharding/test_layouts.py",
+        "test_devices_that_share_tokens_need_no_number_of_key_value_heads|test_whole_attention_needs_no_number_of"
+        "_heads",
+        "sinks|dense|norms of all heads",
+        "latents and attention of one's own",
+    ),
+    SlowCases(
+        "jaxserve/test_models.py",
+        "test_greedy_tokens_equal_those_of_transformers",
+        "deepseek-v2-tp2|olmo2-tp4|gemma-tp2|qwen2-windows-tp2|phi3-tp2|llama-(tp1|dynamic-tp1)|qwen2-moe-tp2-exp"
+        "erts2-gather|granite-moe-ep4|gpt2-tp4|qwen2-tp2|granite-tp2",
+        "each family's module against transformers here; its engine in test_meshes.py or a sibling of the family",
+    ),
+    SlowCases(
+        "pallas_kernels/test_jax_triton.py",
+        "test_interpreted_kernel_matches_reference",
+        ".*-(chunk_inside_a_page|window|multi_query|head_of_80|sinks|edges|soft_cap_and_window|odd_in|rows_300|ro"
+        "ws_128|rows_1|rows_16|rows_17|group_32|group_64|group_is_all|half|single|symmetric|random|empty_experts|"
+        "one_takes_all|gated|many_rows|one_row|even|rows_behind|single_symmetric|one_expert)",
+        "mixed, sinks_window, bfloat16_mixed, odd_splits, rows_3 and rows_33, many_experts, no_rows, tile_borders"
+        " and their like; every case on a GPU by scripts/gpu_check.py",
+    ),
+    SlowCases(
+        "pallas_kernels/test_jax_triton.py",
+        "test_compiles_for_an_h200_without_spills",
+        "(?!prefill_2k_after_0_page_64|llama_8b_down_64).*",
+        "a prefill and a product of weights; scripts/compile_check.sh",
+    ),
+    SlowCases(
+        "test_sharding_page.py",
+        "test_a_layout_is_planned_drawn_run_and_compared",
+        "",
+        "plans in test_lab_plan.py, pictures in test_show.py, runs in test_layouts.py, comparisons in test_compare.py",
+    ),
+    SlowCases(
+        "jaxserve/test_determinism.py",
+        "test_any_schedule_gives_the_same_bits",
+        "norms_behind_on_four|sinks_native_split",
+        "latents_native_split and experts_native; sinks in test_kernels.py",
+    ),
+    SlowCases(
+        "jaxserve/test_determinism.py",
+        "test_native_kernels_give_the_same_bits_without_tiles",
+        "experts_split|width_norms_behind_split",
+        "experts_alone_split; widths in test_steps.py",
+    ),
+    SlowCases(
+        "jaxserve/test_meshes.py",
+        "test_greedy_tokens_equal_those_of_transformers",
+        "gemma3-.*|deepseek-v3-stage=2.*",
+        "the llama mesh here; stages with experts in test_reshard.py, both families on two devices in test_models.py",
+    ),
+    SlowCases(
+        "jaxserve/test_kv_window.py",
+        "test_pages_of_the_window_are_enough",
+        "mixed-3-xla",
+        "windowed-3-native, and several page tables in the tests below it",
+    ),
+    SlowCases(
+        "jaxserve/test_trace.py",
+        "test_a_trace_with_too_few_pages",
+        "data=1",
+        "preemption in test_engine_stories.py and faults/test_overload.py",
+    ),
+    SlowCases(
+        "checkpoints/test_loader.py",
+        "test_peak_memory_is_the_arrays_and_about_one_shard",
+        "source1-bfloat16",
+        "the other source",
+    ),
+    SlowCases(
+        "jaxserve/test_draft_rows.py",
+        "test_drafts_change_no_token",
+        "right-2-cpu|wrong-1-gpu",
+        "wrong-1-cpu; whole answers in test_draft_requests.py",
+    ),
+    SlowCases(
+        "jaxserve/test_draft_rows.py",
+        "test_a_token_stays_while_the_drafts_before_it_are_what_was_sampled",
+        "2|4|5|7|9|1[0149]",
+        "the other seeds",
+    ),
+    SlowCases(
+        "jaxserve/test_layers.py",
+        "test_a_kernel_that_writes_from_the_projection_changes_nothing",
+        "(bias|norm_of_width|no_rotation)-None-pallas-interpret",
+        "norm_of_heads, and all on native kernels",
+    ),
+    SlowCases(
+        "jaxserve/test_stages.py",
+        "test_experts_in_stages",
+        ".*",
+        "stages in the tests beside it, experts on devices in test_models.py and test_layouts.py",
+    ),
+    SlowCases(
+        "jaxserve/test_stages.py",
+        "test_every_stage_has_work|test_embeddings_are_those_of_one_device",
+        "two with tensor(-.*)?",
+        "two stages of one device",
+    ),
+    SlowCases(
+        "jaxserve/test_lanes.py",
+        "test_requests_of_every_kind_are_as_on_one_device",
+        "gather-0",
+        "the deterministic layout, with the same scheduler",
+    ),
+    SlowCases(
+        "jaxserve/test_compare.py",
+        "test_all_meshes_and_layouts_that_are_valid_and_differ|test_the_command_prints_json_and_draws",
+        "",
+        "test_all_that_run_give_equal_tokens and the figures of test_lab_plan.py",
+    ),
+    SlowCases(
+        "pallas_kernels/test_attention_parts.py",
+        "test_parts_combined_are_the_attention",
+        "paged_attention-xla-(many_rows|bfloat16_mixed|one_by_one_window|window|sinks)|latent_attention-xla-(long"
+        "|mixed|bfloat16)",
+        "mixed and long with xla, the others with native kernels",
+    ),
+    SlowCases(
+        "jaxserve/test_weight_recipes.py",
+        "test_real_tensor_lists_are_used_up_exactly",
+        "4-(qwen2.5-14b-cogito|llama-2-7b|yi-1.5-6b|smollm3-3b)",
+        "qwen3-1.7b, llama-3.2-3b, gemma-2b-it and phi-3-mini",
+    ),
+    SlowCases(
+        "jaxserve/test_draft_requests.py",
+        "test_.*",
+        "in stages(-right|-mixed)?|overlapping-(right|mixed)",
+        "in stages-wrong, overlapping and overlapping-wrong",
+    ),
+    SlowCases(
+        "jaxserve/test_expert_determinism.py",
+        "test_bits_alone_and_in_any_batch",
+        "mixtral-2",
+        "qwen2-moe-1, and experts_native in test_determinism.py",
+    ),
+    SlowCases(
+        "jaxserve/test_tokenizer.py",
+        "test_sentencepiece_decode",
+        "baichuan-7b|llama2-model-only",
+        "mistral-v3",
+    ),
+    SlowCases(
+        "jaxserve/test_grammars.py",
+        "test_real_tokenizers",
+        "qwen|llama2-model-only",
+        "gpt2, llama2 and both mistrals",
+    ),
+    SlowCases(
+        "jaxserve/test_split_logits.py",
+        "test_rows_without_a_token|test_logprobs_of_every_mode",
+        "2-native|4-xla|0-.*",
+        "2-xla, 4-native and the modes of 600 tokens",
+    ),
+    SlowCases(
+        "jaxserve/test_steps.py",
+        "test_one_program_a_step_gives_what_several_do",
+        "split_logits-2",
+        "tensor_parallel-2",
+    ),
+    SlowCases(
+        "jaxserve/test_mooncake.py",
+        "test_hits_are_the_traces_own_reuse_and_answers_stay",
+        ".*",
+        "hits in test_prefix_cache.py and test_simulate_scheduler.py",
+    ),
+    SlowCases(
+        "jaxserve/test_lab_plan.py",
+        "test_the_model_of_temporaries_agrees_with_the_compiler",
+        "Qwen2.5-14B on (1|2)",
+        "Llama-3.1-8B on 1",
+    ),
+    SlowCases(
+        "jaxserve/test_sampler.py",
+        "test_truncation_keeps_what_sorting_keeps",
+        "40000",
+        "5000",
+    ),
+    SlowCases(
+        "pallas_kernels/test_native.py",
+        "test_shared_pages_read_once_give_the_same_bits|test_long_contexts_are_right_and_do_not_depend_on_threads",
+        "40-float32|.*soft_cap.*-bfloat16|{}-bfloat16",
+        "40-bfloat16, the small pages, and a window",
+    ),
+    SlowCases(
+        "jaxserve/test_reshard.py",
+        "test_drafts_are_verified_on_the_new_mesh",
+        "",
+        "test_requests_of_every_kind_continue; drafts in test_draft_requests.py",
+    ),
+    SlowCases(
+        "jaxserve/test_lab_plan.py",
+        "test_two_devices_hold_far_more_than_twice_the_tokens_of_one",
+        "",
+        "test_figures_computed_by_hand",
+    ),
+    SlowCases(
+        "jaxserve/test_calibration.py",
+        "test_plans_and_comparisons_for_it|test_steps_of_devices_that_share_a_host_take_turns",
+        "",
+        "test_what_is_measured and test_predictions_follow_from_the_calibration",
+    ),
+    SlowCases(
+        "jaxserve/test_stages.py",
+        "test_requests_of_every_kind_are_as_on_one_device",
+        "two with tensor-0",
+        "two-0; stages with tensor in test_meshes.py",
+    ),
+    SlowCases(
+        "test_gpu_check.py",
+        "test_a_dry_run_lists_every_part",
+        "",
+        "the parts' own tests beside it; test_lowers_for_an_h200 in test_kernels.py",
+    ),
+    SlowCases(
+        "jaxserve/server/test_engine_options.py",
+        "test_what_overrides_the_generation_config_is_the_servers_default",
+        "",
+        "test_model_defaults.py",
+    ),
+    SlowCases(
+        "jaxserve/test_determinism.py",
+        "test_devices_that_share_the_tokens_of_a_tile",
+        "norms_behind_on_four",
+        "experts_native",
+    ),
+    SlowCases(
+        "jaxserve/test_kv_window.py",
+        "test_layers_are_split_and_have_several_page_tables",
+        "",
+        "several page tables in the test after it",
+    ),
+    SlowCases(
+        "jaxserve/test_llm.py",
+        "test_a_layout_of_ones_own",
+        "",
+        "the test of this name in test_compare.py; test_layouts.py",
+    ),
+    SlowCases(
+        "jaxserve/test_steps.py",
+        "test_lanes_of_one_program_do_not_see_each_other",
+        "2-split",
+        "test_lanes.py",
+    ),
+    SlowCases(
+        "pallas_kernels/test_latent_mosaic.py",
+        "test_deterministic_mode_does_not_depend_on_the_step",
+        "",
+        "the test of this name in test_mosaic.py",
+    ),
+    SlowCases(
+        "pallas_kernels/test_mosaic.py",
+        "test_decode_does_not_depend_on_the_number_of_rows",
+        "4|8",
+        "1 here and in test_latent_mosaic.py",
+    ),
+    SlowCases(
+        "pallas_kernels/test_mosaic.py",
+        "test_lowers_for_an_h200",
+        "settings(0-3|2-3|2-4|3-2)",
+        "the other settings; scripts/compile_check.sh",
+    ),
+    SlowCases(
+        "pallas_kernels/test_mosaic.py",
+        "test_decode_matches_reference|test_prefill_matches_reference",
+        "several_tiles_of_a_split|group_of_seven|groups_of_four|pieces_of_wgmma|wide_head",
+        "group_of_seven_in_eight_splits, edges_of_a_tile, mixed and window_over_blocks",
+    ),
+    SlowCases(
+        "pallas_kernels/test_latent_mosaic.py",
+        "test_decode_matches_reference",
+        "more_splits_than_pages|one_head_in_a_window|two_blocks_of_heads",
+        "test_mosaic.py's splits; no_rotated_key and broken kernels",
+    ),
 )
 
 

@@ -24,7 +24,7 @@ class KernelTime(NamedTuple):
     """How often kernels of one name ran, numbers at the end of the name left out, and their seconds in all."""
 
     name: str
-    count: int
+    num_runs: int
     total_s: float
 
 
