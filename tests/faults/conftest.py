@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from scripts.server_child import RunningServer
+from scripts.server_child import REPOSITORY, RunningServer
 from tests.faults.talk import assert_serves, wait_until_idle
+from tests.hooks import NAN_PROCESSOR, injected
 from tests.server_process import running_server
-
-FOLDER = Path(__file__).resolve().parent
 
 
 def faulty_environment(switches: Path) -> dict[str, str]:
     """The environment in which a server's processes have faults."""
-    return {"PYTHONPATH": f"{FOLDER / 'injected'}:{FOLDER.parent.parent}", "JAXSERVE_TEST_FAULTS": str(switches)}
+    folder = Path(injected.__file__).parent
+    return {"PYTHONPATH": f"{folder}:{REPOSITORY}", "JAXSERVE_TEST_FAULTS": str(switches)}
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +26,7 @@ def switches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def shared_server(switches: Path) -> Iterator[RunningServer]:
     """A server for all tests that it survives."""
-    flags = ("--logits-processors", "tests.faults.nan_processor:NAN_FROM", "--deterministic", "--stall-timeout", "3")
+    flags = ("--logits-processors", NAN_PROCESSOR, "--deterministic", "--stall-timeout", "3")
     flags += ("--grpc-keepalive-time", "1", "--grpc-keepalive-timeout", "8")
     with running_server(*flags, environment=faulty_environment(switches)) as server:
         yield server

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from scripts.server_child import RunningServer
-from tests.faults.injected import sitecustomize as injected
 from tests.faults.talk import ended, total, wait_until, wait_until_idle
+from tests.hooks import injected
 
 
 class StepGate:

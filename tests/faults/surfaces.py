@@ -13,6 +13,7 @@ import httpx2
 from jaxserve import AsyncLLM, RequestError, RequestOutput
 from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2, generation_pb2_grpc, sampling_pb2
 from scripts.server_child import RunningServer
+from tests.hooks import NAN_PROCESSOR
 
 Kind = Literal["text", "token_ids", "messages"]
 
@@ -48,7 +49,7 @@ class Python:
             max_model_len=256,
             kv_cache_memory_bytes=8 << 20,
             compilation_cache_dir="",
-            logits_processors=["tests.faults.nan_processor:NAN_FROM"],
+            logits_processors=[NAN_PROCESSOR],
         )
 
     def close(self) -> None:

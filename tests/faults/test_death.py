@@ -12,10 +12,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from jaxserve.server.main import EXIT_ENGINE_DEAD
 from scripts.server_child import REPOSITORY, RunningServer
 from tests.faults.conftest import faulty_environment
-from tests.faults.injected import sitecustomize as injected
 from tests.faults.kinds import (
     FAILED,
     NOT_SERVING,
@@ -26,6 +24,7 @@ from tests.faults.kinds import (
 )
 from tests.faults.steps import closed_gate
 from tests.faults.talk import LONG, assert_serves, health, post, stream, text, wait_until
+from tests.hooks import EXIT_ENGINE_DEAD, FOLDERS_WITH_TIMERS, injected
 from tests.server_process import running_server
 
 LOOPBACK = ("0100007F:", "00000000000000000000000001000000:", "0000000000000000FFFF00000100007F:")
@@ -204,16 +203,8 @@ def listening_addresses(process_ids: set[str]) -> list[str]:
 
 def test_a_clock_that_jumps_changes_no_timer() -> None:
     """Failure list 26: nothing that waits or times out reads the time of day."""
-    repository = Path(__file__).resolve().parent.parent.parent
-    command = [
-        "grep",
-        "-rnE",
-        r"time\.time\(\)|datetime\.now|utcnow",
-        "jaxserve/server",
-        "jaxserve/engine",
-        "jaxserve/client",
-    ]
-    found = subprocess.run([*command, "--include=*.py"], cwd=repository, capture_output=True, text=True).stdout
+    command = ["grep", "-rnE", r"time\.time\(\)|datetime\.now|utcnow", *FOLDERS_WITH_TIMERS, "--include=*.py"]
+    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).stdout
     allowed = ("created", "started", "start_time", "arrival_time")  # reported, never waited for
     assert [line for line in found.splitlines() if not any(word in line for word in allowed)] == []
 

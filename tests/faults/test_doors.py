@@ -13,9 +13,9 @@ import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from jaxserve.client import AdminClient, Client
-from jaxserve.server.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError
 from scripts.server_child import RunningServer
-from tests.jaxserve.server.test_tls import Authority, Pair
+from tests.certificates import Authority, Pair
+from tests.hooks import PermissionDeniedError, UnauthenticatedError, UnavailableError
 from tests.server_process import running_server
 
 KEYS = """

@@ -15,8 +15,8 @@ from grpc_status import rpc_status
 from jaxserve.server.proto.jaxserve.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2
 from scripts.server_child import RunningServer
 from tests.faults.conftest import faulty_environment
-from tests.faults.injected import sitecustomize as injected
 from tests.faults.talk import assert_serves, metrics, post, text, total, wait_until_idle
+from tests.hooks import injected
 from tests.server_process import running_server
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from scripts.server_child import RunningServer
-from tests.faults.injected import sitecustomize as injected
 from tests.faults.talk import LONG, post, stream, text, total
+from tests.hooks import injected
 from tests.server_process import running_server
 
 POISONS: dict[str, dict[str, Any]] = {

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from scripts.soak_server import run_soak
+from tests.hooks import run_soak
 from tests.server_process import running_server
 
 FLAGS = (

@@ -12,9 +12,8 @@ import pytest
 
 from scripts.server_child import REPOSITORY
 from tests.faults.talk import assert_serves
+from tests.hooks import DEMO_DIRECTORY
 from tests.server_process import running_server
-
-DEMO_DIRECTORY = REPOSITORY / "jaxserve" / "demo" / "model"
 
 
 def start(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import jaxtyping
 import pytest
@@ -23,12 +22,16 @@ from jaxserve import (
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
-    async_llm,
 )
-from jaxserve.device.memory import MemoryLedger
-from jaxserve.engine.startup import StartedEngine
-from jaxserve.errors import DeadlineError
-from jaxserve.metric_types import Histogram
+from tests.hooks import (
+    DeadlineError,
+    Histogram,
+    break_launches,
+    hold_preparation,
+    is_preparing,
+    start_idle_engines,
+    thread_state,
+)
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -309,18 +312,11 @@ def test_abort_by_name(engine: AsyncLLM) -> None:
 
 
 def test_abort_of_a_request_that_is_still_being_prepared(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_go_on = threading.Event()
-    prepare = engine._engine.prepare
-
-    def slow(*arguments: Any, **more: Any) -> Any:
-        assert may_go_on.wait(PATIENCE_S)
-        return prepare(*arguments, **more)
-
-    monkeypatch.setattr(engine._engine, "prepare", slow)
+    may_go_on = hold_preparation(engine, monkeypatch)
 
     async def main() -> None:
         reader = asyncio.ensure_future(read(engine, STORY, LONG, request_id="mine"))
-        while not engine._preparing:
+        while not is_preparing(engine):
             await asyncio.sleep(0)
         await engine.abort("mine")
         may_go_on.set()
@@ -462,7 +458,7 @@ def test_metrics_of_a_known_load_that_ends_while_the_engine_drains(stories_model
             streams = [asyncio.ensure_future(read(engine, *pair)) for pair in zip(PROMPTS, params, strict=False)]
             while value(engine, "prompt_tokens") == 0:
                 await asyncio.sleep(0)
-            while engine._preparing:
+            while is_preparing(engine):
                 await asyncio.sleep(0)
             await asyncio.to_thread(engine.shutdown, PATIENCE_S)
             outputs = await asyncio.gather(*streams)
@@ -512,16 +508,7 @@ def test_shutting_down_while_streams_run(stories_model: Path) -> None:
 def test_a_device_that_fails_ends_every_stream(stories_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         engine = AsyncLLM(str(stories_model), **SETTINGS)
-        replica = engine._engine.replicas[0]
-        launch, launches = replica.launch, []
-
-        def broken() -> Any:
-            launches.append(1)
-            if len(launches) > 6:
-                raise OSError("the device is gone")
-            return launch()
-
-        monkeypatch.setattr(replica, "launch", broken)
+        break_launches(engine, monkeypatch, after=6, error=OSError("the device is gone"))
         results = await asyncio.gather(*(read(engine, p, LONG) for p in PROMPTS), return_exceptions=True)
         assert len(results) == 6
         for result in results:
@@ -541,24 +528,13 @@ def test_a_device_that_fails_ends_every_stream(stories_model: Path, monkeypatch:
 
 
 def test_a_forgotten_engine_ends_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[bool] = []
-
-    class Idle:
-        num_unfinished = 0
-
-        def close(self) -> None:
-            closed.append(True)
-
-        enqueue = step = abort = metrics = close
-
-    started = Mock(spec=StartedEngine, engine=Idle(), ledger=Mock(spec=MemoryLedger, device="CPU"))
-    monkeypatch.setattr(async_llm, "start_engine", lambda config: started)
+    closed = start_idle_engines(monkeypatch)
     engine = AsyncLLM("demo")
-    thread = engine._thread
+    is_thread_running = thread_state(engine)
     assert engine.is_running
     del engine
     gc.collect()
-    assert not thread.is_running
+    assert not is_thread_running()
     assert closed == [True]
 
 

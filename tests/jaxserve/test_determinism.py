@@ -1,37 +1,28 @@
 """With a row tile, hidden states and logits of a token have the same bits however a schedule computes it."""
 
-import dataclasses
 import functools
 import os
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
-from jaxserve.device.steps import ModelProgram
-from jaxserve.layers.attention import AttentionSettings
-from jaxserve.layers.model_config import ModelConfig, RopeConfig
-from jaxserve.layers.parallel import DtypePolicy
-from jaxserve.layers.routing import Routing
-from jaxserve.layers.rows import ROW_TILE, map_rows
-from jaxserve.layers.sparse_mlp import ClampedSwiGLU
-from pallas_kernels import AttentionBatch, native_library
-from sharding.plan import count_collectives
-from tests.tiny_programs import (
-    BACKEND,
-    NUM_LAYERS,
-    gpt_oss_config,
-    latent_config,
-    make_program,
-    random_params,
-    sparse_config,
-    tiny_config,
+from tests.hooks import (
+    ATTENTION_BACKEND,
+    NUM_TINY_LAYERS,
+    ROW_TILE,
+    ClampedSwiGLU,
+    DtypePolicy,
+    RopeConfig,
+    Routing,
+    ScheduledModel,
+    Shape,
+    Step,
+    native_threads,
+    why_no_native_kernels,
 )
 
-PAGE_SIZE, NUM_PAGES = 8, 120
+NUM_PAGES = 120
 MAX_LENGTH = 200
 BFLOAT16 = DtypePolicy(weights="bfloat16")
 SIZES: dict[str, Any] = {
@@ -93,141 +84,17 @@ SPLIT_TOKENS: dict[str, tuple[dict[str, Any], int, DtypePolicy]] = {
 }
 SLOW = ("llama", "experts", "latents_native")  # on one device what other rows split
 same_code = pytest.mark.skipif(
-    "interpret" in (BACKEND or "") and "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"],
+    "interpret" in (ATTENTION_BACKEND or "") and "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"],
     reason="an interpreted kernel's code, not optimized, differs from program to program; run with "
     "XLA_FLAGS=--xla_backend_optimization_level=2",
 )
 LENGTHS = (3, 150, 19, 64, 137, 8, 33, 1, 90, 12)
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """A program: query tokens, rows, pages of a table."""
-
-    num_tokens: int
-    num_rows: int
-    table_pages: int
-    decode_only: bool = False
-
-
 pytestmark = pytest.mark.usefixtures("switchable_family")
 DECODE = Shape(ROW_TILE, ROW_TILE, 20, decode_only=True)
 WIDE_DECODE = Shape(3 * ROW_TILE, 3 * ROW_TILE, 25, decode_only=True)
 SMALL = Shape(ROW_TILE, 4, 20)
 CHUNKS = Shape(5 * ROW_TILE, 2 * ROW_TILE, 33)
 LARGE = Shape(20 * ROW_TILE, ROW_TILE, 20)
-
-
-Step = tuple[Shape, list[tuple[int, int, int]]]
-"""A program, and the sequence, first position and number of tokens of each row."""
-
-
-class Model:
-    """A model with random parameters, and its programs."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        tensor: int,
-        policy: DtypePolicy,
-        row_tile: int | None = ROW_TILE,
-        layout: str = "tensor_parallel",
-    ):
-        self.program = make_program(config, tensor=tensor, policy=policy, num_pages=NUM_PAGES, layout=layout)
-        self.params = random_params(self.program)
-        self.row_tile = row_tile
-        generator = np.random.default_rng(5)
-        self.texts = [generator.integers(0, config.vocab_size, length) for length in LENGTHS]
-        self._compiled: dict[Shape, jax.stages.Compiled] = {}
-
-    def empty_pools(self) -> list:
-        """Pages with anything in them: nothing may be read before it is written."""
-        generator = np.random.default_rng(7)
-        return jax.tree.map(
-            lambda struct: jax.device_put(generator.normal(size=struct.shape).astype(struct.dtype), struct.sharding),
-            abstract_pools(self.program),
-        )
-
-    def traced(self, shape: Shape) -> jax.stages.Traced:
-        """Hidden states of a step's tokens, and their logits in any order."""
-        return trace(self.program, shape, self.row_tile)
-
-    def compiled(self, shape: Shape) -> jax.stages.Compiled:
-        if shape not in self._compiled:
-            self._compiled[shape] = self.traced(shape).lower().compile()
-        return self._compiled[shape]
-
-
-def abstract_pools(program: ModelProgram) -> list[Any]:
-    """Pools for each layer, so that all layers share one page table, whatever they see."""
-    return [program.abstract_pools(spec.pool) for spec in program.abstract_model.kv_specs]
-
-
-def trace(program: ModelProgram, shape: Shape, row_tile: int | None) -> jax.stages.Traced:
-    abstract = program.abstract_model
-    settings = AttentionSettings(program.kernel, PAGE_SIZE, shape.decode_only, row_tile)
-
-    def body(arrays, pools, tokens, positions, order, batch):  # noqa: ANN001, ANN202 - as traced below
-        model = abstract.merge(arrays)
-        lengths = jnp.full_like(positions, MAX_LENGTH)
-        hidden, pools, _ = model.hidden(tokens, positions, lengths, pools, [batch], settings)
-        logits = model.logits(hidden[order], batch.query_lens.sum(), row_tile)
-        return pools, hidden, logits
-
-    pools = abstract_pools(program)
-    numbers = [jax.ShapeDtypeStruct((shape.num_tokens,), jnp.int32)] * 3
-    arguments = (tuple(abstract.params.values()), pools, *numbers, abstract_batch(shape))
-    specs = jax.tree.map(lambda struct: P() if struct.sharding is None else struct.sharding.spec, arguments)
-    sharded = jax.shard_map(body, mesh=program.mesh, in_specs=specs, out_specs=(specs[1], P(), P()), check_vma=False)
-    return jax.jit(sharded, donate_argnums=1).trace(*arguments)
-
-
-def batch_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Shapes of what attention reads."""
-    rows, tokens = (shape.num_rows,), (shape.num_tokens,)
-    shapes = {
-        "page_table": (*rows, shape.table_pages),
-        **dict.fromkeys(("num_rows", "num_shared_pages", "first_page"), ()),
-    }
-    shapes |= dict.fromkeys(("context_lens", "query_starts", "query_lens"), rows)
-    return shapes | dict.fromkeys(("token_pages", "token_offsets"), tokens)
-
-
-def abstract_batch(shape: Shape) -> AttentionBatch:
-    fields: dict[str, Any] = {name: jax.ShapeDtypeStruct(s, jnp.int32) for name, s in batch_shapes(shape).items()}
-    return AttentionBatch(**fields)
-
-
-def run(model: Model, steps: list[Step], seed: int) -> dict[tuple[int, int], tuple[bytes, bytes]]:
-    """Bits of the hidden state and of the logits of every (sequence, position) that a schedule computes."""
-    generator = np.random.default_rng(seed)
-    free = list(generator.permutation(NUM_PAGES))
-    sequences = sorted({row[0] for _, rows in steps for row in rows})
-    pages = {s: np.array([free.pop() for _ in range(-(-LENGTHS[s] // PAGE_SIZE))]) for s in sequences}
-    pools = model.empty_pools()
-    found = {}
-    for shape, rows in steps:
-        arrays: dict[str, Any] = {name: np.zeros(size, np.int32) for name, size in batch_shapes(shape).items()}
-        arrays["page_table"][...], arrays["token_pages"][...] = NUM_PAGES, NUM_PAGES + 1
-        tokens, positions, owners = np.zeros((3, shape.num_tokens), np.int32)
-        start = 0
-        for i, (sequence, first, count) in enumerate(rows):
-            span, places = slice(start, start + count), np.arange(first, first + count)
-            tokens[span], positions[span], owners[span] = model.texts[sequence][places], places, sequence
-            arrays["page_table"][i, : len(pages[sequence])] = pages[sequence]
-            arrays["token_pages"][span] = pages[sequence][places // PAGE_SIZE]
-            arrays["token_offsets"][span] = places % PAGE_SIZE
-            arrays["context_lens"][i], arrays["query_starts"][i] = first + count, start
-            arrays["query_lens"][i] = count
-            start += count
-        arrays["num_rows"][...] = len(rows)
-        order = np.concatenate([generator.permutation(start), np.arange(start, shape.num_tokens)]).astype(np.int32)
-        batch = AttentionBatch(**arrays)
-        pools, hidden, logits = model.compiled(shape)(model.params, pools, tokens, positions, order, batch)
-        hidden, logits = np.asarray(hidden), np.asarray(logits)[np.argsort(order)]
-        for j in range(start):
-            found[int(owners[j]), int(positions[j])] = hidden[j].tobytes(), logits[j].tobytes()
-    return found
 
 
 def one_by_one(sequence: int, shape: Shape = DECODE) -> list[Step]:
@@ -272,16 +139,20 @@ def together(seed: int) -> list[Step]:
     return steps
 
 
-@functools.cache
-def model_of(family: str) -> Model:
-    return Model(*config_of(FAMILIES[family]))
+Row = tuple[dict[str, Any], int, DtypePolicy]
 
 
-def config_of(row: tuple[dict[str, Any], int, DtypePolicy]) -> tuple[ModelConfig, int, DtypePolicy]:
+def make_model(row: Row, row_tile: int | None = ROW_TILE, layout: str = "tensor_parallel") -> ScheduledModel:
     changes, tensor, policy = row
-    makers = {"routing": sparse_config, "rank": latent_config, "gating": gpt_oss_config}
-    make = next((maker for field, maker in makers.items() if field in changes), tiny_config)
-    return make(**{**SIZES, **changes}), tensor, policy
+    fields = {**SIZES, **changes}
+    return ScheduledModel(
+        fields, tensor, policy, lengths=LENGTHS, num_pages=NUM_PAGES, row_tile=row_tile, layout=layout
+    )
+
+
+@functools.cache
+def model_of(family: str) -> ScheduledModel:
+    return make_model(FAMILIES[family])
 
 
 @same_code
@@ -290,7 +161,7 @@ def config_of(row: tuple[dict[str, Any], int, DtypePolicy]) -> tuple[ModelConfig
 )
 def test_any_schedule_gives_the_same_bits(family: str) -> None:
     """Alone token by token, as one chunk, in chunks, and among others, in programs of all sizes."""
-    if "native" in family and native_library.unavailable() is not None:
+    if "native" in family and why_no_native_kernels() is not None:
         pytest.skip("needs native kernels")
     check_schedules(model_of(family))
 
@@ -301,34 +172,31 @@ def test_any_schedule_gives_the_same_bits(family: str) -> None:
     [pytest.param(name, marks=[pytest.mark.slow] if name == "latents_native" else []) for name in SPLIT_TOKENS],
 )
 def test_devices_that_share_the_tokens_of_a_tile(family: str) -> None:
-    if "native" in family and native_library.unavailable() is not None:
+    if "native" in family and why_no_native_kernels() is not None:
         pytest.skip("needs native kernels")
-    check_schedules(Model(*config_of(SPLIT_TOKENS[family]), layout="sequence_parallel"))
+    check_schedules(make_model(SPLIT_TOKENS[family], layout="sequence_parallel"))
 
 
-@pytest.mark.skipif(native_library.unavailable() is not None, reason="needs native kernels")
+@pytest.mark.skipif(why_no_native_kernels() is not None, reason="needs native kernels")
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
 def test_native_kernels_give_the_same_bits_without_tiles(family: str) -> None:
     """Also with one thread in place of all."""
-    model = Model(*config_of(NATIVE_FAMILIES[family]), row_tile=None)
+    model = make_model(NATIVE_FAMILIES[family], row_tile=None)
     expected = check_schedules(model)
-    native_library.set_threads(1)
-    try:
-        assert run(model, together(3), 10) == expected
-    finally:
-        native_library.set_threads(None)
+    with native_threads(1):
+        assert model.run(together(3), 10) == expected
 
 
-def check_schedules(model: Model) -> dict[tuple[int, int], tuple[bytes, bytes]]:
+def check_schedules(model: ScheduledModel) -> dict[tuple[int, int], tuple[bytes, bytes]]:
     """Compare the bits of every token in many schedules; returns them."""
-    expected = run(model, together(0), 0)
+    expected = model.run(together(0), 0)
     assert len(expected) == sum(LENGTHS)
-    hidden = np.frombuffer(expected[1, 149][0], model.program.policy.activations_dtype).astype(np.float32)
+    hidden = np.frombuffer(expected[1, 149][0], model.activations_dtype).astype(np.float32)
     assert np.isfinite(hidden).all() and np.abs(hidden).max() > 0.1
     schedules = [together(1), together(2), one_by_one(4), at_once(1), at_once(2), one_by_one(2, SMALL)]
     schedules += [in_chunks(1, CHUNKS, 3), in_chunks(8, SMALL, 4), in_chunks(3, LARGE, 5)]
     for number, steps in enumerate(schedules):
-        found = run(model, steps, 1 + number)
+        found = model.run(steps, 1 + number)
         wrong = sorted(place for place, bits in found.items() if bits != expected[place])
         assert not wrong, f"schedule {number}: {len(wrong)} of {len(found)} tokens differ: {wrong[:9]}"
     return expected
@@ -338,44 +206,6 @@ def check_schedules(model: Model) -> dict[tuple[int, int], tuple[bytes, bytes]]:
 def test_tiles_add_no_collectives(family: str) -> None:
     """Each tile communicates what a step does; the loop's body counts once."""
     model = model_of(family)
-    whole = trace(model.program, DECODE, None)
-    assert count_collectives(model.traced(DECODE)) == count_collectives(whole)
-    assert count_collectives(whole)["all-reduce"] >= 2 * NUM_LAYERS + 1
-
-
-@pytest.mark.parametrize("size", [4, 12])
-@pytest.mark.parametrize("num_rows", [0, 1, 4])
-def test_map_rows(num_rows: int, size: int) -> None:
-    """Whole tiles that hold rows in use are computed, no others."""
-    x, y = np.arange(size * 3, dtype=np.float32).reshape(size, 3), np.arange(size)
-
-    def function(a: jax.Array, b: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        assert a.shape == (4, 3)
-        return a.sum(1) + 1, {"index": b[:, None] * 2}
-
-    sums, found = jax.jit(lambda n: map_rows(function, (jnp.asarray(x), jnp.asarray(y)), n, 4))(num_rows)
-    used = np.arange(size) < -(-num_rows // 4) * 4
-    np.testing.assert_array_equal(sums, np.where(used, x.sum(1) + 1, 0))
-    np.testing.assert_array_equal(found["index"], np.where(used, 2 * y, 0)[:, None])
-
-
-@pytest.mark.parametrize("size", [4, 12])
-def test_map_rows_of_which_a_device_has_some(size: int) -> None:
-    """Two arrays and results have half the rows of each tile."""
-    x, halves = jnp.arange(size), jnp.arange(size // 2)
-
-    def function(x: jax.Array, halves: jax.Array) -> tuple[jax.Array, jax.Array]:
-        assert (len(x), len(halves)) == (4, 2)
-        return x[:2] + halves, x + x.sum()
-
-    for arrays, of in (((x, halves), None), ((halves, x), size)):
-        swapped = function if of is None else lambda a, b: function(b, a)
-        own, whole = map_rows(swapped, arrays, size, 4, of)
-        np.testing.assert_array_equal(own, x.reshape(-1, 4)[:, :2].ravel() + halves)
-        np.testing.assert_array_equal(whole, x + np.repeat(x.reshape(-1, 4).sum(1), 4))
-
-
-def test_map_rows_without_a_tile_is_a_call() -> None:
-    x = jnp.arange(5.0)
-    traced = jax.make_jaxpr(lambda a: map_rows(lambda b: b * 2, (a,), 1, None))(x)
-    assert [equation.primitive.name for equation in traced.eqns] == ["mul"]
+    whole = model.collectives(DECODE, is_tiled=False)
+    assert model.collectives(DECODE) == whole
+    assert whole["all-reduce"] >= 2 * NUM_TINY_LAYERS + 1

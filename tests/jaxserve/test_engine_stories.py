@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, RequestOutput, SamplingParams
+from tests.hooks import num_unfinished
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -48,7 +49,7 @@ def llm(stories_model: Path) -> Iterator[LLM]:
         yield made
         assert value(made, "compiles_after_ready") == 0
         assert value(made, "kv_cache_usage_perc") == 0
-        assert made.engine.num_unfinished == 0
+        assert num_unfinished(made) == 0
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve import LLM, EngineConfig, RequestOutput, SamplingParams
-from jaxserve.device.build import plan_engine
-from pallas_kernels import native_library
-from tests.random_checkpoint import write_checkpoint
+from jaxserve import LLM, RequestOutput, SamplingParams
+from tests.hooks import layer_tile, plan_only, why_no_native_kernels, write_checkpoint
 
 BASE: dict[str, Any] = {
     "vocab_size": 97,
@@ -72,7 +70,7 @@ def bits(output: RequestOutput) -> list[Any]:
     return [sample.token_ids, [(token, entry.logprob) for table in tables for token, entry in table.items()]]
 
 
-@pytest.mark.skipif(native_library.unavailable() is not None, reason="needs native kernels")
+@pytest.mark.skipif(why_no_native_kernels() is not None, reason="needs native kernels")
 @pytest.mark.parametrize(
     "family, tensor",
     [
@@ -89,7 +87,7 @@ def test_bits_alone_and_in_any_batch(
     write_checkpoint(tmp_path, BASE | FAMILIES[family], seed=5)
     with caplog.at_level("INFO"), LLM(str(tmp_path), **SETTINGS, tensor_parallel_size=tensor, kernels="native") as llm:
         assert "Results are batch-invariant: native kernels compute each row separately" in caplog.text
-        assert llm.plan.programs[0].layer_tile is None
+        assert layer_tile(llm) is None
         alone = []
         for prompt, params in zip(PROMPTS, PARAMS, strict=True):
             llm.reset_prefix_cache()
@@ -105,5 +103,5 @@ def test_lanes_that_add_in_an_order_of_their_own_promise_nothing(
 ) -> None:
     write_checkpoint(tmp_path, BASE | FAMILIES["mixtral"], seed=5)
     with caplog.at_level("INFO"):
-        plan_engine(EngineConfig(model=str(tmp_path), expert_parallel_size=2))
+        plan_only(tmp_path, expert_parallel_size=2)
     assert "Results are not batch-invariant" in caplog.text

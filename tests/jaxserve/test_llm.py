@@ -16,7 +16,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
-from checkpoints import CheckpointError
 from jaxserve import (
     LLM,
     AsyncLLM,
@@ -26,14 +25,23 @@ from jaxserve import (
     SamplingParams,
     UnsupportedModelError,
 )
-from jaxserve.config import EngineConfig
-from jaxserve.device import batch, build, programs
-from jaxserve.device.compiled_steps import CompiledSteps
-from jaxserve.device.runner import StepRunner
-from jaxserve.layers import attention
-from jaxserve.layers.parallel import DtypePolicy
-from pallas_kernels import UnsupportedKernelError, paged_attention_mosaic
-from sharding import ShardingLayout
+from tests.hooks import (
+    CheckpointError,
+    ShardingLayout,
+    UnsupportedKernelError,
+    count_compiled,
+    interrupt_step,
+    layout_name,
+    num_replicas,
+    num_unfinished,
+    plan_only,
+    planned_kernel,
+    pretend_to_plan_for_a_hopper,
+    refuse_to_compile,
+    watch_kernel_sizes,
+    watch_programs,
+    watch_warm_ups,
+)
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -111,11 +119,7 @@ def without_type_checks() -> Iterator[None]:
 @pytest.fixture
 def no_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails where an error comes only after compiling has begun."""
-
-    def refuse(self: CompiledSteps) -> None:
-        pytest.fail("compiled before the error was found")
-
-    monkeypatch.setattr(CompiledSteps, "compile", refuse)
+    refuse_to_compile(monkeypatch)
 
 
 def metrics(llm: LLM) -> dict[str, float]:
@@ -154,7 +158,7 @@ def test_bad_prompts_are_named_and_nothing_is_lost(
     before = metrics(llm)
     with pytest.raises(RequestError, match=message):
         llm.generate(prompts, params)
-    assert llm.engine.num_unfinished == 0
+    assert num_unfinished(llm) == 0
     assert metrics(llm)["num_requests_waiting"] == metrics(llm)["kv_cache_usage_perc"] == 0
     assert metrics(llm)["prompt_tokens"] == before["prompt_tokens"]
     (output,) = llm.generate(IDS, GREEDY, use_tqdm=False)
@@ -197,20 +201,11 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
 
 
 def test_a_failure_in_the_middle_takes_all_requests_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = []
-
-    def interrupted() -> Any:
-        steps.append(1)
-        if len(steps) == 3:
-            raise KeyboardInterrupt
-        return step()
-
-    step = llm.engine.step
-    monkeypatch.setattr(llm.engine, "step", interrupted)
+    interrupt_step(llm, monkeypatch, 3)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([IDS] * 5, GREEDY.clone(max_tokens=30), use_tqdm=False)
     monkeypatch.undo()
-    assert llm.engine.num_unfinished == 0
+    assert num_unfinished(llm) == 0
     assert metrics(llm)["kv_cache_usage_perc"] == 0
     first, second = llm.generate([IDS] * 2, GREEDY, use_tqdm=False)
     assert len(first.outputs[0].token_ids) == 4
@@ -440,8 +435,8 @@ def test_a_layout_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
     for settings in ({}, {"layout": ShardingLayout("own", rules)}, {"layout": f"{file}:OWN"}):
         mesh = "data=2,tensor=2" if settings else None
         with LLM(str(tiny_model), **{**SETTINGS, "mesh": mesh, **settings}) as llm:
-            assert llm.plan.programs[0].layout.name == ("own" if settings else "tensor_parallel")
-            assert len(llm.engine.replicas) == (2 if settings else 1)
+            assert layout_name(llm) == ("own" if settings else "tensor_parallel")
+            assert num_replicas(llm) == (2 if settings else 1)
             given = [{"prompt_token_ids": prompt} for prompt in prompts]
             outputs = llm.generate(given, params, use_tqdm=False)
             found.append([output.outputs[0].token_ids for output in outputs])
@@ -526,12 +521,7 @@ def test_compile_sizes_compile_fewer_programs_for_the_same_answers(
     settings = {**SETTINGS, "max_num_seqs": 8, "max_num_batched_tokens": 32, **settings}
     params = [GREEDY.clone(max_tokens=12, logprobs=2), GREEDY.clone(temperature=0.9, seed=5, max_tokens=15)] * 8
     prompts = [{"prompt_token_ids": [5, 7, 9, i, 6][i % 3 :]} for i in range(16)]
-    compiled, compile_one, decoded = [], programs._compile, []
-    build_batch = batch.BatchBuilder.build
-
-    def noted(self: Any, plan: Any, shape: Any, variant: int) -> Any:
-        decoded.append((shape.decode_only, plan.num_rows if plan.is_decode_only else 0))
-        return build_batch(self, plan, shape, variant)
+    compiled = count_compiled(monkeypatch)
 
     def answers(**more: Any) -> Any:
         compiled.clear()
@@ -543,10 +533,9 @@ def test_compile_sizes_compile_fewer_programs_for_the_same_answers(
         assert scored.prompt_logprobs is not None
         return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs], scored.outputs[0].token_ids
 
-    monkeypatch.setattr(programs, "_compile", lambda lowered: compiled.append(1) or compile_one(lowered))
     caplog.set_level(logging.INFO)
     (expected, scored), num_default = answers(), len(compiled)
-    monkeypatch.setattr(batch.BatchBuilder, "build", noted)
+    decoded = watch_programs(monkeypatch)
     sizes = {"mixed": [settings["max_num_batched_tokens"]], "decode": [2]}
     (found, found_scored), num_given = answers(compile_sizes=sizes), len(compiled)
     num_slices = settings.get("data_parallel_size", 1)
@@ -564,17 +553,12 @@ def test_compile_sizes_compile_fewer_programs_for_the_same_answers(
 HEADS: dict[str, Any] = {"num_attention_heads": 128, "num_key_value_heads": 1, "head_dim": 64}
 
 
-def plan(directory: Path, **settings: Any) -> build.EnginePlan:
-    return build.plan_engine(EngineConfig.from_arguments(str(directory), **{**SETTINGS, **settings}))
-
-
 @pytest.mark.parametrize(("size", "heads"), [(1, (4, 2)), (2, (2, 1)), (4, (1, 1))])
 def test_kernels_are_chosen_for_the_heads_of_a_device(
     size: int, heads: tuple[int, int], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, choose = [], attention.choose
-    monkeypatch.setattr(attention, "choose", lambda *args, **kinds: asked.append(kinds) or choose(*args, **kinds))
-    plan(tiny_model, tensor_parallel_size=size)
+    asked = watch_kernel_sizes(monkeypatch)
+    plan_only(tiny_model, **SETTINGS, tensor_parallel_size=size)
     (sizes,) = asked
     assert (sizes["num_heads"], sizes["num_kv_heads"], sizes["head_dim"], sizes["page_size"]) == (*heads, 6, 8)
 
@@ -583,21 +567,18 @@ def test_a_backend_that_cannot_share_kv_heads_so_often_is_refused(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By name with the reason; without a name the next backend is taken. The device is said to be a Hopper."""
-    policy = DtypePolicy.for_platform("bfloat16", "gpu")
-    monkeypatch.setattr(DtypePolicy, "for_platform", lambda dtype, platform: policy)
-    monkeypatch.setattr(paged_attention_mosaic, "not_hopper", lambda platform, device_kind: None)
-    monkeypatch.setattr(paged_attention_mosaic, "missing_jax", lambda: None)
+    pretend_to_plan_for_a_hopper(monkeypatch)
     caplog.set_level(logging.INFO)
-    settings = {"block_size": 64, "kernels": None, "attention_backend": None, "hf_overrides": HEADS}
+    settings = {**SETTINGS, "block_size": 64, "kernels": None, "attention_backend": None, "hf_overrides": HEADS}
     fits = {**settings, "hf_overrides": {**HEADS, "num_key_value_heads": 2}}
     with pytest.raises(
         UnsupportedKernelError, match="num_heads=128, num_kv_heads=1 .*mosaic: 128 query heads share a key"
     ):
-        plan(tiny_model, **{**settings, "attention_backend": "mosaic"})
-    assert plan(tiny_model, **settings).programs[0].kernel.name == "xla"
+        plan_only(tiny_model, **{**settings, "attention_backend": "mosaic"})
+    assert planned_kernel(tiny_model, **settings) == "xla"
     assert "not mosaic: 128 query heads share a key/value head" in caplog.text
     for size in (1, 2):
-        assert plan(tiny_model, **fits, tensor_parallel_size=size).programs[0].kernel.name == "mosaic"
+        assert planned_kernel(tiny_model, **fits, tensor_parallel_size=size) == "mosaic"
 
 
 @pytest.mark.parametrize(
@@ -612,8 +593,7 @@ def test_a_backend_that_cannot_share_kv_heads_so_often_is_refused(
 def test_engines_warm_up(
     kind: Any, settings: dict[str, Any], num_runs: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warmed: list[StepRunner] = []
-    monkeypatch.setattr(StepRunner, "warm_up", lambda runner: warmed.append(runner))
+    warmed = watch_warm_ups(monkeypatch)
     made = kind(str(tiny_model), **SETTINGS, **settings)
     (made.shutdown if kind is AsyncLLM else made.close)()
     assert len(set(warmed)) == len(warmed) == num_runs
@@ -654,7 +634,7 @@ def test_a_prompt_that_becomes_no_tokens(broken: Path) -> None:
             made.generate(["he", ""], GREEDY)
         with pytest.raises(RequestError, match="chat template"):
             made.chat([{"role": "user", "content": "he"}])
-        assert made.engine.num_unfinished == 0
+        assert num_unfinished(made) == 0
 
 
 def test_wrong_types_of_settings_come_first(tiny_model: Path, without_type_checks: None) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.logprobs import FlatLogprobs, Logprob
+from jaxserve import FlatLogprobs, Logprob
 
 POSITION = st.none() | st.dictionaries(
     st.integers(0, 9),

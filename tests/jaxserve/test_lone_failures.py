@@ -2,29 +2,34 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxserve import LLM, PoolingParams, RequestError, RequestOutput, SamplingParams
-from jaxserve.device import lane
-from jaxserve.device.batch import BatchBuilder
-from jaxserve.device.masks import TokenMasks
-from jaxserve.engine import engine as engine_module
-from jaxserve.engine.model_defaults import writable_markers
-from jaxserve.engine.request_state import RequestState, Sample
-from jaxserve.errors import RequestFailedError, own_failure
-from jaxserve.request import parse_prompts
-from jaxserve.scheduling import endings, plan_draft
-from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.scheduling.sequence import Sequence
-from jaxserve.structured_output.constraints import BadWords
-from jaxserve.structured_output.reasoning import ReasoningMarkers
-from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
-from jaxserve.text.detokenizer import Detokenizer
-from tests.random_checkpoint import LLAMA, write_checkpoint_with_tokenizer
+from jaxserve import (
+    LLM,
+    PoolingParams,
+    RepetitionDetectionParams,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from tests.hooks import (
+    LLAMA,
+    ReasoningMarkers,
+    RequestFailedError,
+    embed_together,
+    eos_token_ids,
+    fail,
+    held,
+    num_unfinished,
+    own_failure,
+    writable_markers,
+    write_checkpoint_with_tokenizer,
+)
 
 VOCAB_SIZE = 360
 ADDED = {"<think>": False, "</think>": False, "<|tool|>": True, "<|bye|>": True}
@@ -71,7 +76,7 @@ def alive(llm: LLM) -> Iterator[None]:
     expected = [output.outputs[0].token_ids for output in llm.generate(["12+30=", "a"], GREEDY, use_tqdm=False)]
     yield
     found = [output.outputs[0].token_ids for output in llm.generate(["12+30=", "a"], GREEDY, use_tqdm=False)]
-    assert found == expected and llm.engine.num_unfinished == 0
+    assert found == expected and num_unfinished(llm) == 0
 
 
 # ---------------------------------------------------------------- ids that come from text
@@ -100,7 +105,7 @@ def test_markers_that_the_model_lacks(llm: LLM, caplog: pytest.LogCaptureFixture
 
 def test_end_tokens_that_the_model_lacks(llm: LLM) -> None:
     """An id outside the vocabulary is neither banned nor sampled."""
-    assert llm.engine.admission.limits.eos_token_ids == (2,), "the tokenizer's"
+    assert eos_token_ids(llm) == (2,), "the tokenizer's"
     last = llm.generate("a", GREEDY.clone(allowed_token_ids=[VOCAB_SIZE - 1], min_tokens=2), use_tqdm=False)
     assert last[0].outputs[0].token_ids == [VOCAB_SIZE - 1] * 4
 
@@ -156,61 +161,36 @@ def run(llm: LLM, params: SamplingParams) -> list[RequestOutput]:
 
 
 def assert_idle(llm: LLM) -> None:
-    (replica,) = llm.engine.replicas
-    (scheduler,) = replica.schedulers
-    assert llm.engine.num_unfinished == 0 and not scheduler.running and not scheduler.waiting
-    assert scheduler.allocator.num_free == scheduler.allocator.num_pages
+    assert held(llm) == (0, 0, 0, 0)
 
 
-def failing(
-    patch: pytest.MonkeyPatch, owner: Any, name: str, is_meant: Callable[..., bool], error: type[BaseException]
-) -> list[int]:
-    """Make a function fail in the calls that are meant; return their count so far."""
-    original, raised = getattr(owner, name), list[int]()
-
-    def maybe(*arguments: Any, **options: Any) -> Any:
-        if is_meant(*arguments, **options):
-            raised.append(1)
-            raise error("secret")
-        return original(*arguments, **options)
-
-    patch.setattr(owner, name, maybe)
-    return raised
-
-
-def of_victim(sequence: Sequence) -> bool:
-    return sequence.num_prompt_tokens > 10
-
-
-Place = tuple[Any, str, Callable[..., bool], dict[str, Any]]
 BIAS = {300: -1.0}
 LOOP = RepetitionDetectionParams(max_pattern_size=2, min_count=2)
-PLACES: dict[str, Place] = {
-    "static mask": (TokenMasks, "_slot_mask", lambda self, sampling: True, {"allowed_token_ids": [300, 301]}),
-    "row mask": (TokenMasks, "_row_words", lambda self, slot, *rest: slot == self_slot(self), {"bad_words": ["q"]}),
-    "parameters": (BatchBuilder, "_set_params", lambda self, slot, s: s.logit_bias != (), {"logit_bias": BIAS}),
-    "bias": (lane, "slot_row", lambda setup, size: bool(setup.sampling.logit_bias), {"logit_bias": BIAS}),
-    "chunk": (plan_draft, "_targets", lambda sequence, end: of_victim(sequence), {"prompt_logprobs": 1}),
-    "constraint's mask": (BadWords, "mask", lambda self: True, {"bad_words": ["12+30="]}),
-    "constraint's next state": (BadWords, "accept", lambda self, token: True, {"bad_words": ["12+30="]}),
-    "ending": (endings, "ends_in_repetition", lambda *arguments: True, {"repetition_detection": LOOP}),
-    "scores of the prompt": (RequestState, "add_prompt_logprobs", lambda *arguments: True, {"prompt_logprobs": 1}),
-    "scores": (Sample, "score", lambda *arguments: True, {"logprobs": 1}),
-    "text": (Detokenizer, "push_tokens", lambda self, tokens: bool(self._stops), {"stop": ["§"]}),
+PLACES: dict[str, dict[str, Any]] = {
+    "static mask": {"allowed_token_ids": [300, 301]},
+    "row mask": {"bad_words": ["q"]},
+    "parameters": {"logit_bias": BIAS},
+    "bias": {"logit_bias": BIAS},
+    "chunk": {"prompt_logprobs": 1},
+    "constraint's mask": {"bad_words": ["12+30="]},
+    "constraint's next state": {"bad_words": ["12+30="]},
+    "ending": {"repetition_detection": LOOP},
+    "scores of the prompt": {"prompt_logprobs": 1},
+    "scores": {"logprobs": 1},
+    "text": {"stop": ["§"]},
 }
+"""What fails, and the victim's parameters that lead there."""
 
 
-def self_slot(masks: TokenMasks) -> int:
-    """The only slot with a static mask."""
-    return next(iter(masks._slots))
+def injected() -> BaseException:
+    return Injected("secret")
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_one_row_fails(llm: LLM, expected: list[list[int]], place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, name, is_meant, changes = PLACES[place]
     with monkeypatch.context() as patch:
-        raised = failing(patch, owner, name, is_meant, Injected)
-        outputs = run(llm, PARAMS.clone(**changes))
+        raised = fail(patch, place, injected)
+        outputs = run(llm, PARAMS.clone(**PLACES[place]))
     assert raised
     for index, (output, tokens) in enumerate(zip(outputs, expected, strict=True)):
         if index == VICTIM:
@@ -223,22 +203,13 @@ def test_one_row_fails(llm: LLM, expected: list[list[int]], place: str, monkeypa
     assert_idle(llm)
 
 
-@pytest.mark.parametrize("name", ["pooled_vector", "_chunk_pooling"])
-def test_one_embedding_fails(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["vector", "chunk of a vector"])
+def test_one_embedding_fails(llm: LLM, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = [PoolingParams(pooling="mean" if index == VICTIM else "last") for index in range(len(PROMPTS))]
     alone = [output.outputs.embedding for output in llm.embed(PROMPTS, pooling_params=params, use_tqdm=False)]
-    requests = [
-        llm.engine.prepare(parse_prompts(prompt)[0], each) for prompt, each in zip(PROMPTS, params, strict=True)
-    ]
     with monkeypatch.context() as patch:
-        if name == "pooled_vector":
-            failing(patch, engine_module, name, lambda total, count, one: one.pooling == "mean", Injected)
-        else:
-            failing(patch, plan_draft, name, lambda sequence, end: sequence.pooling == "mean", Injected)
-        for request in requests:
-            llm.engine.enqueue(request)
-        while llm.engine.num_unfinished:
-            llm.engine.step()
+        fail(patch, place, injected)
+        requests = embed_together(llm, PROMPTS, params)
     for index, request in enumerate(requests):
         if index == VICTIM:
             assert isinstance(request.error, RequestFailedError) and request.embedding is None
@@ -249,7 +220,7 @@ def test_one_embedding_fails(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatc
 
 def test_a_request_that_cannot_be_queued(llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        failing(patch, Scheduler, "add", lambda self, sequence: of_victim(sequence), Injected)
+        fail(patch, "queue", injected)
         with pytest.raises(Injected):
             run(llm, PARAMS)
     assert_idle(llm)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM, SamplingParams
-from sharding import LAYOUTS, get_layout
+from tests.hooks import LAYOUTS, get_layout, num_devices
 from tests.jaxserve.test_models import LEAST_MARGIN, ROWS, Checkpoint, greedy, make_hf, prompts, save
 
 NUM_LAYERS = 4
@@ -102,7 +102,7 @@ def test_greedy_tokens_equal_those_of_transformers(
     """Three prompts twice, the second time from the cache, while the others of the batch compute theirs."""
     made = checkpoint(family)
     with LLM(str(made.directory), **SETTINGS, mesh=mesh, layout=layout, block_size=16) as llm:
-        assert llm.plan.num_devices == math.prod(int(part.partition("=")[2]) for part in mesh.split(","))
+        assert num_devices(llm) == math.prod(int(part.partition("=")[2]) for part in mesh.split(","))
         params = SamplingParams(temperature=0.0, max_tokens=len(made.expected[0]))
         outputs = llm.generate(made.prompts, params, use_tqdm=False)
         again = llm.generate(made.prompts[::-1], params, use_tqdm=False)

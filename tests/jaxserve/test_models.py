@@ -15,12 +15,8 @@ import numpy as np
 import pytest
 import transformers
 
-from checkpoints import CheckpointError
 from jaxserve import LLM, ConfigError, SamplingParams, load_model
-from jaxserve.config import EngineConfig
-from jaxserve.device.build import plan_engine
-from sharding import ShardingLayout
-from sharding.axes import DISPATCHES
+from tests.hooks import DISPATCHES, CheckpointError, ShardingLayout, pages_of_one_request
 
 torch = pytest.importorskip("torch")
 
@@ -398,7 +394,7 @@ def test_greedy_tokens_equal_those_of_transformers(
     settings: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 8}
     settings |= {"max_model_len": PROMPT_LENGTHS[-1] + NUM_NEW, "compilation_cache_dir": "", "dtype": "float32"}
     settings |= (LAYOUTS | EXPERT_LAYOUTS)[layout]
-    pages = plan_engine(EngineConfig(model=str(made.directory), **settings)).needs.request_pages
+    pages = pages_of_one_request(made.directory, **settings)
     with LLM(str(made.directory), **settings, num_gpu_blocks_override=pages) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW)
         outputs = llm.generate(made.prompts, params, use_tqdm=False)

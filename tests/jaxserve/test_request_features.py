@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, BeamSearchParams, ConfigError, FlatLogprobs, RequestError, SamplingParams, load_model
-from jaxserve.demo import MODEL_DIRECTORY
-from jaxserve.parsers import ToolCall
+from tests.hooks import DEMO_DIRECTORY, ToolCall, num_unfinished, own_tokenizer
 
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -123,7 +122,7 @@ def test_samples_of_a_request_share_its_prompt(llm: LLM) -> None:
 
 def reference_beams(prompt: list[int], width: int, length: int) -> list[tuple[list[int], float]]:
     """Beam search by the whole model on whole texts, no end of a text, best first."""
-    model = load_model(str(MODEL_DIRECTORY), dtype="float32")
+    model = load_model(str(DEMO_DIRECTORY), dtype="float32")
     beams = [(prompt, 0.0)]
     for _ in range(length):
         logits = np.asarray(model(np.array([tokens for tokens, _ in beams])), np.float64)[:, -1]
@@ -296,12 +295,11 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_before_anything_runs(llm: 
     with pytest.raises(RequestError, match="prompt 1:.*structured_outputs"):
         llm.generate([LONG] * 2, [GREEDY, GREEDY.clone(structured_outputs={"grammar": "start: nowhere"})])
     assert value(llm, "steps") == steps
-    assert llm.engine.num_unfinished == 0
+    assert num_unfinished(llm) == 0
 
 
 def test_thinking_ends_when_its_budget_is_used_up(llm: LLM) -> None:
-    tokenizer = llm.engine.tokenizer
-    assert tokenizer is not None
+    tokenizer = own_tokenizer(llm)
     end = tokenizer.encode("</think>", add_special_tokens=False)
     params = GREEDY.clone(max_tokens=6 + len(end), ignore_eos=True, thinking_token_budget=4)
     found = ids(llm, "<think>sort 9 8 7 6 5 4 3", params.clone(thinking_token_budget=30))
@@ -356,6 +354,6 @@ def test_scores_that_are_not_numbers_end_their_own_request() -> None:
         assert (broken.outputs[0].finish_reason, len(broken.outputs[0].token_ids)) == ("error", 2)
         assert broken.error is not None and "NaN" in broken.error
         assert beside.outputs[0].token_ids == alone.token_ids
-        assert made.engine.num_unfinished == 0 and value(made, "kv_cache_usage_perc") == 0
+        assert num_unfinished(made) == 0 and value(made, "kv_cache_usage_perc") == 0
         again = made.generate(LONG, healthy, use_tqdm=False)[0].outputs[0]
         assert again.token_ids == alone.token_ids

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from jaxserve.demo.tasks import chat_messages, held_out, is_correct
-from jaxserve.request import parse_prompts
-from jaxserve.sampling_params import RepetitionDetectionParams
+from jaxserve import LLM, RepetitionDetectionParams, RequestOutput, SamplingParams, StructuredOutputsParams
+from tests.hooks import chat_messages, held_out, is_correct, own_tokenizer, step, submit, weights_dtype
 
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 8,
@@ -90,7 +88,7 @@ def check(llm: LLM, found: list[RequestOutput], expected: list[RequestOutput]) -
     With bfloat16 weights XLA rounds activations to bfloat16 before each matmul: what differs by a bit of float32 may
     then differ by one of bfloat16.
     """
-    tolerance = 2e-3 if llm.plan.programs[0].policy.weights == "float32" else 3e-2
+    tolerance = 2e-3 if weights_dtype(llm) == "float32" else 3e-2
     for one, other in zip(found, expected, strict=True):
         assert outcome(one) == outcome(other)
         if llm.config.deterministic:
@@ -182,8 +180,7 @@ def test_accuracy_holds_at_every_concurrency(concurrency: int, wide: LLM) -> Non
     ]
     random.Random(concurrency).shuffle(items)
     params = SamplingParams(temperature=0.0, max_tokens=64)
-    tokenizer = wide.engine.tokenizer
-    assert tokenizer is not None
+    tokenizer = own_tokenizer(wide)
     waiting = list(items)
     running: dict[str, Any] = {}
     num_right = 0
@@ -192,10 +189,7 @@ def test_accuracy_holds_at_every_concurrency(concurrency: int, wide: LLM) -> Non
             item = waiting.pop()
             text = tokenizer.render_chat(chat_messages(item), None, True, False, None)
             token_ids = tokenizer.encode(text, add_special_tokens=False)
-            request = wide.engine.submit(parse_prompts({"prompt_token_ids": token_ids})[0], params)
-            running[request.request_id] = (request, item)
-        for request in wide.engine.step():
-            if request.is_finished():
-                _, item = running.pop(request.request_id)
-                num_right += is_correct(item, request.samples[0].output().text)
+            running[submit(wide, token_ids, params)] = item
+        for request_id, text in step(wide).items():
+            num_right += is_correct(running.pop(request_id), text)
     assert num_right >= 0.99 * len(items)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, RequestOutput, SamplingParams
+from tests.hooks import num_stages, watch_steps
 
 NUM_REQUESTS = 500
 SCALE = 8
@@ -65,20 +66,11 @@ def metrics(llm: LLM) -> dict[str, float]:
 
 
 def test_a_trace_with_too_few_pages(llm: LLM, trace: list[Work], monkeypatch: pytest.MonkeyPatch) -> None:
-    possible = []
-    step = llm.engine.step
-    (replica,) = llm.engine.replicas
-
-    def counted_step() -> Any:
-        unfinished, num_steps = llm.engine.num_unfinished, replica.num_steps
-        changed = step()
-        most = -(-min(SETTINGS["max_num_seqs"], unfinished) // llm.plan.num_stages)
-        possible.append((replica.num_steps - num_steps) * most)
-        return changed
-
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine, "step", counted_step)
+        steps = watch_steps(llm, patch)
         outputs = generate(llm, trace)
+    stages = num_stages(llm)
+    possible = [one.num_launched * -(-min(SETTINGS["max_num_seqs"], one.num_unfinished) // stages) for one in steps]
     found = metrics(llm)
 
     assert len(outputs) == NUM_REQUESTS

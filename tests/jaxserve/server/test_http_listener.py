@@ -23,8 +23,8 @@ from jaxserve.server.http_api.app import RequestLabels
 from jaxserve.server.http_listener import http_listening
 from jaxserve.server.http_protocol import MAX_HEADER_BYTES, HttpProtocol
 from jaxserve.server.settings import ServerConfig
+from tests.certificates import Authority
 from tests.jaxserve.server.http_fakes import Connection, FakeEngine, Server, make_server
-from tests.jaxserve.server.test_tls import Authority
 
 STALL_S = 0.3
 LONG_PROMPT = {"prompt": "x" * 1_300_000}  # about 6 MB in tokens

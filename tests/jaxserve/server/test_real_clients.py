@@ -13,7 +13,8 @@ import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from scripts.server_child import REPOSITORY, RunningServer
+from scripts.server_child import RunningServer
+from tests.hooks import DEMO_DIRECTORY
 from tests.server_process import running_server
 
 openai = pytest.importorskip("openai", reason="needs the extra clients")
@@ -188,9 +189,8 @@ def test_lm_eval(server: RunningServer, tmp_path: Path) -> None:
     until += "metric_list: [{metric: exact_match}]"
     for name, kind, rest in (("choose", "multiple_choice", choice), ("write", "generate_until", until)):
         (tmp_path / f"{name}.yaml").write_text(LM_EVAL_TASK.format(name=name, data=data, kind=kind, rest=rest))
-    tokenizer = REPOSITORY / "jaxserve" / "demo" / "model"
     arguments = (
-        f"model=demo,base_url={server.http}/v1/completions,tokenizer={tokenizer},num_concurrent=2,max_length=200"
+        f"model=demo,base_url={server.http}/v1/completions,tokenizer={DEMO_DIRECTORY},num_concurrent=2,max_length=200"
         ",add_bos_token=True"
     )
     command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args", arguments]

@@ -2,11 +2,9 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import shutil
 import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,52 +17,10 @@ from jaxserve.errors import ConfigError
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tls import make_grpc_credentials, make_ssl_context, watch_files
+from tests.certificates import Authority, Pair, openssl
 from tests.grpc_servers import run, serving
 
 WHOLE = "0:0 0:1 0:2 0:3 "
-_NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-_SIGNS = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")  # Python 3.13 wants it of those who sign
-
-
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """A key and its certificate."""
-
-    key: Path
-    certificate: Path
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """For a server."""
-        return {"ssl_keyfile": str(self.key), "ssl_certfile": str(self.certificate)}
-
-
-class Authority:
-    """Signs certificates for this machine."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        folder.mkdir()
-        self.pair = Pair(folder / "ca.key", folder / "ca.pem")
-        files = ("-keyout", self.pair.key, "-out", self.pair.certificate)
-        openssl("req", "-x509", *_NEW_KEY, *files, "-days", "2", "-subj", f"/CN={folder.name}", *_SIGNS)
-
-    def sign(self, name: str, days: int = 2) -> Pair:
-        """Makes a key with a certificate."""
-        made = Pair(self.folder / f"{name}.key", self.folder / f"{name}.pem")
-        asked = self.folder / f"{name}.csr"
-        names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
-        openssl("req", *_NEW_KEY, "-keyout", made.key, "-out", asked, "-subj", f"/CN={name}", "-addext", names)
-        by = ("-CA", self.pair.certificate, "-CAkey", self.pair.key, "-CAcreateserial")
-        openssl("x509", "-req", "-in", asked, *by, "-days", days, "-copy_extensions", "copy", "-out", made.certificate)
-        return made
-
-
-def openssl(*arguments: object) -> None:
-    """Runs openssl."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the program openssl, to make certificates")
-    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
