@@ -9,8 +9,8 @@ Scenarios: ``generate`` (``LLM.generate`` of one greedy prompt of 4 tokens), ``s
 string) and ``chat`` (one streamed chat completion over HTTP). Each request runs twice before it counts.
 
 Counted are distinct lines, and distinct statements of the syntax tree of which a line was executed: longer lines or
-further functions change nothing, only work that is no longer done does. On Python 3.12 and newer ``sys.monitoring`` also tells
-which classes of the project were called; on 3.11 ``sys.settrace`` does not.
+further functions change nothing, only work that is no longer done does. On Python 3.12 and newer ``sys.monitoring``
+also tells which classes of the project were called; on 3.11 ``sys.settrace`` does not.
 """
 
 import argparse
