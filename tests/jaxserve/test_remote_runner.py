@@ -20,7 +20,7 @@ from jaxserve.outputs import RequestOutput
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import parse_prompts
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import ON_DEVICE, StepPlan
 from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, outcome, scores
 from tests.remote_runner import RemoteRunner
 
@@ -77,6 +77,20 @@ def check_plan(sent: bytes) -> StepPlan:
     fresh = dataclasses.replace(plan)
     assert (plan.num_tokens, plan.is_decode_only) == (fresh.num_tokens, fresh.is_decode_only)
     return plan
+
+
+def test_a_runner_in_another_process_reuses_the_inputs_of_steps_with_equal_rows(
+    engines: tuple[Engine, Engine, RemoteRunner],
+) -> None:
+    """Overlapping steps have equal rows until a page is full; without overlap, each names its tokens."""
+    _, engine, runner = engines
+    num_plans, num_buffers = len(runner.plans), runner.num_buffers()
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    OfflineRunner(engine, params, None).run(parse_prompts(["Once", "The dog"]), [0, 0], use_tqdm=False)
+    plans = [check_plan(sent) for sent in runner.plans[num_plans:]]
+    changed = [plan for plan in plans if plan.setups or plan.grants or plan.same_rows_as is None]
+    assert runner.num_buffers() - num_buffers == len(changed)
+    assert len(changed) == len(plans) if plans[-1].starts[0] != ON_DEVICE else len(changed) < len(plans) / 2
 
 
 def test_a_runner_in_another_process_makes_the_same_tokens(engines: tuple[Engine, Engine, RemoteRunner]) -> None:
