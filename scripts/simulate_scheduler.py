@@ -168,7 +168,7 @@ def host_cost(num_rows: int, settings: Settings, repetitions: int = 150) -> dict
         flights.append(plan)
         if len(flights) == settings.depth:
             oldest = flights.popleft()
-            tokens = [[index] * row.num_samples for index, row in enumerate(oldest.rows)]
+            tokens = [[index] * count for index, count in enumerate(oldest.num_samples)]
             start = time.perf_counter()
             scheduler.complete(oldest, tokens)
             took += time.perf_counter() - start

@@ -381,7 +381,7 @@ _PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "row mask": (TokenMasks, "_row_words", lambda self, slot, *rest: slot == _only_slot(self)),
     "parameters": (batch.BatchBuilder, "_set_params", lambda self, slot, s: s.logit_bias != ()),
     "bias": (lane, "slot_row", lambda setup, size: bool(setup.sampling.logit_bias)),
-    "chunk": (plan_draft, "_targets", lambda sequence, end: _of_long_prompt(sequence)),
+    "chunk": (plan_draft, "_targets", lambda sequence, *rest: _of_long_prompt(sequence)),
     "constraint's mask": (BadWords, "mask", lambda self: True),
     "constraint's next state": (BadWords, "accept", lambda self, token: True),
     "ending": (endings, "ends_in_repetition", lambda *arguments: True),
@@ -390,7 +390,7 @@ _PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "text": (Detokenizer, "push_tokens", lambda self, tokens: bool(self._stops)),
     "queue": (Scheduler, "add", lambda self, sequence: _of_long_prompt(sequence)),
     "vector": (engine_module, "pooled_vector", lambda total, count, one: one.pooling == "mean"),
-    "chunk of a vector": (plan_draft, "_chunk_pooling", lambda sequence, end: sequence.pooling == "mean"),
+    "chunk of a vector": (plan_draft, "_chunk_pooling", lambda sequence, *rest: sequence.pooling == "mean"),
 }
 
 

@@ -5,10 +5,12 @@ import pickle
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from jaxserve.config import EngineConfig
+from jaxserve.device.batch import BatchBuilder
 from jaxserve.device.build import load_params, plan_engine
 from jaxserve.device.compiled_steps import CompiledSteps
 from jaxserve.device.runner import StepRunner
@@ -51,6 +53,10 @@ class RemoteRunner:
         """See ``Runner``."""
         self._ask("set_weights", pickle.dumps(weights))
 
+    def num_buffers(self) -> int:
+        """How many buffers were built for the plans so far."""
+        return self._ask("num_buffers")
+
     def reset(self) -> None:
         """See ``Runner``."""
         self._ask("reset")
@@ -75,7 +81,9 @@ def serve(link: Connection, config: EngineConfig) -> None:
     steps.compile()
     runner = StepRunner(steps, load_params(plan, program))
     method = ""
-    while method != "close":
-        method, arguments = pickle.loads(link.recv_bytes())
-        found = getattr(runner, method)(*map(pickle.loads, arguments))
-        link.send_bytes(pickle.dumps(found))
+    with mock.patch.object(BatchBuilder, "build", autospec=True, side_effect=BatchBuilder.build) as build:
+        while method != "close":
+            method, arguments = pickle.loads(link.recv_bytes())
+            is_count = method == "num_buffers"
+            found = build.call_count if is_count else getattr(runner, method)(*map(pickle.loads, arguments))
+            link.send_bytes(pickle.dumps(found))

@@ -13,9 +13,8 @@ import pytest
 
 from jaxserve.bench.simulation import CostModel, Settings, Simulation
 from jaxserve.bench.traces import Trace, TraceRequest, cut_trace, pieces, read_trace, scale_trace, trace_reuse
-from jaxserve.scheduling.plan import Row, StepPlan
 from scripts.simulate_scheduler import PRESETS, host_cost, lines_of, main, simulate
-from tests.plan_rows import decode_rows
+from tests.plan_rows import Row, decode_rows, make_plan
 
 SECOND = CostModel(1.0, prefill_token_s=0.0, decode_row_s=0.0, context_token_s=0.0, pair_s=0.0, host_s=0.0)
 SMALL = Settings(SECOND, num_pages=100, page_size=4, max_num_seqs=1, max_num_batched_tokens=64, depth=1)
@@ -45,7 +44,7 @@ def simulated(figures: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_step_costs_the_sum_of_its_parts() -> None:
     cost = CostModel(step_s=1e6, prefill_token_s=1e4, decode_row_s=1e2, context_token_s=1.0, pair_s=1e-3, host_s=0.1)
-    plan = StepPlan(0, [], [], [*decode_rows([0, 1], [9, 4]), Row(2, 6, [7, 7, 7], 1)])
+    plan = make_plan(0, [], [], [*decode_rows([0, 1], [9, 4]), Row(2, 6, [7, 7, 7], 1)])
     context = 10 + 5 + 9
     pairs = 7 + 8 + 9
     assert cost.seconds(plan, [9, 4, 6]) == pytest.approx(1e6 + 3e4 + 2e2 + context + pairs * 1e-3)

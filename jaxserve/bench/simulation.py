@@ -13,7 +13,7 @@ from jaxserve.bench.traces import MAX_PIECE_ID, Trace, symbolic_prompt
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
 from jaxserve.scheduling.plan_draft import Completion
-from jaxserve.scheduling.row_arrays import RowStarts
+from jaxserve.scheduling.row_starts import RowStarts
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 
@@ -42,7 +42,7 @@ class CostModel:
     def seconds(self, plan: StepPlan, starts: list[int]) -> float:
         """Return the time of a step on the device; ``starts`` has the position of each row's first token."""
         context = sum(starts) + plan.num_tokens
-        lengths = plan.columns.lengths
+        lengths = plan.lengths
         num_decode = lengths.count(1)
         num_prefill = plan.num_tokens - num_decode
         num_pairs = 0
@@ -164,7 +164,8 @@ class Simulation:
             if math.isnan(self.scheduled_s[index]):
                 self.scheduled_s[index] = self._now_s
         first_token = 2 * MAX_PIECE_ID  # unique per request, so that outputs are never shared
-        tokens = [[first_token + slots[row.slot]] if row.num_samples else [] for row in plan.rows]
+        rows = zip(plan.slots, plan.num_samples, strict=True)
+        tokens = [[first_token + slots[slot]] if num_samples else [] for slot, num_samples in rows]
         cost = self.settings.cost
         starts = self._starts.advance(plan).tolist()
         self._device_free_s = max(self._now_s + cost.host_s, self._device_free_s) + cost.seconds(plan, starts)

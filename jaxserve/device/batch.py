@@ -4,15 +4,14 @@ Plans carry a slot's parameters and pages only when they change, so they are kep
 """
 
 import contextlib
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from jaxserve.device.sampler_batch import FLOAT_FIELDS, SLOT_PARAMS
 from jaxserve.device.step_batch import BatchShape
-from jaxserve.scheduling.plan import PageGrant, RowColumns, Sampling, SlotSetup, StepPlan
-from jaxserve.scheduling.row_arrays import RowStarts, row_arrays
+from jaxserve.scheduling.plan import PageGrant, Sampling, SlotSetup, StepPlan
+from jaxserve.scheduling.row_starts import RowStarts, as_array
 
 _NEVER = np.iinfo(np.int32).max
 
@@ -94,14 +93,14 @@ class BatchBuilder:
         """Return the step's int32 buffer, padded to ``shape``; call once per plan, in order."""
         buffer = self._padding(shape).copy()
         views = _views(buffer, shape)
-        columns, num_rows, num_tokens = plan.columns, plan.num_rows, plan.num_tokens
-        slots, first, lengths, num_samples, _ = row_arrays(columns)
+        num_rows, num_tokens = plan.num_rows, plan.num_tokens
+        slots, lengths, num_samples = as_array(plan.slots), as_array(plan.lengths), as_array(plan.num_samples)
         starts = self.starts.advance(plan)
         ends = lengths.cumsum()
-        views["tokens"][:num_tokens] = list(itertools.chain.from_iterable(columns.token_ids))
+        views["tokens"][:num_tokens] = as_array(plan.token_ids)
         views["token_rows"][:num_tokens] = np.arange(num_rows).repeat(lengths)
         views["page_tables"][:, :num_rows] = self.page_tables[:, slots]
-        views["starts"][:num_rows] = first
+        views["starts"][:num_rows] = as_array(plan.starts)
         views["row_limits"][:num_rows] = self.lengths[slots]
         views["query_starts"][:num_rows] = ends - lengths
         views["query_lens"][:num_rows] = lengths
@@ -115,10 +114,8 @@ class BatchBuilder:
         num_single = num_rows if num_tokens == num_rows else int((lengths != 1).argmax())
         single = slots[:num_single], starts[:num_single]
         views["num_shared_pages"][...] = [self._num_shared_pages(table, *single) for table in self.page_tables]
-        if any(columns.targets):
-            self._fill_targets(views, columns, ends.tolist())
-        if any(columns.pooling):
-            self._fill_pooling(views, columns, ends.tolist())
+        self._fill_targets(views, plan, ends)
+        self._fill_pooling(views, plan, ends)
         start, stop, size, _ = shape.slot_params
         buffer[start:stop].reshape(size)[:, :num_rows] = self.slot_params[:, slots]
         views["num_rows"][...] = num_rows
@@ -127,8 +124,7 @@ class BatchBuilder:
 
     def variant(self, plan: StepPlan, is_masked: bool = False) -> str:
         """Return the simplest sampler variant that supports every row; ``is_masked`` if a row has a token mask."""
-        rows = row_arrays(plan.columns)
-        slots = rows.slots[rows.num_samples > 0]
+        slots = as_array(plan.slots)[as_array(plan.num_samples) > 0]
         if is_masked or self.needs_full[slots].any():
             return "full"
         return "sampled" if self.is_random[slots].any() else "greedy"
@@ -173,20 +169,18 @@ class BatchBuilder:
         differs = (table != table[0]).any(0)
         return int(differs.argmax()) if differs.any() else num_full
 
-    def _fill_targets(self, views: dict[str, np.ndarray], columns: RowColumns, ends: list[int]) -> None:
-        for slot, targets, end in zip(columns.slots, columns.targets, ends, strict=True):
-            if targets is not None:
-                with self._alone(slot):
-                    views["targets"][end - len(targets) : end] = targets
-                views["num_target_tokens"][...] = end
+    def _fill_targets(self, views: dict[str, np.ndarray], plan: StepPlan, ends: np.ndarray) -> None:
+        for row, targets in plan.targets:
+            with self._alone(plan.slots[row]):
+                views["targets"][ends[row] - len(targets) : ends[row]] = targets
+            views["num_target_tokens"][...] = ends[row]
 
-    def _fill_pooling(self, views: dict[str, np.ndarray], columns: RowColumns, ends: list[int]) -> None:
-        for row, (pooling, end) in enumerate(zip(columns.pooling, ends, strict=True)):
-            if pooling is not None:
-                with self._alone(columns.slots[row]):
-                    views["pooled_from"][row] = end - pooling.num_tokens
-                    if not pooling.is_first:
-                        views["carried_slots"][row] = columns.slots[row]
+    def _fill_pooling(self, views: dict[str, np.ndarray], plan: StepPlan, ends: np.ndarray) -> None:
+        for row, num_tokens, is_first, _ in plan.pooling:
+            with self._alone(plan.slots[row]):
+                views["pooled_from"][row] = ends[row] - num_tokens
+                if not is_first:
+                    views["carried_slots"][row] = plan.slots[row]
 
     @contextlib.contextmanager
     def _alone(self, slot: int) -> Iterator[None]:

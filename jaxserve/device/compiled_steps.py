@@ -164,7 +164,7 @@ class CompiledSteps:
 
     def choose(self, plans: Sequence[StepPlan], variant: str) -> tuple[BatchShape, CompiledStep]:
         """Return the batch shape and the compiled step for the plans of all lanes."""
-        scores_prompt = any(any(plan.columns.targets) for plan in plans)
+        scores_prompt = any(plan.targets for plan in plans)
         if scores_prompt and self.platform != "cpu":
             shape = self.buckets.scoring_shape
         else:

@@ -63,7 +63,7 @@ class Lane:
         failed = self.builder.failed
         if not failed:
             return ()
-        return tuple(RowError(i, failed[slot]) for i, slot in enumerate(plan.columns.slots) if slot in failed)
+        return tuple(RowError(i, failed[slot]) for i, slot in enumerate(plan.slots) if slot in failed)
 
     def masked_rows(self, plan: StepPlan) -> list[MaskedRow]:
         """Return the sampling rows of a plan that may not sample every token."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.scheduling.plan import Sampling, SlotSetup, StepPlan
-from jaxserve.scheduling.row_arrays import RowStarts
+from jaxserve.scheduling.row_starts import RowStarts
 
 
 class _SlotMask(NamedTuple):
@@ -62,15 +62,16 @@ class TokenMasks:
         constrained = {mask.slot: mask.words for mask in plan.masks}
         masked = self._slots.keys() | constrained.keys()
         found = []
-        for index, (row, start) in enumerate(zip(plan.rows, starts.of(plan).tolist(), strict=True)):
-            if row.num_samples and row.slot in masked:
-                position = start + len(row.token_ids) - 1
+        last_positions = (starts.of(plan) + plan.lengths - 1).tolist()
+        rows = zip(plan.slots, plan.num_samples, last_positions, strict=True)
+        for index, (slot, num_samples, position) in enumerate(rows):
+            if num_samples and slot in masked:
                 try:
-                    found.append(MaskedRow(index, self._row_words(row.slot, position, constrained)))
+                    found.append(MaskedRow(index, self._row_words(slot, position, constrained)))
                 except Exception as error:
                     if failed is None:
                         raise
-                    failed[row.slot] = error
+                    failed[slot] = error
         return [row for row in found if row.words is not self._all]
 
     def array(self, rows: Sequence[MaskedRow], num_rows: int) -> np.ndarray:

@@ -19,17 +19,8 @@ from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import StepOutput
 from jaxserve.layers.attention import Pools
 from jaxserve.sampling.sampler import NO_TOKEN, VARIANTS
-from jaxserve.scheduling.plan import (
-    ON_DEVICE,
-    PageCopy,
-    PageGrant,
-    Row,
-    RowColumns,
-    Sampling,
-    SlotSetup,
-    StepPlan,
-)
-from jaxserve.scheduling.row_arrays import row_arrays
+from jaxserve.scheduling.plan import ON_DEVICE, ChunkTargets, PageCopy, PageGrant, Sampling, SlotSetup, StepPlan
+from jaxserve.scheduling.row_starts import as_array
 
 
 class PendingStep:
@@ -79,13 +70,12 @@ def _result(output: Any, plan: StepPlan, errors: tuple[RowError, ...]) -> StepRe
 
 def _token_lists(tokens: np.ndarray, plan: StepPlan) -> list[list[int]]:
     """Return the tokens of each row, without those that are none."""
-    columns = plan.columns
-    if columns.has_drafts:
-        counts = zip(plan.first_samples, columns.num_samples, strict=True)
+    if plan.has_drafts:
+        counts = zip(plan.first_samples, plan.num_samples, strict=True)
         return [[t for t in tokens[first : first + count].tolist() if t != NO_TOKEN] for first, count in counts]
     tokens = tokens[: plan.num_rows]
     lists = tokens[:, None].tolist()
-    is_empty = (tokens == NO_TOKEN) | (row_arrays(columns).num_samples == 0)
+    is_empty = (tokens == NO_TOKEN) | (as_array(plan.num_samples) == 0)
     for row in is_empty.nonzero()[0].tolist():
         lists[row] = []
     return lists
@@ -95,7 +85,7 @@ class StepInputs(NamedTuple):
     """A compiled step and its inputs besides parameters and state.
 
     Attributes:
-        columns: Rows of each lane's plan.
+        plans: Plan of each lane for which they were made.
         shape: Batch shape.
         step: The compiled step of the last stage.
         variant: Sampler variant.
@@ -105,7 +95,7 @@ class StepInputs(NamedTuple):
             positions, and ``num_shared_pages`` remains a lower bound because contexts only grow.
     """
 
-    columns: tuple[RowColumns, ...]
+    plans: Sequence[StepPlan]
     shape: BatchShape
     step: CompiledStep
     variant: str
@@ -115,16 +105,16 @@ class StepInputs(NamedTuple):
 
     def fit(self, plans: Sequence[StepPlan]) -> bool:
         """Return whether plans have the same rows and change no slot."""
-        for plan, columns in zip(plans, self.columns, strict=True):
-            if plan.columns is not columns or plan.setups or plan.grants or plan.copies or plan.masks:
+        for plan, made_for in zip(plans, self.plans, strict=True):
+            if plan.same_rows_as != made_for.rows_number or plan.setups or plan.grants or plan.copies or plan.masks:
                 return False
         return True
 
     def survives(self, plans: Sequence[StepPlan]) -> bool:
         """Return whether plans change none of the slots of the rows."""
-        for plan, columns in zip(plans, self.columns, strict=True):
+        for plan, made_for in zip(plans, self.plans, strict=True):
             changed = {change.slot for change in (*plan.setups, *plan.grants)}
-            if changed and not changed.isdisjoint(columns.slots):
+            if changed and not changed.isdisjoint(made_for.slots):
                 return False
         return True
 
@@ -180,7 +170,7 @@ class StepRunner:
         self._pipeline.send_back(plans, self._state.latest)
         if inputs.variant != "full":
             output = output._replace(logprobs=None)
-        if not any(pooling is not None and pooling.is_last for plan in plans for pooling in plan.columns.pooling):
+        if not any(pooling.is_last for plan in plans for pooling in plan.pooling):
             output = output._replace(sums=None)
         handle = next(self._handles)
         errors = [lane.errors(plan) for lane, plan in zip(self._lanes, plans, strict=True)]
@@ -209,7 +199,7 @@ class StepRunner:
             mask = _joined([lane.mask(rows, shape.num_rows) for lane, rows in masks])
         buffer = _joined([lane.builder.build(plan, shape, VARIANTS.index(variant)) for lane, plan in lanes])
         is_reusable = all(_is_reusable(lane, plan) for lane, plan in lanes)
-        return StepInputs(tuple(plan.columns for plan in plans), shape, step, variant, buffer, mask, is_reusable)
+        return StepInputs(plans, shape, step, variant, buffer, mask, is_reusable)
 
     def collect(self, handle: int) -> list[StepResult]:
         """See ``Runner``."""
@@ -280,7 +270,8 @@ class StepRunner:
         """
         slot, page, token = 0, 0, 0
         grants = [PageGrant(slot, 0, [page], table) for table in range(self._steps.buckets.num_tables)]
-        decode = StepPlan(0, [], grants, [Row(slot, 0, [token], 1)])
+        decode = StepPlan(0, grants=grants)
+        decode.add_row(slot, 0, [token], 1)
         for lane in self._lanes:
             lane.builder.apply(decode)
         row = slot_row(SlotSetup(slot, Sampling(), 1), self._steps.program.config.vocab_size)
@@ -291,7 +282,8 @@ class StepRunner:
         for (shape, variant), step in self._steps.items():
             number = VARIANTS.index("greedy" if variant == "any" else variant)
             chunk = [token] * min(2, shape.num_tokens, self._steps.program.page_size)
-            mixed = StepPlan(0, [], [], [Row(slot, 0, chunk, 1, targets=chunk)])
+            mixed = StepPlan(0, targets=[ChunkTargets(0, chunk)])
+            mixed.add_row(slot, 0, chunk, 1)
             plan = decode if shape.decode_only else mixed
             buffer = _joined([lane.builder.build(plan, shape, number) for lane in self._lanes])
             hidden, _ = self._pipeline.run([plan] * num_lanes, shape, buffer)
@@ -325,7 +317,7 @@ class StepRunner:
 def _is_reusable(lane: Lane, plan: StepPlan) -> bool:
     """Return whether a lane's next step can have the same inputs; see ``StepInputs``."""
     is_masked = lane.has_static_masks or bool(plan.masks)
-    return not is_masked and all(start == ON_DEVICE for start in plan.columns.starts)
+    return not is_masked and all(start == ON_DEVICE for start in plan.starts)
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

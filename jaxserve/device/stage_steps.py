@@ -24,7 +24,7 @@ from jaxserve.device.step_batch import BatchShape, LatestTokens
 from jaxserve.device.steps import attention_settings
 from jaxserve.layers.attention import Pools
 from jaxserve.scheduling.plan import ON_DEVICE, PageCopy, StepPlan
-from jaxserve.scheduling.row_arrays import row_arrays
+from jaxserve.scheduling.row_starts import as_array
 
 
 class StageOutput(NamedTuple):
@@ -190,8 +190,7 @@ class Pipeline:
         if not self.stages:
             return
         for sampled_at, plan in zip(self._sampled_at, plans, strict=True):
-            rows = row_arrays(plan.columns)
-            sampled_at[rows.slots[rows.num_samples > 0]] = self._step
+            sampled_at[as_array(plan.slots)[as_array(plan.num_samples) > 0]] = self._step
         self._returned.append(self._sent(self._step, latest))
         self._step += 1
 
@@ -213,6 +212,6 @@ class Pipeline:
         """Return the latest tokens after the earliest step that has those that the plans read."""
         needed = -1
         for sampled_at, plan in zip(self._sampled_at, plans, strict=True):
-            rows = row_arrays(plan.columns)
-            needed = max(needed, sampled_at[rows.slots[rows.starts == ON_DEVICE]].max(initial=-1))
+            slots = as_array(plan.slots)[as_array(plan.starts) == ON_DEVICE]
+            needed = max(needed, sampled_at[slots].max(initial=-1))
         return next(returned for returned in self._returned if returned.step >= needed)

@@ -315,14 +315,14 @@ class Engine:
     def _deliver_scores(self, completion: Completion, result: StepResult) -> list[RequestState]:
         """Add the logprobs of prompts to their requests; return the requests that fail because of them."""
         failed: list[RequestState] = []
-        for sequence, row, first in completion.scored:
-            owner = self._owners.get(sequence.sequence_id)
+        for chunk in completion.scored:
+            owner = self._owners.get(chunk.sequence.sequence_id)
             if owner is None:  # another sample of the request has failed
                 continue
             request, _ = owner
             assert result.prompt_logprobs is not None
             try:
-                request.add_prompt_logprobs(row, first, result.prompt_logprobs, self.tokenizer)
+                request.add_prompt_logprobs(chunk, result.prompt_logprobs, self.tokenizer)
             except BaseException as error:
                 self._fail_alone(request, own_failure(error))
                 failed.append(request)

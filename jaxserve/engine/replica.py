@@ -11,7 +11,7 @@ from jaxserve.scheduling.plan_draft import Completion
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 
-_NO_PLAN = StepPlan(-1, [], [], [])
+_NO_PLAN = StepPlan(-1, same_rows_as=-1)
 """Plan of a lane without work in a step."""
 
 

@@ -12,7 +12,7 @@ from jaxserve.pooling_params import PoolingParams
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling.plan import Row
+from jaxserve.scheduling.plan_draft import ScoredChunk
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.text_offsets import TextOffsets
@@ -260,14 +260,14 @@ class RequestState:
         if self.scheduled_s is None:
             self.scheduled_s = now
 
-    def add_prompt_logprobs(self, row: Row, first: int, scores: TokenLogprobs, tokenizer: Tokenizer | None) -> None:
-        """Add the logprobs of the prompt tokens after each token of a row, which starts at query token ``first``."""
-        assert self.prompt_logprobs is not None and row.targets is not None
+    def add_prompt_logprobs(self, chunk: ScoredChunk, scores: TokenLogprobs, tokenizer: Tokenizer | None) -> None:
+        """Add the logprobs of the prompt tokens after each token of a chunk."""
+        assert self.prompt_logprobs is not None
         count = self.params.prompt_logprobs or 0
         tokenizer = tokenizer if self.params.detokenize else None
-        for i, target in enumerate(row.targets):
+        for i, target in enumerate(chunk.targets):
             if target >= 0:
-                entry, position = logprob_entry(target, first + i, scores, count, tokenizer), row.start + i + 1
+                entry, position = logprob_entry(target, chunk.first + i, scores, count, tokenizer), chunk.start + i + 1
                 if self.prompt_offsets:
                     entry[target] = dataclasses.replace(entry[target], text_offset=self.prompt_offsets[position])
                 self.prompt_logprobs[position] = entry

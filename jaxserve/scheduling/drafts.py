@@ -5,6 +5,8 @@ many were accepted: ``Sequence.num_computed`` and ``Sequence.num_pending`` are u
 for that many tokens.
 """
 
+import itertools
+from array import array
 from typing import Protocol, runtime_checkable
 
 from jaxserve.scheduling.context_pages import ContextPages
@@ -38,7 +40,8 @@ def add_drafts(
     Drafts use only the query tokens and pages that are left over. Rows with drafts are moved after rows of one token,
     which are cheapest at the front.
     """
-    budget = limits.max_num_batched_tokens - sum(len(row.token_ids) for row in draft.rows)
+    proposed: list[list[int]] = [[] for _ in range(num_decodes)]
+    budget = limits.max_num_batched_tokens - draft.plan.num_tokens
     for index, sequence in enumerate(draft.sequences[:num_decodes]):
         if budget <= 0:
             break
@@ -50,23 +53,24 @@ def add_drafts(
         except Exception as error:
             draft.fail(sequence, error)
             continue
-        drafts = drafts[: _reserve(sequence, len(drafts), draft, pages)]
-        if not drafts:
-            continue
-        row = draft.rows[index]
-        draft.rows[index] = row._replace(token_ids=[*row.token_ids, *drafts], num_samples=1 + len(drafts))
+        drafts = proposed[index] = drafts[: _reserve(sequence, len(drafts), draft, pages)]
         sequence.num_computed += len(drafts)
         sequence.num_pending += len(drafts)
         budget -= len(drafts)
-    order = sorted(range(num_decodes), key=lambda index: draft.rows[index].num_samples > 1)
-    draft.rows[:num_decodes] = [draft.rows[index] for index in order]
+    plan, order = draft.plan, sorted(range(num_decodes), key=lambda index: bool(proposed[index]))
     draft.sequences[:num_decodes] = [draft.sequences[index] for index in order]
+    for column in (plan.slots, plan.starts):
+        column[:num_decodes] = array("i", [column[index] for index in order])
+    lengths = array("i", [1 + len(proposed[index]) for index in order])
+    plan.lengths[:num_decodes] = plan.num_samples[:num_decodes] = lengths
+    tokens = [(plan.token_ids[index], *proposed[index]) for index in order]
+    plan.token_ids[:num_decodes] = array("i", itertools.chain.from_iterable(tokens))
 
 
 def drop_rejected(plan: StepPlan, flight: Flight, tokens: list[list[int]], pages: ContextPages) -> None:
     """Undo what a completed step reserved for rejected drafts; see ``Scheduler.complete``."""
-    for row, sequence, new in zip(plan.rows, flight.sequences, tokens, strict=True):
-        num_rejected = row.num_samples - max(len(new), 1)
+    for num_samples, sequence, new in zip(plan.num_samples, flight.sequences, tokens, strict=True):
+        num_rejected = num_samples - max(len(new), 1)
         if num_rejected <= 0 or sequence.finish_reason is not None:
             continue
         sequence.num_pending -= num_rejected

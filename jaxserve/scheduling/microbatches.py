@@ -45,11 +45,6 @@ class Microbatches:
         self._num_slots = num_slots
         self._plans: list[StepPlan | None] = [None] * num_stages
 
-    @property
-    def previous(self) -> StepPlan | None:
-        """The previous plan of the same microbatch, whose rows are equal if all its sequences decode."""
-        return self._plans[self.number % self._num_stages]
-
     def next_turn(self, running: list[Sequence], num_waiting: int) -> Turn:
         """Begin the next plan. With one stage, all running sequences are due, and ``due`` is ``running`` itself."""
         self.number += 1
@@ -79,8 +74,11 @@ class Microbatches:
         return Turn(due, max_members, num_runnable)
 
     def add(self, plan: StepPlan, sequences: list[Sequence]) -> None:
-        """Record a plan and the sequences of its rows."""
-        self._plans[plan.number % self._num_stages] = plan
+        """Record a plan and the sequences of its rows, and compare them with the microbatch's previous plan."""
+        index = plan.number % self._num_stages
+        previous, self._plans[index] = self._plans[index], plan
+        if previous is not None:
+            plan.compare_rows(previous)
         if self._num_stages > 1:
             for sequence in sequences:
                 sequence.last_plan = plan.number

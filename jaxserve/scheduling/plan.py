@@ -7,7 +7,8 @@ plan refers to slots, and carries only what changed about them since the previou
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from array import array
+from collections.abc import MutableSequence, Sequence
 from typing import NamedTuple
 
 from jaxserve.sampling_options import Effect, OptionValues, has_effect
@@ -116,15 +117,24 @@ class PageGrant(NamedTuple):
     table: int = 0
 
 
+class ChunkTargets(NamedTuple):
+    """For prompt logprobs: the token after each token of row ``row`` (-1: none)."""
+
+    row: int
+    token_ids: list[int]
+
+
 class ChunkPooling(NamedTuple):
-    """The part of a chunk to add to its slot's sum of hidden states.
+    """For embeddings: the part of a row to add to its slot's sum of hidden states.
 
     Attributes:
-        num_tokens: Number of the chunk's last tokens to add.
+        row: Index of the row.
+        num_tokens: Number of the row's last tokens to add.
         is_first: Whether they start a new sum.
         is_last: Whether they complete the sum, which the host then receives.
     """
 
+    row: int
     num_tokens: int
     is_first: bool
     is_last: bool
@@ -134,99 +144,105 @@ ON_DEVICE = -1
 """Filled in on the device: as a row's first token, the slot's latest token; as its start, that token's position."""
 
 
-class Row(NamedTuple):
-    """Consecutive tokens of one slot: a prompt chunk or, in decode, the latest token followed by any drafts.
-
-    A row with drafts samples after the latest token and after each draft. A sampled token is accepted if all drafts
-    before it equal the tokens sampled in their positions; the rest of the row has no effect.
-
-    Attributes:
-        slot: The slot.
-        start: Position of the first token, or ``ON_DEVICE``.
-        token_ids: The tokens; the first may be ``ON_DEVICE``.
-        num_samples: Sample after each of this many last tokens of the row; 0 within a prompt.
-        targets: For prompt logprobs, the token after each token of the row (-1: none); else None.
-        pooling: For embeddings, what the row adds to the sum of hidden states; else None.
-    """
-
-    slot: int
-    start: int
-    token_ids: list[int]
-    num_samples: int
-    targets: list[int] | None = None
-    pooling: ChunkPooling | None = None
+def _column() -> MutableSequence[int]:
+    """Return an empty column: an array of 32-bit integers, which NumPy reads without a copy."""
+    return array("i")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class RowColumns:
-    """The fields of all rows of a plan (see ``Row``); ``lengths`` are the numbers of tokens."""
-
-    slots: tuple[int, ...]
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    num_samples: tuple[int, ...]
-    token_ids: tuple[list[int], ...]
-    targets: tuple[list[int] | None, ...]
-    pooling: tuple[ChunkPooling | None, ...]
-
-    @functools.cached_property
-    def has_drafts(self) -> bool:
-        """Whether any row has drafts."""
-        return max(self.num_samples, default=0) > 1
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class StepPlan:
     """One step.
+
+    A row is consecutive tokens of one slot: a prompt chunk or, in decode, the latest token followed by any drafts. A
+    row with drafts samples after the latest token and after each draft. A sampled token is accepted if all drafts
+    before it equal the tokens sampled in their positions; the rest of the row has no effect.
 
     Attributes:
         number: Number of the tick at which the plan enters the pipeline. Numbers increase, with gaps for ticks without
             a plan. With S stages, a row ``ON_DEVICE`` reads a token of plan ``number - S`` or an earlier one.
         setups: Slot assignments before the step.
         grants: Page table updates before the step.
-        rows: Tokens to compute, at most one row per slot. Rows of one token are cheapest at the front.
         copies: Page copies before the step.
         masks: Token masks of constrained slots.
+        slots: Slot of each row; at most one row per slot. Rows of one token are cheapest at the front.
+        starts: Position of each row's first token, or ``ON_DEVICE``.
+        lengths: Number of tokens of each row.
+        num_samples: For each row, sample after each of this many of its last tokens; 0 within a prompt.
+        token_ids: The tokens of all rows, row by row; the first of a row may be ``ON_DEVICE``.
+        targets: Targets of rows with prompt logprobs.
+        pooling: Pooling of rows with embeddings.
+        same_rows_as: Number of the earliest plan that has the same rows, if all plans of the same microbatch since then
+            have them too, as consecutive decode steps do; None if the rows are new.
     """
 
     number: int
-    setups: list[SlotSetup]
-    grants: list[PageGrant]
-    rows: list[Row]
-    copies: Sequence[PageCopy] = ()
-    masks: Sequence[SlotMask] = ()
+    setups: list[SlotSetup] = dataclasses.field(default_factory=list[SlotSetup])
+    grants: list[PageGrant] = dataclasses.field(default_factory=list[PageGrant])
+    copies: list[PageCopy] = dataclasses.field(default_factory=list[PageCopy])
+    masks: list[SlotMask] = dataclasses.field(default_factory=list[SlotMask])
+    slots: MutableSequence[int] = dataclasses.field(default_factory=_column)
+    starts: MutableSequence[int] = dataclasses.field(default_factory=_column)
+    lengths: MutableSequence[int] = dataclasses.field(default_factory=_column)
+    num_samples: MutableSequence[int] = dataclasses.field(default_factory=_column)
+    token_ids: MutableSequence[int] = dataclasses.field(default_factory=_column)
+    targets: list[ChunkTargets] = dataclasses.field(default_factory=list[ChunkTargets])
+    pooling: list[ChunkPooling] = dataclasses.field(default_factory=list[ChunkPooling])
+    same_rows_as: int | None = None
 
-    @functools.cached_property
-    def columns(self) -> RowColumns:
-        """The fields of all rows."""
-        columns = zip(*self.rows, strict=True) if self.rows else [()] * len(Row._fields)
-        slots, starts, token_ids, num_samples, targets, pooling = columns
-        return RowColumns(slots, starts, tuple(map(len, token_ids)), num_samples, token_ids, targets, pooling)
+    def add_row(self, slot: int, start: int, token_ids: Sequence[int], num_samples: int) -> None:
+        """Add a row."""
+        self.slots.append(slot)
+        self.starts.append(start)
+        self.lengths.append(len(token_ids))
+        self.num_samples.append(num_samples)
+        self.token_ids.extend(array("i", token_ids))
 
-    def share_columns(self, other: "StepPlan") -> None:
-        """Reuse the columns of a plan with equal rows, as consecutive decode steps have."""
-        self.__dict__["columns"] = other.columns
+    def add_decode_rows(self, slots: Sequence[int]) -> None:
+        """Add a row of one token for each slot, to be filled in on the device."""
+        ones, on_device = array("i", [1]) * len(slots), array("i", [ON_DEVICE]) * len(slots)
+        self.slots.extend(array("i", slots))
+        self.starts.extend(on_device)
+        self.lengths.extend(ones)
+        self.num_samples.extend(ones)
+        self.token_ids.extend(on_device)
+
+    def compare_rows(self, previous: "StepPlan") -> None:
+        """Set ``same_rows_as`` if the rows equal those of an earlier plan."""
+        if self._rows() == previous._rows():
+            self.same_rows_as = previous.rows_number
+
+    def _rows(self) -> tuple[Sequence[object], ...]:
+        return (self.slots, self.starts, self.lengths, self.num_samples, self.token_ids, self.targets, self.pooling)
+
+    @property
+    def rows_number(self) -> int:
+        """Number of the first plan with these rows."""
+        return self.number if self.same_rows_as is None else self.same_rows_as
 
     @property
     def num_rows(self) -> int:
         """Number of rows."""
-        return len(self.rows)
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of query tokens."""
+        return len(self.token_ids)
+
+    @functools.cached_property
+    def has_drafts(self) -> bool:
+        """Whether any row has drafts."""
+        return self.num_tokens > self.num_rows and max(self.num_samples) > 1
 
     @functools.cached_property
     def first_samples(self) -> Sequence[int]:
         """Index of each row's first sample in the step; a row without samples counts as one."""
-        if not self.columns.has_drafts:
+        if not self.has_drafts:
             return range(self.num_rows)
-        counts = (max(count, 1) for count in self.columns.num_samples)
+        counts = (max(count, 1) for count in self.num_samples)
         return [*itertools.accumulate(counts, initial=0)][:-1]
-
-    @functools.cached_property
-    def num_tokens(self) -> int:
-        """Number of query tokens."""
-        return sum(self.columns.lengths)
 
     @property
     def is_decode_only(self) -> bool:
         """Whether every row has one token and only samples."""
-        columns = self.columns
-        return self.num_tokens == self.num_rows and not any(columns.targets) and not any(columns.pooling)
+        return self.num_tokens == self.num_rows and not self.targets and not self.pooling

@@ -1,11 +1,26 @@
 """Builds a step plan, and holds what the scheduler keeps of it until the step completes."""
 
-import itertools
 from typing import NamedTuple
 
 from jaxserve.errors import own_failure
-from jaxserve.scheduling.plan import ChunkPooling, PageCopy, PageGrant, Row, SlotMask, SlotSetup, StepPlan
+from jaxserve.scheduling.plan import ChunkPooling, ChunkTargets, PageCopy, PageGrant, SlotMask, SlotSetup, StepPlan
 from jaxserve.scheduling.sequence import Sequence
+
+
+class ScoredChunk(NamedTuple):
+    """A completed row with prompt logprobs.
+
+    Attributes:
+        sequence: The sequence.
+        start: Position of the row's first token.
+        first: Index of that token among the query tokens of the step.
+        targets: The token after each token of the row (-1: none).
+    """
+
+    sequence: Sequence
+    start: int
+    first: int
+    targets: list[int]
 
 
 class Completion(NamedTuple):
@@ -14,7 +29,7 @@ class Completion(NamedTuple):
     Attributes:
         sampled: Each sequence with new tokens, the index of its first sample in the step, and the tokens.
         failed: Sequences for which sampling failed; they have finished with the reason "error".
-        scored: Each sequence with prompt logprobs, its row, and the index of the row's first query token in the step.
+        scored: Rows with prompt logprobs.
         pooled: Each sequence that finished because its pooling is complete, and the index of its row.
         has_drafts: Whether sequences may have several new tokens.
         broken: Sequences whose rows could not be built; they have finished with the reason "error" and their ``error``.
@@ -22,7 +37,7 @@ class Completion(NamedTuple):
 
     sampled: list[tuple[Sequence, int, list[int]]]
     failed: list[Sequence]
-    scored: list[tuple[Sequence, Row, int]]
+    scored: list[ScoredChunk]
     pooled: list[tuple[Sequence, int]]
     has_drafts: bool
     broken: list[Sequence]
@@ -48,34 +63,29 @@ class Flight(NamedTuple):
             if other is sequence:
                 self.sequences[row] = _DROPPED
 
-    def scored(self, plan: StepPlan) -> list[tuple[Sequence, Row, int]]:
+    def scored(self, plan: StepPlan) -> list[ScoredChunk]:
         """Return ``Completion.scored`` of a step."""
-        if not any(plan.columns.targets):
-            return []
-        starts = itertools.accumulate(plan.columns.lengths, initial=0)
         return [
-            (sequence, row, start)
-            for sequence, row, start in zip(self.sequences, plan.rows, starts, strict=False)
-            if row.targets is not None and sequence.finish_reason is None
+            ScoredChunk(self.sequences[row], plan.starts[row], sum(plan.lengths[:row]), targets)
+            for row, targets in plan.targets
+            if self.sequences[row].finish_reason is None
         ]
 
     def pooled(self, plan: StepPlan) -> list[tuple[Sequence, int]]:
         """Return each sequence whose pooling the step completes, and the index of its row."""
-        pooling = plan.columns.pooling
-        if not any(pooling):
-            return []
-        return [(self.sequences[row], row) for row, added in enumerate(pooling) if added is not None and added.is_last]
+        return [(self.sequences[pooling.row], pooling.row) for pooling in plan.pooling if pooling.is_last]
 
 
 class PlanDraft:
-    """Builder of a ``StepPlan``.
+    """A ``StepPlan`` in the making.
 
     Args:
+        number: Number of the plan.
         max_rows: Most rows.
         max_members: Most rows that sample or that admit a sequence.
 
     Attributes:
-        rows: Rows of the plan.
+        plan: The plan.
         sequences: Sequence of each row.
         partial_prefills: Running sequences whose prompts are only partly computed.
         preempts: Whether a sequence was preempted.
@@ -83,8 +93,8 @@ class PlanDraft:
         errors: Sequences whose row could not be built as planned; they fail once the step completes.
     """
 
-    def __init__(self, max_rows: int, max_members: int) -> None:
-        self.rows: list[Row] = []
+    def __init__(self, number: int, max_rows: int, max_members: int) -> None:
+        self.plan = StepPlan(number)
         self.sequences: list[Sequence] = []
         self.partial_prefills: list[Sequence] = []
         self.preempts = False
@@ -92,22 +102,18 @@ class PlanDraft:
         self.errors: list[SequenceError] = []
         self._max_rows = max_rows
         self._max_members = max_members
-        self._setups: list[SlotSetup] = []
-        self._grants: list[PageGrant] = []
-        self._copies: list[PageCopy] = []
-        self._masks: list[SlotMask] = []
 
     def has_room(self, is_member: bool) -> bool:
         """Whether one more row fits; ``is_member`` if it samples or admits a sequence."""
-        return len(self.rows) < self._max_rows and (not is_member or self.num_members < self._max_members)
+        return self.plan.num_rows < self._max_rows and (not is_member or self.num_members < self._max_members)
 
     def add_setup(self, sequence: Sequence, copies: list[PageCopy]) -> None:
         """Add the slot assignment and page copies of an admitted sequence."""
         known = list(sequence.token_ids) if sequence.sampling.has_penalties else ()
-        self._setups.append(
+        self.plan.setups.append(
             SlotSetup(sequence.slot, sequence.sampling, sequence.max_length, known, sequence.num_prompt_tokens)
         )
-        self._copies += copies
+        self.plan.copies += copies
 
     def fail(self, sequence: Sequence, error: BaseException) -> None:
         """Fail a sequence, but none of the others, once the step completes."""
@@ -115,7 +121,7 @@ class PlanDraft:
 
     def add_grants(self, grants: list[PageGrant]) -> None:
         """Add page table updates."""
-        self._grants += grants
+        self.plan.grants += grants
 
     def add_mask(self, sequence: Sequence) -> Exception | None:
         """Add the token mask of a constrained sequence; return the exception if its constraint fails, else None."""
@@ -126,48 +132,42 @@ class PlanDraft:
         except BaseException as error:  # a failing constraint must not stop the other sequences
             return own_failure(error)
         if words is not None:
-            self._masks.append(SlotMask(sequence.slot, words))
+            self.plan.masks.append(SlotMask(sequence.slot, words))
         return None
 
     def add_chunk(self, sequence: Sequence, end: int) -> bool:
         """Add a row of a sequence's known tokens up to position ``end``; return whether it samples."""
         start = sequence.num_computed
         samples = end == len(sequence.token_ids) and sequence.pooling is None
-        row = Row(sequence.slot, start, sequence.token_ids[start:end], int(samples))
+        row = self.plan.num_rows
+        self.plan.add_row(sequence.slot, start, sequence.token_ids[start:end], int(samples))
+        self.sequences.append(sequence)
         try:
-            row = row._replace(targets=_targets(sequence, end), pooling=_chunk_pooling(sequence, end))
+            self.plan.targets += _targets(sequence, end, row)
+            self.plan.pooling += _chunk_pooling(sequence, end, row)
         except BaseException as error:
             self.fail(sequence, error)
-        self.rows.append(row)
-        self.sequences.append(sequence)
         return samples
-
-    def build(self, number: int, previous: StepPlan | None) -> StepPlan:
-        """Return the plan; it shares the columns of ``previous`` if their rows are equal."""
-        plan = StepPlan(number, self._setups, self._grants, self.rows, self._copies, self._masks)
-        if previous is not None and previous.rows == self.rows:
-            plan.share_columns(previous)
-        return plan
 
 
 _DROPPED = Sequence("", [], 0, 0, finish_reason="abort")
 """Placeholder for a sequence that ignores a step's results."""
 
 
-def _targets(sequence: Sequence, end: int) -> list[int] | None:
-    """Return the tokens whose logprobs a chunk up to position ``end`` computes; None if there are none."""
+def _targets(sequence: Sequence, end: int, row: int) -> list[ChunkTargets]:
+    """Return the tokens whose logprobs a chunk up to position ``end`` computes, if any."""
     start = sequence.num_computed
     if not sequence.wants_prompt_logprobs or start >= sequence.num_prompt_tokens:
-        return None
+        return []
     following = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
-    return following + [-1] * (end - start - len(following))
+    return [ChunkTargets(row, following + [-1] * (end - start - len(following)))]
 
 
-def _chunk_pooling(sequence: Sequence, end: int) -> ChunkPooling | None:
-    """Return what a chunk up to position ``end`` adds to the sum: its last token or all, by the pooling type."""
+def _chunk_pooling(sequence: Sequence, end: int, row: int) -> list[ChunkPooling]:
+    """Return what a chunk up to position ``end`` adds to the sum, if anything: its last token or all tokens."""
     if sequence.pooling is None:
-        return None
+        return []
     start, is_last = sequence.num_computed, end == len(sequence.token_ids)
     if sequence.pooling == "last":
-        return ChunkPooling(1, True, True) if is_last else None
-    return ChunkPooling(end - start, start == 0, is_last)
+        return [ChunkPooling(row, 1, True, True)] if is_last else []
+    return [ChunkPooling(row, end - start, start == 0, is_last)]

@@ -10,7 +10,7 @@ from jaxserve.scheduling.drafts import DraftProposer, add_drafts, drop_rejected
 from jaxserve.scheduling.endings import find_ending
 from jaxserve.scheduling.microbatches import Microbatches
 from jaxserve.scheduling.page_allocator import PageAllocator
-from jaxserve.scheduling.plan import ON_DEVICE, Row, SchedulerLimits, StepPlan
+from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
 from jaxserve.scheduling.plan_draft import Completion, Flight, PlanDraft
 from jaxserve.scheduling.sequence import Sequence
 
@@ -93,7 +93,6 @@ class Scheduler:
         self.num_decode_rows = 0
         self.num_runnable = 0
         self.proposer = proposer
-        self._decode_rows = [Row(slot, ON_DEVICE, [ON_DEVICE], 1) for slot in range(limits.max_num_seqs)]
         self._in_flight: deque[Flight] = deque()
         self._microbatches = Microbatches(limits.num_stages, limits.max_num_seqs)
 
@@ -119,13 +118,14 @@ class Scheduler:
         """
         self.allocator.cache.settle()
         turn = self._microbatches.next_turn(self.running, len(self.waiting))
-        draft = PlanDraft(self._microbatches.max_rows, turn.max_members)
+        draft = PlanDraft(self._microbatches.number, self._microbatches.max_rows, turn.max_members)
+        plan = draft.plan
         self._schedule_decodes(turn.due, draft)
-        self.num_decode_rows += (num_decodes := len(draft.rows))
+        self.num_decode_rows += (num_decodes := plan.num_rows)
         budget = self.limits.max_num_batched_tokens - num_decodes
         for sequence in draft.partial_prefills:
             budget -= self._schedule_chunk(sequence, budget, draft) if budget > 0 else 0
-        while draft.partial_prefills and not draft.rows and not self._in_flight:  # all wait for each other's pages
+        while draft.partial_prefills and not plan.num_rows and not self._in_flight:  # all wait for each other's pages
             self._preempt_last(draft)
             budget -= self._schedule_chunk(self.running[0], budget, draft)
         self.admitted = []
@@ -134,9 +134,8 @@ class Scheduler:
             if self.proposer is not None:
                 add_drafts(draft, num_decodes, self.proposer, self.limits, self.pages)
         self.num_runnable = turn.num_runnable + len(self.admitted)
-        if not draft.rows:
+        if not plan.num_rows:
             return None
-        plan = draft.build(self._microbatches.number, self._microbatches.previous)
         self._microbatches.add(plan, draft.sequences)
         self._in_flight.append(Flight(plan.number, draft.sequences, draft.errors))
         return plan
@@ -154,14 +153,14 @@ class Scheduler:
         flight = self._in_flight.popleft()
         assert flight.number == plan.number, f"step {plan.number} completed, step {flight.number} expected"
         sampled: list[tuple[Sequence, int, list[int]]] = []
-        rows, has_drafts = plan.rows, plan.columns.has_drafts
+        has_drafts = plan.has_drafts
         broken = self._end_broken([*flight.errors, *((flight.sequences[row], error) for row, error in errors)])
         pooled = self._end_pooled(flight.pooled(plan))
         completion = Completion(sampled, [], flight.scored(plan), pooled, has_drafts, broken)
         if has_drafts:
             drop_rejected(plan, flight, tokens, self.pages)
-            rows = dict(zip(plan.first_samples, plan.rows, strict=True))
-        for first, sequence, new in zip(plan.first_samples, flight.sequences, tokens, strict=True):
+        rows = zip(plan.first_samples, plan.num_samples, flight.sequences, tokens, strict=True)
+        for first, num_samples, sequence, new in rows:
             if len(new) == 1 and sequence.finish_reason is None:
                 token, token_ids = new[0], sequence.token_ids
                 if len(token_ids) + 1 < sequence.next_check and token not in sequence.stop_ids:  # the common case
@@ -169,7 +168,7 @@ class Scheduler:
                     token_ids.append(token)
                     sampled.append((sequence, first, new))
                     continue
-            if not rows[first].num_samples or sequence.finish_reason is not None:
+            if not num_samples or sequence.finish_reason is not None:
                 continue
             sequence.num_pending -= len(new) or 1
             if new:
@@ -281,19 +280,23 @@ class Scheduler:
 
     def _schedule_decodes(self, due: list[Sequence], draft: PlanDraft) -> None:
         """Add a row for each sequence that is due and can decode, in order."""
-        rows, sequences, decode_rows = draft.rows, draft.sequences, self._decode_rows
+        plan, sequences = draft.plan, draft.sequences
+        slots, known = list[int](), list[tuple[int, int, int]]()
         for sequence in due:  # preemption removes sequences from the end of ``running`` only
             position = sequence.num_computed
             is_plain = position < sequence.decode_limit and sequence.constraint is None
             if not is_plain and not self._prepare_decode(sequence, draft):
                 continue
-            slot = sequence.slot
-            is_known = not sequence.num_pending
-            rows.append(Row(slot, position, [sequence.token_ids[position]], 1) if is_known else decode_rows[slot])
+            if not sequence.num_pending:
+                known.append((len(slots), position, sequence.token_ids[position]))
+            slots.append(sequence.slot)
             sequences.append(sequence)
             sequence.num_computed = position + 1
             sequence.num_pending += 1
-        draft.num_members = len(rows)
+        draft.num_members = len(slots)
+        plan.add_decode_rows(slots)
+        for row, start, token in known:
+            plan.starts[row], plan.token_ids[row] = start, token
 
     def _prepare_decode(self, sequence: Sequence, draft: PlanDraft) -> bool:
         """Add the page and the mask that a sequence needs to decode; return whether it can."""

@@ -13,8 +13,8 @@ from jaxserve.device.batch import BatchBuilder
 from jaxserve.device.sampler_batch import SamplerShape, unpack_sampler
 from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch, sampler_part, unpack
 from jaxserve.sampling_options import OptionValues
-from jaxserve.scheduling.plan import ON_DEVICE, ChunkPooling, PageGrant, Row, Sampling, SlotSetup, StepPlan
-from tests.plan_rows import decode_rows
+from jaxserve.scheduling.plan import ON_DEVICE, ChunkPooling, PageGrant, Sampling, SlotSetup, StepPlan
+from tests.plan_rows import Row, decode_rows, make_plan, rows_of
 
 NUM_SLOTS, PAGE_SIZE, NUM_PAGES, TABLE_PAGES = 6, 8, 40, 5
 DECODE = BatchShape(num_tokens=4, num_rows=4, table_pages=TABLE_PAGES, decode_only=True)
@@ -73,7 +73,7 @@ class PlanMaker:
                     grants += self._extend(slot, len(prefill[-1].token_ids))
                     room -= len(prefill[-1].token_ids)
         self.index += 1
-        return StepPlan(self.index, setups, grants, decode_rows(decode, starts, tokens) + prefill)
+        return make_plan(self.index, setups, grants, decode_rows(decode, starts, tokens) + prefill)
 
     def _replace(self, slot: int) -> SlotSetup:
         if slot in self.slots:
@@ -117,14 +117,14 @@ class PlanMaker:
         pooling = None
         if self.random.random() < 0.5:
             num_pooled = 1 if self.random.random() < 0.5 else count
-            pooling = ChunkPooling(num_pooled, bool(self.random.random() < 0.5), False)
+            pooling = ChunkPooling(0, num_pooled, bool(self.random.random() < 0.5), False)
         num_samples = int(self.random.random() < 0.5)
         return Row(slot, self.slots[slot].computed, token_ids, num_samples, targets, pooling)
 
     def rows(self, plan: StepPlan) -> list[Row]:
         """The plan's rows with the starts and tokens that are on the device."""
         rows = []
-        for row in plan.rows:
+        for row in rows_of(plan):
             start = self.latest.positions[row.slot] if row.start == ON_DEVICE else row.start
             latest = int(self.latest.token_ids[row.slot])
             token_ids = [latest if token == ON_DEVICE else token for token in row.token_ids]
@@ -232,7 +232,7 @@ def test_buffers_hold_what_plans_say(seed: int) -> None:
 def test_buffers_do_not_share_memory() -> None:
     """The step before may still read its buffer when the next is built."""
     builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES)
-    plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], [Row(0, 0, [5], 1)])
+    plan = make_plan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], [Row(0, 0, [5], 1)])
     builder.apply(plan)
     first, second = builder.build(plan, MIXED, 0), builder.build(plan, MIXED, 0)
     second[...] = 7
@@ -246,7 +246,7 @@ def test_a_new_request_does_not_inherit_its_slot() -> None:
     shape = dataclasses.replace(DECODE, num_arguments=2)
     busy = Sampling(OptionValues(temperature=1.0, presence_penalty=1.0), arguments=(1.0, 2.0), num_logprobs=2)
     for sampling, pages, counted_slot, variant in [(busy, [3, 4], 2, "full"), (Sampling(), [9], NUM_SLOTS, "greedy")]:
-        plan = StepPlan(0, [SlotSetup(2, sampling, 9)], [PageGrant(2, 0, pages)], decode_rows([2], [0], [5]))
+        plan = make_plan(0, [SlotSetup(2, sampling, 9)], [PageGrant(2, 0, pages)], decode_rows([2], [0], [5]))
         builder.apply(plan)
         expected = pages + [NUM_PAGES] * (TABLE_PAGES - len(pages))
         batch = jax.tree.map(np.asarray, call_unpack(shape)(builder.build(plan, shape, 0)))
@@ -261,8 +261,8 @@ def test_the_sampler_finds_its_part_of_the_buffer() -> None:
     sampling = Sampling(OptionValues(temperature=0.5, top_k=7), seed=5, arguments=(1.0, 2.0))
     builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES, NEUTRAL)
     setups, grants = [SlotSetup(2, sampling, 9)], [PageGrant(2, 0, [3])]
-    decode = StepPlan(0, setups, grants, decode_rows([2], [6], [5]))
-    mixed = StepPlan(1, [], [], [Row(2, 4, [8, 9, 5], 1)])
+    decode = make_plan(0, setups, grants, decode_rows([2], [6], [5]))
+    mixed = make_plan(1, [], [], [Row(2, 4, [8, 9, 5], 1)])
     shapes = [DECODE, dataclasses.replace(MIXED, num_rows=DECODE.num_rows)]
     parts = []
     for shape, plan in zip(shapes, (decode, mixed), strict=True):
@@ -292,10 +292,10 @@ def test_the_simplest_sampler_is_chosen() -> None:
     easy = [Sampling(), Sampling(OptionValues(temperature=0.5)), Sampling(arguments=NEUTRAL)]
     samplings = dict(enumerate([*easy, *needy]))
     builder = BatchBuilder(len(samplings), TABLE_PAGES, PAGE_SIZE, NUM_PAGES, NEUTRAL)
-    builder.apply(StepPlan(0, [SlotSetup(slot, samplings[slot], 99) for slot in samplings], [], []))
+    builder.apply(make_plan(0, [SlotSetup(slot, samplings[slot], 99) for slot in samplings], [], []))
 
     def variant(decode: list[int], *prefill: Row, is_masked: bool = False) -> str:
-        return builder.variant(StepPlan(0, [], [], [*decode_rows(decode, [5] * len(decode)), *prefill]), is_masked)
+        return builder.variant(make_plan(0, [], [], [*decode_rows(decode, [5] * len(decode)), *prefill]), is_masked)
 
     assert variant([0]) == variant([0, 2]) == "greedy"
     assert variant([0, 1]) == "sampled"

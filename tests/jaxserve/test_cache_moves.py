@@ -9,6 +9,7 @@ from jaxserve.scheduling.cache_moves import PageMove, move_cache, newest_pages
 from jaxserve.scheduling.scheduler import Scheduler
 from tests.jaxserve.test_router import fill, make_lanes
 from tests.jaxserve.test_scheduler import Device, drain, make_sequence
+from tests.plan_rows import rows_of
 
 PROMPTS = [[*range(start, start + 13)] for start in range(100, 180, 20)]
 """Each has three full pages of four tokens, and a page of one token."""
@@ -99,7 +100,7 @@ def test_running_sequences_are_requeued_with_their_pages_cached() -> None:
     for _ in range(6):
         plan = old.schedule()
         assert plan is not None
-        old.complete(plan, [[5] for _ in plan.rows])
+        old.complete(plan, [[5] for _ in rows_of(plan)])
     known = [len(sequence.token_ids) for sequence in sequences]
     assert all(length > 13 for length in known)
     old.requeue_all()

@@ -16,7 +16,8 @@ from jaxserve.device.step_batch import BatchShape
 from jaxserve.sampling.sampler import NO_TOKEN
 from jaxserve.sampling.verification import NOWHERE, Verification
 from jaxserve.sampling_options import OptionValues
-from jaxserve.scheduling.plan import ON_DEVICE, PageGrant, Row, Sampling, SlotSetup, StepPlan
+from jaxserve.scheduling.plan import ON_DEVICE, PageGrant, Sampling, SlotSetup, StepPlan
+from tests.plan_rows import Row, make_plan, rows_of
 from tests.tiny_programs import make_program, random_params, tiny_config
 
 MAX_SAMPLES, TABLE_PAGES, NUM_TOKENS = 4, 5, 24
@@ -63,13 +64,13 @@ class Driver:
         slots = range(len(SAMPLINGS))
         setups = [SlotSetup(i, SAMPLINGS[i], 40, PROMPT if SAMPLINGS[i].has_penalties else (), 11) for i in slots]
         grants = [PageGrant(slot, 0, [slot * TABLE_PAGES + i for i in range(TABLE_PAGES)]) for slot in slots]
-        self.run(StepPlan(0, setups, grants, [Row(slot, 0, PROMPT, 1) for slot in range(3)]))
-        self.run(StepPlan(1, [], [], [Row(0, ON_DEVICE, [ON_DEVICE], 1), *(Row(i, 0, PROMPT, 1) for i in (3, 4, 5))]))
+        self.run(make_plan(0, setups, grants, [Row(slot, 0, PROMPT, 1) for slot in range(3)]))
+        self.run(make_plan(1, [], [], [Row(0, ON_DEVICE, [ON_DEVICE], 1), *(Row(i, 0, PROMPT, 1) for i in (3, 4, 5))]))
 
     def run(self, plan: StepPlan) -> StepResult:
         """A step, and what it gives its slots."""
         result = self.runner.collect(self.runner.launch([plan]))[0]
-        for row, first, tokens in zip(plan.rows, plan.first_samples, result.tokens, strict=True):
+        for row, first, tokens in zip(rows_of(plan), plan.first_samples, result.tokens, strict=True):
             assert len(tokens) <= row.num_samples
             self.tokens[row.slot] += tokens
             for index in range(first, first + len(tokens)):
@@ -83,7 +84,7 @@ def one_by_one(tensor: int, platform: str) -> Driver:
     """The texts as rows of one token give them."""
     driver = Driver(compiled_steps(tensor, platform))
     for _ in range(NUM_TOKENS):
-        driver.run(StepPlan(2, [], [], [Row(slot, ON_DEVICE, [ON_DEVICE], 1) for slot in range(len(SAMPLINGS))]))
+        driver.run(make_plan(2, [], [], [Row(slot, ON_DEVICE, [ON_DEVICE], 1) for slot in range(len(SAMPLINGS))]))
     assert all(len(tokens) >= NUM_TOKENS and NAN_TOKEN not in tokens for tokens in driver.tokens)
     return driver
 
@@ -122,7 +123,7 @@ def test_drafts_change_no_token(
             Row(slot, ON_DEVICE, [ON_DEVICE, *some], 1 + len(some))
             for slot, some in zip(slots.tolist(), drafts, strict=True)
         ]
-        driver.run(StepPlan(2, [], [], sorted(rows, key=lambda row: row.num_samples)))
+        driver.run(make_plan(2, [], [], sorted(rows, key=lambda row: row.num_samples)))
         num_steps += 1
     assert num_steps < NUM_TOKENS - 3 or propose is wrong
     for slot in range(len(SAMPLINGS)):
@@ -150,7 +151,7 @@ def test_a_row_with_drafts_beside_a_chunk_and_a_row_that_samples_nothing() -> No
     ]
     setups = [SlotSetup(slot, Sampling(), 40) for slot in (6, 7)]
     grants = [PageGrant(slot, 0, [30 + 2 * (slot - 6), 31 + 2 * (slot - 6)]) for slot in (6, 7)]
-    plan = StepPlan(2, setups, grants, rows)
+    plan = make_plan(2, setups, grants, rows)
     assert list(plan.first_samples) == [0, 1, 2, 4, 5]
     result = driver.runner.collect(driver.runner.launch([plan]))[0]
     assert result.tokens[:3] == [[expected.tokens[0][2]], [], text[1:3]]
@@ -196,12 +197,12 @@ def test_a_position_after_drafts_is_the_least_it_can_be() -> None:
     """So that a page counts as shared by all rows only where it is full whatever stays."""
     builder = BatchBuilder(2, TABLE_PAGES, 8, 40)
     shape = BatchShape(num_tokens=8, num_rows=2, table_pages=TABLE_PAGES, decode_only=False, max_samples=4)
-    builder.apply(StepPlan(0, [SlotSetup(1, Sampling(), 40)], [PageGrant(1, 0, [3, 4])], []))
+    builder.apply(make_plan(0, [SlotSetup(1, Sampling(), 40)], [PageGrant(1, 0, [3, 4])], []))
     starts = []
     for row in (Row(1, 5, [9, 8, 7, 6], 4), Row(1, ON_DEVICE, [ON_DEVICE, 5], 2), Row(1, ON_DEVICE, [ON_DEVICE], 1)):
-        plan = StepPlan(0, [], [], [row])
+        plan = make_plan(0, [], [], [row])
         starts += builder.starts.of(plan).tolist()
         buffer = builder.build(plan, shape, 0)
     field = shape.fields["num_shared_pages"]
     assert starts == [5, 6, 7] and buffer[field.start] == 1, "eight tokens fill a page"
-    assert builder.starts.of(StepPlan(0, [], [], [Row(1, 9, [1], 1)])).tolist() == [9]
+    assert builder.starts.of(make_plan(0, [], [], [Row(1, 9, [1], 1)])).tolist() == [9]

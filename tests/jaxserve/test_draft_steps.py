@@ -19,6 +19,7 @@ from jaxserve.scheduling.plan import ON_DEVICE, Sampling, SchedulerLimits, StepP
 from jaxserve.scheduling.prefix_cache import pack_tokens
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
+from tests.plan_rows import rows_of
 from tests.tiny_programs import make_program, random_params, tiny_config
 
 PAGE_SIZE, NUM_PAGES, NUM_TEXTS, MAX_DRAFTS = 8, 8, 16, 4
@@ -79,7 +80,7 @@ class Load:
         """Launch a step, and take in one that is due."""
         plan = self.scheduler.schedule()
         if plan is not None:
-            self.num_device_starts += sum(row.start == ON_DEVICE and row.num_samples > 1 for row in plan.rows)
+            self.num_device_starts += sum(row.start == ON_DEVICE and row.num_samples > 1 for row in rows_of(plan))
             self.in_flight.append((plan, self.runner.launch([plan])))
         if self.in_flight and (plan is None or len(self.in_flight) >= self.depth):
             plan, handle = self.in_flight.pop(0)

@@ -5,9 +5,10 @@ from typing import Any
 from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.drafts import DraftProposer
 from jaxserve.scheduling.page_allocator import PageAllocator
-from jaxserve.scheduling.plan import ON_DEVICE, Row, Sampling, SchedulerLimits, StepPlan
+from jaxserve.scheduling.plan import ON_DEVICE, Sampling, SchedulerLimits, StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
+from tests.plan_rows import Row, rows_of
 
 
 class Counting:
@@ -47,8 +48,8 @@ def add(scheduler: Scheduler, name: str, num_prompt_tokens: int = 5, new: int = 
 def start(scheduler: Scheduler) -> None:
     """Computes all prompts; each sequence gets its first token, 100."""
     plan = scheduler.schedule()
-    assert plan is not None and all(row.num_samples == 1 for row in plan.rows), "prompts carry no drafts"
-    scheduler.complete(plan, [[100] for _ in plan.rows])
+    assert plan is not None and all(row.num_samples == 1 for row in rows_of(plan)), "prompts carry no drafts"
+    scheduler.complete(plan, [[100] for _ in rows_of(plan)])
 
 
 def scheduled(scheduler: Scheduler) -> StepPlan:
@@ -62,11 +63,11 @@ def test_a_row_samples_after_its_token_and_each_draft() -> None:
     sequence = add(scheduler, "a")
     start(scheduler)
     plan = scheduled(scheduler)
-    assert plan.rows == [Row(sequence.slot, 5, [100, 101, 102, 103], 4)]
+    assert rows_of(plan) == [Row(sequence.slot, 5, [100, 101, 102, 103], 4)]
     completion = scheduler.complete(plan, [[101, 102, 7]])
     assert completion.sampled == [(sequence, 0, [101, 102, 7])]
     assert sequence.token_ids[5:] == [100, 101, 102, 7] and (sequence.num_computed, sequence.num_pending) == (8, 0)
-    assert scheduled(scheduler).rows == [Row(sequence.slot, 8, [7, 104, 105, 106], 4)]
+    assert rows_of(scheduled(scheduler)) == [Row(sequence.slot, 8, [7, 104, 105, 106], 4)]
 
 
 def test_drafts_of_a_pending_row_follow_those_in_flight() -> None:
@@ -75,7 +76,7 @@ def test_drafts_of_a_pending_row_follow_those_in_flight() -> None:
     sequence = add(scheduler, "a")
     start(scheduler)
     first, second = scheduled(scheduler), scheduled(scheduler)
-    assert second.rows == [Row(sequence.slot, ON_DEVICE, [ON_DEVICE, 105, 106, 107], 4)]
+    assert rows_of(second) == [Row(sequence.slot, ON_DEVICE, [ON_DEVICE, 105, 106, 107], 4)]
     assert (sequence.num_computed, sequence.num_pending, len(sequence.tables[0].pages)) == (13, 8, 4)
     scheduler.complete(first, [[3]])
     assert sequence.token_ids[5:] == [100, 3]
@@ -91,7 +92,7 @@ def test_sequences_whose_masks_the_host_makes_get_no_drafts() -> None:
     add(scheduler, "b", sampling=Sampling(banned_ids=(2,), banned_until=9))
     add(scheduler, "c", sampling=Sampling(OptionValues(presence_penalty=1.0), bad_ids=(2,)))
     start(scheduler)
-    assert [row.num_samples for row in scheduled(scheduler).rows] == [1, 1, 4]
+    assert [row.num_samples for row in rows_of(scheduled(scheduler))] == [1, 1, 4]
 
 
 def test_rows_with_drafts_follow_those_of_one_token() -> None:
@@ -104,7 +105,7 @@ def test_rows_with_drafts_follow_those_of_one_token() -> None:
     start(scheduler)
     plan = scheduled(scheduler)
     a, b, c, d = (sequence.slot for sequence in sequences)
-    assert [(row.slot, row.num_samples) for row in plan.rows] == [(b, 1), (d, 1), (a, 2), (c, 2)]
+    assert [(row.slot, row.num_samples) for row in rows_of(plan)] == [(b, 1), (d, 1), (a, 2), (c, 2)]
     assert list(plan.first_samples) == [0, 1, 2, 4]
     completion = scheduler.complete(plan, [[5], [6], [1, 8], [9]])
     assert [(one.sequence_id, first, tokens) for one, first, tokens in completion.sampled] == [
@@ -121,9 +122,9 @@ def test_drafts_take_the_tokens_that_prompts_leave() -> None:
     start(scheduler)
     add(scheduler, "b", num_prompt_tokens=9)
     plan = scheduled(scheduler)
-    assert [(len(row.token_ids), row.num_samples) for row in plan.rows] == [(3, 3), (9, 1)]
+    assert [(len(row.token_ids), row.num_samples) for row in rows_of(plan)] == [(3, 3), (9, 1)]
     add(scheduler, "c", num_prompt_tokens=30)
-    assert [len(row.token_ids) for row in scheduled(scheduler).rows] == [1, 1, 10], "no tokens are left for drafts"
+    assert [len(row.token_ids) for row in rows_of(scheduled(scheduler))] == [1, 1, 10], "no tokens are left for drafts"
 
 
 def test_drafts_take_free_pages_only() -> None:
@@ -132,7 +133,7 @@ def test_drafts_take_free_pages_only() -> None:
     one, other = add(scheduler, "a", 6, 4), add(scheduler, "b", 6, 4)
     start(scheduler)
     plan = scheduled(scheduler)
-    assert [len(row.token_ids) for row in plan.rows] == [3, 2], "up to the end; room in the pages there are"
+    assert [len(row.token_ids) for row in rows_of(plan)] == [3, 2], "up to the end; room in the pages there are"
     assert [len(sequence.tables[0].pages) for sequence in (one, other)] == [3, 2] and scheduler.num_preemptions == 0
 
 
@@ -141,11 +142,11 @@ def test_drafts_end_where_the_sequence_does() -> None:
     sequence = add(scheduler, "a", new=4)
     start(scheduler)
     first = scheduled(scheduler)
-    assert [len(row.token_ids) for row in first.rows] == [3]
+    assert [len(row.token_ids) for row in rows_of(first)] == [3]
     assert scheduler.schedule() is None, "it may have all its tokens"
     scheduler.complete(first, [[101, 7]])
     second = scheduled(scheduler)
-    assert second.rows == [Row(sequence.slot, 7, [7], 1)]
+    assert rows_of(second) == [Row(sequence.slot, 7, [7], 1)]
     scheduler.complete(second, [[8]])
     assert sequence.finish_reason == "length" and sequence.token_ids[5:] == [100, 101, 7, 8]
 

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 from jaxserve.device.masks import MaskedRow, TokenMasks
-from jaxserve.scheduling.plan import Row, Sampling, SlotMask, SlotSetup, StepPlan
-from jaxserve.scheduling.row_arrays import RowStarts
-from tests.plan_rows import decode_rows
+from jaxserve.scheduling.plan import Sampling, SlotMask, SlotSetup, StepPlan
+from jaxserve.scheduling.row_starts import RowStarts
+from tests.plan_rows import Row, decode_rows, make_plan
 from tests.sampler_rows import mask_of
 
 
 def decode_plan(slots: dict[int, int], *masks: SlotMask, prefill: tuple[Row, ...] = ()) -> StepPlan:
     """Slots and the positions of their input tokens."""
-    return StepPlan(0, [], [], [*decode_rows(slots, slots.values()), *prefill], masks=masks)
+    return make_plan(0, [], [], [*decode_rows(slots, slots.values()), *prefill], masks=masks)
 
 
 def masked_rows(masks: TokenMasks, plan: StepPlan) -> list[MaskedRow]:

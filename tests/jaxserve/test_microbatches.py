@@ -16,6 +16,7 @@ from jaxserve.scheduling.plan import ON_DEVICE, SchedulerLimits, StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from tests.jaxserve.test_scheduler import STOP, Device, Recorder, check_books, make_sequence
+from tests.plan_rows import rows_of
 
 STAGES = [2, 3, 4]
 
@@ -34,11 +35,11 @@ class Timing:
 
     def run(self, plan: StepPlan) -> list[list[int]]:
         """The tokens of each row."""
-        for row in plan.rows:
+        for row in rows_of(plan):
             if ON_DEVICE in (row.start, row.token_ids[0]):
                 assert plan.number >= self.sampled_by[row.slot] + self.num_stages
-        self.sampled_by |= {row.slot: plan.number for row in plan.rows if row.num_samples}
-        return [[5] * row.num_samples for row in plan.rows]
+        self.sampled_by |= {row.slot: plan.number for row in rows_of(plan) if row.num_samples}
+        return [[5] * row.num_samples for row in rows_of(plan)]
 
 
 class StagedRunner:
@@ -52,7 +53,7 @@ class StagedRunner:
 
     def launch(self, plans: Items[StepPlan]) -> int:
         """See ``Runner``."""
-        assert len({plan.number for plan in plans if plan.rows}) == 1, "lanes number their steps alike"
+        assert len({plan.number for plan in plans if rows_of(plan)}) == 1, "lanes number their steps alike"
         self.plans.append([*plans])
         self.results[len(self.plans)] = [device.run(plan) for device, plan in zip(self.devices, plans, strict=True)]
         self.most_launched = max(self.most_launched, len(self.results))
@@ -242,14 +243,15 @@ def test_microbatches_are_balanced_again_after_some_finish() -> None:
 
 
 @pytest.mark.parametrize("num_stages", STAGES)
-def test_steps_of_the_same_microbatch_share_their_columns(num_stages: int) -> None:
+def test_plans_of_the_same_microbatch_name_the_first_with_their_rows(num_stages: int) -> None:
     pipeline = Pipeline(num_stages)
     pipeline.add(*texts(8 * num_stages, prompt=4, new=40))
     pipeline.finish()
     plans = pipeline.plans[4 * num_stages : 30 * num_stages]
     for plan, later in zip(plans, plans[num_stages:], strict=False):
-        assert later.columns is plan.columns
-    assert plans[1].columns is not plans[0].columns
+        assert later.same_rows_as == plan.rows_number < later.number
+        assert rows_of(later) == rows_of(plan)
+    assert len({plan.rows_number for plan in plans}) == num_stages
 
 
 # ---------------------------------------------------------------- steady state
@@ -271,7 +273,7 @@ def test_no_stage_is_idle_while_all_decode(num_stages: int, depth: int) -> None:
     plans = pipeline.plans[first:]
     assert [plan.number for plan in plans] == [*range(plans[0].number, plans[0].number + len(plans))], "no bubbles"
     for start in range(0, len(plans) - num_stages, num_stages):
-        slots = [row.slot for plan in plans[start : start + num_stages] for row in plan.rows]
+        slots = [row.slot for plan in plans[start : start + num_stages] for row in rows_of(plan)]
         assert sorted(slots) == [*range(count)]
     assert max(pipeline.rows[first:]) <= 9
 
@@ -357,7 +359,7 @@ def test_lanes_share_their_ticks(num_stages: int) -> None:
     pipeline.finish()
     for sequence, length in [*((one, 20) for one in first), *((one, 50) for one in second)]:
         assert sequence.num_output_tokens == length
-    kinds = collections.Counter(tuple(bool(plan.rows) for plan in plans) for plans in pipeline.runner.plans)
+    kinds = collections.Counter(tuple(bool(rows_of(plan)) for plan in plans) for plans in pipeline.runner.plans)
     assert kinds[True, True] and kinds[True, False] and kinds[False, True] and not kinds[False, False]
     numbers = [max(plan.number for plan in plans) for plans in pipeline.runner.plans]
     assert numbers == sorted(set(numbers))

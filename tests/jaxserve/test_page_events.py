@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from jaxserve.scheduling.page_allocator import KVWindow, PageAllocator
-from jaxserve.scheduling.plan import ON_DEVICE, Row, SchedulerLimits, StepPlan
+from jaxserve.scheduling.plan import ON_DEVICE, SchedulerLimits, StepPlan
 from jaxserve.scheduling.prefix_cache import TOKEN_BYTES
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import HeldPages, Sequence
+from tests.plan_rows import Row, rows_of
 
 STOP = 4
 Context = tuple[int, ...]
@@ -66,16 +67,15 @@ class Pages:
         for copy in plan.copies:
             self.held[copy.target] = list(self.held[copy.source])
             self.written_by[copy.target] = list(self.written_by[copy.source])
-        for row in plan.rows:
+        rows = rows_of(plan)
+        for row in rows:
             if ON_DEVICE in (row.start, row.token_ids[0]):
                 assert plan.number >= self.slots[row.slot].sampled_by + self.num_stages, "a token still in the stages"
-        contexts = [self._write(row, self.slots[row.slot]) for row in plan.rows]
-        for row in plan.rows:
+        contexts = [self._write(row, self.slots[row.slot]) for row in rows]
+        for row in rows:
             if row.num_samples:
                 self.slots[row.slot].sampled_by = plan.number
-        return [
-            self._sample(row, self.slots[row.slot], context) for row, context in zip(plan.rows, contexts, strict=True)
-        ]
+        return [self._sample(row, self.slots[row.slot], context) for row, context in zip(rows, contexts, strict=True)]
 
     def _write(self, row: Row, slot: Slot) -> Context:
         start = slot.position if row.start == ON_DEVICE else row.start
@@ -241,7 +241,7 @@ class Events:
         completion = self.scheduler.complete(plan, tokens)
         kept = {sequence: len(some) for sequence, _, some in completion.sampled}
         assert [len(some) for sequence, _, some in completion.sampled] == list(kept.values()), "a row for a sequence"
-        for row, new in zip(plan.rows, tokens, strict=True):
+        for row, new in zip(rows_of(plan), tokens, strict=True):
             self.counts["accepted"] += max(len(new) - 1, 0)
             self.counts["rejected"] += row.num_samples - len(new)
             self.counts["device start"] += row.start == ON_DEVICE and row.num_samples > 1

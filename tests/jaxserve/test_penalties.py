@@ -12,9 +12,9 @@ from jaxserve.device.compiled_steps import slot_row
 from jaxserve.device.masks import TokenMasks
 from jaxserve.sampling.penalties import IN_PROMPT, MAX_TRACKED, SlotTables, adjust, counted
 from jaxserve.sampling_options import OptionValues
-from jaxserve.scheduling.plan import Sampling, SlotMask, SlotSetup, StepPlan
-from jaxserve.scheduling.row_arrays import RowStarts
-from tests.plan_rows import decode_rows
+from jaxserve.scheduling.plan import Sampling, SlotMask, SlotSetup
+from jaxserve.scheduling.row_starts import RowStarts
+from tests.plan_rows import decode_rows, make_plan
 from tests.sampler_rows import call_sample, inputs_for, mask_of, open_mask, take
 
 
@@ -113,7 +113,7 @@ def masks_of(texts: list[Text], vocab_size: int) -> np.ndarray:
     constrained = [(slot, text.constraint) for slot, text in enumerate(texts) if text.constraint is not None]
     given = [SlotMask(slot, mask_of(allowed[None]).tobytes()) for slot, allowed in constrained]
     positions = [len(text.prompt) + len(text.output) - 1 for text in texts]
-    plan = StepPlan(0, setups, [], decode_rows(range(len(texts)), positions), masks=given)
+    plan = make_plan(0, setups, [], decode_rows(range(len(texts)), positions), masks=given)
     return masks.array(masks.rows(plan, RowStarts(len(texts))), len(texts))
 
 

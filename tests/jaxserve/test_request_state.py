@@ -15,7 +15,7 @@ from jaxserve.engine.request_state import RequestState, Sample, logprob_entry, s
 from jaxserve.errors import RequestFailedError
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sampling.logprobs import TokenLogprobs
-from jaxserve.scheduling.plan import Row
+from jaxserve.scheduling.plan_draft import ScoredChunk
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer import Tokenizer
@@ -332,6 +332,11 @@ def test_named_tokens_take_the_place_of_the_likeliest() -> None:
     assert len(sample_entry(7, 0, make_scores(1), everything, None)) == 5
 
 
+def prompt_chunk(request: RequestState, first: int) -> ScoredChunk:
+    """All of the prompt, from a query token of a step."""
+    return ScoredChunk(request.samples[0].sequence, 0, first, PROMPT[1:])
+
+
 def test_entries_have_the_tokens_texts(byte_level: Tokenizer) -> None:
     entry = logprob_entry(byte_level.encode("a")[0], 0, make_scores(1), 1, byte_level)
     assert [found.decoded_token for found in entry.values()] == ["a", byte_level.token_text(100)]
@@ -343,7 +348,7 @@ def test_entries_have_no_texts_without_detokenize(byte_level: Tokenizer) -> None
         entry = sample_entry(7, 0, make_scores(1), params, byte_level)
         assert [found.decoded_token for found in entry.values()] == [None] * 3
     request = make_request(byte_level, SamplingParams(detokenize=False, prompt_logprobs=1))
-    request.add_prompt_logprobs(Row(0, 0, PROMPT[:2], 0, PROMPT[1:]), 0, make_scores(2), byte_level)
+    request.add_prompt_logprobs(prompt_chunk(request, 0), make_scores(2), byte_level)
     positions = request.output().prompt_logprobs
     assert positions is not None
     assert [found.decoded_token for entry in positions for found in (entry or {}).values()] == [None] * 4
@@ -352,8 +357,7 @@ def test_entries_have_no_texts_without_detokenize(byte_level: Tokenizer) -> None
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_prompt_logprobs_come_once_in_deltas(is_flat: bool) -> None:
     request = make_request(None, SamplingParams(prompt_logprobs=1, output_kind=DELTA, flat_logprobs=is_flat))
-    chunk = Row(0, 0, PROMPT[:2], 0, PROMPT[1:])
-    request.add_prompt_logprobs(chunk, 4, make_scores(8), None)
+    request.add_prompt_logprobs(prompt_chunk(request, 4), make_scores(8), None)
     give(request, (0, 3))
     first = request.next_output()
     give(request, (0, 4))

@@ -16,8 +16,8 @@ from jaxserve.device.program import ModelProgram
 from jaxserve.device.runner import StepRunner
 from jaxserve.device.runner_interface import StepResult
 from jaxserve.sampling_options import OptionValues
-from jaxserve.scheduling.plan import ON_DEVICE, PageCopy, PageGrant, Row, Sampling, SlotMask, SlotSetup, StepPlan
-from tests.plan_rows import decode_rows
+from jaxserve.scheduling.plan import ON_DEVICE, PageCopy, PageGrant, Sampling, SlotMask, SlotSetup, StepPlan
+from tests.plan_rows import Row, decode_rows, make_plan
 from tests.sampler_rows import mask_of
 from tests.tiny_programs import make_program, random_params, tiny_config
 
@@ -67,11 +67,11 @@ class Driver:
             grants.append(PageGrant(slot, 0, [slot * TABLE_PAGES + i for i in range(TABLE_PAGES)]))
             prefill.append(Row(slot, 0, tokens, 1))
             self.texts[slot] = [*tokens]
-        return self._run(StepPlan(self.number, setups, grants, prefill), [*texts])
+        return self._run(make_plan(self.number, setups, grants, prefill), [*texts])
 
     def decode(self, slots: list[int], masks: tuple[SlotMask, ...] = ()) -> StepResult:
         """One token more for each slot; the host leaves naming and placing it to the device."""
-        plan = StepPlan(self.number, [], [], decode_rows(slots, [ON_DEVICE] * len(slots)), masks=masks)
+        plan = make_plan(self.number, [], [], decode_rows(slots, [ON_DEVICE] * len(slots)), masks=masks)
         return self._run(plan, slots)
 
     def _run(self, plan: StepPlan, slots: list[int]) -> StepResult:
@@ -144,8 +144,8 @@ def test_a_decode_row_of_a_known_token_is_not_counted_twice() -> None:
     whole.start({0: (sampling, text)}, len(PROMPT))
     setup = SlotSetup(0, sampling, 30, text, len(PROMPT))
     grant = PageGrant(0, 0, [0, 1, 2, 3])
-    parts.runner.collect(parts.runner.launch([StepPlan(0, [setup], [grant], [Row(0, 0, text[:-1], 0)])]))
-    last = parts.runner.collect(parts.runner.launch([StepPlan(1, [], [], decode_rows([0], [len(text) - 1], [6]))]))[0]
+    parts.runner.collect(parts.runner.launch([make_plan(0, [setup], [grant], [Row(0, 0, text[:-1], 0)])]))
+    last = parts.runner.collect(parts.runner.launch([make_plan(1, [], [], decode_rows([0], [len(text) - 1], [6]))]))[0]
     assert last.tokens == [whole.texts[0][-1:]]
     parts.texts[0] = [*text, *last.tokens[0]]
     for _ in range(4):
@@ -157,7 +157,7 @@ def test_a_decode_row_of_a_known_token_is_not_counted_twice() -> None:
 
 
 def test_steps_whose_rows_go_on_are_as_those_made_anew() -> None:
-    """Plans that share their columns take the inputs of the one before, until a slot gets a page."""
+    """Plans that name the first with their rows take the inputs of the one before, until a slot gets a page."""
     samplings = [
         Sampling(OptionValues(frequency_penalty=3.0)),
         Sampling(OptionValues(temperature=1.0), seed=3),
@@ -167,13 +167,10 @@ def test_steps_whose_rows_go_on_are_as_those_made_anew() -> None:
     for shares in (True, False):
         driver, tokens, inputs = Driver(), list[Any](), list[Any]()
         driver.start({slot: (sampling, PROMPT) for slot, sampling in enumerate(samplings)})
-        previous = None
         for number in range(6):
             grants = [PageGrant(1, 3, [7])] if number == 3 else []
-            plan = StepPlan(1 + number, [], grants, [Row(slot, ON_DEVICE, [ON_DEVICE], 1) for slot in range(3)])
-            if shares and previous is not None:
-                plan.share_columns(previous)
-            previous = plan
+            plan = make_plan(1 + number, [], grants, [Row(slot, ON_DEVICE, [ON_DEVICE], 1) for slot in range(3)])
+            plan.same_rows_as = 1 if shares and number else None
             tokens.append(driver.runner.collect(driver.runner.launch([plan]))[0].tokens)
             inputs.append(driver.runner._inputs[-1])
         driver.runner.close()
@@ -340,7 +337,7 @@ class Always:
 def test_a_processor_without_arguments_applies_to_every_row() -> None:
     steps = compiled_steps(1, (Always(),))
     runner = StepRunner(steps, random_params(steps.program))
-    plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], decode_rows([0], [0], [5]))
+    plan = make_plan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], decode_rows([0], [0], [5]))
     assert runner.collect(runner.launch([plan]))[0].tokens == [[13]]
     runner.close()
 
@@ -371,7 +368,7 @@ def test_programs_of_given_sizes() -> None:
         (3, "greedy", 64, "any"),
         (4, "full", 64, "any"),
     ):
-        plan = StepPlan(0, [], [], decode_rows(range(rows), [0] * rows, [5] * rows))
+        plan = make_plan(0, [], [], decode_rows(range(rows), [0] * rows, [5] * rows))
         shape, compiled = steps.choose([plan], variant)
         assert (shape.num_tokens, shape.decode_only, shape.scores_prompt) == (size, size == 2, False)
         assert compiled is steps._steps[shape, expected]
@@ -452,7 +449,7 @@ def test_page_copies_move_the_pages_asked(tensor: int, num_copies: int) -> None:
     pages = np.random.default_rng(num_copies).permutation(NUM_PAGES)[: 2 * num_copies].tolist()
     copies = [PageCopy(*pair) for pair in zip(pages[:num_copies], pages[num_copies:], strict=True)]
     written = copies[0].source  # the step's own token goes to the page just copied from
-    plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [written])], decode_rows([0], [0], [5]), copies)
+    plan = make_plan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [written])], decode_rows([0], [0], [5]), copies)
     runner.collect(runner.launch([plan]))
     untouched = [page for page in range(NUM_PAGES + 1) if page not in (written, *(copy.target for copy in copies))]
     for old, new in zip(before, pool_pages(runner), strict=True):
@@ -482,7 +479,7 @@ def test_a_runner_takes_the_weights_of_another(tensor: int) -> None:
     other = second.start(texts)
     names = [*first.runner.weights()]
     assert names == [*program.abstract_model.params]
-    plan = StepPlan(9, [], [], [Row(0, 0, PROMPT, 1)])
+    plan = make_plan(9, [], [], [Row(0, 0, PROMPT, 1)])
     handle = second.runner.launch([plan])
     weights = first.runner.weights()
     half = len(names) // 2

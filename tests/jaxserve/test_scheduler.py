@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from jaxserve.outputs import FinishReason
 from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.page_allocator import PageAllocator
-from jaxserve.scheduling.plan import ON_DEVICE, PageCopy, Row, Sampling, SchedulerLimits, StepPlan
+from jaxserve.scheduling.plan import ON_DEVICE, PageCopy, Sampling, SchedulerLimits, StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.structured_params import RepetitionDetectionParams
+from tests.plan_rows import Row, rows_of
 
 STOP = 9
 
@@ -79,10 +80,10 @@ class Device:
         self.num_query_tokens += plan.num_tokens
         self._apply(plan)
         self._copy(plan)
-        for row in plan.rows:
+        for row in rows_of(plan):
             if ON_DEVICE in (row.start, row.token_ids[0]):
                 assert plan.number >= self.sampled_by[row.slot] + limits.num_stages, "the token is still in the stages"
-        rows = [self._known(row) for row in plan.rows]
+        rows = [self._known(row) for row in rows_of(plan)]
         self.starts.append([row.start for row in rows])
         assert len({row.slot for row in rows}) == len(rows)
         assert all(len(row.token_ids) <= (limits.long_prefill_token_threshold or 1 << 30) for row in rows)
@@ -219,8 +220,8 @@ def test_prefill_then_decode():
     scheduler.add(sequence)
     device = Device(scheduler)
     plans = drain(scheduler, 2, device)
-    assert [row.token_ids for row in plans[0].rows] == [[100, 101, 102, 103, 104]]
-    assert plans[0].rows[0].num_samples
+    assert [row.token_ids for row in rows_of(plans[0])] == [[100, 101, 102, 103, 104]]
+    assert rows_of(plans[0])[0].num_samples
     assert device.starts == [[0], [5], [6]]
     assert sequence.finish_reason == "length"
     assert sequence.token_ids[5:] == [1005, 1006, 1007]
@@ -233,12 +234,12 @@ def test_a_pending_token_is_taken_from_the_device():
     first = scheduler.schedule()
     second = scheduler.schedule()
     assert first is not None and second is not None
-    assert [(row.start, row.token_ids) for row in second.rows] == [(ON_DEVICE, [ON_DEVICE])]
+    assert [(row.start, row.token_ids) for row in rows_of(second)] == [(ON_DEVICE, [ON_DEVICE])]
     scheduler.complete(first, [[7]])
     scheduler.complete(second, [[8]])
     third = scheduler.schedule()
     assert third is not None
-    assert [(row.start, row.token_ids) for row in third.rows] == [(4, [8])]
+    assert [(row.start, row.token_ids) for row in rows_of(third)] == [(4, [8])]
 
 
 def test_long_prompts_are_chunked_and_mixed_with_decodes():
@@ -249,8 +250,8 @@ def test_long_prompts_are_chunked_and_mixed_with_decodes():
     scheduler.add(make_sequence("long", prompt=30, new=2))
     plan = scheduler.schedule()
     assert plan is not None
-    decoded, chunk = plan.rows
-    assert (decoded.slot, decoded.token_ids) == (first.rows[0].slot, [ON_DEVICE])
+    decoded, chunk = rows_of(plan)
+    assert (decoded.slot, decoded.token_ids) == (rows_of(first)[0].slot, [ON_DEVICE])
     assert len(chunk.token_ids) == 7 and not chunk.num_samples
 
 
@@ -258,7 +259,7 @@ def test_prompt_logprob_targets_follow_the_chunks():
     scheduler = make_scheduler(max_num_batched_tokens=4)
     scheduler.add(make_sequence("a", [100, 101, 102, 103, 104, 105], new=1, wants_prompt_logprobs=True))
     plans = drain(scheduler)
-    assert [row.targets for plan in plans for row in plan.rows] == [[101, 102, 103, 104], [105, -1]]
+    assert [row.targets for plan in plans for row in rows_of(plan)] == [[101, 102, 103, 104], [105, -1]]
 
 
 def test_prompt_logprobs_of_a_preempted_prompt_have_no_targets_among_its_output():
@@ -269,7 +270,7 @@ def test_prompt_logprobs_of_a_preempted_prompt_have_no_targets_among_its_output(
     scheduler.add(old)
     scheduler.add(young)
     plans = drain(scheduler, 1, device)
-    rows = [row for plan in plans for row in plan.rows if row.targets is not None]
+    rows = [row for plan in plans for row in rows_of(plan) if row.targets is not None]
     assert rows[0].targets == [101, 102, -1]
     assert len(rows) == 2 and rows[1].token_ids[:3] == [100, 101, 102]
     assert rows[1].targets == [101, 102] + [-1] * (len(rows[1].token_ids) - 2)
@@ -367,7 +368,7 @@ def test_a_preempted_sequence_waits_for_its_pending_token():
     scheduler.complete(second, [[3], [4]])
     again = scheduler.schedule()
     assert again is not None
-    (row,) = again.rows
+    (row,) = rows_of(again)
     assert ([100, 101, 102, 2, 4][row.start :], row.start) == (row.token_ids, young.num_computed - len(row.token_ids))
 
 
@@ -402,7 +403,7 @@ def test_a_rollback_drops_tokens_and_samples_others_after_those_that_are_left():
     device.context[sequence] = list(kept)
     plan = step(scheduler, device)
     assert plan.setups[0].token_ids == kept, "penalties count the tokens that are left"
-    assert [(row.start, row.token_ids) for row in plan.rows] == [(8, kept[8:])], "the cache has the others"
+    assert [(row.start, row.token_ids) for row in rows_of(plan)] == [(8, kept[8:])], "the cache has the others"
     assert sequence.token_ids == [*kept, 1009]
     drain(scheduler, device=device)
     assert sequence.finish_reason == "length" and len(sequence.token_ids) == 14
@@ -465,7 +466,7 @@ def test_a_long_prompt_leaves_room_for_short_ones():
             scheduler.add(make_sequence(f"short {i}", 3, 1))
         device = Device(scheduler)
         plan = step(scheduler, device)
-        rows = [(device.owner[row.slot].sequence_id, len(row.token_ids)) for row in plan.rows]
+        rows = [(device.owner[row.slot].sequence_id, len(row.token_ids)) for row in rows_of(plan)]
         assert rows == expected
 
 
@@ -528,7 +529,7 @@ def test_full_pages_are_shared_and_the_last_one_is_copied():
     plan = step(scheduler, device)
     assert second.tables[0].pages[:2] == first.tables[0].pages[:2]
     assert plan.copies == [PageCopy(first.tables[0].pages[2], second.tables[0].pages[2])]
-    assert [(row.start, row.token_ids) for row in plan.rows[1:]] == [(9, [109])]
+    assert [(row.start, row.token_ids) for row in rows_of(plan)[1:]] == [(9, [109])]
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 9)
     assert (scheduler.pages.num_queried_tokens, scheduler.pages.num_hit_tokens) == (20, 9)
     drain(scheduler, 2, device)
@@ -550,7 +551,7 @@ def test_sequences_of_one_plan_share_full_pages_but_copy_nothing_that_the_plan_w
         scheduler.add(make_sequence(name, list(range(11)), 3))
     device = Device(scheduler)
     plan = step(scheduler, device)
-    assert [(row.start, len(row.token_ids)) for row in plan.rows] == [(0, 11), (8, 3)]
+    assert [(row.start, len(row.token_ids)) for row in rows_of(plan)] == [(0, 11), (8, 3)]
     assert not plan.copies
     drain(scheduler, 2, device)
 
@@ -573,7 +574,7 @@ def test_a_prompt_that_leaves_a_full_page_in_the_middle_copies_its_beginning():
     for name, prompt in (("first", list(range(16))), ("second", [*range(13), 90, 91, 92])):
         scheduler.add(make_sequence(name, prompt, 1))
         plans = drain(scheduler, 2, device)
-    assert [(row.start, len(row.token_ids)) for row in plans[0].rows] == [(13, 3)]
+    assert [(row.start, len(row.token_ids)) for row in rows_of(plans[0])] == [(13, 3)]
 
 
 def test_different_roots_share_nothing():
@@ -676,7 +677,7 @@ def test_followers_start_from_the_leaders_pages():
     step(scheduler, device)
     assert list(scheduler.waiting) == samples[1:]
     plan = step(scheduler, device)
-    assert [row.start for row in plan.rows] == [10, 4, 9, 9]
+    assert [row.start for row in rows_of(plan)] == [10, 4, 9, 9]
     drain(scheduler, 2, device)
     assert [sample.num_cached_tokens for sample in samples] == [0, 9, 9, 9]
     assert [sample.num_output_tokens for sample in samples] == [6] * 4
@@ -764,7 +765,7 @@ def test_a_constrained_sequence_sits_out_while_a_token_is_pending():
     assert scheduler.schedule() is None
     scheduler.complete(first, tokens)
     second = scheduler.schedule()
-    assert second is not None and [row.token_ids for row in second.rows] == [[1005]]
+    assert second is not None and [row.token_ids for row in rows_of(second)] == [[1005]]
 
 
 # ------------------------------------------------------------------------------------------------ random load
@@ -930,7 +931,7 @@ def test_prompts_are_admitted_whole() -> None:
     while scheduler.num_unfinished:
         plan = scheduler.schedule()
         assert plan is not None
-        rows.append([len(row.token_ids) for row in plan.rows])
+        rows.append([len(row.token_ids) for row in rows_of(plan)])
         scheduler.complete(plan, device.run(plan))
     assert rows == [[10], [1, 8, 2], [1, 1, 1], [1, 1], [16], [1], [1]]
 
@@ -946,5 +947,5 @@ def test_whole_prompts_are_never_split(requests: list[tuple[int, int]], num_page
     while scheduler.num_unfinished:
         plan = scheduler.schedule()
         assert plan is not None
-        assert all(row.num_samples for row in plan.rows), "each row reaches its sequence's last token"
+        assert all(row.num_samples for row in rows_of(plan)), "each row reaches its sequence's last token"
         scheduler.complete(plan, device.run(plan))

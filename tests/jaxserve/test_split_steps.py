@@ -19,8 +19,8 @@ from jaxserve.device.step_batch import BatchShape, LatestTokens
 from jaxserve.engine.metrics import CompileCounter
 from jaxserve.sampling.sampler import VARIANTS
 from jaxserve.sampling_options import OptionValues
-from jaxserve.scheduling.plan import PageGrant, Row, Sampling, SlotMask, SlotSetup, StepPlan
-from tests.plan_rows import decode_rows
+from jaxserve.scheduling.plan import PageGrant, Sampling, SlotMask, SlotSetup, StepPlan
+from tests.plan_rows import Row, decode_rows, make_plan
 from tests.sampler_rows import mask_of
 from tests.tiny_programs import make_program, random_params, tiny_config
 
@@ -73,17 +73,17 @@ def test_nothing_compiles_behind_the_start(steps: CompiledSteps) -> None:
             setups = [SlotSetup(slot, sampling, 30, known, len(PROMPT)) for slot in range(3)]
             targets = [*PROMPT[1:], -1]
             prefill = [Row(0, 0, PROMPT, 1, targets)]
-            first = run(runner, StepPlan(number, setups, grants, prefill))
+            first = run(runner, make_plan(number, setups, grants, prefill))
             prefill = [Row(slot, 0, PROMPT, 1) for slot in (1, 2)]
-            both = run(runner, StepPlan(number, [], [], decode_rows([0], [len(PROMPT)]) + prefill))
-            wide = run(runner, StepPlan(number, [], [], decode_rows([0, 1, 2], [8, 7, 7])))
-            masked = run(runner, StepPlan(number, [], [], decode_rows([0], [9]), masks=masks))
+            both = run(runner, make_plan(number, [], [], decode_rows([0], [len(PROMPT)]) + prefill))
+            wide = run(runner, make_plan(number, [], [], decode_rows([0, 1, 2], [8, 7, 7])))
+            masked = run(runner, make_plan(number, [], [], decode_rows([0], [9]), masks=masks))
             assert first.prompt_logprobs is not None and first.prompt_logprobs.chosen[: len(PROMPT) - 1].all()
             assert both.prompt_logprobs is None and masked.tokens[0][0] % 2 == 0
             assert all((result.logprobs is None) == (variant != "full") for result in (first, both, wide))
     counter.close()
     assert counter.count == 0
-    plan = StepPlan(0, [], [], [Row(0, 0, PROMPT, 1, PROMPT)])
+    plan = make_plan(0, [], [], [Row(0, 0, PROMPT, 1, PROMPT)])
     shape, step = steps.choose([plan], "greedy")
     assert shape.num_tokens == 16 and isinstance(step, SplitStep) and step.scorer is not None
     runner.close()
@@ -145,7 +145,7 @@ def sampler_part(num_rows: int, slots: list[int], samplings: list[Sampling], var
     builder = BatchBuilder(num_rows, TABLE_PAGES, 8, NUM_PAGES)
     setups = [SlotSetup(slot, samplings[slot], 30, [], 1) for slot in slots]
     positions = [5 + slot for slot in slots]
-    plan = StepPlan(0, setups, [], decode_rows(slots, positions))
+    plan = make_plan(0, setups, [], decode_rows(slots, positions))
     builder.apply(plan)
     part = builder.build(plan, shape, VARIANTS.index(variant))[shape.sampler_start :]
     part[: len(slots)] = [position + 1 for position in positions]  # as the model's program does

@@ -23,7 +23,7 @@ from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.registry import build_model
 from jaxserve.sampling_options import OptionValues
-from jaxserve.scheduling.plan import ON_DEVICE, PageGrant, Row, Sampling, SlotSetup, StepPlan
+from jaxserve.scheduling.plan import ON_DEVICE, PageGrant, Sampling, SlotSetup, StepPlan
 from sharding.plan import (
     bytes_per_device,
     collectives,
@@ -32,7 +32,7 @@ from sharding.plan import (
     stated_collectives,
     stated_sampling,
 )
-from tests.plan_rows import decode_rows
+from tests.plan_rows import Row, decode_rows, make_plan, rows_of
 from tests.tiny_programs import BACKEND, NUM_LAYERS, make_program, random_params, sparse_config, tiny_config
 
 PAGE_SIZE, NUM_SLOTS, TABLE_PAGES = 8, 4, 4
@@ -200,7 +200,7 @@ def addresses(state: StepState) -> list[int]:
 def test_pools_keep_their_addresses(tensor: int) -> None:
     _, compiled, program = compiled_decode(tensor, False, False)
     params, state = random_params(program), program.empty_state()
-    plan = StepPlan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], decode_rows([0], [0], [5]))
+    plan = make_plan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], decode_rows([0], [0], [5]))
     builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, program.num_pages)
     builder.apply(plan)
     mask = np.full(program.mask_shape(DECODE.num_rows), -1, np.int32)
@@ -241,14 +241,14 @@ def prefill_plans() -> list[StepPlan]:
     grants = [PageGrant(slot, 0, pages_of(slot)) for slot in PROMPTS]
     first, second = PROMPTS[0], PROMPTS[2]
     return [
-        StepPlan(0, setups, grants, [Row(0, 0, first[:6], 0, first[1:7])]),
-        StepPlan(
+        make_plan(0, setups, grants, [Row(0, 0, first[:6], 0, first[1:7])]),
+        make_plan(
             1,
             [],
             [],
             [Row(0, 6, first[6:], 1, [*first[7:], -1]), Row(1, 0, PROMPTS[1], 1)],
         ),
-        StepPlan(2, [], [], [*decode_rows([1, 0], [2, 11]), Row(2, 0, second, 1)]),
+        make_plan(2, [], [], [*decode_rows([1, 0], [2, 11]), Row(2, 0, second, 1)]),
     ]
 
 
@@ -270,7 +270,7 @@ def run_requests(
         plan, handle = pending.pop(0)
         (result,) = runner.collect(handle)
         results.append(result)
-        for row, new in zip(plan.rows, result.tokens, strict=True):
+        for row, new in zip(rows_of(plan), result.tokens, strict=True):
             assert len(new) == row.num_samples
             tokens[row.slot] += new
 
@@ -288,7 +288,7 @@ def run_requests(
             rows = decode_rows(slots, [lengths[slot] for slot in slots], [tokens[slot][-1] for slot in slots])
         else:
             rows = decode_rows(slots, [ON_DEVICE] * len(slots))
-        launch(StepPlan(3 + i, [], [], rows))
+        launch(make_plan(3 + i, [], [], rows))
         for slot in slots:
             lengths[slot] += 1
     while pending:
@@ -374,8 +374,8 @@ def run_lanes(delays: list[int], platform: str, logits: str = "gathered", **layo
     runner = StepRunner(steps, random_params(program))
     slots = [[2, 0, 1], [1, 2], [0, 1, 2]]
     plans = prefill_plans()
-    plans += [StepPlan(3 + i, [], [], decode_rows(slots[i % 3], [ON_DEVICE] * len(slots[i % 3]))) for i in range(6)]
-    nothing = StepPlan(-1, [], [], [])
+    plans += [make_plan(3 + i, [], [], decode_rows(slots[i % 3], [ON_DEVICE] * len(slots[i % 3]))) for i in range(6)]
+    nothing = make_plan(-1, [], [], [])
     results: list[list[StepResult]] = [[] for _ in delays]
     for step in range(len(plans) + max(delays)):
         taken = [plans[step - delay] if 0 <= step - delay < len(plans) else nothing for delay in delays]

@@ -18,10 +18,11 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.expert_dispatch import exchange_capacity
 from jaxserve.layers.sparse_mlp import Routing
 from jaxserve.models.registry import FAMILIES
-from jaxserve.scheduling.plan import PageGrant, Row, Sampling, SlotSetup, StepPlan
+from jaxserve.scheduling.plan import PageGrant, Sampling, SlotSetup
 from sharding import LAYOUTS, LayoutError, MeshShape, ShardingLayout, get_layout, make_mesh
 from sharding.plan import count_collectives, stated_collectives, stated_sampling
 from tests import toy_attention
+from tests.plan_rows import Row, make_plan
 from tests.tiny_programs import (
     NUM_LAYERS,
     gpt2_config,
@@ -91,7 +92,7 @@ def prompt_buffer(program: ModelProgram, prompts: list[int]) -> np.ndarray:
     setups = [SlotSetup(slot, Sampling(), 20) for slot in range(len(prompts))]
     grants = [PageGrant(slot, 0, [5 * slot]) for slot in range(len(prompts))]
     prefill = [Row(slot, 0, PROMPTS[prompt], 1) for slot, prompt in enumerate(prompts)]
-    plan = StepPlan(0, setups, grants, prefill)
+    plan = make_plan(0, setups, grants, prefill)
     builder = BatchBuilder(program.num_slots, SHAPE.table_pages, program.page_size, program.num_pages)
     builder.apply(plan)
     return builder.build(plan, SHAPE, 0)
