@@ -168,7 +168,7 @@ class ChatParser:
         use: The request's tools.
         include_reasoning: Whether to return the reasoning; it is never part of the content.
         is_constrained: Whether a grammar constrains the completion after the reasoning.
-        chat: The conversation, as in ``EngineRequest``.
+        chat: The conversation, as in ``Request``.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.errors import JaxserveError
 from jaxserve.outputs import RequestMetrics, RequestOutput
-from jaxserve.server.engine_request import EngineRequest
+from jaxserve.request import Request
 from jaxserve.server.errors import OUTCOMES, SERVER_FAULTS, status_of
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tracing import (
@@ -92,7 +92,7 @@ class RequestEntry:
         request: The request.
     """
 
-    def __init__(self, log: "RequestLog", caller: str, request_id: str, request: EngineRequest):
+    def __init__(self, log: "RequestLog", caller: str, request_id: str, request: Request):
         self._log = log
         self._caller = caller
         self._request_id = request_id

@@ -204,17 +204,13 @@ class Serving:
             def make() -> RequestState:
                 if stream.is_silent:
                     raise concurrent.futures.CancelledError
-                text, token_ids = request.text, request.token_ids
+                whole = request
                 if rendered is not None:
                     text = rendered.result()
                     token_ids = tuple(self._started.tokenizer.encode(text, add_special_tokens=False))
-                prepared = self._started.engine.prepare(
-                    request.prompt(text, token_ids),
-                    request.pooling or request.params,
-                    request_id=message.request_id,
-                    priority=request.priority,
-                    arrival_s=arrival_s,
-                )
+                    whole = dataclasses.replace(request, text=text, token_ids=token_ids)
+                name = message.request_id
+                prepared = self._started.engine.prepare(whole, request_id=name, arrival_s=arrival_s)
                 self._queued.note_prompt(place, prepared)
                 return prepared
 

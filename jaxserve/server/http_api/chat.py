@@ -72,7 +72,7 @@ async def chat_completions(call: HttpCall) -> Response:
 
 
 def chat_arguments(call: HttpCall, fields: Fields) -> dict[str, Any]:
-    """Return ``EngineRequest.chat`` for a request; ``/tokenize`` uses it too.
+    """Return ``Request.chat`` for a request; ``/tokenize`` uses it too.
 
     Raises:
         RequestError: A template that the server does not accept, or two ways to end the prompt.

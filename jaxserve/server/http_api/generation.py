@@ -19,11 +19,10 @@ from starlette.responses import Response
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import flag, text
 from jaxserve.outputs import RequestOutput
-from jaxserve.request import MAX_PRIORITY
+from jaxserve.request import MAX_PRIORITY, Request
 from jaxserve.sampling_options import SAMPLING_OPTIONS
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.chat import ToolUse
-from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import NotImplementedRequestError
 from jaxserve.server.frontend import Frontend, new_request_id
 from jaxserve.server.http_api.endpoint import LABEL, HttpCall
@@ -154,14 +153,14 @@ def _structured_outputs(fields: Fields) -> dict[str, Any] | None:
 
 def engine_requests(
     call: HttpCall, fields: Fields, prompts: Sequence[Mapping[str, Any]], **arguments: Any
-) -> list[EngineRequest]:
+) -> list[Request]:
     """Return one request to the engine for each prompt, and note the label of the request for the log.
 
     Args:
         call: The request.
         fields: Its fields.
         prompts: ``text``, ``token_ids`` or ``chat`` of each prompt.
-        **arguments: More arguments of ``EngineRequest``.
+        **arguments: More arguments of ``Request``.
 
     Raises:
         RequestError: A wrong value, or too many prompts.
@@ -186,14 +185,14 @@ def engine_requests(
             arguments[name] = fields[name]
     arguments["timeout_s"] = timeout_s
     arguments["is_strict_length"] = "max_tokens" in fields or "max_completion_tokens" in fields
-    return [EngineRequest(**prompt, **arguments) for prompt in prompts]
+    return [Request(**prompt, **arguments) for prompt in prompts]
 
 
 # ---------------------------------------------------------------------------------------------------------- responses
 
 
 async def generate_all(
-    call: HttpCall, requests: Sequence[EngineRequest], response_id: str
+    call: HttpCall, requests: Sequence[Request], response_id: str
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Admit requests together, and yield the outputs of each with the request's index, as they come.
 
@@ -213,7 +212,7 @@ async def generate_all(
         # At most one output waits here: while the reader is busy, the engine client merges the deltas of each request.
         queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(1)
 
-        async def forward(index: int, request: EngineRequest) -> None:
+        async def forward(index: int, request: Request) -> None:
             end: Exception | None = None
             try:
                 async with aclosing(frontend.generate(call.caller, request, f"{response_id}-{index}")) as outputs:
@@ -283,7 +282,7 @@ class GenerationResponse(abc.ABC):
     """
 
     params: SamplingParams
-    requests: Sequence[EngineRequest]
+    requests: Sequence[Request]
     is_echo_only = False
 
     def __init__(self, call: HttpCall, fields: Fields, id_prefix: str, kind: str):

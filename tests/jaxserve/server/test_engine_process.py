@@ -21,9 +21,9 @@ from jaxserve import ConfigError, EngineDeadError, JaxserveError, RequestError, 
 from jaxserve.errors import DeadlineError, OverloadedError, RequestFailedError
 from jaxserve.outputs import CompletionOutput
 from jaxserve.pooling_params import PoolingParams
+from jaxserve.request import Request
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.server.engine_client import EngineClient
-from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.settings import ServerConfig
 from tests.faults.steps import slow_steps
@@ -113,16 +113,16 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
         await asyncio.sleep(0.01)
 
 
-def asked(text: str | None = "12+30=", params: SamplingParams = GREEDY, **options: Any) -> EngineRequest:
+def asked(text: str | None = "12+30=", params: SamplingParams = GREEDY, **options: Any) -> Request:
     options.setdefault("is_strict_length", False)
-    return EngineRequest(text=text, params=params, **options)
+    return Request(text=text, params=params, **options)
 
 
-async def outputs_of(client: EngineClient, request: EngineRequest, name: str = "name") -> list[RequestOutput]:
+async def outputs_of(client: EngineClient, request: Request, name: str = "name") -> list[RequestOutput]:
     return [output async for output in client.generate(request, name)]
 
 
-async def answer(client: EngineClient, request: EngineRequest, name: str = "name") -> list[CompletionOutput]:
+async def answer(client: EngineClient, request: Request, name: str = "name") -> list[CompletionOutput]:
     """The texts of a request, its deltas joined."""
     texts: dict[int, CompletionOutput] = {}
     for output in await outputs_of(client, request, name):
@@ -266,7 +266,7 @@ def test_a_slow_reader_gets_joined_deltas(run: Run, client: EngineClient) -> Non
     ids=range(10),
 )
 def test_wrong_requests_fail_alone(
-    run: Run, client: EngineClient, request_: EngineRequest, message: str, parameter: str | None
+    run: Run, client: EngineClient, request_: Request, message: str, parameter: str | None
 ) -> None:
     async def both() -> Any:
         return await asyncio.gather(
@@ -355,7 +355,7 @@ def test_frames_that_make_no_sense_are_dropped(run: Run, client: EngineClient) -
 def test_leaving_frees_everything_in_every_phase(run: Run, client: EngineClient, phase: str) -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "chat_template": LOOP}
 
-    async def read(request: EngineRequest, decoding: asyncio.Event) -> None:
+    async def read(request: Request, decoding: asyncio.Event) -> None:
         async for _ in client.generate(request, "left"):
             decoding.set()
 

@@ -17,7 +17,7 @@ import uvicorn
 
 from jaxserve.errors import ConfigError
 from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.server.engine_request import EngineRequest
+from jaxserve.request import Request
 from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.http_api.app import RequestLabels
 from jaxserve.server.http_listener import http_listening
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 class LongEngine(FakeEngine):
     """Streams megabytes."""
 
-    async def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request, request_id: str) -> AsyncGenerator[RequestOutput, None]:
         """40 of them."""
         self.requests[request_id] = request
         try:
