@@ -261,8 +261,8 @@ class AsyncLLM:
         arrival_s = time.monotonic()
 
         def make() -> RequestState:
-            request = dataclasses.replace(read(), priority=priority)
-            return self._engine.prepare(request, request_id=request_id, arrival_s=arrival_s)
+            request = dataclasses.replace(read(), request_id=request_id or "", priority=priority)
+            return self._engine.prepare(request, arrival_s)
 
         self._thread.check_alive()
         key = (request_id, stream)

@@ -29,6 +29,7 @@ class Request:
     rendered conversation has all three.
 
     Attributes:
+      request_id: Its name, for aborts and logs; if empty, the engine gives it one.
       text: Text. If there are token ids it is only returned.
       token_ids: Each is >= 0; the engine checks the upper bound.
       chat: Arguments of `AsyncLLM.chat`: `messages` (OpenAI's form) and, if given, `tools`, `chat_template`,
@@ -47,6 +48,7 @@ class Request:
       RequestError: A wrong value; `SamplingParams` and `PoolingParams` have checked theirs.
     """
 
+    request_id: str = ""
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     chat: Mapping[str, Any] | None = None
@@ -99,7 +101,7 @@ def parse_prompts(
     all_params = params_for_each(params, len(items), default)
     priorities = priorities_for_each(priority, len(items))
     return [
-        Request(**_parse(index, item), **_how(each), priority=level)
+        Request(**_parse(index, item), **_params_field(each), priority=level)
         for index, (item, each, level) in enumerate(zip(items, all_params, priorities, strict=True))
     ]
 
@@ -187,7 +189,7 @@ def _items(prompts: Any) -> list[Any]:
     return listed
 
 
-def _how(params: SamplingParams | PoolingParams) -> dict[str, Any]:
+def _params_field(params: SamplingParams | PoolingParams) -> dict[str, Any]:
     return {"params": params} if isinstance(params, SamplingParams) else {"pooling": params}
 
 

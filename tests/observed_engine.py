@@ -116,10 +116,9 @@ class ObservedEngine(EngineClient):
             raise UnavailableError("the engine is not ready")
         return EngineInfo(model=MODEL, default_fields={})
 
-    async def generate(self, request: Request, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Plays the script."""
         self.requests.append(request)
-        del request_id
         for item in self.script:
             if isinstance(item, RequestOutput):
                 yield item
@@ -180,6 +179,6 @@ def make_frontend(engine: ObservedEngine | None = None, **settings: Any) -> Fron
 async def read_all(frontend: Frontend, text: str = "Hello", name: str = "cmpl-1", **fields: Any) -> list[RequestOutput]:
     """Sends a request as a surface does, and reads its answer to the end."""
     params = fields.pop("params", SamplingParams(max_tokens=8))
-    request = Request(text=text, params=params, **fields)
+    request = Request(request_id=name, text=text, params=params, **fields)
     with frontend.limits.admit(ANYBODY):
-        return [one async for one in frontend.generate(ANYBODY, request, name)]
+        return [one async for one in frontend.generate(ANYBODY, request)]

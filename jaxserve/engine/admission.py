@@ -145,12 +145,11 @@ class Admission:
         self.tokenizer = tokenizer
         self.grammars = grammars
 
-    def admit(self, request: Request, *, request_id: str, default_seed: int, arrival_s: float) -> RequestState:
+    def admit(self, request: Request, *, default_seed: int, arrival_s: float) -> RequestState:
         """Create the state of a new request.
 
         Args:
-            request: The request.
-            request_id: Name of the request.
+            request: The request, which has a name.
             default_seed: Seed to use if the parameters have none.
             arrival_s: Arrival time in seconds of ``time.monotonic()``.
 
@@ -165,7 +164,7 @@ class Admission:
         token_ids = truncate_prompt(self._token_ids(request), kept, max_output_tokens, limits.max_model_len)
         if request.pooling is not None:
             times = {"arrival_s": arrival_s, "queued_s": time.monotonic()}
-            return pooling_state(request, request.pooling, token_ids, limits, request_id=request_id, **times)
+            return pooling_state(request, request.pooling, token_ids, limits, **times)
         limits.check_generates()
         check_against(params, vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs)
         params = fit_max_tokens(params, len(token_ids), limits.max_model_len, request.is_strict_length)
@@ -176,11 +175,11 @@ class Admission:
             grammar = self.grammars.submit(params.structured_outputs)
         request = dataclasses.replace(request, params=params)
         return RequestState(
-            request_id=request_id,
+            request_id=request.request_id,
             prompt=request.text,
             prompt_token_ids=token_ids,
             params=params,
-            samples=self._samples(request, request_id, token_ids, default_seed, grammar),
+            samples=self._samples(request, token_ids, default_seed, grammar),
             lane=0,
             arrival_s=arrival_s,
             queued_s=time.monotonic(),
@@ -190,7 +189,7 @@ class Admission:
         )
 
     def _samples(
-        self, request: Request, request_id: str, prompt: list[int], default_seed: int, grammar: GrammarFuture | None
+        self, request: Request, prompt: list[int], default_seed: int, grammar: GrammarFuture | None
     ) -> list[Sample]:
         """Create the samples of a request; the others follow the first one, whose prompt pages they share."""
         params, limits = request.params, self.limits
@@ -198,10 +197,10 @@ class Admission:
         stop_ids: dict[int, int | None] = {} if params.ignore_eos else dict.fromkeys(limits.eos_token_ids)
         stop_ids |= {token: token for token in params.stop_token_ids or ()}
         max_length = len(prompt) + (params.max_tokens or 0)
-        cache_root = limits.cache_root(request.cache_salt, request_id, max_length)
+        cache_root = limits.cache_root(request.cache_salt, request.request_id, max_length)
         sequences = [
             Sequence(
-                sequence_id=f"{request_id}-{index}",
+                sequence_id=f"{request.request_id}-{index}",
                 token_ids=list(prompt),
                 num_prompt_tokens=len(prompt),
                 max_length=max_length,
@@ -301,17 +300,18 @@ class Admission:
         longer = [word for word in bad_words if len(word) > 1]
 
         def make() -> Constraint | None:
-            own: list[Constraint] = []
+            parts: list[Constraint] = []
             if markers is not None and budget is not None:
-                own.append(ThinkingBudget(markers.start_ids, markers.end_ids, budget, section, vocab_size=vocab_size))
+                parts.append(ThinkingBudget(markers.start_ids, markers.end_ids, budget, section, vocab_size=vocab_size))
             if longer:
-                own.append(BadWords(longer, vocab_size=vocab_size))
+                parts.append(BadWords(longer, vocab_size=vocab_size))
+            own = AllOf(parts) if len(parts) > 1 else parts[0] if parts else None
             if grammar is None:
-                return _all_of(own)
+                return own
             constraint: Constraint = DeferredConstraint(grammar)
             if reasoning is not None:
                 constraint = AfterReasoning(constraint, reasoning)
-            return _all_of([constraint, *filter(None, [_all_of(own)])])
+            return constraint if own is None else AllOf([constraint, own])
 
         return [make() for _ in range(request.params.n)]
 
@@ -338,10 +338,6 @@ class Admission:
             return None
         text = request.text if request.truncate_prompt_tokens is None else None
         return prompt_offsets(self.tokenizer, text, token_ids)
-
-
-def _all_of(parts: list[Constraint]) -> Constraint | None:
-    return AllOf(parts) if len(parts) > 1 else parts[0] if parts else None
 
 
 def _empty_logprobs(params: SamplingParams) -> SampleLogprobs | None:

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import logging
 import random
@@ -83,17 +84,14 @@ class Engine:
         """Number of running and waiting requests, and of those that the next step reports as failed."""
         return len(self._requests) + len(self._lost)
 
-    def prepare(
-        self, request: Request, *, request_id: str | None = None, arrival_s: float | None = None
-    ) -> RequestState:
+    def prepare(self, request: Request, arrival_s: float | None = None) -> RequestState:
         """Validate and tokenize a request, and start to compile its grammar; ``enqueue`` runs it.
 
         Raises:
             RequestError: The prompt or a parameter is invalid or unsupported.
         """
         return self.admission.admit(
-            request,
-            request_id=str(next(self._ids)) if request_id is None else request_id,
+            request if request.request_id else dataclasses.replace(request, request_id=str(next(self._ids))),
             default_seed=self._seeds.getrandbits(32),
             arrival_s=time.monotonic() if arrival_s is None else arrival_s,
         )

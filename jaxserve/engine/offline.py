@@ -162,7 +162,7 @@ class OfflineRunner:
         arrival_s = time.monotonic()
         for index, prompt in enumerate(inputs):
             try:
-                requests.append(self._engine.prepare(prompt, arrival_s=arrival_s))
+                requests.append(self._engine.prepare(prompt, arrival_s))
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}") from error
             signals.run_pending()

@@ -22,7 +22,6 @@ def pooling_state(
     token_ids: list[int],
     limits: ModelLimits,
     *,
-    request_id: str,
     arrival_s: float,
     queued_s: float,
 ) -> RequestState:
@@ -42,17 +41,17 @@ def pooling_state(
             value=length,
         )
     sequence = Sequence(
-        sequence_id=f"{request_id}-0",
+        sequence_id=f"{request.request_id}-0",
         token_ids=list(token_ids),
         num_prompt_tokens=length,
         max_length=length,
         pooling=params.pooling,
         priority=request.priority,
-        cache_root=limits.cache_root(request.cache_salt, request_id, length),
+        cache_root=limits.cache_root(request.cache_salt, request.request_id, length),
         reads_cache=params.pooling == "last",
     )
     return RequestState(
-        request_id=request_id,
+        request_id=request.request_id,
         prompt=request.text,
         prompt_token_ids=token_ids,
         params=_UNUSED_PARAMS,

@@ -90,7 +90,7 @@ class EngineClient:
             raise UnavailableError("the engine process has ended")
         return link.info
 
-    def generate(self, request: Request, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs until the request finishes. Closing the generator, or cancelling its reader, ends the request.
 
         Deltas that arrive while the reader is busy are merged. The first output has the prompt's token ids, text and
@@ -103,7 +103,7 @@ class EngineClient:
             DeadlineError: The deadline has passed.
             EngineDeadError: The engine has ended.
         """
-        return self._ready_link().generate(request, request_id)
+        return self._ready_link().generate(request)
 
     async def tokenize(
         self, text: str, add_special_tokens: bool = True, with_strings: bool = False

@@ -127,11 +127,11 @@ class EngineLink:
         if start.watchdog_timeout:
             self._tasks.append(asyncio.create_task(self._watch(start.watchdog_timeout)))
 
-    async def generate(self, request: Request, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Run a request, as ``EngineClient.generate``."""
         number = self._take_number()
-        self._send(Submit(number, request_id, request))
-        collector = self._collectors[number] = OutputCollector(request_id, request.timeout_s)
+        self._send(Submit(number, request))
+        collector = self._collectors[number] = OutputCollector(request.request_id, request.timeout_s)
         try:
             while True:
                 output = await collector.get()

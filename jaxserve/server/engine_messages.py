@@ -59,8 +59,6 @@ class Submit:
 
     number: int
     """Names the request in later messages; used once."""
-    request_id: str
-    """Its name in logs."""
     request: Request
 
 

@@ -86,11 +86,11 @@ class Frontend:
             raise UnknownModelError(f"The model `{name}` does not exist.")
         return name
 
-    async def generate(self, caller: Caller, request: Request, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, caller: Caller, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Run an admitted request as ``EngineClient.generate``, and record it in log, counters and trace."""
         request = self._completed(caller, request)
-        with RequestEntry(self.log, caller.name, request_id, request) as entry:
-            outputs = self.engine.generate(request, request_id)
+        with RequestEntry(self.log, caller.name, request) as entry:
+            outputs = self.engine.generate(request)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     entry.add(output)

@@ -1,5 +1,6 @@
 """Requests with drafts, end to end on the demo model: what they return is what they return without any."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -78,7 +79,7 @@ class Run:
         states = []
         for index, some in enumerate(params):
             request = parse_prompt(PROMPT + " abc"[: (some.seed or 0) % 4], some)
-            states.append(self.engine.prepare(request, request_id=str(index)))
+            states.append(self.engine.prepare(dataclasses.replace(request, request_id=str(index))))
             self.engine.enqueue(states[-1])
         while self.engine.num_unfinished:
             self.engine.step()

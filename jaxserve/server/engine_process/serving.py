@@ -193,7 +193,7 @@ class Serving:
 
     def _submit(self, message: Submit) -> None:
         request = message.request
-        stream = OutboxStream(self._outbox, message.number, message.request_id, self._on_end)
+        stream = OutboxStream(self._outbox, message.number, request.request_id, self._on_end)
         place = self._queued.enter(request.params.n if request.pooling is None else 1)
         with self._lock:
             self._requests[message.number] = stream, place
@@ -209,8 +209,7 @@ class Serving:
                     text = rendered.result()
                     token_ids = tuple(self._started.tokenizer.encode(text, add_special_tokens=False))
                     whole = dataclasses.replace(request, text=text, token_ids=token_ids)
-                name = message.request_id
-                prepared = self._started.engine.prepare(whole, request_id=name, arrival_s=arrival_s)
+                prepared = self._started.engine.prepare(whole, arrival_s)
                 self._queued.note_prompt(place, prepared)
                 return prepared
 
@@ -219,7 +218,7 @@ class Serving:
         def report(begun: "concurrent.futures.Future[None]") -> None:
             error = begun.exception()
             if error is not None and not stream.is_silent:
-                stream.refuse(_own_error(error, f"request {message.request_id}"))
+                stream.refuse(_own_error(error, f"request {request.request_id}"))
 
         if request.chat is None:
             begin()

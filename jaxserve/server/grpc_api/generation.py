@@ -71,7 +71,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         call = CURRENT_CALL.get()
         with self._frontend.limits.admit(call.caller, request.params.n):
             await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
-            async with contextlib.aclosing(self._frontend.generate(call.caller, request, call.request_id)) as outputs:
+            async with contextlib.aclosing(self._frontend.generate(call.caller, request)) as outputs:
                 yield outputs
 
     def _read_request(
@@ -96,6 +96,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         frontend.check_model(message.model)
         names = ("priority", "cache_salt", "truncate_prompt_tokens", "add_special_tokens")
         found: dict[str, Any] = {name: getattr(message, name) for name in names if message.HasField(name)}
+        found["request_id"] = CURRENT_CALL.get().request_id
         given, use = given_fields(message.sampling_params), ToolUse()
         if prompt == "messages":
             found["chat"], use = read_conversation(frontend, message.messages)
@@ -115,7 +116,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             use,
             include_reasoning=message.messages.include_reasoning if has_choice else True,
             is_constrained=params.structured_outputs is not None,
-            chat=request.chat,
+            last=request.last_message,
         )
 
 

@@ -65,18 +65,18 @@ class FakeEngine(EngineClient):
             raise self.dead
         return EngineInfo(model=MODEL, default_fields=self.default_fields)
 
-    async def generate(self, request: Request, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Outputs until the request ends."""
         check_against(request.params, vocab_size=MODEL.vocab_size, max_logprobs=-1)
         self._check_vocabulary(request.token_ids or (), "prompt")
         json.dumps(request.chat).encode()
-        self.requests[request_id] = request
+        self.requests[request.request_id] = request
         is_done = False
         try:
             prompt, ids = self._prompt(request)
             if prompt in self.fails_on:
                 raise RequestError("this prompt fails", parameter="prompt" if request.pooling is None else "input")
-            for number, output in enumerate(self._outputs(request, request_id, prompt, ids)):
+            for number, output in enumerate(self._outputs(request, prompt, ids)):
                 if self.error is not None and number == self.error_at:
                     is_done = True
                     raise self.error
@@ -89,9 +89,9 @@ class FakeEngine(EngineClient):
             is_done = True
             raise
         finally:
-            self.ended.append(request_id)
+            self.ended.append(request.request_id)
             if not is_done:
-                self.cancelled.append(request_id)
+                self.cancelled.append(request.request_id)
 
     @staticmethod
     def _check_vocabulary(token_ids: Sequence[int], parameter: str) -> None:
@@ -106,7 +106,7 @@ class FakeEngine(EngineClient):
         assert text is not None
         return text, [ord(character) % 1000 for character in text]
 
-    def _outputs(self, request: Request, name: str, prompt: str | None, ids: list[int]) -> list[RequestOutput]:
+    def _outputs(self, request: Request, prompt: str | None, ids: list[int]) -> list[RequestOutput]:
         params = request.params
         samples = [self._pieces(index, params.max_tokens) for index in range(params.n)]
         if params.output_kind is RequestOutputKind.FINAL_ONLY:
@@ -122,7 +122,7 @@ class FakeEngine(EngineClient):
             wanted = params.prompt_logprobs
             found.append(
                 RequestOutput(
-                    request_id=name,
+                    request_id=request.request_id,
                     prompt=prompt,
                     prompt_token_ids=ids,
                     outputs=outputs,

@@ -105,7 +105,7 @@ def nested(depth: int) -> list[Any]:
 )
 def test_what_cannot_be_sent_is_an_error_of_its_message(value: Any) -> None:
     with pytest.raises(FrameError, match="Submit holds a value that cannot be sent"):
-        pack_frame(Submit(1, "name", Request(chat={"messages": value}, params=DELTA)), 1 << 30)
+        pack_frame(Submit(1, Request(chat={"messages": value}, params=DELTA)), 1 << 30)
 
 
 # ---------------------------------------------------------------- requests
@@ -114,7 +114,7 @@ def test_what_cannot_be_sent_is_an_error_of_its_message(value: Any) -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        Request(text="a", params=DELTA),
+        Request(request_id="name", text="a", params=DELTA),
         Request(token_ids=(0,), params=DELTA),
         Request(
             token_ids=(1, 2, 3),
@@ -139,7 +139,7 @@ def test_what_cannot_be_sent_is_an_error_of_its_message(value: Any) -> None:
     ids=range(5),
 )
 def test_requests_come_through(request_: Request) -> None:
-    assert carried(Submit(7, "name", request_)) == Submit(7, "name", request_)
+    assert carried(Submit(7, request_)) == Submit(7, request_)
 
 
 def test_the_engine_s_description_comes_through() -> None:

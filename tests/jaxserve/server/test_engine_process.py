@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -119,7 +120,7 @@ def asked(text: str | None = "12+30=", params: SamplingParams = GREEDY, **option
 
 
 async def outputs_of(client: EngineClient, request: Request, name: str = "name") -> list[RequestOutput]:
-    return [output async for output in client.generate(request, name)]
+    return [output async for output in client.generate(dataclasses.replace(request, request_id=name))]
 
 
 async def answer(client: EngineClient, request: Request, name: str = "name") -> list[CompletionOutput]:
@@ -236,7 +237,7 @@ def test_embeddings(run: Run, client: EngineClient) -> None:
 def test_a_slow_reader_gets_joined_deltas(run: Run, client: EngineClient) -> None:
     async def read() -> list[int]:
         counts: list[int] = []
-        async for output in client.generate(asked(params=LONG), "slow"):
+        async for output in client.generate(asked(params=LONG, request_id="slow")):
             counts += [len(one.token_ids) for one in output.outputs]
             await asyncio.sleep(0.2)
         return counts
@@ -313,7 +314,7 @@ def test_a_looping_template_fails_alone_within_its_limit(run: Run, client: Engin
 
 def test_a_name_in_use_is_refused(run: Run, client: EngineClient) -> None:
     async def twice() -> None:
-        first = client.generate(asked(params=LONG), "twin")
+        first = client.generate(asked(params=LONG, request_id="twin"))
         await anext(first)
         with pytest.raises(RequestError, match="request id 'twin' is in use"):
             await outputs_of(client, asked(), "twin")
@@ -356,7 +357,7 @@ def test_leaving_frees_everything_in_every_phase(run: Run, client: EngineClient,
     chat = {"messages": [{"role": "user", "content": "x"}], "chat_template": LOOP}
 
     async def read(request: Request, decoding: asyncio.Event) -> None:
-        async for _ in client.generate(request, "left"):
+        async for _ in client.generate(dataclasses.replace(request, request_id="left")):
             decoding.set()
 
     async def leave() -> None:
@@ -405,7 +406,7 @@ def test_a_deadline_mid_decode(run: Run, client: EngineClient, switches: Path) -
     async def read() -> int:
         count = 0
         with pytest.raises(DeadlineError, match="deadline exceeded"):
-            async for output in client.generate(asked(params=LONG, timeout_s=1.0), "late"):
+            async for output in client.generate(asked(params=LONG, timeout_s=1.0, request_id="late")):
                 count += sum(len(one.token_ids) for one in output.outputs)
         return count
 

@@ -23,8 +23,8 @@ def sent(frontend: Frontend, engine: ObservedEngine, caller: Caller, **fields: A
     """The request as it reaches the engine."""
 
     async def run() -> None:
-        request = Request(text="a", params=SamplingParams(), **fields)
-        async for _ in frontend.generate(caller, request, new_request_id("cmpl")):
+        request = Request(request_id=new_request_id("cmpl"), text="a", params=SamplingParams(), **fields)
+        async for _ in frontend.generate(caller, request):
             pass
 
     asyncio.run(run())

@@ -35,14 +35,14 @@ Result = TypeVar("Result")
 class LongEngine(FakeEngine):
     """Streams megabytes."""
 
-    async def generate(self, request: Request, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """40 of them."""
-        self.requests[request_id] = request
+        self.requests[request.request_id] = request
         try:
             for _ in range(40):
                 output = CompletionOutput(index=0, text="x" * (1 << 20), token_ids=[120], cumulative_logprob=None)
                 yield RequestOutput(
-                    request_id=request_id,
+                    request_id=request.request_id,
                     prompt="Hi",
                     prompt_token_ids=[72],
                     outputs=[output],
@@ -51,7 +51,7 @@ class LongEngine(FakeEngine):
                 )
                 await asyncio.sleep(0)
         finally:
-            self.ended.append(request_id)
+            self.ended.append(request.request_id)
 
 
 class Client:
