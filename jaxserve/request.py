@@ -64,7 +64,8 @@ class Request:
     def __post_init__(self):
         if self.cache_salt == "":
             raise RequestError("cache_salt must not be empty", parameter="cache_salt", value="")
-        integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if self.priority:
+            integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         length = self.truncate_prompt_tokens
         if length is not None and integer("truncate_prompt_tokens", length, -1) == 0:
             message = "truncate_prompt_tokens must be at least 1, or -1 for as many as the context holds; got 0"
