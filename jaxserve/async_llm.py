@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
@@ -23,7 +24,7 @@ from jaxserve.errors import RequestError
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import PoolingRequestOutput, RequestOutput
 from jaxserve.pooling_params import PoolingParams
-from jaxserve.request import PromptInput, parse_prompt
+from jaxserve.request import Request, parse_prompt
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.chat import split_conversations
 from jaxserve.text.chat_prompt import chat_prompt, read_template
@@ -31,7 +32,7 @@ from sharding import ShardingLayout
 
 logger = logging.getLogger(__name__)
 
-_Read = Callable[[], PromptInput]
+_Read = Callable[[], Request]
 
 
 class AsyncLLM:
@@ -154,7 +155,8 @@ class AsyncLLM:
             DeadlineError: While iterating: the request timed out.
             EngineDeadError: While iterating: the engine failed or was shut down.
         """
-        return self._stream(functools.partial(parse_prompt, prompt, sampling_params), request_id, priority, timeout_s)
+        read = functools.partial(parse_prompt, prompt, sampling_params, self._started.default_params)
+        return self._stream(read, request_id, priority, timeout_s)
 
     def chat(
         self,
@@ -180,16 +182,15 @@ class AsyncLLM:
                 ``tools`` and ``chat_template_kwargs``, as in ``LLM.chat``.
         """
 
-        def render() -> PromptInput:
+        def render() -> Request:
             conversations = split_conversations(messages)
             if len(conversations) != 1:
                 raise RequestError(
                     f"AsyncLLM.chat takes one conversation, got {len(conversations)}; call it once for each"
                 )
             template = self._chat_template if chat_template is None else read_template(chat_template)
-            return chat_prompt(
-                self._started.tokenizer, conversations[0], sampling_params, chat_template=template, **options
-            )
+            params = sampling_params or self._started.default_params
+            return chat_prompt(self._started.tokenizer, conversations[0], params, chat_template=template, **options)
 
         return self._stream(render, request_id, priority, timeout_s)
 
@@ -205,7 +206,7 @@ class AsyncLLM:
 
         By default it is the last token's hidden state, scaled to length 1. Otherwise as ``generate``.
         """
-        read = functools.partial(parse_prompt, prompt, pooling_params or PoolingParams(), PoolingParams)
+        read = functools.partial(parse_prompt, prompt, pooling_params, PoolingParams())
         async with contextlib.aclosing(self._stream(read, request_id, priority)) as outputs:
             async for output in outputs:
                 yield PoolingRequestOutput.of(output)
@@ -260,9 +261,8 @@ class AsyncLLM:
         arrival_s = time.monotonic()
 
         def make() -> RequestState:
-            prompt = read()
-            params = prompt.params or self._started.default_params
-            return self._engine.prepare(prompt, params, request_id=request_id, priority=priority, arrival_s=arrival_s)
+            request = dataclasses.replace(read(), request_id=request_id or "", priority=priority)
+            return self._engine.prepare(request, arrival_s)
 
         self._thread.check_alive()
         key = (request_id, stream)

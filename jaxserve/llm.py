@@ -22,7 +22,7 @@ from jaxserve.metric_types import Metric
 from jaxserve.outputs import BeamSearchOutput, EmbeddingRequestOutput, PoolingRequestOutput, RequestOutput
 from jaxserve.parsers import MessageParser, ParsedMessage, chosen_reasoning, ends_in_line, starts_in_reasoning
 from jaxserve.pooling_params import PoolingParams, check_pooling_task
-from jaxserve.request import parse_prompts, priorities_for_each
+from jaxserve.request import parse_prompts
 from jaxserve.sampling_params import BeamSearchParams, SamplingParams
 from jaxserve.text.chat_prompt import chat_prompts, read_template
 from sharding import ShardingLayout
@@ -56,7 +56,7 @@ class LLM:
         self.engine = self._started.engine
         logger.info("%s", self.ledger)
         stats = None if self.config.disable_log_stats else StatsLogger(self.ledger.device)
-        self._runner = OfflineRunner(self.engine, self._started.default_params, stats)
+        self._runner = OfflineRunner(self.engine, stats)
 
     def __enter__(self) -> "LLM":
         return self
@@ -147,8 +147,8 @@ class LLM:
         Raises:
             RequestError: An invalid prompt or parameter; the message names its index. No request has run.
         """
-        inputs = parse_prompts(prompts, sampling_params)
-        return self._runner.run(inputs, priorities_for_each(priority, len(inputs)), use_tqdm)
+        requests = parse_prompts(prompts, sampling_params, self._started.default_params, priority)
+        return self._runner.run(requests, use_tqdm)
 
     def embed(
         self,
@@ -187,8 +187,7 @@ class LLM:
     ) -> list[PoolingRequestOutput]:
         """Embed prompts as ``embed``, with the vector in ``outputs.data``; ``embed`` is the only ``pooling_task``."""
         check_pooling_task(pooling_task)
-        inputs = parse_prompts(prompts, pooling_params, PoolingParams)
-        return self._runner.pool(inputs, priorities_for_each(priority, len(inputs)), use_tqdm)
+        return self._runner.pool(parse_prompts(prompts, pooling_params, PoolingParams(), priority), use_tqdm)
 
     def beam_search(
         self, prompts: Any, params: BeamSearchParams, *, use_tqdm: bool = False, concurrency_limit: int | None = None
@@ -283,10 +282,12 @@ class LLM:
             chat_template_kwargs: Further variables of the template.
             priority: As in ``generate``.
         """
-        inputs = chat_prompts(
+        requests = chat_prompts(
             self._started.tokenizer,
             messages,
             sampling_params,
+            self._started.default_params,
+            priority,
             chat_template=self._chat_template if chat_template is None else read_template(chat_template),
             chat_template_content_format=chat_template_content_format,
             add_generation_prompt=add_generation_prompt,
@@ -294,14 +295,14 @@ class LLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self._runner.run(inputs, priorities_for_each(priority, len(inputs)), use_tqdm)
+        return self._runner.run(requests, use_tqdm)
 
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
         """Generate a completion of one prompt and yield outputs as they come. Closing the generator aborts the
         request."""
-        inputs = parse_prompts(prompt, sampling_params)
-        if len(inputs) != 1:
-            raise RequestError(f"LLM.stream takes one prompt, got {len(inputs)}; call it once for each")
-        return self._runner.stream(inputs[0])
+        requests = parse_prompts(prompt, sampling_params, self._started.default_params)
+        if len(requests) != 1:
+            raise RequestError(f"LLM.stream takes one prompt, got {len(requests)}; call it once for each")
+        return self._runner.stream(requests[0])

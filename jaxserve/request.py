@@ -1,4 +1,4 @@
-"""Converts prompts as users write them to a plain list: the first check, shared by all APIs.
+"""A request, as every API makes it and as it travels to the engine; and the prompts that users write.
 
 `SamplingParams` is in `jaxserve.sampling_params`, results are in `jaxserve.outputs`.
 """
@@ -6,93 +6,138 @@
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import integer, sequence
-from jaxserve.parsers import LastMessage
+from jaxserve.parsers import LastMessage, last_message
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.sampling_params import SamplingParams
 
 PROMPT_FORMS = "a string, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 MAX_PRIORITY = 2**63 - 1
-ParamsKind = type[SamplingParams] | type[PoolingParams]
-_PARAMS_NAMES: Mapping[ParamsKind, str] = MappingProxyType(
-    {SamplingParams: "sampling_params", PoolingParams: "pooling_params"}
-)
 Params = TypeVar("Params", bound=SamplingParams | PoolingParams)
+_DEFAULTS = SamplingParams()
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptFit:
-    """How a prompt is fitted into the context."""
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt and what to do with it.
 
-    is_strict: bool = False
-    """Whether it is an error if the output may exceed the context; otherwise `max_tokens` is reduced."""
-    truncate_prompt_tokens: int | None = None
-    """Keep only the last tokens of the prompt, this many; -1: as many as leave room for the output."""
-    add_special_tokens: bool = True
-    """Whether the tokenizer adds the model's special tokens to text."""
+    The prompt is `text` to be tokenized, `token_ids`, with their text if it is known, or a conversation, `chat`; a
+    rendered conversation has all three.
 
+    Attributes:
+      request_id: Its name, for aborts and logs; if empty, the engine gives it one.
+      text: Text. If there are token ids it is only returned.
+      token_ids: Each is >= 0; the engine checks the upper bound.
+      chat: Arguments of `AsyncLLM.chat`: `messages` (OpenAI's form) and, if given, `tools`, `chat_template`,
+          `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`.
+      params: How to sample.
+      pooling: Pool hidden states instead of generating; `params` is then not read.
+      priority: Lower runs sooner.
+      cache_salt: Only requests with the same salt share cached pages.
+      timeout_s: Seconds until the deadline; None for none.
+      is_strict_length: Whether a `max_tokens` that exceeds the context is an error; else it is lowered.
+      truncate_prompt_tokens: Keep only the last tokens of the prompt, this many; -1: as many as leave room for the
+          output.
+      add_special_tokens: Whether the tokenizer adds the model's special tokens to a text.
 
-@dataclass(frozen=True, slots=True)
-class PromptInput:
-    """One prompt: text to be tokenized, or token ids with their text, if it was given."""
+    Raises:
+      RequestError: A wrong value; `SamplingParams` and `PoolingParams` have checked theirs.
+    """
 
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...] | None
-    """If not None these are used, and `prompt` is only returned. Each is >= 0; the engine checks the upper bound."""
-    params: SamplingParams | PoolingParams | None
-    """None: the model's defaults."""
+    request_id: str = ""
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    chat: Mapping[str, Any] | None = None
+    params: SamplingParams = _DEFAULTS
+    pooling: PoolingParams | None = None
+    priority: int = 0
     cache_salt: str | None = None
-    """Only requests with the same salt share cached pages."""
-    fit: PromptFit = PromptFit()
-    is_chat: bool = False
-    """Whether the prompt is a conversation rendered by a template."""
-    last_message: LastMessage | None = None
-    """The last message of the conversation, which tells whether its end is the user's text or the assistant's."""
+    timeout_s: float | None = None
+    is_strict_length: bool = False
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool = True
+
+    def __post_init__(self):
+        if self.cache_salt == "":
+            raise RequestError("cache_salt must not be empty", parameter="cache_salt", value="")
+        if self.priority:
+            integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        length = self.truncate_prompt_tokens
+        if length is not None and integer("truncate_prompt_tokens", length, -1) == 0:
+            message = "truncate_prompt_tokens must be at least 1, or -1 for as many as the context holds; got 0"
+            raise RequestError(message, parameter="truncate_prompt_tokens", value=length)
+
+    @property
+    def last_message(self) -> LastMessage | None:
+        """The last message of a conversation, which tells whether its end is the user's text or the assistant's."""
+        if self.chat is None or not self.chat.get("messages"):
+            return None
+        return last_message(self.chat["messages"], continues=bool(self.chat.get("continue_final_message")))
 
 
-def parse_prompts(prompts: Any, params: Any = None, kind: ParamsKind = SamplingParams) -> list[PromptInput]:
-    """Read the prompt argument of `LLM.generate` and `LLM.embed`.
+def parse_prompts(
+    prompts: Any, params: Any = None, default: SamplingParams | PoolingParams = _DEFAULTS, priority: Any = None
+) -> list[Request]:
+    """Read the arguments of `LLM.generate` and `LLM.embed`.
 
     Args:
       prompts: A string, a list of token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a sequence of those.
         The dicts may also have `cache_salt`. An empty sequence means no prompts.
-      params: `SamplingParams` for all prompts, a sequence with one (or None) per prompt, or None.
-      kind: `PoolingParams` if `params` must be of that class.
+      params: Parameters of the class of `default` for all prompts, a sequence with one (or None) per prompt, or None.
+      default: Parameters of prompts without any.
+      priority: One number per prompt, or None; the lowest run first.
 
     Returns:
-      One `PromptInput` per prompt, in order.
+      One request per prompt, in order.
 
     Raises:
-      RequestError: A prompt is invalid (the message has its index), or the numbers of prompts and params differ.
+      RequestError: A prompt or priority is invalid (the message has its index), or there is another number of params
+        or priorities than of prompts.
     """
     items = _items(prompts)
+    all_params = params_for_each(params, len(items), default)
+    priorities = priorities_for_each(priority, len(items))
     return [
-        _parse(index, item, one)
-        for index, (item, one) in enumerate(zip(items, _for_each(params, len(items), kind), strict=True))
+        Request(**_parse(index, item), **_params_field(each), priority=level)
+        for index, (item, each, level) in enumerate(zip(items, all_params, priorities, strict=True))
     ]
 
 
-def parse_prompt(prompt: Any, params: Any = None, kind: ParamsKind = SamplingParams) -> PromptInput:
-    """Read the prompt argument of `AsyncLLM.generate` and `AsyncLLM.encode`: one prompt, as for `parse_prompts`."""
-    inputs = parse_prompts(prompt, params, kind)
-    if len(inputs) != 1:
-        name = "generate" if kind is SamplingParams else "encode"
-        raise RequestError(f"{name} takes one prompt, got {len(inputs)}")
-    return inputs[0]
+def parse_prompt(prompt: Any, params: Any = None, default: SamplingParams | PoolingParams = _DEFAULTS) -> Request:
+    """Read the arguments of `AsyncLLM.generate` and `AsyncLLM.encode`: one prompt, as for `parse_prompts`."""
+    requests = parse_prompts(prompt, params, default)
+    if len(requests) != 1:
+        name = "generate" if isinstance(default, SamplingParams) else "encode"
+        raise RequestError(f"{name} takes one prompt, got {len(requests)}")
+    return requests[0]
 
 
-def params_for_each(params: Any, num_prompts: int) -> list[SamplingParams | None]:
-    """Return one `SamplingParams` (or None, the model's defaults) for each prompt.
+def params_for_each(params: Any, num_prompts: int, default: Params) -> list[Params]:
+    """Return the parameters of each prompt, of the class of `default`, which is used for None.
 
     Raises:
       RequestError: A sequence of another length, or an item of another type.
     """
-    return _for_each(params, num_prompts, SamplingParams)
+    kind = type(default)
+    if params is None:
+        return [default] * num_prompts
+    if isinstance(params, kind):
+        return [params] * num_prompts
+    name = "sampling_params" if kind is SamplingParams else "pooling_params"
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        raise RequestError(f"{name} must be {kind.__name__} or a list of them, got {type(params).__name__}")
+    listed = list(cast("Sequence[Any]", params))
+    if len(listed) != num_prompts:
+        message = f"the lengths of prompts ({num_prompts}) and {name} ({len(listed)}) must be the same"
+        raise RequestError(message)
+    for index, item in enumerate(listed):
+        if item is not None and not isinstance(item, kind):
+            raise RequestError(f"{name}[{index}] must be {kind.__name__}, got {type(item).__name__}")
+    return [default if item is None else item for item in listed]
 
 
 def check_length(num_prompt_tokens: int, num_output_tokens: int, max_model_len: int) -> None:
@@ -120,22 +165,6 @@ def check_length(num_prompt_tokens: int, num_output_tokens: int, max_model_len: 
     )
 
 
-def _for_each(params: Any, num_prompts: int, kind: type[Params]) -> "list[Params | None]":
-    name, expected = _PARAMS_NAMES[kind], kind.__name__
-    if params is None or isinstance(params, kind):
-        return [params] * num_prompts
-    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
-        raise RequestError(f"{name} must be {expected} or a list of them, got {type(params).__name__}")
-    listed = list(cast("Sequence[Any]", params))
-    if len(listed) != num_prompts:
-        message = f"the lengths of prompts ({num_prompts}) and {name} ({len(listed)}) must be the same"
-        raise RequestError(message)
-    for index, item in enumerate(listed):
-        if item is not None and not isinstance(item, kind):
-            raise RequestError(f"{name}[{index}] must be {expected}, got {type(item).__name__}")
-    return listed
-
-
 def priorities_for_each(priority: Any, num_prompts: int) -> list[int]:
     """Return the priority of each prompt, 0 if None is given; the lowest run first.
 
@@ -161,17 +190,22 @@ def _items(prompts: Any) -> list[Any]:
     return listed
 
 
-def _parse(index: int, item: Any, params: SamplingParams | PoolingParams | None) -> PromptInput:
+def _params_field(params: SamplingParams | PoolingParams) -> dict[str, Any]:
+    return {"params": params} if isinstance(params, SamplingParams) else {"pooling": params}
+
+
+def _parse(index: int, item: Any) -> dict[str, Any]:
+    """Return the fields of a request that a prompt sets."""
     if isinstance(item, str):
-        return PromptInput(_text(index, item), None, params)
+        return {"text": _text(index, item)}
     if isinstance(item, Mapping):
-        return _parse_mapping(index, cast("Mapping[str, Any]", item), params)
+        return _parse_mapping(index, cast("Mapping[str, Any]", item))
     if isinstance(item, Sequence) and not isinstance(item, bytes):
-        return PromptInput(None, _token_ids(index, cast("Sequence[Any]", item)), params)
+        return {"token_ids": _token_ids(index, cast("Sequence[Any]", item))}
     raise RequestError(f"prompt {index} must be {PROMPT_FORMS}; got {type(item).__name__}")
 
 
-def _parse_mapping(index: int, item: Mapping[str, Any], params: SamplingParams | PoolingParams | None) -> PromptInput:
+def _parse_mapping(index: int, item: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(item) - set(_KEYS), key=str)
     if unknown:
         known = ", ".join(map(repr, _KEYS))
@@ -183,10 +217,10 @@ def _parse_mapping(index: int, item: Mapping[str, Any], params: SamplingParams |
         raise RequestError(f"prompt {index}: 'prompt' must be a string, got {type(text).__name__}")
     salt = _salt(index, item.get("cache_salt"))
     if token_ids is None:
-        return PromptInput(_text(index, text or ""), None, params, salt)
+        return {"text": _text(index, text or ""), "cache_salt": salt}
     if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):
         raise RequestError(f"prompt {index}: 'prompt_token_ids' must be a list of ints, got {type(token_ids).__name__}")
-    return PromptInput(text, _token_ids(index, cast("Sequence[Any]", token_ids)), params, salt)
+    return {"text": text, "token_ids": _token_ids(index, cast("Sequence[Any]", token_ids)), "cache_salt": salt}
 
 
 def _salt(index: int, salt: Any) -> str | None:

@@ -38,7 +38,7 @@ from jaxserve import LLM, SamplingParams  # noqa: E402
 from jaxserve.layers.parallel import Scope  # noqa: E402
 from jaxserve.models.abstract import abstract_model  # noqa: E402
 from jaxserve.models.loading import read_model_config  # noqa: E402
-from jaxserve.request import parse_prompts  # noqa: E402
+from jaxserve.request import parse_prompt  # noqa: E402
 from scripts.bench_peers import Driver, load_workloads, read_bandwidth  # noqa: E402
 
 OUT = REPOSITORY / "scripts" / "charts" / "experts_measurements.json"
@@ -156,7 +156,7 @@ def time_steps(folder: Path, request: tuple[list[int], int], runs: int) -> dict[
     with LLM(str(folder / "experts"), **settings) as experts, LLM(str(folder / "dense"), **settings) as dense:
         engines = {"experts": experts.engine, "dense": dense.engine}
         for _ in range(runs):
-            states = [engine.submit(parse_prompts(request[0])[0], params) for engine in engines.values()]
+            states = [engine.submit(parse_prompt(request[0], params)) for engine in engines.values()]
             while any(state.first_token_s is None for state in states):
                 for engine in engines.values():
                     engine.step()

@@ -27,7 +27,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.metrics import CompileCounter
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.replica import Replica
-from jaxserve.request import parse_prompts
+from jaxserve.request import parse_prompt
 from jaxserve.sampling.sampler import VARIANTS
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.page_allocator import PageAllocator
@@ -126,7 +126,7 @@ def measure(engine: Engine, num_rows: int, num_steps: int, clock: Clock) -> dict
     rng = random.Random(1)
     for _ in range(num_rows):
         prompt = {"prompt_token_ids": rng.choices(range(270, engine.admission.limits.vocab_size), k=PROMPT_TOKENS)}
-        engine.submit(parse_prompts(prompt)[0], SamplingParams(temperature=0.8, max_tokens=None, ignore_eos=True))
+        engine.submit(parse_prompt(prompt, SamplingParams(temperature=0.8, max_tokens=None, ignore_eos=True)))
     whole: list[float] = []
     parts: dict[str, list[float]] = {"schedule": [], "batch": [], "complete": []}
     while len(whole) < num_steps:

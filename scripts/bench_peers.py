@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.engine.request_state import RequestState
-from jaxserve.request import parse_prompts
+from jaxserve.request import parse_prompt
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ class Driver:
 
     def _submit(self, prompt: list[int], new: int) -> RequestState:
         params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
-        return self._engine.submit(parse_prompts(prompt)[0], params)
+        return self._engine.submit(parse_prompt(prompt, params))
 
 
 def time_contexts(llm: LLM, runs: int) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def time_contexts(llm: LLM, runs: int) -> dict[str, Any]:
         for _ in range(runs):
             prompt = np.random.default_rng(context).integers(3, 32000, context - 16).tolist()
             params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, detokenize=False)
-            request = llm.engine.submit(parse_prompts(prompt)[0], params)
+            request = llm.engine.submit(parse_prompt(prompt, params))
             while request.first_token_s is None:
                 llm.engine.step()
             while not request.is_finished():

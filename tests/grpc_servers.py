@@ -11,11 +11,11 @@ import grpc.aio
 
 from jaxserve.metric_types import Gauge, Metric
 from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.request import Request
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_messages import EngineInfo
-from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend, ParserNames
 from jaxserve.server.grpc_api.server import GrpcServer
@@ -66,7 +66,7 @@ class FakeEngine(EngineClient):
     """
 
     def __init__(self) -> None:
-        self.requests: dict[str, EngineRequest] = {}
+        self.requests: dict[str, Request] = {}
         self.running: set[str] = set()
         self.num_steps = 4
         self.stops_at: int | None = None
@@ -81,7 +81,7 @@ class FakeEngine(EngineClient):
         self.calls: list[tuple[str, Any]] = []
 
     @property
-    def last(self) -> EngineRequest:
+    def last(self) -> Request:
         """The newest request."""
         return list(self.requests.values())[-1]
 
@@ -92,12 +92,12 @@ class FakeEngine(EngineClient):
             raise UnavailableError("the server is starting")
         return EngineInfo(model=MODEL, default_fields=self.default_fields)
 
-    async def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Deltas, or one output at the end."""
-        self.requests[request_id] = request
-        self.running.add(request_id)
+        self.requests[request.request_id] = request
+        self.running.add(request.request_id)
         try:
-            outputs = self._joined(request, request_id) if self.joins else self._steps(request, request_id)
+            outputs = self._joined(request) if self.joins else self._steps(request)
             async with contextlib.aclosing(outputs):
                 if request.params.output_kind is RequestOutputKind.FINAL_ONLY:
                     yield _whole([output async for output in outputs])
@@ -105,9 +105,9 @@ class FakeEngine(EngineClient):
                 async for output in outputs:
                     yield output
         finally:
-            self.running.remove(request_id)
+            self.running.remove(request.request_id)
 
-    async def _steps(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    async def _steps(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         for step in range(self.num_steps):
             if step == self.stops_at:
                 self.reached.set()
@@ -115,15 +115,15 @@ class FakeEngine(EngineClient):
             if self.error is not None and step == self.fails_at:
                 raise self.error
             await asyncio.sleep(0)
-            yield self._output(request, request_id, step)
+            yield self._output(request, step)
 
-    async def _joined(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    async def _joined(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """As ``_steps``, but steps go on while nobody reads, and what they give is joined."""
         waiting: list[RequestOutput] = []
         has_news = asyncio.Event()
 
         async def step() -> None:
-            async for output in self._steps(request, request_id):
+            async for output in self._steps(request):
                 waiting.append(output)
                 has_news.set()
 
@@ -139,7 +139,7 @@ class FakeEngine(EngineClient):
         finally:
             stepping.cancel()
 
-    def _output(self, request: EngineRequest, request_id: str, step: int) -> RequestOutput:
+    def _output(self, request: Request, step: int) -> RequestOutput:
         prompt_ids = list(request.token_ids or (1, 2, 3))
         is_last = step == self.num_steps - 1
         outputs = [
@@ -153,7 +153,7 @@ class FakeEngine(EngineClient):
             for index in range(request.params.n)
         ]
         return RequestOutput(
-            request_id=request_id,
+            request_id=request.request_id,
             prompt=request.text if request.chat is None else "<chat>",
             prompt_token_ids=prompt_ids,
             outputs=outputs,

@@ -45,7 +45,7 @@ from jaxserve.layers.rows import ROW_TILE as ROW_TILE
 from jaxserve.layers.sparse_mlp import ClampedSwiGLU as ClampedSwiGLU
 from jaxserve.metric_types import Histogram as Histogram
 from jaxserve.parsers import ToolCall as ToolCall
-from jaxserve.request import parse_prompts
+from jaxserve.request import parse_prompt
 from jaxserve.scheduling import endings, plan_draft
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence as ScheduledSequence
@@ -177,7 +177,7 @@ def _plan(model: Path, settings: dict[str, Any]) -> EnginePlan:
 
 def submit(llm: LLM, token_ids: Sequence[int], params: SamplingParams) -> str:
     """Queue a request; return its id."""
-    return llm.engine.submit(parse_prompts({"prompt_token_ids": list(token_ids)})[0], params).request_id
+    return llm.engine.submit(parse_prompt({"prompt_token_ids": list(token_ids)}, params)).request_id
 
 
 def step(llm: LLM) -> dict[str, str]:
@@ -196,7 +196,7 @@ class PooledRequest(NamedTuple):
 def embed_together(llm: LLM, prompts: Sequence[str], params: Sequence[PoolingParams]) -> list[PooledRequest]:
     """Embed prompts in the same steps, without an exception where one fails."""
     pairs = zip(prompts, params, strict=True)
-    requests = [llm.engine.prepare(parse_prompts(prompt)[0], each) for prompt, each in pairs]
+    requests = [llm.engine.prepare(parse_prompt(prompt, each, PoolingParams())) for prompt, each in pairs]
     for request in requests:
         llm.engine.enqueue(request)
     while llm.engine.num_unfinished:

@@ -8,11 +8,11 @@ from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.errors import RequestError
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_messages import EngineInfo
-from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
@@ -107,7 +107,7 @@ class ObservedEngine(EngineClient):
         self.numbers: list[Metric] | Exception = engine_numbers()
         self.has_chat = True
         self.num_renderings = 0
-        self.requests: list[EngineRequest] = []
+        self.requests: list[Request] = []
 
     @property
     def info(self) -> EngineInfo:
@@ -116,10 +116,9 @@ class ObservedEngine(EngineClient):
             raise UnavailableError("the engine is not ready")
         return EngineInfo(model=MODEL, default_fields={})
 
-    async def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Plays the script."""
         self.requests.append(request)
-        del request_id
         for item in self.script:
             if isinstance(item, RequestOutput):
                 yield item
@@ -180,6 +179,6 @@ def make_frontend(engine: ObservedEngine | None = None, **settings: Any) -> Fron
 async def read_all(frontend: Frontend, text: str = "Hello", name: str = "cmpl-1", **fields: Any) -> list[RequestOutput]:
     """Sends a request as a surface does, and reads its answer to the end."""
     params = fields.pop("params", SamplingParams(max_tokens=8))
-    request = EngineRequest(text=text, params=params, **fields)
+    request = Request(request_id=name, text=text, params=params, **fields)
     with frontend.limits.admit(ANYBODY):
-        return [one async for one in frontend.generate(ANYBODY, request, name)]
+        return [one async for one in frontend.generate(ANYBODY, request)]

@@ -2,18 +2,17 @@
 
 import collections.abc
 import concurrent.futures
+import dataclasses
 import hashlib
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.pooling import pooling_state
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.errors import RequestError
 from jaxserve.logprobs import FlatLogprobs, Logprob, SampleLogprobs
-from jaxserve.pooling_params import PoolingParams
-from jaxserve.request import PromptFit, PromptInput, check_length
+from jaxserve.request import Request, check_length
 from jaxserve.sampling_options import SAMPLING_OPTIONS, OptionValues
 from jaxserve.sampling_params import SamplingParams, check_against
 from jaxserve.scheduling.plan import Sampling
@@ -25,22 +24,23 @@ from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.text_offsets import TextOffsets, prompt_offsets
 from jaxserve.text.tokenizer import Tokenizer
 
+GrammarFuture = concurrent.futures.Future[Grammar]
+
 
 def truncate_prompt(
-    token_ids: list[int], fit: PromptFit, max_output_tokens: int | None, max_model_len: int
+    token_ids: list[int], kept: int | None, max_output_tokens: int | None, max_model_len: int
 ) -> list[int]:
-    """Return the last tokens of a prompt, as many as ``fit.truncate_prompt_tokens`` keeps.
+    """Return the last tokens of a prompt.
 
     Args:
         token_ids: Tokens of the prompt.
-        fit: Truncation requested for the prompt.
+        kept: Number of tokens to keep; -1: as many as leave room for the output; None: all.
         max_output_tokens: For -1, the number of output tokens to leave room for; None for one.
         max_model_len: Maximum context length in tokens.
 
     Raises:
         RequestError: ``truncate_prompt_tokens`` is neither -1 nor from 1 to ``max_model_len``.
     """
-    kept = fit.truncate_prompt_tokens
     if kept is None:
         return token_ids
     if kept == -1:
@@ -145,71 +145,86 @@ class Admission:
         self.tokenizer = tokenizer
         self.grammars = grammars
 
-    def admit(
-        self,
-        prompt: PromptInput,
-        params: SamplingParams | PoolingParams,
-        *,
-        request_id: str,
-        priority: int,
-        default_seed: int,
-        arrival_s: float,
-    ) -> RequestState:
+    def admit(self, request: Request, *, default_seed: int, arrival_s: float) -> RequestState:
         """Create the state of a new request.
 
         Args:
-            prompt: Text or token ids.
-            params: Sampling parameters, or pooling parameters to compute an embedding.
-            request_id: Name of the request.
-            priority: Lower values run first; must be 0 unless the engine uses priority scheduling.
-            default_seed: Seed to use if ``params`` has none.
+            request: The request, which has a name.
+            default_seed: Seed to use if the parameters have none.
             arrival_s: Arrival time in seconds of ``time.monotonic()``.
 
         Raises:
             RequestError: The prompt is empty, too long or has a token id out of the vocabulary, or this model or engine
                 does not support a parameter.
         """
-        limits = self.limits
-        limits.check_priority(priority)
-        max_output_tokens = params.max_tokens if isinstance(params, SamplingParams) else 0
-        token_ids = truncate_prompt(self._token_ids(prompt), prompt.fit, max_output_tokens, limits.max_model_len)
-        if isinstance(params, PoolingParams):
+        limits, params = self.limits, request.params
+        limits.check_priority(request.priority)
+        max_output_tokens = params.max_tokens if request.pooling is None else 0
+        kept = request.truncate_prompt_tokens
+        token_ids = truncate_prompt(self._token_ids(request), kept, max_output_tokens, limits.max_model_len)
+        if request.pooling is not None:
             times = {"arrival_s": arrival_s, "queued_s": time.monotonic()}
-            return pooling_state(prompt, token_ids, params, limits, request_id=request_id, priority=priority, **times)
+            return pooling_state(request, request.pooling, token_ids, limits, **times)
         limits.check_generates()
         check_against(params, vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs)
-        params = fit_max_tokens(params, len(token_ids), limits.max_model_len, prompt.fit.is_strict)
+        params = fit_max_tokens(params, len(token_ids), limits.max_model_len, request.is_strict_length)
         self._check_supported(params)
-        grammar = reasoning = None
+        grammar = None
         if params.structured_outputs is not None:
-            assert self.grammars is not None and self.tokenizer is not None
+            assert self.grammars is not None
             grammar = self.grammars.submit(params.structured_outputs)
-            if limits.reasoning is not None:
-                ending = (prompt.is_chat, prompt.last_message)
-                reasoning = find_reasoning(limits.reasoning, self.tokenizer, token_ids, *ending)
-        root = limits.cache_root(prompt.cache_salt, request_id, len(token_ids) + (params.max_tokens or 0))
-        seed = default_seed if params.seed is None else params.seed
-        section = self._open_section(prompt, token_ids, params)
-        inputs = _SampleInputs(request_id, token_ids, params, seed, priority, root, grammar, reasoning, section)
+        request = dataclasses.replace(request, params=params)
         return RequestState(
-            request_id=request_id,
-            prompt=prompt.prompt,
+            request_id=request.request_id,
+            prompt=request.text,
             prompt_token_ids=token_ids,
             params=params,
-            samples=self._samples(inputs),
+            samples=self._samples(request, token_ids, default_seed, grammar),
             lane=0,
             arrival_s=arrival_s,
             queued_s=time.monotonic(),
             prompt_logprobs=_empty_prompt_logprobs(params, len(token_ids)),
-            prompt_offsets=self._prompt_offsets(prompt, token_ids, params),
+            prompt_offsets=self._prompt_offsets(request, token_ids),
             grammar=grammar,
         )
 
-    def _samples(self, inputs: "_SampleInputs") -> list[Sample]:
+    def _samples(
+        self, request: Request, prompt: list[int], default_seed: int, grammar: GrammarFuture | None
+    ) -> list[Sample]:
         """Create the samples of a request; the others follow the first one, whose prompt pages they share."""
-        prompt, params = inputs.prompt, inputs.params
+        params, limits = request.params, self.limits
         bad_words = self._bad_words(params.bad_words) if params.bad_words else []
-        followers = [self._sequence(inputs, index, bad_words, []) for index in range(1, params.n)]
+        stop_ids: dict[int, int | None] = {} if params.ignore_eos else dict.fromkeys(limits.eos_token_ids)
+        stop_ids |= {token: token for token in params.stop_token_ids or ()}
+        max_length = len(prompt) + (params.max_tokens or 0)
+        cache_root = limits.cache_root(request.cache_salt, request.request_id, max_length)
+        sequences = [
+            Sequence(
+                sequence_id=f"{request.request_id}-{index}",
+                token_ids=list(prompt),
+                num_prompt_tokens=len(prompt),
+                max_length=max_length,
+                sampling=make_sampling(
+                    params,
+                    seed=sample_seed(default_seed if params.seed is None else params.seed, index),
+                    vocab_size=limits.vocab_size,
+                    arguments=limits.arguments,
+                    banned_ids=[token for token in stop_ids if 0 <= token < limits.vocab_size],
+                    banned_until=len(prompt) + params.min_tokens,
+                    bad_ids=[word[0] for word in bad_words if len(word) == 1],
+                ),
+                stop_ids=stop_ids,
+                min_length=len(prompt) + params.min_tokens,
+                wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
+                priority=request.priority,
+                cache_root=cache_root,
+                reads_cache=params.reads_prefix_cache or (index > 0 and params.skip_reading_prefix_cache is None),
+                constraint=constraint,
+                repetition=params.repetition_detection,
+            )
+            for index, constraint in enumerate(self._constraints(request, prompt, grammar, bad_words))
+        ]
+        sequences[0].followers = sequences[1:]
         return [
             Sample(
                 index,
@@ -218,17 +233,8 @@ class Admission:
                 _empty_logprobs(params),
                 self._offsets(prompt, params),
             )
-            for index, sequence in enumerate([self._sequence(inputs, 0, bad_words, followers), *followers])
+            for index, sequence in enumerate(sequences)
         ]
-
-    def _open_section(
-        self, prompt: PromptInput, token_ids: list[int], params: SamplingParams
-    ) -> collections.abc.Sequence[int]:
-        """Return the tokens of the prompt that count for the thinking budget if they open a section."""
-        markers = self.limits.reasoning
-        if markers is None or self.tokenizer is None or params.thinking_token_budget is None:
-            return ()
-        return open_section(markers, self.tokenizer, token_ids, prompt.is_chat, prompt.last_message)
 
     def _bad_words(self, words: collections.abc.Sequence[str]) -> list[tuple[int, ...]]:
         """Return the token sequences of bad words; a tokenizer may have tokens that the model lacks."""
@@ -241,13 +247,13 @@ class Admission:
             raise RequestError(message, parameter="bad_words", value=words)
         return found
 
-    def _token_ids(self, prompt: PromptInput) -> list[int]:
-        if prompt.prompt_token_ids is not None:
-            token_ids = list(prompt.prompt_token_ids)
+    def _token_ids(self, request: Request) -> list[int]:
+        if request.token_ids is not None:
+            token_ids = list(request.token_ids)
         elif self.tokenizer is None:
             raise RequestError("the model directory has no tokenizer; expected prompt_token_ids, got text")
         else:
-            token_ids = self.tokenizer.encode(prompt.prompt or "", prompt.fit.add_special_tokens)
+            token_ids = self.tokenizer.encode(request.text or "", request.add_special_tokens)
         if not token_ids:
             raise RequestError(
                 "the prompt is empty after tokenization; at least one token is required", parameter="prompt"
@@ -279,61 +285,35 @@ class Admission:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise RequestError(f"extra_args[{name!r}] must be a number, got {value!r}", parameter="extra_args")
 
-    def _sequence(
-        self, inputs: "_SampleInputs", index: int, bad_words: list[tuple[int, ...]], followers: list[Sequence]
-    ) -> Sequence:
-        prompt, params = inputs.prompt, inputs.params
-        stop_ids: dict[int, int | None] = {} if params.ignore_eos else dict.fromkeys(self.limits.eos_token_ids)
-        stop_ids |= {token: token for token in params.stop_token_ids or ()}
-        sampling = make_sampling(
-            params,
-            seed=sample_seed(inputs.seed, index),
-            vocab_size=self.limits.vocab_size,
-            arguments=self.limits.arguments,
-            banned_ids=[token for token in stop_ids if 0 <= token < self.limits.vocab_size],
-            banned_until=len(prompt) + params.min_tokens,
-            bad_ids=[word[0] for word in bad_words if len(word) == 1],
-        )
-        return Sequence(
-            sequence_id=f"{inputs.request_id}-{index}",
-            token_ids=list(prompt),
-            num_prompt_tokens=len(prompt),
-            max_length=len(prompt) + (params.max_tokens or 0),
-            sampling=sampling,
-            stop_ids=stop_ids,
-            min_length=len(prompt) + params.min_tokens,
-            wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
-            priority=inputs.priority,
-            cache_root=inputs.cache_root,
-            reads_cache=params.reads_prefix_cache or (index > 0 and params.skip_reading_prefix_cache is None),
-            constraint=self._constraint(inputs, bad_words),
-            repetition=params.repetition_detection,
-            followers=followers,
-        )
-
-    def _constraint(self, inputs: "_SampleInputs", bad_words: list[tuple[int, ...]]) -> Constraint | None:
-        """Create the constraint of one sample; the grammar takes precedence if no token satisfies all parts."""
-        own = self._token_constraint(inputs.open_section, inputs.params, bad_words)
-        if inputs.grammar is None:
-            return own
-        constraint: Constraint = DeferredConstraint(inputs.grammar)
-        if inputs.reasoning is not None:
-            constraint = AfterReasoning(constraint, inputs.reasoning)
-        return constraint if own is None else AllOf([constraint, own])
-
-    def _token_constraint(
-        self, prompt: collections.abc.Sequence[int], params: SamplingParams, bad_words: list[tuple[int, ...]]
-    ) -> Constraint | None:
-        """Create the constraint for the thinking budget and for bad words of several tokens."""
-        parts: list[Constraint] = []
-        markers, budget = self.limits.reasoning, params.thinking_token_budget
-        if markers is not None and budget is not None:
-            vocab_size = self.limits.vocab_size
-            parts.append(ThinkingBudget(markers.start_ids, markers.end_ids, budget, prompt, vocab_size=vocab_size))
+    def _constraints(
+        self, request: Request, prompt: list[int], grammar: GrammarFuture | None, bad_words: list[tuple[int, ...]]
+    ) -> list[Constraint | None]:
+        """Create the constraint of each sample; the grammar takes precedence if no token satisfies all parts."""
+        markers, vocab_size = self.limits.reasoning, self.limits.vocab_size
+        budget = request.params.thinking_token_budget
+        reasoning: Reasoning | None = None
+        section: collections.abc.Sequence[int] = ()
+        if markers is not None and self.tokenizer is not None and (grammar is not None or budget is not None):
+            ending = (markers, self.tokenizer, prompt, request.chat is not None, request.last_message)
+            reasoning = None if grammar is None else find_reasoning(*ending)
+            section = () if budget is None else open_section(*ending)
         longer = [word for word in bad_words if len(word) > 1]
-        if longer:
-            parts.append(BadWords(longer, vocab_size=self.limits.vocab_size))
-        return AllOf(parts) if len(parts) > 1 else parts[0] if parts else None
+
+        def make() -> Constraint | None:
+            parts: list[Constraint] = []
+            if markers is not None and budget is not None:
+                parts.append(ThinkingBudget(markers.start_ids, markers.end_ids, budget, section, vocab_size=vocab_size))
+            if longer:
+                parts.append(BadWords(longer, vocab_size=vocab_size))
+            own = AllOf(parts) if len(parts) > 1 else parts[0] if parts else None
+            if grammar is None:
+                return own
+            constraint: Constraint = DeferredConstraint(grammar)
+            if reasoning is not None:
+                constraint = AfterReasoning(constraint, reasoning)
+            return constraint if own is None else AllOf([constraint, own])
+
+        return [make() for _ in range(request.params.n)]
 
     def _detokenizer(self, prompt: list[int], params: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is None or not params.detokenize:
@@ -351,26 +331,13 @@ class Admission:
             return None
         return TextOffsets(self.tokenizer.pieces(params.skip_special_tokens), prompt)
 
-    def _prompt_offsets(self, prompt: PromptInput, token_ids: list[int], params: SamplingParams) -> list[int] | None:
+    def _prompt_offsets(self, request: Request, token_ids: list[int]) -> list[int] | None:
         """Return where the prompt's tokens begin: in the given text, or in their own if it may have been truncated."""
+        params = request.params
         if self.tokenizer is None or not params.detokenize or params.prompt_logprobs is None:
             return None
-        text = prompt.prompt if prompt.fit.truncate_prompt_tokens is None else None
+        text = request.text if request.truncate_prompt_tokens is None else None
         return prompt_offsets(self.tokenizer, text, token_ids)
-
-
-class _SampleInputs(NamedTuple):
-    """Inputs common to all samples of a request; ``seed`` is the request's."""
-
-    request_id: str
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
-    priority: int
-    cache_root: bytes
-    grammar: concurrent.futures.Future[Grammar] | None
-    reasoning: Reasoning | None
-    open_section: collections.abc.Sequence[int]
 
 
 def _empty_logprobs(params: SamplingParams) -> SampleLogprobs | None:

@@ -14,7 +14,7 @@ from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.signal_delay import SignalDelay
 from jaxserve.errors import RequestError
 from jaxserve.outputs import BeamSearchOutput, BeamSearchSequence, Logprob
-from jaxserve.request import PromptInput
+from jaxserve.request import Request
 from jaxserve.sampling_params import BeamSearchParams, SamplingParams
 
 
@@ -22,7 +22,7 @@ from jaxserve.sampling_params import BeamSearchParams, SamplingParams
 class _Search:
     """Active beams and completed sequences of one prompt."""
 
-    prompt: PromptInput
+    prompt: Request
     beams: list[BeamSearchSequence]
     completed: list[BeamSearchSequence] = dataclasses.field(default_factory=list)
 
@@ -54,7 +54,7 @@ class BeamSearch:
         self._eos_ids = frozenset(() if params.ignore_eos else limits.eos_token_ids)
 
     def run(
-        self, prompts: list[PromptInput], use_tqdm: bool = False, concurrency_limit: int | None = None
+        self, prompts: list[Request], use_tqdm: bool = False, concurrency_limit: int | None = None
     ) -> list[BeamSearchOutput]:
         """Return up to ``beam_width`` sequences per prompt, best first.
 
@@ -80,13 +80,13 @@ class BeamSearch:
                         break
         return [self._result(search) for search in searches]
 
-    def _start(self, prompts: list[PromptInput]) -> list[_Search]:
+    def _start(self, prompts: list[Request]) -> list[_Search]:
         """Create one search per prompt."""
         searches = []
         params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
         for index, prompt in enumerate(prompts):
             try:
-                request = self._engine.prepare(prompt, params)
+                request = self._engine.prepare(dataclasses.replace(prompt, params=params))
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}") from error
             searches.append(_Search(prompt, [BeamSearchSequence(tokens=request.prompt_token_ids, logprobs=[])]))
@@ -132,7 +132,7 @@ class BeamSearch:
             ]
         return BeamSearchOutput(sequences=best)
 
-    def _prepare(self, prompt: PromptInput, beam: BeamSearchSequence) -> RequestState:
+    def _prepare(self, prompt: Request, beam: BeamSearchSequence) -> RequestState:
         params = SamplingParams(
             temperature=self._params.temperature,
             logprobs=2 * self._params.beam_width,
@@ -140,8 +140,7 @@ class BeamSearch:
             ignore_eos=True,
             seed=0,
         )
-        tokens = dataclasses.replace(prompt, prompt_token_ids=tuple(beam.tokens))
-        return self._engine.prepare(tokens, params)
+        return self._engine.prepare(dataclasses.replace(prompt, token_ids=tuple(beam.tokens), params=params))
 
     def _extend(self, search: _Search, beam: BeamSearchSequence, request: RequestState) -> None:
         """Add one extension of a beam for each reported token to the search."""

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import logging
 import random
@@ -21,9 +22,7 @@ from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.engine.step_guard import StepGuard
 from jaxserve.errors import EngineDeadError, RequestError, RequestFailedError, own_failure, unforeseen
 from jaxserve.metric_types import Metric
-from jaxserve.pooling_params import PoolingParams
-from jaxserve.request import PromptInput
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.request import Request
 from jaxserve.scheduling.plan_draft import Completion
 from jaxserve.scheduling.router import choose_scheduler
 from jaxserve.scheduling.sequence import Sequence
@@ -85,25 +84,14 @@ class Engine:
         """Number of running and waiting requests, and of those that the next step reports as failed."""
         return len(self._requests) + len(self._lost)
 
-    def prepare(
-        self,
-        prompt: PromptInput,
-        params: SamplingParams | PoolingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        arrival_s: float | None = None,
-    ) -> RequestState:
+    def prepare(self, request: Request, arrival_s: float | None = None) -> RequestState:
         """Validate and tokenize a request, and start to compile its grammar; ``enqueue`` runs it.
 
         Raises:
             RequestError: The prompt or a parameter is invalid or unsupported.
         """
         return self.admission.admit(
-            prompt,
-            params,
-            request_id=str(next(self._ids)) if request_id is None else request_id,
-            priority=priority,
+            request if request.request_id else dataclasses.replace(request, request_id=str(next(self._ids))),
             default_seed=self._seeds.getrandbits(32),
             arrival_s=time.monotonic() if arrival_s is None else arrival_s,
         )
@@ -123,11 +111,11 @@ class Engine:
         if error is not None:
             raise error
 
-    def submit(self, prompt: PromptInput, params: SamplingParams | PoolingParams) -> RequestState:
+    def submit(self, request: Request) -> RequestState:
         """Prepare a request and enqueue it."""
-        request = self.prepare(prompt, params)
-        self.enqueue(request)
-        return request
+        prepared = self.prepare(request)
+        self.enqueue(prepared)
+        return prepared
 
     def step(self) -> list[RequestState]:
         """Launch a step on each replica, apply the results that are due, and return the requests they changed.

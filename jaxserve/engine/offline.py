@@ -1,8 +1,7 @@
 """Run requests to completion on the caller's thread, for ``LLM``."""
 
-import dataclasses
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 
 from tqdm import tqdm
 
@@ -12,9 +11,7 @@ from jaxserve.engine.signal_delay import SignalDelay
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.errors import RequestError, RequestFailedError
 from jaxserve.outputs import PoolingRequestOutput, RequestOutput
-from jaxserve.pooling_params import PoolingParams
-from jaxserve.request import PromptInput
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.request import Request
 
 
 class ProgressBar:
@@ -83,37 +80,27 @@ class OfflineRunner:
 
     Args:
         engine: The engine.
-        defaults: Parameters of prompts without any.
         stats: Logs statistics periodically; None for no log and no ``metrics`` in outputs.
     """
 
-    def __init__(self, engine: Engine, defaults: SamplingParams, stats: StatsLogger | None):
+    def __init__(self, engine: Engine, stats: StatsLogger | None):
         self._engine = engine
-        self._defaults = defaults
         self._stats = stats
 
-    def pool(
-        self, inputs: list[PromptInput], priorities: Sequence[int], use_tqdm: bool | Callable[..., tqdm]
-    ) -> list[PoolingRequestOutput]:
-        """Return the embeddings of prompts, whose parameters must be ``PoolingParams`` if given.
+    def pool(self, inputs: list[Request], use_tqdm: bool | Callable[..., tqdm]) -> list[PoolingRequestOutput]:
+        """Return the embeddings of prompts.
 
         Raises:
             RequestError: A prompt is invalid; no prompt has run.
             RequestFailedError: An embedding has non-finite values.
         """
-        prompts = [
-            prompt if prompt.params is not None else dataclasses.replace(prompt, params=PoolingParams())
-            for prompt in inputs
-        ]
-        outputs = self.run(prompts, priorities, use_tqdm)
+        outputs = self.run(inputs, use_tqdm)
         for index, output in enumerate(outputs):
             if output.error is not None:
                 raise RequestFailedError(f"prompt {index}: {output.error}")
         return [PoolingRequestOutput.of(output) for output in outputs]
 
-    def run(
-        self, inputs: list[PromptInput], priorities: Sequence[int], use_tqdm: bool | Callable[..., tqdm]
-    ) -> list[RequestOutput]:
+    def run(self, inputs: list[Request], use_tqdm: bool | Callable[..., tqdm]) -> list[RequestOutput]:
         """Run all prompts to completion; return their outputs in order.
 
         Raises:
@@ -123,7 +110,7 @@ class OfflineRunner:
         bar: ProgressBar | None = None
         with SignalDelay() as signals:
             try:
-                self._submit(requests, inputs, priorities, signals)
+                self._submit(requests, inputs, signals)
                 bar = ProgressBar(requests, use_tqdm, signals)
                 pending = requests[::-1]
                 while pending:
@@ -142,12 +129,12 @@ class OfflineRunner:
                     bar.close()
             return [request.output(self._stats is not None) for request in requests]
 
-    def stream(self, prompt: PromptInput) -> Generator[RequestOutput, None, None]:
+    def stream(self, prompt: Request) -> Generator[RequestOutput, None, None]:
         """Yield the outputs of one request as they arrive; closing the generator aborts the request."""
         requests: list[RequestState] = []
         try:
             with SignalDelay() as signals:
-                self._submit(requests, [prompt], [0], signals)
+                self._submit(requests, [prompt], signals)
             (request,) = requests
             is_last = False
             while not is_last:
@@ -170,15 +157,12 @@ class OfflineRunner:
             self._stats.log(self._engine.metrics())
         return changed
 
-    def _submit(
-        self, requests: list[RequestState], inputs: list[PromptInput], priorities: Sequence[int], signals: SignalDelay
-    ) -> None:
+    def _submit(self, requests: list[RequestState], inputs: list[Request], signals: SignalDelay) -> None:
         """Add a request of each prompt to ``requests`` and submit all, or none if a prompt or a grammar is invalid."""
         arrival_s = time.monotonic()
-        for index, (prompt, priority) in enumerate(zip(inputs, priorities, strict=True)):
+        for index, prompt in enumerate(inputs):
             try:
-                params = prompt.params or self._defaults
-                requests.append(self._engine.prepare(prompt, params, priority=priority, arrival_s=arrival_s))
+                requests.append(self._engine.prepare(prompt, arrival_s))
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}") from error
             signals.run_pending()

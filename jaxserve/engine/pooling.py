@@ -7,7 +7,7 @@ from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.errors import RequestError
 from jaxserve.pooling_params import PoolingParams
-from jaxserve.request import PromptInput
+from jaxserve.request import Request
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.sequence import Sequence
@@ -17,13 +17,11 @@ _UNUSED_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, output_kind=Reque
 
 
 def pooling_state(
-    prompt: PromptInput,
-    token_ids: list[int],
+    request: Request,
     params: PoolingParams,
+    token_ids: list[int],
     limits: ModelLimits,
     *,
-    request_id: str,
-    priority: int,
     arrival_s: float,
     queued_s: float,
 ) -> RequestState:
@@ -43,18 +41,18 @@ def pooling_state(
             value=length,
         )
     sequence = Sequence(
-        sequence_id=f"{request_id}-0",
+        sequence_id=f"{request.request_id}-0",
         token_ids=list(token_ids),
         num_prompt_tokens=length,
         max_length=length,
         pooling=params.pooling,
-        priority=priority,
-        cache_root=limits.cache_root(prompt.cache_salt, request_id, length),
+        priority=request.priority,
+        cache_root=limits.cache_root(request.cache_salt, request.request_id, length),
         reads_cache=params.pooling == "last",
     )
     return RequestState(
-        request_id=request_id,
-        prompt=prompt.prompt,
+        request_id=request.request_id,
+        prompt=request.text,
         prompt_token_ids=token_ids,
         params=_UNUSED_PARAMS,
         samples=[Sample(0, sequence, None, None)],

@@ -9,11 +9,11 @@ from typing import Any
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import json_copy
 from jaxserve.parsers import (
+    LastMessage,
     MessageDelta,
     MessageParser,
     ParsedMessage,
     ends_in_line,
-    last_message,
     leading_reasoning,
     reasoning_parser,
     starts_in_reasoning,
@@ -168,7 +168,7 @@ class ChatParser:
         use: The request's tools.
         include_reasoning: Whether to return the reasoning; it is never part of the content.
         is_constrained: Whether a grammar constrains the completion after the reasoning.
-        chat: The conversation, as in ``EngineRequest``.
+        last: The last message of the conversation; None if it is not known.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class ChatParser:
         *,
         include_reasoning: bool = True,
         is_constrained: bool = False,
-        chat: Mapping[str, Any] | None = None,
+        last: LastMessage | None = None,
     ):
         self._names = names
         self._use = use
@@ -186,8 +186,7 @@ class ChatParser:
         self._reasoning = names.reasoning
         if is_constrained and names.reasoning is not None:
             self._reasoning = leading_reasoning(names.reasoning)
-        continues = chat is not None and bool(chat.get("continue_final_message"))
-        self._last = None if chat is None else last_message(chat["messages"], continues=continues)
+        self._last = last
         self._starts_inside: bool | None = None
         self._starts_in_line = False
         self._parsers: dict[int, MessageParser] = {}

@@ -7,9 +7,9 @@ from typing import Any
 from jaxserve.errors import ConfigError
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import RequestOutput
+from jaxserve.request import Request
 from jaxserve.server.engine_link import EngineLink, open_link
 from jaxserve.server.engine_messages import EngineInfo, Start
-from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.settings import ServerConfig
 
@@ -90,7 +90,7 @@ class EngineClient:
             raise UnavailableError("the engine process has ended")
         return link.info
 
-    def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs until the request finishes. Closing the generator, or cancelling its reader, ends the request.
 
         Deltas that arrive while the reader is busy are merged. The first output has the prompt's token ids, text and
@@ -103,7 +103,7 @@ class EngineClient:
             DeadlineError: The deadline has passed.
             EngineDeadError: The engine has ended.
         """
-        return self._ready_link().generate(request, request_id)
+        return self._ready_link().generate(request)
 
     async def tokenize(
         self, text: str, add_special_tokens: bool = True, with_strings: bool = False
@@ -118,7 +118,7 @@ class EngineClient:
         return await self._ready_link().query("detokenize", token_ids=list(token_ids), **options)
 
     async def render_chat(self, chat: Mapping[str, Any]) -> tuple[str, list[int]]:
-        """Return the prompt of a conversation, as text and token ids; ``chat`` as in ``EngineRequest``."""
+        """Return the prompt of a conversation, as text and token ids; ``chat`` as in ``Request``."""
         return await self._ready_link().query("render_chat", chat=dict(chat))
 
     async def tokenizer_info(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from jaxserve.child_process import child_environment
 from jaxserve.errors import ConfigError, DeadlineError, EngineDeadError, JaxserveError, RequestError
 from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.request import Request
 from jaxserve.server.engine_messages import (
     HEADER,
     MAX_FROM_ENGINE_BYTES,
@@ -33,7 +34,6 @@ from jaxserve.server.engine_messages import (
     pack_frame,
     unpack,
 )
-from jaxserve.server.engine_request import EngineRequest
 
 logger = logging.getLogger(__name__)
 
@@ -127,11 +127,11 @@ class EngineLink:
         if start.watchdog_timeout:
             self._tasks.append(asyncio.create_task(self._watch(start.watchdog_timeout)))
 
-    async def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Run a request, as ``EngineClient.generate``."""
         number = self._take_number()
-        self._send(Submit(number, request_id, request))
-        collector = self._collectors[number] = OutputCollector(request_id, request.timeout_s)
+        self._send(Submit(number, request))
+        collector = self._collectors[number] = OutputCollector(request.request_id, request.timeout_s)
         try:
             while True:
                 output = await collector.get()

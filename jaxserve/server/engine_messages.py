@@ -28,9 +28,9 @@ from jaxserve.logprobs import Logprob
 from jaxserve.metric_types import Counter, Gauge, Histogram
 from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxserve.pooling_params import PoolingParams
+from jaxserve.request import Request
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 
@@ -59,9 +59,7 @@ class Submit:
 
     number: int
     """Names the request in later messages; used once."""
-    request_id: str
-    """Its name in logs."""
-    request: EngineRequest
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +163,7 @@ FromEngine = EngineInfo | Failure | Outputs | QueryResult | Heartbeat
 _ERRORS = (RequestFailedError, RequestError, OverloadedError, DeadlineError, EngineDeadError, ConfigError)
 _CLASSES: tuple[type, ...] = (
     *(Start, Submit, Cancel, Query, Stop, EngineInfo, Failure, Output, Outputs, QueryResult, Heartbeat),
-    *(EngineRequest, SamplingParams, RequestOutputKind, StructuredOutputsParams, RepetitionDetectionParams),
+    *(Request, SamplingParams, RequestOutputKind, StructuredOutputsParams, RepetitionDetectionParams),
     *(PoolingParams, RequestOutput, CompletionOutput, RequestMetrics, Logprob, model_pb2.Model),
     *(Counter, Gauge, Histogram, tuple),
     *_ERRORS,

@@ -10,11 +10,10 @@ from typing import Any
 
 from jaxserve.errors import RequestFailedError
 from jaxserve.outputs import RequestOutput
-from jaxserve.request import check_length
+from jaxserve.request import Request, check_length
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_messages import EngineInfo
-from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnknownModelError
 from jaxserve.server.request_limits import RequestLimits
 from jaxserve.server.request_log import RequestEntry, RequestLog
@@ -87,13 +86,11 @@ class Frontend:
             raise UnknownModelError(f"The model `{name}` does not exist.")
         return name
 
-    async def generate(
-        self, caller: Caller, request: EngineRequest, request_id: str
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, caller: Caller, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Run an admitted request as ``EngineClient.generate``, and record it in log, counters and trace."""
         request = self._completed(caller, request)
-        with RequestEntry(self.log, caller.name, request_id, request) as entry:
-            outputs = self.engine.generate(request, request_id)
+        with RequestEntry(self.log, caller.name, request) as entry:
+            outputs = self.engine.generate(request)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     entry.add(output)
@@ -101,7 +98,7 @@ class Frontend:
                         raise RequestFailedError(output.error or "the engine failed at this request")
                     yield output
 
-    def _completed(self, caller: Caller, request: EngineRequest) -> EngineRequest:
+    def _completed(self, caller: Caller, request: Request) -> Request:
         """Return the request with a cache salt that other tenants cannot guess, and the server's default deadline.
 
         Token ids that the context cannot hold are not even sent to the engine process.

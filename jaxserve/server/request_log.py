@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.errors import JaxserveError
 from jaxserve.outputs import RequestMetrics, RequestOutput
-from jaxserve.server.engine_request import EngineRequest
+from jaxserve.request import Request
 from jaxserve.server.errors import OUTCOMES, SERVER_FAULTS, status_of
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tracing import (
@@ -88,14 +88,12 @@ class RequestEntry:
     Args:
         log: Where to record it.
         caller: Name of the caller.
-        request_id: The server's name for the request.
         request: The request.
     """
 
-    def __init__(self, log: "RequestLog", caller: str, request_id: str, request: EngineRequest):
+    def __init__(self, log: "RequestLog", caller: str, request: Request):
         self._log = log
         self._caller = caller
-        self._request_id = request_id
         self._request = request
         self._begin_s = time.monotonic()
         self._first_token_s: float | None = None
@@ -111,7 +109,7 @@ class RequestEntry:
         log, request = self._log, self._request
         log.counts.started += 1
         if log.tracer is not None:
-            attributes = request_attributes(self._request_id, request, log.model)
+            attributes = request_attributes(request, log.model)
             self._span = log.tracer.start(attributes, remembered_headers())
         if log.config.enable_log_requests:
             label, limit = remembered_headers().get(LABEL_HEADER), log.config.max_log_len
@@ -123,7 +121,7 @@ class RequestEntry:
             else:
                 prompt = _shortened(json.dumps(request.chat, ensure_ascii=False, default=str), limit)
             shown = "" if label is None else f" ({label!r})"
-            name, caller, params = self._request_id, self._caller, request.params
+            name, caller, params = self._request.request_id, self._caller, request.params
             logger.info("Request %s%s of %s: prompt %s, params: %r", name, shown, caller, prompt, params)
         return self
 
@@ -139,7 +137,7 @@ class RequestEntry:
         self._log.counts.finished[outcome] += 1
         if outcome in SERVER_FAULTS:
             bug = None if error is None or isinstance(error, JaxserveError) else error
-            logger.warning("Request %s of %s failed: %r", self._request_id, self._caller, error, exc_info=bug)
+            logger.warning("Request %s of %s failed: %r", self._request.request_id, self._caller, error, exc_info=bug)
         if self._log.config.enable_log_requests or self._log.config.enable_log_outputs:
             self._log_end(outcome, reasons, elapsed_s)
         if self._log.tracer is not None and self._span is not None:
@@ -189,7 +187,7 @@ class RequestEntry:
         if self._log.config.enable_log_outputs:
             limit = self._log.config.max_log_len
             parts += [f"text {index}: {_shortened(self._texts[index], limit)}" for index in sorted(self._texts)]
-        logger.info("Request %s of %s ended: %s, %s", self._request_id, self._caller, outcome, ", ".join(parts))
+        logger.info("Request %s of %s ended: %s, %s", self._request.request_id, self._caller, outcome, ", ".join(parts))
 
 
 class RequestLog:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from jaxserve.errors import ConfigError
 from jaxserve.outputs import RequestMetrics
-from jaxserve.server.engine_request import EngineRequest
+from jaxserve.request import Request
 from jaxserve.server.settings import ServerConfig
 
 if TYPE_CHECKING:  # the extra "otel" may not be installed
@@ -72,11 +72,11 @@ def make_tracer(config: ServerConfig) -> "OtelTracer | None":
     return module.OtelTracer(endpoint)
 
 
-def request_attributes(request_id: str, request: EngineRequest, model: str | None) -> dict[str, AttributeValue]:
+def request_attributes(request: Request, model: str | None) -> dict[str, AttributeValue]:
     """Return the attributes that a request's span has from its beginning."""
     params = request.params
     found = {
-        "gen_ai.request.id": request_id,
+        "gen_ai.request.id": request.request_id,
         "gen_ai.request.n": params.n,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.parsers import last_message
-from jaxserve.request import PromptInput, params_for_each
+from jaxserve.request import Request, params_for_each, priorities_for_each
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.chat import choose_template, load_chat_template, render_chat, split_conversations
 from jaxserve.text.tokenizer import Tokenizer
@@ -19,27 +18,35 @@ def read_template(template: str | None) -> str | None:
     return None if template is None else load_chat_template(template)
 
 
-def chat_prompts(tokenizer: Tokenizer, messages: Any, params: Any, **options: Any) -> list[PromptInput]:
-    """Return the prompts of one conversation or of a list of them.
+def chat_prompts(
+    tokenizer: Tokenizer, messages: Any, params: Any, default: SamplingParams, priority: Any, **options: Any
+) -> list[Request]:
+    """Return the requests of one conversation or of a list of them.
 
     Args:
         tokenizer: Tokenizer of the model.
         messages: A list of messages, or a list of such lists.
         params: Sampling parameters, for all conversations or one per conversation.
+        default: Parameters of conversations without any.
+        priority: One number per conversation, or None.
         **options: As in ``chat_prompt``.
 
     Raises:
         RequestError: A message or an option is invalid, there is no template, or it fails.
     """
     conversations = split_conversations(messages)
-    pairs = zip(conversations, params_for_each(params, len(conversations)), strict=True)
-    return [chat_prompt(tokenizer, *pair, **options) for pair in pairs]
+    number = len(conversations)
+    each = zip(
+        conversations, params_for_each(params, number, default), priorities_for_each(priority, number), strict=True
+    )
+    return [chat_prompt(tokenizer, *one, **options) for one in each]
 
 
 def chat_prompt(
     tokenizer: Tokenizer,
     conversation: Sequence[Mapping[str, Any]],
-    params: SamplingParams | None,
+    params: SamplingParams,
+    priority: int = 0,
     *,
     chat_template: str | None = None,
     chat_template_content_format: str = "auto",
@@ -47,13 +54,14 @@ def chat_prompt(
     continue_final_message: bool = False,
     tools: list[dict[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> PromptInput:
+) -> Request:
     """Render and tokenize a conversation. The template writes the special tokens, so none are added.
 
     Args:
         tokenizer: Tokenizer of the model.
         conversation: Messages with ``role`` and ``content``, from ``split_conversations``.
         params: Sampling parameters.
+        priority: The lowest run first.
         chat_template: Jinja source that replaces the model's template.
         chat_template_content_format: Form of contents in the template: ``string``, ``openai`` or ``auto``.
         add_generation_prompt: Whether to end with the start of an assistant message.
@@ -74,5 +82,5 @@ def chat_prompt(
         variables={**tokenizer.special_tokens, **(chat_template_kwargs or {})},
     )
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    last = last_message(conversation, continues=continue_final_message)
-    return PromptInput(text, tuple(token_ids), params, is_chat=True, last_message=last)
+    chat = {"messages": conversation, "continue_final_message": continue_final_message}
+    return Request(text=text, token_ids=tuple(token_ids), chat=chat, params=params, priority=priority)

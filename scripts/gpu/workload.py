@@ -94,7 +94,7 @@ class Decode(NamedTuple):
 def decode(llm: Any, batch: int, context: int, num_steps: int) -> Decode:
     """Time steps in which every one of ``batch`` rows decodes, at contexts around ``context``."""
     from jaxserve import SamplingParams
-    from jaxserve.request import parse_prompts
+    from jaxserve.request import parse_prompt
 
     engine = llm.engine
     length = context - num_steps // 2 - 2
@@ -104,7 +104,7 @@ def decode(llm: Any, batch: int, context: int, num_steps: int) -> Decode:
     needed = num_steps + _PROFILED + spare + 16
     params = SamplingParams(temperature=0.0, max_tokens=min(most, needed), ignore_eos=True, detokenize=False)
     prompts = random_prompts(batch, length, llm.vocab_size, seed=context + batch)
-    requests = [engine.submit(parse_prompts({"prompt_token_ids": ids})[0], params) for ids in prompts]
+    requests = [engine.submit(parse_prompt({"prompt_token_ids": ids}, params)) for ids in prompts]
     while any(request.first_token_s is None for request in requests):
         engine.step()
     for _ in range(WARM_UPS):

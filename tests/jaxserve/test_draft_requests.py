@@ -1,5 +1,6 @@
 """Requests with drafts, end to end on the demo model: what they return is what they return without any."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ from jaxserve import RequestOutput, SamplingParams
 from jaxserve.config import EngineConfig
 from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.metric_types import Counter
-from jaxserve.request import parse_prompts
+from jaxserve.request import parse_prompt
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.structured_params import StructuredOutputsParams
 
@@ -77,8 +78,8 @@ class Run:
         self.engine.reset_prefix_cache()
         states = []
         for index, some in enumerate(params):
-            prompt = parse_prompts(PROMPT + " abc"[: (some.seed or 0) % 4])[0]
-            states.append(self.engine.prepare(prompt, some, request_id=str(index)))
+            request = parse_prompt(PROMPT + " abc"[: (some.seed or 0) % 4], some)
+            states.append(self.engine.prepare(dataclasses.replace(request, request_id=str(index))))
             self.engine.enqueue(states[-1])
         while self.engine.num_unfinished:
             self.engine.step()

@@ -13,7 +13,7 @@ from jaxserve.engine.request_state import RequestState
 from jaxserve.errors import RequestFailedError
 from jaxserve.metric_types import Histogram
 from jaxserve.pooling_params import Pooling
-from jaxserve.request import parse_prompts
+from jaxserve.request import parse_prompt, parse_prompts
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -133,7 +133,7 @@ def check_near(found: list[float] | np.ndarray | None, expected: np.ndarray) -> 
 
 
 def submit(llm: LLM, prompt: list[int], params: SamplingParams | PoolingParams) -> RequestState:
-    return llm.engine.submit(parse_prompts(prompt)[0], params)
+    return llm.engine.submit(parse_prompt(prompt, default=params))
 
 
 def run(llm: LLM) -> None:
@@ -410,11 +410,11 @@ def test_wrong_pooling_params(arguments: dict[str, Any], message: str) -> None:
 
 def test_params_of_the_wrong_kind() -> None:
     with pytest.raises(RequestError, match="pooling_params must be PoolingParams or a list of them, got SamplingP"):
-        parse_prompts(PROMPTS[0], SamplingParams(), PoolingParams)
+        parse_prompts(PROMPTS[0], SamplingParams(), PoolingParams())
     with pytest.raises(RequestError, match=r"pooling_params\[1\] must be PoolingParams, got SamplingParams"):
-        parse_prompts(PROMPTS[:2], [LAST, SamplingParams()], PoolingParams)
+        parse_prompts(PROMPTS[:2], [LAST, SamplingParams()], PoolingParams())
     with pytest.raises(RequestError, match=r"lengths of prompts \(2\) and pooling_params \(1\)"):
-        parse_prompts(PROMPTS[:2], [LAST], PoolingParams)
+        parse_prompts(PROMPTS[:2], [LAST], PoolingParams())
     with pytest.raises(RequestError, match="sampling_params must be SamplingParams or a list of them, got PoolingP"):
         parse_prompts(PROMPTS[0], PoolingParams())
 

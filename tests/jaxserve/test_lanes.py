@@ -16,7 +16,7 @@ from jaxserve.device.build import plan_engine
 from jaxserve.engine.model_defaults import find_tokenizer
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import assemble_engine
-from jaxserve.request import parse_prompts
+from jaxserve.request import parse_prompt
 from jaxserve.scheduling.scheduler import Scheduler
 from sharding import get_layout
 from tests.jaxserve.test_request_mix import REQUESTS, answers_alone, outcome, scores
@@ -117,7 +117,7 @@ def schedulers(llm: LLM) -> list[Scheduler]:
 
 
 def submit(llm: LLM, prompt: str, params: SamplingParams = GREEDY) -> RequestState:
-    return llm.engine.submit(parse_prompts(prompt)[0], params)
+    return llm.engine.submit(parse_prompt(prompt, params))
 
 
 def finish(llm: LLM) -> None:
@@ -252,7 +252,7 @@ def test_vectors_are_those_of_one_device(llm: LLM, whole: LLM) -> None:
     prompts = ["reverse garden:", "count the trees of the long street:", "5+6=", "sort 3 2 1: " * 5]
     for number in range(3):
         submit(llm, f"{number}+{number}=")
-    requests = [llm.engine.submit(parse_prompts(prompt)[0], PoolingParams()) for prompt in prompts]
+    requests = [llm.engine.submit(parse_prompt(prompt, default=PoolingParams())) for prompt in prompts]
     finish(llm)
     assert len({request.lane for request in requests}) > 1
     vectors = [output.outputs.embedding for output in whole.embed(prompts, use_tqdm=False)]
@@ -318,7 +318,7 @@ def test_a_runner_in_another_process_has_the_same_lanes(model: Path, expected: l
     plan = plan_engine(config)
     engine = assemble_engine(config, plan, find_tokenizer(config, plan.directory), [runner])
     requests = [
-        engine.submit(parse_prompts(prompt)[0], SamplingParams(**params))
+        engine.submit(parse_prompt(prompt, SamplingParams(**params)))
         for prompt, params in REQUESTS
         if "n" not in params
     ]

@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve import RequestError, SamplingParams
 from jaxserve.engine.admission import fit_max_tokens, truncate_prompt
-from jaxserve.request import PromptFit, parse_prompt
+from jaxserve.request import parse_prompt
 
 PROMPT = [*range(10)]
 
@@ -23,7 +23,7 @@ PROMPT = [*range(10)]
     ],
 )
 def test_the_last_tokens_are_kept(kept: int | None, max_output_tokens: int | None, expected: list[int]) -> None:
-    assert truncate_prompt(PROMPT, PromptFit(truncate_prompt_tokens=kept), max_output_tokens, 12) == expected
+    assert truncate_prompt(PROMPT, kept, max_output_tokens, 12) == expected
 
 
 @pytest.mark.parametrize("kept", [0, -2, 13])
@@ -31,7 +31,7 @@ def test_truncation_has_a_range(kept: int) -> None:
     with pytest.raises(
         RequestError, match="truncate_prompt_tokens must be -1, or between 1 and max_model_len=12"
     ) as caught:
-        truncate_prompt(PROMPT, PromptFit(truncate_prompt_tokens=kept), 3, 12)
+        truncate_prompt(PROMPT, kept, 3, 12)
     assert caught.value.parameter == "truncate_prompt_tokens"
 
 
@@ -60,6 +60,6 @@ def test_a_prompt_that_leaves_no_room_is_refused_either_way(max_tokens: int | No
 
 
 def test_one_prompt_is_one() -> None:
-    assert parse_prompt("a").prompt == "a"
+    assert parse_prompt("a").text == "a"
     with pytest.raises(RequestError, match="generate takes one prompt, got 2"):
         parse_prompt(["a", "b"])

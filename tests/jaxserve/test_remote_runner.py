@@ -18,7 +18,7 @@ from jaxserve.engine.offline import OfflineRunner
 from jaxserve.engine.startup import assemble_engine, start_engine
 from jaxserve.outputs import RequestOutput
 from jaxserve.pooling_params import PoolingParams
-from jaxserve.request import parse_prompts
+from jaxserve.request import parse_prompt
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan import ON_DEVICE, StepPlan
 from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, outcome, scores
@@ -51,9 +51,9 @@ def run(engine: Engine, seed: int) -> list[RequestOutput]:
     order = random.Random(seed)
     inputs = []
     for prompt, params in order.choices(REQUESTS, k=NUM_REQUESTS):
-        made = PoolingParams() if order.random() < 0.1 else SamplingParams(**params)
-        inputs.append(dataclasses.replace(parse_prompts(prompt)[0], params=made))
-    return OfflineRunner(engine, SamplingParams(), None).run(inputs, [0] * NUM_REQUESTS, use_tqdm=False)
+        default = PoolingParams() if order.random() < 0.1 else SamplingParams(**params)
+        inputs.append(parse_prompt(prompt, default=default))
+    return OfflineRunner(engine, None).run(inputs, use_tqdm=False)
 
 
 def check_plain(value: Any) -> None:

@@ -30,7 +30,7 @@ from jaxserve.sampling_params import SamplingParams
     ],
 )
 def test_forms(prompts: object, expected: list) -> None:
-    assert [(item.prompt, item.prompt_token_ids) for item in parse_prompts(prompts)] == expected
+    assert [(item.text, item.token_ids) for item in parse_prompts(prompts)] == expected
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_params_go_to_each_prompt() -> None:
     one, other = SamplingParams(seed=1), SamplingParams(seed=2)
     assert [item.params for item in parse_prompts(["a", "b"], one)] == [one, one]
     assert [item.params for item in parse_prompts(["a", "b"], [one, other])] == [one, other]
-    assert [item.params for item in parse_prompts(["a", "b"], [None, other])] == [None, other]
-    assert [item.params for item in parse_prompts("a")] == [None]
+    assert [item.params for item in parse_prompts(["a", "b"], [None, other])] == [SamplingParams(), other]
+    assert [item.params for item in parse_prompts("a", None, one)] == [one]
 
 
 def test_params_of_another_length_or_type_raise() -> None:

@@ -24,7 +24,7 @@ from jaxserve.device.runner_interface import Runner
 from jaxserve.engine import resharding
 from jaxserve.engine.request_state import RequestState
 from jaxserve.errors import MemoryPlanError
-from jaxserve.request import parse_prompts
+from jaxserve.request import parse_prompt
 from sharding import LayoutError, MeshError
 from tests.jaxserve.test_draft_requests import SETTINGS as DRAFT_SETTINGS
 from tests.jaxserve.test_draft_requests import Run
@@ -87,11 +87,11 @@ def test_requests_of_every_kind_continue(changes: list[Change], sparse: Path, st
     vector = still.embed("reverse garden: " * 5, use_tqdm=False)[0].outputs.embedding
     with LLM(str(sparse), **LITTLE, num_gpu_blocks_override=16) as llm:
         crowd = [submit(llm, LISTED, LONG) for _ in range(4)]
-        requests = [llm.engine.submit(parse_prompts(prompt)[0], params) for prompt, params in pairs]
+        requests = [llm.engine.submit(parse_prompt(prompt, params)) for prompt, params in pairs]
         stream = llm.stream(LISTED, longest)
         seen, embedded = [next(stream)], list[RequestState]()
         for mesh, layout in changes:
-            embedded.append(llm.engine.submit(parse_prompts("reverse garden: " * 5)[0], PoolingParams()))
+            embedded.append(llm.engine.submit(parse_prompt("reverse garden: " * 5, default=PoolingParams())))
             seen += [next(stream) for _ in range(6)]
             report = llm.reshard(mesh, layout)
             assert report.to_layout == llm.plan.programs[0].layout.name
@@ -271,7 +271,7 @@ def test_the_prefix_cache_moves(llm: LLM, alone: list[int]) -> None:
 
 def cached_tokens(llm: LLM) -> list[int]:
     """Tokens of ``LISTED`` that each lane has in its prefix cache."""
-    sequence = llm.engine.prepare(parse_prompts(LISTED)[0], LONG).samples[0].sequence
+    sequence = llm.engine.prepare(parse_prompt(LISTED, LONG)).samples[0].sequence
     return [scheduler.pages.num_cached_tokens(sequence) for scheduler in schedulers(llm)]
 
 
@@ -383,7 +383,7 @@ def test_pages_of_several_tables_move(tmp_path: Path) -> None:
         alone = llm.generate(prompt, LONG, use_tqdm=False)[0].outputs[0].token_ids
         llm.reset_prefix_cache()
         assert llm.plan.buckets.num_tables == 5
-        request = llm.engine.submit(parse_prompts(prompt)[0], LONG)
+        request = llm.engine.submit(parse_prompt(prompt, LONG))
         for _ in range(20):
             llm.engine.step()
         report = llm.reshard("tensor=2")
@@ -391,7 +391,7 @@ def test_pages_of_several_tables_move(tmp_path: Path) -> None:
         assert report.num_recomputed_tokens <= 8
         finish(llm)
         assert tokens(request) == alone
-        again = llm.engine.submit(parse_prompts(prompt)[0], LONG)
+        again = llm.engine.submit(parse_prompt(prompt, LONG))
         finish(llm)
         assert tokens(again) == alone and again.num_cached_tokens
         check_pages(llm)

@@ -14,7 +14,7 @@ from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.preparation import Preparation
 from jaxserve.engine.startup import StartedEngine
 from jaxserve.errors import RequestError, RequestFailedError
-from jaxserve.server.engine_request import check_converted
+from jaxserve.server.converted_tokens import check_converted
 from sharding import LAYOUTS
 
 logger = logging.getLogger(__name__)

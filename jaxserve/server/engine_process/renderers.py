@@ -85,7 +85,7 @@ def render_job(
     """Return the job of rendering a conversation, for the child process.
 
     Args:
-        chat: As in ``EngineRequest``; the front end has checked its messages and variables.
+        chat: As in ``Request``; the front end has checked its messages and variables.
         templates: The model's chat templates, by name.
         own_template: The server's own template, used in place of the model's.
         special_tokens: The model's special tokens, by name; the template sees them.

@@ -193,7 +193,7 @@ class Serving:
 
     def _submit(self, message: Submit) -> None:
         request = message.request
-        stream = OutboxStream(self._outbox, message.number, message.request_id, self._on_end)
+        stream = OutboxStream(self._outbox, message.number, request.request_id, self._on_end)
         place = self._queued.enter(request.params.n if request.pooling is None else 1)
         with self._lock:
             self._requests[message.number] = stream, place
@@ -204,17 +204,12 @@ class Serving:
             def make() -> RequestState:
                 if stream.is_silent:
                     raise concurrent.futures.CancelledError
-                text, token_ids = request.text, request.token_ids
+                whole = request
                 if rendered is not None:
                     text = rendered.result()
                     token_ids = tuple(self._started.tokenizer.encode(text, add_special_tokens=False))
-                prepared = self._started.engine.prepare(
-                    request.prompt(text, token_ids),
-                    request.pooling or request.params,
-                    request_id=message.request_id,
-                    priority=request.priority,
-                    arrival_s=arrival_s,
-                )
+                    whole = dataclasses.replace(request, text=text, token_ids=token_ids)
+                prepared = self._started.engine.prepare(whole, arrival_s)
                 self._queued.note_prompt(place, prepared)
                 return prepared
 
@@ -223,7 +218,7 @@ class Serving:
         def report(begun: "concurrent.futures.Future[None]") -> None:
             error = begun.exception()
             if error is not None and not stream.is_silent:
-                stream.refuse(_own_error(error, f"request {message.request_id}"))
+                stream.refuse(_own_error(error, f"request {request.request_id}"))
 
         if request.chat is None:
             begin()

@@ -9,9 +9,9 @@ from jaxserve.errors import DeadlineError, EngineDeadError, RequestError
 from jaxserve.field_checks import token_ids
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.parsers import MessageDelta
+from jaxserve.request import Request
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.server.chat import ChatParser, ToolUse, check_tools, check_variables
-from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL, Context
 from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2, generation_pb2_grpc
@@ -66,17 +66,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     raise DeadlineError(f"the client did not read the response for {limit_s:g} s") from error
 
     @contextlib.asynccontextmanager
-    async def _outputs(self, request: EngineRequest, context: Context) -> AsyncIterator[AsyncIterator[RequestOutput]]:
+    async def _outputs(self, request: Request, context: Context) -> AsyncIterator[AsyncIterator[RequestOutput]]:
         """Admit a request and give its outputs; the request has ended when the block has."""
         call = CURRENT_CALL.get()
         with self._frontend.limits.admit(call.caller, request.params.n):
             await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
-            async with contextlib.aclosing(self._frontend.generate(call.caller, request, call.request_id)) as outputs:
+            async with contextlib.aclosing(self._frontend.generate(call.caller, request)) as outputs:
                 yield outputs
 
     def _read_request(
         self, message: generation_pb2.GenerateRequest, kind: RequestOutputKind, timeout_s: float | None
-    ) -> tuple[EngineRequest, ChatParser | None]:
+    ) -> tuple[Request, ChatParser | None]:
         """Return the engine's request, and the parser of a conversation's completions.
 
         Args:
@@ -96,17 +96,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         frontend.check_model(message.model)
         names = ("priority", "cache_salt", "truncate_prompt_tokens", "add_special_tokens")
         found: dict[str, Any] = {name: getattr(message, name) for name in names if message.HasField(name)}
+        found["request_id"] = CURRENT_CALL.get().request_id
         given, use = given_fields(message.sampling_params), ToolUse()
         if prompt == "messages":
             found["chat"], use = read_conversation(frontend, message.messages)
             given |= use.sampling_fields(given)
-        elif prompt == "text":
-            found["text"] = message.text
         else:
-            found["token_ids"] = token_ids("token_ids", tuple(message.token_ids.ids))
+            found[prompt] = message.text if prompt == "text" else token_ids("token_ids", tuple(message.token_ids.ids))
+            if not found[prompt]:
+                raise RequestError("the prompt must not be empty", parameter="prompt")
         params = frontend.info.sampling_params({**given, "output_kind": kind}, is_chat=prompt == "messages")
         is_strict = "max_tokens" in given
-        request = EngineRequest(**found, params=params, timeout_s=timeout_s, is_strict_length=is_strict)
+        request = Request(**found, params=params, timeout_s=timeout_s, is_strict_length=is_strict)
         if prompt != "messages":
             return request, None
         has_choice = message.messages.HasField("include_reasoning")
@@ -115,12 +116,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             use,
             include_reasoning=message.messages.include_reasoning if has_choice else True,
             is_constrained=params.structured_outputs is not None,
-            chat=request.chat,
+            last=request.last_message,
         )
 
 
 def read_conversation(frontend: Frontend, conversation: chat_pb2.Conversation) -> tuple[dict[str, Any], ToolUse]:
-    """Return ``EngineRequest.chat`` and the tools of a conversation.
+    """Return ``Request.chat`` and the tools of a conversation.
 
     Raises:
         RequestError: No messages, or wrong tools or variables.

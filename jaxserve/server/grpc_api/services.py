@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 from jaxserve.errors import RequestError
 from jaxserve.metric_types import Gauge
-from jaxserve.server.engine_request import check_converted
+from jaxserve.server.converted_tokens import check_converted
 from jaxserve.server.errors import NotImplementedRequestError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.generation import read_conversation

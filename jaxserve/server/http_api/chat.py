@@ -72,7 +72,7 @@ async def chat_completions(call: HttpCall) -> Response:
 
 
 def chat_arguments(call: HttpCall, fields: Fields) -> dict[str, Any]:
-    """Return ``EngineRequest.chat`` for a request; ``/tokenize`` uses it too.
+    """Return ``Request.chat`` for a request; ``/tokenize`` uses it too.
 
     Raises:
         RequestError: A template that the server does not accept, or two ways to end the prompt.
@@ -117,14 +117,14 @@ class _ChatCompletions(GenerationResponse):
         if self._num_top_logprobs or "logprob_token_ids" not in fields:
             given["logprobs"] = self._num_top_logprobs
         self.params = sampling_params(frontend, fields, given, tools)
-        chat = chat_arguments(call, fields)
-        self.requests = engine_requests(call, fields, [{"chat": chat}], params=self.params)
+        chat = {"chat": chat_arguments(call, fields)}
+        (request,) = self.requests = engine_requests(call, fields, self.head["id"], [chat], params=self.params)
         self._parser = ChatParser(
             frontend.parsers,
             tools,
             include_reasoning=fields.get("include_reasoning", True),
             is_constrained=self.params.structured_outputs is not None,
-            chat=chat,
+            last=request.last_message,
         )
         self._role = frontend.config.response_role
         self._has_begun = False

@@ -50,7 +50,7 @@ class _Completions(GenerationResponse):
         if self._has_echo and logprobs is not None and (self.is_streamed or "prompt_logprobs" not in fields):
             given["prompt_logprobs"] = logprobs
         self.params = sampling_params(call.frontend, fields, given)
-        self.requests = engine_requests(call, fields, fields["prompt"], params=self.params)
+        self.requests = engine_requests(call, fields, self.head["id"], fields["prompt"], params=self.params)
         self._has_prompt_logprobs = "prompt_logprobs" in fields
         self._first_fields: dict[int, dict[str, Any]] = {}
         self._num_characters: dict[int, int] = {}

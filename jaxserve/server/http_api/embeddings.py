@@ -44,9 +44,10 @@ async def embeddings(call: HttpCall) -> Response:
     fields = call.fields(FIELDS, "input")
     head = response_head(call.frontend, "embd", "list")
     pooling = PoolingParams(**{name: fields[name] for name in POOLING_FIELDS if name in fields})
-    requests = engine_requests(call, fields, fields["input"], params=SamplingParams(max_tokens=1), pooling=pooling)
+    prompts, params = fields["input"], SamplingParams(max_tokens=1)
+    requests = engine_requests(call, fields, head["id"], prompts, params=params, pooling=pooling)
     vectors, num_tokens = dict[int, list[float]](), 0
-    async with aclosing(generate_all(call, requests, head["id"])) as outputs:
+    async with aclosing(generate_all(call, requests)) as outputs:
         async for index, output in outputs:
             vector = output.embedding
             if vector is None:

@@ -174,7 +174,7 @@ def refused(reason: str) -> Check:
 
 
 def prompts(name: str, value: Any) -> list[dict[str, Any]]:
-    """Check a field with one prompt or several; return the ``text`` or ``token_ids`` of an ``EngineRequest`` for each.
+    """Check a field with one prompt or several; return the ``text`` or ``token_ids`` of a ``Request`` for each.
 
     Raises:
         RequestError: Another form, an empty prompt, or no token id.

@@ -19,11 +19,10 @@ from starlette.responses import Response
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import flag, text
 from jaxserve.outputs import RequestOutput
-from jaxserve.request import MAX_PRIORITY
+from jaxserve.request import MAX_PRIORITY, Request
 from jaxserve.sampling_options import SAMPLING_OPTIONS
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.chat import ToolUse
-from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import NotImplementedRequestError
 from jaxserve.server.frontend import Frontend, new_request_id
 from jaxserve.server.http_api.endpoint import LABEL, HttpCall
@@ -153,15 +152,16 @@ def _structured_outputs(fields: Fields) -> dict[str, Any] | None:
 
 
 def engine_requests(
-    call: HttpCall, fields: Fields, prompts: Sequence[Mapping[str, Any]], **arguments: Any
-) -> list[EngineRequest]:
+    call: HttpCall, fields: Fields, response_id: str, prompts: Sequence[Mapping[str, Any]], **arguments: Any
+) -> list[Request]:
     """Return one request to the engine for each prompt, and note the label of the request for the log.
 
     Args:
         call: The request.
         fields: Its fields.
+        response_id: Id of the response; names the requests.
         prompts: ``text``, ``token_ids`` or ``chat`` of each prompt.
-        **arguments: More arguments of ``EngineRequest``.
+        **arguments: More arguments of ``Request``.
 
     Raises:
         RequestError: A wrong value, or too many prompts.
@@ -186,15 +186,14 @@ def engine_requests(
             arguments[name] = fields[name]
     arguments["timeout_s"] = timeout_s
     arguments["is_strict_length"] = "max_tokens" in fields or "max_completion_tokens" in fields
-    return [EngineRequest(**prompt, **arguments) for prompt in prompts]
+    names = [response_id] if len(prompts) == 1 else [f"{response_id}-{index}" for index in range(len(prompts))]
+    return [Request(request_id=name, **prompt, **arguments) for name, prompt in zip(names, prompts, strict=True)]
 
 
 # ---------------------------------------------------------------------------------------------------------- responses
 
 
-async def generate_all(
-    call: HttpCall, requests: Sequence[EngineRequest], response_id: str
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def generate_all(call: HttpCall, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Admit requests together, and yield the outputs of each with the request's index, as they come.
 
     An error of one request aborts the others.
@@ -205,7 +204,7 @@ async def generate_all(
     frontend = call.frontend
     with frontend.limits.admit(call.caller, sum(request.params.n for request in requests)):
         if len(requests) == 1:
-            async with aclosing(frontend.generate(call.caller, requests[0], response_id)) as outputs:
+            async with aclosing(frontend.generate(call.caller, requests[0])) as outputs:
                 async for output in outputs:
                     yield 0, output
             return
@@ -213,10 +212,10 @@ async def generate_all(
         # At most one output waits here: while the reader is busy, the engine client merges the deltas of each request.
         queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(1)
 
-        async def forward(index: int, request: EngineRequest) -> None:
+        async def forward(index: int, request: Request) -> None:
             end: Exception | None = None
             try:
-                async with aclosing(frontend.generate(call.caller, request, f"{response_id}-{index}")) as outputs:
+                async with aclosing(frontend.generate(call.caller, request)) as outputs:
                     async for output in outputs:
                         await queue.put((index, output))
             except Exception as error:
@@ -268,6 +267,7 @@ class GenerationResponse(abc.ABC):
 
     Attributes:
         is_echo_only: Whether to leave out what is generated.
+        head: The first fields of the response, its id among them.
         has_usage_always: Whether to put the usage into every event, and not only into the last.
         has_tokens_as_ids: Whether to write the tokens of log probabilities as ``token_id:7``.
         more: More fields of a whole response.
@@ -283,7 +283,7 @@ class GenerationResponse(abc.ABC):
     """
 
     params: SamplingParams
-    requests: Sequence[EngineRequest]
+    requests: Sequence[Request]
     is_echo_only = False
 
     def __init__(self, call: HttpCall, fields: Fields, id_prefix: str, kind: str):
@@ -312,7 +312,7 @@ class GenerationResponse(abc.ABC):
         if config.strict:
             check_known(unused, {})
         self._headers = unused_fields_header([*fields.unused, *unused])
-        self._head = response_head(call.frontend, id_prefix, kind)
+        self.head = response_head(call.frontend, id_prefix, kind)
         self.more: dict[str, Any] = {}
         self._num_prompt_tokens: dict[int, int] = {}
         self._num_cached_tokens = 0
@@ -331,21 +331,21 @@ class GenerationResponse(abc.ABC):
         if self.is_streamed:
             return EventStream(self._events(), self._headers)
         choices: list[dict[str, Any]] = []
-        async with aclosing(generate_all(self.call, self.requests, self._head["id"])) as outputs:
+        async with aclosing(generate_all(self.call, self.requests)) as outputs:
             async for prompt, output in outputs:
                 self._count(prompt, output)
                 choices += await self.choices(prompt, output)
         choices.sort(key=lambda choice: choice["index"])
-        body = {**self._head, "choices": choices, **self.more, "usage": self._usage()}
+        body = {**self.head, "choices": choices, **self.more, "usage": self._usage()}
         return json_response(body, headers=self._headers)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        begin = f"data: {json_text(self._head)[:-1]},"
+        begin = f"data: {json_text(self.head)[:-1]},"
 
         def event(**chunk: Any) -> bytes:
             return f"{begin}{json_text(chunk)[1:]}\n\n".encode("utf-8", "replace")
 
-        async with aclosing(generate_all(self.call, self.requests, self._head["id"])) as outputs:
+        async with aclosing(generate_all(self.call, self.requests)) as outputs:
             async for prompt, output in outputs:
                 self._count(prompt, output)
                 events = b""

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from starlette.responses import Response
 
 from jaxserve.field_checks import flag, text, token_ids
-from jaxserve.server.engine_request import check_converted
+from jaxserve.server.converted_tokens import check_converted
 from jaxserve.server.http_api.chat import CONVERSATION_FIELDS, chat_arguments
 from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.fields import Check

@@ -10,12 +10,12 @@ from jaxserve.errors import RequestError
 from jaxserve.logprobs import Logprob
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from jaxserve.request import Request
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.sampling_params import check_against
 from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_messages import EngineInfo
-from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.frontend import Frontend, ParserNames
 from jaxserve.server.http_api.app import make_app
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
@@ -50,7 +50,7 @@ class FakeEngine(EngineClient):
         self.error_at = 0
         self.stall_at: int | None = None
         self.fails_on: set[str] = set()
-        self.requests: dict[str, EngineRequest] = {}
+        self.requests: dict[str, Request] = {}
         self.ended: list[str] = []
         self.cancelled: list[str] = []
         self.dead: Exception | None = None
@@ -65,18 +65,18 @@ class FakeEngine(EngineClient):
             raise self.dead
         return EngineInfo(model=MODEL, default_fields=self.default_fields)
 
-    async def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Outputs until the request ends."""
         check_against(request.params, vocab_size=MODEL.vocab_size, max_logprobs=-1)
         self._check_vocabulary(request.token_ids or (), "prompt")
         json.dumps(request.chat).encode()
-        self.requests[request_id] = request
+        self.requests[request.request_id] = request
         is_done = False
         try:
             prompt, ids = self._prompt(request)
             if prompt in self.fails_on:
                 raise RequestError("this prompt fails", parameter="prompt" if request.pooling is None else "input")
-            for number, output in enumerate(self._outputs(request, request_id, prompt, ids)):
+            for number, output in enumerate(self._outputs(request, prompt, ids)):
                 if self.error is not None and number == self.error_at:
                     is_done = True
                     raise self.error
@@ -89,9 +89,9 @@ class FakeEngine(EngineClient):
             is_done = True
             raise
         finally:
-            self.ended.append(request_id)
+            self.ended.append(request.request_id)
             if not is_done:
-                self.cancelled.append(request_id)
+                self.cancelled.append(request.request_id)
 
     @staticmethod
     def _check_vocabulary(token_ids: Sequence[int], parameter: str) -> None:
@@ -99,14 +99,14 @@ class FakeEngine(EngineClient):
         if outside >= MODEL.vocab_size:
             raise RequestError(f"token id {outside} is out of vocabulary", parameter=parameter)
 
-    def _prompt(self, request: EngineRequest) -> tuple[str | None, list[int]]:
+    def _prompt(self, request: Request) -> tuple[str | None, list[int]]:
         if request.token_ids is not None:
             return None, list(request.token_ids)
         text = self.rendered if request.chat is not None else request.text
         assert text is not None
         return text, [ord(character) % 1000 for character in text]
 
-    def _outputs(self, request: EngineRequest, name: str, prompt: str | None, ids: list[int]) -> list[RequestOutput]:
+    def _outputs(self, request: Request, prompt: str | None, ids: list[int]) -> list[RequestOutput]:
         params = request.params
         samples = [self._pieces(index, params.max_tokens) for index in range(params.n)]
         if params.output_kind is RequestOutputKind.FINAL_ONLY:
@@ -122,7 +122,7 @@ class FakeEngine(EngineClient):
             wanted = params.prompt_logprobs
             found.append(
                 RequestOutput(
-                    request_id=name,
+                    request_id=request.request_id,
                     prompt=prompt,
                     prompt_token_ids=ids,
                     outputs=outputs,
@@ -153,9 +153,7 @@ class FakeEngine(EngineClient):
     def _whole(pieces: list[tuple[str, FinishReason | None]]) -> tuple[str, FinishReason | None]:
         return "".join(text for text, _ in pieces), pieces[-1][1]
 
-    def _completion(
-        self, request: EngineRequest, index: int, text: str, reason: FinishReason | None
-    ) -> CompletionOutput:
+    def _completion(self, request: Request, index: int, text: str, reason: FinishReason | None) -> CompletionOutput:
         ids, count = [ord(character) % 1000 for character in text], request.params.num_logprobs
         return CompletionOutput(
             index=index,
@@ -168,7 +166,7 @@ class FakeEngine(EngineClient):
         )
 
     @staticmethod
-    def _position(token: int, count: int, request: EngineRequest) -> dict[int, Logprob]:
+    def _position(token: int, count: int, request: Request) -> dict[int, Logprob]:
         """The token, of rank 2 behind one that is called '!', and others of no likelihood at all."""
         others = {33: Logprob(-0.25, 1, "!"), 90: Logprob(float("-inf"), 3, "Z"), 91: Logprob(float("nan"), 4, "[")}
         found = {token: Logprob(-1.5, 2, chr(token))}
@@ -193,7 +191,7 @@ class FakeEngine(EngineClient):
 
     async def render_chat(self, chat: Mapping[str, Any]) -> tuple[str, list[int]]:
         """The prompt of every conversation."""
-        self.requests["render"] = EngineRequest(chat=chat, params=self.info.sampling_params({}))
+        self.requests["render"] = Request(chat=chat, params=self.info.sampling_params({}))
         return self.rendered, [ord(character) for character in self.rendered]
 
     async def tokenizer_info(self) -> dict[str, Any]:
@@ -218,7 +216,7 @@ class FakeEngine(EngineClient):
         """Nothing."""
 
     @property
-    def request(self) -> EngineRequest:
+    def request(self) -> Request:
         """The newest request."""
         return [*self.requests.values()][-1]
 

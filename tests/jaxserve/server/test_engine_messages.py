@@ -9,6 +9,7 @@ from jaxserve import ConfigError, EngineDeadError, JaxserveError, MemoryPlanErro
 from jaxserve.errors import DeadlineError, OverloadedError, RequestFailedError
 from jaxserve.metric_types import Counter, Gauge, Histogram, Metric
 from jaxserve.pooling_params import PoolingParams
+from jaxserve.request import Request
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.server.engine_messages import (
     HEADER,
@@ -25,7 +26,6 @@ from jaxserve.server.engine_messages import (
     sendable_error,
     unpack,
 )
-from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 
@@ -105,7 +105,7 @@ def nested(depth: int) -> list[Any]:
 )
 def test_what_cannot_be_sent_is_an_error_of_its_message(value: Any) -> None:
     with pytest.raises(FrameError, match="Submit holds a value that cannot be sent"):
-        pack_frame(Submit(1, "name", EngineRequest(chat={"messages": value}, params=DELTA)), 1 << 30)
+        pack_frame(Submit(1, Request(chat={"messages": value}, params=DELTA)), 1 << 30)
 
 
 # ---------------------------------------------------------------- requests
@@ -114,9 +114,9 @@ def test_what_cannot_be_sent_is_an_error_of_its_message(value: Any) -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        EngineRequest(text="a", params=DELTA),
-        EngineRequest(token_ids=(0,), params=DELTA),
-        EngineRequest(
+        Request(request_id="name", text="a", params=DELTA),
+        Request(token_ids=(0,), params=DELTA),
+        Request(
             token_ids=(1, 2, 3),
             params=SamplingParams(max_tokens=None, n=3, seed=5, stop=["a", "b"], logprobs=2, logit_bias={3: 1.5}),
             priority=-4,
@@ -126,7 +126,7 @@ def test_what_cannot_be_sent_is_an_error_of_its_message(value: Any) -> None:
             truncate_prompt_tokens=-1,
             add_special_tokens=False,
         ),
-        EngineRequest(
+        Request(
             chat={"messages": [{"role": "user", "content": "é"}], "tools": None},
             params=SamplingParams(
                 structured_outputs=StructuredOutputsParams(json={"type": "object"}),
@@ -134,25 +134,12 @@ def test_what_cannot_be_sent_is_an_error_of_its_message(value: Any) -> None:
                 extra_args={"a": 1},
             ),
         ),
-        EngineRequest(text="a", params=DELTA, pooling=PoolingParams(pooling="mean", normalize=False)),
+        Request(text="a", params=DELTA, pooling=PoolingParams(pooling="mean", normalize=False)),
     ],
     ids=range(5),
 )
-def test_requests_come_through(request_: EngineRequest) -> None:
-    assert carried(Submit(7, "name", request_)) == Submit(7, "name", request_)
-
-
-@pytest.mark.parametrize(("given", "count"), [({}, 0), ({"text": "a", "token_ids": (1,)}, 2)])
-def test_a_request_has_one_prompt(given: dict[str, Any], count: int) -> None:
-    with pytest.raises(RequestError, match=f"exactly one of text, token_ids and chat; got {count}"):
-        EngineRequest(**given, params=DELTA)
-
-
-@pytest.mark.parametrize("given", [{"text": ""}, {"token_ids": ()}], ids=["text", "token ids"])
-def test_a_prompt_is_not_empty(given: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="the prompt must not be empty") as refused:
-        EngineRequest(**given, params=DELTA)
-    assert refused.value.parameter == "prompt"
+def test_requests_come_through(request_: Request) -> None:
+    assert carried(Submit(7, request_)) == Submit(7, request_)
 
 
 def test_the_engine_s_description_comes_through() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -21,9 +22,9 @@ from jaxserve import ConfigError, EngineDeadError, JaxserveError, RequestError, 
 from jaxserve.errors import DeadlineError, OverloadedError, RequestFailedError
 from jaxserve.outputs import CompletionOutput
 from jaxserve.pooling_params import PoolingParams
+from jaxserve.request import Request
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.server.engine_client import EngineClient
-from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.settings import ServerConfig
 from tests.faults.steps import slow_steps
@@ -113,16 +114,16 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
         await asyncio.sleep(0.01)
 
 
-def asked(text: str | None = "12+30=", params: SamplingParams = GREEDY, **options: Any) -> EngineRequest:
+def asked(text: str | None = "12+30=", params: SamplingParams = GREEDY, **options: Any) -> Request:
     options.setdefault("is_strict_length", False)
-    return EngineRequest(text=text, params=params, **options)
+    return Request(text=text, params=params, **options)
 
 
-async def outputs_of(client: EngineClient, request: EngineRequest, name: str = "name") -> list[RequestOutput]:
-    return [output async for output in client.generate(request, name)]
+async def outputs_of(client: EngineClient, request: Request, name: str = "name") -> list[RequestOutput]:
+    return [output async for output in client.generate(dataclasses.replace(request, request_id=name))]
 
 
-async def answer(client: EngineClient, request: EngineRequest, name: str = "name") -> list[CompletionOutput]:
+async def answer(client: EngineClient, request: Request, name: str = "name") -> list[CompletionOutput]:
     """The texts of a request, its deltas joined."""
     texts: dict[int, CompletionOutput] = {}
     for output in await outputs_of(client, request, name):
@@ -236,7 +237,7 @@ def test_embeddings(run: Run, client: EngineClient) -> None:
 def test_a_slow_reader_gets_joined_deltas(run: Run, client: EngineClient) -> None:
     async def read() -> list[int]:
         counts: list[int] = []
-        async for output in client.generate(asked(params=LONG), "slow"):
+        async for output in client.generate(asked(params=LONG, request_id="slow")):
             counts += [len(one.token_ids) for one in output.outputs]
             await asyncio.sleep(0.2)
         return counts
@@ -266,7 +267,7 @@ def test_a_slow_reader_gets_joined_deltas(run: Run, client: EngineClient) -> Non
     ids=range(10),
 )
 def test_wrong_requests_fail_alone(
-    run: Run, client: EngineClient, request_: EngineRequest, message: str, parameter: str | None
+    run: Run, client: EngineClient, request_: Request, message: str, parameter: str | None
 ) -> None:
     async def both() -> Any:
         return await asyncio.gather(
@@ -313,7 +314,7 @@ def test_a_looping_template_fails_alone_within_its_limit(run: Run, client: Engin
 
 def test_a_name_in_use_is_refused(run: Run, client: EngineClient) -> None:
     async def twice() -> None:
-        first = client.generate(asked(params=LONG), "twin")
+        first = client.generate(asked(params=LONG, request_id="twin"))
         await anext(first)
         with pytest.raises(RequestError, match="request id 'twin' is in use"):
             await outputs_of(client, asked(), "twin")
@@ -355,8 +356,8 @@ def test_frames_that_make_no_sense_are_dropped(run: Run, client: EngineClient) -
 def test_leaving_frees_everything_in_every_phase(run: Run, client: EngineClient, phase: str) -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "chat_template": LOOP}
 
-    async def read(request: EngineRequest, decoding: asyncio.Event) -> None:
-        async for _ in client.generate(request, "left"):
+    async def read(request: Request, decoding: asyncio.Event) -> None:
+        async for _ in client.generate(dataclasses.replace(request, request_id="left")):
             decoding.set()
 
     async def leave() -> None:
@@ -405,7 +406,7 @@ def test_a_deadline_mid_decode(run: Run, client: EngineClient, switches: Path) -
     async def read() -> int:
         count = 0
         with pytest.raises(DeadlineError, match="deadline exceeded"):
-            async for output in client.generate(asked(params=LONG, timeout_s=1.0), "late"):
+            async for output in client.generate(asked(params=LONG, timeout_s=1.0, request_id="late")):
                 count += sum(len(one.token_ids) for one in output.outputs)
         return count
 

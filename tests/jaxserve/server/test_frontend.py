@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from jaxserve import RequestError, SamplingParams
+from jaxserve.request import Request
 from jaxserve.server.auth import Caller
-from jaxserve.server.engine_request import EngineRequest
 from jaxserve.server.errors import UnknownModelError
 from jaxserve.server.frontend import Frontend, new_request_id
 from tests.observed_engine import ANYBODY, ObservedEngine, make_frontend
@@ -19,12 +19,12 @@ def made(**settings: Any) -> tuple[Frontend, ObservedEngine]:
     return make_frontend(engine, **settings), engine
 
 
-def sent(frontend: Frontend, engine: ObservedEngine, caller: Caller, **fields: Any) -> EngineRequest:
+def sent(frontend: Frontend, engine: ObservedEngine, caller: Caller, **fields: Any) -> Request:
     """The request as it reaches the engine."""
 
     async def run() -> None:
-        request = EngineRequest(text="a", params=SamplingParams(), **fields)
-        async for _ in frontend.generate(caller, request, new_request_id("cmpl")):
+        request = Request(request_id=new_request_id("cmpl"), text="a", params=SamplingParams(), **fields)
+        async for _ in frontend.generate(caller, request):
             pass
 
     asyncio.run(run())

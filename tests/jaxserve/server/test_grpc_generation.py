@@ -165,6 +165,19 @@ def test_minus_one_token_is_all_that_the_context_holds() -> None:
     run(main)
 
 
+@pytest.mark.parametrize("prompt", [{"text": ""}, {"token_ids": {}}], ids=["text", "token ids"])
+def test_a_prompt_is_not_empty(prompt: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with serving() as there, connected(there.target) as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="the prompt must not be empty") as failure:
+                await generation_pb2_grpc.GenerationServiceStub(channel).Generate(
+                    generation_pb2.GenerateRequest(**prompt)
+                )
+            assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    run(main)
+
+
 def test_the_deadline_of_a_call_is_that_of_its_request() -> None:
     async def main() -> None:
         async with serving() as there, connected(there.target) as channel:

@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.server import engine_request
+from jaxserve.server import converted_tokens
 from jaxserve.server.grpc_api.server import GENERATION
 from jaxserve.server.proto.jaxserve.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2, tokenization_pb2_grpc
 from jaxserve.server.proto.jaxserve.v1.tokenization_pb2 import DetokenizeRequest
@@ -54,7 +54,7 @@ def test_prompts_that_no_context_holds_are_not_read() -> None:
 
 
 def test_texts_of_too_many_tokens_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_request, "MAX_CONVERTED_TOKENS", 3)
+    monkeypatch.setattr(converted_tokens, "MAX_CONVERTED_TOKENS", 3)
 
     async def main() -> None:
         async with serving() as there, connected(there.target) as channel:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.outputs import RequestOutput
-from jaxserve.server.engine_request import EngineRequest
+from jaxserve.request import Request
 from jaxserve.server.frontend import ParserNames
 from jaxserve.text.content_format import convert_content
 from tests.jaxserve.server.http_fakes import CHAT, Answer, FakeEngine, make_server
@@ -327,11 +327,11 @@ def test_a_forced_call_is_a_structure_of_the_answer(stream: bool) -> None:
 class HarmonyEngine(FakeEngine):
     """Its tokenizer has Harmony's markers as special tokens."""
 
-    async def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Outputs without the markers if the request skips special tokens."""
         if request.params.skip_special_tokens:
             self.texts = tuple([re.sub(r"<\|\w+\|>", "", piece) for piece in pieces] for pieces in self.texts)
-        async for output in super().generate(request, request_id):
+        async for output in super().generate(request):
             yield output
 
 

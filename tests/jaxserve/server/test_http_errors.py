@@ -319,8 +319,8 @@ def test_a_sample_that_failed_is_an_error_of_the_request() -> None:
     server.engine.error = None
 
     class Failing(FakeEngine):
-        def _outputs(self, request: Any, name: Any, prompt: Any, ids: Any) -> Any:
-            (output,) = super()._outputs(request, name, prompt, ids)
+        def _outputs(self, request: Any, prompt: Any, ids: Any) -> Any:
+            (output,) = super()._outputs(request, prompt, ids)
             output.error, output.outputs[0].finish_reason = "NaN logits", "error"
             return [output]
 

@@ -17,7 +17,7 @@ import uvicorn
 
 from jaxserve.errors import ConfigError
 from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.server.engine_request import EngineRequest
+from jaxserve.request import Request
 from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.http_api.app import RequestLabels
 from jaxserve.server.http_listener import http_listening
@@ -35,14 +35,14 @@ Result = TypeVar("Result")
 class LongEngine(FakeEngine):
     """Streams megabytes."""
 
-    async def generate(self, request: EngineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """40 of them."""
-        self.requests[request_id] = request
+        self.requests[request.request_id] = request
         try:
             for _ in range(40):
                 output = CompletionOutput(index=0, text="x" * (1 << 20), token_ids=[120], cumulative_logprob=None)
                 yield RequestOutput(
-                    request_id=request_id,
+                    request_id=request.request_id,
                     prompt="Hi",
                     prompt_token_ids=[72],
                     outputs=[output],
@@ -51,7 +51,7 @@ class LongEngine(FakeEngine):
                 )
                 await asyncio.sleep(0)
         finally:
-            self.ended.append(request_id)
+            self.ended.append(request.request_id)
 
 
 class Client:
