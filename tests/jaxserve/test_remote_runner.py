@@ -86,7 +86,8 @@ def test_a_runner_in_another_process_reuses_the_inputs_of_steps_with_equal_rows(
     _, engine, runner = engines
     num_plans, num_buffers = len(runner.plans), runner.num_buffers()
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    OfflineRunner(engine, params, None).run(parse_prompts(["Once", "The dog"]), [0, 0], use_tqdm=False)
+    inputs = [parse_prompt(prompt, default=params) for prompt in ("Once", "The dog")]
+    OfflineRunner(engine, None).run(inputs, use_tqdm=False)
     plans = [check_plan(sent) for sent in runner.plans[num_plans:]]
     changed = [plan for plan in plans if plan.setups or plan.grants or plan.same_rows_as is None]
     assert runner.num_buffers() - num_buffers == len(changed)

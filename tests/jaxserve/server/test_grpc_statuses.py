@@ -11,6 +11,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from jaxserve.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, RequestFailedError
 from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.request import Request
 from jaxserve.server.errors import UnavailableError, status_of
 from jaxserve.server.grpc_api.statuses import MAX_MESSAGE_BYTES, field_path, rich_status
 from jaxserve.server.proto.jaxserve.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2, tokenization_pb2_grpc
@@ -118,10 +119,10 @@ def test_a_text_that_failed_is_no_message_but_a_status() -> None:
     async def main() -> None:
         async with serving() as there:
 
-            async def failing(request: object, request_id: str):
+            async def failing(request: Request):
                 failed = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")
                 yield RequestOutput(
-                    request_id=request_id,
+                    request_id=request.request_id,
                     prompt=None,
                     prompt_token_ids=[1],
                     outputs=[failed],
