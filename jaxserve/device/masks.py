@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.scheduling.plan import Sampling, SlotSetup, StepPlan
-from jaxserve.scheduling.row_starts import RowStarts
+from jaxserve.scheduling.row_starts import RowStarts, as_array
 
 
 class _SlotMask(NamedTuple):
@@ -62,7 +62,7 @@ class TokenMasks:
         constrained = {mask.slot: mask.words for mask in plan.masks}
         masked = self._slots.keys() | constrained.keys()
         found = []
-        last_positions = (starts.of(plan) + plan.lengths - 1).tolist()
+        last_positions = (starts.of(plan) + as_array(plan.lengths) - 1).tolist()
         rows = zip(plan.slots, plan.num_samples, last_positions, strict=True)
         for index, (slot, num_samples, position) in enumerate(rows):
             if num_samples and slot in masked:

@@ -3,16 +3,15 @@
 An engine with four layers of the 8B's shapes and as few programs as can be starts once with each set of XLA's flags.
 """
 
-import importlib.util
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.gpu import device_events
+from scripts.gpu.engine import require_llguidance, start_engine
 from scripts.gpu.figures import Figure, rounded
 from scripts.gpu.models import config_of, has_checkpoint, write_checkpoint
-from scripts.gpu.parts import Context, Item, Program, SkippedError, Working
+from scripts.gpu.parts import Context, Item, Program, Working
 from scripts.gpu.workload import Workload, decode, longest_kernels, prefill_s
 
 IS_ALONE: bool = True
@@ -35,33 +34,22 @@ def items(context: Context) -> list[Item]:
 
 def run(item: str, context: Context) -> Iterator[Figure | Working]:
     """Start an engine with an item's flags, and time a step of each kind."""
-    if importlib.util.find_spec("llguidance") is None:
-        raise SkippedError("llguidance is not installed")
+    require_llguidance()
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS[item]}".strip()
-    os.environ.setdefault("XDG_CACHE_HOME", str(context.folder / "xdg"))
-    from jaxserve import LLM
-
     workload = Workload.first_of(context)
     yield Working("starting an engine", _START_LIMIT_S)
-    begin = time.perf_counter()
-    llm = LLM(
-        str(_checkpoint(context)),
-        attention_backend="xla" if context.is_tiny else None,
-        enable_prefix_caching=False,
-        compilation_cache_dir=str(context.folder / f"cache-{item.replace(' ', '-')}"),
-        **workload.engine,
-    )
+    cache = context.folder / f"cache-{item.replace(' ', '-')}"
+    begun = start_engine(_checkpoint(context), "xla" if context.is_tiny else None, workload, cache, context)
+    llm = begun.llm
     try:
-        note = (
-            f"an engine with {_NUM_LAYERS} layers of the 8B's shapes, ready after {time.perf_counter() - begin:.1f} s"
-        )
+        note = f"an engine with {_NUM_LAYERS} layers of the 8B's shapes, ready after {begun.ready_s:.1f} s"
         yield Figure(part="compile", name=f"{item}: compiling", value=rounded(llm.compile_s), unit="s", note=note)
         yield Working("measuring decode")
         batch, tokens = workload.decodes[0]
         found = decode(llm, batch, tokens, workload.steps)
         label = f"{item}: decode, batch {batch}, context {tokens}"
-        note = longest_kernels(found)
-        yield Figure(part="compile", name=label, value=rounded(found.step_s * 1e3), unit="ms", note=note)
+        value, note = rounded(found.step_s * 1e3), longest_kernels(found)
+        yield Figure(part="compile", name=label, value=value, unit="ms", note=note)
         for length in workload.prefills:
             yield Working("measuring prefill")
             seconds = prefill_s(llm, length)

@@ -63,8 +63,7 @@ def items(context: Context) -> list[Item]:
 
 def run(item: str, context: Context) -> Iterator[Figure | Working]:
     """Do one process's work: write a checkpoint, or start an engine on it and measure."""
-    if importlib.util.find_spec("llguidance") is None:
-        raise SkippedError("llguidance is not installed")
+    require_llguidance()
     if item.endswith("write"):
         yield Working("writing the checkpoint", _MEASURE_LIMIT_S)
         yield _write(item.split()[0], context)
@@ -79,7 +78,7 @@ def run(item: str, context: Context) -> Iterator[Figure | Working]:
         raise SkippedError("nothing was compiled before: the item before it did not run")
     workload = Workload.first_of(context) if what == "first" else Workload.of(context)
     yield Working("starting the engine", _START_LIMIT_S)
-    begun = _start(model, backend, workload, cache, context)
+    begun = start_engine(_directory(model, context), backend, workload, cache, context)
     name = f"{model} {backend}"
     start = "start with the fewest programs" if what == "first" else "start"
     yield _start_figure(f"{name}: {start} {'warm' if has_programs else 'cold'}", has_programs, begun)
@@ -112,13 +111,23 @@ def _write(model: str, context: Context) -> Figure:
     return Figure(part="engine", name=f"{model}: write", value=rounded(seconds), unit="s", note=note)
 
 
-def _start(model: str, backend: str, workload: Workload, cache: Path, context: Context) -> Begun:
+def require_llguidance() -> None:
+    """Skip an item that starts an engine where an engine cannot start.
+
+    Raises:
+        SkippedError: It cannot.
+    """
+    if importlib.util.find_spec("llguidance") is None:
+        raise SkippedError("llguidance is not installed")
+
+
+def start_engine(directory: Path, backend: str | None, workload: Workload, cache: Path, context: Context) -> Begun:
     """Start an engine and generate one token; the times count from the start of this process."""
     os.environ.setdefault("XDG_CACHE_HOME", str(context.folder / "xdg"))
     from jaxserve import LLM, SamplingParams
 
     llm = LLM(
-        str(_directory(model, context)),
+        str(directory),
         attention_backend=backend,
         enable_prefix_caching=False,
         compilation_cache_dir=str(cache),
