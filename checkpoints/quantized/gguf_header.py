@@ -228,7 +228,7 @@ class _Parser:
             for _ in range(count):
                 starts.append(at + 8)
                 at += 8 + unpack(data, at)[0]
-        except struct.error:
+        except (struct.error, OverflowError):
             self._check_inside(where, at)
             raise _NeedsMoreError(where) from None
         self._check_inside(where, at)
