@@ -4,9 +4,11 @@ Each writer returns the stored tensors of one weight and the float32 weight that
 element from the format's description and not with the product's code.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -91,6 +93,128 @@ def write_gptq(
         },
         weight,
     )
+
+
+def write_packed(
+    rng: np.random.Generator, shape: tuple[int, int], group: int, bits: int, *, is_symmetric: bool
+) -> Written:
+    """Write a weight as compressed-tensors' pack-quantized does; group -1: one scale for each row."""
+    size = shape[1] if group == -1 else group
+    zero = 1 << (bits - 1) if is_symmetric else None
+    codes, scales, zeros, weight = random_affine(rng, shape, bits, np.arange(shape[1]) // size, zero)
+    stored = {
+        "weight_packed": pack_bits(codes, bits),
+        "weight_scale": scales,
+        "weight_shape": np.array(shape, np.int64),
+    }
+    if not is_symmetric:
+        stored["weight_zero_point"] = np.ascontiguousarray(pack_bits(zeros.T, bits).T)
+    return Written(stored, weight)
+
+
+def write_one_byte(
+    rng: np.random.Generator,
+    shape: tuple[int, int],
+    dtype: Any,
+    block: tuple[int, int] | None = None,
+    *,
+    scale_name: str = "weight_scale",
+    is_per_row: bool = False,
+) -> Written:
+    """Write a weight in int8 or float8 with scales of blocks, of rows or of all."""
+    rows, columns = shape
+    if np.dtype(dtype) == np.int8:
+        numbers = rng.integers(-127, 128, shape).astype(np.int8)
+    else:
+        numbers = rng.standard_normal(shape).astype(np.float32).astype(dtype)
+    if block is not None:
+        grid = (-(-rows // block[0]), -(-columns // block[1]))
+        scales = rng.uniform(0.01, 0.02, grid).astype(np.float32)
+        each = np.repeat(np.repeat(scales, block[0], 0)[:rows], block[1], 1)[:, :columns]
+    else:
+        scales = rng.uniform(0.01, 0.02, (rows, 1) if is_per_row else (1,)).astype(np.float32)
+        each = scales
+    stored = {"weight": numbers, scale_name: scales, "input_scale": np.ones(1, np.float32)}
+    return Written(stored, numbers.astype(np.float32) * each)
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def random_float4(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return random bytes of two four-bit floats [..., K / 2], the even one low, and their values [..., K]."""
+    codes = rng.integers(0, 16, shape)
+    values = np.array(E2M1, np.float32)[codes % 8] * np.where(codes < 8, 1, -1).astype(np.float32)
+    return (codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8), values
+
+
+def write_mxfp4(rng: np.random.Generator, shape: tuple[int, int]) -> Written:
+    """Write a weight as compressed-tensors' mxfp4-pack-quantized does."""
+    packed, values = random_float4(rng, shape)
+    exponents = rng.integers(118, 124, (shape[0], shape[1] // 32)).astype(np.uint8)
+    scales = np.repeat(2.0 ** (exponents.astype(np.float64) - 127), 32, 1).astype(np.float32)
+    return Written({"weight_packed": packed, "weight_scale": exponents}, values * scales)
+
+
+def write_nvfp4(rng: np.random.Generator, shape: tuple[int, int], *, is_modelopt: bool) -> Written:
+    """Write a weight as compressed-tensors' nvfp4-pack-quantized does, or as ModelOpt."""
+    packed, values = random_float4(rng, shape)
+    scales = rng.uniform(10, 400, (shape[0], shape[1] // 16)).astype(ml_dtypes.float8_e4m3fn)
+    overall = np.float32(0.0003 if is_modelopt else 3000.0)
+    each = scales.astype(np.float32) * overall if is_modelopt else scales.astype(np.float32) / overall
+    weight = values * np.repeat(each, 16, 1)
+    if is_modelopt:
+        return Written({"weight": packed, "weight_scale": scales, "weight_scale_2": np.array(overall)}, weight)
+    return Written({"weight_packed": packed, "weight_scale": scales, "weight_global_scale": overall.reshape(1)}, weight)
+
+
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+
+def write_nf4(rng: np.random.Generator, shape: tuple[int, int], *, is_double: bool, block: int = 64) -> Written:
+    """Write a weight as bitsandbytes does with 4 bits, its scales quantized again or not."""
+    count = shape[0] * shape[1]
+    codes = rng.integers(0, 16, count)
+    table = np.array(NF4, np.float32)
+    num_blocks = -(-count // block)
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "float16", "shape": list(shape)}
+    stored: dict[str, np.ndarray] = {}
+    if is_double:
+        nested = np.sort(rng.uniform(-1, 1, 256)).astype(np.float32)
+        outer = rng.uniform(0.001, 0.003, -(-num_blocks // 256)).astype(np.float32)
+        inner = rng.integers(0, 256, num_blocks).astype(np.uint8)
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.02}
+        scales = nested[inner] * outer[np.arange(num_blocks) // 256] + np.float32(0.02)
+        stored = {"weight.absmax": inner, "weight.nested_quant_map": nested, "weight.nested_absmax": outer}
+    else:
+        scales = rng.uniform(0.01, 0.05, num_blocks).astype(np.float32)
+        stored = {"weight.absmax": scales}
+    padded = np.append(codes, 0)[: count + count % 2]
+    stored["weight"] = (padded[0::2] << 4 | padded[1::2]).astype(np.uint8)[:, None]
+    stored["weight.quant_map"] = table
+    stored["weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    return Written(stored, (table[codes] * scales[np.arange(count) // block]).reshape(shape))
+
+
+def write_bnb_int8(rng: np.random.Generator, shape: tuple[int, int]) -> Written:
+    """Write a weight as bitsandbytes does with 8 bits."""
+    numbers = rng.integers(-127, 128, shape).astype(np.int8)
+    largest = rng.uniform(0.5, 2, shape[0]).astype(np.float32)
+    weight = numbers.astype(np.float32) * (largest / np.float32(127))[:, None]
+    return Written({"weight": numbers, "SCB": largest, "weight_format": np.zeros((), np.uint8)}, weight)
+
+
+def write_mlx(rng: np.random.Generator, shape: tuple[int, int], group: int, bits: int) -> Written:
+    """Write a weight as MLX does."""
+    codes = rng.integers(0, 1 << bits, shape)
+    scales, biases = (rng.uniform(-0.1, 0.1, (shape[0], shape[1] // group)).astype(np.float16) for _ in range(2))
+    each, offsets = (np.repeat(grid.astype(np.float32), group, 1) for grid in (scales, biases))
+    stored = {"weight": pack_bits(codes, bits).view(np.uint32), "scales": scales, "biases": biases}
+    return Written(stored, codes.astype(np.float32) * each + offsets)
 
 
 Writer = Callable[[np.random.Generator, tuple[int, int]], Written]

@@ -5,7 +5,7 @@
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, gro
 from checkpoints.quantized.planes import Planes
 from checkpoints.quantized.settings import Settings
 from checkpoints.reader import CheckpointReader
+from checkpoints.tensor_info import TensorInfo
 
 _NAME = "AWQ"
 _NIBBLE_OF_COLUMN = np.array([0, 4, 1, 5, 2, 6, 3, 7])
@@ -37,9 +38,9 @@ class Awq:
         settings.choice("bits", (4,), "w_bit")
         self._group = settings.integer("group_size", "q_group_size", default=128)
 
-    def logical_names(self, stored: Collection[str]) -> dict[str, tuple[str, ...]]:
+    def logical_names(self, tensors: Mapping[str, TensorInfo | None]) -> dict[str, tuple[str, ...]]:
         """Return the stored tensors of each quantized logical tensor."""
-        modules = group_by_suffix(stored, ("qweight", "qzeros", "scales"))
+        modules = group_by_suffix(tensors, ("qweight", "qzeros", "scales"))
         return {
             f"{module}.weight": tuple(f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
             for module, parts in modules.items()

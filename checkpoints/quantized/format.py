@@ -1,7 +1,7 @@
 """What a format of quantized weights provides: one file each, with one line in ``checkpoints.quantized.registry``."""
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -45,8 +45,12 @@ class Format(Protocol):
         """Names of stored tensors that do not change the weights, such as scales of activations."""
         ...
 
-    def logical_names(self, stored: Collection[str]) -> dict[str, tuple[str, ...]]:
-        """Return the stored tensors of each quantized logical tensor, from their names alone."""
+    def logical_names(self, tensors: Mapping[str, TensorInfo | None]) -> dict[str, tuple[str, ...]]:
+        """Return the stored tensors of each quantized logical tensor.
+
+        Args:
+            tensors: The stored tensors; None where only the name is known, from an index.
+        """
         ...
 
     def open(self, name: str, stored: tuple[str, ...], reader: CheckpointReader) -> QuantizedTensor:

@@ -6,7 +6,7 @@ the first version of the format stores ``zero - 1``.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, gro
 from checkpoints.quantized.planes import Planes, unpack, unpack_columns
 from checkpoints.quantized.settings import Settings
 from checkpoints.reader import CheckpointReader
+from checkpoints.tensor_info import TensorInfo
 
 _NAME = "GPTQ"
 _BITS = (2, 3, 4, 8)
@@ -44,9 +45,9 @@ class Gptq:
         self._stored_zero_offset = int(version == "gptq")
         self._overrides = _overrides(settings)
 
-    def logical_names(self, stored: Collection[str]) -> dict[str, tuple[str, ...]]:
+    def logical_names(self, tensors: Mapping[str, TensorInfo | None]) -> dict[str, tuple[str, ...]]:
         """Return the stored tensors of each quantized logical tensor."""
-        modules = group_by_suffix(stored, _PARTS)
+        modules = group_by_suffix(tensors, _PARTS)
         return {
             f"{module}.weight": tuple(f"{module}.{part}" for part in _PARTS if part in parts or part != "g_idx")
             for module, parts in modules.items()
