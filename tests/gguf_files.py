@@ -91,3 +91,39 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Bl
             )
         )
     return paths[0]
+
+
+_HALVES = {
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "MXFP4": (),
+    "NVFP4": (),
+    "IQ1_M": (),
+}
+"""Where a block has scales in float16; others at its start."""
+
+
+def random_blocks(name: str, count: int, num_bytes: int, rng: np.random.Generator, scale: float = 1.0) -> np.ndarray:
+    """Return blocks of random bytes, uint8 [count, num_bytes], whose scales are finite and about ``scale``."""
+    blocks = rng.integers(0, 256, (count, num_bytes), np.uint8)
+    for at in _HALVES.get(name, (0,)):
+        halves = rng.uniform(-2.0 * scale, 2.0 * scale, (count, 1)).astype(np.float16)
+        blocks[:, at : at + 2] = halves.view(np.uint8)
+    if name == "IQ1_M":  # the highest bits of the scale that its four parts make
+        blocks[:, 55] = blocks[:, 55] & 0x0F | 0x30
+    if name == "MXFP4":  # 255 is no number, and 252 to 254 overflow
+        blocks[:, 0] = blocks[:, 0] % 252 if scale == 1.0 else 127 + np.int8(np.log2(scale))
+    return blocks
+
+
+def interleave(array: np.ndarray, num_heads: int) -> np.ndarray:
+    """Return the rows of queries or keys as llama.cpp's older rotary embedding has them: halves of heads alternate."""
+    halves = array.reshape(num_heads, 2, -1, *array.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))

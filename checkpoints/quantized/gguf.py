@@ -5,7 +5,7 @@ A file is opened in three steps: its tensors of bytes (``gguf_file``), with Hugg
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -60,18 +60,16 @@ class RenamedReader:
         """
         source = self.sources[name]
         bounds = index_bounds(index, source.shape)
-        box = tuple(slice(*each) for each in bounds)
         shape = tuple(stop - start for start, stop in bounds)
-        if source.num_heads and 0 not in shape:
-            values = self._read_interleaved(source, box)
-        elif source.expert is not None:
-            values = self._reader.read(source.stored, (slice(source.expert, source.expert + 1), *box))
-        else:
-            rank = len(self._reader.tensors[source.stored].shape)
-            values = self._reader.read(
-                source.stored, box[len(box) - rank :] if 0 not in shape else box[:0] + box[-rank:]
-            )
-        values = values.reshape(shape)
+        if 0 in shape:
+            return np.empty(shape, self.tensors[name].dtype)
+        box = tuple(slice(*each) for each in bounds)
+        if source.num_heads:
+            return self._read_interleaved(source, box)
+        if source.expert is not None:
+            box = (slice(source.expert, source.expert + 1), *box)
+        stored_rank = len(self._reader.tensors[source.stored].shape)
+        values = self._reader.read(source.stored, box[len(box) - stored_rank :]).reshape(shape)
         return values - values.dtype.type(source.offset) if source.offset else values
 
     def _read_interleaved(self, source: Source, box: Index) -> np.ndarray:
@@ -107,9 +105,9 @@ class Gguf:
     def __init__(self, types: Mapping[str, GgufType]) -> None:
         self._types = types
 
-    def logical_names(self, stored: Collection[str]) -> dict[str, tuple[str, ...]]:
+    def logical_names(self, tensors: Mapping[str, TensorInfo | None]) -> dict[str, tuple[str, ...]]:
         """Return the stored tensor of each quantized one; they have the same name."""
-        return {name: (name,) for name in stored if name in self._types}
+        return {name: (name,) for name in tensors if name in self._types}
 
     def open(self, name: str, stored: tuple[str, ...], reader: CheckpointReader) -> QuantizedTensor:
         """Return a logical tensor; see ``Format``."""

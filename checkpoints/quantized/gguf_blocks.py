@@ -1,9 +1,9 @@
 """Unpacks the blocks of GGUF files to codes, scales and biases.
 
 A weight is ``code * scale + bias``, or ``table[code] * scale``, with the scale of its group: exactly what llama.cpp's
-reference computes in float32. The layouts are those of the structs in ``ggml-common.h``, whose names the parts have: ``d``
-is a float16 scale of the block, ``qs`` has the low bits of the codes and ``qh`` the high ones. A function takes uint8
-[N, bytes of a block] and returns arrays with N rows.
+reference computes in float32. The layouts are those of the structs in ``ggml-common.h``, whose names the parts have:
+``d`` is a float16 scale of the block, ``qs`` has the low bits of the codes and ``qh`` the high ones. A function takes
+uint8 [N, bytes of a block] and returns arrays with N rows.
 """
 
 from collections.abc import Callable

@@ -47,6 +47,15 @@ class Metadata:
         """Return an integer; None if the field is missing."""
         return self.integer(name) if name in self.fields else None
 
+    def one_for_all_layers(self, name: str, default: int | None = None) -> int:
+        """Return an integer that a field may also have for each layer; layers must not differ."""
+        value = self.fields.get(name)
+        if not isinstance(value, np.ndarray):
+            return self.integer(name, default)
+        if not value.size or value.dtype.kind not in "iu" or (value != value[0]).any():
+            raise self.error(name, "expected the same integer for all layers, which may not differ")
+        return int(value[0])
+
     def number(self, name: str, default: float | None = None) -> float:
         """Return a number, as ``integer`` does."""
         value = self.fields.get(name, default)

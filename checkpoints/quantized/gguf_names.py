@@ -140,26 +140,6 @@ def architecture_of(metadata: Metadata) -> Architecture:
     return MIXTRAL if name == "llama" and metadata.integer("llama.expert_count", 0) else ARCHITECTURES[name]
 
 
-def num_heads(metadata: Metadata, field: str) -> int:
-    """Return a number that a field has for all layers at once, or for each.
-
-    Args:
-        metadata: Metadata of the file.
-        field: Name of the field, without that of the architecture.
-
-    Raises:
-        CheckpointError: The field is missing, or layers differ.
-    """
-    name = f"{metadata.text('general.architecture')}.{field}"
-    value = metadata.fields.get(name)
-    if hasattr(value, "__len__") and not isinstance(value, str):
-        values = metadata.numbers(name, len(value))  # pyright: ignore[reportArgumentType]
-        if values is None or not len(values) or len(set(values.tolist())) > 1:
-            raise metadata.error(name, "layers have different values, which is not supported")
-        return int(values[0])
-    return metadata.integer(name)
-
-
 def sources(metadata: Metadata, tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
     """Return where each tensor is, by Hugging Face's name.
 
@@ -194,10 +174,17 @@ def _named(metadata: Metadata, architecture: Architecture, stored: str, shape: t
         return {name.format(expert): Source(stored, shape[1:], expert) for expert in range(shape[0])}
     if name.endswith("shared_expert_gate.weight"):
         return {name: Source(stored, (1, *shape[-1:]))}
-    heads = num_heads(metadata, _HEAD_COUNTS[part]) if architecture.is_interleaved and part in _HEAD_COUNTS else 0
+    heads = _num_interleaved(metadata, part) if architecture.is_interleaved else 0
     if heads and (heads < 0 or not shape or shape[0] % (2 * heads)):
         raise CheckpointError(
             f"{metadata.path}: tensor {stored!r} has shape {list(shape)}, expected an even number of rows for each of "
             f"{heads} heads"
         )
     return {name: Source(stored, shape, None, heads, architecture.norm_offset if part.endswith("norm") else 0.0)}
+
+
+def _num_interleaved(metadata: Metadata, part: str) -> int:
+    """Return the number of heads of queries or keys; 0 for any other module."""
+    if part not in _HEAD_COUNTS:
+        return 0
+    return metadata.one_for_all_layers(f"{metadata.text('general.architecture')}.{_HEAD_COUNTS[part]}")

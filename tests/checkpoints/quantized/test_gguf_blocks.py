@@ -7,37 +7,9 @@ from checkpoints.quantized.gguf_blocks import UNPACK
 from checkpoints.quantized.gguf_grids import grid
 from checkpoints.quantized.gguf_types import TYPES
 from checkpoints.quantized.planes import Planes
+from tests.gguf_files import random_blocks
 
 NUMBERS = {kind.name: number for number, kind in TYPES.items()}
-
-
-def random_blocks(name: str, count: int, seed: int = 0) -> np.ndarray:
-    """Return blocks of random bytes, with scales that are finite."""
-    kind = TYPES[NUMBERS[name]]
-    rng = np.random.default_rng(seed)
-    blocks = rng.integers(0, 256, (count, kind.num_bytes), np.uint8)
-    halves = {
-        "Q4_1": (0, 2),
-        "Q5_1": (0, 2),
-        "Q2_K": (80, 82),
-        "Q3_K": (108,),
-        "Q4_K": (0, 2),
-        "Q5_K": (0, 2),
-        "Q6_K": (208,),
-        "TQ1_0": (52,),
-        "TQ2_0": (64,),
-        "MXFP4": (),
-        "NVFP4": (),
-        "IQ1_M": (),
-    }.get(name, (0,))
-    for at in halves:
-        scale = rng.uniform(-2.0, 2.0, (count, 1)).astype(np.float16)
-        blocks[:, at : at + 2] = scale.view(np.uint8)
-    if name == "IQ1_M":  # the highest bits of the scale that its four parts make
-        blocks[:, 55] = blocks[:, 55] & 0x0F | 0x30
-    if name == "MXFP4":  # 255 is no number, and 252 to 254 overflow
-        blocks[:, 0] %= 252
-    return blocks
 
 
 def decode(name: str, blocks: np.ndarray) -> np.ndarray:
@@ -59,7 +31,7 @@ def test_blocks_equal_those_of_the_package(name: str) -> None:
     constants = pytest.importorskip("gguf.constants")
     kind = constants.GGMLQuantizationType(NUMBERS[name])
     assert constants.GGML_QUANT_SIZES[kind] == (TYPES[NUMBERS[name]].block, TYPES[NUMBERS[name]].num_bytes)
-    blocks = random_blocks(name, 700)
+    blocks = random_blocks(name, 700, TYPES[NUMBERS[name]].num_bytes, np.random.default_rng(0))
     expected = quants.dequantize(blocks, kind).astype(np.float32)
     np.testing.assert_array_equal(decode(name, blocks), expected)
 
