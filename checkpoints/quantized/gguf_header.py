@@ -28,7 +28,7 @@ _MAX_DEPTH = 4
 _SHOWN_BYTES = 80
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-_BOOL, _STRING, _ARRAY = 7, 8, 9
+_FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 _SCALARS: dict[int, np.dtype] = {
     0: np.dtype("u1"),
     1: np.dtype("i1"),
@@ -36,7 +36,7 @@ _SCALARS: dict[int, np.dtype] = {
     3: np.dtype("<i2"),
     4: np.dtype("<u4"),
     5: np.dtype("<i4"),
-    6: np.dtype("<f4"),
+    _FLOAT32: np.dtype("<f4"),
     _BOOL: np.dtype("u1"),
     10: np.dtype("<u8"),
     11: np.dtype("<i8"),
@@ -204,8 +204,10 @@ class _Parser:
         if kind == _ARRAY:
             return self._array(where, depth)
         dtype = self._dtype(where, kind)
-        value = np.frombuffer(self._take(where, dtype.itemsize), dtype)[0].item()
-        return bool(value) if kind == _BOOL else value
+        value = np.frombuffer(self._take(where, dtype.itemsize), dtype)[0]
+        if kind == _FLOAT32:  # the shortest decimal, 1e-05 and not 9.999999747378752e-06
+            return float(str(value))
+        return bool(value) if kind == _BOOL else value.item()
 
     def _array(self, where: str, depth: int) -> Value:
         kind = self._u32(where)

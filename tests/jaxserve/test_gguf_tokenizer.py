@@ -3,7 +3,6 @@
 import base64
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +78,14 @@ def qwen(folder: Path, pre: str) -> dict[str, Any]:
     return byte_level(vocabulary, merges, json.loads((folder / "qwen3_added_tokens.json").read_text()), pre)
 
 
-def test_qwen(shared_data: Path, tmp_path: Path, real_tokenizer: Callable[[str], Tokenizer]) -> None:
+def test_qwen(shared_data: Path, tmp_path: Path) -> None:
     metadata = {**qwen(shared_data, "qwen2"), "tokenizer.ggml.eos_token_id": 151645}
     tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", metadata, {}))
     check_llama_cpp(tokenizer, shared_data, "qwen2")
     check_original(tokenizer, shared_data, "qwen")
-    original = real_tokenizer("qwen")
-    for text in ("<|im_start|>user\nhi<|im_end|> <think>x</think>", "e\u0301 decomposed"):
-        assert tokenizer.encode(text) == original.encode(text)
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
     ids = tokenizer.encode("<|im_start|>a<|im_end|>")
-    assert tokenizer.decode(ids) == "a" and tokenizer.eos_token_id == 151645
-    assert tokenizer.hf("a b")["input_ids"] == tokenizer.encode("a b")
+    assert (ids[0], ids[-1], tokenizer.eos_token_id) == (151644, 151645, 151645) and tokenizer.decode(ids) == "a"
 
 
 def test_a_wrong_pattern_is_seen(shared_data: Path, tmp_path: Path) -> None:
@@ -140,6 +136,8 @@ def test_flags_special_tokens_and_templates(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "ab"}]
     assert tokenizer.apply_chat_template(chat) == [0, 4]
     assert set(tokenizer.chat_templates) == {"default", "tool_use"}
+    assert tokenizer.hf("ab a<tool>")["input_ids"] == tokenizer.encode("ab a<tool>")
+    assert tokenizer.hf.bos_token == "<s>"
     plain = load_tokenizer(write_gguf(tmp_path / "plain.gguf", tiny(), {}))
     assert plain.encode("ab") == [4] and not plain.chat_templates
     by_default = load_tokenizer(write_gguf(tmp_path / "llama.gguf", tiny(pre="llama-bpe"), {}))
