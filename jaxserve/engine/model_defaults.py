@@ -12,6 +12,7 @@ from jaxserve.models.hf_config import ConfigFields
 from jaxserve.parsers import chosen_reasoning, reasoning_parser
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured_output.reasoning import ReasoningMarkers
+from jaxserve.text.gguf_tokenizer import has_tokenizer
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.text.tokenizer_files import read_json
 
@@ -63,9 +64,11 @@ def find_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
             ),
             config.tokenizer_mode,
         )
-    if not is_gguf(directory) and not any((directory / name).exists() for name in _TOKENIZER_FILES):
-        return None
-    return load_tokenizer(directory, config.tokenizer_mode)
+    if is_gguf(directory):
+        has_one = has_tokenizer(directory)
+    else:
+        has_one = any((directory / name).exists() for name in _TOKENIZER_FILES)
+    return load_tokenizer(directory, config.tokenizer_mode) if has_one else None
 
 
 def eos_token_ids(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Describes the model of a GGUF file as Hugging Face's ``config.json`` would, from its metadata and tensors."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,33 @@ _END_TEXTS: Final = (
 )
 """Tokens that end a generation in llama.cpp too, whatever the metadata say."""
 _CONTROL: Final = 3
+_NEUTRAL: Final[Mapping[str, object]] = {
+    "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "attention.scale": 0.0,
+    "attention.sliding_window": 0,
+    "attn_logit_softcapping": 0.0,
+    "embedding_scale": 1.0,
+    "expert_gating_func": 1,
+    "expert_weights_scale": 1.0,
+    "final_logit_softcapping": 0.0,
+    "interleave_moe_layer_step": 1,
+    "leading_dense_block_count": 0,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+    "use_parallel_residual": False,
+}
+"""Fields that change the numbers, each with the value that does not."""
+_FAMILY_READS: Final[Mapping[str, tuple[str, ...]]] = {
+    "gemma2": ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+    "gemma3": ("attention.sliding_window",),
+    "granite": ("attention.scale", "embedding_scale", "logit_scale", "residual_scale"),
+    "phi3": ("attention.sliding_window",),
+}
+"""Those that some architectures read."""
 _LARGE_GEMMA: Final = {"gemma2": 46, "gemma3": 62}
 """Layers of the models of 27 billion parameters, whose scores have another scale."""
 
@@ -52,6 +80,8 @@ class _Reader:
         self._name = files.metadata.text("general.architecture")
 
     def config(self) -> dict[str, Any]:
+        """Return the object of a ``config.json``."""
+        self._check_unread()
         num_heads = self.integer("attention.head_count")
         hidden_size = self.integer("embedding_length")
         head_dim = self.integer("attention.key_length", hidden_size // max(num_heads, 1))
@@ -79,6 +109,14 @@ class _Reader:
             fields["rope_scaling"] = scaling
         more = _FAMILY_FIELDS.get(self._name)
         return fields if more is None else {**fields, **more(self, fields)}
+
+    def _check_unread(self) -> None:
+        """Raise a CheckpointError for a field that would change the numbers and is not read."""
+        read = _FAMILY_READS.get(self._name, ())
+        for name, neutral in _NEUTRAL.items():
+            value = self._metadata.fields.get(f"{self._name}.{name}", neutral)
+            if name not in read and np.any(value != neutral):
+                raise self._metadata.error(f"{self._name}.{name}", f"{value!r} is not supported; expected {neutral}")
 
     def integer(self, name: str, default: int | None = None) -> int:
         """Return a field of the architecture, the same for all layers."""
@@ -141,7 +179,14 @@ class _Reader:
             return {"rope_type": "linear", "factor": factor} if factor not in (0.0, 1.0) else None
         if kind == "yarn":
             original = self.integer("rope.scaling.original_context_length")
-            return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+            found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+            if self.is_given("rope.scaling.attn_factor"):
+                own = 1.0 + 0.1 * math.log(max(factor, 1.0))  # what a file's factor multiplies
+                found["attention_factor"] = self.number("rope.scaling.attn_factor") * own
+            for name in ("beta_fast", "beta_slow"):
+                if self.is_given(f"rope.scaling.yarn_{name}"):
+                    found[name] = self.number(f"rope.scaling.yarn_{name}")
+            return found
         raise self._metadata.error(name, f"{kind!r} is not supported; supported: none, linear, yarn, longrope")
 
     def _divided(self, short: list[float], long: list[float], original: int, attention: float) -> dict[str, Any]:

@@ -28,6 +28,7 @@ _NAMED_IDS: Final = {
     "cls_token": "cls",
     "mask_token": "mask",
 }
+_NO_MODEL: Final = ("none", "no_vocab")
 _TEMPLATE: Final = "tokenizer.chat_template"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 
@@ -41,6 +42,19 @@ def read_gguf_tokenizer(path: Path) -> tuple[FastBackend | SentencePieceBackend,
     try:
         with GgufFiles(path) as files:
             return _read(files.metadata)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Return whether a GGUF file has a tokenizer.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
+    try:
+        with GgufFiles(path) as files:
+            return files.metadata.fields.get(f"{_PREFIX}model", "none") not in _NO_MODEL
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
 

@@ -196,6 +196,10 @@ BAD = {
     "missing": ({"llama.block_count": None}, "'llama.block_count': expected an integer, but it is missing"),
     "scaling": ({"llama.rope.scaling.type": "spiral"}, "'spiral' is not supported; supported: none, linear, yarn"),
     "layers": ({"llama.feed_forward_length": np.array([3, 4], np.uint32)}, "expected the same integer for all layers"),
+    "window of Olmo 3": (
+        {"llama.attention.sliding_window": 4096},
+        "sliding_window': 4096 is not supported; expected 0",
+    ),
     "value": ({"llama.context_length": 0}, "max_position_embeddings: expected an integer from 1"),
 }
 
@@ -238,13 +242,12 @@ def generate(model: Path, prompts: list[Any], **settings: Any) -> list[list[int]
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_a_trained_model_tells_the_same_story(parts: int, stories_model: Path, tmp_path: Path) -> None:
+def test_a_trained_model_in_three_files_tells_the_same_story(stories_model: Path, tmp_path: Path) -> None:
     config = json.loads((stories_model / "config.json").read_text())
     tensors, _ = to_gguf("llama", config, load_file(stories_model / "model.safetensors"))
     folder = tmp_path / "gguf"
     folder.mkdir()
-    write_gguf(folder / "m.gguf", stories_metadata(stories_model, config), tensors, parts)
+    write_gguf(folder / "m.gguf", stories_metadata(stories_model, config), tensors, parts=3)
     case = json.loads((stories_model / "expected.json").read_text())["cases"][0]
     with LLM(str(folder), **SETTINGS) as llm:
         (output,) = llm.generate([""], SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
@@ -299,14 +302,24 @@ MIXES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, tuple[str,
     ),
 }
 WIDE = {"hidden_size": 512, "intermediate_size": 768, "num_hidden_layers": 2, "head_dim": 64, "num_attention_heads": 8}
-CUTS = {
+CUTS: dict[str, dict[str, Any]] = {
+    "one device": {},
     "tensor=2": {"tensor_parallel_size": 2},  # 384 inputs of down_proj: in the middle of a block of 256
     "two stages": {"pipeline_parallel_size": 2},
 }
+IN_GATE = {
+    ("llama Q4_K_M", "tensor=2"),
+    ("llama, tied, small blocks", "one device"),
+    ("qwen2 IQ", "two stages"),
+    ("mixtral", "tensor=2"),
+}
+CASES = [
+    pytest.param(mix, cut, marks=() if (mix, cut) in IN_GATE else pytest.mark.slow) for mix in MIXES for cut in CUTS
+]
 
 
-@pytest.mark.parametrize("mix", MIXES)
-def test_tokens_are_those_of_the_decoded_weights(mix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mix", "cut"), CASES)
+def test_tokens_are_those_of_the_decoded_weights(mix: str, cut: str, tmp_path: Path) -> None:
     architecture, changes, fields, types = MIXES[mix]
     config = {**BASE, **WIDE, **changes}
     write_checkpoint(tmp_path, config, seed=2)
@@ -318,11 +331,9 @@ def test_tokens_are_those_of_the_decoded_weights(mix: str, tmp_path: Path) -> No
     folder = tmp_path / "gguf"
     folder.mkdir()
     path = write_gguf(folder / "m.gguf", metadata_of(architecture, config, **fields), tensors)
-    expected = generate(tmp_path, PROMPTS)
+    expected = generate(tmp_path, PROMPTS, **CUTS[cut])
     assert len({tuple(tokens) for tokens in expected}) == 2, "the weights should tell the prompts apart"
-    assert generate(path, PROMPTS) == expected
-    for settings in CUTS.values():
-        assert generate(path, PROMPTS, **settings) == generate(tmp_path, PROMPTS, **settings)
+    assert generate(path, PROMPTS, **CUTS[cut]) == expected
 
 
 def expert_name(module: str) -> str:
@@ -351,7 +362,6 @@ def test_q8_0_of_a_trained_model(stories_model: Path, tmp_path: Path) -> None:
     (tmp_path / "float" / "model.safetensors").chmod(0o644)
     save_file(values, tmp_path / "float" / "model.safetensors")
     prompts = ["Once upon a time", "The dog"]
-    assert generate(path, prompts) == generate(tmp_path / "float", prompts)
     assert generate(path, prompts, tensor_parallel_size=2) == generate(
         tmp_path / "float", prompts, tensor_parallel_size=2
     )
