@@ -13,6 +13,7 @@ from jaxserve.device.steps import ModelProgram
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
+from jaxserve.models.causal_lm import TokenBatch
 from pallas_kernels import AttentionBatch
 from sharding.plan import count_collectives
 from tests.tiny_programs import (
@@ -153,7 +154,7 @@ def _trace(program: ModelProgram, shape: Shape, row_tile: int | None) -> jax.sta
     def body(arrays, pools, tokens, positions, order, batch):  # noqa: ANN001, ANN202 - as traced below
         model = abstract.merge(arrays)
         lengths = jnp.full_like(positions, program.config.max_positions)
-        hidden, pools, _ = model.hidden(tokens, positions, lengths, pools, [batch], settings)
+        hidden, pools, _ = model.hidden(TokenBatch(tokens, positions, lengths, (batch,)), pools, settings)
         logits = model.logits(hidden[order], batch.query_lens.sum(), row_tile)
         return pools, hidden, logits
 

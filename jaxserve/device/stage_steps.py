@@ -56,9 +56,7 @@ def trace_stage(program: ModelProgram, shape: BatchShape) -> jax.stages.Traced:
         hidden: Float[Array, "T D"] | None = None,
     ) -> tuple[tuple[Pools, ...], StageOutput]:
         batch = program.unpack(buffer, shape, latest)
-        x, written, expert_tokens = program.model(arrays).hidden(
-            batch.tokens, batch.positions, batch.lengths, pools, batch.attention, attention, hidden
-        )
+        x, written, expert_tokens = program.model(arrays).hidden(batch, pools, attention, hidden)
         return tuple(written), StageOutput(x, expert_tokens)
 
     pools, buffer = program.abstract_all_pools(), program.rows_struct((shape.buffer_size,), np.int32)

@@ -184,9 +184,7 @@ def run_layers(
     """
     first = batch.tokens.at[batch.attention[0].query_starts].get(mode="clip")
     tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, first, split))
-    hidden, pools, expert_tokens = model.hidden(
-        batch.tokens, batch.positions, batch.lengths, state.pools, batch.attention, settings, x
-    )
+    hidden, pools, expert_tokens = model.hidden(batch, state.pools, settings, x)
     kept, sums = state.sums, None
     if not settings.decode_only:
         kept, sums = _pool_hidden(model, hidden, kept, batch, row_tile)

@@ -101,7 +101,7 @@ def _trace_embedding(program: ModelProgram, shape: BatchShape, variant: str) -> 
     def embed(arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"]) -> Any:
         model, batch = program.model(arrays), program.unpack(buffer, shape, state.latest)
         settings = attention_settings(program, shape)
-        return model.embedded(batch.tokens, batch.positions, batch.lengths, batch.attention, settings)[0]
+        return model.embedded(batch, settings)[0]
 
     return _trace(program, shape, embed)
 
@@ -110,8 +110,7 @@ def _trace_layer(program: ModelProgram, shape: BatchShape, variant: str) -> jax.
     def layer(arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], x: Float[Array, "T D"]) -> Any:
         model, batch = program.model(arrays), program.unpack(buffer, shape, state.latest)
         settings = attention_settings(program, shape)
-        given = batch.tokens, batch.positions, batch.lengths, batch.attention, settings
-        own, inputs = model.embedded(*given, own_rows(x, model.residual_axis, program.row_tile))
+        own, inputs = model.embedded(batch, settings, own_rows(x, model.residual_axis, program.row_tile))
         return model.through(own, state.pools, inputs, settings).x
 
     return _trace(program, shape, layer, program.abstract_hidden(shape.num_tokens))
