@@ -1,5 +1,6 @@
 """Tiny random models laid out on virtual devices: one set of checkpoint tensors, cut up for any number of devices."""
 
+import copy
 import dataclasses
 import os
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxserve.device.runner import LocalRunner
+from jaxserve.device.stage import Stage
 from jaxserve.device.steps import ModelProgram
 from jaxserve.layers.attention import select_attention
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
@@ -155,6 +158,13 @@ def random_params(program: ModelProgram, seed: int = 0) -> tuple[jax.Array, ...]
             copy_piece(piece, tensors, array)
         arrays |= _stored(array.astype(param.struct.dtype), param, model)
     return tuple(arrays[path] for path in model.params)
+
+
+def make_runner(compiled: Stage, params: tuple[jax.Array, ...] | None = None) -> LocalRunner:
+    """A runner of a stage that others may share, with random parameters unless some are given."""
+    stage = copy.copy(compiled)
+    stage.load(random_params(stage.model) if params is None else params)
+    return LocalRunner([stage])
 
 
 def _stored(array: np.ndarray, param: LogicalParam, model: AbstractModel) -> dict[str, jax.Array]:

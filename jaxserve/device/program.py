@@ -44,7 +44,7 @@ class StepState(NamedTuple):
         tables: Vocabulary-sized sampling state of each slot.
         sums: Sum of hidden states over each slot's prompt so far, for pooling requests.
 
-    Of several pipeline stages only the last has the state of slots; the others have pages (``pools``).
+    Of several pipeline stages only the last holds slots in ``tables`` and ``sums``.
     """
 
     pools: tuple[Pools, ...]
@@ -259,12 +259,13 @@ class ModelProgram:
 
     def abstract_state(self) -> StepState:
         """Return shapes and shardings of the ``StepState``."""
+        num_slots = self.num_slots if self.is_last else 0
         tables = SlotTables(
-            token_counts=self.vocab_struct(self.num_slots, jnp.int32),
-            bias=self.vocab_struct(self.num_slots, jnp.float32),
-            tracked_ids=self.rows_struct((self.num_slots, MAX_TRACKED), jnp.int32),
+            token_counts=self.vocab_struct(num_slots, jnp.int32),
+            bias=self.vocab_struct(num_slots, jnp.float32),
+            tracked_ids=self.rows_struct((num_slots, MAX_TRACKED), jnp.int32),
         )
-        sums = self.rows_struct((self.num_slots, self.config.hidden_size), jnp.float32)
+        sums = self.rows_struct((num_slots, self.config.hidden_size), jnp.float32)
         return StepState(self.abstract_all_pools(), self.abstract_latest(), tables, sums)
 
     def abstract_pools(self, kind: PoolKind, count: int = 1) -> Any:
@@ -287,13 +288,9 @@ class ModelProgram:
         """Allocate a zero ``StepState`` on the devices."""
         return _compile_zeros(self.abstract_state())()
 
-    def empty_pools(self) -> tuple[Pools, ...]:
-        """Allocate zero pages on the devices: the state of a stage that is not the last."""
-        return _compile_zeros(self.abstract_all_pools())()
-
     def compile_empty_state(self) -> jax.stages.Compiled:
-        """Compile ``empty_state``, or for a stage that is not the last ``empty_pools``."""
-        return _compile_zeros(self.abstract_state() if self.is_last else self.abstract_all_pools())
+        """Compile ``empty_state``."""
+        return _compile_zeros(self.abstract_state())
 
     @property
     def weight_bytes(self) -> int:
@@ -308,8 +305,6 @@ class ModelProgram:
     @property
     def slot_state_bytes(self) -> int:
         """Bytes of the slots' state per device, besides pages."""
-        if not self.is_last:
-            return _bytes_per_device(self.abstract_latest())
         return _bytes_per_device(self.abstract_state()._replace(pools=()))
 
     @property

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.device.program import ModelProgram, StepState, shardings
 from jaxserve.device.sampler_batch import SamplerBatch
 from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch
-from jaxserve.layers.attention import AttentionSettings
+from jaxserve.layers.attention import AttentionSettings, Pools
 from jaxserve.layers.row_sums import add_tokens
 from jaxserve.layers.rows import map_rows
 from jaxserve.models.causal_lm import CausalLM
@@ -86,6 +86,44 @@ def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.st
     out_shardings = (shardings(state), program.rows_sharding)
     given = program.abstract_input(shape.num_tokens)
     return program.trace(step, (program.abstract_params, state, buffer, mask, *given), out_shardings, donated=[1])
+
+
+class HiddenOutput(NamedTuple):
+    """Outputs of a stage besides its pages.
+
+    Attributes:
+        hidden: Hidden state of each query token after the stage's last layer.
+        expert_tokens: Tokens routed to each expert of each of its layers with experts; None unless they are counted.
+    """
+
+    hidden: Float[Array, "T D"]
+    expert_tokens: Int[Array, "layers E"] | None
+
+
+def trace_hidden(program: ModelProgram, shape: BatchShape) -> jax.stages.Traced:
+    """Trace a stage that is not the last, for the steps of a batch shape.
+
+    The traced function maps (packed parameters, pools, ``LatestTokens``, buffer, hidden states) to (pools,
+    ``HiddenOutput``) and donates the pools. The first stage has no hidden states among its arguments.
+    """
+    program = program.for_shape(shape)
+    attention = attention_settings(program, shape)
+
+    def stage(
+        arrays: tuple[Array, ...],
+        pools: tuple[Pools, ...],
+        latest: LatestTokens,
+        buffer: Int[Array, " size"],
+        hidden: Float[Array, "T D"] | None = None,
+    ) -> tuple[tuple[Pools, ...], HiddenOutput]:
+        batch = program.unpack(buffer, shape, latest)
+        x, written, expert_tokens = program.model(arrays).hidden(batch, pools, attention, hidden)
+        return tuple(written), HiddenOutput(x, expert_tokens)
+
+    pools, buffer = program.abstract_all_pools(), program.rows_struct((shape.buffer_size,), jnp.int32)
+    given = program.abstract_input(shape.num_tokens)
+    arguments = (program.abstract_params, pools, program.abstract_latest(), buffer, *given)
+    return program.trace(stage, arguments, (shardings(pools), program.rows_sharding), donated=[1])
 
 
 def attention_settings(program: ModelProgram, shape: BatchShape) -> AttentionSettings:

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,12 +14,12 @@ import jax
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.compilation_cache import use_compilation_cache
-from jaxserve.device.compiled_steps import CompiledSteps, num_programs
 from jaxserve.device.memory import MemoryLedger, device_memory_bytes, resident_bytes, usable_fraction
 from jaxserve.device.memory_fit import STEPS_IN_FLIGHT
-from jaxserve.device.runner import StepRunner
+from jaxserve.device.program import StepState
+from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import Runner
-from jaxserve.device.stage_steps import StageRunner, StageSteps
+from jaxserve.device.stage import Stage, num_programs
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.expert_load import ExpertLoad
@@ -181,15 +181,15 @@ def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer 
     return Admission(limits, tokenizer, grammars)
 
 
-def _make_runners(plan: EnginePlan) -> tuple[list[StepRunner], int, float, float]:
+def _make_runners(plan: EnginePlan) -> tuple[list[LocalRunner], int, float, float]:
     """Compile and load weights in parallel; return the runners, the temporary bytes of their programs, and the seconds
     each took."""
-    all_steps = make_steps(plan)
+    stages = make_stages(plan)
 
     def compile_all() -> float:
         start = time.monotonic()
-        for steps in all_steps:
-            steps.compile()
+        for stage in stages:
+            stage.compile()
         return time.monotonic() - start
 
     with concurrent.futures.ThreadPoolExecutor(1) as background, short_switch_interval():
@@ -198,38 +198,32 @@ def _make_runners(plan: EnginePlan) -> tuple[list[StepRunner], int, float, float
         params = [load_params(plan, program) for program in plan.programs]
         load_s = time.monotonic() - start
         compile_s = compiling.result()
-    runners = join_stages(all_steps, params, [None for _ in all_steps])
-    return runners, max(steps.temporary_bytes for steps in all_steps), load_s, compile_s
+    runners = join_stages(plan, stages, params, [None for _ in stages])
+    return runners, max(stage.temporary_bytes for stage in stages), load_s, compile_s
 
 
-Steps = CompiledSteps | StageSteps
-"""The programs of a stage; those of the last one sample."""
+def make_stages(plan: EnginePlan) -> list[Stage]:
+    """Return the stages of a plan, not compiled yet: those of a replica one after the other."""
+    return [Stage(program, plan.buckets) for program in plan.programs]
 
 
-def make_steps(plan: EnginePlan) -> list[Steps]:
-    """Return the steps of each program of a plan, not compiled yet."""
-    return [
-        CompiledSteps(program, plan.buckets) if program.is_last else StageSteps(program, plan.buckets)
-        for program in plan.programs
-    ]
-
-
-def join_stages(all_steps: list[Steps], params: list[tuple[jax.Array, ...]], states: list[Any]) -> list[StepRunner]:
-    """Return a runner for the stages of each replica.
+def join_stages(
+    plan: EnginePlan,
+    stages: list[Stage],
+    params: list[tuple[jax.Array, ...]],
+    states: Sequence[StepState | None],
+) -> list[LocalRunner]:
+    """Load compiled stages, and return a runner for those of each replica.
 
     Args:
-        all_steps: Compiled steps of each stage, those of a replica one after the other.
+        plan: The plan of the stages.
+        stages: Compiled stages, those of a replica one after the other.
         params: Packed parameters of each.
-        states: Pages of each stage, the ``StepState`` of the last of a replica; None allocates them.
+        states: State of each; None allocates it.
     """
-    runners, stages = list[StepRunner](), list[StageRunner]()
-    for steps, values, state in zip(all_steps, params, states, strict=True):
-        if isinstance(steps, StageSteps):
-            stages.append(StageRunner(steps, values, state))
-        else:
-            runners.append(StepRunner(steps, values, stages, state))
-            stages = []
-    return runners
+    for stage, values, state in zip(stages, params, states, strict=True):
+        stage.load(values, state)
+    return [LocalRunner(stages[first : first + plan.num_stages]) for first in range(0, len(stages), plan.num_stages)]
 
 
 @contextlib.contextmanager
@@ -247,7 +241,7 @@ def short_switch_interval() -> Iterator[None]:
         sys.setswitchinterval(interval)
 
 
-def warm_up_runners(runners: list[StepRunner]) -> float:
+def warm_up_runners(runners: list[LocalRunner]) -> float:
     """Run every program once, on all replicas in parallel; return the seconds it took."""
     start = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(len(runners)) as pool:

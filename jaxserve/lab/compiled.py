@@ -13,9 +13,8 @@ from jax.sharding import Mesh, use_abstract_mesh
 
 from jaxserve.device.program import ModelProgram
 from jaxserve.device.programs import bytes_of
-from jaxserve.device.stage_steps import trace_stage
 from jaxserve.device.step_batch import BatchShape
-from jaxserve.device.steps import trace_step
+from jaxserve.device.steps import trace_hidden, trace_step
 from jaxserve.errors import ConfigError
 from jaxserve.lab.devices import Device
 from sharding import MeshShape, make_mesh
@@ -78,7 +77,7 @@ def compile_step(program: ModelProgram, shape: BatchShape, device: Device) -> Co
     program = dataclasses.replace(program, mesh=mesh, num_pages=_PAGES)
     with use_abstract_mesh(mesh.abstract_mesh), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX 0.11 on Pallas-Triton; donated arguments that no result can take
-        traced = trace_step(program, shape, "any") if program.is_last else trace_stage(program, shape)
+        traced = trace_step(program, shape, "any") if program.is_last else trace_hidden(program, shape)
         compiled = traced.lower().compile()
     text = compiled.as_text()
     assert text is not None

@@ -7,9 +7,8 @@ import jax
 from jax.extend import core
 
 from jaxserve.device.program import ModelProgram
-from jaxserve.device.stage_steps import trace_stage
 from jaxserve.device.step_batch import BatchShape
-from jaxserve.device.steps import trace_step
+from jaxserve.device.steps import trace_hidden, trace_step
 from sharding.plan import Collective, collectives
 
 PAGES = "KV pages"
@@ -60,7 +59,7 @@ class Flow(NamedTuple):
 
 def trace_flow(program: ModelProgram, shape: BatchShape) -> Flow:
     """Trace the program of one layer and return its order; sampling is greedy."""
-    traced = trace_step(program, shape, "greedy") if program.is_last else trace_stage(program, shape)
+    traced = trace_step(program, shape, "greedy") if program.is_last else trace_hidden(program, shape)
     jaxpr = traced.jaxpr.jaxpr
     names = dict(zip(jaxpr.invars, _argument_names(program, jaxpr), strict=False))
     parts: dict[str, list[str | Collective]] = {"before": [], "layer": [], "after": []}

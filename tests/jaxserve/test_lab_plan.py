@@ -17,9 +17,8 @@ from jaxserve.cli import main
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import plan_engine
 from jaxserve.device.program import ModelProgram
-from jaxserve.device.stage_steps import trace_stage
 from jaxserve.device.step_batch import BatchShape
-from jaxserve.device.steps import trace_step
+from jaxserve.device.steps import trace_hidden, trace_step
 from jaxserve.errors import ConfigError, UnsupportedModelError
 from jaxserve.lab.communication import HAND_OVER, LAYERS, StepCollectives
 from jaxserve.lab.compiled import target_config
@@ -130,7 +129,7 @@ def test_parts_of_a_stage_have_the_collectives_of_its_program(layout: str) -> No
     program = make_program(tiny_config(num_heads=8, hidden_size=32), tensor=2, layout=layout)
     first, last = (dataclasses.replace(program, stage=stage) for stage in stages_of([1, 1]))
     shape = SHAPES["prefill"]
-    for stage, traced in ((first, trace_stage(first, shape)), (last, trace_step(last, shape, "greedy"))):
+    for stage, traced in ((first, trace_hidden(first, shape)), (last, trace_step(last, shape, "greedy"))):
         expected = counted(list(collectives(traced.jaxpr.jaxpr)))
         assert stage.stage is not None
         assert combined(program, shape, stage.stage.layers) == expected

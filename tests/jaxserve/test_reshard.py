@@ -207,7 +207,7 @@ def test_pages_keep_their_bits(config: dict[str, Any], kernel: str | None, tmp_p
     stages, merged = make_plan(tmp_path, pipeline_parallel_size=2, **settings).programs, dict[int, Any]()
     for stage in stages:
         writes = [PageWrite(again, 4, 5), PageWrite(again, 0, 6), PageWrite(again, 2, 8)]
-        pools = PageWriter(stage).write(stage.empty_pools(), [writes])
+        pools = PageWriter(stage).write(stage.empty_state().pools, [writes])
         (found,) = PageReader(stage).read(pools, [[6, 5, 8]])
         assert [*found] == [*stage.layers]
         merged |= found

@@ -13,9 +13,8 @@ import pytest
 from jaxserve import LLM, ConfigError, PoolingParams, RequestOutput, SamplingParams
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
-from jaxserve.device.stage_steps import trace_stage
 from jaxserve.device.step_batch import BatchShape
-from jaxserve.device.steps import trace_step
+from jaxserve.device.steps import trace_hidden, trace_step
 from jaxserve.models.stage_balance import LayerCost, balanced_stages
 from jaxserve.models.stages import Stage, stages_of
 from sharding.plan import count_collectives
@@ -217,7 +216,7 @@ def test_every_device_holds_what_is_planned_for_it(settings: dict[str, Any]) -> 
     """Weights, pages and, in the last stage, the state of slots; all stages have equally many pages."""
     made = plan(**settings, dtype="float32", num_gpu_blocks_override=80)
     for program in made.programs:
-        state = program.empty_state() if program.is_last else program.empty_pools()
+        state = program.empty_state() if program.is_last else program.empty_state().pools
         held = dict.fromkeys(program.mesh.devices.flat, 0)
         for array in jax.tree.leaves((load_params(made, program), state)):
             for shard in array.addressable_shards:
@@ -236,7 +235,7 @@ def test_stages_communicate_as_whole_models_do() -> None:
     """A stage that is not the last has two all-reduces per layer, and the first one more for the embedding."""
     made = plan(mesh="stage=2,tensor=2", stage_layers=[3, 1])
     shape = made.buckets.shapes()[0]
-    assert count_collectives(trace_stage(made.programs[0], shape)) == {"all-reduce": 2 * 3 + 1}
+    assert count_collectives(trace_hidden(made.programs[0], shape)) == {"all-reduce": 2 * 3 + 1}
 
 
 @pytest.mark.parametrize("layout", ["tensor_parallel", "sequence_parallel", "split_logits", "context_parallel"])
@@ -244,7 +243,7 @@ def test_stages_lower_for_gpus(layout: str) -> None:
     """A stage that hands over, and the last one with everything in one program."""
     shape = BatchShape(num_tokens=16, num_rows=4, table_pages=4, decode_only=False)
     first, last = (make_program(tiny_config(), tensor=2, layout=layout, stage=Stage(n, n + 1, 2)) for n in range(2))
-    for traced in (trace_stage(first, shape), trace_step(last, shape, "any")):
+    for traced in (trace_hidden(first, shape), trace_step(last, shape, "any")):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert "stablehlo.all_reduce" in text or "stablehlo.reduce_scatter" in text
 

@@ -10,12 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.device.batch import BatchBuilder
+from jaxserve.device.batch import build
 from jaxserve.device.buckets import Buckets
-from jaxserve.device.compiled_steps import CompiledSteps, trace_set_up
-from jaxserve.device.runner import StepRunner
 from jaxserve.device.runner_interface import StepResult
+from jaxserve.device.slots import Slots
 from jaxserve.device.split_steps import trace_model, trace_sampler, trace_scorer
+from jaxserve.device.stage import Stage
+from jaxserve.device.state_updates import trace_set_up
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import ModelProgram, StepState, trace_step
 from jaxserve.layers.model_config import ModelConfig
@@ -33,7 +34,15 @@ from sharding.plan import (
     stated_sampling,
 )
 from tests.plan_rows import Row, decode_rows, make_plan, rows_of
-from tests.tiny_programs import BACKEND, NUM_LAYERS, make_program, random_params, sparse_config, tiny_config
+from tests.tiny_programs import (
+    BACKEND,
+    NUM_LAYERS,
+    make_program,
+    make_runner,
+    random_params,
+    sparse_config,
+    tiny_config,
+)
 
 PAGE_SIZE, NUM_SLOTS, TABLE_PAGES = 8, 4, 4
 BUCKETS = Buckets(decode_rows=(4,), mixed_tokens=(16,), max_num_seqs=4, table_pages=TABLE_PAGES)
@@ -201,14 +210,14 @@ def test_pools_keep_their_addresses(tensor: int) -> None:
     _, compiled, program = compiled_decode(tensor, False, False)
     params, state = random_params(program), program.empty_state()
     plan = make_plan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], decode_rows([0], [0], [5]))
-    builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, program.num_pages)
-    builder.apply(plan)
+    slots = Slots(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, program.num_pages, program.config.vocab_size)
+    slots.apply(plan)
     mask = np.full(program.mask_shape(DECODE.num_rows), -1, np.int32)
     before = addresses(state)
     output = None
     for _ in range(3):
         old = state
-        state, output = compiled(params, state, builder.build(plan, DECODE, 0), mask)
+        state, output = compiled(params, state, build(slots, plan, DECODE, 0), mask)
         assert addresses(state) == before
         assert all(array.is_deleted() for array in jax.tree.leaves(old))
         assert not any(array.is_deleted() for array in params)
@@ -260,9 +269,9 @@ def run_requests(
     Fewer than ``in_flight`` steps run unread; at 1 the host names and places each token, else the device does.
     """
     program = make_program(config, tensor=tensor, layout=layout, num_pages=20)
-    steps = CompiledSteps(program, BUCKETS, platform)
-    steps.compile()
-    runner = StepRunner(steps, random_params(program))
+    stage = Stage(program, BUCKETS, platform)
+    stage.compile()
+    runner = make_runner(stage)
     tokens: dict[int, list[int]] = {slot: [] for slot in PROMPTS}
     results, pending = [], []
 
@@ -369,9 +378,9 @@ def run_lanes(delays: list[int], platform: str, logits: str = "gathered", **layo
     """Results of each lane, which runs the plans of all requests that many steps after the first launch."""
     program = make_program(sparse_config(), num_pages=20, **layout)
     program = dataclasses.replace(program, layout=dataclasses.replace(program.layout, logits=logits))
-    steps = CompiledSteps(program, BUCKETS, platform)
-    steps.compile()
-    runner = StepRunner(steps, random_params(program))
+    stage = Stage(program, BUCKETS, platform)
+    stage.compile()
+    runner = make_runner(stage)
     slots = [[2, 0, 1], [1, 2], [0, 1, 2]]
     plans = prefill_plans()
     plans += [make_plan(3 + i, [], [], decode_rows(slots[i % 3], [ON_DEVICE] * len(slots[i % 3]))) for i in range(6)]

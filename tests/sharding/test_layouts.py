@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.device.batch import BatchBuilder
+from jaxserve.device.batch import build
+from jaxserve.device.slots import Slots
 from jaxserve.device.step_batch import BatchShape, LatestTokens
 from jaxserve.device.steps import ModelProgram, attention_settings
 from jaxserve.errors import ConfigError
@@ -93,9 +94,10 @@ def prompt_buffer(program: ModelProgram, prompts: list[int]) -> np.ndarray:
     grants = [PageGrant(slot, 0, [5 * slot]) for slot in range(len(prompts))]
     prefill = [Row(slot, 0, PROMPTS[prompt], 1) for slot, prompt in enumerate(prompts)]
     plan = make_plan(0, setups, grants, prefill)
-    builder = BatchBuilder(program.num_slots, SHAPE.table_pages, program.page_size, program.num_pages)
-    builder.apply(plan)
-    return builder.build(plan, SHAPE, 0)
+    pages = SHAPE.table_pages, program.page_size, program.num_pages
+    slots = Slots(program.num_slots, *pages, program.config.vocab_size)
+    slots.apply(plan)
+    return build(slots, plan, SHAPE, 0)
 
 
 def logits_and_collectives(program: ModelProgram) -> tuple[list[np.ndarray], dict[str, int]]:
