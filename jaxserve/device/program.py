@@ -44,7 +44,7 @@ class StepState(NamedTuple):
         tables: Vocabulary-sized sampling state of each slot.
         sums: Sum of hidden states over each slot's prompt so far, for pooling requests.
 
-    Of several pipeline stages only the last holds slots in ``tables`` and ``sums``.
+    Only the last pipeline stage has slots in ``tables`` and ``sums``.
     """
 
     pools: tuple[Pools, ...]

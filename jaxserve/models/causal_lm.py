@@ -233,7 +233,7 @@ class CausalLM(nnx.Module):
     ) -> HiddenStates:
         """Compute hidden states after the layers, and all pools with the keys and values that these write.
 
-        If the residual is split over tokens, each device has its own rows of them; ``hidden`` gathers these.
+        If the residual is split over tokens, the result is still sharded; ``hidden`` gathers it.
 
         Args:
             x: Hidden states before these layers.
