@@ -24,7 +24,7 @@ from jaxserve.demo import MODEL_DIRECTORY as DEMO_DIRECTORY  # noqa: F401  (for 
 from jaxserve.demo.tasks import chat_messages as chat_messages
 from jaxserve.demo.tasks import held_out as held_out
 from jaxserve.demo.tasks import is_correct as is_correct
-from jaxserve.device import batch, programs, slots
+from jaxserve.device import batch, compiling, slots
 from jaxserve.device.build import EnginePlan, plan_engine
 from jaxserve.device.memory import MemoryLedger
 from jaxserve.device.runner import LocalRunner
@@ -253,8 +253,8 @@ def refuse_to_compile(patch: pytest.MonkeyPatch) -> None:
 
 def count_compiled(patch: pytest.MonkeyPatch) -> list[int]:
     """Add an item to the list that is returned for each program that an engine compiles."""
-    compiled, compile_one = list[int](), programs._compile
-    patch.setattr(programs, "_compile", lambda lowered: compiled.append(1) or compile_one(lowered))
+    compiled, compile_one = list[int](), compiling._compile
+    patch.setattr(compiling, "_compile", lambda *given: compiled.append(1) or compile_one(*given))
     return compiled
 
 

@@ -15,7 +15,7 @@ from jaxserve.config_checks import whole_prompts_error
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.determinism import choose_row_tile
 from jaxserve.device.kernel_choice import choose_kernels, choose_step_truncation
-from jaxserve.device.layout_choice import choose_layout
+from jaxserve.device.layout_choice import choose_layout, choose_stages, count_stages, page_size_of
 from jaxserve.device.memory import (
     MemoryNeeds,
     device_memory_bytes,
@@ -23,8 +23,6 @@ from jaxserve.device.memory import (
 )
 from jaxserve.device.memory_fit import fit_to_memory, memory_needs
 from jaxserve.device.program import ModelProgram
-from jaxserve.device.stage_choice import choose_stages, count_stages
-from jaxserve.device.token_parts import page_size_of
 from jaxserve.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxserve.config import EngineConfig
 from jaxserve.device.memory import MemoryNeeds, device_memory_bytes, plan_pages, usable_fraction
 from jaxserve.device.program import ModelProgram
-from jaxserve.device.token_parts import exchanged_per_token
 from jaxserve.scheduling.page_allocator import KVWindow
 from sharding.mesh import Device
 
@@ -35,7 +34,7 @@ def memory_needs(program: ModelProgram, max_num_batched_tokens: int, max_samples
     return MemoryNeeds(
         weights=program.weight_bytes,
         page=page,
-        temporaries=max_num_batched_tokens * (token * itemsize + exchanged_per_token(program)) + logits,
+        temporaries=max_num_batched_tokens * (token * itemsize + _exchanged_per_token(program)) + logits,
         page_size=program.page_size,
         max_model_len=program.max_model_len,
         max_num_seqs=program.num_slots,
@@ -45,6 +44,15 @@ def memory_needs(program: ModelProgram, max_num_batched_tokens: int, max_samples
             for window in program.kv_layout.windows
         ),
     )
+
+
+def _exchanged_per_token(program: ModelProgram) -> int:
+    """Return the bytes per token of a layer's queries of all heads, and of their partial attention as computed, as sent
+    and as received, in float32; 0 if no devices share tokens."""
+    if program.parallel.num_token_parts == 1:
+        return 0
+    specs = program.abstract_model.kv_specs
+    return 4 * max(each.num_heads * (each.head_dim + 3 * ((each.value_dim or each.head_dim) + 2)) for each in specs)
 
 
 def fit_to_memory(

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from jaxserve.device.buckets import Buckets
+from jaxserve.device.compiling import Compiling, bytes_of, submit
 from jaxserve.device.program import ModelProgram, StepState
-from jaxserve.device.programs import bytes_of, submit
 from jaxserve.device.split_steps import SplitStep, trace_model, trace_sampler, trace_scorer
 from jaxserve.device.state_updates import copy_arrays, slot_row, trace_copy_pages, trace_set_up
 from jaxserve.device.step_batch import BatchShape, LatestTokens
@@ -101,8 +101,7 @@ class Stage:
             futures = {(shape, variant): submit(pool, trace_hidden(model, shape)) for shape, variant in self.keys}
             return {key: future.result() for key, future in futures.items()}
         if self.platform != "cpu":
-            futures = {key: submit(pool, trace_step(model, *key)) for key in self.keys}
-            return {key: future.result() for key, future in futures.items()}
+            return self._compile_whole_steps(pool)
         scorer = submit(pool, trace_scorer(model, max_tokens))
         sizes = sorted({shape.sampler for shape, _ in self.keys})
         samplers = {size: submit(pool, trace_sampler(model, size)) for size in sizes}
@@ -113,6 +112,19 @@ class Stage:
             )
             for (shape, variant), future in futures.items()
         }
+
+    def _compile_whole_steps(self, pool: concurrent.futures.Executor) -> dict[StepKey, CompiledStep]:
+        """Compile steps of one program each.
+
+        Those of as many tokens have the same matmuls. All but one wait for the first, whose autotuning results XLA then
+        finds in its cache, in place of measuring the same candidates on the device side by side.
+        """
+        first, futures = dict[int, Compiling](), dict[StepKey, Compiling]()
+        for shape, variant in self.keys:
+            after = first.get(shape.num_tokens)
+            futures[shape, variant] = submit(pool, trace_step(self.model, shape, variant), after)
+            first.setdefault(shape.num_tokens, futures[shape, variant])
+        return {key: future.result() for key, future in futures.items()}
 
     def load(self, params: tuple[jax.Array, ...], state: StepState | None = None) -> None:
         """Set the packed parameters and the state; None allocates the state."""

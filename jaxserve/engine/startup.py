@@ -13,7 +13,7 @@ import jax
 
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
-from jaxserve.device.compilation_cache import use_compilation_cache
+from jaxserve.device.compiling import use_compilation_cache
 from jaxserve.device.memory import MemoryLedger, device_memory_bytes, resident_bytes, usable_fraction
 from jaxserve.device.memory_fit import STEPS_IN_FLIGHT
 from jaxserve.device.program import StepState

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from jax.experimental import topologies
 from jax.sharding import Mesh, use_abstract_mesh
 
+from jaxserve.device.compiling import bytes_of
 from jaxserve.device.program import ModelProgram
-from jaxserve.device.programs import bytes_of
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import trace_hidden, trace_step
 from jaxserve.errors import ConfigError

@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams
 from jaxserve.device.build import EnginePlan, plan_engine
-from jaxserve.device.token_parts import page_size_of
+from jaxserve.device.layout_choice import page_size_of
 from jaxserve.layers.parallel import Parallel
 from pallas_kernels import UnsupportedKernelError, native_library
 from sharding import LayoutError, ShardingLayout, get_layout

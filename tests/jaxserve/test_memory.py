@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxserve import LLM, MemoryPlanError
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
-from jaxserve.device.compilation_cache import use_compilation_cache
+from jaxserve.device.compiling import use_compilation_cache
 from jaxserve.device.memory import (
     MemoryNeeds,
     device_memory_bytes,
