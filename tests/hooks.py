@@ -140,22 +140,22 @@ def num_stages(llm: LLM) -> int:
 
 def layout_name(llm: LLM) -> str:
     """Return the name of the layout in use."""
-    return llm.plan.programs[0].layout.name
+    return llm.plan.models[0].layout.name
 
 
 def weights_dtype(llm: LLM) -> str:
     """Return the dtype in which weights are multiplied."""
-    return llm.plan.programs[0].policy.weights
+    return llm.plan.models[0].policy.weights
 
 
 def layer_tile(llm: LLM) -> int | None:
     """Return the rows of a tile in which layers are computed; None where each row is computed by itself."""
-    return llm.plan.programs[0].layer_tile
+    return llm.plan.models[0].layer_tile
 
 
 def planned_kernel(model: Path, **settings: Any) -> str:
     """Return the name of the attention kernel that an engine of these settings would have."""
-    return _plan(model, settings).programs[0].kernel.name
+    return _plan(model, settings).models[0].kernel.name
 
 
 def pages_of_one_request(model: Path, **settings: Any) -> int:

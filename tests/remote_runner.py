@@ -76,7 +76,7 @@ class RemoteRunner:
 def serve(link: Connection, config: EngineConfig) -> None:
     """Runs what comes until the runner is closed."""
     plan = plan_engine(config)
-    (program,) = plan.programs
+    (program,) = plan.models
     stage = Stage(program, plan.buckets)
     stage.compile()
     stage.load(load_params(plan, program))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.device.steps import ModelProgram
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
@@ -141,12 +141,12 @@ def _make_config(fields: Mapping[str, Any]) -> ModelConfig:
     return make(**fields)
 
 
-def _abstract_pools(program: ModelProgram) -> list[Any]:
+def _abstract_pools(program: ShardedModel) -> list[Any]:
     """Pools for each layer, so that all layers share one page table, whatever they see."""
     return [program.abstract_pools(spec.pool) for spec in program.abstract_model.kv_specs]
 
 
-def _trace(program: ModelProgram, shape: Shape, row_tile: int | None) -> jax.stages.Traced:
+def _trace(program: ShardedModel, shape: Shape, row_tile: int | None) -> jax.stages.Traced:
     """Hidden states of a step's tokens, and their logits in any order."""
     abstract = program.abstract_model
     settings = AttentionSettings(program.kernel, PAGE_SIZE, shape.decode_only, row_tile)

@@ -2,13 +2,13 @@
 
 from jaxserve.config import EngineConfig
 from jaxserve.config_checks import BLOCK_SIZES
-from jaxserve.device.program import ModelProgram
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Parallel
 from jaxserve.models.sparse_decoder import SparseConfig
 from jaxserve.models.stage_balance import divide
-from jaxserve.models.stages import Stage, stages_of
+from jaxserve.models.stages import StageLayers, stages_of
 from sharding import LAYOUTS, LayoutError, ShardingLayout, get_layout
 
 _PAGE_SIZE = 64
@@ -100,13 +100,13 @@ def count_stages(config: EngineConfig, model: ModelConfig) -> int:
     return size if counts is None else len(counts)
 
 
-def choose_stages(config: EngineConfig, program: ModelProgram, num_stages: int) -> list[Stage | None]:
+def choose_stages(config: EngineConfig, sharded: ShardedModel, num_stages: int) -> list[StageLayers | None]:
     """Return the layers of each stage; [None] for a single stage."""
     if num_stages == 1:
         return [None]
     if config.stage_layers is not None:
         return [*stages_of(config.stage_layers)]
-    return [*divide(program.abstract_model, num_stages)]
+    return [*divide(sharded.abstract_model, num_stages)]
 
 
 def page_size_of(config: EngineConfig, parallel: Parallel, layout: str) -> int:

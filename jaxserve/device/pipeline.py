@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxserve.device.program import shardings
+from jaxserve.device.sharded_model import shardings
 from jaxserve.device.stage import Stage
 from jaxserve.device.step_batch import BatchShape, LatestTokens
 from jaxserve.scheduling.plan import ON_DEVICE, StepPlan

@@ -12,8 +12,8 @@ import numpy as np
 from jaxserve.device import batch
 from jaxserve.device.memory import return_freed_memory
 from jaxserve.device.pipeline import Pipeline
-from jaxserve.device.program import ModelProgram
 from jaxserve.device.runner_interface import RowError, StepResult
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.slots import Slots
 from jaxserve.device.stage import CompiledStep, Stage
 from jaxserve.device.state_updates import slot_row
@@ -241,7 +241,7 @@ class LocalRunner:
         for stage, each in zip(self._stages, pools, strict=True):
             stage.state = stage.state._replace(pools=each)
 
-    def release(self) -> list[tuple[ModelProgram, tuple[jax.Array, ...]]]:
+    def release(self) -> list[tuple[ShardedModel, tuple[jax.Array, ...]]]:
         """Free pages and slots, and give up the model and the packed parameters of each stage.
 
         The runner cannot be used afterwards.

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.compiling import Compiling, bytes_of, submit
-from jaxserve.device.program import ModelProgram, StepState
+from jaxserve.device.sharded_model import ShardedModel, StepState
 from jaxserve.device.split_steps import SplitStep, trace_model, trace_sampler, trace_scorer
 from jaxserve.device.state_updates import copy_arrays, slot_row, trace_copy_pages, trace_set_up
 from jaxserve.device.step_batch import BatchShape, LatestTokens
@@ -65,14 +65,14 @@ class Stage:
 
     Attributes:
         keys: Shape and sampler variant of each step.
-        params: Packed parameters (``ModelProgram.packing``).
+        params: Packed parameters (``ShardedModel.packing``).
         state: The pages, and the state of all slots.
     """
 
     params: tuple[jax.Array, ...]
     state: StepState
 
-    def __init__(self, model: ModelProgram, buckets: Buckets, platform: str | None = None):
+    def __init__(self, model: ShardedModel, buckets: Buckets, platform: str | None = None):
         self.model = model
         self.buckets = dataclasses.replace(buckets, num_arguments=len(model.arguments))
         self.platform = platform or model.mesh.devices.flat[0].platform

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxserve.device.program import ModelProgram, shardings
+from jaxserve.device.sharded_model import ShardedModel, shardings
 from jaxserve.layers.attention import Pools
 from jaxserve.layers.kv_layout import PoolKind
 from jaxserve.sampling.penalties import IN_PROMPT, MAX_TRACKED, SlotTables
@@ -20,10 +20,10 @@ COPY_CAPACITY = 8
 _NO_SLOT = np.iinfo(np.int32).max
 
 
-def trace_set_up(model: ModelProgram) -> jax.stages.Traced:
+def trace_set_up(sharded: ShardedModel) -> jax.stages.Traced:
     """Trace the program that writes a slot's row of each lane (see ``slot_row``) to the ``SlotTables``."""
-    vocab_size, split = model.config.vocab_size, model.split
-    tables = model.abstract_state().tables
+    vocab_size, split = sharded.config.vocab_size, sharded.split
+    tables = sharded.abstract_state().tables
 
     def set_up(tables: SlotTables, row: Int[Array, " size"]) -> SlotTables:
         counts, bias, tracked_ids = (lax.slice(row, (start,), (stop,))[None] for start, stop in _row_parts(vocab_size))
@@ -32,8 +32,8 @@ def trace_set_up(model: ModelProgram) -> jax.stages.Traced:
         parts = SlotTables(counts, lax.bitcast_convert_type(bias, jnp.float32), tracked_ids)
         return jax.tree.map(lambda table, part: table.at[row[0]].set(part[0], mode="drop"), tables, parts)
 
-    row = model.rows_struct((_row_parts(vocab_size)[-1][1],), jnp.int32)
-    return model.trace(set_up, (tables, row), out_shardings=shardings(tables), donated=[0])
+    row = sharded.rows_struct((_row_parts(vocab_size)[-1][1],), jnp.int32)
+    return sharded.trace(set_up, (tables, row), out_shardings=shardings(tables), donated=[0])
 
 
 def slot_row(setup: SlotSetup | None, vocab_size: int) -> np.ndarray:
@@ -65,26 +65,26 @@ def _row_parts(vocab_size: int) -> list[tuple[int, int]]:
     return [*zip(ends[:-1], ends[1:], strict=True)]
 
 
-def trace_copy_pages(model: ModelProgram, kind: PoolKind, count: int) -> jax.stages.Traced:
+def trace_copy_pages(sharded: ShardedModel, kind: PoolKind, count: int) -> jax.stages.Traced:
     """Trace the program that copies pages in the pools of a kind; its arguments are (pools, sources, targets).
 
     Args:
-        model: The model, or a stage of it.
+        sharded: The model, or a stage of it.
         kind: Kind of the pools.
         count: Number of pools stacked in the same arrays; the same pages are copied in each.
     """
-    pools = model.abstract_pools(kind, count)
-    pages = model.rows_struct((COPY_CAPACITY,), jnp.int32)
+    pools = sharded.abstract_pools(kind, count)
+    pages = sharded.rows_struct((COPY_CAPACITY,), jnp.int32)
 
     def copy(pools: Pools, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> Pools:
         if count > 1:
-            num_pages = model.pool_pages
+            num_pages = sharded.pool_pages
             first = num_pages * jnp.arange(count, dtype=jnp.int32)[:, None]
             sources = (first + jnp.minimum(sources, num_pages - 1)).ravel()
             targets = jnp.where(targets < num_pages, first + targets, count * num_pages).ravel()
-        return model.kernel.copy_pages(cast(Any, pools), sources, targets)
+        return sharded.kernel.copy_pages(cast(Any, pools), sources, targets)
 
-    return model.trace(copy, (pools, pages, pages), out_shardings=shardings(pools), donated=[0])
+    return sharded.trace(copy, (pools, pages, pages), out_shardings=shardings(pools), donated=[0])
 
 
 def copy_arrays(copies: Sequence[Sequence[PageCopy]], num_pages: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -120,17 +120,17 @@ class PreparedReshard:
         with short_switch_interval():
             for stage in self._stages:
                 stage.compile()
-            self._empty_states = [program.compile_empty_state() for program in plan.programs]
-            self._readers = [PageReader(program) for program in old.programs] if shares else []
-            self._writers = [PageWriter(program) for program in plan.programs] if shares else []
+            self._empty_states = [sharded.compile_empty_state() for sharded in plan.models]
+            self._readers = [PageReader(sharded) for sharded in old.models] if shares else []
+            self._writers = [PageWriter(sharded) for sharded in plan.models] if shares else []
 
     @property
     def num_programs(self) -> int:
         """Number of compiled programs."""
-        plan, program = self._plan, self._plan.programs[0]
-        platform = program.mesh.devices.flat[0].platform
-        steps = num_programs(plan.buckets, platform, program.is_always_full, plan.num_stages)
-        own = sum(1 + len({*program.kv_layout.pools}) for program in plan.programs)  # zeros, and copies of pages
+        plan, sharded = self._plan, self._plan.models[0]
+        platform = sharded.mesh.devices.flat[0].platform
+        steps = num_programs(plan.buckets, platform, sharded.is_always_full, plan.num_stages)
+        own = sum(1 + len({*sharded.kv_layout.pools}) for sharded in plan.models)  # zeros, and copies of pages
         transfers = sum(each.num_programs for each in (*self._readers, *self._writers))
         return len(plan.replicas) * (steps + 1) + own + transfers
 
@@ -159,8 +159,8 @@ class PreparedReshard:
         report = ReshardReport(
             from_mesh=old_plan.mesh_sizes,
             to_mesh=self._plan.mesh_sizes,
-            from_layout=old_plan.programs[0].layout.name,
-            to_layout=self._plan.programs[0].layout.name,
+            from_layout=old_plan.models[0].layout.name,
+            to_layout=self._plan.models[0].layout.name,
             num_programs=self.num_programs,
             compile_s=compile_s,
             pause_s=pause_s,
@@ -195,7 +195,7 @@ class PreparedReshard:
         lost = [n - lanes[s.sequence_id].pages.num_cached_tokens(s) for s, n in running if s.finish_reason is None]
         return _Moved(
             warm_up_s=warm_up_s,
-            weight_bytes=sum(program.weight_bytes * program.mesh.devices.size for program in self._plan.programs),
+            weight_bytes=sum(sharded.weight_bytes * sharded.mesh.devices.size for sharded in self._plan.models),
             page_bytes=sum(map(len, moves)) * sum(map(page_bytes, self._plan.replicas[0])),
             num_pages=len({(move.lane, move.source) for each in moves for move in each}),
             num_cached_pages=num_cached,
@@ -338,7 +338,7 @@ def prepare_reshard(started: StartedEngine, config: EngineConfig) -> PreparedRes
         _local(replica.runner)
     old = started.plan
     plan = plan_engine(config, old.buckets.max_samples - 1, old.config)
-    before, after = old.programs[0], plan.programs[0]
+    before, after = old.models[0], plan.models[0]
     check_same_parameters(old.replicas[0], plan.replicas[0])
     if str(before.policy) != str(after.policy):
         raise ConfigError(

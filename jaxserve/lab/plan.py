@@ -100,7 +100,7 @@ def plan_config(
         memories = compiled_memories(memories, stages, device)
     used = min(1024 if context is None else context, needs.max_model_len)
     decode, prefill = step_costs(stages, placement, used)
-    first = stages.programs[0]
+    first = stages.models[0]
     return Plan(
         model=config.model,
         architecture=model.architecture,
@@ -123,7 +123,7 @@ def plan_config(
         decode=decode,
         prefill=prefill,
         problem=problem,
-        programs=tuple(stages.programs),
+        models=tuple(stages.models),
     )
 
 
@@ -150,9 +150,9 @@ def _is_readable(directory: Path, overrides: Mapping[str, Any]) -> bool:
 
 def _model_kv_bytes(model: ModelConfig, stages: StagePlans) -> int:
     """Return the bytes of keys and values of one token in all layers of an unsplit model."""
-    program = stages.programs[0]
-    itemsize = jnp.dtype(program.policy.kv).itemsize
-    parallel = dataclasses.replace(program.parallel, size=1, expert_size=1)
+    sharded = stages.models[0]
+    itemsize = jnp.dtype(sharded.policy.kv).itemsize
+    parallel = dataclasses.replace(sharded.parallel, size=1, expert_size=1)
     specs = outline(model, Scope(parallel=parallel)).kv_specs
     elements = (spec.num_kv_heads * spec.head_dim * (2 if spec.value_dim is None else 1) for spec in specs)
     return itemsize * sum(elements)

@@ -20,7 +20,7 @@ from jaxserve.layers.norm import LayerNorm, RMSNorm
 from jaxserve.layers.residual import own_rows, whole_rows
 from jaxserve.layers.rope import rope_cos_sin
 from jaxserve.layers.rows import map_rows
-from jaxserve.models.stages import Stage
+from jaxserve.models.stages import StageLayers
 from pallas_kernels import AttentionBatch
 from pallas_kernels.qkv_write import Rotation
 from sharding.collectives import all_max
@@ -157,7 +157,7 @@ class CausalLM(nnx.Module):
         self.position_embed = position_embed
         self.residual_axis = embed.residual_axis
 
-    def keep_stage(self, stage: Stage) -> None:
+    def keep_stage(self, stage: StageLayers) -> None:
         """Drop all modules that are not part of a pipeline stage.
 
         A head that uses the embedding keeps a copy of it, so that the first and the last stage have one each.

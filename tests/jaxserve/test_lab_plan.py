@@ -16,7 +16,7 @@ import jaxserve
 from jaxserve.cli import main
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import plan_engine
-from jaxserve.device.program import ModelProgram
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import trace_hidden, trace_step
 from jaxserve.errors import ConfigError, UnsupportedModelError
@@ -107,7 +107,7 @@ def counted(found: list[Collective]) -> collections.Counter[Any]:
     return counts
 
 
-def combined(program: ModelProgram, shape: BatchShape, layers: range | None = None) -> collections.Counter[Any]:
+def combined(program: ShardedModel, shape: BatchShape, layers: range | None = None) -> collections.Counter[Any]:
     parts = StepCollectives(program).count(shape, layers)
     return counted([each for part in parts for each in part.found])
 
@@ -183,7 +183,7 @@ def test_a_plan_has_the_numbers_of_an_engine() -> None:
     )
     assert stage.step_reserve == engine.needs.temporaries
     assert planned.pages_per_request == engine.needs.request_pages
-    assert planned.num_pages >= engine.programs[0].num_pages
+    assert planned.num_pages >= engine.models[0].num_pages
 
 
 def test_stages_lanes_and_replicas_share_a_batch(tmp_path: Path, shared_data: Path) -> None:

@@ -58,7 +58,7 @@ def test_every_config_is_listed(shared_data: Path) -> None:
 def test_supported_models_are_planned(folder: str, shared_data: Path) -> None:
     planned = plan(shared_data / "configs" / folder)
     assert planned.needs.weights / 2 == pytest.approx(PARAMETERS[folder], rel=0.01)
-    assert planned.needs.page == planned.programs[0].pool_bytes // (planned.programs[0].pool_pages)
+    assert planned.needs.page == planned.models[0].pool_bytes // (planned.models[0].pool_pages)
 
 
 @pytest.mark.parametrize("folder", REFUSED)
@@ -74,4 +74,4 @@ def test_models_with_latents_are_planned_without_their_quantization(folder: str,
     planned = plan(shared_data / "configs" / folder, tensor_parallel_size=8, hf_overrides={"quantization_config": None})
     parameters, layers = LARGE[folder]
     assert planned.needs.weights / 2 == pytest.approx(parameters / 8, rel=0.03)
-    assert planned.needs.page == layers * 576 * 2 * planned.programs[0].page_size
+    assert planned.needs.page == layers * 576 * 2 * planned.models[0].page_size

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxserve.device.buckets import Buckets
-from jaxserve.device.program import ModelProgram
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import StepResult
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.stage import Stage, step_keys
 from jaxserve.device.state_updates import COPY_CAPACITY, copy_arrays
 from jaxserve.sampling_options import OptionValues
@@ -374,7 +374,7 @@ def test_programs_of_given_sizes() -> None:
         assert compiled is stage._steps[shape, expected]
 
 
-def poisoned_params(program: ModelProgram, token: int) -> tuple[jax.Array, ...]:
+def poisoned_params(program: ShardedModel, token: int) -> tuple[jax.Array, ...]:
     """A model whose embedding of a token is NaN."""
     params = []
     for name, array in zip(program.abstract_model.params, random_params(program), strict=True):

@@ -13,12 +13,13 @@ import pytest
 from jaxserve.device.batch import build
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.runner_interface import StepResult
+from jaxserve.device.sharded_model import ShardedModel, StepState
 from jaxserve.device.slots import Slots
 from jaxserve.device.split_steps import trace_model, trace_sampler, trace_scorer
 from jaxserve.device.stage import Stage
 from jaxserve.device.state_updates import trace_set_up
 from jaxserve.device.step_batch import BatchShape
-from jaxserve.device.steps import ModelProgram, StepState, trace_step
+from jaxserve.device.steps import trace_step
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.models.causal_lm import CausalLM
@@ -68,7 +69,7 @@ def temporary_bytes(compiled: jax.stages.Compiled) -> int:
     return analysis.temp_size_in_bytes
 
 
-def trace(program: ModelProgram, shape: BatchShape, is_split: bool, variant: str = "any") -> jax.stages.Traced:
+def trace(program: ShardedModel, shape: BatchShape, is_split: bool, variant: str = "any") -> jax.stages.Traced:
     """A step as accelerators run it, or the part of one with the model as CPUs do."""
     return trace_model(program, shape, MIXED.num_tokens) if is_split else trace_step(program, shape, variant)
 
@@ -76,7 +77,7 @@ def trace(program: ModelProgram, shape: BatchShape, is_split: bool, variant: str
 @functools.cache
 def compiled_decode(
     tensor: int, is_olmo: bool, is_split: bool
-) -> tuple[dict[str, int], jax.stages.Compiled, ModelProgram]:
+) -> tuple[dict[str, int], jax.stages.Compiled, ShardedModel]:
     """Collectives of the jaxpr, and the compiled decode step, with pools much larger than anything else."""
     program = make_program(tiny_config(**WIDTH_NORM if is_olmo else {}), tensor=tensor, num_pages=2000)
     traced = trace(program, DECODE, is_split)
@@ -332,7 +333,7 @@ def test_greedy_tokens_are_those_of_the_model_on_its_own() -> None:
     np.testing.assert_allclose(sampled.chosen[1], logprobs[len(PROMPTS[0])].max(), atol=1e-5)
 
 
-def load(model: CausalLM, program: ModelProgram) -> None:
+def load(model: CausalLM, program: ShardedModel) -> None:
     """The program's random parameters, into a module of the notebook's kind."""
     for name, array in zip(program.abstract_model.params, random_params(program), strict=True):
         target: Any = model

@@ -20,7 +20,7 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.models.abstract import AbstractModel, abstract_model
 from jaxserve.models.causal_lm import CausalLM
-from jaxserve.models.stages import Stage
+from jaxserve.models.stages import StageLayers
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from jaxserve.sampling.logprobs import MAX_LOGPROBS
 from jaxserve.sampling.penalties import MAX_TRACKED, SlotTables
@@ -54,10 +54,10 @@ class StepState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelProgram:
+class ShardedModel:
     """A model sharded on a mesh, without its weights: everything needed to lower a step.
 
-    A model in pipeline stages has a program for each, which differ in their mesh and their layers.
+    A model in pipeline stages has one for each, which differ in their mesh and their layers.
 
     Attributes:
         config: Configuration of the model.
@@ -94,7 +94,7 @@ class ModelProgram:
     processors: tuple[LogitsProcessor, ...] = ()
     truncation: Truncation | None = None
     counts_expert_tokens: bool = False
-    stage: Stage | None = None
+    stage: StageLayers | None = None
 
     @property
     def is_first(self) -> bool:
@@ -195,8 +195,8 @@ class ModelProgram:
         """Shapes and shardings of the packed parameters."""
         return self.packing.structs(tuple(self.abstract_model.params.values()))
 
-    def for_shape(self, shape: BatchShape) -> "ModelProgram":
-        """Return the program that runs steps of a batch shape: this one, or for few tokens one with the same parameters
+    def for_shape(self, shape: BatchShape) -> "ShardedModel":
+        """Return the model that runs steps of a batch shape: this one, or for few tokens one with the same parameters
         whose devices have all rows of hidden states.
 
         In deterministic mode all steps split them, so that they all compute the same.
@@ -208,7 +208,7 @@ class ModelProgram:
         return self if size == 1 or is_split else self._with_whole_rows
 
     @functools.cached_property
-    def _with_whole_rows(self) -> "ModelProgram":
+    def _with_whole_rows(self) -> "ShardedModel":
         return dataclasses.replace(self, layout=dataclasses.replace(self.layout, residual="replicated"))
 
     def model(self, packed: Sequence[jax.Array]) -> CausalLM:
