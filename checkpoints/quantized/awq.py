@@ -29,6 +29,8 @@ class Awq:
         CheckpointError: The settings are of another version, or not supported.
     """
 
+    name = _NAME
+    quantizes_activations = False
     ignored = re.compile(r"(?!)")
 
     def __init__(self, settings: Settings) -> None:

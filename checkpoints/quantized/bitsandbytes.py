@@ -44,9 +44,11 @@ class BitsAndBytes:
         CheckpointError: The settings name neither 4 nor 8 bits.
     """
 
+    name = _NAME
     ignored = re.compile(r".*\.weight_format")
 
     def __init__(self, settings: Settings) -> None:
+        self.quantizes_activations = loads_bitsandbytes(settings.fields) == 8
         if not loads_bitsandbytes(settings.fields):
             raise settings.error("expected load_in_4bit or load_in_8bit to be true")
 
@@ -141,7 +143,7 @@ def _read_state(stored: str, reader: CheckpointReader) -> _State:
     shape = fields.get("shape") if isinstance(fields, dict) else None
     if not (isinstance(shape, list) and len(shape) == 2 and all(_is_count(length) for length in shape)):
         raise CheckpointError(f"tensor {stored!r}: shape: expected two integers above 0, got {shape!r}")
-    block, nested = fields.get("blocksize"), fields.get("nested_blocksize", 256)
+    block, nested = fields.get("blocksize", 0), fields.get("nested_blocksize", 256)
     if not (_is_count(block) and _is_count(nested)):
         raise CheckpointError(f"tensor {stored!r}: blocksize: expected integers above 0, got {block!r} and {nested!r}")
     offset = fields.get("nested_offset", 0.0)

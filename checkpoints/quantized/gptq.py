@@ -31,6 +31,8 @@ class Gptq:
         CheckpointError: The settings are of another version, or not supported.
     """
 
+    name = _NAME
+    quantizes_activations = False
     ignored = re.compile(r"(?!)")
 
     def __init__(self, settings: Settings) -> None:
