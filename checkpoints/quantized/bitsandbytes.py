@@ -114,7 +114,9 @@ def _open_four_bits(name: str, state_name: str, reader: CheckpointReader) -> Qua
     def planes(box: Box) -> Planes:
         start, stop = box.rows.start * columns, box.rows.stop * columns
         data = reader.read(name, (slice(start // 2, -(-stop // 2)), slice(0, 1)))
-        flat = np.stack([data[:, 0] >> 4, data[:, 0] & 15], axis=1).ravel()[start % 2 :][: stop - start]
+        pairs = np.empty((len(data), 2), np.uint8)
+        pairs[:, 0], pairs[:, 1] = data[:, 0] >> 4, data[:, 0] & 15
+        flat = pairs.ravel()[start % 2 :][: stop - start]
         codes = flat.reshape(-1, columns)[:, box.columns]
         first, last = start // state.block, -(-stop // state.block)
         scales = scales_of(first, last)
