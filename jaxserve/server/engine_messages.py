@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -49,8 +49,6 @@ class Start:
     """Arguments of ``AsyncLLM``."""
     max_num_queued_tokens: int | None
     watchdog_timeout: float
-    chat_template_timeout: float
-    chat_template_content_format: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +58,9 @@ class Submit:
     number: int
     """Names the request in later messages; used once."""
     request: Request
+    """Its prompt is text or token ids; of a conversation only the last message is left."""
+    arrival_s: float
+    """When it arrived, in seconds of ``time.monotonic()``, which all processes of a machine share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,12 @@ class EngineInfo:
     """The fields of ``SamplingParams`` that the model's defaults change."""
     max_output_tokens: int | None = None
     """Most output tokens of any request; None: as many as its context holds."""
+    chat_templates: dict[str, str] = field(default_factory=dict[str, str])
+    """The model's chat templates by name."""
+    chat_template: str | None = None
+    """The source of the server's own chat template, used in place of the model's."""
+    special_tokens: dict[str, str] = field(default_factory=dict[str, str])
+    """The model's special tokens by name; templates see them."""
 
     @property
     def max_model_len(self) -> int:
@@ -170,7 +177,7 @@ _CLASSES: tuple[type, ...] = (
 )
 _MARKS: dict[type, msgpack.ExtType] = {cls: msgpack.ExtType(code, b"") for code, cls in enumerate(_CLASSES)}
 _FIELDS: dict[type, list[str]] = {
-    cls: [field.name for field in dataclasses.fields(cls)] for cls in _CLASSES if dataclasses.is_dataclass(cls)
+    cls: [each.name for each in dataclasses.fields(cls)] for cls in _CLASSES if dataclasses.is_dataclass(cls)
 }
 
 

@@ -11,6 +11,7 @@ from jaxserve.errors import EngineDeadError, JaxserveError
 from jaxserve.parsers import chosen_reasoning
 from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient
+from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend, ParserNames
 from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.http_listener import http_listening
@@ -163,7 +164,7 @@ class ServerLife:
         if is_lost:
             logger.error("the engine process ended while requests ran: %s", ended.result())
         elif not idle.done():
-            self._engine.fail_requests("the server shut down before the request was done")
+            self._engine.fail_requests(UnavailableError("the server shut down before the request was done"))
         await asyncio.wait([idle], timeout=_FAREWELL_S)
         for task in (hurried, idle, ended):
             task.cancel()

@@ -4,11 +4,9 @@ import concurrent.futures
 import dataclasses
 import logging
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from jaxserve.config import EngineConfig
 from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.preparation import Preparation
 from jaxserve.engine.request_state import RequestState
@@ -27,9 +25,7 @@ from jaxserve.server.engine_messages import (
 )
 from jaxserve.server.engine_process.outbox import Outbox, OutboxStream
 from jaxserve.server.engine_process.queries import Future, Queries
-from jaxserve.server.engine_process.renderers import Renderers, render_job
 from jaxserve.server.settings import queued_tokens_limit
-from jaxserve.text.chat_prompt import read_template
 
 logger = logging.getLogger(__name__)
 
@@ -130,38 +126,31 @@ class Serving:
 
     Args:
         started: The engine.
-        config: The engine's settings.
         start: The front end's settings.
         thread: Runs the engine.
         outbox: Sends messages to the front end.
-        renderers: Turn conversations into prompts.
+        chat_template: The source of the server's own chat template, if it has one.
         reshard: Moves the engine to a mesh and a layout; returns what was done.
     """
 
     def __init__(
         self,
         started: StartedEngine,
-        config: EngineConfig,
         start: Start,
         thread: EngineThread,
         outbox: Outbox,
-        renderers: Renderers,
+        chat_template: str | None,
         reshard: Callable[[str | None, str | None], Resharded],
     ):
         self._started = started
         self._thread = thread
         self._outbox = outbox
-        self._renderers = renderers
         self._queued = QueuedTokens(
             max_num_seqs(started), queued_tokens_limit(start.max_num_queued_tokens, started.plan.max_model_len)
         )
         self._preparation = Preparation(thread)
-        self._chat_template = read_template(config.chat_template)
-        self._content_format = start.chat_template_content_format
         self._move = reshard
-        self._queries = Queries(
-            started, thread, self._preparation, self._chat_template, self._render, self._abort, self._reshard
-        )
+        self._queries = Queries(started, thread, self._preparation, chat_template, self._abort, self._reshard)
         self._requests: dict[int, tuple[OutboxStream, Place]] = {}
         self._lock = threading.Lock()  # of the dict
 
@@ -187,9 +176,8 @@ class Serving:
         threading.Thread(target=self._thread.stop, args=(drain_s,), daemon=True).start()
 
     def close(self) -> None:
-        """End the threads and processes that prepare requests. Does not wait."""
+        """End the threads that prepare requests. Does not wait."""
         self._preparation.close(wait=False)
-        self._renderers.kill()
 
     def _submit(self, message: Submit) -> None:
         request = message.request
@@ -197,48 +185,21 @@ class Serving:
         place = self._queued.enter(request.params.n if request.pooling is None else 1)
         with self._lock:
             self._requests[message.number] = stream, place
-        arrival_s = time.monotonic()
-        deadline_s = None if request.timeout_s is None else arrival_s + request.timeout_s
+        deadline_s = None if request.timeout_s is None else message.arrival_s + request.timeout_s
 
-        def begin(rendered: "concurrent.futures.Future[str] | None" = None) -> None:
-            def make() -> RequestState:
-                if stream.is_silent:
-                    raise concurrent.futures.CancelledError
-                whole = request
-                if rendered is not None:
-                    text = rendered.result()
-                    token_ids = tuple(self._started.tokenizer.encode(text, add_special_tokens=False))
-                    whole = dataclasses.replace(request, text=text, token_ids=token_ids)
-                prepared = self._started.engine.prepare(whole, arrival_s)
-                self._queued.note_prompt(place, prepared)
-                return prepared
-
-            self._preparation.begin(stream, make, deadline_s).add_done_callback(report)
+        def make() -> RequestState:
+            if stream.is_silent:
+                raise concurrent.futures.CancelledError
+            prepared = self._started.engine.prepare(request, message.arrival_s)
+            self._queued.note_prompt(place, prepared)
+            return prepared
 
         def report(begun: "concurrent.futures.Future[None]") -> None:
             error = begun.exception()
             if error is not None and not stream.is_silent:
                 stream.refuse(_own_error(error, f"request {request.request_id}"))
 
-        if request.chat is None:
-            begin()
-            return
-        try:
-            rendering = self._render(request.chat, lambda: not stream.is_silent)
-        except RuntimeError:  # the renderers have ended
-            stream.refuse(EngineDeadError(SHUT_DOWN))
-        else:
-            rendering.add_done_callback(begin)
-
-    def _render(
-        self, chat: Mapping[str, Any], is_wanted: Callable[[], bool] = lambda: True
-    ) -> "concurrent.futures.Future[str]":
-        def make_job() -> dict[str, Any]:
-            tokenizer = self._started.tokenizer
-            templates, special_tokens = tokenizer.chat_templates, tokenizer.special_tokens
-            return render_job(chat, templates, self._chat_template, special_tokens, self._content_format)
-
-        return self._renderers.submit(make_job, is_wanted)
+        self._preparation.begin(stream, make, deadline_s).add_done_callback(report)
 
     def _on_end(self, stream: OutboxStream) -> None:
         """Free a request's place once its stream sends nothing more, and end the request if it still runs."""

@@ -186,20 +186,22 @@ class _ResponseWriter:
         self._interval = interval
         self._held: dict[int, CompletionOutput] = {}
         self._begun: set[int] = set()
-        self._is_begun = False
-        self._num_tokens = 0
+        self._usage: generation_pb2.Usage | None = None
 
     def write(
         self, output: RequestOutput, response: generation_pb2.GenerateResponse | generation_pb2.StreamGenerateResponse
     ) -> bool:
         """Write an output, whole or a delta; return whether the response must be sent now."""
-        is_first, self._is_begun = not self._is_begun, True
-        if is_first:
+        usage, is_first = self._usage, self._usage is None
+        if usage is None:
+            usage = self._usage = generation_pb2.Usage(
+                prompt_tokens=len(output.prompt_token_ids), cached_tokens=output.num_cached_tokens or 0
+            )
             response.prompt.CopyFrom(prompt_to_proto(output, with_tokens=self._returns_prompt))
             if self._parser is not None:
                 self._parser.begin(output.prompt)
         for completion in output.outputs:
-            self._num_tokens += len(completion.token_ids)
+            usage.completion_tokens += len(completion.token_ids)
             due = self._due(completion)
             if due is not None:
                 written = completion_to_proto(due)
@@ -209,9 +211,7 @@ class _ResponseWriter:
                         written.message.CopyFrom(_delta_message(delta))
                 response.completions.append(written)
         if output.finished:
-            response.usage.prompt_tokens = len(output.prompt_token_ids)
-            response.usage.completion_tokens = self._num_tokens
-            response.usage.cached_tokens = output.num_cached_tokens or 0
+            response.usage.CopyFrom(usage)
         return is_first or output.finished or bool(response.completions)
 
     def _due(self, new: CompletionOutput) -> CompletionOutput | None:
