@@ -9,14 +9,11 @@ import dataclasses
 import json
 import logging
 import signal
-import socket
-import sys
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from jaxserve.child_process import child_environment
-from jaxserve.errors import ConfigError, DeadlineError, EngineDeadError, JaxserveError, RequestError
+from jaxserve.errors import ConfigError, EngineDeadError, RequestError
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.request import Request
@@ -40,39 +37,16 @@ from jaxserve.server.engine_messages import (
     pack_frame,
     unpack,
 )
+from jaxserve.server.engine_process.spawn import spawn_engine
 from jaxserve.server.errors import UnavailableError
+from jaxserve.server.output_collector import OutputCollector, late
 from jaxserve.server.renderers import Renderers
 from jaxserve.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
 _EXIT_S = 2.0  # from the end of the connection to that of the process
-_GRACE_S = 0.5  # after a request's deadline, which the engine process should notice first
 _WATCH_S = 1.0  # between two checks of the heartbeats
-_STDERR = 2
-
-
-async def spawn_engine() -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
-    """Start an engine process; return it and both directions of the connection to it."""
-    own, other = socket.socketpair()
-    level = logging.getLogger("jaxserve").getEffectiveLevel()
-    try:
-        with other:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "jaxserve.server.engine_process", "--fd", str(other.fileno())),
-                *("--log-level", str(level)),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=_STDERR,  # libraries may print; the server's own output is for its address
-                pass_fds=(other.fileno(),),
-                # With one of malloc's arenas per thread its memory would grow for an hour.
-                env={"MALLOC_ARENA_MAX": "2", **child_environment()},
-            )
-    except BaseException as error:
-        own.close()
-        if isinstance(error, OSError):
-            raise ConfigError(f"the engine process cannot be started: {error}") from error
-        raise
-    return process, *await asyncio.open_connection(sock=own)
 
 
 class EngineClient:
@@ -422,79 +396,3 @@ class EngineClient:
 
     def _dead(self) -> EngineDeadError:
         return EngineDeadError(f"the engine process ended: {self._why()}")
-
-
-class OutputCollector:
-    """Holds what is new of one request until it is read: one output, to which later ones are added.
-
-    Args:
-        timeout_s: Seconds until the request's deadline; None for none.
-
-    Attributes:
-        has_ended: Whether the engine process sends nothing more about the request.
-    """
-
-    def __init__(self, timeout_s: float | None = None):
-        self.has_ended = False
-        self._timeout_s = timeout_s
-        self._limit_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s + _GRACE_S
-        self._changed = asyncio.Event()
-        self._unread: RequestOutput | None = None
-        self._error: Exception | None = None
-
-    def put(self, content: RequestOutput | JaxserveError) -> None:
-        """Take the next output, or the error that ends the request."""
-        if isinstance(content, JaxserveError):
-            self.fail(content)
-            return
-        self._unread = content if self._unread is None else _joined(self._unread, content)
-        self.has_ended = content.finished
-        self._changed.set()
-
-    def fail(self, error: Exception) -> None:
-        """End the request, unless it has ended: the reader gets the outputs that have come, then the error."""
-        if not self.has_ended:
-            self.has_ended = True
-            self._error = error
-            self._changed.set()
-
-    async def get(self) -> RequestOutput:
-        """Wait for an output; return everything since the last call.
-
-        Raises:
-            JaxserveError: The request failed, or its deadline has passed and the engine process did not notice.
-        """
-        while self._unread is None:
-            if self._error is not None:
-                raise self._error
-            self._changed.clear()
-            try:
-                async with asyncio.timeout_at(self._limit_s):
-                    await self._changed.wait()
-            except TimeoutError:
-                raise late(self._timeout_s) from None
-        output, self._unread = self._unread, None
-        return output
-
-
-def _joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:
-    """Return an output of a request with the next one added; only the first of all has the prompt."""
-    deltas = {delta.index: delta for delta in first.outputs}
-    for delta in then.outputs:
-        if delta.index in deltas:
-            deltas[delta.index].extend(delta)
-        else:
-            deltas[delta.index] = delta
-    return dataclasses.replace(
-        then,
-        prompt=first.prompt,
-        prompt_token_ids=first.prompt_token_ids,
-        prompt_logprobs=first.prompt_logprobs,
-        num_cached_tokens=first.num_cached_tokens,
-        outputs=[deltas[index] for index in sorted(deltas)],
-    )
-
-
-def late(timeout_s: float | None) -> DeadlineError:
-    """Return the error of a request that has not finished in time."""
-    return DeadlineError(f"deadline exceeded: not finished within {timeout_s:g} s")

@@ -9,7 +9,7 @@ from jaxserve import EngineDeadError, RequestOutput
 from jaxserve.errors import DeadlineError
 from jaxserve.logprobs import Logprob
 from jaxserve.outputs import CompletionOutput, RequestMetrics
-from jaxserve.server.engine_client import OutputCollector
+from jaxserve.server.output_collector import OutputCollector
 
 
 def delta(index: int, text: str, token_ids: list[int], **more: Any) -> CompletionOutput:
