@@ -105,7 +105,7 @@ class EngineClient:
 
     async def _shake_hands(self) -> EngineInfo:
         config = self._config
-        self._send(Start(self._arguments, config.max_num_queued_tokens, config.watchdog_timeout))
+        self._send(Start(self._arguments, config.watchdog_timeout))
         try:
             first = await self._read_message()
         except (OSError, EOFError) as error:
@@ -172,16 +172,19 @@ class EngineClient:
             raise UnavailableError("the engine process has ended")
         return self._info
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request, *, is_waiting: bool = False) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs until the request finishes. Closing the generator, or cancelling its reader, ends the request.
 
         Deltas that arrive while the reader is busy are merged. The first output has the prompt's token ids, text and
         logprobs, the last has ``metrics``.
 
+        Args:
+            request: The request.
+            is_waiting: Whether to yield the prompt's token ids before it runs, in an output without completions.
+
         Raises:
             RequestError: The request is wrong.
             RequestFailedError: The engine failed at it.
-            OverloadedError: Too many prompt tokens wait.
             DeadlineError: The deadline has passed.
             EngineDeadError: The engine has ended.
         """
@@ -201,7 +204,7 @@ class EngineClient:
             request = dataclasses.replace(request, text=text, chat=last, add_special_tokens=False)
         self._collectors[number] = collector
         try:
-            self._send(Submit(number, request, arrival_s))
+            self._send(Submit(number, request, arrival_s, is_waiting))
             while True:
                 output = await collector.get()
                 yield output

@@ -47,7 +47,6 @@ class Start:
 
     engine_arguments: dict[str, Any]
     """Arguments of ``AsyncLLM``."""
-    max_num_queued_tokens: int | None
     watchdog_timeout: float
 
 
@@ -61,6 +60,8 @@ class Submit:
     """Its prompt is text or token ids; of a conversation only the last message is left."""
     arrival_s: float
     """When it arrived, in seconds of ``time.monotonic()``, which all processes of a machine share."""
+    is_waiting: bool = False
+    """Whether to send its prompt's token ids before it runs, as an output without completions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def _joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:
         then,
         prompt=first.prompt,
         prompt_token_ids=first.prompt_token_ids,
-        prompt_logprobs=first.prompt_logprobs,
+        prompt_logprobs=then.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs,
         num_cached_tokens=first.num_cached_tokens,
         outputs=[deltas[index] for index in sorted(deltas)],
     )

@@ -89,12 +89,18 @@ class RequestEntry:
         log: Where to record it.
         caller: Name of the caller.
         request: The request.
+
+    Attributes:
+        num_seqs: Its sequences, for the ledger.
+        num_waiting_tokens: Tokens of its prompt while they wait, for the ledger.
     """
 
     def __init__(self, log: "RequestLog", caller: str, request: Request):
         self._log = log
         self._caller = caller
         self._request = request
+        self.num_seqs = request.params.n if request.pooling is None else 1
+        self.num_waiting_tokens = 0
         self._begin_s = time.monotonic()
         self._first_token_s: float | None = None
         self._num_prompt_tokens: int | None = None

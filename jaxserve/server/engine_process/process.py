@@ -190,7 +190,7 @@ def _serve(start: Start, inbox: Inbox, outbox: Outbox) -> tuple[EngineThread, Se
         report = resharder.reshard(mesh, layout, lambda function: thread.call(function).result(), thread.deliver)
         return dataclasses.asdict(report), describe()
 
-    serving = Serving(started, start, thread, outbox, template, reshard)
+    serving = Serving(started, thread, outbox, template, reshard)
     inbox.hand_to(serving)
     outbox.send(describe())
     watching = (thread, outbox, start.watchdog_timeout)

@@ -69,7 +69,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _outputs(self, request: Request, context: Context) -> AsyncIterator[AsyncIterator[RequestOutput]]:
         """Admit a request and give its outputs; the request has ended when the block has."""
         call = CURRENT_CALL.get()
-        with self._frontend.limits.admit(call.caller, request.params.n):
+        with self._frontend.ledger.admit(call.caller, request.params.n):
             await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
             async with contextlib.aclosing(self._frontend.generate(call.caller, request)) as outputs:
                 yield outputs

@@ -59,7 +59,7 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
 
     def _admit(self, model: str) -> contextlib.AbstractContextManager[None]:
         self._frontend.check_model(model)
-        return self._frontend.limits.admit(CURRENT_CALL.get().caller)
+        return self._frontend.ledger.admit(CURRENT_CALL.get().caller)
 
     async def Tokenize(
         self, request: tokenization_pb2.TokenizeRequest, context: Context
@@ -115,13 +115,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         del request, context
         metrics = await self._frontend.engine.metrics()
         gauges = {one.name.rpartition(":")[2]: float(one.value) for one in metrics if isinstance(one, Gauge)}
-        limits = self._frontend.limits
+        ledger = self._frontend.ledger
         return admin_pb2.GetLoadResponse(
             num_running=round(gauges.get("num_requests_running", 0)),
             num_waiting=round(gauges.get("num_requests_waiting", 0)),
             kv_cache_usage=gauges.get("kv_cache_usage_perc", 0),
-            num_in_flight=limits.num_in_flight,
-            is_draining=not limits.is_open,
+            num_in_flight=ledger.num_in_flight,
+            is_draining=not ledger.is_open,
         )
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
@@ -171,9 +171,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         del context
         mesh, layout = (getattr(request, name) if request.HasField(name) else None for name in ("mesh", "layout"))
         report = await self._frontend.engine.reshard(mesh, layout)
-        limits, max_num_seqs = self._frontend.limits, self._frontend.info.model.max_num_seqs
-        if limits.is_open:
-            limits.open(max_num_seqs + self._frontend.config.queued_reqs_limit(max_num_seqs))
+        if self._frontend.ledger.is_open:
+            self._frontend.open()
         return admin_pb2.ReshardResponse(
             from_mesh=_mesh_axes(report["from_mesh"]),
             to_mesh=_mesh_axes(report["to_mesh"]),

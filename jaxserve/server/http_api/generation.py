@@ -199,10 +199,10 @@ async def generate_all(call: HttpCall, requests: Sequence[Request]) -> AsyncGene
     An error of one request aborts the others.
 
     Raises:
-        JaxserveError: As ``RequestLimits.admit`` and ``Frontend.generate``.
+        JaxserveError: As ``Ledger.admit`` and ``Frontend.generate``.
     """
     frontend = call.frontend
-    with frontend.limits.admit(call.caller, sum(request.params.n for request in requests)):
+    with frontend.ledger.admit(call.caller, sum(request.params.n for request in requests)):
         if len(requests) == 1:
             async with aclosing(frontend.generate(call.caller, requests[0])) as outputs:
                 async for output in outputs:

@@ -24,7 +24,7 @@ async def tokenize(call: HttpCall) -> Response:
     fields = call.fields(_CHAT_FIELDS if is_chat else _TEXT_FIELDS, "messages" if is_chat else "prompt")
     frontend, has_strings = call.frontend, fields.get("return_token_strs", False)
     strings: list[str] = []
-    with frontend.limits.admit(call.caller):
+    with frontend.ledger.admit(call.caller):
         if is_chat:
             prompt, ids = await frontend.engine.render_chat(chat_arguments(call, fields))
             if has_strings:
@@ -46,6 +46,6 @@ async def detokenize(call: HttpCall) -> Response:
     fields = call.fields(_IDS_FIELDS, "tokens")
     ids = fields["tokens"]
     check_converted("tokens", len(ids))
-    with call.frontend.limits.admit(call.caller):
+    with call.frontend.ledger.admit(call.caller):
         found = await call.frontend.engine.detokenize(ids, fields.get("skip_special_tokens", False))
     return json_response({"prompt": found}, headers=unused_fields_header(fields.unused))

@@ -24,10 +24,15 @@ from jaxserve.outputs import CompletionOutput
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import Request
 from jaxserve.sampling_checks import RequestOutputKind
+from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError
+from jaxserve.server.frontend import Frontend
+from jaxserve.server.ledger import Ledger
+from jaxserve.server.request_log import RequestLog
 from jaxserve.server.settings import ServerConfig
 from tests.faults.steps import slow_steps
+from tests.observed_engine import ANYBODY
 from tests.server_process import PROGRAMS_CACHE
 
 PATIENCE_S = 120.0
@@ -74,8 +79,8 @@ def switches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(run: Run, switches: Path) -> Iterator[EngineClient]:
-    """The client of most tests; it rejects prompts when many tokens wait, and takes templates of a second."""
-    settings = {"max_num_queued_tokens": 300, "chat_template_timeout": 1.0}
+    """The client of most tests; it takes templates of a second."""
+    settings = {"chat_template_timeout": 1.0}
     with pytest.MonkeyPatch.context() as patch:
         inject(patch, switches)
         with running(run, {"scheduling_policy": "priority"}, **settings) as made:
@@ -428,8 +433,15 @@ def test_a_deadline_in_the_queue_means_no_prefill(run: Run, client: EngineClient
 
 def test_too_many_waiting_prompt_tokens_are_refused_at_once_and_the_rest_runs(run: Run, client: EngineClient) -> None:
     async def burst(text: str, count: int) -> list[Any]:
-        request = asked(text, LONG.clone(max_tokens=40))
-        tasks = [outputs_of(client, request, f"burst-{index}") for index in range(count)]
+        request, config = asked(text, LONG.clone(max_tokens=40)), ServerConfig(max_num_queued_tokens=300)
+        frontend = Frontend(config, client, Ledger(), Authenticator(config), RequestLog(config), "demo")
+        frontend.open()
+
+        async def ask(name: str) -> list[RequestOutput]:
+            outputs = frontend.generate(ANYBODY, dataclasses.replace(request, request_id=name))
+            return [output async for output in outputs]
+
+        tasks = [ask(f"burst-{index}") for index in range(count)]
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     found = run(burst("7" * 140, 8))  # four run; of those that wait two have room
