@@ -104,8 +104,7 @@ class EngineClient:
             self._tasks.append(asyncio.create_task(self._watch(config.watchdog_timeout)))
 
     async def _shake_hands(self) -> EngineInfo:
-        config = self._config
-        self._send(Start(self._arguments, config.watchdog_timeout))
+        self._send(Start(self._arguments, self._config.watchdog_timeout))
         try:
             first = await self._read_message()
         except (OSError, EOFError) as error:
@@ -199,7 +198,7 @@ class EngineClient:
                     request_id=request.request_id, prompt=None, prompt_token_ids=[], outputs=outputs, finished=True
                 )
                 return
-            last = {"messages": request.chat["messages"][-1:]}  # with its end the engine reads where reasoning begins
+            last = {"messages": request.chat["messages"][-1:]}  # it tells where reasoning begins
             last["continue_final_message"] = request.chat.get("continue_final_message", False)
             request = dataclasses.replace(request, text=text, chat=last, add_special_tokens=False)
         self._collectors[number] = collector

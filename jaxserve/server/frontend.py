@@ -16,7 +16,7 @@ from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_messages import EngineInfo
 from jaxserve.server.errors import UnknownModelError
 from jaxserve.server.ledger import Ledger
-from jaxserve.server.request_log import RequestEntry, RequestLog
+from jaxserve.server.request_log import RequestEntry, RequestLog, Usage
 from jaxserve.server.settings import ServerConfig, queued_tokens_limit
 
 
@@ -95,10 +95,21 @@ class Frontend:
             raise UnknownModelError(f"The model `{name}` does not exist.")
         return name
 
-    async def generate(self, caller: Caller, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """Run an admitted request as ``EngineClient.generate``, and record it in log, counters and trace."""
+    async def generate(
+        self, caller: Caller, request: Request, usage: Usage | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run an admitted request as ``EngineClient.generate``; record it in ledger, log, counters and trace.
+
+        Args:
+            caller: Who sent it.
+            request: The request.
+            usage: Where its tokens are counted before an output with them is yielded.
+        """
         request = self._completed(caller, request)
-        with RequestEntry(self.log, caller.name, request) as entry, self.ledger.entered(entry) as is_waiting:
+        with (
+            RequestEntry(self.log, caller.name, request, usage or Usage()) as entry,
+            self.ledger.entered(entry) as is_waiting,
+        ):
             if is_waiting and request.token_ids is not None:
                 self.ledger.note_prompt(entry, len(request.token_ids))
                 is_waiting = False

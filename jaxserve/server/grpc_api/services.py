@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping
 
 from jaxserve.errors import RequestError
 from jaxserve.metric_types import Gauge
+from jaxserve.server.chat import chat_arguments
 from jaxserve.server.converted_tokens import check_converted
 from jaxserve.server.errors import NotImplementedRequestError
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.grpc_api.generation import read_conversation
+from jaxserve.server.grpc_api.generation import conversation_fields
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL, Context
 from jaxserve.server.proto.jaxserve.v1 import (
     admin_pb2,
@@ -92,7 +93,7 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
     ) -> tokenization_pb2.ApplyChatTemplateResponse:
         """Return the prompt of a conversation."""
         del context
-        chat, _ = read_conversation(self._frontend, request.messages)
+        chat = chat_arguments(self._frontend.config, conversation_fields(request.messages))
         with self._admit(request.model):
             text, token_ids = await self._frontend.engine.render_chat(chat)
         return tokenization_pb2.ApplyChatTemplateResponse(text=text, token_ids=token_ids)

@@ -6,8 +6,9 @@ from types import MappingProxyType
 from starlette.responses import Response
 
 from jaxserve.field_checks import flag, text, token_ids
+from jaxserve.server.chat import chat_arguments
 from jaxserve.server.converted_tokens import check_converted
-from jaxserve.server.http_api.chat import CONVERSATION_FIELDS, chat_arguments
+from jaxserve.server.http_api.chat import CONVERSATION_FIELDS
 from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.fields import Check
 from jaxserve.server.http_api.responses import json_response, unused_fields_header
@@ -26,7 +27,7 @@ async def tokenize(call: HttpCall) -> Response:
     strings: list[str] = []
     with frontend.ledger.admit(call.caller):
         if is_chat:
-            prompt, ids = await frontend.engine.render_chat(chat_arguments(call, fields))
+            prompt, ids = await frontend.engine.render_chat(chat_arguments(frontend.config, fields))
             if has_strings:
                 ids, strings = await frontend.engine.tokenize(prompt, False, True)
         else:

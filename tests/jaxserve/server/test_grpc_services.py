@@ -78,7 +78,6 @@ def test_a_conversation_in_openais_form_reaches_the_engine() -> None:
         ({}, True, False),
         ({"continue_final_message": True}, False, True),
         ({"add_generation_prompt": False}, False, False),
-        ({"add_generation_prompt": True, "continue_final_message": True}, True, True),
     ],
 )
 def test_where_the_prompt_ends(fields: dict[str, Any], begins: bool, continues: bool) -> None:
@@ -89,6 +88,11 @@ def test_where_the_prompt_ends(fields: dict[str, Any], begins: bool, continues: 
             chat = there.engine.last.chat
             assert chat is not None
             assert (chat["add_generation_prompt"], chat["continue_final_message"]) == (begins, continues)
+            both = chat_pb2.Conversation(messages=[USER], add_generation_prompt=True, continue_final_message=True)
+            with pytest.raises(grpc.aio.AioRpcError, match="Cannot set both") as refused:
+                request = generation_pb2.GenerateRequest(messages=both)
+                await generation_pb2_grpc.GenerationServiceStub(channel).Generate(request)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     run(main)
 
