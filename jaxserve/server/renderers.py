@@ -90,7 +90,7 @@ def render_job(chat: Mapping[str, Any], info: EngineInfo, content_format: str) -
     variables = values.pop("chat_template_kwargs", {})
     unknown = sorted(set(values) - set(_ARGUMENTS))
     if unknown:
-        raise RequestError(f"unknown chat option {unknown[0]!r}; valid options: {', '.join(_ARGUMENTS)}")
+        raise RequestError(f"unknown chat option {unknown[0]!r}; valid: {', '.join(_ARGUMENTS)}")
     templates, given = info.chat_templates, values.get("chat_template")
     is_template = isinstance(given, str) and (given in templates or "{{" in given or "{%" in given)
     if given is not None and not is_template:  # never a file's name

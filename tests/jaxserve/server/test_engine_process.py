@@ -502,7 +502,7 @@ def test_a_folder_that_takes_no_profile_is_named_at_once(
 ) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path.joinpath("file", *inside)
-    with pytest.raises(RequestFailedError, match=f"'{folder}' is no directory that can be written: "):
+    with pytest.raises(RequestFailedError, match=f"directory '{folder}' is not writable: "):
         run(client.start_profile(str(folder)))
     with pytest.raises(RequestError, match="no profile is being recorded"):
         run(client.stop_profile())

@@ -156,7 +156,7 @@ async def pauses() -> AsyncIterator[None]:
 @pytest.mark.parametrize(
     ("chat", "message"),
     [
-        ({"colour": 1}, "unknown chat option 'colour'; valid options: messages, tools,"),
+        ({"colour": 1}, "unknown chat option 'colour'; valid: messages, tools,"),
         ({"chat_template": "/etc/passwd"}, "chat_template is not a Jinja template"),
         ({"chat_template": ["{{"]}, "chat_template is not a Jinja template"),
     ],
