@@ -71,7 +71,7 @@ _CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
 )
 _TEXT_FIELDS = (
     "tokenizer hf_token revision tokenizer_revision download_dir generation_config chat_template "
-    "attention_backend compilation_cache_dir reasoning_parser tool_call_parser"
+    "attention_backend compilation_cache_dir reasoning_parser tool_call_parser quantization"
 ).split()
 _TYPED_FIELDS: MappingProxyType[str, type] = MappingProxyType(
     {
@@ -109,6 +109,8 @@ def check_settings(values: Mapping[str, Any], optional: frozenset[str]) -> dict[
     if not isinstance(values["dtype"], str) or values["dtype"] not in DTYPES:
         raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {values['dtype']!r}")
     checked["dtype"] = DTYPES[values["dtype"]]
+    if values["quantization"] == "None":  # as command lines say it
+        checked["quantization"] = None
     given = {name: value for name, value in values.items() if not (name in optional and value is None)}
     if "max_model_len" in given:
         checked["max_model_len"] = parse_length("max_model_len", given["max_model_len"])

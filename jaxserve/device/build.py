@@ -150,7 +150,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0, model: ModelCon
     """
     directory = find_model(config)
     if model is None:
-        read = read_model_config(directory, config.hf_overrides)
+        read = read_model_config(directory, config.hf_overrides, config.quantization)
         model = choose_head(read, directory, "pooling" if config.is_pooling else config.runner, config.load_format)
     set_gpu_memory_fraction(config.gpu_memory_utilization)
     if config.num_threads is not None:

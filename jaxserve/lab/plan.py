@@ -128,7 +128,7 @@ def plan_config(
 
 def read_model(config: EngineConfig) -> ModelConfig:
     """Return the model's configuration, for embeddings alone if the engine is for those."""
-    model = read_model_config(find_model(config), config.hf_overrides)
+    model = read_model_config(find_model(config), config.hf_overrides, config.quantization)
     return without_head(model) if config.is_pooling else model
 
 
