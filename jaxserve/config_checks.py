@@ -109,8 +109,6 @@ def check_settings(values: Mapping[str, Any], optional: frozenset[str]) -> dict[
     if not isinstance(values["dtype"], str) or values["dtype"] not in DTYPES:
         raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {values['dtype']!r}")
     checked["dtype"] = DTYPES[values["dtype"]]
-    if values["quantization"] == "None":  # as command lines say it
-        checked["quantization"] = None
     given = {name: value for name, value in values.items() if not (name in optional and value is None)}
     if "max_model_len" in given:
         checked["max_model_len"] = parse_length("max_model_len", given["max_model_len"])

@@ -85,7 +85,7 @@ def read_model_config(
         ConfigError: No readable config.json, the model is not supported, or its weights are not quantized so.
     """
     path = directory / "config.json"
-    if quantization is not None:
+    if quantization not in (None, "None"):  # on a command line
         check_quantized_with(quantization, directory)
     return config_from_hf({**read_config_json(path), **(overrides or {})}, str(path))
 

@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 from checkpoints import CheckpointError, convert, open_checkpoint
 from checkpoints.tensor_info import whole_index
 from jaxserve import LLM, SamplingParams
-from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.loading import check_weights, load_weights, read_model_config
 from tests.quantized_cases import CASES, Case
@@ -136,6 +135,7 @@ def test_an_engine_generates_what_the_float_model_does(settings: dict[str, int],
     [
         ("awq", "awq", None),
         ("awq", "awq_marlin", None),
+        ("awq", "None", None),
         ("awq", "gptq", "quantization='gptq': the weights in .* are quantized with awq"),
         (None, "fp8", "quantization='fp8': the weights in .* are not quantized, and are not quantized when"),
     ],
@@ -150,10 +150,6 @@ def test_the_setting_names_what_the_checkpoint_has(
         return
     with pytest.raises(ConfigError, match=message):
         read_model_config(directory, None, wanted)
-
-
-def test_no_method_on_a_command_line() -> None:
-    assert EngineConfig(quantization="None").quantization is None
 
 
 def test_what_is_decoded_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
