@@ -214,7 +214,8 @@ def _chunks(piece: Piece, bounds: Bounds, source: TensorInfo) -> list[_Copy]:
 def _tiles(lengths: list[int], itemsize: int, is_column_major: bool) -> list[tuple[list[int], list[int]]]:
     """Return offsets and lengths of tiles of about 2 MiB; leading axes are cut and trailing ones stay whole, or the
     other way round if the storage is column-major."""
-    if is_column_major:
+    if is_column_major:  # wider tiles, since each is read in as many pieces as it has rows
+        itemsize = max(1, itemsize // 4)
         return [(offsets[::-1], steps[::-1]) for offsets, steps in _tiles(lengths[::-1], itemsize, False)]
     steps = list(lengths)
     for axis in range(len(lengths)):

@@ -101,8 +101,8 @@ MUTATIONS = (
     Mutation(
         "HTTP: the usage counts the tokens of one prompt of several",
         "jaxserve/server/http_api/generation.py",
-        "usage_object(sum(self._num_prompt_tokens.values())",
-        "usage_object(max(self._num_prompt_tokens.values())",
+        "num_prompt = sum(usage.num_prompt_tokens or 0 for",
+        "num_prompt = max(usage.num_prompt_tokens or 0 for",
         ("tests/jaxserve/server",),
     ),
     Mutation(
@@ -110,7 +110,7 @@ MUTATIONS = (
         "jaxserve/server/proto_codec.py",
         "stop_token_id=stop if isinstance(stop, int) else None,",
         "stop_token_id=stop if isinstance(stop, int) and stop else None,",
-        ("tests/jaxserve/server/test_proto_codec.py", "tests/jaxserve/server"),
+        ("tests/jaxserve/server/test_protos.py", "tests/jaxserve/server"),
     ),
     Mutation(
         "resharding: the cached pages of all layers are written to the first one",

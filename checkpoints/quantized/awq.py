@@ -17,7 +17,7 @@ from checkpoints.reader import CheckpointReader
 from checkpoints.tensor_info import TensorInfo
 
 _NAME = "AWQ"
-_NIBBLE_OF_COLUMN = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+_NIBBLE_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
 _PER_WORD = 8
 _INT32, _FLOATS = (np.dtype(np.int32),), (np.dtype(np.float16), np.dtype(np.float32))
 
@@ -29,6 +29,8 @@ class Awq:
         CheckpointError: The settings are of another version, or not supported.
     """
 
+    name = _NAME
+    quantizes_activations = False
     ignored = re.compile(r"(?!)")
 
     def __init__(self, settings: Settings) -> None:
@@ -67,23 +69,22 @@ class Awq:
         def planes(box: Box) -> Planes:
             inputs, outputs = box.columns, box.rows
             groups, needed = group_indices(inputs.start, inputs.stop, group)
-            found = Planes(
+            return Planes(
                 _read_codes(reader, qweight, inputs, outputs),
-                reader.read(scales, (needed, outputs)).astype(np.float32),
+                reader.read(scales, (needed, outputs)).astype(np.float32).T,
                 _read_codes(reader, qzeros, needed, outputs),
-                rows=groups,
+                columns=groups,
             )
-            return found.transposed
 
         return QuantizedTensor((num_outputs, num_inputs), stored, planes, is_column_major=True)
 
 
-def _read_codes(reader: CheckpointReader, stored: str, rows: slice, columns: slice) -> np.ndarray:
-    """Return a box of packed codes, unpacked: uint8 [rows, columns]."""
-    first, last = columns.start // _PER_WORD, -(-columns.stop // _PER_WORD)
-    words = reader.read(stored, (rows, slice(first, last)))
-    data = words.view(np.uint8).reshape(len(words), -1, _PER_WORD // 2)
-    nibbles = np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:2], _PER_WORD)
-    codes = nibbles[:, :, _NIBBLE_OF_COLUMN].reshape(len(words), -1)
-    skip = columns.start - first * _PER_WORD
-    return codes[:, skip : skip + columns.stop - columns.start]
+def _read_codes(reader: CheckpointReader, stored: str, inputs: slice, outputs: slice) -> np.ndarray:
+    """Return a box of packed codes, unpacked: uint8 [outputs, inputs]."""
+    first, last = outputs.start // _PER_WORD, -(-outputs.stop // _PER_WORD)
+    words = np.ascontiguousarray(reader.read(stored, (inputs, slice(first, last))).view(np.uint32).T)
+    codes = np.empty((words.shape[0], _PER_WORD, words.shape[1]), np.uint8)
+    for column, nibble in enumerate(_NIBBLE_OF_COLUMN):
+        codes[:, column] = (words >> np.uint32(4 * nibble)) & np.uint32(15)
+    skip = outputs.start - first * _PER_WORD
+    return codes.reshape(-1, words.shape[1])[skip : skip + outputs.stop - outputs.start]

@@ -44,9 +44,11 @@ class BitsAndBytes:
         CheckpointError: The settings name neither 4 nor 8 bits.
     """
 
+    name = _NAME
     ignored = re.compile(r".*\.weight_format")
 
     def __init__(self, settings: Settings) -> None:
+        self.quantizes_activations = loads_bitsandbytes(settings.fields) == 8
         if not loads_bitsandbytes(settings.fields):
             raise settings.error("expected load_in_4bit or load_in_8bit to be true")
 
@@ -112,7 +114,9 @@ def _open_four_bits(name: str, state_name: str, reader: CheckpointReader) -> Qua
     def planes(box: Box) -> Planes:
         start, stop = box.rows.start * columns, box.rows.stop * columns
         data = reader.read(name, (slice(start // 2, -(-stop // 2)), slice(0, 1)))
-        flat = np.stack([data[:, 0] >> 4, data[:, 0] & 15], axis=1).ravel()[start % 2 :][: stop - start]
+        pairs = np.empty((len(data), 2), np.uint8)
+        pairs[:, 0], pairs[:, 1] = data[:, 0] >> 4, data[:, 0] & 15
+        flat = pairs.ravel()[start % 2 :][: stop - start]
         codes = flat.reshape(-1, columns)[:, box.columns]
         first, last = start // state.block, -(-stop // state.block)
         scales = scales_of(first, last)
@@ -141,7 +145,7 @@ def _read_state(stored: str, reader: CheckpointReader) -> _State:
     shape = fields.get("shape") if isinstance(fields, dict) else None
     if not (isinstance(shape, list) and len(shape) == 2 and all(_is_count(length) for length in shape)):
         raise CheckpointError(f"tensor {stored!r}: shape: expected two integers above 0, got {shape!r}")
-    block, nested = fields.get("blocksize"), fields.get("nested_blocksize", 256)
+    block, nested = fields.get("blocksize", 0), fields.get("nested_blocksize", 256)
     if not (_is_count(block) and _is_count(nested)):
         raise CheckpointError(f"tensor {stored!r}: blocksize: expected integers above 0, got {block!r} and {nested!r}")
     offset = fields.get("nested_offset", 0.0)

@@ -41,6 +41,7 @@ class CompressedTensors:
         CheckpointError: A setting is not supported.
     """
 
+    name = _NAME
     ignored = re.compile(ACTIVATION_SCALES)
 
     def __init__(self, settings: Settings) -> None:
@@ -58,6 +59,7 @@ class CompressedTensors:
             raise settings.error(
                 "rotated weights (transform_config) are not supported; export the model without transforms"
             )
+        self.quantizes_activations = any(part.fields.get("input_activations") for part in parts)
         weights = [part.nested("weights") for part in parts]
         self._group_sizes = sorted({size for part in weights if (size := part.integer("group_size", default=0)) > 0})
         self._bits = sorted({part.integer("num_bits", default=8) for part in weights if part.fields})

@@ -24,6 +24,8 @@ class Float8:
         CheckpointError: A setting is not supported.
     """
 
+    name = _NAME
+    quantizes_activations = True
     ignored = re.compile(ACTIVATION_SCALES)
 
     def __init__(self, settings: Settings) -> None:

@@ -41,6 +41,16 @@ class Format(Protocol):
     """One format, for the settings of one checkpoint."""
 
     @property
+    def name(self) -> str:
+        """Name of the format, for logs."""
+        ...
+
+    @property
+    def quantizes_activations(self) -> bool:
+        """Whether the tool that wrote the checkpoint quantizes activations too, which is not done here."""
+        ...
+
+    @property
     def ignored(self) -> re.Pattern[str]:
         """Names of stored tensors that do not change the weights, such as scales of activations."""
         ...

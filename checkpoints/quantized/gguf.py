@@ -31,10 +31,11 @@ def open_gguf(path: Path) -> CheckpointReader:
     try:
         named = RenamedReader(files, sources(files.metadata, files.tensors))
         types = {name: files.stored[source.stored].type for name, source in named.sources.items()}
+        blocks = {name: kind for name, kind in types.items() if kind.dtype is None}
     except BaseException:
         files.close()
         raise
-    return QuantizedReader(named, Gguf({name: kind for name, kind in types.items() if kind.dtype is None}))
+    return QuantizedReader(named, Gguf(blocks)) if blocks else named
 
 
 class RenamedReader:
@@ -100,6 +101,8 @@ class Gguf:
         types: Type of each tensor that is stored in blocks.
     """
 
+    name = "GGUF"
+    quantizes_activations = False
     ignored = re.compile(r"(?!)")
 
     def __init__(self, types: Mapping[str, GgufType]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, group_by_suffix, info_of
-from checkpoints.quantized.planes import Planes, unpack, unpack_columns
+from checkpoints.quantized.planes import Planes, unpack
 from checkpoints.quantized.settings import Settings
 from checkpoints.reader import CheckpointReader
 from checkpoints.tensor_info import TensorInfo
@@ -31,6 +31,8 @@ class Gptq:
         CheckpointError: The settings are of another version, or not supported.
     """
 
+    name = _NAME
+    quantizes_activations = False
     ignored = re.compile(r"(?!)")
 
     def __init__(self, settings: Settings) -> None:
@@ -87,13 +89,12 @@ class Gptq:
             first, last = (int(groups.min()), int(groups.max()) + 1) if groups.size else (0, 0)
             needed = slice(first, last)
             zeros = _read_zeros(reader, qzeros, needed, outputs, bits) + np.uint8(self._stored_zero_offset)
-            found = Planes(
+            return Planes(
                 _read_codes(reader, qweight, inputs, outputs, bits),
-                reader.read(scales, (needed, outputs)).astype(np.float32),
-                zeros & np.uint8((1 << bits) - 1) if bits < 8 else zeros,
-                rows=groups - first,
+                reader.read(scales, (needed, outputs)).astype(np.float32).T,
+                (zeros & np.uint8((1 << bits) - 1)).T,
+                columns=groups - first,
             )
-            return found.transposed
 
         return QuantizedTensor((num_outputs, num_inputs), stored, planes, is_column_major=True)
 
@@ -123,14 +124,13 @@ def _overrides(settings: Settings) -> list[tuple[re.Pattern[str], Settings]]:
 
 
 def _read_codes(reader: CheckpointReader, stored: str, inputs: slice, outputs: slice, bits: int) -> np.ndarray:
-    """Return a box of codes, which are packed along the first axis: uint8 [inputs, outputs]."""
+    """Return a box of codes, which are packed along the first axis: uint8 [outputs, inputs]."""
     block = _WORD // np.gcd(bits, _WORD)  # codes after which a word begins anew
     first, last = inputs.start // block, -(-inputs.stop // block)
     words_per_block = block * bits // _WORD
     words = reader.read(stored, (slice(first * words_per_block, last * words_per_block), outputs)).view(np.uint32)
-    codes = unpack_columns(words, bits, (last - first) * block)
-    skip = inputs.start - first * block
-    return codes[skip : skip + inputs.stop - inputs.start]
+    codes = unpack(np.ascontiguousarray(words.T), bits, inputs.stop - first * block)
+    return codes[:, inputs.start - first * block :]
 
 
 def _read_zeros(reader: CheckpointReader, stored: str, groups: slice, outputs: slice, bits: int) -> np.ndarray:

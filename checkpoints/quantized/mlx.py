@@ -35,6 +35,8 @@ class Mlx:
         CheckpointError: A setting is not supported.
     """
 
+    name = _NAME
+    quantizes_activations = False
     ignored = re.compile(r"(?!)")
 
     def __init__(self, settings: Settings) -> None:

@@ -32,6 +32,8 @@ class ModelOpt:
         CheckpointError: The algorithm is not supported.
     """
 
+    name = _NAME
+    quantizes_activations = True
     ignored = re.compile(ACTIVATION_SCALES)
 
     def __init__(self, settings: Settings) -> None:

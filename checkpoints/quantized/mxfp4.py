@@ -25,6 +25,8 @@ _UINT8 = (np.dtype(np.uint8),)
 class Mxfp4:
     """The format for the settings of one checkpoint; it has none that change the numbers."""
 
+    name = _NAME
+    quantizes_activations = False
     ignored = re.compile(r"(?!)")
 
     def __init__(self, settings: Settings) -> None:

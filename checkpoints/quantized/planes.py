@@ -48,7 +48,7 @@ class Planes(NamedTuple):
         """Return the box in float32."""
         if self.codes.flags.f_contiguous and not self.codes.flags.c_contiguous:
             return self.transposed.decode().T
-        values = self.codes.astype(np.float32) if self.table is None else self.table[self.codes]
+        values = self.codes.astype(np.float32) if self.table is None else np.take(self.table, self.codes, mode="clip")
         steps = ((np.subtract, self.zeros), (np.multiply, self.scales), (np.add, self.biases))
         for operation, grid in steps:
             if grid is not None:
@@ -101,14 +101,3 @@ def unpack(words: np.ndarray, bits: int, count: int) -> np.ndarray:
         return codes.reshape(num_rows, -1)[:, :count]
     stream = np.unpackbits(data, axis=1, bitorder="little")[:, : count * bits].reshape(num_rows, count, bits)
     return np.packbits(stream, axis=2, bitorder="little").reshape(num_rows, count)
-
-
-def unpack_columns(words: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """Return the codes that columns of words hold, as ``unpack`` of the transpose: uint8 [count, C]."""
-    if 8 % bits or bits == 8:
-        return unpack(np.ascontiguousarray(words.T), bits, count).T
-    per_word = 8 * words.dtype.itemsize // bits
-    codes = np.empty((words.shape[0], per_word, words.shape[1]), np.uint8)
-    for place in range(per_word):
-        codes[:, place] = (words >> (bits * place)) & ((1 << bits) - 1)
-    return codes.reshape(-1, words.shape[1])[:count]

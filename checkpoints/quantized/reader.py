@@ -1,6 +1,7 @@
 """Reads a quantized checkpoint as the float tensors that it stands for."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from typing import TypeVar
 
 import numpy as np
 
@@ -11,10 +12,15 @@ from checkpoints.reader import CheckpointReader
 from checkpoints.tensor_info import Index, TensorInfo, index_bounds
 
 _FLOAT32 = np.dtype(np.float32)
+T = TypeVar("T")
 
 
 class QuantizedReader:
     """Shows the logical tensors of a quantized checkpoint; the others as they are stored.
+
+    Attributes:
+        format: The format of its quantized weights.
+        tensors: Shape and dtype of every tensor; float32 for those that are stored quantized.
 
     Args:
         reader: The stored tensors; closed with this reader, also if this fails.
@@ -26,6 +32,7 @@ class QuantizedReader:
 
     def __init__(self, reader: CheckpointReader, format: Format) -> None:
         self._reader = reader
+        self.format = format
         try:
             self._quantized: dict[str, QuantizedTensor] = {
                 name: format.open(name, stored, reader) for name, stored in format.logical_names(reader.tensors).items()
@@ -34,12 +41,7 @@ class QuantizedReader:
             reader.close()
             raise
         used = {stored for tensor in self._quantized.values() for stored in tensor.stored}
-        plain = {
-            name: info
-            for name, info in reader.tensors.items()
-            if name not in used and not format.ignored.fullmatch(name)
-        }
-        self.tensors: Mapping[str, TensorInfo] = plain | {
+        self.tensors: Mapping[str, TensorInfo] = _plain(reader.tensors, used, format) | {
             name: TensorInfo(tensor.shape, _FLOAT32, tensor.is_column_major) for name, tensor in self._quantized.items()
         }
 
@@ -47,6 +49,12 @@ class QuantizedReader:
     def quantized(self) -> Mapping[str, QuantizedTensor]:
         """The tensors that are stored quantized."""
         return self._quantized
+
+    @property
+    def num_stored_bytes(self) -> int:
+        """Size of the quantized tensors in the files."""
+        stored = {name for tensor in self._quantized.values() for name in tensor.stored}
+        return sum(self._reader.tensors[name].num_bytes for name in stored)
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Return a box of a tensor as a new array, in float32 if it is stored quantized.
@@ -98,3 +106,16 @@ class QuantizedReader:
     def __exit__(self, *details: object) -> None:
         """Close the files."""
         self.close()
+
+
+def logical_names(stored: Collection[str], format: Format) -> list[str]:
+    """Return the names of the tensors that the stored ones of an index stand for; the files need not exist."""
+    tensors: dict[str, TensorInfo | None] = dict.fromkeys(stored)
+    quantized = format.logical_names(tensors)
+    used = {name for parts in quantized.values() for name in parts}
+    return [*_plain(tensors, used, format), *quantized]
+
+
+def _plain(tensors: Mapping[str, T], used: Collection[str], format: Format) -> dict[str, T]:
+    """Return the tensors that are not part of a quantized one and not ignored."""
+    return {name: info for name, info in tensors.items() if name not in used and not format.ignored.fullmatch(name)}

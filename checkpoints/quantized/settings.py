@@ -79,8 +79,9 @@ def settings_of(config: Mapping[str, Any], where: str) -> Settings | None:
     Raises:
         CheckpointError: The section is not an object.
     """
-    for outer in (config, config.get("text_config")):
-        for name in SECTIONS if isinstance(outer, Mapping) else ():
+    inner = config.get("text_config")
+    for outer in (config, inner if isinstance(inner, Mapping) else {}):
+        for name in SECTIONS:
             section = outer.get(name)
             if not section:
                 continue

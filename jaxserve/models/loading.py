@@ -20,6 +20,7 @@ from checkpoints import (
     progress_bar,
     resolve_model,
 )
+from checkpoints.quantized.reader import QuantizedReader
 from jaxserve.config_checks import DTYPES
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.errors import ConfigError
@@ -30,7 +31,7 @@ from jaxserve.models.abstract import AbstractModel, abstract_model
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.dummy_weights import DummyReader
 from jaxserve.models.gguf_config import config_of_gguf
-from jaxserve.models.hf_config import read_config_json
+from jaxserve.models.hf_config import check_quantized_with, read_config_json
 from jaxserve.models.output_head import choose_head, model_listings
 from jaxserve.models.registry import config_from_hf
 
@@ -72,12 +73,21 @@ def find_model_directory(
     return MODEL_DIRECTORY if model == "demo" else resolve_model(model, revision, download_dir, token, load_format)
 
 
-def read_model_config(directory: Path, overrides: Mapping[str, object] | None = None) -> ModelConfig:
-    """Return the model that a directory's ``config.json`` or a GGUF file describes, with some values replaced.
+def read_model_config(
+    directory: Path, overrides: Mapping[str, object] | None = None, quantization: str | None = None
+) -> ModelConfig:
+    """Return the model that a directory's ``config.json`` or a GGUF file describes.
+
+    Args:
+        directory: The model's directory or file.
+        overrides: Values that replace those of the description.
+        quantization: Method that its weights must be quantized with; None: any.
 
     Raises:
-        ConfigError: No readable configuration, or the model is not supported.
+        ConfigError: No readable configuration, the model is not supported, or its weights are not quantized so.
     """
+    if quantization not in (None, "None"):  # on a command line
+        check_quantized_with(quantization, directory)
     fields, source = read_model_fields(directory)
     return config_from_hf({**fields, **(overrides or {})}, str(source))
 
@@ -119,6 +129,20 @@ def check_weights(directory: Path, model: AbstractModel, load_format: str = "aut
     """
     with _open(directory, model, lambda: model.listings, load_format) as reader:
         check_recipes(reader.tensors, model.recipes_for(reader.tensors), model.ignored)
+        if isinstance(reader, QuantizedReader):
+            _log_quantization(reader)
+
+
+def _log_quantization(reader: QuantizedReader) -> None:
+    """Say what a quantized checkpoint holds and how it is computed."""
+    left_out = "; activations, which the format quantizes too, are not" if reader.format.quantizes_activations else ""
+    logger.info(
+        "%d weights quantized with %s (%.2f GiB) are decoded when they are loaded%s",
+        len(reader.quantized),
+        reader.format.name,
+        reader.num_stored_bytes / (1 << 30),
+        left_out,
+    )
 
 
 def load_weights(
