@@ -1,5 +1,6 @@
 """Builds the tokenizer of a GGUF file from its metadata: a sentencepiece model, or byte-level BPE."""
 
+import json
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -39,11 +40,32 @@ def read_gguf_tokenizer(path: Path) -> tuple[FastBackend | SentencePieceBackend,
     Raises:
         ConfigError: The file is damaged, has no tokenizer, or one of a kind that is not supported.
     """
-    try:
-        with GgufFiles(path) as files:
-            return _read(files.metadata)
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from error
+    model, settings = _read(path)
+    if isinstance(model, bytes):
+        return SentencePieceBackend(model, settings, str(path)), settings
+    add_flagged_tokens(model, settings.config, settings.special_tokens)
+    return FastBackend(model), settings
+
+
+def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
+    """Return the tokenizer of a GGUF file as the files of a model directory, by name; none if it has no tokenizer.
+
+    Raises:
+        ConfigError: As for ``read_gguf_tokenizer``.
+    """
+    if not has_tokenizer(path):
+        return {}
+    model, settings = _read(path)
+    templates = [{"name": name, "template": text} for name, text in settings.chat_templates.items()]
+    is_fast = not isinstance(model, bytes)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast" if is_fast else "LlamaTokenizer",
+        **settings.config,
+        **settings.special_tokens,
+        **({"chat_template": templates} if templates else {}),
+    }
+    name, content = ("tokenizer.json", model.to_str().encode()) if is_fast else ("tokenizer.model", model)
+    return {name: content, "tokenizer_config.json": json.dumps(config, indent=2).encode()}
 
 
 def has_tokenizer(path: Path) -> bool:
@@ -59,21 +81,26 @@ def has_tokenizer(path: Path) -> bool:
         raise ConfigError(str(error)) from error
 
 
-def _read(metadata: Metadata) -> tuple[FastBackend | SentencePieceBackend, TokenizerSettings]:
+def _read(path: Path) -> tuple[bytes | tokenizers.Tokenizer, TokenizerSettings]:
+    """Return the tokenizer of a file, a sentencepiece model or one of the library's."""
+    try:
+        with GgufFiles(path) as files:
+            return _build(files.metadata)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _build(metadata: Metadata) -> tuple[bytes | tokenizers.Tokenizer, TokenizerSettings]:
     model = metadata.text(f"{_PREFIX}model")
     tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(metadata.strings(f"{_PREFIX}tokens"))]
     types = metadata.numbers(f"{_PREFIX}token_type", len(tokens))
     types = np.full(len(tokens), _NORMAL) if types is None else types
     if model == "llama":
-        settings = _settings(metadata, tokens, adds_bos=True)
         proto = _model_proto(metadata, tokens, _one_unknown(metadata, types).tolist())
-        return SentencePieceBackend(proto, settings, str(metadata.path)), settings
+        return proto, _settings(metadata, tokens, adds_bos=True)
     if model == "gpt2":
         splitting = _splitting(metadata)
-        settings = _settings(metadata, tokens, splitting.adds_bos)
-        fast = _byte_level(metadata, tokens, types, splitting)
-        add_flagged_tokens(fast, settings.config, settings.special_tokens)
-        return FastBackend(fast), settings
+        return _byte_level(metadata, tokens, types, splitting), _settings(metadata, tokens, splitting.adds_bos)
     raise metadata.error(f"{_PREFIX}model", f"{model!r} is not supported; supported: llama, gpt2; pass --tokenizer")
 
 

@@ -18,9 +18,11 @@ from checkpoints.quantized.gguf_types import TYPES
 from checkpoints.quantized.planes import Planes
 from checkpoints.tensor_info import whole_index
 from jaxserve import LLM, SamplingParams
+from jaxserve.cli import main
 from jaxserve.errors import ConfigError, UnsupportedModelError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.models.loading import read_model_config
+from jaxserve.text.tokenizer import load_tokenizer
 from tests.gguf_files import plain, write_gguf
 from tests.gguf_models import metadata_of, random_store, store_q8_0, to_gguf
 from tests.random_checkpoint import LLAMA, write_checkpoint
@@ -365,3 +367,19 @@ def test_q8_0_of_a_trained_model(stories_model: Path, tmp_path: Path) -> None:
     assert generate(path, prompts, tensor_parallel_size=2) == generate(
         tmp_path / "float", prompts, tensor_parallel_size=2
     )
+
+
+def test_conversion_to_a_directory(stories_model: Path, tmp_path: Path) -> None:
+    config = json.loads((stories_model / "config.json").read_text())
+    tensors, values = to_gguf("llama", config, load_file(stories_model / "model.safetensors"), store_q8_0)
+    path = write_gguf(tmp_path / "m.gguf", stories_metadata(stories_model, config), tensors)
+    target = tmp_path / "floats"
+    main(["convert", str(path), str(target), "--format", "safetensors", "--dtype", "float32"])
+    for name, array in load_file(target / "model.safetensors").items():
+        np.testing.assert_array_equal(array, values[name])
+    one, other = read_model_config(target), read_model_config(path)
+    assert (one.dtype, other.dtype) == ("float32", "bfloat16") and dataclasses.replace(one, dtype=other.dtype) == other
+    tokenizer, original = load_tokenizer(target), load_tokenizer(path)
+    for text in ("Once upon a time", "<s>Once </s> there"):
+        assert tokenizer.encode(text) == original.encode(text)
+    assert tokenizer.chat_templates == original.chat_templates and tokenizer.special_tokens == original.special_tokens
