@@ -37,7 +37,7 @@ def stage_memories(stages: StagePlans, device: Device, utilization: float, devic
                 kv_bytes_per_token=kv_bytes_per_token(needs),
                 page_bytes=needs.page,
                 activations=activation_bytes(program, tokens),
-                temporaries=temporary_bytes(program, tokens, min(program.num_slots, tokens)),
+                temporaries=temporary_bytes(program, tokens, min(program.num_slots * stages.max_samples, tokens)),
                 temporaries_source="modelled",
                 step_reserve=needs.temporaries,
                 slots=needs.slots,
@@ -62,6 +62,7 @@ def compiled_memories(memories: Sequence[StageMemory], stages: StagePlans, devic
             num_rows=min(program.num_slots, tokens),
             table_pages=needs.table_pages,
             decode_only=False,
+            max_samples=stages.max_samples,
             num_arguments=len(program.arguments),
             num_tables=len(needs.windows),
         )
@@ -92,7 +93,7 @@ def temporary_bytes(program: ModelProgram, num_tokens: int, num_rows: int, varia
     Args:
         program: The stage.
         num_tokens: Query tokens.
-        num_rows: Rows that are sampled.
+        num_rows: Rows of logits: those that are sampled, with one more for each draft.
         variant: Sampler variant; ``greedy`` keeps the logits once.
     """
     itemsize = jnp.dtype(program.policy.activations).itemsize

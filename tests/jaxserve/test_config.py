@@ -68,7 +68,6 @@ NOT_BUILT = {
     "skip_tokenizer_init": (True, False),
     "quantization": ("awq", None),
     "cpu_offload_gb": (4, 0),
-    "speculative_config": ({"method": "ngram"}, None),
     "kv_cache_dtype": ("fp8", "auto"),
     "enable_lora": (True, False),
 }
