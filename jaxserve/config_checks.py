@@ -24,7 +24,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 STEP_KINDS = ("decode", "mixed")
 KERNELS = ("native", "xla")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
-SPECULATIVE_METHODS = MappingProxyType[str, tuple[str, ...]]({})
+SPECULATIVE_METHODS = MappingProxyType({"ngram": ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")})
 """Methods of ``speculative_config``, and the further keys of each, which are integers >= 1."""
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
@@ -184,6 +184,9 @@ def _check_speculation(name: str, values: Mapping[str, Any] | None) -> dict[str,
             raise ConfigError(f"{name}: expected method, {', '.join(known)} with method {method!r}; got {key!r}")
     for key in ("num_speculative_tokens", *(key for key in known if key in given)):
         _check_whole(f"{name}.{key}", given.get(key), 1)
+    least, most = given.get("prompt_lookup_min", 1), given.get("prompt_lookup_max", math.inf)
+    if least > most:
+        raise ConfigError(f"{name}: prompt_lookup_min={least} must be at most prompt_lookup_max={most}")
     return given
 
 

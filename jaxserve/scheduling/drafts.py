@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from jaxserve.scheduling.context_pages import ContextPages
+from jaxserve.scheduling.ngram import NgramProposer
 from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
 from jaxserve.scheduling.plan_draft import Flight, PlanDraft
 from jaxserve.scheduling.sequence import Sequence
@@ -32,7 +33,7 @@ class DraftProposer(Protocol):
         ...
 
 
-PROPOSERS: Mapping[str, Callable[[Mapping[str, Any]], DraftProposer]] = MappingProxyType({})
+PROPOSERS: Mapping[str, Callable[[Mapping[str, Any]], DraftProposer]] = MappingProxyType({"ngram": NgramProposer})
 """The proposer of each method of ``speculative_config``, made from the checked settings."""
 
 
