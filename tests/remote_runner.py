@@ -14,11 +14,11 @@ import msgpack
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.device.batch import BatchBuilder
+from jaxserve.device import batch
 from jaxserve.device.build import load_params, plan_engine
-from jaxserve.device.compiled_steps import CompiledSteps
-from jaxserve.device.runner import StepRunner
+from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import RowError, StepResult
+from jaxserve.device.stage import Stage
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.plan_codec import decode_plans, encode_plans
@@ -113,12 +113,13 @@ def _result(fields: list[Any]) -> StepResult:
 def serve(link: Connection, config: EngineConfig) -> None:
     """Runs what comes until the runner is closed."""
     plan = plan_engine(config)
-    (program,) = plan.programs
-    steps = CompiledSteps(program, plan.buckets)
-    steps.compile()
-    runner = StepRunner(steps, load_params(plan, program))
+    (program,) = plan.models
+    stage = Stage(program, plan.buckets)
+    stage.compile()
+    stage.load(load_params(plan, program))
+    runner = LocalRunner([stage])
     method = ""
-    with mock.patch.object(BatchBuilder, "build", autospec=True, side_effect=BatchBuilder.build) as build:
+    with mock.patch.object(batch, "build", side_effect=batch.build) as build:
         methods: dict[str, Callable[..., Any]] = {
             "launch": lambda data: runner.launch(decode_plans(data)),
             "num_buffers": lambda: build.call_count,
