@@ -10,7 +10,7 @@ from jaxserve.errors import RequestError
 from jaxserve.field_checks import flag
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.server.http_api.endpoint import HttpCall
-from jaxserve.server.http_api.fields import Check, Fields, limited, prompts, refused
+from jaxserve.server.http_api.fields import Check, limited, prompts, refused
 from jaxserve.server.http_api.generation import (
     GENERATION_FIELDS,
     GenerationResponse,
@@ -37,7 +37,7 @@ async def completions(call: HttpCall) -> ASGIApp:
 
 
 class _Completions(GenerationResponse):
-    def __init__(self, call: HttpCall, fields: Fields):
+    def __init__(self, call: HttpCall, fields: Mapping[str, Any]):
         super().__init__(call, fields, "cmpl", "text_completion")
         self._has_echo, max_tokens = fields.get("echo", False), fields.get("max_tokens")
         # With max_tokens=0 a token is generated, since the engine generates at least one, and left out.

@@ -438,7 +438,7 @@ def test_too_many_waiting_prompt_tokens_are_refused_at_once_and_the_rest_runs(ru
         frontend.open()
 
         async def ask(name: str) -> list[RequestOutput]:
-            outputs = frontend.generate(ANYBODY, dataclasses.replace(request, request_id=name))
+            outputs = frontend.generate(frontend.entry(ANYBODY, dataclasses.replace(request, request_id=name)))
             return [output async for output in outputs]
 
         tasks = [ask(f"burst-{index}") for index in range(count)]
