@@ -5,12 +5,13 @@ import dataclasses
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from jaxserve.errors import RequestFailedError
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import Request, check_length
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_messages import EngineInfo
@@ -136,3 +137,22 @@ class Frontend:
 def new_request_id(prefix: str) -> str:
     """Return a new request id such as ``cmpl-…``; clients can neither guess nor choose it."""
     return f"{prefix}-{secrets.token_hex(16)}"
+
+
+def sampling_params(info: EngineInfo, given: Mapping[str, Any], *, is_chat: bool = False) -> SamplingParams:
+    """Build and check the parameters of a request, whichever API it came through.
+
+    A field that is None counts as not given and has the model's default. ``max_tokens`` else has vLLM's default: all
+    that the context holds for a conversation, 16 for other prompts; at most ``max_output_tokens``.
+
+    Raises:
+        RequestError: An unknown field, or a wrong value.
+    """
+    values = {name: value for name, value in given.items() if value is not None}
+    if is_chat and "max_tokens" not in info.default_fields:
+        values.setdefault("max_tokens", None)
+    params = SamplingParams.from_optional(**{**info.default_fields, **values})
+    limit = info.max_output_tokens
+    if limit is not None and (params.max_tokens is None or params.max_tokens > limit):
+        return params.clone(max_tokens=limit)
+    return params

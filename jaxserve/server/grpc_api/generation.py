@@ -12,7 +12,7 @@ from jaxserve.parsers import MessageDelta
 from jaxserve.request import Request
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.server.chat import ChatParser, chat_request, check_variables
-from jaxserve.server.frontend import Frontend
+from jaxserve.server.frontend import Frontend, sampling_params
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL, Context
 from jaxserve.server.packed_logprobs import write_output
 from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2, generation_pb2_grpc
@@ -108,7 +108,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         found[prompt] = message.text if prompt == "text" else token_ids("token_ids", tuple(message.token_ids.ids))
         if not found[prompt]:
             raise RequestError("the prompt must not be empty", parameter="prompt")
-        return frontend.entry(caller, Request(**found, params=frontend.info.sampling_params(given))), None
+        return frontend.entry(caller, Request(**found, params=sampling_params(frontend.info, given))), None
 
 
 def conversation_fields(conversation: chat_pb2.Conversation) -> dict[str, Any]:

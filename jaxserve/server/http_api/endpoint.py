@@ -23,6 +23,8 @@ Result = TypeVar("Result")
 
 DISCONNECTED = "jaxserve.disconnected"
 """Key of a connection's scope, True once the client has disconnected."""
+STATUS = "jaxserve.status"
+"""Key of a connection's scope: the status code, once the response has begun."""
 LABEL = "jaxserve.request_label"
 """Key of a connection's scope: the client's own name for a request, only shown in the log."""
 
@@ -87,17 +89,12 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to a request."""
-        request, has_started, raw = Request(scope, receive), False, bytearray()
+        request, raw = Request(scope, receive), bytearray()
         remember_trace(request.headers)
-
-        async def noting_send(message: Any) -> None:
-            nonlocal has_started
-            has_started = True
-            await send(message)
 
         async def respond() -> None:
             response = await self._handler(HttpCall(self._frontend, caller, request, bytes(raw)))
-            await response(scope, receive, noting_send)
+            await response(scope, receive, send)
 
         try:
             caller = Caller("anonymous", frozenset())
@@ -112,7 +109,7 @@ class Endpoint:
         except ClientDisconnect:
             scope[DISCONNECTED] = True
         except Exception as error:
-            if has_started:
+            if STATUS in scope:
                 raise
             if not isinstance(error, JaxserveError | HTTPException):
                 logger.exception("%s %s failed", scope["method"], scope["path"])

@@ -204,13 +204,13 @@ def test_several_samples_with_logprobs(run: Run, client: EngineClient) -> None:
     (final,) = run(outputs_of(client, final_only))
     assert [one.index for one in final.outputs] == [0, 1, 2]
     assert [(one.text, one.token_ids, one.logprobs) for one in joined] == [
-        (one.text, one.token_ids, one.logprobs) for one in final.outputs
+        (one.text, one.token_ids, list(one.logprobs or ())) for one in final.outputs
     ]
     for one in final.outputs:
         assert one.logprobs is not None and len(one.logprobs) == len(one.token_ids) == 6
         chosen = [position[token].logprob for position, token in zip(one.logprobs, one.token_ids, strict=True)]
         assert one.cumulative_logprob == pytest.approx(sum(chosen))
-    assert final.prompt_logprobs is not None and final.prompt_logprobs[0] is None
+    assert final.prompt_logprobs is not None and not final.prompt_logprobs[0]
     assert len(final.prompt_logprobs) == len(final.prompt_token_ids)
 
 
