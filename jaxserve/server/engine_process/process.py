@@ -216,24 +216,24 @@ def _default_fields(started: StartedEngine, config: EngineConfig) -> dict[str, A
 
 def _model(started: StartedEngine, config: EngineConfig) -> model_pb2.Model:
     plan, ledger = started.plan, started.ledger
-    program = plan.programs[0]
+    sharded = plan.models[0]
     return model_pb2.Model(
         root=config.model,
         max_model_len=plan.max_model_len,
         architecture=plan.config.architecture,
-        dtype=program.policy.weights,
+        dtype=sharded.policy.weights,
         vocab_size=plan.config.vocab_size,
         mesh=[model_pb2.MeshAxis(name=name, size=size) for name, size in plan.mesh_sizes.items()],
-        device=program.mesh.devices.flat[0].device_kind,
-        layout=program.layout.name,
-        attention_backend=program.kernel.name,
+        device=sharded.mesh.devices.flat[0].device_kind,
+        layout=sharded.layout.name,
+        attention_backend=sharded.kernel.name,
         kv_cache=model_pb2.KvCache(
             num_pages=ledger.num_pages,
             page_size=ledger.page_size,
             num_tokens=ledger.num_tokens,
             max_concurrency=ledger.max_concurrency,
-            dtype=program.policy.kv,
-            size_bytes=sum(program.pool_bytes * program.mesh.devices.size for program in plan.programs),
+            dtype=sharded.policy.kv,
+            size_bytes=sum(sharded.pool_bytes * sharded.mesh.devices.size for sharded in plan.models),
         ),
         memory=[model_pb2.MemoryUse(name=name, size_bytes=size) for name, size in ledger.lines],
         max_num_seqs=max_num_seqs(started),
