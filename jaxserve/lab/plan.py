@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.device.build import PlannedStages, find_model, mesh_shape_of, plan_stages
 from jaxserve.device.layout_choice import choose_layout
 from jaxserve.device.memory import fit_to_memory
-from jaxserve.errors import ConfigError, MemoryPlanError, UnsupportedModelError
+from jaxserve.errors import ConfigError, MemoryPlanError
 from jaxserve.lab.costs import step_costs
 from jaxserve.lab.devices import Device
 from jaxserve.lab.hardware import get_device, get_link
@@ -128,24 +127,9 @@ def plan_config(
 
 
 def read_model(config: EngineConfig) -> ModelConfig:
-    """Return the model's configuration; an error about quantized weights says how to plan without quantization."""
-    directory = find_model(config)
-    try:
-        model = read_model_config(directory, config.hf_overrides)
-        return without_head(model) if config.is_pooling else model
-    except UnsupportedModelError as error:
-        unquantized = {**(config.hf_overrides or {}), "quantization_config": None}
-        if not _is_readable(directory, unquantized):
-            raise
-        raise UnsupportedModelError(f"{error}; plan it unquantized with hf_overrides={unquantized}") from error
-
-
-def _is_readable(directory: Path, overrides: Mapping[str, Any]) -> bool:
-    try:
-        read_model_config(directory, overrides)
-    except ConfigError:
-        return False
-    return True
+    """Return the model's configuration, for embeddings alone if the engine is for those."""
+    model = read_model_config(find_model(config), config.hf_overrides)
+    return without_head(model) if config.is_pooling else model
 
 
 def _model_kv_bytes(model: ModelConfig, stages: PlannedStages) -> int:

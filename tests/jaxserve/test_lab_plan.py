@@ -319,12 +319,16 @@ def test_a_dtype_that_a_device_has_no_rate_for() -> None:
         get_device("h100").flops_of("int8", 1)
 
 
-def test_quantized_weights_are_refused_with_the_remedy(shared_data: Path) -> None:
-    message = r"fp8.*; plan it unquantized with hf_overrides=\{'quantization_config': None\}"
-    with pytest.raises(UnsupportedModelError, match=message):
-        jaxserve.plan(str(shared_data / "configs" / "deepseek-r1"))
+def test_unsupported_models_are_refused(shared_data: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="GPTNeoXForSequenceClassification is not supported; supported: "):
         jaxserve.plan(str(shared_data / "configs" / "pythia-410m"))
+
+
+def test_a_quantized_model_is_planned_as_a_plain_one(shared_data: Path) -> None:
+    directory = str(shared_data / "configs" / "llama-2-13b-bnb-nf4")
+    settings: dict[str, Any] = {"device": "h100", "max_model_len": 2048, "dtype": "bfloat16"}
+    plain = jaxserve.plan(directory, hf_overrides={"quantization_config": None}, **settings)
+    assert jaxserve.plan(directory, **settings).fullest.weights == plain.fullest.weights
 
 
 HAS_CUDA = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None for version in (12, 13))
@@ -376,7 +380,7 @@ def test_large_models_on_512_devices(name: str, shared_data: Path, tmp_path: Pat
     settings: dict[str, Any] = {"device": "h100", "hosts": 64, "max_model_len": 8192, "dtype": "bfloat16"}
     if name == "deepseek-r1":
         settings |= {"model": str(shared_data / "configs" / name), "mesh": "tensor=8,expert=64"}
-        settings |= {"hf_overrides": {"quantization_config": None}, "max_num_batched_tokens": 512}
+        settings |= {"max_num_batched_tokens": 512}
     else:
         raw = json.loads((shared_data / "configs" / "llama-3.1-70b" / "config.json").read_text())
         raw |= {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128}

@@ -37,9 +37,9 @@ from jaxserve.server.engine_messages import (
     unpack,
 )
 from jaxserve.server.engine_process.outbox import Outbox
-from jaxserve.server.engine_process.renderers import Renderers
 from jaxserve.server.engine_process.serving import Resharded, Serving, max_num_seqs
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
+from jaxserve.text.chat_prompt import read_template
 
 logger = logging.getLogger(__name__)
 
@@ -170,23 +170,27 @@ def watch(thread: EngineThread, outbox: Outbox, timeout_s: float) -> NoReturn:
 
 def _serve(start: Start, inbox: Inbox, outbox: Outbox) -> tuple[EngineThread, Serving]:
     """Start the engine and everything that serves it."""
-    renderers = Renderers(start.chat_template_timeout)
     config = EngineConfig.from_arguments(**{"model": "demo", **SERVING_DEFAULTS, **start.engine_arguments})
     started = start_engine(config)
     logger.info("%s", started.ledger)
     stats = None if config.disable_log_stats else StatsLogger(started.ledger.device)
     thread = EngineThread(started.engine, stats)
     resharder, fields = Resharder(config, started), _default_fields(started, config)
+    template, tokenizer = read_template(config.chat_template), started.engine.tokenizer
 
     def describe() -> EngineInfo:
         model = _model(resharder.started, resharder.config)
-        return EngineInfo(model, fields, max_output_tokens(start.engine_arguments, fields))
+        info = EngineInfo(model, fields, max_output_tokens(start.engine_arguments, fields), chat_template=template)
+        if tokenizer is None:
+            return info
+        named = {"chat_templates": tokenizer.chat_templates, "special_tokens": tokenizer.special_tokens}
+        return dataclasses.replace(info, **named)
 
     def reshard(mesh: str | None, layout: str | None) -> Resharded:
         report = resharder.reshard(mesh, layout, lambda function: thread.call(function).result(), thread.deliver)
         return dataclasses.asdict(report), describe()
 
-    serving = Serving(started, config, start, thread, outbox, renderers, reshard)
+    serving = Serving(started, thread, outbox, template, reshard)
     inbox.hand_to(serving)
     outbox.send(describe())
     watching = (thread, outbox, start.watchdog_timeout)
