@@ -39,7 +39,7 @@ def stage_memories(
                 kv_bytes_per_token=kv_bytes_per_token(needs),
                 page_bytes=needs.page,
                 activations=activation_bytes(sharded, tokens),
-                temporaries=temporary_bytes(sharded, tokens, min(sharded.num_slots, tokens)),
+                temporaries=temporary_bytes(sharded, tokens, min(sharded.num_slots * stages.max_samples, tokens)),
                 temporaries_source="modelled",
                 step_reserve=needs.temporaries,
                 slots=needs.slots,
@@ -64,6 +64,7 @@ def compiled_memories(memories: Sequence[StageMemory], stages: PlannedStages, de
             num_rows=min(sharded.num_slots, tokens),
             table_pages=needs.table_pages,
             decode_only=False,
+            max_samples=stages.max_samples,
             num_arguments=len(sharded.arguments),
             num_tables=len(needs.windows),
         )
@@ -94,7 +95,7 @@ def temporary_bytes(sharded: ShardedModel, num_tokens: int, num_rows: int, varia
     Args:
         sharded: The stage.
         num_tokens: Query tokens.
-        num_rows: Rows that are sampled.
+        num_rows: Rows of logits: those that are sampled, with one more for each draft.
         variant: Sampler variant; ``greedy`` keeps the logits once.
     """
     itemsize = jnp.dtype(sharded.policy.activations).itemsize
