@@ -35,6 +35,9 @@ class EngineConfig:
         download_dir: Directory for downloads.
         load_format: ``safetensors`` or ``pt`` (pytorch_model.bin) reads only such files, ``auto`` also Orbax: the first
             that has the model's tensors. ``dummy`` fills the weights with small random numbers and needs no files.
+        quantization: Method that the checkpoint's weights must be quantized with, such as ``awq``, ``gptq`` or ``fp8``;
+            None: what the checkpoint says. Weights that are not stored quantized are not quantized when they are
+            loaded.
         hf_overrides: Values that replace those of ``config.json``.
         generation_config: Source of default sampling parameters: ``auto`` reads the model's generation_config.json,
             ``vllm`` uses none, anything else is a directory with that file. ``max_new_tokens`` in such a directory also
@@ -125,6 +128,7 @@ class EngineConfig:
     tokenizer_revision: str | None = None
     download_dir: str | None = None
     load_format: str = "auto"
+    quantization: str | None = None
     hf_overrides: dict[str, Any] | None = None
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None

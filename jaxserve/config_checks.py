@@ -73,7 +73,7 @@ _CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
 )
 _TEXT_FIELDS = (
     "tokenizer hf_token revision tokenizer_revision download_dir generation_config chat_template "
-    "attention_backend compilation_cache_dir reasoning_parser tool_call_parser"
+    "attention_backend compilation_cache_dir reasoning_parser tool_call_parser quantization"
 ).split()
 _TYPED_FIELDS: MappingProxyType[str, type] = MappingProxyType(
     {

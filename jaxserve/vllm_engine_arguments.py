@@ -18,7 +18,6 @@ _EXPERTS = "the layout says how rows reach experts"
 _METRICS = "these metrics do not exist; see the server's page for those that do"
 _SCHEDULER = "the scheduler has no such limit"
 _SPECULATION = "use `speculative_config`"
-_QUANTIZED = "quantized weights are not implemented"
 _TRANSFER = "KV transfer is not implemented"
 
 NO_EFFECT: Final[Mapping[str, Argument]] = MappingProxyType(
@@ -85,7 +84,7 @@ NO_EFFECT: Final[Mapping[str, Argument]] = MappingProxyType(
         "model_loader_extra_config": Argument(_PARALLEL_LOADING, {}),
         "ignore_patterns": Argument("the model's files are found by the tensors in them", ()),
         "code_revision": Argument("code that comes with a model never runs"),
-        "allow_deprecated_quantization": Argument(_QUANTIZED, False),
+        "allow_deprecated_quantization": Argument("no method of quantization is deprecated", False),
         "prefix_caching_hash_algo": Argument(
             "keys are SHA-256", "sha256", ("sha256_cbor", "xxhash", "xxhash_cbor", "builtin")
         ),
@@ -187,8 +186,7 @@ NO_EFFECT: Final[Mapping[str, Argument]] = MappingProxyType(
 
 REFUSED: Final[Mapping[str, Argument]] = MappingProxyType(
     {
-        "quantization": Argument(_QUANTIZED),
-        "quantization_config": Argument(_QUANTIZED, {}),
+        "quantization_config": Argument("weights are not quantized when they are loaded", {}),
         "kv_cache_dtype": Argument("the KV cache has the model's dtype", "auto"),
         "calculate_kv_scales": Argument("the KV cache has the model's dtype", False),
         "cpu_offload_gb": Argument("weights are not kept in host memory: use more devices", 0),

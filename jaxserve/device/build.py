@@ -19,9 +19,10 @@ from jaxserve.device.layout_choice import choose_layout, choose_stages, count_st
 from jaxserve.device.memory import (
     MemoryNeeds,
     device_memory_bytes,
+    fit_to_memory,
+    memory_needs,
     set_gpu_memory_fraction,
 )
-from jaxserve.device.memory_fit import fit_to_memory, memory_needs
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
@@ -49,7 +50,7 @@ def load_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
     Raises:
         ConfigError: A name cannot be imported, or an object is not a ``LogitsProcessor``.
     """
-    found = []
+    processors = []
     for item in given:
         processor = _import(item) if isinstance(item, str) else item
         if isinstance(processor, type):
@@ -58,9 +59,9 @@ def load_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
             raise ConfigError(
                 f"logits_processors: expected a LogitsProcessor (callable, with a mapping `arguments`), got {item!r}"
             )
-        found.append(processor)
-    argument_names(found)
-    return tuple(found)
+        processors.append(processor)
+    argument_names(processors)
+    return tuple(processors)
 
 
 def _import(name: str) -> Any:
@@ -149,7 +150,7 @@ def plan_engine(config: EngineConfig, model: ModelConfig | None = None) -> Engin
     """
     directory = find_model(config)
     if model is None:
-        read = read_model_config(directory, config.hf_overrides)
+        read = read_model_config(directory, config.hf_overrides, config.quantization)
         model = choose_head(read, directory, "pooling" if config.is_pooling else config.runner, config.load_format)
     set_gpu_memory_fraction(config.gpu_memory_utilization)
     if config.num_threads is not None:
@@ -190,7 +191,7 @@ def mesh_shape_of(config: EngineConfig, model: ModelConfig) -> MeshShape:
     )
 
 
-class StagePlans(NamedTuple):
+class PlannedStages(NamedTuple):
     """The stages of a model on the devices of one data slice, and the memory that each needs.
 
     Attributes:
@@ -213,7 +214,7 @@ class StagePlans(NamedTuple):
         return self.models[0].mesh.devices.flat[0]
 
 
-def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout, first: Mesh) -> StagePlans:
+def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout, first: Mesh) -> PlannedStages:
     """Plan the stages of a model; needs no devices, only their platform, kind and memory.
 
     Args:
@@ -269,7 +270,7 @@ def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout
     models = [dataclasses.replace(sharded, stage=stage) for stage in choose_stages(config, sharded, num_stages)]
     samples = 1 + config.num_speculative_tokens
     needs = [memory_needs(stage, max_num_batched_tokens, samples, num_stages) for stage in models]
-    return StagePlans(models, needs, module, max_num_batched_tokens, samples)
+    return PlannedStages(models, needs, module, max_num_batched_tokens, samples)
 
 
 def _check_expert_load(config: EngineConfig, module: CausalLM) -> None:

@@ -14,8 +14,7 @@ import jax
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.compiling import use_compilation_cache
-from jaxserve.device.memory import MemoryLedger, device_memory_bytes, resident_bytes, usable_fraction
-from jaxserve.device.memory_fit import STEPS_IN_FLIGHT
+from jaxserve.device.memory import STEPS_IN_FLIGHT, MemoryLedger, device_memory_bytes, resident_bytes, usable_fraction
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import Runner
 from jaxserve.device.sharded_model import StepState

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxserve.device.build import StagePlans
+from jaxserve.device.build import PlannedStages
 from jaxserve.device.memory import MemoryNeeds, page_budget
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape
@@ -15,7 +15,9 @@ from jaxserve.lab.devices import Device
 from jaxserve.lab.records import StageMemory
 
 
-def stage_memories(stages: StagePlans, device: Device, utilization: float, devices_per_host: int) -> list[StageMemory]:
+def stage_memories(
+    stages: PlannedStages, device: Device, utilization: float, devices_per_host: int
+) -> list[StageMemory]:
     """Return the memory of a device of each stage.
 
     Args:
@@ -49,7 +51,7 @@ def stage_memories(stages: StagePlans, device: Device, utilization: float, devic
     return found
 
 
-def compiled_memories(memories: Sequence[StageMemory], stages: StagePlans, device: Device) -> list[StageMemory]:
+def compiled_memories(memories: Sequence[StageMemory], stages: PlannedStages, device: Device) -> list[StageMemory]:
     """Return the same with the temporaries and the collectives of the largest step as compiled for the device.
 
     Raises:

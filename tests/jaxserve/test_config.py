@@ -66,7 +66,6 @@ def test_an_argument_like_no_other_has_no_suggestion() -> None:
 
 NOT_BUILT = {
     "skip_tokenizer_init": (True, False),
-    "quantization": ("awq", None),
     "cpu_offload_gb": (4, 0),
     "kv_cache_dtype": ("fp8", "auto"),
     "enable_lora": (True, False),
