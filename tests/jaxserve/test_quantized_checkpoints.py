@@ -130,6 +130,23 @@ def test_an_engine_generates_what_the_float_model_does(settings: dict[str, int],
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.parametrize("value", [0, 1])
+def test_biases_of_zeros_that_the_model_has_not(value: int, tmp_path: Path) -> None:
+    """AutoGPTQ gives every layer a bias; a model without biases may have one only if it adds nothing."""
+
+    def add_bias(tensors: Tensors) -> None:
+        tensors["model.layers.1.mlp.down_proj.bias"] = np.full(64, value, np.float16)
+
+    _, quantized = write(tmp_path, DENSE, CASES["gptq 4 bits"], add_bias)
+    if not value:
+        model = make_program(read_model_config(quantized)).abstract_model
+        check_weights(quantized, model)
+        load_weights(quantized, model)
+        return
+    with pytest.raises(CheckpointError, match="1 unexpected\n  unexpected: model.layers.1.mlp.down_proj.bias"):
+        loaded(quantized, 1)
+
+
 @pytest.mark.parametrize(
     ("stored", "wanted", "message"),
     [
