@@ -257,3 +257,16 @@ def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
         expected, found = loaded(plain, tensor), loaded(quantized, tensor)
         for name, array in expected.items():
             np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def test_experts_that_mlx_stores_in_one_tensor(tmp_path: Path) -> None:
+    def stack(tensors: Tensors) -> None:
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            for suffix in ("weight", "scales", "biases"):
+                names = [f"model.layers.0.mlp.experts.{index}.{part}.{suffix}" for index in range(4)]
+                tensors[f"model.layers.0.mlp.switch_mlp.{part}.{suffix}"] = np.stack([tensors.pop(n) for n in names])
+
+    plain, quantized = write(tmp_path, EXPERTS, CASES["mlx 4 bits"], stack)
+    expected, found = loaded(plain, 2), loaded(quantized, 2)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
