@@ -85,6 +85,12 @@ class EngineConfig:
         enable_prefix_caching: Keep the pages of finished requests for later requests with the same prefix.
         deterministic: Make the bits of a greedy or seeded request's results independent of the batch. None: on if
             native kernels run the whole model, where it is free; elsewhere True makes steps up to three times as slow.
+        speculative_config: Speculative decoding, such as ``{"method": "ngram", "num_speculative_tokens": 4}``: each
+            step verifies at most that many draft tokens per sequence. ``ngram`` proposes the tokens that followed the
+            latest ``prompt_lookup_max`` tokens (or fewer, down to ``prompt_lookup_min``; both 5 by default) where these
+            first occurred in the prompt or the output. With ``deterministic``, completions are bit for bit those
+            without drafts; otherwise drafts affect them no more than other requests in a batch do. Requests with
+            structured outputs or ``min_tokens`` take no drafts.
         async_scheduling: Launch a step before the tokens of the previous step are known.
         max_logprobs: Largest number of logprobs per position that a request may ask for; -1 for the whole vocabulary.
         logprobs_mode: Values of logprobs: ``raw_logprobs`` before masks, penalties and temperature,
@@ -150,6 +156,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     enable_prefix_caching: bool = True
     deterministic: bool | None = None
+    speculative_config: dict[str, Any] | None = None
     async_scheduling: bool | None = None
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
@@ -183,6 +190,11 @@ class EngineConfig:
         if kept.get("mesh") is not None:
             parse_mesh(kept["mesh"], kept)
         return cls(model=model, **kept)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Most draft tokens per sequence and step; 0 without speculative decoding."""
+        return 0 if self.speculative_config is None else self.speculative_config["num_speculative_tokens"]
 
     @property
     def is_pooling(self) -> bool:

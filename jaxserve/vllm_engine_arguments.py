@@ -17,7 +17,7 @@ _COLLECTIVES = "one process drives all devices; XLA implements their collectives
 _EXPERTS = "the layout says how rows reach experts"
 _METRICS = "these metrics do not exist; see the server's page for those that do"
 _SCHEDULER = "the scheduler has no such limit"
-_SPECULATION = "speculative decoding is not implemented"
+_SPECULATION = "use `speculative_config`"
 _TRANSFER = "KV transfer is not implemented"
 
 NO_EFFECT: Final[Mapping[str, Argument]] = MappingProxyType(
@@ -169,7 +169,7 @@ NO_EFFECT: Final[Mapping[str, Argument]] = MappingProxyType(
         "kv_cache_metrics_sample": Argument(_METRICS),
         "enable_mfu_metrics": Argument(_METRICS, False),
         "enable_layerwise_nvtx_tracing": Argument(_METRICS, False),
-        "per_request_spec_decode_metrics": Argument(_SPECULATION, "none"),
+        "per_request_spec_decode_metrics": Argument(_METRICS, "none"),
         "jit_monitor_mode": Argument("nothing compiles once the engine is ready"),
         "jit_monitor_verbose": Argument("nothing compiles once the engine is ready", False),
         "renderer_num_workers": Argument("prompts are rendered on a pool of threads"),
@@ -192,7 +192,6 @@ REFUSED: Final[Mapping[str, Argument]] = MappingProxyType(
         "cpu_offload_gb": Argument("weights are not kept in host memory: use more devices", 0),
         "offload_group_size": Argument("weights are not kept in host memory: use more devices", 0),
         "kv_offloading_size": Argument("pages are not kept in host memory", 0),
-        "speculative_config": Argument(_SPECULATION, {}),
         "spec_method": Argument(_SPECULATION),
         "spec_model": Argument(_SPECULATION),
         "spec_tokens": Argument(_SPECULATION),

@@ -132,6 +132,11 @@ def parsed(*arguments: str) -> dict[str, Any]:
         ("--quantization None", {"quantization": "None"}),
         ("-q fp8", {"quantization": "fp8"}),
         ("-O3", {"optimization_level": 3}),
+        ('-sc {"method":"ngram"}', {"speculative_config": {"method": "ngram"}}),
+        (
+            "--speculative-config.method ngram --speculative-config.num_speculative_tokens 3",
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        ),
         ("-tp 2 -pp 2 -dp 1 -ep", {
             "tensor_parallel_size": 2,
             "pipeline_parallel_size": 2,
