@@ -169,9 +169,7 @@ def plan_engine(config: EngineConfig, model: ModelConfig | None = None) -> Engin
             dataclasses.replace(stage, mesh=mesh, num_pages=num_pages)
             for mesh, stage in zip(meshes, models * config.data_parallel_size, strict=True)
         ],
-        buckets=_make_buckets(
-            config, models[0], needs, stages.max_num_batched_tokens, stages.max_samples, num_stages
-        ),
+        buckets=_make_buckets(config, models[0], needs, stages.max_num_batched_tokens, stages.max_samples, num_stages),
         needs=needs,
         max_model_len=needs.max_model_len,
         max_num_seqs=models[0].num_slots,
