@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from checkpoints.errors import CheckpointError
 from checkpoints.orbax_io import OrbaxReader, find_orbax, find_trees
 from checkpoints.quantized.format import Format
@@ -15,7 +17,7 @@ from checkpoints.quantized.registry import format_for
 from checkpoints.quantized.settings import read_settings
 from checkpoints.reader import CheckpointReader, ShardedReader, open_indexed, open_shards, read_index
 from checkpoints.safetensors_reader import SafetensorsReader
-from checkpoints.tensor_info import TensorInfo
+from checkpoints.tensor_info import TensorInfo, whole_index
 from checkpoints.torch_reader import TorchReader
 
 logger = logging.getLogger(__name__)
@@ -87,7 +89,7 @@ def open_checkpoint(path: str | Path, listings: Listings | None = None, load_for
     found = list(_candidates(path, listings, load_format))
     settings = read_settings(path)
     if settings is not None:
-        decoded = partial(_open_quantized, format_for(settings))
+        decoded = partial(_open_quantized, format_for(settings), listings)
         found = [candidate._replace(open=partial(decoded, candidate.open)) for candidate in found]
     if not found:
         raise CheckpointError(f"{path}: no weights found; looked for {_LOOKED_FOR[load_format]}")
@@ -100,8 +102,21 @@ def open_checkpoint(path: str | Path, listings: Listings | None = None, load_for
     return reader
 
 
-def _open_quantized(format: Format, open_stored: Callable[[], CheckpointReader]) -> CheckpointReader:
-    return QuantizedReader(open_stored(), format)
+def _open_quantized(
+    format: Format, listings: Listings | None, open_stored: Callable[[], CheckpointReader]
+) -> CheckpointReader:
+    """Open a quantized checkpoint without the biases of zeros that some tools add to every layer."""
+    reader = QuantizedReader(open_stored(), format)
+    biases = [name.removesuffix("weight") + "bias" for name in reader.quantized]
+    added = [name for name in biases if name in reader.tensors]
+    if listings is not None and added:
+        known = {name for form in listings() for name in form}
+        reader.leave_out([name for name in added if name not in known and _is_zero(reader, name)])
+    return reader
+
+
+def _is_zero(reader: CheckpointReader, name: str) -> bool:
+    return not reader.read(name, whole_index(reader.tensors[name].shape)).astype(np.float32).any()
 
 
 def has_model(directory: Path) -> bool:
