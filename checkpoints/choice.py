@@ -12,6 +12,7 @@ import numpy as np
 from checkpoints.errors import CheckpointError
 from checkpoints.orbax_io import OrbaxReader, find_orbax, find_trees
 from checkpoints.quantized.format import Format
+from checkpoints.quantized.gguf import open_gguf
 from checkpoints.quantized.reader import QuantizedReader
 from checkpoints.quantized.registry import format_for
 from checkpoints.quantized.settings import read_settings
@@ -33,6 +34,11 @@ _LOOKED_FOR: Mapping[str, str] = {
     "and pytorch_model.bin.index.json",
     "safetensors": "model.safetensors, model.safetensors.index.json and *.safetensors",
     "pt": "pytorch_model.bin, pytorch_model.bin.index.json and pytorch_model*.bin",
+}
+_OPEN_FILE: Mapping[str, Callable[[Path], CheckpointReader]] = {
+    ".safetensors": SafetensorsReader,
+    ".bin": TorchReader,
+    ".gguf": open_gguf,
 }
 _EMBEDDING_OR_HEAD = re.compile(r"(.*\.)?(embed_tokens|wte|embed_in|word_embeddings|lm_head|embed_out)\.weight")
 _OF_ADAPTER = re.compile(r"base_model\..*|.*\.lora_.*|prompt_embeddings")
@@ -61,7 +67,7 @@ class _Opened(NamedTuple):
 
 
 def open_checkpoint(path: str | Path, listings: Listings | None = None, load_format: str = "auto") -> CheckpointReader:
-    """Open a checkpoint directory, or a single `.safetensors` or `.bin` file.
+    """Open a checkpoint directory, or a single `.safetensors`, `.bin` or `.gguf` file.
 
     A directory may have several: `model.safetensors`, `model.safetensors.index.json`, an Orbax checkpoint (the
     directory itself or its folder `orbax`), other `*.safetensors` files without an index (Mistral's `consolidated*`
@@ -81,9 +87,9 @@ def open_checkpoint(path: str | Path, listings: Listings | None = None, load_for
     """
     path = Path(path)
     if path.is_file():
-        if path.suffix not in (".safetensors", ".bin"):
-            raise CheckpointError(f"{path}: expected a directory, a .safetensors or a .bin file")
-        return SafetensorsReader(path) if path.suffix == ".safetensors" else TorchReader(path)
+        if path.suffix not in _OPEN_FILE:
+            raise CheckpointError(f"{path}: expected a directory, a .safetensors, a .bin or a .gguf file")
+        return _OPEN_FILE[path.suffix](path)
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory")
     found = list(_candidates(path, listings, load_format))
