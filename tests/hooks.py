@@ -183,7 +183,7 @@ def submit(llm: LLM, token_ids: Sequence[int], params: SamplingParams) -> str:
 def step(llm: LLM) -> dict[str, str]:
     """Run one step; return the completions of the requests that it finished, by their ids."""
     changed = llm.engine.step()
-    return {request.request_id: request.samples[0].output().text for request in changed if request.is_finished()}
+    return {request.request_id: request.output().outputs[0].text for request in changed if request.is_finished()}
 
 
 class PooledRequest(NamedTuple):
@@ -371,6 +371,11 @@ def _of_long_prompt(sequence: ScheduledSequence) -> bool:
     return sequence.num_prompt_tokens > 10
 
 
+def _pools_by_mean(sequence: ScheduledSequence) -> bool:
+    pooling = sequence.request.pooling
+    return pooling is not None and pooling.pooling == "mean"
+
+
 def _only_slot(masks: TokenMasks) -> int:
     """Return the only slot with a static mask."""
     return next(iter(masks._slots))
@@ -390,7 +395,7 @@ _PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "text": (Detokenizer, "push_tokens", lambda self, tokens: bool(self._stops)),
     "queue": (Scheduler, "add", lambda self, sequence: _of_long_prompt(sequence)),
     "vector": (engine_module, "pooled_vector", lambda total, count, one: one.pooling == "mean"),
-    "chunk of a vector": (plan_draft, "_chunk_pooling", lambda sequence, *rest: sequence.pooling == "mean"),
+    "chunk of a vector": (plan_draft, "_chunk_pooling", lambda sequence, *rest: _pools_by_mean(sequence)),
 }
 
 

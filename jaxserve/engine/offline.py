@@ -127,7 +127,9 @@ class OfflineRunner:
                 signals.is_held = True
                 if bar is not None:
                     bar.close()
-            return [request.output(self._stats is not None) for request in requests]
+            return [
+                self._engine.make(each, lambda each=each: each.output(self._stats is not None)) for each in requests
+            ]
 
     def stream(self, prompt: Request) -> Generator[RequestOutput, None, None]:
         """Yield the outputs of one request as they arrive; closing the generator aborts the request."""
@@ -143,7 +145,7 @@ class OfflineRunner:
                     # The steps of another call, or resharding, may have finished it.
                     if request.is_finished() or request in self._step():
                         is_last = request.is_finished()
-                        output = request.next_output(self._stats is not None)
+                        output = self._engine.make(request, lambda: request.next_output(self._stats is not None))
                 if output is not None:
                     yield output
         finally:

@@ -3,6 +3,7 @@
 import collections
 import collections.abc
 import itertools
+import time
 from typing import NamedTuple
 
 from jaxserve.device.runner_interface import Runner, StepResult
@@ -16,10 +17,11 @@ _NO_PLAN = StepPlan(-1, same_rows_as=-1)
 
 
 class LaneResult(NamedTuple):
-    """What a step did in one lane."""
+    """What a step did in one lane, and when its results arrived, in seconds of ``time.monotonic()``."""
 
     completion: Completion
     result: StepResult
+    now: float
 
 
 class _Tick(NamedTuple):
@@ -119,8 +121,9 @@ class Replica:
         while self._in_flight and self._in_flight[0] is None:
             self._in_flight.popleft()
         lanes = zip(self.schedulers, tick.plans, self._runner.collect(tick.handle), strict=True)
+        now = time.monotonic()
         return [
-            LaneResult(scheduler.complete(plan, result.tokens, result.errors), result)
+            LaneResult(scheduler.complete(plan, result.tokens, result.errors, now), result, now)
             for scheduler, plan, result in lanes
             if plan is not None
         ]
