@@ -45,7 +45,7 @@ class _Plan(NamedTuple):
     num_splits: int
 
     def split_tiles(self, length: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
-        """Return the first tile that is seen of a context, the one after the last, and how many a split takes."""
+        """Return the half-open range of tiles inside the attention window, and the number of tiles per split."""
         tile, window = self.pages.tile, self.scoring.window
         first = jnp.int32(0) if window is None else lax.div(jnp.maximum(length - window, 0), tile)
         last = ceil_div(length, tile)
@@ -70,11 +70,11 @@ def decode_attention(
     """Compute attention of one query per row over a paged context.
 
     Args:
-        query: Row r's is the last token of its context.
+        query: The query of each row: the last token of its context.
         key_pool: Keys; those after a context's end are ignored.
         value_pool: Values, all of them finite.
         page_table: Pages of contexts in order.
-        rows: Row of the page table that each row's context has.
+        rows: Index into ``page_table`` of each query's context.
         lens: Tokens of each row's context; 0 gives zeros.
         scale: Factor of the scores.
         window: Number of latest tokens that are seen, or None for all.

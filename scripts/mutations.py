@@ -110,7 +110,7 @@ MUTATIONS = (
         "jaxserve/server/proto_codec.py",
         "stop_token_id=stop if isinstance(stop, int) else None,",
         "stop_token_id=stop if isinstance(stop, int) and stop else None,",
-        ("tests/jaxserve/server/test_proto_codec.py", "tests/jaxserve/server"),
+        ("tests/jaxserve/server/test_protos.py", "tests/jaxserve/server"),
     ),
     Mutation(
         "resharding: the cached pages of all layers are written to the first one",

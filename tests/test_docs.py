@@ -14,7 +14,8 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "scripts/README.md"),
-    *("jaxserve/README.md", "jaxserve/server/README.md", "pallas_kernels/README.md", "sharding/README.md"),
+    *("jaxserve/README.md", "jaxserve/GUIDE.md", "jaxserve/server/README.md"),
+    *("pallas_kernels/README.md", "sharding/README.md"),
 )
 PACKAGES = ("jaxserve", "pallas_kernels", "sharding", "checkpoints")
 FOLDERS = (*PACKAGES, "tests", "scripts", ".ci")
@@ -148,6 +149,31 @@ def resolve(name: str) -> object:
     raise ImportError(f"no module {parts[0]}")
 
 
+def missing_definitions(text: str, folder: str) -> list[str]:
+    """Those of the spans ``file.py::Class.method`` whose file, relative to the document, does not define the name."""
+    missing = []
+    for span in spans(text):
+        match = re.fullmatch(r"([\w/]+\.py)::([\w.]+)", span)
+        if match is None:
+            continue
+        path, body = REPOSITORY / folder / match[1], list[ast.stmt]()
+        if path.is_file():
+            body = ast.parse(path.read_text()).body
+        for name in match[2].split("."):
+            found = (node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))
+            named = next((node for node in found if node.name == name), None)
+            if named is None:
+                missing.append(span)
+                break
+            body = named.body
+    return missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_named_definitions_exist(document: str) -> None:
+    assert missing_definitions(current_text(document), posixpath.dirname(document)) == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_python_examples_parse_and_import_what_exists(document: str) -> None:
     for language, content in fences(current_text(document)):
@@ -166,3 +192,5 @@ def test_a_wrong_name_is_seen() -> None:
     assert named_paths(text) == {"jaxserve/absent.py", "absent.sh", "gone.md"}
     assert not any(path_exists(name) for name in named_paths(text))
     assert jaxserve_commands(text) == {"bench latency": {"--absent"}}
+    wrong = "See `jaxserve/llm.py::LLM.absent` and `absent.py::f`, but `jaxserve/llm.py::LLM.generate` is there."
+    assert missing_definitions(wrong, "") == ["jaxserve/llm.py::LLM.absent", "absent.py::f"]

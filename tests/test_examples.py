@@ -13,7 +13,7 @@ from scripts.server_child import RunningServer
 from tests.server_process import running_server
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "jaxserve/README.md", "jaxserve/server/README.md")
+PAGES = ("README.md", "jaxserve/GUIDE.md", "jaxserve/server/README.md")
 NOT_RUN = {
     "bash scripts/quickstart.sh": "creates the environment that these tests run in",
     "bash scripts/test.sh": "runs these tests",

@@ -22,7 +22,7 @@ def choose_row_tile(
         ConfigError: Devices share the hidden states of tokens, but cannot share those of a tile equally.
     """
     is_invariant = computes_rows_natively(module.has_fused_norms, policy, kernel)
-    is_invariant &= parallel.dispatch != "gather"  # whose devices add a row's parts in an order of their own
+    is_invariant &= parallel.dispatch != "gather"  # expert_gather sums partial results in a device-dependent order
     is_deterministic = is_invariant if config.deterministic is None else config.deterministic
     if is_deterministic:
         _check_tiles(parallel)

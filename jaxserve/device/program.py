@@ -44,7 +44,7 @@ class StepState(NamedTuple):
         tables: Vocabulary-sized sampling state of each slot.
         sums: Sum of hidden states over each slot's prompt so far, for pooling requests.
 
-    Of several pipeline stages only the last has the state of slots; the others have pages (``pools``).
+    Only the last pipeline stage holds slot state; earlier stages hold only KV pools.
     """
 
     pools: tuple[Pools, ...]

@@ -30,7 +30,7 @@ class ProgramBytes(NamedTuple):
 
 
 def bytes_of(program: jax.stages.Compiled) -> ProgramBytes:
-    """Return the memory of a program; zero if the platform does not tell."""
+    """Return the memory of a program; 0 if the backend has no memory analysis."""
     analysis = program.memory_analysis()
     if analysis is None:
         return ProgramBytes(0, 0)

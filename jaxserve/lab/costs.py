@@ -96,8 +96,8 @@ class Steps:
         self, program: ModelProgram, work: Work, communication: Sequence[Communication], num_rows: int, turns: int
     ) -> "_Seconds":
         """Return the times of a step in one stage: matmuls and attention each take the longer of memory and
-        arithmetic. Devices that share a host share what matmuls use as a whole, and its cores, each of which does the
-        rest of one device's step in one of the ``turns``."""
+        arithmetic. Virtual devices of one host share its memory bandwidth and cores; everything except matmuls runs on
+        one core per device, in ``turns`` rounds."""
         device, dtype = self._placement.device, program.policy.weights
         sizes, sharing, waiting = self._placement.sizes, 1, 1.0
         count = sizes["tensor"] * sizes["expert"]

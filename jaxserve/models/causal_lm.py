@@ -211,7 +211,7 @@ class CausalLM(nnx.Module):
     ) -> HiddenStates:
         """Compute hidden states after the layers, and all pools with the keys and values that these write.
 
-        Devices that share the rows between blocks have them still to gather.
+        If the residual is split over tokens, the result is still sharded; ``hidden`` gathers it.
 
         Args:
             x: Hidden states before these layers.

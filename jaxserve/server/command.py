@@ -62,10 +62,10 @@ def serve_arguments(options: argparse.Namespace) -> tuple[dict[str, Any], Server
 
 
 def with_config_file(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command line, with what its ``--config`` file says in front, so that flags given win.
+    """Return a command line's arguments after those of its ``--config`` file, so that flags on the command line win.
 
     Raises:
-        ConfigError: A file that cannot be read, is no mapping, or says what no flag does.
+        ConfigError: The file is unreadable, is not a mapping, or sets an unknown flag.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")

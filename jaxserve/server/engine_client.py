@@ -141,7 +141,7 @@ class EngineClient:
         """Move the engine to another mesh or layout; return the fields of a ``ReshardReport``. Updates ``info``.
 
         Raises:
-            RequestError: The mesh or the layout cannot be, or another change is in progress.
+            RequestError: The mesh or layout is invalid, or another reshard is running.
             EngineDeadError: The move failed, and the engine has ended.
         """
         link = self._ready_link()

@@ -69,7 +69,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
         self._has_progressed = False
-        self._num_idle_bytes = 0  # that came since the parser last had something for us but a header
+        self._num_idle_bytes = 0  # bytes received since the parser last reported anything except a header
         self._exchanges = deque[Exchange]()  # whose responses are not complete, in order
         self._refusal: bytes | None = None  # sent after the responses to earlier requests; what arrives is dropped
 

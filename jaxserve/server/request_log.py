@@ -83,7 +83,7 @@ def outcome_of(
 
 
 class RequestEntry:
-    """Follows one request: a context manager around all that is done for it.
+    """Context manager that records one request in the log, counters and trace.
 
     Args:
         log: Where to record it.

@@ -31,7 +31,7 @@ def make_ssl_context(config: ServerConfig) -> ssl.SSLContext:
     """Return the context of the HTTP server: TLS 1.2 and later, clients' certificates as ``ssl_cert_reqs`` says.
 
     Raises:
-        ConfigError: Files that are no key and certificate of each other, or a key that needs a password.
+        ConfigError: The key does not match the certificate, or is password-protected.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -179,20 +179,20 @@ class ProfileRecording:
         """Start to record.
 
         Raises:
-            RequestFailedError: The folder cannot be written, which JAX would notice only later, or JAX cannot record.
+            RequestFailedError: The directory is not writable (JAX would say so only at the end), or JAX cannot record.
         """
         directory = self._directory
         try:
             os.makedirs(directory, exist_ok=True)
             tempfile.TemporaryFile(dir=directory).close()
         except OSError as error:
-            message = f"no profile can be recorded: {directory!r} is no directory that can be written: {error.strerror}"
+            message = f"cannot record a profile: directory {directory!r} is not writable: {error.strerror}"
             raise RequestFailedError(message) from error
         try:
             self._session = jax.profiler.start_trace(directory)
         except Exception as error:
-            logger.exception("no profile can be recorded")
-            raise RequestFailedError("no profile can be recorded; the log says why") from error
+            logger.exception("cannot record a profile")
+            raise RequestFailedError("cannot record a profile; see the server's log") from error
 
     def finish(self) -> None:
         """Stop recording and write the profile.

@@ -98,12 +98,12 @@ def render_job(
     variables = values.pop("chat_template_kwargs", {})
     unknown = sorted(set(values) - set(_ARGUMENTS))
     if unknown:
-        raise RequestError(f"a conversation has no option {unknown[0]!r}; options: {', '.join(_ARGUMENTS)}")
+        raise RequestError(f"unknown chat option {unknown[0]!r}; valid: {', '.join(_ARGUMENTS)}")
     tools = values.get("tools")
     given = values.get("chat_template")
     is_template = isinstance(given, str) and (given in templates or "{{" in given or "{%" in given)
     if given is not None and not is_template:  # never a file's name
-        raise RequestError("chat_template is no Jinja template", parameter="chat_template", value=given)
+        raise RequestError("chat_template is not a Jinja template", parameter="chat_template", value=given)
     return {
         "conversation": values.get("messages"),
         "template": choose_template(templates, given or own_template, tools is not None),

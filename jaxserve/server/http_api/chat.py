@@ -80,7 +80,7 @@ def chat_arguments(call: HttpCall, fields: Fields) -> dict[str, Any]:
     config = call.frontend.config
     template = fields.get("chat_template")
     if template is not None and not config.trust_request_chat_template:
-        message = "chat_template is not taken from requests; the server would need --trust-request-chat-template"
+        message = "this server does not accept chat_template in requests; start it with --trust-request-chat-template"
         raise RequestError(message, parameter="chat_template")
     if template is not None and "{{" not in template and "{%" not in template:  # it would be read as a file's name
         raise RequestError("chat_template must be a Jinja template", parameter="chat_template")

@@ -262,7 +262,7 @@ def test_a_slow_reader_gets_joined_deltas(run: Run, client: EngineClient) -> Non
         (asked("1" * 256), "maximum context length is 256 tokens. However, you requested 1 output", "input_tokens"),
         (asked(params=GREEDY.clone(structured_outputs={"regex": "("})), "cannot be compiled", None),
         (asked(None, chat={"messages": [{"role": "x", "content": ""}]}), "expected role user or assistant", None),
-        (asked(None, chat={"colour": 1}), "a conversation has no option 'colour'", None),
+        (asked(None, chat={"colour": 1}), "unknown chat option 'colour'", None),
     ],
     ids=range(10),
 )
@@ -330,7 +330,7 @@ def test_a_name_in_use_is_refused(run: Run, client: EngineClient) -> None:
         ("detokenize", {"token_ids": [400], "skip_special_tokens": False}, "token id 400 is out of vocabulary"),
         ("tokenize", {"wrong": 1}, "control method tokenize failed: TypeError"),
         ("stop_profile", {}, "no profile is being recorded"),
-        ("render_chat", {"chat": {"colour": 1}}, "a conversation has no option 'colour'"),
+        ("render_chat", {"chat": {"colour": 1}}, "unknown chat option 'colour'"),
     ],
     ids=range(5),
 )

@@ -104,9 +104,9 @@ def test_processes_end_with_their_owner() -> None:
 @pytest.mark.parametrize(
     ("chat", "message"),
     [
-        ({"colour": 1}, "a conversation has no option 'colour'"),
-        ({"chat_template": "/etc/passwd"}, "chat_template is no Jinja template"),
-        ({"chat_template": ["{{"]}, "chat_template is no Jinja template"),
+        ({"colour": 1}, "unknown chat option 'colour'"),
+        ({"chat_template": "/etc/passwd"}, "chat_template is not a Jinja template"),
+        ({"chat_template": ["{{"]}, "chat_template is not a Jinja template"),
     ],
     ids=range(3),
 )

@@ -16,10 +16,11 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FileDescripto
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.outputs import CompletionOutput, FinishReason
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server import proto_codec
 from jaxserve.server.proto.jaxserve.v1 import sampling_pb2
-from jaxserve.server.proto_codec import given_fields, params_to_proto
+from jaxserve.server.proto_codec import completion_from_proto, completion_to_proto, given_fields, params_to_proto
 from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 from tests.conftest import REPOSITORY
 
@@ -264,3 +265,12 @@ def test_tokens_to_give_logprobs_of_survive_too() -> None:
 
 def test_what_is_as_usual_is_not_sent() -> None:
     assert params_to_proto(SamplingParams()).ByteSize() == 0
+
+
+@pytest.mark.parametrize("finish_reason", [None, "stop", "length", "abort"])
+@pytest.mark.parametrize("stop_reason", [None, 0, 7, ".", ""])
+def test_completions_survive_the_way_there_and_back(
+    finish_reason: FinishReason | None, stop_reason: int | str | None
+) -> None:
+    sent = CompletionOutput(3, "a.", [0, 5], None, None, finish_reason, stop_reason)
+    assert completion_from_proto(completion_to_proto(sent)) == sent
