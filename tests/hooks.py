@@ -312,7 +312,7 @@ def native_threads(number: int) -> Iterator[None]:
 
 def is_preparing(engine: AsyncLLM) -> bool:
     """Whether a request is not yet queued: its prompt is still being tokenized, for example."""
-    return bool(engine._preparing)
+    return engine._loop.num_preparing > 0
 
 
 def hold_preparation(engine: AsyncLLM, patch: pytest.MonkeyPatch) -> threading.Event:
@@ -360,8 +360,8 @@ def start_idle_engines(patch: pytest.MonkeyPatch) -> list[bool]:
 
 def thread_state(engine: AsyncLLM) -> Callable[[], bool]:
     """Return a function that tells whether the engine's thread runs, and does not keep the engine alive."""
-    thread = engine._thread
-    return lambda: thread.is_running
+    loop = engine._loop
+    return lambda: loop.is_running
 
 
 # ---------------------------------------------------------------- failures of one row

@@ -1,11 +1,15 @@
 """An engine whose steps a test allows one by one."""
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from jaxserve import RequestError, RequestOutputKind, SamplingParams
+from jaxserve.engine.loop import Loop
 from jaxserve.engine.request_state import RequestState, Sample
+from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.metric_types import Counter, Gauge, Metric
 from jaxserve.request import Request
 from jaxserve.scheduling.sequence import Sequence
@@ -102,3 +106,19 @@ def make_request(number: int, num_tokens: int = 5, params: SamplingParams = DELT
         Sample(Sequence(request, [1, 2], 2, 2 + num_tokens, index=index), None, None) for index in range(params.n)
     ]
     return RequestState(request, [1, 2], samples, 0.0, 0.0)
+
+
+class AtOnce(concurrent.futures.Executor):
+    """Runs what is submitted before ``submit`` returns."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "concurrent.futures.Future[Any]":
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def start_loop(engine: FakeEngine, stats: StatsLogger | None = None) -> Loop:
+    """A loop on its thread, which queues requests in the order of their submission."""
+    loop: Any = Loop(engine, stats)
+    loop._pool = AtOnce()
+    return loop

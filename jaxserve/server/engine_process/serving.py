@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine_thread import EngineThread
-from jaxserve.engine.preparation import Preparation
+from jaxserve.engine.loop import Loop, Stream
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import StartedEngine
-from jaxserve.errors import SHUT_DOWN, EngineDeadError, JaxserveError, OverloadedError, RequestFailedError, unforeseen
+from jaxserve.errors import SHUT_DOWN, EngineDeadError, OverloadedError
 from jaxserve.server.engine_messages import (
     Cancel,
     EngineInfo,
@@ -25,7 +24,7 @@ from jaxserve.server.engine_messages import (
     ToEngine,
     sendable_error,
 )
-from jaxserve.server.engine_process.outbox import Outbox, OutboxStream
+from jaxserve.server.engine_process.outbox import Outbox, SocketSink, own_error
 from jaxserve.server.engine_process.queries import Future, Queries
 from jaxserve.server.engine_process.renderers import Renderers, render_job
 from jaxserve.server.settings import queued_tokens_limit
@@ -132,7 +131,7 @@ class Serving:
         started: The engine.
         config: The engine's settings.
         start: The front end's settings.
-        thread: Runs the engine.
+        loop: Runs the engine.
         outbox: Sends messages to the front end.
         renderers: Turn conversations into prompts.
         reshard: Moves the engine to a mesh and a layout; returns what was done.
@@ -143,26 +142,25 @@ class Serving:
         started: StartedEngine,
         config: EngineConfig,
         start: Start,
-        thread: EngineThread,
+        loop: Loop,
         outbox: Outbox,
         renderers: Renderers,
         reshard: Callable[[str | None, str | None], Resharded],
     ):
         self._started = started
-        self._thread = thread
+        self._loop = loop
         self._outbox = outbox
         self._renderers = renderers
         self._queued = QueuedTokens(
             max_num_seqs(started), queued_tokens_limit(start.max_num_queued_tokens, started.plan.max_model_len)
         )
-        self._preparation = Preparation(thread)
         self._chat_template = read_template(config.chat_template)
         self._content_format = start.chat_template_content_format
         self._move = reshard
         self._queries = Queries(
-            started, thread, self._preparation, self._chat_template, self._render, self._abort, self._reshard
+            started, loop, self._chat_template, self._render, self._abort, self._reshard
         )
-        self._requests: dict[int, tuple[OutboxStream, Place]] = {}
+        self._requests: dict[int, tuple[Stream, SocketSink, Place]] = {}
         self._lock = threading.Lock()  # of the dict
 
     def handle(self, message: ToEngine) -> None:
@@ -174,7 +172,7 @@ class Serving:
                 with self._lock:
                     found = self._requests.get(number)
                 if found is not None:
-                    found[0].silence()
+                    found[1].silence()
         elif isinstance(message, Query):
             self._query(message)
         elif isinstance(message, Stop):
@@ -184,26 +182,24 @@ class Serving:
 
     def stop(self, drain_s: float) -> None:
         """End the engine's thread, and with it the process, after at most ``drain_s`` seconds. Does not wait."""
-        threading.Thread(target=self._thread.stop, args=(drain_s,), daemon=True).start()
+        threading.Thread(target=self._loop.stop, args=(drain_s,), daemon=True).start()
 
     def close(self) -> None:
-        """End the threads and processes that prepare requests. Does not wait."""
-        self._preparation.close(wait=False)
+        """End the processes that render conversations. Does not wait."""
         self._renderers.kill()
 
     def _submit(self, message: Submit) -> None:
         request = message.request
-        stream = OutboxStream(self._outbox, message.number, request.request_id, self._on_end)
-        place = self._queued.enter(request.params.n if request.pooling is None else 1)
-        with self._lock:
-            self._requests[message.number] = stream, place
         arrival_s = time.monotonic()
         deadline_s = None if request.timeout_s is None else arrival_s + request.timeout_s
+        place = self._queued.enter(request.params.n if request.pooling is None else 1)
+        sink = SocketSink(self._outbox, message.number, request.request_id, self._on_end)
+        stream = Stream(sink, request.request_id, deadline_s, "last")
+        with self._lock:
+            self._requests[message.number] = stream, sink, place
 
         def begin(rendered: "concurrent.futures.Future[str] | None" = None) -> None:
-            def make() -> RequestState:
-                if stream.is_silent:
-                    raise concurrent.futures.CancelledError
+            def prepare() -> RequestState:
                 whole = request
                 if rendered is not None:
                     text = rendered.result()
@@ -213,20 +209,18 @@ class Serving:
                 self._queued.note_prompt(place, prepared)
                 return prepared
 
-            self._preparation.begin(stream, make, deadline_s).add_done_callback(report)
-
-        def report(begun: "concurrent.futures.Future[None]") -> None:
-            error = begun.exception()
-            if error is not None and not stream.is_silent:
-                stream.refuse(_own_error(error, f"request {request.request_id}"))
+            try:
+                self._loop.submit(stream, prepare)
+            except EngineDeadError as error:
+                self._loop.refuse(stream, error)
 
         if request.chat is None:
             begin()
             return
         try:
-            rendering = self._render(request.chat, lambda: not stream.is_silent)
+            rendering = self._render(request.chat, lambda: not stream.has_ended)
         except RuntimeError:  # the renderers have ended
-            stream.refuse(EngineDeadError(SHUT_DOWN))
+            self._loop.refuse(stream, EngineDeadError(SHUT_DOWN))
         else:
             rendering.add_done_callback(begin)
 
@@ -240,24 +234,25 @@ class Serving:
 
         return self._renderers.submit(make_job, is_wanted)
 
-    def _on_end(self, stream: OutboxStream) -> None:
-        """Free a request's place once its stream sends nothing more, and end the request if it still runs."""
+    def _on_end(self, sink: SocketSink) -> None:
+        """Free a request's place once its sink takes nothing more, and end the request if it still runs."""
         with self._lock:
-            found = self._requests.pop(stream.number, None)
+            found = self._requests.pop(sink.number, None)
         if found is not None:
-            self._queued.leave(found[1])
-        if stream.is_silent:
-            self._thread.drop(stream)
+            stream, _, place = found
+            self._queued.leave(place)
+            if sink.is_silent:
+                self._loop.drop(stream)
 
     def _abort(self, request_ids: list[str]) -> Future:
         wanted = set(request_ids)
         with self._lock:
-            streams = [stream for stream, _ in self._requests.values() if stream.request_id in wanted]
+            streams = [stream for stream, _, _ in self._requests.values() if stream.request_id in wanted]
         for stream in streams:
             stream.is_cancelled = True
         found = [stream.request_id for stream in streams]
         aborted: Future = concurrent.futures.Future()
-        self._thread.abort(found).add_done_callback(lambda _: aborted.set_result(found))
+        self._loop.abort(found).add_done_callback(lambda _: aborted.set_result(found))
         return aborted
 
     def _reshard(self, mesh: str | None, layout: str | None) -> Resharded:
@@ -272,20 +267,10 @@ class Serving:
             if error is None:
                 result = future.result()
             else:
-                result = sendable_error(_own_error(error, f"control method {query.method}"))
+                result = sendable_error(own_error(error, f"control method {query.method}"))
             self._outbox.send(QueryResult(query.number, result))
 
         self._queries.call(query.method, query.arguments).add_done_callback(send)
-
-
-def _own_error(error: BaseException, what: str) -> JaxserveError:
-    """Return the error that the client gets if ``what`` fails; any but our own errors is a bug, and is logged."""
-    if isinstance(error, JaxserveError):
-        return error
-    if isinstance(error, concurrent.futures.CancelledError):
-        return EngineDeadError(SHUT_DOWN)
-    logger.error("%s failed", what, exc_info=error)
-    return RequestFailedError(f"{what} failed: {unforeseen(error)}")
 
 
 def max_num_seqs(started: StartedEngine) -> int:
