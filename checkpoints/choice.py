@@ -9,6 +9,10 @@ from typing import NamedTuple
 
 from checkpoints.errors import CheckpointError
 from checkpoints.orbax_io import OrbaxReader, find_orbax, find_trees
+from checkpoints.quantized.format import Format
+from checkpoints.quantized.reader import QuantizedReader
+from checkpoints.quantized.registry import format_for
+from checkpoints.quantized.settings import read_settings
 from checkpoints.reader import CheckpointReader, ShardedReader, open_indexed, open_shards, read_index
 from checkpoints.safetensors_reader import SafetensorsReader
 from checkpoints.tensor_info import TensorInfo
@@ -60,7 +64,8 @@ def open_checkpoint(path: str | Path, listings: Listings | None = None, load_for
     A directory may have several: `model.safetensors`, `model.safetensors.index.json`, an Orbax checkpoint (the
     directory itself or its folder `orbax`), other `*.safetensors` files without an index (Mistral's `consolidated*`
     left out), `pytorch_model.bin`, `pytorch_model.bin.index.json`, other `pytorch_model*.bin` files. The first that has
-    the model's tensors is opened, so that an adapter or a value head beside a model is never mistaken for it.
+    the model's tensors is opened, so that an adapter or a value head beside a model is never mistaken for it. Weights
+    that the directory's configuration says are quantized appear as the float tensors that they stand for.
 
     Args:
         path: the directory or file.
@@ -69,7 +74,8 @@ def open_checkpoint(path: str | Path, listings: Listings | None = None, load_for
         load_format: `safetensors` or `pt` reads only files of that format; `auto` all.
 
     Raises:
-        CheckpointError: none of these exists, or the one found is damaged or only an adapter.
+        CheckpointError: none of these exists, the one found is damaged or only an adapter, or its weights are quantized
+            in a way that is not supported.
     """
     path = Path(path)
     if path.is_file():
@@ -79,6 +85,10 @@ def open_checkpoint(path: str | Path, listings: Listings | None = None, load_for
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory")
     found = list(_candidates(path, listings, load_format))
+    settings = read_settings(path)
+    if settings is not None:
+        decoded = partial(_open_quantized, format_for(settings))
+        found = [candidate._replace(open=partial(decoded, candidate.open)) for candidate in found]
     if not found:
         raise CheckpointError(f"{path}: no weights found; looked for {_LOOKED_FOR[load_format]}")
     reader = found[0].open() if len(found) == 1 else _open_first_model(path, found, listings)
@@ -88,6 +98,10 @@ def open_checkpoint(path: str | Path, listings: Listings | None = None, load_for
             f"{path}: has an adapter's tensors only, not a model's; merge the adapter into its base model first"
         )
     return reader
+
+
+def _open_quantized(format: Format, open_stored: Callable[[], CheckpointReader]) -> CheckpointReader:
+    return QuantizedReader(open_stored(), format)
 
 
 def has_model(directory: Path) -> bool:

@@ -16,6 +16,8 @@ from checkpoints.errors import CheckpointError
 from checkpoints.hub import CONFIG_PATTERNS
 from checkpoints.loader import SOURCE_DTYPES
 from checkpoints.orbax_io import ORBAX_FOLDER, save_orbax_streamed
+from checkpoints.quantized.reader import QuantizedReader
+from checkpoints.quantized.settings import SECTIONS
 from checkpoints.reader import CheckpointReader
 from checkpoints.safetensors_writer import save_safetensors
 from checkpoints.tensor_info import TensorInfo, whole_index
@@ -40,6 +42,7 @@ def convert(
     """Write a checkpoint in another format, with its configuration and tokenizer files.
 
     The destination appears when everything is written. `orbax` puts the weights into the folder `orbax`.
+    The weights of a quantized source are written as the floats that they stand for, in float32 or rounded to `dtype`.
     Peak host memory: the largest tensor for safetensors; about three times the larger of 512 MiB and the largest tensor
     for Orbax, which copies what it saves.
 
@@ -47,12 +50,13 @@ def convert(
         source: directory of the checkpoint, in any format that `open_checkpoint` reads.
         destination: a directory that does not exist or is empty.
         format: `orbax` or `safetensors`.
-        dtype: `float32`, `float16` or `bfloat16` for all floating-point tensors; None keeps what is stored.
+        dtype: `float32`, `float16` or `bfloat16` for all floating-point tensors; None keeps what is stored, which a
+            quantized source does not allow.
         listings: forms in which the source may have the model's tensors, as for `open_checkpoint`.
 
     Raises:
-        CheckpointError: unknown format or dtype, a destination that is not empty or cannot be written, or a source that
-            cannot be read.
+        CheckpointError: unknown format or dtype, a destination that is not empty or cannot be written, a source that
+            cannot be read, or a quantized source without `dtype`.
     """
     source, destination = Path(source), Path(destination)
     if format not in FORMATS:
@@ -64,6 +68,11 @@ def convert(
             f"{destination}: is not an empty directory; pass a path that does not exist, or an empty directory"
         )
     with open_checkpoint(source, listings) as reader:
+        if isinstance(reader, QuantizedReader) and dtype is None:
+            raise CheckpointError(
+                f"{source}: the weights are quantized with {reader.format.name}; pass a dtype to write them in: "
+                "float32 (exactly what they stand for), bfloat16 or float16"
+            )
         try:
             with _scratch_folder(destination) as scratch:
                 _copy_files(source, scratch, dtype)
@@ -138,7 +147,7 @@ def _copy_files(source: Path, folder: Path, dtype: str | None) -> None:
 
 
 def _with_dtype(file: Path, dtype: str) -> str:
-    """Return the text of a config.json with `dtype` set, and `torch_dtype` where the file has it."""
+    """Return the text of a config.json with `dtype` set, or `torch_dtype` where the file has it, and unquantized."""
     try:
         config: Any = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -146,4 +155,8 @@ def _with_dtype(file: Path, dtype: str) -> str:
     if not isinstance(config, dict):
         raise CheckpointError(f"{file}: expected a JSON object, got a {type(config).__name__}")
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    inner = config.get("text_config")
+    for outer in (config, inner if isinstance(inner, dict) else {}):
+        for section in SECTIONS:  # what is written is not quantized
+            outer.pop(section, None)
     return json.dumps(config, indent=2) + "\n"

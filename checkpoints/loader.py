@@ -19,7 +19,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.reader import CheckpointReader
 from checkpoints.recipe import Piece, TensorRecipe
 from checkpoints.recipe_check import check_recipes as check_recipes
-from checkpoints.tensor_info import Bounds, Index, index_bounds
+from checkpoints.tensor_info import Bounds, Index, TensorInfo, index_bounds
 
 CHUNK_BYTES = 2 << 20
 NUM_READ_THREADS = 4
@@ -175,7 +175,7 @@ def read_shard(reader: CheckpointReader, recipe: TensorRecipe, bounds: Bounds, d
             shard[chunk.target_index] = values.reshape(shard[chunk.target_index].shape)
 
     for piece in recipe.pieces:
-        chunks = _chunks(piece, bounds, reader.tensors[piece.source].dtype.itemsize)
+        chunks = _chunks(piece, bounds, reader.tensors[piece.source])
         if len(chunks) == 1:
             copy(chunks[0])
         elif chunks:
@@ -184,7 +184,7 @@ def read_shard(reader: CheckpointReader, recipe: TensorRecipe, bounds: Bounds, d
     return shard
 
 
-def _chunks(piece: Piece, bounds: Bounds, itemsize: int) -> list[_Copy]:
+def _chunks(piece: Piece, bounds: Bounds, source: TensorInfo) -> list[_Copy]:
     """Return the copies, each of at most about 2 MiB, for the part of a piece between `bounds`."""
     starts = [max(begin, start) for begin, (start, _) in zip(piece.target_start, bounds, strict=True)]
     stops = [
@@ -207,12 +207,16 @@ def _chunks(piece: Piece, bounds: Bounds, itemsize: int) -> list[_Copy]:
             _box(targets, offsets, steps)[::order],
             piece.is_transposed,
         )
-        for offsets, steps in _tiles(lengths[::order], itemsize)
+        for offsets, steps in _tiles(lengths[::order], source.dtype.itemsize, source.is_column_major)
     ]
 
 
-def _tiles(lengths: list[int], itemsize: int) -> list[tuple[list[int], list[int]]]:
-    """Return offsets and lengths of row-major tiles of about 2 MiB; leading axes are cut, trailing ones stay whole."""
+def _tiles(lengths: list[int], itemsize: int, is_column_major: bool) -> list[tuple[list[int], list[int]]]:
+    """Return offsets and lengths of tiles of about 2 MiB; leading axes are cut and trailing ones stay whole, or the
+    other way round if the storage is column-major."""
+    if is_column_major:  # wider tiles, since each is read in as many pieces as it has rows
+        itemsize = max(1, itemsize // 4)
+        return [(offsets[::-1], steps[::-1]) for offsets, steps in _tiles(lengths[::-1], itemsize, False)]
     steps = list(lengths)
     for axis in range(len(lengths)):
         rest_bytes = math.prod(lengths[axis + 1 :]) * itemsize

@@ -165,7 +165,8 @@ class ProcessPool:
         try:
             process = self._start()
         except (OSError, RuntimeError):
-            logger.exception("a child process did not start; the next job will retry")
+            if not self._is_closed:
+                logger.exception("a child process did not start; the next job will retry")
             return
         self._give_back(process)
 

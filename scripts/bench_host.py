@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from jaxserve.demo import MODEL_DIRECTORY
-from jaxserve.device.batch import BatchBuilder
+from jaxserve.device import batch
 from jaxserve.device.buckets import Buckets
-from jaxserve.device.masks import TokenMasks
 from jaxserve.device.runner_interface import StepResult
+from jaxserve.device.slots import Slots
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.metrics import CompileCounter
@@ -60,25 +60,22 @@ class Clock:
 
 
 class HostRunner:
-    """A ``Runner`` that only builds the buffers of each step, like ``StepRunner``; tokens come from a seed."""
+    """A ``Runner`` that only builds the buffers of each step, like ``LocalRunner``; tokens come from a seed."""
 
     def __init__(self, num_rows: int, num_pages: int, vocab_size: int):
         table_pages = MAX_MODEL_LEN // PAGE_SIZE
-        self._builder = BatchBuilder(num_rows, table_pages, PAGE_SIZE, num_pages)
-        self._masks = TokenMasks(vocab_size)
+        self._slots = Slots(num_rows, table_pages, PAGE_SIZE, num_pages, vocab_size)
         self._buckets = Buckets.make(num_rows, 8192, table_pages)
         self._tokens = [[token] for token in random.Random(0).choices(range(270, vocab_size), k=num_rows)]
 
     def launch(self, plans: Sequence[StepPlan]) -> int:
         """Build the step's buffers; the handle is the number of rows."""
         (plan,) = plans
-        builder = self._builder
-        builder.apply(plan)
-        self._masks.apply(plan.setups)
-        masked = self._masks.rows(plan, builder.starts)
-        variant = builder.variant(plan, bool(masked))
+        slots = self._slots
+        slots.apply(plan)
+        variant = slots.variant(plan, bool(slots.masked_rows(plan)))
         shape = self._buckets.shape_for(plan.num_tokens, plan.is_decode_only)
-        builder.build(plan, shape, VARIANTS.index(variant))
+        batch.build(slots, plan, shape, VARIANTS.index(variant))
         return plan.num_rows
 
     def collect(self, handle: int) -> list[StepResult]:

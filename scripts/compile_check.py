@@ -25,7 +25,7 @@ from scripts.deviceless import NO_SPILLS, Compilation, NoCudaError, compile_for,
 import jax  # noqa: E402
 from jax.sharding import use_abstract_mesh  # noqa: E402
 
-from jaxserve.device.program import ModelProgram  # noqa: E402
+from jaxserve.device.sharded_model import ShardedModel  # noqa: E402
 from jaxserve.device.step_batch import BatchShape  # noqa: E402
 from jaxserve.device.steps import trace_step  # noqa: E402
 from jaxserve.models.registry import config_from_hf  # noqa: E402
@@ -111,7 +111,7 @@ def check_steps(match: str, num_layers: int | None, backend: str | None) -> Iter
                 yield Program(name, found, _step_faults(program, shape, tensor, found))
 
 
-def _step_faults(program: ModelProgram, shape: BatchShape, tensor: int, found: Compilation) -> list[str]:
+def _step_faults(program: ShardedModel, shape: BatchShape, tensor: int, found: Compilation) -> list[str]:
     """Return the faults of a step: donation, copies, temporaries, graphs, collectives."""
     faults = []
     state_bytes = program.pool_bytes + program.slot_state_bytes
@@ -135,7 +135,7 @@ def _step_faults(program: ModelProgram, shape: BatchShape, tensor: int, found: C
     return faults
 
 
-def temporary_bound(program: ModelProgram, shape: BatchShape) -> int:
+def temporary_bound(program: ShardedModel, shape: BatchShape) -> int:
     """Return the bytes of temporaries allowed per step: a few activations per token, a few logits per row."""
     config, tokens, rows = program.config, shape.num_tokens, shape.num_rows
     width = program.abstract_model.layer_width + 4 * config.hidden_size

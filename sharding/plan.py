@@ -88,7 +88,7 @@ def stated_collectives(
     """Return the number of collectives of each kind in one step, as the layout states them.
 
     Norms over all heads at once, loops over tiles of rows, and prompt logprobs add to these. Steps with few tokens do
-    not split hidden states, whatever ``layout.residual`` is; their layout is that of ``ModelProgram.for_shape``.
+    not split hidden states, whatever ``layout.residual`` is; their layout is that of ``ShardedModel.for_shape``.
 
     Args:
         layout: Layout, resolved on the mesh.

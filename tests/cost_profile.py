@@ -23,7 +23,7 @@ _SIGNAL = signal.SIGUSR2
 
 # The innermost frame whose file contains the first text, and whose function contains the second, names the cost.
 _KINDS: tuple[tuple[str, str, str], ...] = (
-    ("jaxserve/device/compiled_steps.py", "compile", "compilation"),
+    ("jaxserve/device/stage.py", "compile", "compilation"),
     ("jax/_src/compilation_cache.py", "", "compilation cache"),
     ("jax/_src/compiler.py", "", "compilation"),
     ("jax/_src/interpreters/mlir.py", "", "lowering"),

@@ -19,14 +19,14 @@ from jaxserve.server.engine_messages import EngineInfo
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend, ParserNames
 from jaxserve.server.grpc_api.server import GrpcServer
+from jaxserve.server.ledger import Ledger
 from jaxserve.server.proto.jaxserve.v1 import admin_pb2, model_pb2
-from jaxserve.server.request_limits import RequestLimits
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.settings import ServerConfig
 
 PATIENCE_S = 60.0
 LIMIT = 8
-"""Texts that the limits of a test server takes."""
+"""Texts that the ledger of a test server takes."""
 Result = TypeVar("Result")
 
 MODEL = model_pb2.Model(
@@ -92,7 +92,7 @@ class FakeEngine(EngineClient):
             raise UnavailableError("the server is starting")
         return EngineInfo(model=MODEL, default_fields=self.default_fields)
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request, *, is_waiting: bool = False) -> AsyncGenerator[RequestOutput, None]:
         """Deltas, or one output at the end."""
         self.requests[request.request_id] = request
         self.running.add(request.request_id)
@@ -254,11 +254,11 @@ class Serving:
 async def serving(parsers: ParserNames = ParserNames(), **settings: Any) -> AsyncIterator[Serving]:  # noqa: B008
     """A server that is ready while the block runs."""
     config = ServerConfig(**{"port": -1, "grpc_port": 0, "admin_port": 0, **settings})
-    engine, limits, drains = FakeEngine(), RequestLimits(), list[float | None]()
-    frontend = Frontend(config, engine, limits, Authenticator(config), RequestLog(config), "fake", parsers)
+    engine, ledger, drains = FakeEngine(), Ledger(), list[float | None]()
+    frontend = Frontend(config, engine, ledger, Authenticator(config), RequestLog(config), "fake", parsers)
     server = GrpcServer(frontend, drains.append)
     await server.start()
-    limits.open(LIMIT)
+    ledger.open(LIMIT)
     server.set_serving(True)
     try:
         yield Serving(server, engine, frontend, drains)

@@ -24,12 +24,12 @@ from jaxserve.demo import MODEL_DIRECTORY as DEMO_DIRECTORY  # noqa: F401  (for 
 from jaxserve.demo.tasks import chat_messages as chat_messages
 from jaxserve.demo.tasks import held_out as held_out
 from jaxserve.demo.tasks import is_correct as is_correct
-from jaxserve.device import batch, lane, programs
+from jaxserve.device import batch, compiling, slots
 from jaxserve.device.build import EnginePlan, plan_engine
-from jaxserve.device.compiled_steps import CompiledSteps
-from jaxserve.device.masks import TokenMasks
 from jaxserve.device.memory import MemoryLedger
-from jaxserve.device.runner import StepRunner
+from jaxserve.device.runner import LocalRunner
+from jaxserve.device.slots import Slots, TokenMasks
+from jaxserve.device.stage import Stage
 from jaxserve.engine import engine as engine_module
 from jaxserve.engine.model_defaults import writable_markers as writable_markers
 from jaxserve.engine.request_state import RequestState, Sample
@@ -140,22 +140,22 @@ def num_stages(llm: LLM) -> int:
 
 def layout_name(llm: LLM) -> str:
     """Return the name of the layout in use."""
-    return llm.plan.programs[0].layout.name
+    return llm.plan.models[0].layout.name
 
 
 def weights_dtype(llm: LLM) -> str:
     """Return the dtype in which weights are multiplied."""
-    return llm.plan.programs[0].policy.weights
+    return llm.plan.models[0].policy.weights
 
 
 def layer_tile(llm: LLM) -> int | None:
     """Return the rows of a tile in which layers are computed; None where each row is computed by itself."""
-    return llm.plan.programs[0].layer_tile
+    return llm.plan.models[0].layer_tile
 
 
 def planned_kernel(model: Path, **settings: Any) -> str:
     """Return the name of the attention kernel that an engine of these settings would have."""
-    return _plan(model, settings).programs[0].kernel.name
+    return _plan(model, settings).models[0].kernel.name
 
 
 def pages_of_one_request(model: Path, **settings: Any) -> int:
@@ -245,28 +245,28 @@ def interrupt_step(llm: LLM, patch: pytest.MonkeyPatch, number: int) -> None:
 def refuse_to_compile(patch: pytest.MonkeyPatch) -> None:
     """Fail the test once an engine begins to compile its steps."""
 
-    def refuse(self: CompiledSteps) -> None:
+    def refuse(self: Stage) -> None:
         pytest.fail("compiled before the error was found")
 
-    patch.setattr(CompiledSteps, "compile", refuse)
+    patch.setattr(Stage, "compile", refuse)
 
 
 def count_compiled(patch: pytest.MonkeyPatch) -> list[int]:
     """Add an item to the list that is returned for each program that an engine compiles."""
-    compiled, compile_one = list[int](), programs._compile
-    patch.setattr(programs, "_compile", lambda lowered: compiled.append(1) or compile_one(lowered))
+    compiled, compile_one = list[int](), compiling._compile
+    patch.setattr(compiling, "_compile", lambda *given: compiled.append(1) or compile_one(*given))
     return compiled
 
 
 def watch_programs(patch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     """Note for each step whether its program is for decode alone, and its rows if all decode, else 0."""
-    decoded, build = list[tuple[bool, int]](), batch.BatchBuilder.build
+    decoded, build = list[tuple[bool, int]](), batch.build
 
-    def noted(self: Any, plan: Any, shape: Any, variant: int) -> Any:
+    def noted(held: Any, plan: Any, shape: Any, variant: int) -> Any:
         decoded.append((shape.decode_only, plan.num_rows if plan.is_decode_only else 0))
-        return build(self, plan, shape, variant)
+        return build(held, plan, shape, variant)
 
-    patch.setattr(batch.BatchBuilder, "build", noted)
+    patch.setattr(batch, "build", noted)
     return decoded
 
 
@@ -288,7 +288,7 @@ def pretend_to_plan_for_a_hopper(patch: pytest.MonkeyPatch) -> None:
 def watch_warm_ups(patch: pytest.MonkeyPatch) -> list[object]:
     """Note the device runners that are warmed up, in place of warming them up."""
     warmed = list[object]()
-    patch.setattr(StepRunner, "warm_up", lambda runner: warmed.append(runner))
+    patch.setattr(LocalRunner, "warm_up", lambda runner: warmed.append(runner))
     return warmed
 
 
@@ -384,8 +384,8 @@ def _only_slot(masks: TokenMasks) -> int:
 _PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "static mask": (TokenMasks, "_slot_mask", lambda self, sampling: True),
     "row mask": (TokenMasks, "_row_words", lambda self, slot, *rest: slot == _only_slot(self)),
-    "parameters": (batch.BatchBuilder, "_set_params", lambda self, slot, s: s.logit_bias != ()),
-    "bias": (lane, "slot_row", lambda setup, size: bool(setup.sampling.logit_bias)),
+    "parameters": (Slots, "_set_params", lambda self, slot, s: s.logit_bias != ()),
+    "bias": (slots, "slot_row", lambda setup, size: bool(setup.sampling.logit_bias)),
     "chunk": (plan_draft, "_targets", lambda sequence, *rest: _of_long_prompt(sequence)),
     "constraint's mask": (BadWords, "mask", lambda self: True),
     "constraint's next state": (BadWords, "accept", lambda self, token: True),

@@ -15,8 +15,8 @@ from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_messages import EngineInfo
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend
+from jaxserve.server.ledger import Ledger
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
-from jaxserve.server.request_limits import RequestLimits
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.settings import ServerConfig
 
@@ -116,7 +116,7 @@ class ObservedEngine(EngineClient):
             raise UnavailableError("the engine is not ready")
         return EngineInfo(model=MODEL, default_fields={})
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request, *, is_waiting: bool = False) -> AsyncGenerator[RequestOutput, None]:
         """Plays the script."""
         self.requests.append(request)
         for item in self.script:
@@ -170,15 +170,15 @@ class ObservedEngine(EngineClient):
 
 def make_frontend(engine: ObservedEngine | None = None, **settings: Any) -> Frontend:
     """An open front end with a model named ``tiny``."""
-    config, limits = ServerConfig(**settings), RequestLimits()
-    limits.open(40)
+    config, ledger = ServerConfig(**settings), Ledger()
+    ledger.open(40)
     log = RequestLog(config, "tiny")
-    return Frontend(config, engine or ObservedEngine(), limits, Authenticator(config), log, "tiny")
+    return Frontend(config, engine or ObservedEngine(), ledger, Authenticator(config), log, "tiny")
 
 
 async def read_all(frontend: Frontend, text: str = "Hello", name: str = "cmpl-1", **fields: Any) -> list[RequestOutput]:
     """Sends a request as a surface does, and reads its answer to the end."""
     params = fields.pop("params", SamplingParams(max_tokens=8))
     request = Request(request_id=name, text=text, params=params, **fields)
-    with frontend.limits.admit(ANYBODY):
+    with frontend.ledger.admit(ANYBODY):
         return [one async for one in frontend.generate(ANYBODY, request)]

@@ -10,11 +10,11 @@ from unittest import mock
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.device.batch import BatchBuilder
+from jaxserve.device import batch
 from jaxserve.device.build import load_params, plan_engine
-from jaxserve.device.compiled_steps import CompiledSteps
-from jaxserve.device.runner import StepRunner
+from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import StepResult
+from jaxserve.device.stage import Stage
 from jaxserve.scheduling.plan import StepPlan
 
 
@@ -76,12 +76,13 @@ class RemoteRunner:
 def serve(link: Connection, config: EngineConfig) -> None:
     """Runs what comes until the runner is closed."""
     plan = plan_engine(config)
-    (program,) = plan.programs
-    steps = CompiledSteps(program, plan.buckets)
-    steps.compile()
-    runner = StepRunner(steps, load_params(plan, program))
+    (program,) = plan.models
+    stage = Stage(program, plan.buckets)
+    stage.compile()
+    stage.load(load_params(plan, program))
+    runner = LocalRunner([stage])
     method = ""
-    with mock.patch.object(BatchBuilder, "build", autospec=True, side_effect=BatchBuilder.build) as build:
+    with mock.patch.object(batch, "build", side_effect=batch.build) as build:
         while method != "close":
             method, arguments = pickle.loads(link.recv_bytes())
             is_count = method == "num_buffers"

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.device.steps import ModelProgram
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
+from jaxserve.models.causal_lm import TokenBatch
 from pallas_kernels import AttentionBatch
 from sharding.plan import count_collectives
 from tests.tiny_programs import (
@@ -140,12 +141,12 @@ def _make_config(fields: Mapping[str, Any]) -> ModelConfig:
     return make(**fields)
 
 
-def _abstract_pools(program: ModelProgram) -> list[Any]:
+def _abstract_pools(program: ShardedModel) -> list[Any]:
     """Pools for each layer, so that all layers share one page table, whatever they see."""
     return [program.abstract_pools(spec.pool) for spec in program.abstract_model.kv_specs]
 
 
-def _trace(program: ModelProgram, shape: Shape, row_tile: int | None) -> jax.stages.Traced:
+def _trace(program: ShardedModel, shape: Shape, row_tile: int | None) -> jax.stages.Traced:
     """Hidden states of a step's tokens, and their logits in any order."""
     abstract = program.abstract_model
     settings = AttentionSettings(program.kernel, PAGE_SIZE, shape.decode_only, row_tile)
@@ -153,7 +154,7 @@ def _trace(program: ModelProgram, shape: Shape, row_tile: int | None) -> jax.sta
     def body(arrays, pools, tokens, positions, order, batch):  # noqa: ANN001, ANN202 - as traced below
         model = abstract.merge(arrays)
         lengths = jnp.full_like(positions, program.config.max_positions)
-        hidden, pools, _ = model.hidden(tokens, positions, lengths, pools, [batch], settings)
+        hidden, pools, _ = model.hidden(TokenBatch(tokens, positions, lengths, (batch,)), pools, settings)
         logits = model.logits(hidden[order], batch.query_lens.sum(), row_tile)
         return pools, hidden, logits
 

@@ -618,8 +618,8 @@ def test_checkpoints_can_be_planned_and_loaded(tmp_path, model):
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert written_bytes == models.sizes_of(config).weight_bytes
     plan = plan_engine(EngineConfig(model=str(tmp_path), attention_backend="xla", **workload.Workload.of(TINY).engine))
-    check_weights(plan.directory, plan.programs[0].abstract_model)
-    params = load_params(plan, plan.programs[0])
+    check_weights(plan.directory, plan.models[0].abstract_model)
+    params = load_params(plan, plan.models[0])
     assert plan.needs.weights == 2 * written_bytes  # float32 on a CPU
     assert all(bool(jnp.isfinite(array).all()) and float(jnp.abs(array).max()) > 0 for array in params)
 

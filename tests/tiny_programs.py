@@ -1,5 +1,6 @@
 """Tiny random models laid out on virtual devices: one set of checkpoint tensors, cut up for any number of devices."""
 
+import copy
 import dataclasses
 import os
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.device.steps import ModelProgram
+from jaxserve.device.runner import LocalRunner
+from jaxserve.device.sharded_model import ShardedModel
+from jaxserve.device.stage import Stage
 from jaxserve.layers.attention import select_attention
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.parallel import DtypePolicy, Scope
@@ -126,7 +129,7 @@ def make_program(
     num_slots: int = 4,
     policy: DtypePolicy = DtypePolicy(),  # noqa: B008 - frozen
     **settings: Any,
-) -> ModelProgram:
+) -> ShardedModel:
     """The model on the first ``tensor * expert`` devices, with pages of 8 tokens; ``settings`` are further fields.
 
     A policy that names native kernels runs attention natively too.
@@ -139,10 +142,10 @@ def make_program(
     else:
         kernel = KERNEL
     settings = {"truncation": TRUNCATION} | settings
-    return ModelProgram(config, mesh, found, policy, kernel, 8, num_pages, num_slots, **settings)
+    return ShardedModel(config, mesh, found, policy, kernel, 8, num_pages, num_slots, **settings)
 
 
-def random_params(program: ModelProgram, seed: int = 0) -> tuple[jax.Array, ...]:
+def random_params(program: ShardedModel, seed: int = 0) -> tuple[jax.Array, ...]:
     """Parameters on the program's devices: the same model for a seed, however many devices there are."""
     model = program.abstract_model
     shapes = {name: shape for recipe in model.recipes.values() for name, shape in recipe.sources}
@@ -155,6 +158,13 @@ def random_params(program: ModelProgram, seed: int = 0) -> tuple[jax.Array, ...]
             copy_piece(piece, tensors, array)
         arrays |= _stored(array.astype(param.struct.dtype), param, model)
     return tuple(arrays[path] for path in model.params)
+
+
+def make_runner(compiled: Stage, params: tuple[jax.Array, ...] | None = None) -> LocalRunner:
+    """A runner of a stage that others may share, with random parameters unless some are given."""
+    stage = copy.copy(compiled)
+    stage.load(random_params(stage.model) if params is None else params)
+    return LocalRunner([stage])
 
 
 def _stored(array: np.ndarray, param: LogicalParam, model: AbstractModel) -> dict[str, jax.Array]:

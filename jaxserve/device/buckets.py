@@ -26,6 +26,7 @@ class Buckets:
         multiple: Rows and tokens of every shape are a multiple of this; tokens of mixed shapes may be one of more.
         max_samples: Most samples per row of a mixed step: one plus the number of drafts.
         num_tables: Number of page tables per row.
+        num_arguments: Logits processor arguments per row.
     """
 
     decode_rows: tuple[int, ...]
@@ -35,6 +36,7 @@ class Buckets:
     multiple: int = 1
     max_samples: int = 1
     num_tables: int = 1
+    num_arguments: int = 0
 
     @classmethod
     def make(
@@ -109,6 +111,7 @@ class Buckets:
             decode_only=decode_only,
             scores_prompt=scores_prompt,
             max_samples=1 if decode_only else self.max_samples,
+            num_arguments=self.num_arguments,
             num_tables=self.num_tables,
         )
 

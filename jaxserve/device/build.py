@@ -15,16 +15,14 @@ from jaxserve.config_checks import whole_prompts_error
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.determinism import choose_row_tile
 from jaxserve.device.kernel_choice import choose_kernels, choose_step_truncation
-from jaxserve.device.layout_choice import choose_layout
+from jaxserve.device.layout_choice import choose_layout, choose_stages, count_stages, page_size_of
 from jaxserve.device.memory import (
     MemoryNeeds,
     device_memory_bytes,
     set_gpu_memory_fraction,
 )
 from jaxserve.device.memory_fit import fit_to_memory, memory_needs
-from jaxserve.device.program import ModelProgram
-from jaxserve.device.stage_choice import choose_stages, count_stages
-from jaxserve.device.token_parts import page_size_of
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
@@ -83,7 +81,7 @@ class EnginePlan:
     Attributes:
         directory: Directory of the checkpoint.
         config: Configuration of the model.
-        programs: One program per data slice and stage: those of a slice's stages one after the other. Slices differ
+        models: One per data slice and stage: those of a slice's stages one after the other. Slices differ
             only in their devices.
         buckets: Batch shapes to compile.
         needs: Memory needs per device.
@@ -98,7 +96,7 @@ class EnginePlan:
 
     directory: Path
     config: ModelConfig
-    programs: list[ModelProgram]
+    models: list[ShardedModel]
     buckets: Buckets
     needs: MemoryNeeds
     max_model_len: int
@@ -110,26 +108,24 @@ class EnginePlan:
     load_format: str = "auto"
 
     @property
-    def replicas(self) -> list[list[ModelProgram]]:
-        """The programs of the stages of each data slice."""
-        return [
-            self.programs[start : start + self.num_stages] for start in range(0, len(self.programs), self.num_stages)
-        ]
+    def replicas(self) -> list[list[ShardedModel]]:
+        """The stages of each data slice."""
+        return [self.models[start : start + self.num_stages] for start in range(0, len(self.models), self.num_stages)]
 
     @property
     def num_lanes(self) -> int:
         """Number of lanes of all data slices."""
-        return len(self.replicas) * self.programs[0].num_lanes
+        return len(self.replicas) * self.models[0].num_lanes
 
     @property
     def num_devices(self) -> int:
         """Number of devices."""
-        return sum(program.mesh.devices.size for program in self.programs)
+        return sum(sharded.mesh.devices.size for sharded in self.models)
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
         """Devices along each mesh axis; ``stage`` and ``expert`` are omitted if they have one."""
-        mesh = self.programs[0].mesh.shape
+        mesh = self.models[0].mesh.shape
         sizes = {"data": len(self.replicas), "stage": self.num_stages}
         sizes |= {"tensor": mesh["tensor"], "expert": mesh["expert"]}
         return {axis: size for axis, size in sizes.items() if size > 1 or axis in ("data", "tensor")}
@@ -163,22 +159,22 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0, model: ModelCon
     ensure_cpu_devices(mesh_shape.num_devices)
     meshes = [stage for slice_ in data_slices(make_mesh(mesh_shape)) for stage in stage_slices(slice_)]
     stages = plan_stages(config, model, layout, meshes[0], max_draft_tokens)
-    programs, module, num_stages = stages.programs, stages.module, mesh_shape.stage
+    models, module, num_stages = stages.models, stages.module, mesh_shape.stage
     device, num_devices = stages.device, mesh_shape.num_devices
     needs, num_pages = fit_to_memory(config, stages.needs, device, num_devices)
     return EnginePlan(
         directory=directory,
         config=model,
-        programs=[
+        models=[
             dataclasses.replace(stage, mesh=mesh, num_pages=num_pages)
-            for mesh, stage in zip(meshes, programs * config.data_parallel_size, strict=True)
+            for mesh, stage in zip(meshes, models * config.data_parallel_size, strict=True)
         ],
         buckets=_make_buckets(
-            config, programs[0], needs, stages.max_num_batched_tokens, 1 + max_draft_tokens, num_stages
+            config, models[0], needs, stages.max_num_batched_tokens, 1 + max_draft_tokens, num_stages
         ),
         needs=needs,
         max_model_len=needs.max_model_len,
-        max_num_seqs=programs[0].num_slots,
+        max_num_seqs=models[0].num_slots,
         max_num_batched_tokens=stages.max_num_batched_tokens,
         expert_layers=module.expert_layers,
         num_experts=module.num_experts,
@@ -201,13 +197,13 @@ class StagePlans(NamedTuple):
     """The stages of a model on the devices of one data slice, and the memory that each needs.
 
     Attributes:
-        programs: One program per stage, all on the mesh of the first.
+        models: One per stage, all on the mesh of the first.
         needs: Memory needs per device of each stage.
         module: The whole module without values.
         max_num_batched_tokens: Most query tokens per step and lane.
     """
 
-    programs: list[ModelProgram]
+    models: list[ShardedModel]
     needs: list[MemoryNeeds]
     module: CausalLM
     max_num_batched_tokens: int
@@ -215,7 +211,7 @@ class StagePlans(NamedTuple):
     @property
     def device(self) -> Device:
         """A device of the first stage."""
-        return self.programs[0].mesh.devices.flat[0]
+        return self.models[0].mesh.devices.flat[0]
 
 
 def plan_stages(
@@ -247,7 +243,7 @@ def plan_stages(
     row_tile = choose_row_tile(config, module, policy, kernel, scope.parallel)
     max_model_len = _max_model_len(config, model)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device, max_model_len)
-    program = ModelProgram(
+    sharded = ShardedModel(
         config=model,
         mesh=first,
         layout=layout,
@@ -264,15 +260,15 @@ def plan_stages(
         truncation=choose_step_truncation(device, config.kernels or config.attention_backend, scope.parallel),
         counts_expert_tokens=config.expert_load_metrics > 0,
     )
-    if config.tensor_parallel_size > 1 and program.parallel.size == 1:
+    if config.tensor_parallel_size > 1 and sharded.parallel.size == 1:
         raise ConfigError(
             f"layout {layout.name!r} does not shard the model; it requires tensor_parallel_size=1, got "
             f"{config.tensor_parallel_size}"
         )
-    programs = [dataclasses.replace(program, stage=stage) for stage in choose_stages(config, program, num_stages)]
+    models = [dataclasses.replace(sharded, stage=stage) for stage in choose_stages(config, sharded, num_stages)]
     samples = 1 + max_draft_tokens
-    needs = [memory_needs(stage, max_num_batched_tokens, samples, num_stages) for stage in programs]
-    return StagePlans(programs, needs, module, max_num_batched_tokens)
+    needs = [memory_needs(stage, max_num_batched_tokens, samples, num_stages) for stage in models]
+    return StagePlans(models, needs, module, max_num_batched_tokens)
 
 
 def _check_expert_load(config: EngineConfig, module: CausalLM) -> None:
@@ -288,7 +284,7 @@ def _check_expert_load(config: EngineConfig, module: CausalLM) -> None:
 
 def _make_buckets(
     config: EngineConfig,
-    program: ModelProgram,
+    sharded: ShardedModel,
     needs: MemoryNeeds,
     max_num_batched_tokens: int,
     max_samples: int,
@@ -296,14 +292,14 @@ def _make_buckets(
 ) -> Buckets:
     """Return the batch shapes for the planned memory; the sequences are divided over as many steps as there are
     stages."""
-    multiple = program.row_tile or _row_multiple(program.mesh.devices.flat[0], program.policy)
-    skips = program.policy.linear == program.kernel.name == "native"
-    rows = -(-program.num_slots // num_stages)
+    multiple = sharded.row_tile or _row_multiple(sharded.mesh.devices.flat[0], sharded.policy)
+    skips = sharded.policy.linear == sharded.kernel.name == "native"
+    rows = -(-sharded.num_slots // num_stages)
     given = {**(config.compile_sizes or {})}
-    if "decode" in given and max(given["decode"]) <= program.num_slots:
+    if "decode" in given and max(given["decode"]) <= sharded.num_slots:
         given["decode"] = [min(size, rows) for size in given["decode"]]
     sizes = rows, max_num_batched_tokens, needs.table_pages
-    shared = program.parallel.parts(program.parallel.residual_axis)
+    shared = sharded.parallel.parts(sharded.parallel.residual_axis)
     return Buckets.make(*sizes, multiple, given, skips, max_samples, len(needs.windows), shared)
 
 
@@ -317,15 +313,15 @@ def _row_multiple(device: Device, policy: DtypePolicy) -> int:
     return 1 if device.platform == "cpu" and is_fast else 2
 
 
-def load_params(plan: EnginePlan, program: ModelProgram) -> tuple[jax.Array, ...]:
-    """Load a model's parameters onto the devices of a program, packed for its steps.
+def load_params(plan: EnginePlan, sharded: ShardedModel) -> tuple[jax.Array, ...]:
+    """Load a model's parameters onto the devices of a stage, packed for its steps.
 
     Raises:
         CheckpointError: A file or tensor is missing, damaged, unexpected or of the wrong shape.
     """
-    whole = None if program.stage is None else lambda: program.whole_model().listings
-    params = load_weights(plan.directory, program.abstract_model, whole, plan.load_format)
-    return program.packing.pack(params)
+    whole = None if sharded.stage is None else lambda: sharded.whole_model().listings
+    params = load_weights(plan.directory, sharded.abstract_model, whole, plan.load_format)
+    return sharded.packing.pack(params)
 
 
 def _batch_limits(config: EngineConfig, device: Device, max_model_len: int) -> tuple[int, int]:

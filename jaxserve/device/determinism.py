@@ -3,7 +3,7 @@
 import logging
 
 from jaxserve.config import EngineConfig
-from jaxserve.device.program import computes_rows_natively
+from jaxserve.device.sharded_model import computes_rows_natively
 from jaxserve.errors import ConfigError
 from jaxserve.layers.attention import AttentionKernel
 from jaxserve.layers.parallel import DtypePolicy, Parallel

@@ -1,10 +1,17 @@
-"""Choose an engine's layout, and check that the modules can be split as it says."""
+"""Choose an engine's layout, pipeline stages and page size, and check that the modules can be split so."""
 
 from jaxserve.config import EngineConfig
+from jaxserve.config_checks import BLOCK_SIZES
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import Parallel
 from jaxserve.models.sparse_decoder import SparseConfig
+from jaxserve.models.stage_balance import divide
+from jaxserve.models.stages import StageLayers, stages_of
 from sharding import LAYOUTS, LayoutError, ShardingLayout, get_layout
+
+_PAGE_SIZE = 64
 
 
 def choose_layout(config: EngineConfig, model: ModelConfig) -> ShardingLayout:
@@ -72,3 +79,49 @@ def _check_axes(layout: ShardingLayout, has_experts: bool) -> None:
             f"layout {layout.name!r} splits ffn over {axes['ffn']}; for a model with experts it must split "
             f"expert_ffn or experts over {axes['ffn']} too"
         )
+
+
+def count_stages(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the number of pipeline stages.
+
+    Raises:
+        ConfigError: There are more stages than layers, or ``stage_layers`` has another number of stages or of layers.
+    """
+    size, counts, layers = config.pipeline_parallel_size, config.stage_layers, model.num_layers
+    if counts is not None and size not in (1, len(counts)):
+        raise ConfigError(f"stage_layers has {len(counts)} numbers, but pipeline_parallel_size={size}; use one of them")
+    if counts is not None and sum(counts) != layers:
+        found = " + ".join(map(str, counts))
+        raise ConfigError(f"stage_layers: {found} = {sum(counts)} layers, but {model.architecture} has {layers}")
+    if size > layers:
+        raise ConfigError(
+            f"pipeline_parallel_size={size} exceeds the {layers} layers of {model.architecture}; use 1 to {layers}"
+        )
+    return size if counts is None else len(counts)
+
+
+def choose_stages(config: EngineConfig, sharded: ShardedModel, num_stages: int) -> list[StageLayers | None]:
+    """Return the layers of each stage; [None] for a single stage."""
+    if num_stages == 1:
+        return [None]
+    if config.stage_layers is not None:
+        return [*stages_of(config.stage_layers)]
+    return [*divide(sharded.abstract_model, num_stages)]
+
+
+def page_size_of(config: EngineConfig, parallel: Parallel, layout: str) -> int:
+    """Return the tokens per page: by default 64, or the least larger number of which each device that shares them has a
+    multiple of 8.
+
+    Raises:
+        ConfigError: The layout splits the tokens of pages over devices that cannot share them equally.
+    """
+    parts, size = parallel.num_token_parts, config.block_size
+    default = -(-_PAGE_SIZE // (8 * parts)) * 8 * parts
+    if size is not None and size % parts:
+        valid = ", ".join(str(each) for each in BLOCK_SIZES if each % parts == 0)
+        raise ConfigError(
+            f"block_size={size} is not a multiple of the {parts} devices that share the tokens of a page in layout "
+            f"{layout!r}; {f'use one of {valid}' if valid else f'omit it to get pages of {default} tokens'}"
+        )
+    return default if size is None else size

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
 from jaxserve.device.memory import MemoryNeeds, device_memory_bytes, plan_pages, usable_fraction
-from jaxserve.device.program import ModelProgram
-from jaxserve.device.token_parts import exchanged_per_token
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.scheduling.page_allocator import KVWindow
 from sharding.mesh import Device
 
@@ -19,32 +18,41 @@ STEPS_IN_FLIGHT = 2
 """Steps in flight with async scheduling in which one sequence can sample; each further stage adds one for others."""
 
 
-def memory_needs(program: ModelProgram, max_num_batched_tokens: int, max_samples: int, num_stages: int) -> MemoryNeeds:
+def memory_needs(sharded: ShardedModel, max_num_batched_tokens: int, max_samples: int, num_stages: int) -> MemoryNeeds:
     """Return the memory that one stage needs on each of its devices."""
-    assert program.max_model_len is not None
-    model, abstract = program.config, program.abstract_model
-    page = dataclasses.replace(program, num_pages=program.num_pages + 1).pool_bytes - program.pool_bytes
+    assert sharded.max_model_len is not None
+    model, abstract = sharded.config, sharded.abstract_model
+    page = dataclasses.replace(sharded, num_pages=sharded.num_pages + 1).pool_bytes - sharded.pool_bytes
     token = 3 * abstract.layer_width
-    samples = min(-(-program.num_slots // num_stages) * max_samples, max_num_batched_tokens)
-    itemsize = jnp.dtype(program.policy.activations).itemsize
+    samples = min(-(-sharded.num_slots // num_stages) * max_samples, max_num_batched_tokens)
+    itemsize = jnp.dtype(sharded.policy.activations).itemsize
     step_tokens = max_num_batched_tokens + STEPS_IN_FLIGHT * max_samples
     scores = model.vocab_size  # of each sample; processors see whole rows
-    if program.parallel.keeps_logits and not program.processors:
-        scores = program.vocab_width // program.parallel.parts(program.parallel.vocab)
-    logits = samples * scores * 4 * 4 if program.is_last else 0
+    if sharded.parallel.keeps_logits and not sharded.processors:
+        scores = sharded.vocab_width // sharded.parallel.parts(sharded.parallel.vocab)
+    logits = samples * scores * 4 * 4 if sharded.is_last else 0
     return MemoryNeeds(
-        weights=program.weight_bytes,
+        weights=sharded.weight_bytes,
         page=page,
-        temporaries=max_num_batched_tokens * (token * itemsize + exchanged_per_token(program)) + logits,
-        page_size=program.page_size,
-        max_model_len=program.max_model_len,
-        max_num_seqs=program.num_slots,
-        slots=program.slot_state_bytes,
+        temporaries=max_num_batched_tokens * (token * itemsize + _exchanged_per_token(sharded)) + logits,
+        page_size=sharded.page_size,
+        max_model_len=sharded.max_model_len,
+        max_num_seqs=sharded.num_slots,
+        slots=sharded.slot_state_bytes,
         windows=tuple(
-            None if window is None else KVWindow(window, program.page_size, step_tokens)
-            for window in program.kv_layout.windows
+            None if window is None else KVWindow(window, sharded.page_size, step_tokens)
+            for window in sharded.kv_layout.windows
         ),
     )
+
+
+def _exchanged_per_token(sharded: ShardedModel) -> int:
+    """Return the bytes per token of a layer's queries of all heads, and of their partial attention as computed, as sent
+    and as received, in float32; 0 if no devices share tokens."""
+    if sharded.parallel.num_token_parts == 1:
+        return 0
+    specs = sharded.abstract_model.kv_specs
+    return 4 * max(each.num_heads * (each.head_dim + 3 * ((each.value_dim or each.head_dim) + 2)) for each in specs)
 
 
 def fit_to_memory(

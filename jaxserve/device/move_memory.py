@@ -6,8 +6,8 @@ import math
 from jaxserve.device.build import EnginePlan
 from jaxserve.device.memory import GIB, device_memory_bytes, resident_bytes, usable_fraction
 from jaxserve.device.page_transfer import page_bytes
-from jaxserve.device.program import ModelProgram
 from jaxserve.device.resident_weights import move_steps
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.errors import MemoryPlanError
 from jaxserve.models.abstract import AbstractModel
 from sharding.mesh import Device
@@ -20,7 +20,7 @@ def host_page_limit(old: EnginePlan, new: EnginePlan, utilization: float) -> int
     """Return the number of old pages that host memory has room for while weights move; see ``check_move_memory``."""
     device = _device(old)
     if device.platform != "cpu":
-        return sum(programs[0].num_pages * programs[0].num_lanes for programs in old.replicas)
+        return sum(stages[0].num_pages * stages[0].num_lanes for stages in old.replicas)
     free = _free_host_bytes(device, utilization) - _needed_host_bytes(old, new)
     return max(0, free) // sum(map(page_bytes, old.replicas[0]))
 
@@ -45,14 +45,14 @@ def check_move_memory(old: EnginePlan, new: EnginePlan, utilization: float) -> N
     if needed > free:
         raise MemoryPlanError(
             f"cannot reshard: moving {_gib(new.needs.weights)} of weights per device, for "
-            f"{_gib(new.programs[0].pool_bytes)} of KV pages, needs {found} (gpu_memory_utilization={utilization} of "
+            f"{_gib(new.models[0].pool_bytes)} of KV pages, needs {found} (gpu_memory_utilization={utilization} of "
             f"{_gib(total)}); use a mesh with less per device or fewer replicas"
         )
 
 
 def _needed_host_bytes(old: EnginePlan, new: EnginePlan) -> int:
     """Return the bytes that virtual CPU devices and the host need during the move, beyond those in use before it."""
-    before = sum(program.mesh.devices.size * (program.weight_bytes + _state_bytes(program)) for program in old.programs)
+    before = sum(sharded.mesh.devices.size * (sharded.weight_bytes + _state_bytes(sharded)) for sharded in old.models)
     return _peaks(old, new, is_shared=True)[None] + _LARGEST_COPIES * _largest(new) - before
 
 
@@ -62,28 +62,28 @@ def _peaks(old: EnginePlan, new: EnginePlan, is_shared: bool = False) -> dict[De
     now: collections.Counter[Device | None] = collections.Counter()
     most: collections.Counter[Device | None] = collections.Counter()
 
-    def add(program: ModelProgram, size: int) -> None:
-        for device in program.mesh.devices.flat:
+    def add(sharded: ShardedModel, size: int) -> None:
+        for device in sharded.mesh.devices.flat:
             key = None if is_shared else device
             now[key] += size
             most[key] = max(most[key], now[key])
 
-    for program in old.replicas[0]:
-        add(program, program.weight_bytes)
+    for sharded in old.replicas[0]:
+        add(sharded, sharded.weight_bytes)
     for step in move_steps(old.replicas[0], new.replicas[0]):
         for stages in new.replicas:
             add(stages[step.new_stage], _bytes(stages[step.new_stage].abstract_model, step.new_path))
         if step.is_last:
             source = old.replicas[0][step.old_stage]
             add(source, -_bytes(source.abstract_model, step.old_path))
-    for program in new.programs:
-        add(program, _state_bytes(program))
+    for sharded in new.models:
+        add(sharded, _state_bytes(sharded))
     return dict(most)
 
 
-def _state_bytes(program: ModelProgram) -> int:
+def _state_bytes(sharded: ShardedModel) -> int:
     """Return the bytes of pages and slots per device."""
-    return program.pool_bytes + program.slot_state_bytes
+    return sharded.pool_bytes + sharded.slot_state_bytes
 
 
 def _bytes(model: AbstractModel, path: str) -> int:
@@ -94,12 +94,12 @@ def _bytes(model: AbstractModel, path: str) -> int:
 
 def _largest(plan: EnginePlan) -> int:
     """Return the bytes of the largest parameter, as it is in checkpoints."""
-    logical = [param for program in plan.replicas[0] for param in program.abstract_model.logical.values()]
+    logical = [param for sharded in plan.replicas[0] for param in sharded.abstract_model.logical.values()]
     return max(math.prod(param.struct.shape) * param.struct.dtype.itemsize for param in logical)
 
 
 def _device(plan: EnginePlan) -> Device:
-    return plan.programs[0].mesh.devices.flat[0]
+    return plan.models[0].mesh.devices.flat[0]
 
 
 def _free_host_bytes(device: Device, utilization: float) -> int:

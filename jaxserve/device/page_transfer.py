@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxserve.device.program import ModelProgram, shardings
+from jaxserve.device.sharded_model import ShardedModel, shardings
 from jaxserve.layers.attention import Pools
 from jaxserve.layers.kv_layout import PoolKind
 
@@ -43,23 +43,23 @@ class _Stack(NamedTuple):
     capacity: int = 1
 
     @classmethod
-    def all_of(cls, program: ModelProgram) -> "list[_Stack]":
-        """Return the pools of a program in their order."""
-        kinds = zip(program.kv_layout.pools, program.kv_layout.counts, strict=True)
-        return [cls._of(program, index, *each) for index, each in enumerate(kinds)]
+    def all_of(cls, sharded: ShardedModel) -> "list[_Stack]":
+        """Return the pools of a stage in their order."""
+        kinds = zip(sharded.kv_layout.pools, sharded.kv_layout.counts, strict=True)
+        return [cls._of(sharded, index, *each) for index, each in enumerate(kinds)]
 
     @classmethod
-    def _of(cls, program: ModelProgram, index: int, kind: PoolKind, count: int) -> "_Stack":
-        num_heads = program.parallel.parts(program.parallel.kv_heads) * kind.num_kv_heads
-        specs = program.kernel.pool_specs(program.num_pages, program.own_page_size, num_heads, kind.head_dim)
-        structs = program.abstract_pools(kind, count)
+    def _of(cls, sharded: ShardedModel, index: int, kind: PoolKind, count: int) -> "_Stack":
+        num_heads = sharded.parallel.parts(sharded.parallel.kv_heads) * kind.num_kv_heads
+        specs = sharded.kernel.pool_specs(sharded.num_pages, sharded.own_page_size, num_heads, kind.head_dim)
+        structs = sharded.abstract_pools(kind, count)
         layers = tuple(
-            (layer, table, first // program.pool_pages)
-            for layer, (pool, table, first) in zip(program.layers, program.kv_layout.layer_indices, strict=True)
+            (layer, table, first // sharded.pool_pages)
+            for layer, (pool, table, first) in zip(sharded.layers, sharded.kv_layout.layer_indices, strict=True)
             if pool == index
         )
         stack = cls(kind, count, num_heads, tuple(spec.heads_dimension for spec in specs), structs, layers)
-        return stack._replace(capacity=max(1, min(program.num_pages, _CALL_BYTES // stack.page_bytes)))
+        return stack._replace(capacity=max(1, min(sharded.num_pages, _CALL_BYTES // stack.page_bytes)))
 
     @property
     def page_bytes(self) -> int:
@@ -77,37 +77,37 @@ class _Stack(NamedTuple):
             shapes.append(tuple(sizes[1:]))
         return tuple(shapes)
 
-    def splits_only_pages_and_heads(self, program: ModelProgram) -> bool:
+    def splits_only_pages_and_heads(self, sharded: ShardedModel) -> bool:
         """Whether each device has whole tokens of some pages and heads."""
         for struct, heads in zip(self.structs, self.head_dimensions, strict=True):
             axes = ["pages", *["kv_heads" if i == heads else None for i in range(1, len(struct.shape))]]
-            if struct.sharding != program.layout.sharding(program.mesh, *axes):
+            if struct.sharding != sharded.layout.sharding(sharded.mesh, *axes):
                 return False
         return True
 
 
-def can_share_pages(old: Sequence[ModelProgram], new: Sequence[ModelProgram]) -> bool:
+def can_share_pages(old: Sequence[ShardedModel], new: Sequence[ShardedModel]) -> bool:
     """Return whether pages can be moved from the stages of one engine to those of another one for the same model."""
-    for program in (*old, *new):
-        if not all(stack.splits_only_pages_and_heads(program) for stack in _Stack.all_of(program)):
+    for sharded in (*old, *new):
+        if not all(stack.splits_only_pages_and_heads(sharded) for stack in _Stack.all_of(sharded)):
             return False
     return _form(old) == _form(new)
 
 
-def _form(stages: Sequence[ModelProgram]) -> object:
+def _form(stages: Sequence[ShardedModel]) -> object:
     """Return what two engines must have in common to share pages: kernel, and table and form of each layer's pages."""
     layers = {
         layer: (table, stack.kind.dtype, stack.page_shapes)
-        for program in stages
-        for stack in _Stack.all_of(program)
+        for sharded in stages
+        for stack in _Stack.all_of(sharded)
         for layer, table, _ in stack.layers
     }
     return stages[0].kernel.name, stages[0].page_size, layers
 
 
-def page_bytes(program: ModelProgram) -> int:
+def page_bytes(sharded: ShardedModel) -> int:
     """Return the bytes of a page in all pools of one lane, heads that several devices have counted as often."""
-    return sum(stack.page_bytes for stack in _Stack.all_of(program))
+    return sum(stack.page_bytes for stack in _Stack.all_of(sharded))
 
 
 class LayerPages(NamedTuple):
@@ -149,13 +149,13 @@ class PageReader:
         num_programs: Number of compiled programs.
 
     Args:
-        program: The stage.
+        sharded: The stage.
     """
 
-    def __init__(self, program: ModelProgram):
-        self._program = program
-        self._stacks = _Stack.all_of(program)
-        self._compiled, self.num_programs = _compile_kinds(program, self._stacks, _compile_read)
+    def __init__(self, sharded: ShardedModel):
+        self._program = sharded
+        self._stacks = _Stack.all_of(sharded)
+        self._compiled, self.num_programs = _compile_kinds(sharded, self._stacks, _compile_read)
 
     def read(self, pools: Sequence[Pools], pages: Sequence[Sequence[int]]) -> list[HostPages]:
         """Return copies of the given pages of each lane."""
@@ -192,13 +192,13 @@ class PageWriter:
         num_programs: Number of compiled programs.
 
     Args:
-        program: The stage.
+        sharded: The stage.
     """
 
-    def __init__(self, program: ModelProgram):
-        self._program = program
-        self._stacks = _Stack.all_of(program)
-        self._compiled, self.num_programs = _compile_kinds(program, self._stacks, _compile_write)
+    def __init__(self, sharded: ShardedModel):
+        self._program = sharded
+        self._stacks = _Stack.all_of(sharded)
+        self._compiled, self.num_programs = _compile_kinds(sharded, self._stacks, _compile_write)
 
     def write(self, pools: Sequence[Pools], writes: Sequence[Sequence[PageWrite]]) -> tuple[Pools, ...]:
         """Return the pools with the given pages of each lane written. Donates ``pools``."""
@@ -214,39 +214,39 @@ class PageWriter:
 
 
 def _compile_kinds(
-    program: ModelProgram, stacks: Sequence[_Stack], compile_one: Callable[[ModelProgram, _Stack], jax.stages.Compiled]
+    sharded: ShardedModel, stacks: Sequence[_Stack], compile_one: Callable[[ShardedModel, _Stack], jax.stages.Compiled]
 ) -> tuple[list[jax.stages.Compiled], int]:
     """Return a compiled program for each stack, and how many there are: equal stacks share one."""
     kinds = {(stack.kind, stack.num_pools): stack for stack in stacks}
-    compiled = {key: compile_one(program, stack) for key, stack in kinds.items()}
+    compiled = {key: compile_one(sharded, stack) for key, stack in kinds.items()}
     return [compiled[stack.kind, stack.num_pools] for stack in stacks], len(compiled)
 
 
-def _compile_read(program: ModelProgram, stack: _Stack) -> jax.stages.Compiled:
+def _compile_read(sharded: ShardedModel, stack: _Stack) -> jax.stages.Compiled:
     """Compile the program that reads pages in all layers of a kind; its arguments are (pools, pages)."""
 
     def read(pools: Pools, pages: Int[Array, " C"]) -> Pools:
-        places = _places(pages, stack.num_pools, program.pool_pages)
+        places = _places(pages, stack.num_pools, sharded.pool_pages)
         return tuple(pool[places] for pool in pools)
 
-    pages = program.rows_struct((stack.capacity,), jnp.int32)
-    return program.trace(read, (stack.structs, pages), out_shardings=shardings(stack.structs)).lower().compile()
+    pages = sharded.rows_struct((stack.capacity,), jnp.int32)
+    return sharded.trace(read, (stack.structs, pages), out_shardings=shardings(stack.structs)).lower().compile()
 
 
-def _compile_write(program: ModelProgram, stack: _Stack) -> jax.stages.Compiled:
+def _compile_write(sharded: ShardedModel, stack: _Stack) -> jax.stages.Compiled:
     """Compile the program that writes pages in all layers of a kind; its arguments are (pools, pages, contents)."""
 
     def write(pools: Pools, pages: Int[Array, " C"], contents: Pools) -> Pools:
-        places = _places(pages, stack.num_pools, program.pool_pages)
+        places = _places(pages, stack.num_pools, sharded.pool_pages)
         return tuple(pool.at[places].set(rows) for pool, rows in zip(pools, contents, strict=True))
 
-    pages = program.rows_struct((stack.capacity,), jnp.int32)
-    num_rows = program.num_lanes * stack.num_pools * stack.capacity
+    pages = sharded.rows_struct((stack.capacity,), jnp.int32)
+    num_rows = sharded.num_lanes * stack.num_pools * stack.capacity
     contents = tuple(
         jax.ShapeDtypeStruct((num_rows, *pool.shape[1:]), pool.dtype, sharding=pool.sharding) for pool in stack.structs
     )
     arguments = (stack.structs, pages, contents)
-    return program.trace(write, arguments, out_shardings=shardings(stack.structs), donated=[0]).lower().compile()
+    return sharded.trace(write, arguments, out_shardings=shardings(stack.structs), donated=[0]).lower().compile()
 
 
 def _places(pages: Int[Array, " C"], count: int, num_pages: int) -> Int[Array, " P"]:
@@ -254,9 +254,9 @@ def _places(pages: Int[Array, " C"], count: int, num_pages: int) -> Int[Array, "
     return (num_pages * jnp.arange(count, dtype=jnp.int32)[:, None] + pages).ravel()
 
 
-def _call_pages(program: ModelProgram, pages: Sequence[Sequence[int]], start: int, capacity: int) -> np.ndarray:
+def _call_pages(sharded: ShardedModel, pages: Sequence[Sequence[int]], start: int, capacity: int) -> np.ndarray:
     """Return the pages of a call, with the page for padding where a lane has fewer."""
-    padded = np.full((len(pages), capacity), program.num_pages + 1, np.int32)
+    padded = np.full((len(pages), capacity), sharded.num_pages + 1, np.int32)
     for lane, each in zip(padded, pages, strict=True):
         part = each[start : start + capacity]
         lane[: len(part)] = part

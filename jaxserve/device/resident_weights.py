@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from checkpoints import Bounds, Index, Piece, TensorInfo, TensorRecipe, index_bounds, read_shard
-from jaxserve.device.program import ModelProgram
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.errors import ConfigError
 from jaxserve.models.abstract import LogicalParam
 from sharding.mesh import Device
@@ -74,7 +74,7 @@ def _target_box(whole: np.ndarray, piece: Piece, starts: Sequence[int], stops: S
     return box.T if piece.is_transposed else box
 
 
-def check_same_parameters(old: Sequence[ModelProgram], new: Sequence[ModelProgram]) -> None:
+def check_same_parameters(old: Sequence[ShardedModel], new: Sequence[ShardedModel]) -> None:
     """Raise ConfigError unless the stages of two engines make the same parameters of the same tensors."""
     kept, made = _origins(old), _origins(new)
     differs = [path for path in kept.keys() | made.keys() if kept.get(path) != made.get(path)]
@@ -85,12 +85,12 @@ def check_same_parameters(old: Sequence[ModelProgram], new: Sequence[ModelProgra
         )
 
 
-def _origins(stages: Sequence[ModelProgram]) -> dict[str, object]:
+def _origins(stages: Sequence[ShardedModel]) -> dict[str, object]:
     """Return source tensors and element type of each parameter by its path in the whole model."""
     return {
-        program.whole_path(path): (sorted(param.recipe.sources), param.struct.dtype)
-        for program in stages
-        for path, param in program.abstract_model.logical.items()
+        sharded.whole_path(path): (sorted(param.recipe.sources), param.struct.dtype)
+        for sharded in stages
+        for path, param in sharded.abstract_model.logical.items()
     }
 
 
@@ -114,7 +114,7 @@ class MoveStep(NamedTuple):
     is_last: bool
 
 
-def move_steps(old: Sequence[ModelProgram], new: Sequence[ModelProgram]) -> list[MoveStep]:
+def move_steps(old: Sequence[ShardedModel], new: Sequence[ShardedModel]) -> list[MoveStep]:
     """Return the steps in which parameters move, in an order that completes one stacked argument after the other.
 
     Args:
@@ -122,23 +122,23 @@ def move_steps(old: Sequence[ModelProgram], new: Sequence[ModelProgram]) -> list
         new: The stages of a new one.
     """
     holders: dict[str, tuple[int, str]] = {}
-    for stage, program in enumerate(old):
-        for path in program.abstract_model.logical:
-            holders.setdefault(program.whole_path(path), (stage, path))
+    for stage, sharded in enumerate(old):
+        for path in sharded.abstract_model.logical:
+            holders.setdefault(sharded.whole_path(path), (stage, path))
     steps: list[MoveStep] = []
-    for stage, program in enumerate(new):
-        group_of, logical = _groups_of(program), program.abstract_model.logical
+    for stage, sharded in enumerate(new):
+        group_of, logical = _groups_of(sharded), sharded.abstract_model.logical
         for path in sorted(logical, key=lambda path: group_of[logical[path].arrays[0]]):
-            whole = program.whole_path(path)
+            whole = sharded.whole_path(path)
             steps.append(MoveStep(whole, *holders[whole], stage, path, is_last=False))
     last = {step.path: step.new_stage for step in steps}
     return [step._replace(is_last=last[step.path] == step.new_stage) for step in steps]
 
 
-def _groups_of(program: ModelProgram) -> dict[str, int]:
-    """Return the index of the packed argument of each array, by its path in the program's module."""
-    names = list(program.abstract_model.params)
-    return {names[i]: number for number, group in enumerate(program.packing.groups) for i in group}
+def _groups_of(sharded: ShardedModel) -> dict[str, int]:
+    """Return the index of the packed argument of each array, by its path in the stage's module."""
+    names = list(sharded.abstract_model.params)
+    return {names[i]: number for number, group in enumerate(sharded.packing.groups) for i in group}
 
 
 class TakenParameter(NamedTuple):
@@ -184,16 +184,16 @@ class WeightSource:
     """The weights of an old stage, which are freed as they are taken.
 
     Args:
-        program: The old stage.
+        sharded: The old stage.
         packed: Its packed parameters; the caller must keep no other reference.
         wanted: Paths of the parameters that will be taken from it; others are freed at once.
     """
 
-    def __init__(self, program: ModelProgram, packed: Iterable[jax.Array], wanted: Iterable[str]):
-        self._logical = program.abstract_model.logical
-        names = list(program.abstract_model.params)
+    def __init__(self, sharded: ShardedModel, packed: Iterable[jax.Array], wanted: Iterable[str]):
+        self._logical = sharded.abstract_model.logical
+        names = list(sharded.abstract_model.params)
         self._positions: dict[str, tuple[int, int | None]] = {}
-        for number, group in enumerate(program.packing.groups):
+        for number, group in enumerate(sharded.packing.groups):
             for layer, i in enumerate(group):
                 self._positions[names[i]] = number, layer if len(group) > 1 else None
         self._num_left = collections.Counter(
@@ -226,19 +226,19 @@ class WeightTarget:
     """The weights of a new stage of all replicas, made one parameter at a time.
 
     Args:
-        programs: The stage of each replica; they differ only in their devices.
+        models: The stage of each replica; they differ only in their devices.
     """
 
-    def __init__(self, programs: Sequence[ModelProgram]):
-        self._programs = programs
-        self._names, self._groups = list(programs[0].abstract_model.params), programs[0].packing.groups
-        self._group_of = _groups_of(programs[0])
+    def __init__(self, models: Sequence[ShardedModel]):
+        self._models = models
+        self._names, self._groups = list(models[0].abstract_model.params), models[0].packing.groups
+        self._group_of = _groups_of(models[0])
         self._waiting = [dict[str, dict[Bounds, np.ndarray]]() for _ in self._groups]
-        self._packed = [dict[int, jax.Array]() for _ in programs]
+        self._packed = [dict[int, jax.Array]() for _ in models]
 
     def put(self, path: str, taken: TakenParameter) -> None:
         """Make the arrays of a parameter; put complete arguments on the devices of all replicas."""
-        param = self._programs[0].abstract_model.logical[path]
+        param = self._models[0].abstract_model.logical[path]
         stored = taken.parts_for(param)
         for name, *parts in zip(param.arrays, *stored.values(), strict=True):
             number = self._group_of[name]
@@ -256,9 +256,9 @@ class WeightTarget:
         layers = [members[self._names[i]] for i in self._groups[number]]
         first = layers[0]
         stacks = first if len(layers) == 1 else {each: np.stack([layer[each] for layer in layers]) for each in first}
-        for program, packed in zip(self._programs, self._packed, strict=True):
-            struct = program.abstract_params[number]
-            bounds = _bounds_of(program.abstract_model.logical[path])
+        for sharded, packed in zip(self._models, self._packed, strict=True):
+            struct = sharded.abstract_params[number]
+            bounds = _bounds_of(sharded.abstract_model.logical[path])
             shards = [jax.device_put(stacks[each], device) for device, each in bounds.items()]
             packed[number] = jax.make_array_from_single_device_arrays(
                 struct.shape, struct.sharding, jax.block_until_ready(shards)
@@ -266,7 +266,7 @@ class WeightTarget:
 
 
 def move_weights(
-    old: list[tuple[ModelProgram, tuple[jax.Array, ...]]], new: Sequence[Sequence[ModelProgram]]
+    old: list[tuple[ShardedModel, tuple[jax.Array, ...]]], new: Sequence[Sequence[ShardedModel]]
 ) -> list[list[tuple[jax.Array, ...]]]:
     """Return the packed parameters of the stages of each new replica.
 
@@ -278,11 +278,11 @@ def move_weights(
             is emptied; the caller must keep no other reference to them.
         new: The stages of each new replica.
     """
-    programs = [program for program, _ in old]
-    steps, sources = move_steps(programs, new[0]), list[WeightSource]()
-    for stage, program in enumerate(programs):
+    models = [sharded for sharded, _ in old]
+    steps, sources = move_steps(models, new[0]), list[WeightSource]()
+    for stage, sharded in enumerate(models):
         wanted = dict.fromkeys(step.old_path for step in steps if step.old_stage == stage)
-        sources.append(WeightSource(program, old.pop(0)[1], wanted))
+        sources.append(WeightSource(sharded, old.pop(0)[1], wanted))
     targets = [WeightTarget(stages) for stages in zip(*new, strict=True)]
     held: dict[str, TakenParameter] = {}
     for step in steps:

@@ -1,4 +1,4 @@
-"""Run plans on the devices of one data slice, in all stages; owns parameters, pages and compiled steps."""
+"""Runs the plans of one data slice on devices of this process."""
 
 import collections
 import contextlib
@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxserve.device.compiled_steps import CompiledStep, CompiledSteps, slot_row
-from jaxserve.device.lane import Lane
+from jaxserve.device import batch
 from jaxserve.device.memory import return_freed_memory
-from jaxserve.device.program import ModelProgram, StepState
+from jaxserve.device.pipeline import Pipeline
 from jaxserve.device.runner_interface import RowError, StepResult
-from jaxserve.device.stage_steps import Pipeline, StageRunner
+from jaxserve.device.sharded_model import ShardedModel
+from jaxserve.device.slots import Slots
+from jaxserve.device.stage import CompiledStep, Stage
+from jaxserve.device.state_updates import slot_row
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import StepOutput
 from jaxserve.layers.attention import Pools
@@ -64,8 +66,8 @@ class PendingStep:
 def _result(output: Any, plan: StepPlan, errors: tuple[RowError, ...]) -> StepResult:
     """Return a lane's result from its part of the outputs."""
     counted = None if output.expert_tokens is None else np.concatenate(output.expert_tokens)
-    result = StepResult(_token_lists(output.tokens, plan), *output[1:])
-    return result._replace(expert_tokens=counted, errors=errors)
+    tokens = _token_lists(output.tokens, plan)
+    return StepResult(tokens, output.logprobs, output.prompt_logprobs, output.sums, counted, errors)
 
 
 def _token_lists(tokens: np.ndarray, plan: StepPlan) -> list[list[int]]:
@@ -84,15 +86,16 @@ def _token_lists(tokens: np.ndarray, plan: StepPlan) -> list[list[int]]:
 class StepInputs(NamedTuple):
     """A compiled step and its inputs besides parameters and state.
 
+    Steps with the same rows can reuse them until a slot changes, if ``_is_reusable``: the device tracks the positions,
+    and ``num_shared_pages`` remains a lower bound because contexts only grow.
+
     Attributes:
         plans: Plan of each lane for which they were made.
         shape: Batch shape.
         step: The compiled step of the last stage.
         variant: Sampler variant.
-        buffer: The lanes' buffers from ``BatchBuilder``, one after the other.
+        buffer: The lanes' buffers from ``batch.build``, one after the other.
         mask: Token mask of each row, likewise.
-        is_reusable: Whether steps with the same rows can reuse these inputs until a slot changes: the device tracks the
-            positions, and ``num_shared_pages`` remains a lower bound because contexts only grow.
     """
 
     plans: Sequence[StepPlan]
@@ -101,7 +104,6 @@ class StepInputs(NamedTuple):
     variant: str
     buffer: np.ndarray
     mask: jax.Array | np.ndarray
-    is_reusable: bool
 
     def fit(self, plans: Sequence[StepPlan]) -> bool:
         """Return whether plans have the same rows and change no slot."""
@@ -119,87 +121,86 @@ class StepInputs(NamedTuple):
         return True
 
 
-class StepRunner:
+class LocalRunner:
     """A ``Runner`` in this process.
 
     Args:
-        steps: Compiled programs of the model, or of its last stage.
-        params: Packed parameters (``ModelProgram.packing``) of the same.
-        earlier: The stages before it, in order.
-        state: The state of all slots, and the pages; None allocates it.
+        stages: The loaded stages of a model, in order: one without pipeline parallelism.
     """
 
-    def __init__(
-        self,
-        steps: CompiledSteps,
-        params: tuple[jax.Array, ...],
-        earlier: Sequence[StageRunner] = (),
-        state: StepState | None = None,
-    ):
-        self._steps = steps
-        self._params = params
+    def __init__(self, stages: Sequence[Stage]):
+        self._stages = tuple(stages)
+        self._last = stages[-1]
         self._handles = itertools.count()
-        self._forget_steps(earlier)
-        program = steps.program
-        self._state = program.empty_state() if state is None else state
+        self._forget_steps()
+        model, shapes = self._last.model, self._last.buckets.shapes()
         self._open_masks = {
-            rows: jax.device_put(np.full((program.num_lanes * rows, words), -1, np.int32), program.rows_sharding)
-            for rows, words in {program.mask_shape(shape.num_rows) for shape in steps.buckets.shapes()}
+            rows: jax.device_put(np.full((model.num_lanes * rows, words), -1, np.int32), model.rows_sharding)
+            for rows, words in {model.mask_shape(shape.num_rows) for shape in shapes}
         }
 
-    def _forget_steps(self, earlier: Sequence[StageRunner]) -> None:
+    def _forget_steps(self) -> None:
         """Start with slots that nothing is known of, and no steps in flight."""
-        program = self._steps.program
-        self._lanes = [Lane(program, self._steps.buckets) for _ in range(program.num_lanes)]
-        self._pipeline = Pipeline(earlier, program)
-        self._inputs = collections.deque[StepInputs](maxlen=1 + len(earlier))
+        model, buckets = self._last.model, self._last.buckets
+        pages = buckets.table_pages, model.page_size, model.num_pages
+        sampling = model.config.vocab_size, tuple(model.arguments.values())
+        self._lanes = [Slots(model.num_slots, *pages, *sampling, buckets.num_tables) for _ in range(model.num_lanes)]
+        self._pipeline = Pipeline(self._stages) if len(self._stages) > 1 else None
+        self._inputs = collections.deque[StepInputs](maxlen=len(self._stages))
         self._launched: dict[int, PendingStep] = {}
 
     def launch(self, plans: Sequence[StepPlan]) -> int:
         """See ``Runner``."""
         inputs = next((inputs for inputs in self._inputs if inputs.fit(plans)), None)
-        if inputs is not None:
-            for lane, plan in zip(self._lanes, plans, strict=True):
-                lane.builder.starts.advance(plan)
-        else:
+        if inputs is None:
             inputs = self._prepare(plans)
-            if inputs.is_reusable:
-                self._inputs.append(inputs)
-        hidden, expert_tokens = self._pipeline.run(plans, inputs.shape, inputs.buffer)
-        self._state, output = inputs.step(self._params, self._state, inputs.buffer, inputs.mask, *hidden)
-        self._pipeline.send_back(plans, self._state.latest)
+        else:
+            for slots, plan in zip(self._lanes, plans, strict=True):
+                slots.starts.advance(plan)
+        last, pipeline = self._last, self._pipeline
+        hidden, expert_tokens = ((), ()) if pipeline is None else pipeline.run(plans, inputs.shape, inputs.buffer)
+        last.state, output = inputs.step(last.params, last.state, inputs.buffer, inputs.mask, *hidden)
+        if pipeline is not None:
+            pipeline.send_back(plans, last.state.latest)
         if inputs.variant != "full":
             output = output._replace(logprobs=None)
         if not any(pooling.is_last for plan in plans for pooling in plan.pooling):
             output = output._replace(sums=None)
         handle = next(self._handles)
-        errors = [lane.errors(plan) for lane, plan in zip(self._lanes, plans, strict=True)]
+        errors = [slots.errors(plan) for slots, plan in zip(self._lanes, plans, strict=True)]
         self._launched[handle] = PendingStep(output, plans, expert_tokens, errors)
         return handle
 
     def _prepare(self, plans: Sequence[StepPlan]) -> StepInputs:
         """Apply the plans' slot changes, and create the inputs of their step."""
-        lanes, steps = [*zip(self._lanes, plans, strict=True)], self._steps
+        lanes, last = [*zip(self._lanes, plans, strict=True)], self._last
         kept = [inputs for inputs in self._inputs if inputs.survives(plans)]
         self._inputs.clear()
         self._inputs.extend(kept)
-        rows = [lane.apply(plan) for lane, plan in lanes]
+        rows = [slots.apply(plan) for slots, plan in lanes]
+        if any(rows):
+            last.set_up_slots(rows)
         copies = [plan.copies for plan in plans]
-        if any(rows) or any(copies):
-            self._state = steps.prepare(self._state, rows, copies)
         if any(copies):
-            self._pipeline.copy_pages(copies)
-        masked = [lane.masked_rows(plan) for lane, plan in lanes]
-        is_full = any(masked) or steps.program.is_always_full
-        variant = max((lane.builder.variant(plan, is_full) for lane, plan in lanes), key=VARIANTS.index)
-        shape, step = steps.choose(plans, variant)
+            self._copy_pages(copies)
+        masked = [slots.masked_rows(plan) for slots, plan in lanes]
+        is_full = any(masked) or last.model.is_always_full
+        variant = max((slots.variant(plan, is_full) for slots, plan in lanes), key=VARIANTS.index)
+        shape, step = last.choose(plans, variant)
         mask = self._open_masks[shape.num_rows]
         if any(masked):
             masks = zip(self._lanes, masked, strict=True)
-            mask = _joined([lane.mask(rows, shape.num_rows) for lane, rows in masks])
-        buffer = _joined([lane.builder.build(plan, shape, VARIANTS.index(variant)) for lane, plan in lanes])
-        is_reusable = all(_is_reusable(lane, plan) for lane, plan in lanes)
-        return StepInputs(plans, shape, step, variant, buffer, mask, is_reusable)
+            mask = _joined([slots.masks.array(rows, shape.num_rows) for slots, rows in masks])
+        buffer = _joined([batch.build(slots, plan, shape, VARIANTS.index(variant)) for slots, plan in lanes])
+        inputs = StepInputs(plans, shape, step, variant, buffer, mask)
+        if all(_is_reusable(slots, plan) for slots, plan in lanes):
+            self._inputs.append(inputs)
+        return inputs
+
+    def _copy_pages(self, copies: Sequence[Sequence[PageCopy]]) -> None:
+        """Copy pages of each lane in every stage."""
+        for stage in self._stages:
+            stage.copy_pages(copies)
 
     def collect(self, handle: int) -> list[StepResult]:
         """See ``Runner``."""
@@ -207,16 +208,15 @@ class StepRunner:
 
     def weights(self) -> dict[str, np.ndarray]:
         """See ``Runner``."""
-        found = dict[str, np.ndarray]()
-        for program, params in self._all_params():
-            arrays = program.packing.unpack([np.array(array) for array in params])
-            found |= zip(program.array_names, arrays, strict=True)
-        return found
+        weights = dict[str, np.ndarray]()
+        for stage in self._stages:
+            arrays = stage.model.packing.unpack([np.array(array) for array in stage.params])
+            weights |= zip(stage.model.array_names, arrays, strict=True)
+        return weights
 
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """See ``Runner``; temporarily keeps old and new parameters in memory."""
-        programs = [program for program, _ in self._all_params()]
-        structs = {name: struct for program in programs for name, struct in program.array_names.items()}
+        structs = {name: struct for stage in self._stages for name, struct in stage.model.array_names.items()}
         for name, array in weights.items():
             struct = structs.get(name)
             if struct is None:
@@ -225,39 +225,33 @@ class StepRunner:
                 expected, found = f"{struct.dtype}{list(struct.shape)}", f"{array.dtype}{list(array.shape)}"
                 raise ValueError(f"expected {expected} for {name}, got {found}")
         replaced = []
-        for program, params in self._all_params():
-            new = {i: weights[name] for i, name in enumerate(program.array_names) if name in weights}
-            replaced.append(program.packing.replace(params, new))
-        *earlier, self._params = replaced
-        for stage, params in zip(self._pipeline.stages, earlier, strict=True):
+        for stage in self._stages:
+            new = {i: weights[name] for i, name in enumerate(stage.model.array_names) if name in weights}
+            replaced.append(stage.model.packing.replace(stage.params, new))
+        for stage, params in zip(self._stages, replaced, strict=True):
             stage.params = params
-
-    def _all_params(self) -> list[tuple[ModelProgram, tuple[jax.Array, ...]]]:
-        """Return the program and the packed parameters of every stage."""
-        last = self._steps.program, self._params
-        return [*((stage.program, stage.params) for stage in self._pipeline.stages), last]
 
     @property
     def pools(self) -> list[tuple[Pools, ...]]:
         """The pages of each stage, for reading or replacing them while no step is in flight."""
-        return [*(stage.pools for stage in self._pipeline.stages), self._state.pools]
+        return [stage.state.pools for stage in self._stages]
 
     @pools.setter
     def pools(self, pools: Sequence[tuple[Pools, ...]]) -> None:
-        *earlier, last = pools
-        for stage, each in zip(self._pipeline.stages, earlier, strict=True):
-            stage.pools = each
-        self._state = self._state._replace(pools=last)
+        for stage, each in zip(self._stages, pools, strict=True):
+            stage.state = stage.state._replace(pools=each)
 
-    def release(self) -> list[tuple[ModelProgram, tuple[jax.Array, ...]]]:
-        """Free pages and slots, and return the program and the packed parameters of each stage, which the runner gives
-        up: it cannot be used afterwards."""
+    def release(self) -> list[tuple[ShardedModel, tuple[jax.Array, ...]]]:
+        """Free pages and slots, and give up the model and the packed parameters of each stage.
+
+        The runner cannot be used afterwards.
+        """
         assert not self._launched, "steps are in flight"
-        for array in jax.tree.leaves((self.pools, self._state, self._open_masks)):
+        for array in jax.tree.leaves(([stage.state for stage in self._stages], self._open_masks)):
             array.delete()
-        released = self._all_params()
-        self._params, self._open_masks = (), {}
-        for stage in self._pipeline.stages:
+        released = [(stage.model, stage.params) for stage in self._stages]
+        self._open_masks = {}
+        for stage in self._stages:
             stage.params = ()
         return released
 
@@ -268,28 +262,28 @@ class StepRunner:
         program for a model of 30 layers. Mixed steps run a row of two tokens, because rows of one take another path in
         the kernels.
         """
-        slot, page, token = 0, 0, 0
-        grants = [PageGrant(slot, 0, [page], table) for table in range(self._steps.buckets.num_tables)]
+        slot, page, token, last, num_lanes = 0, 0, 0, self._last, len(self._lanes)
+        grants = [PageGrant(slot, 0, [page], table) for table in range(last.buckets.num_tables)]
         decode = StepPlan(0, grants=grants)
         decode.add_row(slot, 0, [token], 1)
-        for lane in self._lanes:
-            lane.builder.apply(decode)
-        row = slot_row(SlotSetup(slot, Sampling(), 1), self._steps.program.config.vocab_size)
-        copies = [PageCopy(page, page)]
-        num_lanes = len(self._lanes)
-        self._state = self._steps.prepare(self._state, [[row]] * num_lanes, [copies] * num_lanes)
-        self._pipeline.copy_pages([copies] * num_lanes)
-        for (shape, variant), step in self._steps.items():
+        for slots in self._lanes:
+            slots.apply(decode)
+        row = slot_row(SlotSetup(slot, Sampling(), 1), last.model.config.vocab_size)
+        last.set_up_slots([[row]] * num_lanes)
+        self._copy_pages([[PageCopy(page, page)]] * num_lanes)
+        for (shape, variant), step in last.items():
             number = VARIANTS.index("greedy" if variant == "any" else variant)
-            chunk = [token] * min(2, shape.num_tokens, self._steps.program.page_size)
+            chunk = [token] * min(2, shape.num_tokens, last.model.page_size)
             mixed = StepPlan(0, targets=[ChunkTargets(0, chunk)])
             mixed.add_row(slot, 0, chunk, 1)
-            plan = decode if shape.decode_only else mixed
-            buffer = _joined([lane.builder.build(plan, shape, number) for lane in self._lanes])
-            hidden, _ = self._pipeline.run([plan] * num_lanes, shape, buffer)
-            outputs = step(self._params, self._state, buffer, self._open_masks[shape.num_rows], *hidden)
-            self._state, _ = jax.block_until_ready(outputs)
-            self._pipeline.send_back([plan] * num_lanes, self._state.latest)
+            plans = [decode if shape.decode_only else mixed] * num_lanes
+            lanes = zip(self._lanes, plans, strict=True)
+            buffer = _joined([batch.build(slots, plan, shape, number) for slots, plan in lanes])
+            hidden = () if self._pipeline is None else self._pipeline.run(plans, shape, buffer)[0]
+            outputs = step(last.params, last.state, buffer, self._open_masks[shape.num_rows], *hidden)
+            last.state, _ = jax.block_until_ready(outputs)
+            if self._pipeline is not None:
+                self._pipeline.send_back(plans, last.state.latest)
         return_freed_memory()
 
     def reset(self) -> None:
@@ -297,26 +291,25 @@ class StepRunner:
         for pending in self._launched.values():
             with contextlib.suppress(Exception):
                 pending.wait()
-        stages = self._pipeline.stages
-        for array in jax.tree.leaves((self._state, [stage.pools for stage in stages])):
+        for array in jax.tree.leaves([stage.state for stage in self._stages]):
             array.delete()  # first: there may be no room for the pages twice
-        self._forget_steps(stages)
-        for stage in stages:
-            stage.pools = stage.program.empty_pools()
-        self._state = self._steps.program.empty_state()
+        self._forget_steps()
+        for stage in self._stages:
+            stage.load(stage.params)
 
     def close(self) -> None:
         """See ``Runner``."""
         for pending in self._launched.values():
             pending.wait()
-        for array in jax.tree.leaves((self._params, self._state, self._open_masks)):
+        for array in jax.tree.leaves(self._open_masks):
             array.delete()
-        self._pipeline.delete()
+        for stage in self._stages:
+            stage.delete()
 
 
-def _is_reusable(lane: Lane, plan: StepPlan) -> bool:
+def _is_reusable(slots: Slots, plan: StepPlan) -> bool:
     """Return whether a lane's next step can have the same inputs; see ``StepInputs``."""
-    is_masked = lane.has_static_masks or bool(plan.masks)
+    is_masked = slots.masks.has_static_masks or bool(plan.masks)
     return not is_masked and all(start == ON_DEVICE for start in plan.starts)
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.device.program import ModelProgram, StepState, shardings
 from jaxserve.device.sampler_batch import SamplerShape, unpack_sampler
+from jaxserve.device.sharded_model import ShardedModel, StepState, shardings
 from jaxserve.device.step_batch import BatchShape, LatestTokens, sampler_part
 from jaxserve.device.steps import (
     PromptTokens,
@@ -97,7 +97,7 @@ class SplitStep:
         return state, StepOutput(sampled.tokens, sampled.logprobs, prompt, output.sums, output.expert_tokens)
 
 
-def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> jax.stages.Traced:
+def trace_model(sharded: ShardedModel, shape: BatchShape, max_tokens: int) -> jax.stages.Traced:
     """Trace the steps of a batch shape up to their logits.
 
     The traced function maps (packed parameters, ``StepState``, buffer) to (``StepState``, ``ModelOutput``) and donates
@@ -105,12 +105,12 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
     an argument.
 
     Args:
-        program: The model.
+        sharded: The model.
         shape: Batch shape.
         max_tokens: Query tokens of the largest step, for which the scorer is compiled.
     """
-    program = program.for_shape(shape)
-    attention = attention_settings(program, shape)
+    sharded = sharded.for_shape(shape)
+    attention = attention_settings(sharded, shape)
 
     def model(
         arrays: tuple[Array, ...],
@@ -118,12 +118,12 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
         buffer: Int[Array, " size"],
         x: Float[Array, "T D"] | None = None,
     ) -> tuple[StepState, ModelOutput]:
-        module = program.model(arrays)
-        batch = program.unpack(buffer, shape, state.latest)
+        module = sharded.model(arrays)
+        batch = sharded.unpack(buffer, shape, state.latest)
         state, hidden, sums, expert_tokens = run_layers(
-            module, state, batch, attention, program.row_tile, program.split, x
+            module, state, batch, attention, sharded.row_tile, sharded.split, x
         )
-        logits = module.logits(hidden[batch.sampled_tokens], batch.sampler.num_rows, program.layer_tile)
+        logits = module.logits(hidden[batch.sampled_tokens], batch.sampler.num_rows, sharded.layer_tile)
         prompt = None
         if not shape.decode_only:
             padding = (0, max_tokens - shape.num_tokens)
@@ -131,22 +131,22 @@ def trace_model(program: ModelProgram, shape: BatchShape, max_tokens: int) -> ja
             prompt = PromptTokens(jnp.pad(hidden, (padding, (0, 0))), targets, batch.num_target_tokens[None])
         return state, ModelOutput(logits, sampler_part(buffer, shape, batch), prompt, sums, expert_tokens)
 
-    state, buffer = program.abstract_state(), program.rows_struct((shape.buffer_size,), jnp.int32)
-    rows = program.rows_sharding
-    out_shardings = (shardings(state), ModelOutput._make([program.vocab_sharding, *[rows] * 4]))
-    given = program.abstract_input(shape.num_tokens)
-    return program.trace(model, (program.abstract_params, state, buffer, *given), out_shardings, donated=[1])
+    state, buffer = sharded.abstract_state(), sharded.rows_struct((shape.buffer_size,), jnp.int32)
+    rows = sharded.rows_sharding
+    out_shardings = (shardings(state), ModelOutput._make([sharded.vocab_sharding, *[rows] * 4]))
+    given = sharded.abstract_input(shape.num_tokens)
+    return sharded.trace(model, (sharded.abstract_params, state, buffer, *given), out_shardings, donated=[1])
 
 
-def trace_sampler(program: ModelProgram, shape: SamplerShape) -> jax.stages.Traced:
+def trace_sampler(sharded: ShardedModel, shape: SamplerShape) -> jax.stages.Traced:
     """Trace a sampler that selects its variant at run time.
 
     The traced function maps (logits, latest tokens, ``SlotTables``, the sampler's part of the buffer, vocabulary mask)
     to ``SamplerOutput``. It donates the latest tokens and, if it counts drafts, the tables. Devices with the
     same rows compute the same.
     """
-    settings, num_samples = program.sampler, shape.num_samples
-    tile = sampler_tile(num_samples, program.row_tile)
+    settings, num_samples = sharded.sampler, shape.num_samples
+    tile = sampler_tile(num_samples, sharded.row_tile)
     counts_drafts = shape.max_samples > 1
 
     def sampler(
@@ -169,13 +169,13 @@ def trace_sampler(program: ModelProgram, shape: SamplerShape) -> jax.stages.Trac
         latest, tables, tokens = keep_tokens(latest, tables, batch, tokens, settings.split)
         return SamplerOutput(latest, tables if counts_drafts else None, tokens, logprobs)
 
-    state = program.abstract_state()
-    logits = program.vocab_struct(num_samples, jnp.float32)
-    part = program.rows_struct((shape.size,), jnp.int32)
-    mask = program.rows_struct(program.mask_shape(shape.num_rows), jnp.int32)
-    donated, rows = [1, 2] if counts_drafts else [1], program.rows_sharding
+    state = sharded.abstract_state()
+    logits = sharded.vocab_struct(num_samples, jnp.float32)
+    part = sharded.rows_struct((shape.size,), jnp.int32)
+    mask = sharded.rows_struct(sharded.mask_shape(shape.num_rows), jnp.int32)
+    donated, rows = [1, 2] if counts_drafts else [1], sharded.rows_sharding
     out_shardings = SamplerOutput._make([rows, shardings(state.tables) if counts_drafts else None, rows, rows])
-    return program.trace(sampler, (logits, state.latest, state.tables, part, mask), out_shardings, donated)
+    return sharded.trace(sampler, (logits, state.latest, state.tables, part, mask), out_shardings, donated)
 
 
 def sampler_tile(num_rows: int, row_tile: int | None) -> int | None:
@@ -198,13 +198,13 @@ def _unchanged(logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
     return logits
 
 
-def trace_scorer(program: ModelProgram, max_tokens: int) -> jax.stages.Traced:
+def trace_scorer(sharded: ShardedModel, max_tokens: int) -> jax.stages.Traced:
     """Trace prompt scoring, which maps (packed parameters, ``PromptTokens``) to ``TokenLogprobs``."""
 
     def scorer(arrays: tuple[Array, ...], prompt: PromptTokens) -> TokenLogprobs:
-        return score_prompt(program.model(arrays), prompt, program.sampler, program.row_tile)
+        return score_prompt(sharded.model(arrays), prompt, sharded.sampler, sharded.row_tile)
 
-    hidden = program.rows_struct((max_tokens, program.config.hidden_size), program.policy.activations_dtype)
-    targets, count = (program.rows_struct((size,), jnp.int32) for size in (max_tokens, 1))
+    hidden = sharded.rows_struct((max_tokens, sharded.config.hidden_size), sharded.policy.activations_dtype)
+    targets, count = (sharded.rows_struct((size,), jnp.int32) for size in (max_tokens, 1))
     prompt = PromptTokens(hidden, targets, count)
-    return program.trace(scorer, (program.abstract_params, prompt))
+    return sharded.trace(scorer, (sharded.abstract_params, prompt))

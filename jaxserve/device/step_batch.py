@@ -141,7 +141,7 @@ def unpack(
     """Return the arrays of a step, inside a program.
 
     Args:
-        buffer: Buffer from ``BatchBuilder``.
+        buffer: Buffer from ``batch.build``.
         shape: Batch shape.
         latest: Replaces the ``ON_DEVICE`` values of the buffer.
         page_size: Tokens per page.

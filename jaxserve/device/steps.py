@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.device.program import ModelProgram, StepState, shardings
 from jaxserve.device.sampler_batch import SamplerBatch
+from jaxserve.device.sharded_model import ShardedModel, StepState, shardings
 from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch
-from jaxserve.layers.attention import AttentionSettings
+from jaxserve.layers.attention import AttentionSettings, Pools
 from jaxserve.layers.row_sums import add_tokens
 from jaxserve.layers.rows import map_rows
 from jaxserve.models.causal_lm import CausalLM
@@ -22,8 +22,6 @@ from jaxserve.sampling.penalties import SlotTables, counted
 from jaxserve.sampling.sampler import NO_TOKEN, SamplerSettings, sample
 from jaxserve.sampling.verification import NOWHERE
 from jaxserve.sampling.vocab_split import VocabSplit
-
-__all__ = ["ModelProgram", "StepOutput", "StepSettings", "StepState", "run_step", "trace_step"]
 
 _LOGPROB_TILE = 32  # prompt tokens whose logits are in memory at a time
 
@@ -61,15 +59,15 @@ class PromptTokens(NamedTuple):
     num_target_tokens: Int[Array, " 1"]
 
 
-def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.stages.Traced:
+def trace_step(sharded: ShardedModel, shape: BatchShape, variant: str) -> jax.stages.Traced:
     """Trace the step of a batch shape and sampler variant (one of ``sampler.VARIANTS``, or ``any``) as one program.
 
     The traced function maps (packed parameters, ``StepState``, buffer, vocabulary mask) to (``StepState``,
     ``StepOutput``) and donates the state. After other stages, it also has their hidden states as an argument.
     """
-    program = program.for_shape(shape)
-    attention = attention_settings(program, shape)
-    settings = StepSettings(attention, program.sampler, variant, shape.scores_prompt, program.row_tile)
+    sharded = sharded.for_shape(shape)
+    attention = attention_settings(sharded, shape)
+    settings = StepSettings(attention, sharded.sampler, variant, shape.scores_prompt, sharded.row_tile)
 
     def step(
         arrays: tuple[Array, ...],
@@ -78,30 +76,68 @@ def trace_step(program: ModelProgram, shape: BatchShape, variant: str) -> jax.st
         mask: Int[Array, "R words"],
         x: Float[Array, "T D"] | None = None,
     ) -> tuple[StepState, StepOutput]:
-        batch = program.unpack(buffer, shape, state.latest)
-        return run_step(program.model(arrays), state, batch, mask, settings, x)
+        batch = sharded.unpack(buffer, shape, state.latest)
+        return run_step(sharded.model(arrays), state, batch, mask, settings, x)
 
-    state, buffer = program.abstract_state(), program.rows_struct((shape.buffer_size,), jnp.int32)
-    mask = program.rows_struct(program.mask_shape(shape.num_rows), jnp.int32)
-    out_shardings = (shardings(state), program.rows_sharding)
-    given = program.abstract_input(shape.num_tokens)
-    return program.trace(step, (program.abstract_params, state, buffer, mask, *given), out_shardings, donated=[1])
+    state, buffer = sharded.abstract_state(), sharded.rows_struct((shape.buffer_size,), jnp.int32)
+    mask = sharded.rows_struct(sharded.mask_shape(shape.num_rows), jnp.int32)
+    out_shardings = (shardings(state), sharded.rows_sharding)
+    given = sharded.abstract_input(shape.num_tokens)
+    return sharded.trace(step, (sharded.abstract_params, state, buffer, mask, *given), out_shardings, donated=[1])
 
 
-def attention_settings(program: ModelProgram, shape: BatchShape) -> AttentionSettings:
+class HiddenOutput(NamedTuple):
+    """Outputs of a stage besides its pages.
+
+    Attributes:
+        hidden: Hidden state of each query token after the stage's last layer.
+        expert_tokens: Tokens routed to each expert of each of its layers with experts; None unless they are counted.
+    """
+
+    hidden: Float[Array, "T D"]
+    expert_tokens: Int[Array, "layers E"] | None
+
+
+def trace_hidden(sharded: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
+    """Trace a stage that is not the last, for the steps of a batch shape.
+
+    The traced function maps (packed parameters, pools, ``LatestTokens``, buffer, hidden states) to (pools,
+    ``HiddenOutput``) and donates the pools. The first stage has no hidden states among its arguments.
+    """
+    sharded = sharded.for_shape(shape)
+    attention = attention_settings(sharded, shape)
+
+    def stage(
+        arrays: tuple[Array, ...],
+        pools: tuple[Pools, ...],
+        latest: LatestTokens,
+        buffer: Int[Array, " size"],
+        hidden: Float[Array, "T D"] | None = None,
+    ) -> tuple[tuple[Pools, ...], HiddenOutput]:
+        batch = sharded.unpack(buffer, shape, latest)
+        x, written, expert_tokens = sharded.model(arrays).hidden(batch, pools, attention, hidden)
+        return tuple(written), HiddenOutput(x, expert_tokens)
+
+    pools, buffer = sharded.abstract_all_pools(), sharded.rows_struct((shape.buffer_size,), jnp.int32)
+    given = sharded.abstract_input(shape.num_tokens)
+    arguments = (sharded.abstract_params, pools, sharded.abstract_latest(), buffer, *given)
+    return sharded.trace(stage, arguments, (shardings(pools), sharded.rows_sharding), donated=[1])
+
+
+def attention_settings(sharded: ShardedModel, shape: BatchShape) -> AttentionSettings:
     """Return the static settings of attention in steps of a shape."""
-    tile = program.row_tile
+    tile = sharded.row_tile
     assert tile is None or (shape.num_rows % tile == 0 and shape.num_tokens % tile == 0), (shape, tile)
-    indices = program.kv_layout.layer_indices
+    indices = sharded.kv_layout.layer_indices
     return AttentionSettings(
-        program.kernel,
-        program.own_page_size,
+        sharded.kernel,
+        sharded.own_page_size,
         shape.decode_only,
-        program.layer_tile,
+        sharded.layer_tile,
         indices,
-        program.layout.rows_axis,
-        program.counts_expert_tokens,
-        program.row_tile,
+        sharded.layout.rows_axis,
+        sharded.counts_expert_tokens,
+        sharded.row_tile,
     )
 
 
@@ -113,7 +149,7 @@ class StepSettings(NamedTuple):
         sampler: Settings of the sampler.
         variant: Sampler variant; ``any`` selects it at run time.
         scores_prompt: Whether the step computes prompt logprobs.
-        row_tile: See ``ModelProgram.row_tile``.
+        row_tile: See ``ShardedModel.row_tile``.
     """
 
     attention: AttentionSettings
@@ -184,9 +220,7 @@ def run_layers(
     """
     first = batch.tokens.at[batch.attention[0].query_starts].get(mode="clip")
     tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, first, split))
-    hidden, pools, expert_tokens = model.hidden(
-        batch.tokens, batch.positions, batch.lengths, state.pools, batch.attention, settings, x
-    )
+    hidden, pools, expert_tokens = model.hidden(batch, state.pools, settings, x)
     kept, sums = state.sums, None
     if not settings.decode_only:
         kept, sums = _pool_hidden(model, hidden, kept, batch, row_tile)

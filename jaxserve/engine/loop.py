@@ -207,18 +207,22 @@ class Loop:
         if request is not None and not request.is_finished():
             self._post(lambda: self._drop(stream, request))
 
-    def abort(self, request_ids: Iterable[str]) -> "concurrent.futures.Future[None]":
+    def abort(self, request_ids: Iterable[str]) -> "concurrent.futures.Future[list[str]]":
         """Abort requests; their streams end with the tokens so far and finish reason ``abort``.
 
-        Unknown ids are ignored. Once the future is done, the pages of the requests are free; those that are still being
-        prepared end before they run.
+        Returns:
+            The ids among these that are of unfinished requests. Once the future is done, the pages of the requests are
+            free; those that are still being prepared end before they run.
         """
         wanted = set(request_ids)
 
-        def abort() -> None:
-            for stream in tuple(self._preparing):
-                stream.is_cancelled = stream.is_cancelled or stream.request_id in wanted
-            self._abort([stream for name, stream in self._open.items() if name in wanted])
+        def abort() -> list[str]:
+            preparing = [stream for stream in tuple(self._preparing) if stream.request_id in wanted]
+            for stream in preparing:
+                stream.is_cancelled = True
+            streams = {name: stream for name, stream in self._open.items() if name in wanted}
+            self._abort(list(streams.values()))
+            return [*(stream.request_id for stream in preparing), *streams]
 
         return self.call(abort)
 
@@ -297,6 +301,8 @@ class Loop:
     def _prepare(self, stream: Stream, prepare: Callable[[], RequestState]) -> None:
         """Prepare a request, and queue it once its grammar is compiled."""
         try:
+            if stream.has_ended:
+                raise concurrent.futures.CancelledError
             if stream.deadline_s is not None and stream.deadline_s <= time.monotonic():
                 raise DeadlineError("deadline exceeded before the request was prepared")
             request = stream.request = prepare()

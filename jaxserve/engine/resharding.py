@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 from jaxserve.config import EngineConfig
 from jaxserve.config_checks import parse_mesh
 from jaxserve.device.build import EnginePlan, plan_engine
-from jaxserve.device.compiled_steps import num_programs
 from jaxserve.device.memory import MemoryLedger, return_freed_memory
 from jaxserve.device.move_memory import check_move_memory, host_page_limit
 from jaxserve.device.page_transfer import HostPages, PageReader, PageWrite, PageWriter, can_share_pages, page_bytes
 from jaxserve.device.resident_weights import check_same_parameters, move_weights
-from jaxserve.device.runner import StepRunner
+from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import Runner
+from jaxserve.device.stage import num_programs
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.signal_delay import SignalDelay
@@ -33,7 +33,7 @@ from jaxserve.engine.startup import (
     log_choices,
     make_ledger,
     make_replicas,
-    make_steps,
+    make_stages,
     short_switch_interval,
     warm_up_runners,
 )
@@ -116,21 +116,21 @@ class PreparedReshard:
         self._plan = plan
         old = started.plan
         shares = config.enable_prefix_caching and can_share_pages(old.replicas[0], plan.replicas[0])
-        self._steps = make_steps(plan)
+        self._stages = make_stages(plan)
         with short_switch_interval():
-            for steps in self._steps:
-                steps.compile()
-            self._empty_states = [program.compile_empty_state() for program in plan.programs]
-            self._readers = [PageReader(program) for program in old.programs] if shares else []
-            self._writers = [PageWriter(program) for program in plan.programs] if shares else []
+            for stage in self._stages:
+                stage.compile()
+            self._empty_states = [sharded.compile_empty_state() for sharded in plan.models]
+            self._readers = [PageReader(sharded) for sharded in old.models] if shares else []
+            self._writers = [PageWriter(sharded) for sharded in plan.models] if shares else []
 
     @property
     def num_programs(self) -> int:
         """Number of compiled programs."""
-        plan, program = self._plan, self._plan.programs[0]
-        platform = program.mesh.devices.flat[0].platform
-        steps = num_programs(plan.buckets, platform, program.is_always_full, plan.num_stages)
-        own = sum(1 + len({*program.kv_layout.pools}) for program in plan.programs)  # zeros, and copies of pages
+        plan, sharded = self._plan, self._plan.models[0]
+        platform = sharded.mesh.devices.flat[0].platform
+        steps = num_programs(plan.buckets, platform, sharded.is_always_full, plan.num_stages)
+        own = sum(1 + len({*sharded.kv_layout.pools}) for sharded in plan.models)  # zeros, and copies of pages
         transfers = sum(each.num_programs for each in (*self._readers, *self._writers))
         return len(plan.replicas) * (steps + 1) + own + transfers
 
@@ -159,8 +159,8 @@ class PreparedReshard:
         report = ReshardReport(
             from_mesh=old_plan.mesh_sizes,
             to_mesh=self._plan.mesh_sizes,
-            from_layout=old_plan.programs[0].layout.name,
-            to_layout=self._plan.programs[0].layout.name,
+            from_layout=old_plan.models[0].layout.name,
+            to_layout=self._plan.models[0].layout.name,
             num_programs=self.num_programs,
             compile_s=compile_s,
             pause_s=pause_s,
@@ -184,7 +184,7 @@ class PreparedReshard:
             runner.release()
         params = move_weights(first.release(), self._plan.replicas)
         states = [empty_state() for empty_state in self._empty_states]
-        runners = join_stages(self._steps, [stage for stages in params for stage in stages], states)
+        runners = join_stages(self._plan, self._stages, [each for stages in params for each in stages], states)
         warm_up_s = warm_up_runners(runners) if self._config.warm_up else 0.0
         replicas = make_replicas(self._config, self._plan, runners, old[0].proposer)
         new = [scheduler for replica in replicas for scheduler in replica.schedulers]
@@ -195,7 +195,7 @@ class PreparedReshard:
         lost = [n - lanes[s].pages.num_cached_tokens(s) for s, n in running if s.finish_reason is None]
         return _Moved(
             warm_up_s=warm_up_s,
-            weight_bytes=sum(program.weight_bytes * program.mesh.devices.size for program in self._plan.programs),
+            weight_bytes=sum(sharded.weight_bytes * sharded.mesh.devices.size for sharded in self._plan.models),
             page_bytes=sum(map(len, moves)) * sum(map(page_bytes, self._plan.replicas[0])),
             num_pages=len({(move.lane, move.source) for each in moves for move in each}),
             num_cached_pages=num_cached,
@@ -219,7 +219,7 @@ class PreparedReshard:
 
     def _write_pages(
         self,
-        runners: Sequence[StepRunner],
+        runners: Sequence[LocalRunner],
         moves: Sequence[Sequence[PageMove]],
         pages: Sequence[Sequence[int]],
         contents: Sequence[HostPages],
@@ -239,7 +239,7 @@ class PreparedReshard:
     def _make_ledger(self) -> MemoryLedger:
         """Return the memory use of a device of the new mesh."""
         before = dict(self._started.ledger.lines).get(PROCESS_LINE, 0)
-        temporary_bytes = max(steps.temporary_bytes for steps in self._steps)
+        temporary_bytes = max(stage.temporary_bytes for stage in self._stages)
         return make_ledger(self._config, self._plan, temporary_bytes, before)
 
 
@@ -338,7 +338,7 @@ def prepare_reshard(started: StartedEngine, config: EngineConfig) -> PreparedRes
         _local(replica.runner)
     old = started.plan
     plan = plan_engine(config, old.buckets.max_samples - 1, old.config)
-    before, after = old.programs[0], plan.programs[0]
+    before, after = old.models[0], plan.models[0]
     check_same_parameters(old.replicas[0], plan.replicas[0])
     if str(before.policy) != str(after.policy):
         raise ConfigError(
@@ -350,12 +350,12 @@ def prepare_reshard(started: StartedEngine, config: EngineConfig) -> PreparedRes
     return PreparedReshard(started, config, plan)
 
 
-def _local(runner: Runner) -> StepRunner:
+def _local(runner: Runner) -> LocalRunner:
     """Return a runner of this process.
 
     Raises:
         ConfigError: It is in another process.
     """
-    if not isinstance(runner, StepRunner):
+    if not isinstance(runner, LocalRunner):
         raise ConfigError(f"cannot reshard an engine whose steps run in another process ({type(runner).__name__})")
     return runner

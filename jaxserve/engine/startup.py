@@ -6,20 +6,20 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
-from jaxserve.device.compilation_cache import use_compilation_cache
-from jaxserve.device.compiled_steps import CompiledSteps, num_programs
+from jaxserve.device.compiling import use_compilation_cache
 from jaxserve.device.memory import MemoryLedger, device_memory_bytes, resident_bytes, usable_fraction
 from jaxserve.device.memory_fit import STEPS_IN_FLIGHT
-from jaxserve.device.runner import StepRunner
+from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import Runner
-from jaxserve.device.stage_steps import StageRunner, StageSteps
+from jaxserve.device.sharded_model import StepState
+from jaxserve.device.stage import Stage, num_programs
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.expert_load import ExpertLoad
@@ -110,8 +110,8 @@ def start_engine(
     default_params = default_sampling_params(config, plan.directory)
     tokenizer = find_tokenizer(config, plan.directory)
     check_parsers(config)
-    check_weights(plan.directory, plan.programs[0].whole_model(), plan.load_format)
-    use_compilation_cache(config.compilation_cache_dir, plan.programs[0].mesh.devices.flat[0])
+    check_weights(plan.directory, plan.models[0].whole_model(), plan.load_format)
+    use_compilation_cache(config.compilation_cache_dir, plan.models[0].mesh.devices.flat[0])
     log_choices(plan)
     resident_before = resident_bytes()
     runners, temporary_bytes, load_s, compile_s = _make_runners(plan)
@@ -146,15 +146,15 @@ def make_replicas(
     config: EngineConfig, plan: EnginePlan, runners: Iterable[Runner], proposer: DraftProposer | None
 ) -> list[Replica]:
     """Return one replica per runner, each with a scheduler per lane."""
-    program = plan.programs[0]
+    sharded = plan.models[0]
     sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
     drafts, admits_whole = plan.buckets.max_samples - 1, config.enable_chunked_prefill is False
     limits = SchedulerLimits(*sizes, drafts, plan.needs.windows, plan.num_stages, admits_whole)
     depth = (1 if config.async_scheduling is False else STEPS_IN_FLIGHT) + plan.num_stages - 1
     replicas = []
-    pages, keeps = (program.num_pages, program.page_size), config.enable_prefix_caching
+    pages, keeps = (sharded.num_pages, sharded.page_size), config.enable_prefix_caching
     for runner in runners:
-        allocators = [PageAllocator(*pages, keeps_free_pages=keeps) for _ in range(program.num_lanes)]
+        allocators = [PageAllocator(*pages, keeps_free_pages=keeps) for _ in range(sharded.num_lanes)]
         replicas.append(Replica([Scheduler(limits, each, proposer) for each in allocators], runner, depth))
     return replicas
 
@@ -163,7 +163,7 @@ def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer 
     """Return the admission for a planned engine."""
     model = plan.config
     eos_ids = eos_token_ids(config, plan, tokenizer)
-    key = f"{plan.directory.resolve()} {config.revision} {plan.programs[0].policy}"
+    key = f"{plan.directory.resolve()} {config.revision} {plan.models[0].policy}"
     limits = ModelLimits(
         max_model_len=plan.max_model_len,
         vocab_size=model.vocab_size,
@@ -171,7 +171,7 @@ def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer 
         max_logprobs=config.max_logprobs,
         has_priorities=config.scheduling_policy == "priority",
         shares_prefixes=config.enable_prefix_caching,
-        arguments=plan.programs[0].arguments,
+        arguments=plan.models[0].arguments,
         reasoning=writable_markers(reasoning_markers(config, tokenizer), model.vocab_size),
         rope=model.rope,
         model_key=key.encode(),
@@ -181,55 +181,49 @@ def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer 
     return Admission(limits, tokenizer, grammars)
 
 
-def _make_runners(plan: EnginePlan) -> tuple[list[StepRunner], int, float, float]:
+def _make_runners(plan: EnginePlan) -> tuple[list[LocalRunner], int, float, float]:
     """Compile and load weights in parallel; return the runners, the temporary bytes of their programs, and the seconds
     each took."""
-    all_steps = make_steps(plan)
+    stages = make_stages(plan)
 
     def compile_all() -> float:
         start = time.monotonic()
-        for steps in all_steps:
-            steps.compile()
+        for stage in stages:
+            stage.compile()
         return time.monotonic() - start
 
     with concurrent.futures.ThreadPoolExecutor(1) as background, short_switch_interval():
         compiling = background.submit(compile_all)
         start = time.monotonic()
-        params = [load_params(plan, program) for program in plan.programs]
+        params = [load_params(plan, sharded) for sharded in plan.models]
         load_s = time.monotonic() - start
         compile_s = compiling.result()
-    runners = join_stages(all_steps, params, [None for _ in all_steps])
-    return runners, max(steps.temporary_bytes for steps in all_steps), load_s, compile_s
+    runners = join_stages(plan, stages, params, [None for _ in stages])
+    return runners, max(stage.temporary_bytes for stage in stages), load_s, compile_s
 
 
-Steps = CompiledSteps | StageSteps
-"""The programs of a stage; those of the last one sample."""
+def make_stages(plan: EnginePlan) -> list[Stage]:
+    """Return the stages of a plan, not compiled yet: those of a replica one after the other."""
+    return [Stage(sharded, plan.buckets) for sharded in plan.models]
 
 
-def make_steps(plan: EnginePlan) -> list[Steps]:
-    """Return the steps of each program of a plan, not compiled yet."""
-    return [
-        CompiledSteps(program, plan.buckets) if program.is_last else StageSteps(program, plan.buckets)
-        for program in plan.programs
-    ]
-
-
-def join_stages(all_steps: list[Steps], params: list[tuple[jax.Array, ...]], states: list[Any]) -> list[StepRunner]:
-    """Return a runner for the stages of each replica.
+def join_stages(
+    plan: EnginePlan,
+    stages: list[Stage],
+    params: list[tuple[jax.Array, ...]],
+    states: Sequence[StepState | None],
+) -> list[LocalRunner]:
+    """Load compiled stages, and return a runner for those of each replica.
 
     Args:
-        all_steps: Compiled steps of each stage, those of a replica one after the other.
+        plan: The plan of the stages.
+        stages: Compiled stages, those of a replica one after the other.
         params: Packed parameters of each.
-        states: Pages of each stage, the ``StepState`` of the last of a replica; None allocates them.
+        states: State of each; None allocates it.
     """
-    runners, stages = list[StepRunner](), list[StageRunner]()
-    for steps, values, state in zip(all_steps, params, states, strict=True):
-        if isinstance(steps, StageSteps):
-            stages.append(StageRunner(steps, values, state))
-        else:
-            runners.append(StepRunner(steps, values, stages, state))
-            stages = []
-    return runners
+    for stage, values, state in zip(stages, params, states, strict=True):
+        stage.load(values, state)
+    return [LocalRunner(stages[first : first + plan.num_stages]) for first in range(0, len(stages), plan.num_stages)]
 
 
 @contextlib.contextmanager
@@ -247,7 +241,7 @@ def short_switch_interval() -> Iterator[None]:
         sys.setswitchinterval(interval)
 
 
-def warm_up_runners(runners: list[StepRunner]) -> float:
+def warm_up_runners(runners: list[LocalRunner]) -> float:
     """Run every program once, on all replicas in parallel; return the seconds it took."""
     start = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(len(runners)) as pool:
@@ -258,34 +252,34 @@ def warm_up_runners(runners: list[StepRunner]) -> float:
 
 def log_choices(plan: EnginePlan) -> None:
     """Log the devices, layout and kernels of a plan."""
-    program = plan.programs[0]
-    device = program.mesh.devices.flat[0]
+    sharded = plan.models[0]
+    device = sharded.mesh.devices.flat[0]
     logger.info(
         "%s on %d %s device(s): %s; mesh %s, layout %s; attention: %s; pages of %d tokens; %d programs",
         plan.config.architecture,
         plan.num_devices,
         device.device_kind,
-        program.policy,
+        sharded.policy,
         " ".join(f"{axis}={size}" for axis, size in plan.mesh_sizes.items()),
-        program.layout.name,
-        program.kernel.name,
-        program.page_size,
-        num_programs(plan.buckets, device.platform, program.is_always_full, plan.num_stages),
+        sharded.layout.name,
+        sharded.kernel.name,
+        sharded.page_size,
+        num_programs(plan.buckets, device.platform, sharded.is_always_full, plan.num_stages),
     )
     if plan.num_stages > 1:
-        layers = (f"{program.stage.first} to {program.stage.stop - 1}" for program in plan.replicas[0] if program.stage)
+        layers = (f"{sharded.stage.first} to {sharded.stage.stop - 1}" for sharded in plan.replicas[0] if sharded.stage)
         logger.info("Layers of each stage: %s", ", ".join(layers))
 
 
 def make_ledger(config: EngineConfig, plan: EnginePlan, temporary_bytes: int, resident_before: int) -> MemoryLedger:
     """Return the memory use of all virtual CPU devices together, or of the GPU whose stage has the most weights."""
-    program = max(plan.replicas[0], key=lambda program: program.weight_bytes)
-    device = program.mesh.devices.flat[0]
-    counted = plan.programs if device.platform == "cpu" else [program]
-    copies = program.mesh.devices.size if device.platform == "cpu" else 1
-    weights = copies * sum(program.weight_bytes for program in counted)
-    pages = copies * sum(program.pool_bytes for program in counted)
-    slots = copies * sum(program.slot_state_bytes for program in counted)
+    sharded = max(plan.replicas[0], key=lambda sharded: sharded.weight_bytes)
+    device = sharded.mesh.devices.flat[0]
+    counted = plan.models if device.platform == "cpu" else [sharded]
+    copies = sharded.mesh.devices.size if device.platform == "cpu" else 1
+    weights = copies * sum(sharded.weight_bytes for sharded in counted)
+    pages = copies * sum(sharded.pool_bytes for sharded in counted)
+    slots = copies * sum(sharded.slot_state_bytes for sharded in counted)
     temporaries = "peak temporaries of a step", temporary_bytes
     if device.platform == "cpu":
         programs = max(0, resident_bytes() - resident_before - weights - pages - slots)
@@ -300,8 +294,8 @@ def make_ledger(config: EngineConfig, plan: EnginePlan, temporary_bytes: int, re
     return MemoryLedger(
         lines=tuple(lines),
         total=total,
-        num_pages=program.num_pages * plan.num_lanes,
-        page_size=program.page_size,
+        num_pages=sharded.num_pages * plan.num_lanes,
+        page_size=sharded.page_size,
         max_model_len=plan.max_model_len,
         request_pages=plan.needs.request_pages,
         num_tables=len(plan.needs.windows),

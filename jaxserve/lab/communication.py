@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.device.program import ModelProgram, StepState
+from jaxserve.device.sharded_model import ShardedModel, StepState
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import attention_settings, sample_rows
 from jaxserve.layers.residual import own_rows, whole_rows
-from jaxserve.models.stages import Stage
+from jaxserve.models.stages import StageLayers
 from pallas_kernels.registry import load
 from sharding.plan import Collective, collectives
 
@@ -43,14 +43,14 @@ class StepCollectives:
     """Counts the collectives of steps of one model in one layout, tracing each part once per batch shape.
 
     Args:
-        program: The whole model, or any of its stages.
+        sharded: The whole model, or any of its stages.
     """
 
-    def __init__(self, program: ModelProgram):
+    def __init__(self, sharded: ShardedModel):
         # Collectives do not depend on how a device attends, and XLA's attention is traced on any machine.
-        (operation,) = {spec.operation for spec in program.abstract_model.kv_specs}
-        self._whole = dataclasses.replace(program, stage=None, kernel=load(operation, "xla"))
-        self._programs: dict[int, ModelProgram] = {}
+        (operation,) = {spec.operation for spec in sharded.abstract_model.kv_specs}
+        self._whole = dataclasses.replace(sharded, stage=None, kernel=load(operation, "xla"))
+        self._programs: dict[int, ShardedModel] = {}
         self._parts: dict[tuple[str, int, BatchShape, str], PartCollectives] = {}
 
     @functools.cached_property
@@ -90,60 +90,59 @@ class StepCollectives:
             self._parts[key] = PartCollectives(part, layer if part == LAYERS else None, found)
         return self._parts[key]
 
-    def _layer_program(self, layer: int) -> ModelProgram:
+    def _layer_program(self, layer: int) -> ShardedModel:
         if layer not in self._programs:
-            stage = Stage(layer, layer + 1, len(self.kinds)) if len(self.kinds) > 1 else None
+            stage = StageLayers(layer, layer + 1, len(self.kinds)) if len(self.kinds) > 1 else None
             self._programs[layer] = dataclasses.replace(self._whole, stage=stage)
         return self._programs[layer]
 
 
-def _trace_embedding(program: ModelProgram, shape: BatchShape, variant: str) -> jax.stages.Traced:
+def _trace_embedding(sharded: ShardedModel, shape: BatchShape, variant: str) -> jax.stages.Traced:
     def embed(arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"]) -> Any:
-        model, batch = program.model(arrays), program.unpack(buffer, shape, state.latest)
-        settings = attention_settings(program, shape)
-        return model.embedded(batch.tokens, batch.positions, batch.lengths, batch.attention, settings)[0]
+        model, batch = sharded.model(arrays), sharded.unpack(buffer, shape, state.latest)
+        settings = attention_settings(sharded, shape)
+        return model.embedded(batch, settings)[0]
 
-    return _trace(program, shape, embed)
+    return _trace(sharded, shape, embed)
 
 
-def _trace_layer(program: ModelProgram, shape: BatchShape, variant: str) -> jax.stages.Traced:
+def _trace_layer(sharded: ShardedModel, shape: BatchShape, variant: str) -> jax.stages.Traced:
     def layer(arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], x: Float[Array, "T D"]) -> Any:
-        model, batch = program.model(arrays), program.unpack(buffer, shape, state.latest)
-        settings = attention_settings(program, shape)
-        given = batch.tokens, batch.positions, batch.lengths, batch.attention, settings
-        own, inputs = model.embedded(*given, own_rows(x, model.residual_axis, program.row_tile))
+        model, batch = sharded.model(arrays), sharded.unpack(buffer, shape, state.latest)
+        settings = attention_settings(sharded, shape)
+        own, inputs = model.embedded(batch, settings, own_rows(x, model.residual_axis, sharded.row_tile))
         return model.through(own, state.pools, inputs, settings).x
 
-    return _trace(program, shape, layer, program.abstract_hidden(shape.num_tokens))
+    return _trace(sharded, shape, layer, sharded.abstract_hidden(shape.num_tokens))
 
 
-def _trace_hand_over(program: ModelProgram, shape: BatchShape, variant: str) -> jax.stages.Traced:
+def _trace_hand_over(sharded: ShardedModel, shape: BatchShape, variant: str) -> jax.stages.Traced:
     def gather(arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], x: Float[Array, "T D"]) -> Any:
-        axis, tile = program.model(arrays).residual_axis, program.row_tile
+        axis, tile = sharded.model(arrays).residual_axis, sharded.row_tile
         return whole_rows(own_rows(x, axis, tile), axis, tile)
 
-    return _trace(program, shape, gather, program.abstract_hidden(shape.num_tokens))
+    return _trace(sharded, shape, gather, sharded.abstract_hidden(shape.num_tokens))
 
 
-def _trace_head(program: ModelProgram, shape: BatchShape, variant: str) -> jax.stages.Traced:
+def _trace_head(sharded: ShardedModel, shape: BatchShape, variant: str) -> jax.stages.Traced:
     def sampled(
         arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], x: Float[Array, "T D"]
     ) -> Any:
-        model, batch = program.model(arrays), program.unpack(buffer, shape, state.latest)
-        tile = program.row_tile
+        model, batch = sharded.model(arrays), sharded.unpack(buffer, shape, state.latest)
+        tile = sharded.row_tile
         hidden = whole_rows(own_rows(x, model.residual_axis, tile), model.residual_axis, tile)
-        rows, mask = hidden[batch.sampled_tokens], jnp.zeros(program.mask_shape(shape.num_rows), jnp.int32)
-        return sample_rows(model.logits, rows, mask, state.tables, batch.sampler, variant, program.sampler, tile)
+        rows, mask = hidden[batch.sampled_tokens], jnp.zeros(sharded.mask_shape(shape.num_rows), jnp.int32)
+        return sample_rows(model.logits, rows, mask, state.tables, batch.sampler, variant, sharded.sampler, tile)
 
-    return _trace(program, shape, sampled, program.abstract_hidden(shape.num_tokens))
-
-
-def _trace(program: ModelProgram, shape: BatchShape, function: Callable[..., Any], *given: Any) -> jax.stages.Traced:
-    buffer = program.rows_struct((shape.buffer_size,), jnp.int32)
-    return program.trace(function, (program.abstract_params, program.abstract_state(), buffer, *given))
+    return _trace(sharded, shape, sampled, sharded.abstract_hidden(shape.num_tokens))
 
 
-_TRACERS: Mapping[str, Callable[[ModelProgram, BatchShape, str], jax.stages.Traced]] = {
+def _trace(sharded: ShardedModel, shape: BatchShape, function: Callable[..., Any], *given: Any) -> jax.stages.Traced:
+    buffer = sharded.rows_struct((shape.buffer_size,), jnp.int32)
+    return sharded.trace(function, (sharded.abstract_params, sharded.abstract_state(), buffer, *given))
+
+
+_TRACERS: Mapping[str, Callable[[ShardedModel, BatchShape, str], jax.stages.Traced]] = {
     EMBEDDING: _trace_embedding,
     LAYERS: _trace_layer,
     HEAD: _trace_head,

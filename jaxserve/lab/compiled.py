@@ -11,11 +11,10 @@ from typing import NamedTuple
 from jax.experimental import topologies
 from jax.sharding import Mesh, use_abstract_mesh
 
-from jaxserve.device.program import ModelProgram
-from jaxserve.device.programs import bytes_of
-from jaxserve.device.stage_steps import trace_stage
+from jaxserve.device.compiling import bytes_of
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape
-from jaxserve.device.steps import trace_step
+from jaxserve.device.steps import trace_hidden, trace_step
 from jaxserve.errors import ConfigError
 from jaxserve.lab.devices import Device
 from sharding import MeshShape, make_mesh
@@ -63,27 +62,27 @@ class CompiledStep(NamedTuple):
     collectives: Mapping[str, int]
 
 
-def compile_step(program: ModelProgram, shape: BatchShape, device: Device) -> CompiledStep:
+def compile_step(sharded: ShardedModel, shape: BatchShape, device: Device) -> CompiledStep:
     """Compile a step of a stage for the GPUs of its mesh.
 
     Args:
-        program: The stage; its mesh may be of planned devices.
+        sharded: The stage; its mesh may be of planned devices.
         shape: Batch shape of the step.
         device: Kind of device.
 
     Raises:
         ConfigError: The device is no GPU of the table, or JAX's CUDA wheels are missing.
     """
-    mesh = _mesh(MeshShape(**{axis: program.mesh.shape[axis] for axis in ("tensor", "expert")}), device)
-    program = dataclasses.replace(program, mesh=mesh, num_pages=_PAGES)
+    mesh = _mesh(MeshShape(**{axis: sharded.mesh.shape[axis] for axis in ("tensor", "expert")}), device)
+    sharded = dataclasses.replace(sharded, mesh=mesh, num_pages=_PAGES)
     with use_abstract_mesh(mesh.abstract_mesh), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX 0.11 on Pallas-Triton; donated arguments that no result can take
-        traced = trace_step(program, shape, "any") if program.is_last else trace_stage(program, shape)
+        traced = trace_step(sharded, shape, "any") if sharded.is_last else trace_hidden(sharded, shape)
         compiled = traced.lower().compile()
     text = compiled.as_text()
     assert text is not None
     needed = bytes_of(compiled)
-    handed_over = 0 if program.is_last else needed.outputs
+    handed_over = 0 if sharded.is_last else needed.outputs
     return CompiledStep(needed.temporary + handed_over, compiled_collectives(text))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxserve.device.build import StagePlans
-from jaxserve.device.program import ModelProgram
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.lab.communication import HAND_OVER, StepCollectives
 from jaxserve.lab.links import collective_seconds
@@ -30,13 +30,13 @@ class Steps:
 
     def __init__(self, stages: StagePlans, placement: Placement):
         self._stages, self._placement = stages, placement
-        self._work = [StageWork(program) for program in stages.programs]
-        self._collectives = StepCollectives(stages.programs[0])
+        self._work = [StageWork(sharded) for sharded in stages.models]
+        self._collectives = StepCollectives(stages.models[0])
 
     def decode(self, batch: int, context: int) -> StepCost:
         """Return the cost of a decode step of ``batch`` sequences, of ``context`` tokens each."""
         per_replica = -(-batch // self._placement.shape.data)
-        per_lane = -(-per_replica // self._stages.programs[0].num_lanes)
+        per_lane = -(-per_replica // self._stages.models[0].num_lanes)
         microbatches = min(self._placement.shape.stage, per_lane)
         rows = -(-per_lane // microbatches)
         all_rows = -(-per_replica // microbatches)
@@ -48,21 +48,21 @@ class Steps:
     def prefill(self, num_tokens: int) -> StepCost:
         """Return the cost of a step that computes a prompt of ``num_tokens`` tokens in each lane, one in each stage."""
         shape, microbatches = self._placement.shape, self._placement.shape.stage
-        batch = self._stages.programs[0].num_lanes * shape.data * microbatches
+        batch = self._stages.models[0].num_lanes * shape.data * microbatches
         work = [stage.prefill(num_tokens) for stage in self._work]
         common = {"kind": "prefill", "batch": batch, "context": num_tokens, "microbatches": microbatches}
         common["tokens"] = batch * num_tokens
         return self._cost(work, self._shape(num_tokens, 1), common, num_tokens, shape.data * microbatches)
 
     def _shape(self, num_tokens: int, num_rows: int) -> BatchShape:
-        program, needs = self._stages.programs[0], self._stages.needs[0]
-        tile = program.row_tile or 1
+        sharded, needs = self._stages.models[0], self._stages.needs[0]
+        tile = sharded.row_tile or 1
         return BatchShape(
             num_tokens=-(-num_tokens // tile) * tile,
             num_rows=-(-num_rows // tile) * tile,
             table_pages=needs.table_pages,
             decode_only=num_tokens == num_rows,
-            num_arguments=len(program.arguments),
+            num_arguments=len(sharded.arguments),
             num_tables=len(needs.windows),
         )
 
@@ -72,9 +72,9 @@ class Steps:
         """Return the cost of ``num_steps`` steps of ``num_rows`` rows, one of each microbatch of each replica."""
         device, sizes = self._placement.device, self._placement.sizes
         launches = len(work) * sizes["tensor"] * sizes["expert"]
-        communication = [self._communication(program, shape) for program in self._stages.programs]
+        communication = [self._communication(sharded, shape) for sharded in self._stages.models]
         turns = -(-num_steps // self._placement.hosts) if device.shares_host else 0
-        stages = zip(self._stages.programs, work, communication, strict=True)
+        stages = zip(self._stages.models, work, communication, strict=True)
         spent = [self._seconds(*stage, num_rows, turns) for stage in stages]
         return StepCost(
             **common,
@@ -93,12 +93,12 @@ class Steps:
         )
 
     def _seconds(
-        self, program: ModelProgram, work: Work, communication: Sequence[Communication], num_rows: int, turns: int
+        self, sharded: ShardedModel, work: Work, communication: Sequence[Communication], num_rows: int, turns: int
     ) -> "_Seconds":
         """Return the times of a step in one stage: matmuls and attention each take the longer of memory and
         arithmetic. Virtual devices of one host share its memory bandwidth and cores; everything except matmuls runs on
         one core per device, in ``turns`` rounds."""
-        device, dtype = self._placement.device, program.policy.weights
+        device, dtype = self._placement.device, sharded.policy.weights
         sizes, sharing, waiting = self._placement.sizes, 1, 1.0
         count = sizes["tensor"] * sizes["expert"]
         if device.shares_host:
@@ -109,7 +109,7 @@ class Steps:
         multiplied = sum(times) * sharing
         attended = work.attention / device.flops_of(dtype, _MANY_ROWS, count) * sharing
         attention = max(work.kv_bytes / rate, attended)
-        num_layers = program.config.num_layers if program.stage is None else len(program.stage.layers)
+        num_layers = sharded.config.num_layers if sharded.stage is None else len(sharded.stage.layers)
         exchanged = sum((each.seconds for each in communication), 0.0)
         overhead = num_layers * (device.layer_overhead_s + (num_rows - 1) * device.row_overhead_s) * waiting
         return _Seconds(
@@ -120,9 +120,9 @@ class Steps:
             total=max(work.weight_bytes / rate, multiplied) + attention + exchanged + overhead,
         )
 
-    def _communication(self, program: ModelProgram, shape: BatchShape) -> list[Communication]:
+    def _communication(self, sharded: ShardedModel, shape: BatchShape) -> list[Communication]:
         """Return the communication of a step in one stage, with the hand-over to the next one."""
-        layers = None if program.stage is None else program.stage.layers
+        layers = None if sharded.stage is None else sharded.stage.layers
         rows = self._collectives.count(shape, layers)
         counts: collections.Counter[tuple[str, str, tuple[str, ...], int]] = collections.Counter()
         for part in rows:
@@ -130,10 +130,10 @@ class Steps:
                 counts[part.part, each.kind, each.axes, each.num_bytes] += each.times
         found = [self._row(*key, times) for key, times in counts.items()]
         num_stages = self._placement.shape.stage
-        if program.is_last:
-            returned = [] if program.is_first else [self._hand_over(shape.num_rows * _TOKEN_BYTES, num_stages - 1)]
+        if sharded.is_last:
+            returned = [] if sharded.is_first else [self._hand_over(shape.num_rows * _TOKEN_BYTES, num_stages - 1)]
             return [*found, *returned]
-        hidden = program.abstract_hidden(shape.num_tokens)
+        hidden = sharded.abstract_hidden(shape.num_tokens)
         return [*found, self._hand_over(bytes_per_device(hidden.shape, hidden.dtype.itemsize, hidden.sharding))]
 
     def _row(self, part: str, kind: str, axes: tuple[str, ...], num_bytes: int, times: int) -> Communication:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxserve.device.build import StagePlans
 from jaxserve.device.memory import MemoryNeeds, page_budget
-from jaxserve.device.program import ModelProgram
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.lab.compiled import compile_step
 from jaxserve.lab.devices import Device
@@ -26,18 +26,18 @@ def stage_memories(stages: StagePlans, device: Device, utilization: float, devic
     """
     sharing = devices_per_host if device.shares_host else 1
     found = []
-    for index, (program, needs) in enumerate(zip(stages.programs, stages.needs, strict=True)):
+    for index, (sharded, needs) in enumerate(zip(stages.models, stages.needs, strict=True)):
         budget = page_budget(needs, device.memory_bytes, utilization, device.platform, sharing)
         tokens = stages.max_num_batched_tokens
         found.append(
             StageMemory(
                 stage=index,
-                layers=range(program.config.num_layers) if program.stage is None else program.stage.layers,
+                layers=range(sharded.config.num_layers) if sharded.stage is None else sharded.stage.layers,
                 weights=needs.weights,
                 kv_bytes_per_token=kv_bytes_per_token(needs),
                 page_bytes=needs.page,
-                activations=activation_bytes(program, tokens),
-                temporaries=temporary_bytes(program, tokens, min(program.num_slots, tokens)),
+                activations=activation_bytes(sharded, tokens),
+                temporaries=temporary_bytes(sharded, tokens, min(sharded.num_slots, tokens)),
                 temporaries_source="modelled",
                 step_reserve=needs.temporaries,
                 slots=needs.slots,
@@ -56,16 +56,16 @@ def compiled_memories(memories: Sequence[StageMemory], stages: StagePlans, devic
         ConfigError: See ``compile_step``.
     """
     tokens, found = stages.max_num_batched_tokens, []
-    for memory, program, needs in zip(memories, stages.programs, stages.needs, strict=True):
+    for memory, sharded, needs in zip(memories, stages.models, stages.needs, strict=True):
         shape = BatchShape(
             num_tokens=tokens,
-            num_rows=min(program.num_slots, tokens),
+            num_rows=min(sharded.num_slots, tokens),
             table_pages=needs.table_pages,
             decode_only=False,
-            num_arguments=len(program.arguments),
+            num_arguments=len(sharded.arguments),
             num_tables=len(needs.windows),
         )
-        step = compile_step(program, shape, device)
+        step = compile_step(sharded, shape, device)
         compiled: dict[str, Any] = {"temporaries_source": "compiled", "compiled_collectives": step.collectives}
         found.append(dataclasses.replace(memory, temporaries=step.temporary_bytes, **compiled))
     return found
@@ -76,13 +76,13 @@ def kv_bytes_per_token(needs: MemoryNeeds) -> int:
     return needs.page * len(needs.windows) // needs.page_size
 
 
-def activation_bytes(program: ModelProgram, num_tokens: int) -> int:
+def activation_bytes(sharded: ShardedModel, num_tokens: int) -> int:
     """Return the bytes of the hidden states between two layers on a device."""
-    own = -(-num_tokens // program.parallel.parts(program.parallel.residual_axis))
-    return own * program.config.hidden_size * jnp.dtype(program.policy.activations).itemsize
+    own = -(-num_tokens // sharded.parallel.parts(sharded.parallel.residual_axis))
+    return own * sharded.config.hidden_size * jnp.dtype(sharded.policy.activations).itemsize
 
 
-def temporary_bytes(program: ModelProgram, num_tokens: int, num_rows: int, variant: str = "any") -> int:
+def temporary_bytes(sharded: ShardedModel, num_tokens: int, num_rows: int, variant: str = "any") -> int:
     """Return the temporary bytes of a step on a device, from a model of what XLA keeps at once.
 
     The layers and the head run one after the other, and share memory. A layer keeps its matmuls' outputs and its input;
@@ -90,19 +90,19 @@ def temporary_bytes(program: ModelProgram, num_tokens: int, num_rows: int, varia
     top-p need them sorted and masked. If devices gather logits, each also has its own part.
 
     Args:
-        program: The stage.
+        sharded: The stage.
         num_tokens: Query tokens.
         num_rows: Rows that are sampled.
         variant: Sampler variant; ``greedy`` keeps the logits once.
     """
-    itemsize = jnp.dtype(program.policy.activations).itemsize
-    layers = num_tokens * program.abstract_model.layer_width * itemsize + 2 * activation_bytes(program, num_tokens)
-    if not program.is_last:
+    itemsize = jnp.dtype(sharded.policy.activations).itemsize
+    layers = num_tokens * sharded.abstract_model.layer_width * itemsize + 2 * activation_bytes(sharded, num_tokens)
+    if not sharded.is_last:
         return layers
-    parallel = program.parallel
+    parallel = sharded.parallel
     parts = parallel.parts(parallel.vocab)
-    width = program.vocab_width // (parts if parallel.keeps_logits else 1)
+    width = sharded.vocab_width // (parts if parallel.keeps_logits else 1)
     copies = 1.0 if variant == "greedy" else 4.0
     own = width / parts if variant == "greedy" and parts > 1 and not parallel.keeps_logits else 0
-    hidden = num_tokens * program.config.hidden_size * itemsize
+    hidden = num_tokens * sharded.config.hidden_size * itemsize
     return max(layers, hidden + int(num_rows * 4 * (width * copies + own)))

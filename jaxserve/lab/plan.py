@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.device.build import StagePlans, find_model, mesh_shape_of, plan_stages
 from jaxserve.device.layout_choice import choose_layout
 from jaxserve.device.memory_fit import fit_to_memory
-from jaxserve.errors import ConfigError, MemoryPlanError, UnsupportedModelError
+from jaxserve.errors import ConfigError, MemoryPlanError
 from jaxserve.lab.costs import step_costs
 from jaxserve.lab.devices import Device
 from jaxserve.lab.hardware import get_device, get_link
@@ -100,7 +99,7 @@ def plan_config(
         memories = compiled_memories(memories, stages, device)
     used = min(1024 if context is None else context, needs.max_model_len)
     decode, prefill = step_costs(stages, placement, used)
-    first = stages.programs[0]
+    first = stages.models[0]
     return Plan(
         model=config.model,
         architecture=model.architecture,
@@ -123,36 +122,21 @@ def plan_config(
         decode=decode,
         prefill=prefill,
         problem=problem,
-        programs=tuple(stages.programs),
+        models=tuple(stages.models),
     )
 
 
 def read_model(config: EngineConfig) -> ModelConfig:
-    """Return the model's configuration; an error about quantized weights says how to plan without quantization."""
-    directory = find_model(config)
-    try:
-        model = read_model_config(directory, config.hf_overrides)
-        return without_head(model) if config.is_pooling else model
-    except UnsupportedModelError as error:
-        unquantized = {**(config.hf_overrides or {}), "quantization_config": None}
-        if not _is_readable(directory, unquantized):
-            raise
-        raise UnsupportedModelError(f"{error}; plan it unquantized with hf_overrides={unquantized}") from error
-
-
-def _is_readable(directory: Path, overrides: Mapping[str, Any]) -> bool:
-    try:
-        read_model_config(directory, overrides)
-    except ConfigError:
-        return False
-    return True
+    """Return the model's configuration, for embeddings alone if the engine is for those."""
+    model = read_model_config(find_model(config), config.hf_overrides)
+    return without_head(model) if config.is_pooling else model
 
 
 def _model_kv_bytes(model: ModelConfig, stages: StagePlans) -> int:
     """Return the bytes of keys and values of one token in all layers of an unsplit model."""
-    program = stages.programs[0]
-    itemsize = jnp.dtype(program.policy.kv).itemsize
-    parallel = dataclasses.replace(program.parallel, size=1, expert_size=1)
+    sharded = stages.models[0]
+    itemsize = jnp.dtype(sharded.policy.kv).itemsize
+    parallel = dataclasses.replace(sharded.parallel, size=1, expert_size=1)
     specs = outline(model, Scope(parallel=parallel)).kv_specs
     elements = (spec.num_kv_heads * spec.head_dim * (2 if spec.value_dim is None else 1) for spec in specs)
     return itemsize * sum(elements)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.device.program import ModelProgram
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.errors import ConfigError
 from jaxserve.lab import report
 from jaxserve.lab.devices import Device
@@ -39,7 +39,7 @@ class Plan:
         decode: A decode step of each of ``BATCH_SIZES``.
         prefill: A prefill step.
         problem: Why an engine would refuse to start; None if it would start.
-        programs: The program of each stage.
+        models: The model of each stage.
     """
 
     model: str
@@ -63,7 +63,7 @@ class Plan:
     decode: tuple[StepCost, ...]
     prefill: StepCost
     problem: str | None
-    programs: tuple[ModelProgram, ...] = dataclasses.field(repr=False, compare=False)
+    models: tuple[ShardedModel, ...] = dataclasses.field(repr=False, compare=False)
 
     @property
     def fits(self) -> bool:
@@ -155,7 +155,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as values that JSON can hold: bytes, seconds, and the source of each group of numbers."""
-        skipped = {"programs", "device", "links", "stages", "decode", "prefill"}
+        skipped = {"models", "device", "links", "stages", "decode", "prefill"}
         own = {name: value for name, value in report.fields_dict(self).items() if name not in skipped}
         derived = ("num_devices", "num_pages", "kv_tokens", "num_requests", "kv_bytes_per_token", "fits")
         return {

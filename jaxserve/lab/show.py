@@ -15,7 +15,7 @@ from jaxserve.lab.hardware import get_device
 from jaxserve.lab.plan_command import SETTINGS
 from jaxserve.lab.show_drawing import ShownModel, ShownStage
 from jaxserve.lab.show_parts import ModelParts, place
-from jaxserve.lab.show_program import MeshPrograms, programs_without_devices
+from jaxserve.lab.show_program import MeshModel, model_without_devices
 from jaxserve.lab.show_svg import as_svg
 from jaxserve.lab.show_text import as_text
 from jaxserve.text_files import write_text
@@ -74,10 +74,10 @@ def show(
     for name, value in (("num_seqs", num_seqs), ("num_tokens", num_tokens)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name}: expected an integer >= 1, got {value!r}")
-    programs = programs_without_devices(EngineConfig.from_arguments(str(model), **settings), get_device(device))
-    parts = place(programs, _shape(programs, num_seqs, 1), _shape(programs, 1, num_tokens))
-    whole = programs.whole
-    mesh = dict(zip(map(str, MESH_AXES), programs.shape.sizes, strict=True))
+    split = model_without_devices(EngineConfig.from_arguments(str(model), **settings), get_device(device))
+    parts = place(split, _shape(split, num_seqs, 1), _shape(split, 1, num_tokens))
+    whole = split.whole
+    mesh = dict(zip(map(str, MESH_AXES), split.shape.sizes, strict=True))
     return Drawing(
         ShownModel(
             model=str(model),
@@ -85,7 +85,7 @@ def show(
             dtype=whole.policy.weights,
             layout=whole.layout.name,
             mesh=mesh,
-            stages=_stages(programs, parts),
+            stages=_stages(split, parts),
             num_seqs=num_seqs,
             num_tokens=num_tokens,
             where=parts,
@@ -93,9 +93,9 @@ def show(
     )
 
 
-def _shape(programs: MeshPrograms, num_rows: int, row_tokens: int) -> BatchShape:
+def _shape(split: MeshModel, num_rows: int, row_tokens: int) -> BatchShape:
     """Return the shape of a step of rows with equally many tokens."""
-    whole = programs.whole
+    whole = split.whole
     return BatchShape(
         num_tokens=num_rows * row_tokens,
         num_rows=num_rows,
@@ -105,12 +105,12 @@ def _shape(programs: MeshPrograms, num_rows: int, row_tokens: int) -> BatchShape
     )
 
 
-def _stages(programs: MeshPrograms, parts: ModelParts) -> tuple[ShownStage, ...]:
+def _stages(split: MeshModel, parts: ModelParts) -> tuple[ShownStage, ...]:
     token_bytes = {layer: kind.pages.token_bytes for kind in parts.kinds for layer in kind.layers}
     found = []
-    for program in programs.stages:
-        layers = range(program.config.num_layers) if program.stage is None else program.stage.layers
-        found.append(ShownStage(tuple(layers), program.weight_bytes, sum(token_bytes[layer] for layer in layers)))
+    for sharded in split.stages:
+        layers = range(sharded.config.num_layers) if sharded.stage is None else sharded.stage.layers
+        found.append(ShownStage(tuple(layers), sharded.weight_bytes, sum(token_bytes[layer] for layer in layers)))
     return tuple(found)
 
 

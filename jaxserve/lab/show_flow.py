@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from jaxserve.device.program import ModelProgram
-from jaxserve.device.stage_steps import trace_stage
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape
-from jaxserve.device.steps import trace_step
+from jaxserve.device.steps import trace_hidden, trace_step
 from sharding.plan import Collective, collectives
 
 PAGES = "KV pages"
@@ -58,11 +57,11 @@ class Flow(NamedTuple):
         return [step.collective for step in self.layer if step.collective is not None]
 
 
-def trace_flow(program: ModelProgram, shape: BatchShape) -> Flow:
+def trace_flow(sharded: ShardedModel, shape: BatchShape) -> Flow:
     """Trace the program of one layer and return its order; sampling is greedy."""
-    traced = trace_step(program, shape, "greedy") if program.is_last else trace_stage(program, shape)
+    traced = trace_step(sharded, shape, "greedy") if sharded.is_last else trace_hidden(sharded, shape)
     jaxpr = traced.jaxpr.jaxpr
-    names = dict(zip(jaxpr.invars, _argument_names(program, jaxpr), strict=False))
+    names = dict(zip(jaxpr.invars, _argument_names(sharded, jaxpr), strict=False))
     parts: dict[str, list[str | Collective]] = {"before": [], "layer": [], "after": []}
     is_past = False
     for where, event in _events(jaxpr, {var: name for var, name in names.items() if name}, ""):
@@ -71,13 +70,13 @@ def trace_flow(program: ModelProgram, shape: BatchShape) -> Flow:
     return Flow(**{name: tuple(_steps(events)) for name, events in parts.items()})
 
 
-def _argument_names(program: ModelProgram, jaxpr: core.Jaxpr) -> list[str]:
+def _argument_names(sharded: ShardedModel, jaxpr: core.Jaxpr) -> list[str]:
     """Return the name of each argument; "" for those that are neither weights nor pages."""
-    model = program.abstract_model
+    model = sharded.abstract_model
     logical = {array: path for path, param in model.logical.items() for array in param.arrays}
     paths = list(model.params)
-    names = [logical[paths[group[0]]].removeprefix("layers.0.") for group in program.packing.groups]
-    names += [PAGES] * len(jax.tree.leaves(program.abstract_all_pools()))
+    names = [logical[paths[group[0]]].removeprefix("layers.0.") for group in sharded.packing.groups]
+    names += [PAGES] * len(jax.tree.leaves(sharded.abstract_all_pools()))
     return names + [""] * (len(jaxpr.invars) - len(names))
 
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxserve.device.program import ModelProgram
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.lab.show_flow import Flow, FlowStep, trace_flow
-from jaxserve.lab.show_program import MeshPrograms, only_layer
+from jaxserve.lab.show_program import MeshModel, only_layer
 from jaxserve.layers.kv_layout import KVSpec
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import LogicalParam, outline
@@ -116,9 +116,9 @@ class ModelParts(NamedTuple):
     after: ShownEnd
 
 
-def place(programs: MeshPrograms, decode: BatchShape, prefill: BatchShape) -> ModelParts:
+def place(split: MeshModel, decode: BatchShape, prefill: BatchShape) -> ModelParts:
     """Return where everything is, tracing one layer of each kind for two batch shapes."""
-    whole, last = programs.whole, programs.whole.config.num_layers - 1
+    whole, last = split.whole, split.whole.config.num_layers - 1
     equal = _equal_layers(whole)
     traced = {
         index: [trace_flow(only_layer(whole, index), shape) for shape in (decode, prefill)]
@@ -135,7 +135,7 @@ def place(programs: MeshPrograms, decode: BatchShape, prefill: BatchShape) -> Mo
     )
 
 
-def _equal_layers(whole: ModelProgram) -> dict[tuple[tuple[ShownArray, ...], KVSpec], list[int]]:
+def _equal_layers(whole: ShardedModel) -> dict[tuple[tuple[ShownArray, ...], KVSpec], list[int]]:
     """Return the indices of the layers of each kind: of equal weights and KV cache."""
     model = whole.abstract_model
     arrays: dict[int, list[ShownArray]] = {}
@@ -159,13 +159,13 @@ def _layers(
     return ShownLayers(tuple(indices), tuple(weights), pages, *orders)
 
 
-def _end(whole: ModelProgram, orders: Sequence[Sequence[FlowStep]]) -> ShownEnd:
+def _end(whole: ShardedModel, orders: Sequence[Sequence[FlowStep]]) -> ShownEnd:
     logical = whole.abstract_model.logical
     used = dict.fromkeys(name for order in orders for step in order for name in step.arrays if name in logical)
     return ShownEnd(tuple(_shown(name, logical[name], whole) for name in used), *map(tuple, orders))
 
 
-def _shown(name: str, param: LogicalParam, program: ModelProgram) -> ShownArray:
+def _shown(name: str, param: LogicalParam, sharded: ShardedModel) -> ShownArray:
     struct, stored = param.struct, param.stored
     sharding = struct.sharding
     assert isinstance(sharding, NamedSharding), sharding
@@ -175,18 +175,18 @@ def _shown(name: str, param: LogicalParam, program: ModelProgram) -> ShownArray:
     found = ShownArray(name, struct.shape, str(struct.dtype), splits, part)
     if stored is None or stored.experts is None:
         return found
-    return found._replace(num_experts=stored.experts.num_experts, experts_axis=program.layout.mesh_axis("experts"))
+    return found._replace(num_experts=stored.experts.num_experts, experts_axis=sharded.layout.mesh_axis("experts"))
 
 
-def _pages(program: ModelProgram, layer: int) -> ShownPages:
+def _pages(sharded: ShardedModel, layer: int) -> ShownPages:
     """Return the KV cache of a layer."""
-    spec, unsplit = program.abstract_model.kv_specs[layer], outline(program.config, Scope()).kv_specs[layer]
-    pools = program.abstract_pools(spec.pool)
+    spec, unsplit = sharded.abstract_model.kv_specs[layer], outline(sharded.config, Scope()).kv_specs[layer]
+    pools = sharded.abstract_pools(spec.pool)
     own = [pool.sharding.shard_shape(pool.shape) for pool in pools]
     page_bytes = sum(int(np.prod(shape[1:])) * pool.dtype.itemsize for pool, shape in zip(pools, own, strict=True))
     is_latent = spec.value_dim is not None
-    axis = None if is_latent else program.layout.mesh_axis("kv_heads")
-    size, total = program.parallel.parts(axis), unsplit.num_kv_heads
+    axis = None if is_latent else sharded.layout.mesh_axis("kv_heads")
+    size, total = sharded.parallel.parts(axis), unsplit.num_kv_heads
     firsts = [device * total // size for device in range(size)]
     return ShownPages(
         "latents" if is_latent else "keys and values",
@@ -195,8 +195,8 @@ def _pages(program: ModelProgram, layer: int) -> ShownPages:
         spec.dtype,
         spec.window,
         axis,
-        program.layout.mesh_axis("tokens"),
-        program.layout.mesh_axis("pages"),
+        sharded.layout.mesh_axis("tokens"),
+        sharded.layout.mesh_axis("pages"),
         tuple(tuple(range(first, first + spec.num_kv_heads)) for first in firsts),
-        page_bytes / program.page_size,
+        page_bytes / sharded.page_size,
     )

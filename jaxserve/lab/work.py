@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.device.program import ModelProgram
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.layers.kv_layout import KVSpec
 from jaxserve.models.abstract import LogicalParam
 from sharding.plan import bytes_per_device
@@ -58,14 +58,14 @@ class StageWork:
     """The weights and pages of a stage, from which the work of any step follows.
 
     Args:
-        program: The stage.
+        sharded: The stage.
     """
 
-    def __init__(self, program: ModelProgram):
-        self._parallel, self._itemsize = program.parallel, jnp.dtype(program.policy.kv).itemsize
-        self._matmuls = list(_matmuls(program))
-        specs = program.abstract_model.kv_specs
-        layers = range(len(specs)) if program.stage is None else program.stage.layers
+    def __init__(self, sharded: ShardedModel):
+        self._parallel, self._itemsize = sharded.parallel, jnp.dtype(sharded.policy.kv).itemsize
+        self._matmuls = list(_matmuls(sharded))
+        specs = sharded.abstract_model.kv_specs
+        layers = range(len(specs)) if sharded.stage is None else sharded.stage.layers
         self._specs = [specs[layer] for layer in layers]
 
     def decode(self, rows: int, context: int, all_rows: int) -> Work:
@@ -113,13 +113,13 @@ class StageWork:
         return Work(weight_bytes, kv_bytes, matmuls, attention)
 
 
-def _matmuls(program: ModelProgram) -> Iterator[_Matmul]:
+def _matmuls(sharded: ShardedModel) -> Iterator[_Matmul]:
     """Yield the weights of a stage that a step reads: not an embedding, of which it reads a few rows."""
-    model = program.abstract_model
+    model = sharded.abstract_model
     has_head = any(path.startswith("head.") for path in model.logical)
     for path, param in model.logical.items():
         top = path.split(".")[0]
-        is_head = program.is_last and top == ("head" if has_head else "embed")
+        is_head = sharded.is_last and top == ("head" if has_head else "embed")
         if top in ("embed", "position_embed") and not is_head:
             continue
         structs = [model.params[array] for array in param.arrays]

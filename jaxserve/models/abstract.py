@@ -18,7 +18,7 @@ from jaxserve.layers.params import Split
 from jaxserve.layers.storage import Weight, load_method
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.registry import build_model
-from jaxserve.models.stages import Stage
+from jaxserve.models.stages import StageLayers
 
 ShardingOf = Callable[[tuple[str | tuple[str, ...] | None, ...]], jax.sharding.Sharding]
 """Returns the sharding of an array with the given logical axes."""
@@ -137,7 +137,7 @@ def outline(config: ModelConfig, scope: Scope) -> CausalLM:
 
 
 def abstract_model(
-    config: ModelConfig, scope: Scope, sharding: ShardingOf, stage: Stage | None = None
+    config: ModelConfig, scope: Scope, sharding: ShardingOf, stage: StageLayers | None = None
 ) -> AbstractModel:
     """Return a model or one of its stages without values; ``sharding`` returns an array's sharding from its logical
     axes.

@@ -20,7 +20,7 @@ from jaxserve.layers.norm import LayerNorm, RMSNorm
 from jaxserve.layers.residual import own_rows, whole_rows
 from jaxserve.layers.rope import rope_cos_sin
 from jaxserve.layers.rows import map_rows
-from jaxserve.models.stages import Stage
+from jaxserve.models.stages import StageLayers
 from pallas_kernels import AttentionBatch
 from pallas_kernels.qkv_write import Rotation
 from sharding.collectives import all_max
@@ -52,6 +52,40 @@ class Layer(Protocol):
     ) -> LayerOutput:
         """Run the layer."""
         ...
+
+
+@runtime_checkable
+class Batch(Protocol):
+    """What a model's layers read of a step's batch."""
+
+    @property
+    def tokens(self) -> Int[Array, " T"]:
+        """Token ids."""
+        ...
+
+    @property
+    def positions(self) -> Int[Array, " T"]:
+        """Position of each token in its sequence."""
+        ...
+
+    @property
+    def lengths(self) -> Int[Array, " T"]:
+        """Final length of each token's request, for RoPE scalings that depend on it."""
+        ...
+
+    @property
+    def attention(self) -> tuple[AttentionBatch, ...]:
+        """For each page table, where each token is and what it attends to."""
+        ...
+
+
+class TokenBatch(NamedTuple):
+    """A ``Batch`` and nothing else, for a model outside an engine."""
+
+    tokens: Int[Array, " T"]
+    positions: Int[Array, " T"]
+    lengths: Int[Array, " T"]
+    attention: tuple[AttentionBatch, ...]
 
 
 class HiddenStates(NamedTuple):
@@ -123,7 +157,7 @@ class CausalLM(nnx.Module):
         self.position_embed = position_embed
         self.residual_axis = embed.residual_axis
 
-    def keep_stage(self, stage: Stage) -> None:
+    def keep_stage(self, stage: StageLayers) -> None:
         """Drop all modules that are not part of a pipeline stage.
 
         A head that uses the embedding keeps a copy of it, so that the first and the last stage have one each.
@@ -158,49 +192,37 @@ class CausalLM(nnx.Module):
 
     def hidden(
         self,
-        tokens: Int[Array, " T"],
-        positions: Int[Array, " T"],
-        lengths: Int[Array, " T"],
+        batch: Batch,
         pools: Sequence[Pools],
-        batches: Sequence[AttentionBatch],
         settings: AttentionSettings,
         x: Float[Array, "T D"] | None = None,
     ) -> HiddenStates:
         """Compute hidden states before the head's norm, and the pools with the step's keys and values.
 
         Args:
-            tokens: Token ids.
-            positions: Position of each token in its sequence.
-            lengths: Final length of each token's request (used by RoPE scalings that depend on the length).
+            batch: The step's tokens.
             pools: Key and value pages; see ``AttentionSettings.layer_indices``.
-            batches: For each page table, where each token is and what it attends to.
             settings: Settings fixed at compile time.
             x: Hidden states that the stage before computed; None: embed the tokens.
         """
         own = None if x is None else own_rows(x, self.residual_axis, settings.row_tile)
-        embedded, inputs = self.embedded(tokens, positions, lengths, batches, settings, own)
+        embedded, inputs = self.embedded(batch, settings, own)
         found = self.through(embedded, pools, inputs, settings)
         return found._replace(x=whole_rows(found.x, self.residual_axis, settings.row_tile))
 
     def embedded(
-        self,
-        tokens: Int[Array, " T"],
-        positions: Int[Array, " T"],
-        lengths: Int[Array, " T"],
-        batches: Sequence[AttentionBatch],
-        settings: AttentionSettings,
-        x: Float[Array, "rows D"] | None = None,
+        self, batch: Batch, settings: AttentionSettings, x: Float[Array, "rows D"] | None = None
     ) -> tuple[Float[Array, "rows D"], tuple[AttentionInputs, ...]]:
         """Compute the first layer's input, and the inputs shared by the layers of each page table; see
         :meth:`hidden`."""
-        num_tokens = batches[0].query_lens.sum()
+        num_tokens, positions, lengths = batch.attention[0].query_lens.sum(), batch.positions, batch.lengths
         if settings.row_tile is not None:  # devices that share experts run the same number of tiles
             num_tokens = all_max(num_tokens, settings.rows_axis)
         if x is None:
-            x, rotations = map_rows(self._embed, (tokens, positions, lengths), num_tokens, settings.row_tile)
+            x, rotations = map_rows(self._embed, (batch.tokens, positions, lengths), num_tokens, settings.row_tile)
         else:
             rotations = map_rows(self._rotations, (positions, lengths), num_tokens, settings.row_tile)
-        return x, tuple(AttentionInputs(batch, num_tokens, rotations) for batch in batches)
+        return x, tuple(AttentionInputs(table, num_tokens, rotations) for table in batch.attention)
 
     def through(
         self,
@@ -284,7 +306,7 @@ class CausalLM(nnx.Module):
         num_rows, length = tokens.shape
         spec = self.kv_specs[0]
         kernel = choose_attention(jax.devices()[0], spec.dtype, operation=spec.operation).implementation
-        batch, num_pages = _private_batch(num_rows, length, _NOTEBOOK_PAGE_SIZE)
+        attention, num_pages = _private_batch(num_rows, length, _NOTEBOOK_PAGE_SIZE)
         pools = []
         for spec in self.kv_specs:
             arrays = kernel.pool_specs(num_pages, _NOTEBOOK_PAGE_SIZE, spec.num_kv_heads, spec.head_dim)
@@ -292,7 +314,8 @@ class CausalLM(nnx.Module):
         positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), num_rows)
         settings = AttentionSettings(kernel, _NOTEBOOK_PAGE_SIZE, decode_only=False)
         flat = jnp.asarray(tokens, jnp.int32).reshape(-1)
-        hidden = self.hidden(flat, positions, jnp.full_like(positions, length), pools, [batch], settings)
+        batch = TokenBatch(flat, positions, jnp.full_like(positions, length), (attention,))
+        hidden = self.hidden(batch, pools, settings)
         return self.logits(hidden.x).reshape(num_rows, length, -1)
 
 

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeGuard
 
+from checkpoints import CheckpointError
+from checkpoints.quantized.registry import format_for
+from checkpoints.quantized.settings import settings_of
 from jaxserve.errors import ConfigError, UnsupportedModelError
 
 _MAX_INTEGER: Final = 2**31 - 1
@@ -174,36 +177,17 @@ class ConfigFields:
         self.note(field, f"expected {expected}, " + ("but it is missing" if value is None else f"got {shown}"))
 
 
-def check_not_quantized(fields: ConfigFields) -> None:
-    """Raise UnsupportedModelError, naming the method, if the weights are stored quantized.
+def check_quantization(fields: ConfigFields) -> None:
+    """Raise UnsupportedModelError, naming the method, if the weights are quantized in a way that is not supported.
 
     Sections without effect (empty, or bitsandbytes with both loads off) are accepted.
     """
-    for field in ("quantization_config", "quantization", "compression_config"):
-        section = fields.raw.get(field)
-        if not section:
-            continue
-        method = _quantization_method(section)
-        if method is not None:
-            raise UnsupportedModelError(
-                f"{fields.path}: {field} declares weights quantized with {method}, which is not supported; "
-                f"expected weights in float32, float16 or bfloat16"
-            )
-
-
-def _quantization_method(section: object) -> str | None:
-    """Return the name of the quantization in a section of config.json, or None if it has none."""
-    if not isinstance(section, dict):
-        return f"an unknown method ({section!r})"
-    method = section.get("quant_method")
-    if method == "bitsandbytes":
-        loads = [bits for bits in ("4", "8") if section.get(f"load_in_{bits}bit", section.get(f"_load_in_{bits}bit"))]
-        return f"bitsandbytes ({loads[0]}-bit)" if loads else None
-    if method is not None:
-        return str(method)
-    if "group_size" in section and "bits" in section:
-        return f"mlx ({section['bits']}-bit)"
-    return f"an unknown method (fields {', '.join(sorted(map(str, section)))})"
+    try:
+        settings = settings_of(fields.raw, fields.path)
+        if settings is not None:
+            format_for(settings)
+    except CheckpointError as error:
+        raise UnsupportedModelError(str(error)) from error
 
 
 def _holds_number(value: object) -> TypeGuard[int | float]:

@@ -19,6 +19,7 @@ from checkpoints import (
     progress_bar,
     resolve_model,
 )
+from checkpoints.quantized.reader import QuantizedReader
 from jaxserve.config_checks import DTYPES
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.errors import ConfigError
@@ -97,6 +98,20 @@ def check_weights(directory: Path, model: AbstractModel, load_format: str = "aut
     """
     with _open(directory, model, lambda: model.listings, load_format) as reader:
         check_recipes(reader.tensors, model.recipes_for(reader.tensors), model.ignored)
+        if isinstance(reader, QuantizedReader):
+            _log_quantization(reader)
+
+
+def _log_quantization(reader: QuantizedReader) -> None:
+    """Say what a quantized checkpoint holds and how it is computed."""
+    left_out = "; activations, which the format quantizes too, are not" if reader.format.quantizes_activations else ""
+    logger.info(
+        "%d weights quantized with %s (%.2f GiB) are decoded when they are loaded%s",
+        len(reader.quantized),
+        reader.format.name,
+        reader.num_stored_bytes / (1 << 30),
+        left_out,
+    )
 
 
 def load_weights(

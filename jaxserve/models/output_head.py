@@ -88,8 +88,8 @@ def _head_of(reader: CheckpointReader, config: ModelConfig) -> ModelConfig:
 
 def _are_equal(reader: CheckpointReader, one: str, other: str) -> bool:
     """Return whether two matrices have the same values; True if their shapes or dtypes differ."""
-    shape, dtype = reader.tensors[one]
-    if reader.tensors[other] != (shape, dtype):
+    shape, dtype = reader.tensors[one].shape, reader.tensors[one].dtype
+    if (reader.tensors[other].shape, reader.tensors[other].dtype) != (shape, dtype):
         return True
     step = max(1, _COMPARED_BYTES // max(1, shape[1] * dtype.itemsize))
     for start in range(0, shape[0], step):

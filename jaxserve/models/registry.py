@@ -13,7 +13,7 @@ from jaxserve.errors import ConfigError, UnsupportedModelError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
-from jaxserve.models.hf_config import ConfigFields, check_not_quantized
+from jaxserve.models.hf_config import ConfigFields, check_quantization
 
 FAMILIES: Final[dict[str, str]] = {
     "BaiChuanForCausalLM": "jaxserve.models.baichuan",
@@ -68,12 +68,13 @@ def config_from_hf(raw: Mapping[str, Any], path: str) -> ModelConfig:
         path: Its file, for messages.
 
     Raises:
-        UnsupportedModelError: The architecture or variant is not supported, or its weights are quantized.
+        UnsupportedModelError: The architecture or variant is not supported, or its weights are quantized
+            in a way that is not.
         ConfigError: Fields are missing or wrong; one error lists all of them.
     """
     fields = ConfigFields(raw, path)
     architecture = _architecture(fields)
-    check_not_quantized(fields)
+    check_quantization(fields)
     config = family(architecture).config_from_hf(fields, architecture)
     fields.raise_problems()
     config = dataclasses.replace(config, has_default_eos="eos_token_id" not in raw)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.models.abstract import AbstractModel, LogicalParam
-from jaxserve.models.stages import Stage, stages_of
+from jaxserve.models.stages import StageLayers, stages_of
 
 
 class LayerCost(NamedTuple):
@@ -18,7 +18,9 @@ class LayerCost(NamedTuple):
     num_products: float
 
 
-def balanced_stages(layers: Sequence[LayerCost], num_stages: int, embedding: LayerCost, head: LayerCost) -> list[Stage]:
+def balanced_stages(
+    layers: Sequence[LayerCost], num_stages: int, embedding: LayerCost, head: LayerCost
+) -> list[StageLayers]:
     """Divide layers into stages so that the largest stage is as small as possible.
 
     The size of a stage is the larger of its share of all weights' bytes and its share of all multiplications. Of
@@ -61,7 +63,7 @@ def _add(a: LayerCost, b: LayerCost) -> LayerCost:
     return LayerCost(a.num_bytes + b.num_bytes, a.num_products + b.num_products)
 
 
-def divide(model: AbstractModel, num_stages: int) -> list[Stage]:
+def divide(model: AbstractModel, num_stages: int) -> list[StageLayers]:
     """Divide a whole model into stages; see :func:`balanced_stages`."""
     layers, parts = dict[int, LayerCost](), dict[str, LayerCost]()
     for path, param in model.logical.items():

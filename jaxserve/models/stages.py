@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Stage(NamedTuple):
+class StageLayers(NamedTuple):
     """The layers of one stage. The first stage also embeds tokens; the last also has the final norm and the head.
 
     Attributes:
@@ -34,7 +34,7 @@ class Stage(NamedTuple):
         return self.stop == self.num_layers
 
 
-def stages_of(num_layers: Sequence[int]) -> list[Stage]:
+def stages_of(num_layers: Sequence[int]) -> list[StageLayers]:
     """Return stages with the given numbers of layers."""
     ends = [*itertools.accumulate(num_layers, initial=0)]
-    return [Stage(first, stop, ends[-1]) for first, stop in itertools.pairwise(ends)]
+    return [StageLayers(first, stop, ends[-1]) for first, stop in itertools.pairwise(ends)]

@@ -20,7 +20,9 @@ from jaxserve.parsers import (
     tool_choice_schema,
 )
 from jaxserve.parsers.tool_choice import chosen_function, parameter_schemas
+from jaxserve.request import Request
 from jaxserve.server.frontend import Frontend, ParserNames
+from jaxserve.server.settings import ServerConfig
 
 MAX_VARIABLES = 64
 MAX_VARIABLE_NESTING = 64
@@ -156,6 +158,63 @@ def check_tools(
     schema = tool_choice_schema(tools, chosen, can_be_parallel)
     banned = reasoning.call_texts if reasoning is not None and schema is not None else ()
     return ToolUse(tuple(tools), chosen, schema, can_be_parallel is not False, is_special, banned)
+
+
+def chat_arguments(config: ServerConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``Request.chat`` for the fields of a conversation, checked and in OpenAI's form.
+
+    Raises:
+        RequestError: No message, a template that the server does not accept, or two ways to end the prompt.
+    """
+    template = fields.get("chat_template")
+    if template is not None and not config.trust_request_chat_template:
+        message = "this server does not accept chat_template in requests; start it with --trust-request-chat-template"
+        raise RequestError(message, parameter="chat_template")
+    if template is not None and "{{" not in template and "{%" not in template:  # it would be read as a file's name
+        raise RequestError("chat_template is not a Jinja template", parameter="chat_template")
+    continues = fields.get("continue_final_message", False)
+    if continues and fields.get("add_generation_prompt", False):
+        message = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
+        raise RequestError(message, parameter="continue_final_message")
+    variables = {**(config.default_chat_template_kwargs or {}), **fields.get("chat_template_kwargs", {})}
+    if "reasoning_effort" in fields:
+        variables["reasoning_effort"] = fields["reasoning_effort"]
+    given: dict[str, Any] = {
+        "messages": fields["messages"],
+        "tools": fields.get("tools") or None,
+        "chat_template": template,
+        "add_generation_prompt": fields.get("add_generation_prompt", not continues),
+        "continue_final_message": continues,
+        "chat_template_kwargs": variables or None,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def chat_request(
+    frontend: Frontend, fields: Mapping[str, Any], given: Mapping[str, Any], **more: Any
+) -> "tuple[Request, ChatParser]":
+    """Return the request of a conversation, and the parser of its completions.
+
+    Args:
+        frontend: Knows the server's parsers and settings, and the model's defaults.
+        fields: The conversation, in OpenAI's form: messages, tools, how the prompt ends and what is returned.
+        given: Fields of ``SamplingParams``; None counts as not given.
+        **more: More arguments of ``Request``.
+
+    Raises:
+        RequestError: A wrong value.
+        UnavailableError: The engine is not ready.
+    """
+    tools = check_tools(frontend, fields.get("tools"), fields.get("tool_choice"), fields.get("parallel_tool_calls"))
+    params = frontend.info.sampling_params({**given, **tools.sampling_fields(given)}, is_chat=True)
+    request = Request(chat=chat_arguments(frontend.config, fields), params=params, **more)
+    return request, ChatParser(
+        frontend.parsers,
+        tools,
+        include_reasoning=fields.get("include_reasoning", True),
+        is_constrained=params.structured_outputs is not None,
+        last=request.last_message,
+    )
 
 
 class ChatParser:

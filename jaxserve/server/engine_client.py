@@ -1,17 +1,52 @@
-"""The engine as the front end sees it: a process that generates, embeds, tokenizes and reports."""
+"""The engine as the front end sees it: a process that generates, embeds, tokenizes and reports.
 
+The front end renders conversations itself, so that the engine process is given text or token ids only.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
 import json
+import logging
+import signal
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, EngineDeadError, RequestError
 from jaxserve.metric_types import Metric
-from jaxserve.outputs import RequestOutput
+from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.request import Request
-from jaxserve.server.engine_link import EngineLink, open_link
-from jaxserve.server.engine_messages import EngineInfo, Start
+from jaxserve.server.engine_messages import (
+    HEADER,
+    MAX_FROM_ENGINE_BYTES,
+    MAX_TO_ENGINE_BYTES,
+    Cancel,
+    EngineInfo,
+    Failure,
+    FrameError,
+    FromEngine,
+    Outputs,
+    Query,
+    QueryResult,
+    Start,
+    Stop,
+    Submit,
+    ToEngine,
+    check_length,
+    pack_frame,
+    unpack,
+)
+from jaxserve.server.engine_process.spawn import spawn_engine
 from jaxserve.server.errors import UnavailableError
+from jaxserve.server.output_collector import OutputCollector, late
+from jaxserve.server.renderers import Renderers
 from jaxserve.server.settings import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+_EXIT_S = 2.0  # from the end of the connection to that of the process
+_WATCH_S = 1.0  # between two checks of the heartbeats
 
 
 class EngineClient:
@@ -29,7 +64,14 @@ class EngineClient:
         config.check_engine(engine_arguments)
         self._arguments = dict(engine_arguments)
         self._config = config
-        self._link: EngineLink | None = None
+        self._next_number = 1
+        self._collectors: dict[int, OutputCollector] = {}
+        self._queries: dict[int, asyncio.Future[Any]] = {}
+        self._rendering: dict[str, asyncio.Future[str]] = {}
+        self._renderers: Renderers | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._info: EngineInfo | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Start the process, or start it again after it has ended; wait until the engine is ready.
@@ -44,39 +86,77 @@ class EngineClient:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the engine's arguments must be JSON values: {error}") from error
         config = self._config
-        self._link = await open_link(
-            Start(
-                engine_arguments=self._arguments,
-                max_num_queued_tokens=config.max_num_queued_tokens,
-                watchdog_timeout=config.watchdog_timeout,
-                chat_template_timeout=config.chat_template_timeout,
-                chat_template_content_format=config.chat_template_content_format,
-            )
-        )
+        self._process, self._info, self._tasks = None, None, []
+        self._reason: str | None = None
+        self._silent_s = 0.0
+        self._ended = asyncio.Event()
+        self._failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        if self._renderers is None:
+            self._renderers = Renderers(config.chat_template_timeout, config.chat_template_content_format)
+        try:
+            self._process, self._reader, self._writer = await spawn_engine()
+            self._info = await self._shake_hands()
+        except BaseException:
+            await self.kill()
+            raise
+        self._tasks.append(asyncio.create_task(self._read()))
+        if config.watchdog_timeout:
+            self._tasks.append(asyncio.create_task(self._watch(config.watchdog_timeout)))
 
-    def fail_requests(self, reason: str) -> None:
-        """End the requests in flight with an ``UnavailableError``."""
-        if self._link is not None:
-            self._link.fail_all(UnavailableError(reason))
+    async def _shake_hands(self) -> EngineInfo:
+        self._send(Start(self._arguments, self._config.watchdog_timeout))
+        try:
+            first = await self._read_message()
+        except (OSError, EOFError) as error:
+            await self._reap()
+            raise EngineDeadError(f"the engine process ended while it started: {self._why()}") from error
+        if isinstance(first, Failure):
+            raise first.error
+        assert isinstance(first, EngineInfo)
+        return first
 
-    async def stop(self, drain_s: float) -> None:
-        """End the process, if it runs; running requests may take ``drain_s`` more seconds."""
-        if self._link is not None:
-            await self._link.stop(drain_s)
+    def fail_requests(self, error: Exception) -> None:
+        """End every request with an error, after the outputs that have come. No more may follow."""
+        collectors, self._collectors = self._collectors, {}
+        if collectors and self.is_alive:
+            self._send(Cancel(list(collectors)))
+        for collector in collectors.values():
+            collector.fail(error)
+        if self._info is not None and not self._failed.done():
+            self._failed.set_result(error)
+
+    async def stop(self, drain_s: float, patience_s: float = 10.0) -> None:
+        """End the process, if it runs, after at most ``drain_s`` seconds for its requests and ``patience_s`` more."""
+        if self.is_alive:
+            self._reason = self._reason or "it was stopped"
+            self._send(Stop(drain_s))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), drain_s + patience_s)
+        await self.kill()
 
     async def kill(self) -> None:
-        """End the process at once, if it runs."""
-        if self._link is not None:
-            await self._link.kill()
+        """End the processes at once, if they run."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            if self._tasks:
+                await self._ended.wait()
+            else:
+                await self._reap()
+        renderers, self._renderers = self._renderers, None
+        if renderers is not None:
+            renderers.end(UnavailableError("the server is shutting down"))
+            await asyncio.to_thread(renderers.close)
 
     @property
     def is_alive(self) -> bool:
         """Whether a process runs that is ready."""
-        return self._link is not None and self._link.is_alive
+        return self._info is not None and not self._ended.is_set()
 
     async def wait_ended(self) -> str:
         """Wait until the process has ended; return why."""
-        return await self._ready_link().wait_ended()
+        await self._ended.wait()
+        return self._why()
 
     @property
     def info(self) -> EngineInfo:
@@ -85,57 +165,112 @@ class EngineClient:
         Raises:
             UnavailableError: The engine is not ready.
         """
-        link = self._ready_link()
-        if not link.is_alive:
+        if self._info is None:
+            raise UnavailableError("the engine is starting")
+        if self._ended.is_set():
             raise UnavailableError("the engine process has ended")
-        return link.info
+        return self._info
 
-    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request, *, is_waiting: bool = False) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs until the request finishes. Closing the generator, or cancelling its reader, ends the request.
 
         Deltas that arrive while the reader is busy are merged. The first output has the prompt's token ids, text and
         logprobs, the last has ``metrics``.
 
+        Args:
+            request: The request.
+            is_waiting: Whether to yield the prompt's token ids before it runs, in an output without completions.
+
         Raises:
             RequestError: The request is wrong.
             RequestFailedError: The engine failed at it.
-            OverloadedError: Too many prompt tokens wait.
             DeadlineError: The deadline has passed.
             EngineDeadError: The engine has ended.
         """
-        return self._ready_link().generate(request)
+        arrival_s = time.monotonic()
+        collector = OutputCollector(request.timeout_s)
+        number = self._take_number()
+        if request.chat is not None and request.text is None:
+            text = await self._render(request.chat, request.request_id, request.timeout_s)
+            if text is None:
+                outputs = [CompletionOutput(index, "", [], finish_reason="abort") for index in range(request.params.n)]
+                yield RequestOutput(
+                    request_id=request.request_id, prompt=None, prompt_token_ids=[], outputs=outputs, finished=True
+                )
+                return
+            last = {"messages": request.chat["messages"][-1:]}  # it tells where reasoning begins
+            last["continue_final_message"] = request.chat.get("continue_final_message", False)
+            request = dataclasses.replace(request, text=text, chat=last, add_special_tokens=False)
+        self._collectors[number] = collector
+        try:
+            self._send(Submit(number, request, arrival_s, is_waiting))
+            while True:
+                output = await collector.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._collectors.pop(number, None)
+            if not collector.has_ended and self.is_alive:
+                self._send(Cancel([number]))
+
+    async def render_chat(self, chat: Mapping[str, Any]) -> tuple[str, list[int]]:
+        """Return the prompt of a conversation, as text and token ids; ``chat`` as in ``Request``."""
+        text = await self._render(chat)
+        assert text is not None
+        return text, (await self.tokenize(text, add_special_tokens=False))[0]
+
+    async def _render(self, chat: Mapping[str, Any], name: str = "", timeout_s: float | None = None) -> str | None:
+        """Return the prompt of a conversation; None if the request ``name`` is aborted meanwhile.
+
+        Raises:
+            RequestError: The conversation is wrong, or its template fails.
+            DeadlineError: It takes longer than ``timeout_s`` seconds.
+            JaxserveError: Every request has failed.
+        """
+        info = self.info
+        assert self._renderers is not None
+        rendering = self._rendering[name] = self._renderers.begin(chat, info)
+        try:
+            ends: list[asyncio.Future[Any]] = [rendering, self._failed]
+            done, _ = await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._rendering.pop(name, None)
+            rendering.cancel()
+        if rendering in done:
+            return None if rendering.cancelled() else rendering.result()
+        raise self._failed.result() if done else late(timeout_s)
+
+    async def abort(self, request_ids: Sequence[str]) -> list[str]:
+        """Abort requests by their full names; return those that were running or waiting."""
+        rendering = [name for name in request_ids if name and name in self._rendering]
+        for name in rendering:
+            self._rendering[name].cancel()
+        return [*await self._query("abort", request_ids=list(request_ids)), *rendering]
 
     async def tokenize(
         self, text: str, add_special_tokens: bool = True, with_strings: bool = False
     ) -> tuple[list[int], list[str]]:
         """Return the token ids of a text and, if ``with_strings``, the text of each token."""
         options = {"add_special_tokens": add_special_tokens, "with_strings": with_strings}
-        return await self._ready_link().query("tokenize", text=text, **options)
+        return await self._query("tokenize", text=text, **options)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
         options = {"skip_special_tokens": skip_special_tokens}
-        return await self._ready_link().query("detokenize", token_ids=list(token_ids), **options)
-
-    async def render_chat(self, chat: Mapping[str, Any]) -> tuple[str, list[int]]:
-        """Return the prompt of a conversation, as text and token ids; ``chat`` as in ``Request``."""
-        return await self._ready_link().query("render_chat", chat=dict(chat))
+        return await self._query("detokenize", token_ids=list(token_ids), **options)
 
     async def tokenizer_info(self) -> dict[str, Any]:
         """Return what the model's files say about its tokenizer, and the chat template in use."""
-        return await self._ready_link().query("tokenizer_info")
+        return await self._query("tokenizer_info")
 
     async def metrics(self) -> list[Metric]:
         """Return the engine's current metrics."""
-        return await self._ready_link().query("metrics")
-
-    async def abort(self, request_ids: Sequence[str]) -> list[str]:
-        """Abort requests by their full names; return those that were running or waiting."""
-        return await self._ready_link().query("abort", request_ids=list(request_ids))
+        return await self._query("metrics")
 
     async def reset_prefix_cache(self) -> None:
         """Drop all cached pages."""
-        await self._ready_link().query("reset_prefix_cache")
+        await self._query("reset_prefix_cache")
 
     async def reshard(self, mesh: str | None, layout: str | None) -> dict[str, Any]:
         """Move the engine to another mesh or layout; return the fields of a ``ReshardReport``. Updates ``info``.
@@ -144,19 +279,122 @@ class EngineClient:
             RequestError: The mesh or layout is invalid, or another reshard is running.
             EngineDeadError: The move failed, and the engine has ended.
         """
-        link = self._ready_link()
-        report, link.info = await link.query("reshard", mesh=mesh, layout=layout)
+        report, self._info = await self._query("reshard", mesh=mesh, layout=layout)
         return report
 
     async def start_profile(self, directory: str) -> None:
         """Start to record a profile."""
-        await self._ready_link().query("start_profile", directory=directory)
+        await self._query("start_profile", directory=directory)
 
     async def stop_profile(self) -> None:
         """Stop the recording and write the profile."""
-        await self._ready_link().query("stop_profile")
+        await self._query("stop_profile")
 
-    def _ready_link(self) -> EngineLink:
-        if self._link is None:
+    async def _query(self, method: str, **arguments: Any) -> Any:
+        """Call a control method of the engine process.
+
+        Raises:
+            JaxserveError: The method is unknown, or failed.
+            EngineDeadError: The process has ended.
+        """
+        number = self._take_number()
+        self._send(Query(number, method, arguments))
+        self._queries[number] = asyncio.get_running_loop().create_future()
+        try:
+            return await self._queries[number]
+        finally:
+            self._queries.pop(number, None)
+
+    def _take_number(self) -> int:
+        if self._info is None:
             raise UnavailableError("the engine is starting")
-        return self._link
+        if self._ended.is_set():
+            raise self._dead()
+        self._next_number += 1
+        return self._next_number - 1
+
+    def _send(self, message: ToEngine) -> None:
+        try:
+            self._writer.write(pack_frame(message, MAX_TO_ENGINE_BYTES))
+        except FrameError as error:
+            raise RequestError(f"the request cannot be sent to the engine: {error}") from error
+
+    async def _read_message(self) -> FromEngine:
+        (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+        return unpack(await self._reader.readexactly(check_length(length, MAX_FROM_ENGINE_BYTES)))
+
+    async def _read(self) -> None:
+        """Handle messages until the process ends; then fail whatever waits for it."""
+        try:
+            while True:
+                message = await self._read_message()
+                self._silent_s = 0.0
+                self._handle(message)
+        except (OSError, EOFError):
+            pass
+        except Exception as error:  # nothing may be left waiting
+            logger.exception("cannot read a message of the engine process")
+            self._reason = self._reason or f"its messages cannot be read: {error}"
+        finally:
+            try:
+                await self._reap()
+            finally:
+                self._ended.set()
+                self.fail_requests(self._dead())
+                for query in self._queries.values():
+                    if not query.done():
+                        query.set_exception(self._dead())
+                for task in self._tasks[1:]:
+                    task.cancel()
+
+    def _handle(self, message: FromEngine) -> None:
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                collector = self._collectors.get(output.number)
+                if collector is not None:
+                    collector.put(output.content)
+        elif isinstance(message, QueryResult):
+            query = self._queries.get(message.number)
+            if query is not None and not query.done():
+                if isinstance(message.result, Exception):
+                    query.set_exception(message.result)
+                else:
+                    query.set_result(message.result)
+        elif isinstance(message, Failure):
+            self._reason = self._reason or "the engine failed; its log says why"
+
+    async def _watch(self, timeout_s: float) -> None:
+        """Kill the process after ``timeout_s`` seconds without a message, not counting time in which this loop hung."""
+        assert self._process is not None
+        interval_s = min(_WATCH_S, timeout_s / 4)
+        while self._silent_s < timeout_s:
+            await asyncio.sleep(interval_s)
+            self._silent_s += interval_s
+        self._reason = f"it sent nothing for {timeout_s:g} s and was killed"
+        logger.error("the engine process sends nothing; it is killed")
+        self._process.kill()
+
+    async def _reap(self) -> None:
+        """Wait for the process, which has closed the connection, and close this side."""
+        assert self._process is not None
+        try:
+            await asyncio.wait_for(self._process.wait(), _EXIT_S)
+        except TimeoutError:
+            self._reason = self._reason or "it closed the connection"
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    def _why(self) -> str:
+        if self._reason is not None:
+            return self._reason
+        status = None if self._process is None else self._process.returncode
+        if status is not None and status < 0:
+            return f"it was killed by {signal.Signals(-status).name}"
+        return f"it ended with status {status}"
+
+    def _dead(self) -> EngineDeadError:
+        return EngineDeadError(f"the engine process ended: {self._why()}")

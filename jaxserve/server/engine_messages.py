@@ -7,9 +7,11 @@ cannot name any other class, and what clients send cannot pass for an object.
 
 import dataclasses
 import enum
+import functools
+import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -24,13 +26,13 @@ from jaxserve.errors import (
     RequestError,
     RequestFailedError,
 )
-from jaxserve.logprobs import Logprob
 from jaxserve.metric_types import Counter, Gauge, Histogram
 from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import Request
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.packed_logprobs import PackedLogprobs
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 
@@ -47,10 +49,7 @@ class Start:
 
     engine_arguments: dict[str, Any]
     """Arguments of ``AsyncLLM``."""
-    max_num_queued_tokens: int | None
     watchdog_timeout: float
-    chat_template_timeout: float
-    chat_template_content_format: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,11 @@ class Submit:
     number: int
     """Names the request in later messages; used once."""
     request: Request
+    """Its prompt is text or token ids; of a conversation only the last message is left."""
+    arrival_s: float
+    """When it arrived, in seconds of ``time.monotonic()``, which all processes of a machine share."""
+    is_waiting: bool = False
+    """Whether to send its prompt's token ids before it runs, as an output without completions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ class Stop:
     drain_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EngineInfo:
     """The engine is ready, with this model. The first message to the front end."""
 
@@ -95,6 +99,17 @@ class EngineInfo:
     """The fields of ``SamplingParams`` that the model's defaults change."""
     max_output_tokens: int | None = None
     """Most output tokens of any request; None: as many as its context holds."""
+    chat_templates: dict[str, str] = field(default_factory=dict[str, str])
+    """The model's chat templates by name."""
+    chat_template: str | None = None
+    """The source of the server's own chat template, used in place of the model's."""
+    special_tokens: dict[str, str] = field(default_factory=dict[str, str])
+    """The model's special tokens by name; templates see them."""
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Eight characters that change with the model and what it runs on."""
+        return hashlib.sha256(self.model.SerializeToString(deterministic=True)).hexdigest()[:8]
 
     @property
     def max_model_len(self) -> int:
@@ -164,13 +179,17 @@ _ERRORS = (RequestFailedError, RequestError, OverloadedError, DeadlineError, Eng
 _CLASSES: tuple[type, ...] = (
     *(Start, Submit, Cancel, Query, Stop, EngineInfo, Failure, Output, Outputs, QueryResult, Heartbeat),
     *(Request, SamplingParams, RequestOutputKind, StructuredOutputsParams, RepetitionDetectionParams),
-    *(PoolingParams, RequestOutput, CompletionOutput, RequestMetrics, Logprob, model_pb2.Model),
+    *(PoolingParams, RequestOutput, CompletionOutput, RequestMetrics, PackedLogprobs, model_pb2.Model),
     *(Counter, Gauge, Histogram, tuple),
     *_ERRORS,
 )
 _MARKS: dict[type, msgpack.ExtType] = {cls: msgpack.ExtType(code, b"") for code, cls in enumerate(_CLASSES)}
 _FIELDS: dict[type, list[str]] = {
-    cls: [field.name for field in dataclasses.fields(cls)] for cls in _CLASSES if dataclasses.is_dataclass(cls)
+    cls: [each.name for each in dataclasses.fields(cls)] for cls in _CLASSES if dataclasses.is_dataclass(cls)
+}
+_LOGPROBS: dict[type, int] = {
+    CompletionOutput: _FIELDS[CompletionOutput].index("logprobs"),
+    RequestOutput: _FIELDS[RequestOutput].index("prompt_logprobs"),
 }
 
 
@@ -215,6 +234,8 @@ def _as_map(value: Any) -> dict[Any, Any]:
         fields = [str(value), getattr(value, "parameter", None)]
     else:
         fields = [getattr(value, name) for name in _FIELDS[cls]]
+        if cls in _LOGPROBS and fields[_LOGPROBS[cls]] is not None:
+            fields[_LOGPROBS[cls]] = PackedLogprobs.of(fields[_LOGPROBS[cls]])
     return {_MARKS[cls]: fields}
 
 

@@ -1,4 +1,4 @@
-"""What the HTTP and gRPC APIs share: the engine, limits, API keys, and the log of requests."""
+"""What the HTTP and gRPC APIs share: the engine, the ledger, API keys, and the log of requests."""
 
 import contextlib
 import dataclasses
@@ -15,9 +15,9 @@ from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_messages import EngineInfo
 from jaxserve.server.errors import UnknownModelError
-from jaxserve.server.request_limits import RequestLimits
-from jaxserve.server.request_log import RequestEntry, RequestLog
-from jaxserve.server.settings import ServerConfig
+from jaxserve.server.ledger import Ledger
+from jaxserve.server.request_log import RequestEntry, RequestLog, Usage
+from jaxserve.server.settings import ServerConfig, queued_tokens_limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Frontend:
     Args:
         config: The server's settings.
         engine: The engine's client.
-        limits: Limits the requests in flight.
+        ledger: Counts and limits the requests in flight.
         authenticator: Checks API keys.
         log: Writes log lines, counters and traces of requests.
         model: Directory or hub id of the model: its name unless ``served_model_name`` is set.
@@ -50,7 +50,7 @@ class Frontend:
         self,
         config: ServerConfig,
         engine: EngineClient,
-        limits: RequestLimits,
+        ledger: Ledger,
         authenticator: Authenticator,
         log: RequestLog,
         model: str,
@@ -58,7 +58,7 @@ class Frontend:
     ):
         self.config = config
         self.engine = engine
-        self.limits = limits
+        self.ledger = ledger
         self.authenticator = authenticator
         self.log = log
         self.parsers = parsers
@@ -74,6 +74,15 @@ class Frontend:
         """
         return self.engine.info
 
+    def open(self) -> None:
+        """Accept requests, as many as the engine has room for and the settings let wait."""
+        model, config = self.info.model, self.config
+        self.ledger.open(
+            model.max_num_seqs + config.queued_reqs_limit(model.max_num_seqs),
+            max_num_seqs=model.max_num_seqs,
+            max_num_queued_tokens=queued_tokens_limit(config.max_num_queued_tokens, model.max_model_len),
+        )
+
     def check_model(self, name: str | None) -> str:
         """Return the model name of a response to a request for the model ``name``; None: the first name.
 
@@ -86,13 +95,29 @@ class Frontend:
             raise UnknownModelError(f"The model `{name}` does not exist.")
         return name
 
-    async def generate(self, caller: Caller, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """Run an admitted request as ``EngineClient.generate``, and record it in log, counters and trace."""
+    async def generate(
+        self, caller: Caller, request: Request, usage: Usage | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run an admitted request as ``EngineClient.generate``; record it in ledger, log, counters and trace.
+
+        Args:
+            caller: Who sent it.
+            request: The request.
+            usage: Where its tokens are counted before an output with them is yielded.
+        """
         request = self._completed(caller, request)
-        with RequestEntry(self.log, caller.name, request) as entry:
-            outputs = self.engine.generate(request)
-            async with contextlib.aclosing(outputs):
+        with (
+            RequestEntry(self.log, caller.name, request, usage or Usage()) as entry,
+            self.ledger.entered(entry) as is_waiting,
+        ):
+            if is_waiting and request.token_ids is not None:
+                self.ledger.note_prompt(entry, len(request.token_ids))
+                is_waiting = False
+            async with contextlib.aclosing(self.engine.generate(request, is_waiting=is_waiting)) as outputs:
                 async for output in outputs:
+                    if not output.outputs:
+                        self.ledger.note_prompt(entry, len(output.prompt_token_ids))
+                        continue
                     entry.add(output)
                     if any(one.finish_reason == "error" for one in output.outputs):
                         raise RequestFailedError(output.error or "the engine failed at this request")

@@ -11,10 +11,11 @@ from jaxserve.errors import EngineDeadError, JaxserveError
 from jaxserve.parsers import chosen_reasoning
 from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient
+from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend, ParserNames
 from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.http_listener import http_listening
-from jaxserve.server.request_limits import RequestLimits
+from jaxserve.server.ledger import MAX_BODY_BYTES, Ledger
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.resources import map_large_buffers_apart
 from jaxserve.server.settings import ServerConfig, is_loopback
@@ -45,8 +46,8 @@ async def serve(engine_arguments: dict[str, Any], config: ServerConfig) -> int:
     calls = engine_arguments.get("tool_call_parser")
     parsers = ParserNames(chosen_reasoning(engine_arguments.get("reasoning_parser"), calls), calls)
     model = str(engine_arguments.get("model", "demo"))
-    log, limits = RequestLog(config, model), RequestLimits()
-    frontend = Frontend(config, engine, limits, Authenticator(config), log, model, parsers)
+    log, ledger = RequestLog(config, model), Ledger(max(MAX_BODY_BYTES, 16 * config.max_request_bytes))
+    frontend = Frontend(config, engine, ledger, Authenticator(config), log, model, parsers)
     life = ServerLife(frontend, engine)
     try:
         return await life.run()
@@ -93,13 +94,12 @@ class ServerLife:
                     await self._stop_engine()
 
     def _open(self) -> None:
-        model = self._frontend.info.model
-        self._frontend.limits.open(model.max_num_seqs + self._config.queued_reqs_limit(model.max_num_seqs))
+        self._frontend.open()
         self._grpc.set_serving(True)
 
     def _close(self, reason: str) -> None:
         self._grpc.set_serving(False)
-        self._frontend.limits.close(reason)
+        self._frontend.ledger.close(reason)
 
     async def _serve_until_end(self) -> int:
         """Serve until told to stop, or until the engine ends and is not to be restarted; return the exit status."""
@@ -154,7 +154,7 @@ class ServerLife:
         """Stop accepting requests and wait for in-flight ones, up to the time limit; return the exit status."""
         self._close("the server is shutting down")
         limit_s = self._config.shutdown_timeout if self._drain_s is None else self._drain_s
-        logger.info("draining: %d sequences in flight, at most %g s", self._frontend.limits.num_in_flight, limit_s)
+        logger.info("draining: %d sequences in flight, at most %g s", self._frontend.ledger.num_in_flight, limit_s)
         hurried = asyncio.create_task(self._is_hurried.wait())
         idle = asyncio.create_task(self._until_idle())
         ended = asyncio.create_task(self._engine.wait_ended())
@@ -163,7 +163,7 @@ class ServerLife:
         if is_lost:
             logger.error("the engine process ended while requests ran: %s", ended.result())
         elif not idle.done():
-            self._engine.fail_requests("the server shut down before the request was done")
+            self._engine.fail_requests(UnavailableError("the server shut down before the request was done"))
         await asyncio.wait([idle], timeout=_FAREWELL_S)
         for task in (hurried, idle, ended):
             task.cancel()
@@ -180,7 +180,7 @@ class ServerLife:
         await stopping
 
     async def _until_idle(self) -> None:
-        while self._frontend.limits.num_in_flight:
+        while self._frontend.ledger.num_in_flight:
             await asyncio.sleep(0.02)
 
     def _drain(self, timeout_s: float | None) -> None:

@@ -96,12 +96,12 @@ def versions() -> Mapping[str, str]:
 
 def _server_metrics(frontend: Frontend, *, is_engine_up: bool) -> Iterable[Metric]:
     """Return the front end's current metrics."""
-    counts, limits, model, config = frontend.log.counts, frontend.limits, model_of(frontend), frontend.config
+    counts, ledger, model, config = frontend.log.counts, frontend.ledger, model_of(frontend), frontend.config
     gauges = {
         "engine_up": int(is_engine_up),
-        "accepting_requests": int(limits.is_open),
+        "accepting_requests": int(ledger.is_open),
         "requests_in_flight": counts.in_flight,
-        "texts_in_flight": limits.num_in_flight,
+        "texts_in_flight": ledger.num_in_flight,
         "uptime_seconds": time.time() - frontend.created_s,
     }
     if model is not None:
@@ -114,7 +114,7 @@ def _server_metrics(frontend: Frontend, *, is_engine_up: bool) -> Iterable[Metri
         }
     counters = {
         "requests_started": counts.started,
-        "requests_refused": limits.num_refused,
+        "requests_refused": ledger.num_refused,
         "cancelled": counts.finished["cancelled"],
         "deadline": counts.finished["deadline"],
         "delivered_prompt_tokens": counts.prompt_tokens,

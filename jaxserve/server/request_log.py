@@ -56,6 +56,21 @@ class RequestCounts:
         return self.started - sum(self.finished.values())
 
 
+@dataclasses.dataclass(slots=True)
+class Usage:
+    """The tokens of one prompt, as its outputs come.
+
+    Attributes:
+        num_prompt_tokens: Of the prompt; None before the first output.
+        num_cached_tokens: Those of them that the prefix cache had.
+        num_generated: Of each completion, by its index.
+    """
+
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int = 0
+    num_generated: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter[int])
+
+
 def outcome_of(
     error: BaseException | None,
     finish_reasons: Iterable[str],
@@ -89,16 +104,22 @@ class RequestEntry:
         log: Where to record it.
         caller: Name of the caller.
         request: The request.
+        usage: Where to count its tokens.
+
+    Attributes:
+        num_seqs: Its sequences, for the ledger.
+        num_waiting_tokens: Tokens of its prompt while they wait, for the ledger.
     """
 
-    def __init__(self, log: "RequestLog", caller: str, request: Request):
+    def __init__(self, log: "RequestLog", caller: str, request: Request, usage: Usage):
         self._log = log
         self._caller = caller
         self._request = request
+        self._usage = usage
+        self.num_seqs = request.params.n if request.pooling is None else 1
+        self.num_waiting_tokens = 0
         self._begin_s = time.monotonic()
         self._first_token_s: float | None = None
-        self._num_prompt_tokens: int | None = None
-        self._num_cached_tokens = self._num_generation_tokens = 0
         self._reasons: dict[int, str] = {}
         self._texts: collections.defaultdict[int, str] = collections.defaultdict(str)
         self._is_finished = False
@@ -142,8 +163,8 @@ class RequestEntry:
             self._log_end(outcome, reasons, elapsed_s)
         if self._log.tracer is not None and self._span is not None:
             attributes = {
-                "gen_ai.usage.prompt_tokens": self._num_prompt_tokens or 0,
-                "gen_ai.usage.completion_tokens": self._num_generation_tokens,
+                "gen_ai.usage.prompt_tokens": self._usage.num_prompt_tokens or 0,
+                "gen_ai.usage.completion_tokens": self._usage.num_generated.total(),
                 "gen_ai.response.finish_reasons": reasons,
                 "jaxserve.outcome": outcome,
                 **({} if self._times is None else time_attributes(self._times)),
@@ -153,29 +174,31 @@ class RequestEntry:
 
     def add(self, output: RequestOutput) -> None:
         """Record an output: a delta, or the only output."""
-        if self._num_prompt_tokens is None:
-            self._num_prompt_tokens = len(output.prompt_token_ids)
-            self._num_cached_tokens = output.num_cached_tokens or 0
-            self._log.counts.prompt_tokens += self._num_prompt_tokens
-            self._log.counts.cached_tokens += self._num_cached_tokens
-        keeps_texts, limit = self._log.config.enable_log_outputs, self._log.config.max_log_len
-        num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+        usage, counts, config = self._usage, self._log.counts, self._log.config
+        if usage.num_prompt_tokens is None:
+            usage.num_prompt_tokens = len(output.prompt_token_ids)
+            usage.num_cached_tokens = output.num_cached_tokens or 0
+            counts.prompt_tokens += usage.num_prompt_tokens
+            counts.cached_tokens += usage.num_cached_tokens
         for completion in output.outputs:
+            index, num_tokens = completion.index, len(completion.token_ids)
+            if num_tokens and self._first_token_s is None:
+                self._first_token_s = time.monotonic()
+            usage.num_generated[index] += num_tokens
+            counts.generation_tokens += num_tokens
             if completion.finish_reason is not None:
-                self._reasons[completion.index] = completion.finish_reason
-            if keeps_texts and (limit is None or len(self._texts[completion.index]) <= limit):
-                self._texts[completion.index] += completion.text
-        if num_tokens and self._first_token_s is None:
-            self._first_token_s = time.monotonic()
-        self._num_generation_tokens += num_tokens
-        self._log.counts.generation_tokens += num_tokens
+                self._reasons[index] = completion.finish_reason
+            if config.enable_log_outputs and (
+                config.max_log_len is None or len(self._texts[index]) <= config.max_log_len
+            ):
+                self._texts[index] += completion.text
         self._is_finished = self._is_finished or output.finished
         self._times = output.metrics or self._times
 
     def _log_end(self, outcome: str, reasons: list[str], elapsed_s: float) -> None:
         parts = [
-            f"{self._num_prompt_tokens or 0} prompt tokens ({self._num_cached_tokens} cached)",
-            f"{self._num_generation_tokens} generated",
+            f"{self._usage.num_prompt_tokens or 0} prompt tokens ({self._usage.num_cached_tokens} cached)",
+            f"{self._usage.num_generated.total()} generated",
             f"finish reasons {reasons}",
             f"{elapsed_s:.3f} s",
         ]

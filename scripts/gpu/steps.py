@@ -12,7 +12,7 @@ from jax.sharding import Mesh, use_abstract_mesh
 
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.kernel_choice import attention_sizes
-from jaxserve.device.program import ModelProgram
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import trace_step
 from jaxserve.layers.attention import select_attention
@@ -62,7 +62,7 @@ def steps(context: Context, mesh: Mesh | None) -> Iterator[Step]:
 
 def step_program(
     config: ModelConfig, mesh: Mesh, backend: str | None, num_tokens: int, decode_only: bool
-) -> tuple[ModelProgram, BatchShape]:
+) -> tuple[ShardedModel, BatchShape]:
     """Return the program of a step on H200s and its batch shape, chosen as the engine chooses.
 
     Args:
@@ -76,17 +76,17 @@ def step_program(
     layout = get_layout("tensor_parallel").on(mesh)
     sizes, *_ = attention_sizes(config, Scope(parallel=Parallel.on_mesh(layout, mesh)), _PAGE_SIZE)
     kernel = select_attention(_Device(*H200), policy.kv, backend, **sizes)
-    program = ModelProgram(config, mesh, layout, policy, kernel, _PAGE_SIZE, num_pages=4096, num_slots=256)
-    return program, Buckets.make(256, 8192, 512, multiple=2).shape_for(num_tokens, decode_only)
+    sharded = ShardedModel(config, mesh, layout, policy, kernel, _PAGE_SIZE, num_pages=4096, num_slots=256)
+    return sharded, Buckets.make(256, 8192, 512, multiple=2).shape_for(num_tokens, decode_only)
 
 
 def _tracer(model: str, backend: str, num_tokens: int, decode_only: bool, mesh: Mesh | None) -> Callable[[], Any]:
     def trace() -> Any:
         own = make_mesh(MeshShape()) if mesh is None else mesh
         config = config_from_hf(CONFIGS[model] | {"num_hidden_layers": _NUM_LAYERS}, model)
-        program, shape = step_program(config, own, backend, num_tokens, decode_only)
+        sharded, shape = step_program(config, own, backend, num_tokens, decode_only)
         with contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh.abstract_mesh):
-            return trace_step(program, shape, "greedy" if decode_only else "any")
+            return trace_step(sharded, shape, "greedy" if decode_only else "any")
 
     return trace
 

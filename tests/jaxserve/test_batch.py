@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.device.batch import BatchBuilder
+from jaxserve.device.batch import build
 from jaxserve.device.sampler_batch import SamplerShape, unpack_sampler
+from jaxserve.device.slots import Slots
 from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch, sampler_part, unpack
 from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.plan import ON_DEVICE, ChunkPooling, PageGrant, Sampling, SlotSetup, StepPlan
@@ -19,6 +20,7 @@ from tests.plan_rows import Row, decode_rows, make_plan, rows_of
 NUM_SLOTS, PAGE_SIZE, NUM_PAGES, TABLE_PAGES = 6, 8, 40, 5
 DECODE = BatchShape(num_tokens=4, num_rows=4, table_pages=TABLE_PAGES, decode_only=True)
 MIXED = BatchShape(num_tokens=32, num_rows=5, table_pages=TABLE_PAGES, decode_only=False)
+VOCAB_SIZE = 1000
 NEUTRAL = (0.5, -3.0)  # what two processors read of requests that give them nothing
 
 LATEST = LatestTokens(*np.random.default_rng(7).integers(0, 300, (2, NUM_SLOTS), np.int32))  # where nothing else is
@@ -217,12 +219,12 @@ def check_padding(batch: StepBatch, num_tokens: int, num_rows: int, shape: Batch
 @pytest.mark.parametrize("seed", range(12))
 def test_buffers_hold_what_plans_say(seed: int) -> None:
     """Also with logits processors that read arguments."""
-    maker, builder = PlanMaker(seed), BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES, NEUTRAL)
+    maker, slots = PlanMaker(seed), Slots(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES, VOCAB_SIZE, NEUTRAL)
     for step in range(15):
         shape = dataclasses.replace(DECODE if step % 3 == 2 else MIXED, num_arguments=len(NEUTRAL))
         plan = maker.next(shape.decode_only, shape)
-        builder.apply(plan)
-        buffer = builder.build(plan, shape, variant=step % 3)
+        slots.apply(plan)
+        buffer = build(slots, plan, shape, variant=step % 3)
         assert buffer.dtype == np.int32 and buffer.shape == (shape.buffer_size,)
         batch = jax.tree.map(np.asarray, call_unpack(shape)(buffer, maker.latest))
         check_batch(batch, maker.rows(plan), maker.slots, shape)
@@ -231,35 +233,35 @@ def test_buffers_hold_what_plans_say(seed: int) -> None:
 
 def test_buffers_do_not_share_memory() -> None:
     """The step before may still read its buffer when the next is built."""
-    builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES)
+    slots = Slots(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES, VOCAB_SIZE)
     plan = make_plan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], [Row(0, 0, [5], 1)])
-    builder.apply(plan)
-    first, second = builder.build(plan, MIXED, 0), builder.build(plan, MIXED, 0)
+    slots.apply(plan)
+    first, second = build(slots, plan, MIXED, 0), build(slots, plan, MIXED, 0)
     second[...] = 7
     assert not np.shares_memory(first, second) and not (first == 7).all()
-    assert not np.shares_memory(first, builder.page_tables)
+    assert not np.shares_memory(first, slots.page_tables)
 
 
 def test_a_new_request_does_not_inherit_its_slot() -> None:
     """Pages, penalties and arguments of the request before are gone."""
-    builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES, NEUTRAL)
+    slots = Slots(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES, VOCAB_SIZE, NEUTRAL)
     shape = dataclasses.replace(DECODE, num_arguments=2)
     busy = Sampling(OptionValues(temperature=1.0, presence_penalty=1.0), arguments=(1.0, 2.0), num_logprobs=2)
     for sampling, pages, counted_slot, variant in [(busy, [3, 4], 2, "full"), (Sampling(), [9], NUM_SLOTS, "greedy")]:
         plan = make_plan(0, [SlotSetup(2, sampling, 9)], [PageGrant(2, 0, pages)], decode_rows([2], [0], [5]))
-        builder.apply(plan)
+        slots.apply(plan)
         expected = pages + [NUM_PAGES] * (TABLE_PAGES - len(pages))
-        batch = jax.tree.map(np.asarray, call_unpack(shape)(builder.build(plan, shape, 0)))
+        batch = jax.tree.map(np.asarray, call_unpack(shape)(build(slots, plan, shape, 0)))
         assert batch.attention[0].page_table[0].tolist() == expected
         assert batch.counted_slots[0] == counted_slot
         assert tuple(batch.sampler.inputs.arguments[0].tolist()) == (sampling.arguments or NEUTRAL)
-        assert builder.variant(plan) == variant
+        assert slots.variant(plan) == variant
 
 
 def test_the_sampler_finds_its_part_of_the_buffer() -> None:
     """It lies the same in decode and mixed steps with the same number of rows."""
     sampling = Sampling(OptionValues(temperature=0.5, top_k=7), seed=5, arguments=(1.0, 2.0))
-    builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES, NEUTRAL)
+    slots = Slots(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES, VOCAB_SIZE, NEUTRAL)
     setups, grants = [SlotSetup(2, sampling, 9)], [PageGrant(2, 0, [3])]
     decode = make_plan(0, setups, grants, decode_rows([2], [6], [5]))
     mixed = make_plan(1, [], [], [Row(2, 4, [8, 9, 5], 1)])
@@ -267,8 +269,8 @@ def test_the_sampler_finds_its_part_of_the_buffer() -> None:
     parts = []
     for shape, plan in zip(shapes, (decode, mixed), strict=True):
         shape = dataclasses.replace(shape, num_arguments=len(NEUTRAL))
-        builder.apply(plan)
-        buffer = builder.build(plan, shape, variant=1)
+        slots.apply(plan)
+        buffer = build(slots, plan, shape, variant=1)
         batch = call_unpack(shape)(buffer)
         parts.append(np.asarray(sampler_part(jnp.asarray(buffer), shape, batch)))
         found = unpack_sampler(jnp.asarray(parts[-1]), shape.sampler)
@@ -291,11 +293,11 @@ def test_the_simplest_sampler_is_chosen() -> None:
     ]
     easy = [Sampling(), Sampling(OptionValues(temperature=0.5)), Sampling(arguments=NEUTRAL)]
     samplings = dict(enumerate([*easy, *needy]))
-    builder = BatchBuilder(len(samplings), TABLE_PAGES, PAGE_SIZE, NUM_PAGES, NEUTRAL)
-    builder.apply(make_plan(0, [SlotSetup(slot, samplings[slot], 99) for slot in samplings], [], []))
+    slots = Slots(len(samplings), TABLE_PAGES, PAGE_SIZE, NUM_PAGES, VOCAB_SIZE, NEUTRAL)
+    slots.apply(make_plan(0, [SlotSetup(slot, samplings[slot], 99) for slot in samplings], [], []))
 
     def variant(decode: list[int], *prefill: Row, is_masked: bool = False) -> str:
-        return builder.variant(make_plan(0, [], [], [*decode_rows(decode, [5] * len(decode)), *prefill]), is_masked)
+        return slots.variant(make_plan(0, [], [], [*decode_rows(decode, [5] * len(decode)), *prefill]), is_masked)
 
     assert variant([0]) == variant([0, 2]) == "greedy"
     assert variant([0, 1]) == "sampled"

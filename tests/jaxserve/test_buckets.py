@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve.device.buckets import Buckets
-from jaxserve.device.compiled_steps import num_programs, step_keys
+from jaxserve.device.stage import num_programs, step_keys
 from jaxserve.errors import ConfigError
 
 MAX_PROGRAMS = 40

@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams
 from jaxserve.device.build import EnginePlan, plan_engine
-from jaxserve.device.token_parts import page_size_of
+from jaxserve.device.layout_choice import page_size_of
 from jaxserve.layers.parallel import Parallel
 from pallas_kernels import UnsupportedKernelError, native_library
 from sharding import LayoutError, ShardingLayout, get_layout
@@ -46,7 +46,7 @@ def test_requests_have_the_same_bits_alone_and_beside_others(settings: dict[str,
     """Prompt logprobs, penalties, grammars and several samples among them; and the tokens are those of one device."""
     numbers = [*range(len(REQUESTS))] if settings else [0, 2, 6, 13]
     with LLM("demo", dtype="float32", **SETTINGS | TWO | settings) as llm:
-        assert llm.plan.programs[0].row_tile is not None
+        assert llm.plan.models[0].row_tile is not None
         alone = [ask(llm, [number])[0] for number in numbers]
         together = ask(llm, numbers)
         assert all(metric.value == 0 for metric in llm.get_metrics() if "compiles_after" in metric.name)
@@ -81,10 +81,10 @@ def test_pages_take_less_memory_than_with_repeated_heads(tmp_path: Path) -> None
 
 
 def test_the_page_size_is_that_of_all_devices() -> None:
-    program = plan().programs[0]
+    program = plan().models[0]
     assert (program.page_size, program.own_page_size) == (16, 8)
-    assert plan(tensor_parallel_size=1).programs[0].own_page_size == 16
-    assert plan(block_size=None).programs[0].page_size == 64
+    assert plan(tensor_parallel_size=1).models[0].own_page_size == 16
+    assert plan(block_size=None).models[0].page_size == 64
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_heads_and_tokens_are_over_the_axis_of_features() -> None:
 def test_the_log_says_which_kernel_attends_and_why(caplog: pytest.LogCaptureFixture) -> None:
     """Native kernels read pages with a multiple of 8 tokens."""
     with caplog.at_level("INFO"):
-        assert plan(kernels=None).programs[0].kernel.name == "native"
-        assert plan(kernels=None, block_size=8).programs[0].kernel.name == "xla"
+        assert plan(kernels=None).models[0].kernel.name == "native"
+        assert plan(kernels=None, block_size=8).models[0].kernel.name == "xla"
     assert "not native: page_size must be a multiple of 8, not 4" in caplog.text
 
 

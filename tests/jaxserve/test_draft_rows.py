@@ -8,17 +8,18 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.device.batch import BatchBuilder
+from jaxserve.device.batch import build
 from jaxserve.device.buckets import Buckets
-from jaxserve.device.compiled_steps import CompiledSteps
-from jaxserve.device.runner import StepResult, StepRunner
+from jaxserve.device.runner_interface import StepResult
+from jaxserve.device.slots import Slots
+from jaxserve.device.stage import Stage
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.sampling.sampler import NO_TOKEN
 from jaxserve.sampling.verification import NOWHERE, Verification
 from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.plan import ON_DEVICE, PageGrant, Sampling, SlotSetup, StepPlan
 from tests.plan_rows import Row, make_plan, rows_of
-from tests.tiny_programs import make_program, random_params, tiny_config
+from tests.tiny_programs import make_program, make_runner, random_params, tiny_config
 
 MAX_SAMPLES, TABLE_PAGES, NUM_TOKENS = 4, 5, 24
 BUCKETS = Buckets((8,), (16, 64), max_num_seqs=8, table_pages=TABLE_PAGES, multiple=8, max_samples=MAX_SAMPLES)
@@ -35,18 +36,18 @@ SAMPLINGS = [
 
 
 @functools.cache
-def compiled_steps(tensor: int, platform: str) -> CompiledSteps:
+def compiled_stage(tensor: int, platform: str) -> Stage:
     """Deterministic programs, so that a row has the same bits in steps of one token a row and of several."""
     program = make_program(tiny_config(), tensor=tensor, num_pages=40, num_slots=8, row_tile=8)
-    steps = CompiledSteps(program, BUCKETS, platform)
-    steps.compile()
-    return steps
+    stage = Stage(program, BUCKETS, platform)
+    stage.compile()
+    return stage
 
 
-def params_with_nan(steps: CompiledSteps) -> tuple[jax.Array, ...]:
+def params_with_nan(stage: Stage) -> tuple[jax.Array, ...]:
     """Random parameters; the embedding of ``NAN_TOKEN`` is NaN."""
     params = []
-    for name, array in zip(steps.program.abstract_model.params, random_params(steps.program), strict=True):
+    for name, array in zip(stage.model.abstract_model.params, random_params(stage.model), strict=True):
         values = np.array(array)
         if name.startswith("embed"):
             values[NAN_TOKEN] = np.nan
@@ -57,8 +58,8 @@ def params_with_nan(steps: CompiledSteps) -> tuple[jax.Array, ...]:
 class Driver:
     """A runner with one text for each of ``SAMPLINGS``; keeps the tokens and the logprobs of each slot."""
 
-    def __init__(self, steps: CompiledSteps):
-        self.runner = StepRunner(steps, params_with_nan(steps))
+    def __init__(self, stage: Stage):
+        self.runner = make_runner(stage, params_with_nan(stage))
         self.tokens: list[list[int]] = [[] for _ in SAMPLINGS]
         self.logprobs: list[list[list[np.ndarray]]] = [[] for _ in SAMPLINGS]
         slots = range(len(SAMPLINGS))
@@ -82,7 +83,7 @@ class Driver:
 @functools.cache
 def one_by_one(tensor: int, platform: str) -> Driver:
     """The texts as rows of one token give them."""
-    driver = Driver(compiled_steps(tensor, platform))
+    driver = Driver(compiled_stage(tensor, platform))
     for _ in range(NUM_TOKENS):
         driver.run(make_plan(2, [], [], [Row(slot, ON_DEVICE, [ON_DEVICE], 1) for slot in range(len(SAMPLINGS))]))
     assert all(len(tokens) >= NUM_TOKENS and NAN_TOKEN not in tokens for tokens in driver.tokens)
@@ -113,7 +114,7 @@ def test_drafts_change_no_token(
 ) -> None:
     """Starts and latest tokens are left to the device; tokens and the bits of all logprobs stay the same."""
     expected = one_by_one(tensor, platform)
-    driver = Driver(compiled_steps(tensor, platform))
+    driver = Driver(compiled_stage(tensor, platform))
     rng = np.random.default_rng(3)
     num_steps = 0
     while any(len(tokens) < NUM_TOKENS for tokens in driver.tokens):
@@ -140,7 +141,7 @@ def test_drafts_change_no_token(
 def test_a_row_with_drafts_beside_a_chunk_and_a_row_that_samples_nothing() -> None:
     """Samples are counted from the row's own; the host may name the row's first token and its place."""
     expected = one_by_one(1, "cpu")
-    driver = Driver(compiled_steps(1, "cpu"))
+    driver = Driver(compiled_stage(1, "cpu"))
     text = expected.tokens[1]
     rows = [
         Row(0, ON_DEVICE, [ON_DEVICE], 1),
@@ -195,14 +196,14 @@ def test_a_token_stays_while_the_drafts_before_it_are_what_was_sampled(seed: int
 
 def test_a_position_after_drafts_is_the_least_it_can_be() -> None:
     """So that a page counts as shared by all rows only where it is full whatever stays."""
-    builder = BatchBuilder(2, TABLE_PAGES, 8, 40)
+    slots = Slots(2, TABLE_PAGES, 8, 40, 53)
     shape = BatchShape(num_tokens=8, num_rows=2, table_pages=TABLE_PAGES, decode_only=False, max_samples=4)
-    builder.apply(make_plan(0, [SlotSetup(1, Sampling(), 40)], [PageGrant(1, 0, [3, 4])], []))
+    slots.apply(make_plan(0, [SlotSetup(1, Sampling(), 40)], [PageGrant(1, 0, [3, 4])], []))
     starts = []
     for row in (Row(1, 5, [9, 8, 7, 6], 4), Row(1, ON_DEVICE, [ON_DEVICE, 5], 2), Row(1, ON_DEVICE, [ON_DEVICE], 1)):
         plan = make_plan(0, [], [], [row])
-        starts += builder.starts.of(plan).tolist()
-        buffer = builder.build(plan, shape, 0)
+        starts += slots.starts.of(plan).tolist()
+        buffer = build(slots, plan, shape, 0)
     field = shape.fields["num_shared_pages"]
     assert starts == [5, 6, 7] and buffer[field.start] == 1, "eight tokens fill a page"
-    assert builder.starts.of(make_plan(0, [], [], [Row(1, 9, [1], 1)])).tolist() == [9]
+    assert slots.starts.of(make_plan(0, [], [], [Row(1, 9, [1], 1)])).tolist() == [9]

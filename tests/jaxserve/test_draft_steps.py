@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from jaxserve.device.buckets import Buckets
-from jaxserve.device.compiled_steps import CompiledSteps
-from jaxserve.device.runner import StepRunner
+from jaxserve.device.stage import Stage
 from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import ON_DEVICE, Sampling, SchedulerLimits, StepPlan
@@ -21,7 +20,7 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from tests.plan_rows import rows_of
 from tests.sequences import make_sequence, name_of
-from tests.tiny_programs import make_program, random_params, tiny_config
+from tests.tiny_programs import make_program, make_runner, tiny_config
 
 PAGE_SIZE, NUM_PAGES, NUM_TEXTS, MAX_DRAFTS = 8, 8, 16, 4
 STOP = 11
@@ -35,13 +34,13 @@ Pages = dict[tuple[int, ...], list[np.ndarray]]
 
 
 @functools.cache
-def compiled_steps() -> CompiledSteps:
+def compiled_stage() -> Stage:
     """Deterministic programs of five samples a row."""
     program = make_program(tiny_config(), num_pages=NUM_PAGES, num_slots=8, row_tile=8)
     buckets = Buckets((8,), (16, 32), max_num_seqs=8, table_pages=5, multiple=8, max_samples=1 + MAX_DRAFTS)
-    steps = CompiledSteps(program, buckets)
-    steps.compile()
-    return steps
+    stage = Stage(program, buckets)
+    stage.compile()
+    return stage
 
 
 def text(number: int) -> Sequence:
@@ -67,7 +66,7 @@ class Load:
         self.scheduler = Scheduler(
             SchedulerLimits(4, 32, max_draft_tokens=max_drafts), self.allocator, None if expected is None else self
         )
-        self.runner = StepRunner(compiled_steps(), random_params(compiled_steps().program))
+        self.runner = make_runner(compiled_stage())
         self.in_flight: list[tuple[StepPlan, int]] = []
         self.num_device_starts = self.num_kept = 0
 
@@ -91,7 +90,7 @@ class Load:
 
     def pages(self, sequences: list[Sequence]) -> Pages:
         """Contents of full pages by the tokens up to their ends: of contexts, as far as these are final, and cached."""
-        pools = [np.array(pool) for pool in jax.tree.leaves(self.runner._state.pools)]
+        pools = [np.array(pool) for pool in jax.tree.leaves(self.runner._last.state.pools)]
         found: Pages = {}
         cache = self.allocator.cache
         for sequence in sequences:

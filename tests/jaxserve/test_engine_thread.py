@@ -61,7 +61,7 @@ async def settled(thread: Loop) -> None:
     await asyncio.wait_for(asyncio.wrap_future(thread.call(int)), PATIENCE_S)
 
 
-async def rest(stream: Stream) -> list[RequestOutput]:
+async def rest(stream: Reader) -> list[RequestOutput]:
     """All outputs to the end."""
     outputs: list[RequestOutput] = []
     while not outputs or not outputs[-1].finished:

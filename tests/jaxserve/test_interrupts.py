@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 import jaxserve
 from jaxserve import LLM, BeamSearchParams, EngineDeadError, SamplingParams
-from jaxserve.device.compiled_steps import CompiledSteps
-from jaxserve.device.runner import PendingStep, StepRunner
+from jaxserve.device.runner import LocalRunner, PendingStep
+from jaxserve.device.stage import Stage
 from jaxserve.engine import resharding
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.replica import Replica
@@ -42,7 +42,7 @@ MESSAGES = [{"role": "user", "content": "12+30="}]
 PLACES = [
     (Scheduler, "schedule"),
     (Scheduler, "complete"),
-    (StepRunner, "launch"),
+    (LocalRunner, "launch"),
     (PendingStep, "wait"),
     (Replica, "collect"),
     (Engine, "_deliver"),
@@ -352,7 +352,7 @@ def test_an_interrupt_inside_the_move_stops_the_engine_by_name(
         raise KeyboardInterrupt
 
     with LLM(str(directory), **SETTINGS) as made:
-        monkeypatch.setattr(CompiledSteps, "compile", lambda self: None)  # the move does not get that far
+        monkeypatch.setattr(Stage, "compile", lambda self: None)  # the move does not get that far
         do_once(monkeypatch, (resharding, "move_weights"), interrupt, after=False)
         with pytest.raises(KeyboardInterrupt):
             made.reshard("tensor=1")
@@ -367,7 +367,7 @@ def test_close_in_the_middle_of_a_call(directory: Path, monkeypatch: pytest.Monk
     before = signal.signal(signal.SIGALRM, lambda number, frame: made.close())
     try:
         do_once(monkeypatch, PLACES[2], lambda: signal.raise_signal(signal.SIGALRM), after=True)
-        do_once(monkeypatch, (StepRunner, "close"), lambda: signal.raise_signal(signal.SIGINT), after=False)
+        do_once(monkeypatch, (LocalRunner, "close"), lambda: signal.raise_signal(signal.SIGINT), after=False)
         with pytest.raises(KeyboardInterrupt):
             tokens(made)
     finally:
@@ -376,7 +376,7 @@ def test_close_in_the_middle_of_a_call(directory: Path, monkeypatch: pytest.Monk
         tokens(made)
     made.close()
     runner: Any = made.engine.replicas[0].runner
-    assert all(array.is_deleted() for array in runner._params)
+    assert all(array.is_deleted() for array in runner._last.params)
 
 
 def test_delayed_signals_run_in_order_and_all_of_them() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve import EngineConfig
 from jaxserve.device.build import plan_engine
-from jaxserve.device.program import ModelProgram
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.errors import ConfigError
 from pallas_kernels import UnsupportedKernelError, linear_native, native_library, qkv_write_native, truncation_xla
 
@@ -13,8 +13,8 @@ needs_native = pytest.mark.skipif(
 )
 
 
-def planned(**settings) -> ModelProgram:
-    return plan_engine(EngineConfig(model="demo", max_num_seqs=2, max_num_batched_tokens=32, **settings)).programs[0]
+def planned(**settings) -> ShardedModel:
+    return plan_engine(EngineConfig(model="demo", max_num_seqs=2, max_num_batched_tokens=32, **settings)).models[0]
 
 
 @needs_native

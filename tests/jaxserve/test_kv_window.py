@@ -111,7 +111,7 @@ def test_a_window_bounds_what_a_request_needs(checkpoints: dict[str, Path], name
     plan = plan_engine(EngineConfig(model=model, **SETTINGS))
     assert plan.needs.table_pages == LONGEST_PAGES
     assert plan.needs.request_pages == num_pages < len(plan.needs.windows) * LONGEST_PAGES
-    assert plan.programs[0].num_pages == 3 * num_pages, "never more than all sequences can use"
+    assert plan.models[0].num_pages == 3 * num_pages, "never more than all sequences can use"
     small: dict[str, Any] = SETTINGS | {"num_gpu_blocks_override": num_pages - 1}
     with pytest.raises(MemoryPlanError, match=f"needs {num_pages} KV pages"):
         plan_engine(EngineConfig(model=model, **small))
@@ -135,7 +135,7 @@ def test_the_ledger_of_layers_with_and_without_a_window(checkpoints: dict[str, P
 
 def test_a_window_that_no_context_fills_is_none(checkpoints: dict[str, Path]) -> None:
     plan = plan_engine(EngineConfig(model=str(checkpoints["mixed"]), max_model_len=WINDOW, **SETTINGS))
-    assert plan.needs.windows == (None,) and sum(plan.programs[0].kv_layout.counts) == 5
+    assert plan.needs.windows == (None,) and sum(plan.models[0].kv_layout.counts) == 5
 
 
 def test_the_longest_context_that_fits(checkpoints: dict[str, Path]) -> None:

@@ -16,10 +16,9 @@ import jaxserve
 from jaxserve.cli import main
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import plan_engine
-from jaxserve.device.program import ModelProgram
-from jaxserve.device.stage_steps import trace_stage
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape
-from jaxserve.device.steps import trace_step
+from jaxserve.device.steps import trace_hidden, trace_step
 from jaxserve.errors import ConfigError, UnsupportedModelError
 from jaxserve.lab.communication import HAND_OVER, LAYERS, StepCollectives
 from jaxserve.lab.compiled import target_config
@@ -108,7 +107,7 @@ def counted(found: list[Collective]) -> collections.Counter[Any]:
     return counts
 
 
-def combined(program: ModelProgram, shape: BatchShape, layers: range | None = None) -> collections.Counter[Any]:
+def combined(program: ShardedModel, shape: BatchShape, layers: range | None = None) -> collections.Counter[Any]:
     parts = StepCollectives(program).count(shape, layers)
     return counted([each for part in parts for each in part.found])
 
@@ -130,7 +129,7 @@ def test_parts_of_a_stage_have_the_collectives_of_its_program(layout: str) -> No
     program = make_program(tiny_config(num_heads=8, hidden_size=32), tensor=2, layout=layout)
     first, last = (dataclasses.replace(program, stage=stage) for stage in stages_of([1, 1]))
     shape = SHAPES["prefill"]
-    for stage, traced in ((first, trace_stage(first, shape)), (last, trace_step(last, shape, "greedy"))):
+    for stage, traced in ((first, trace_hidden(first, shape)), (last, trace_step(last, shape, "greedy"))):
         expected = counted(list(collectives(traced.jaxpr.jaxpr)))
         assert stage.stage is not None
         assert combined(program, shape, stage.stage.layers) == expected
@@ -184,7 +183,7 @@ def test_a_plan_has_the_numbers_of_an_engine() -> None:
     )
     assert stage.step_reserve == engine.needs.temporaries
     assert planned.pages_per_request == engine.needs.request_pages
-    assert planned.num_pages >= engine.programs[0].num_pages
+    assert planned.num_pages >= engine.models[0].num_pages
 
 
 def test_stages_lanes_and_replicas_share_a_batch(tmp_path: Path, shared_data: Path) -> None:
@@ -320,12 +319,16 @@ def test_a_dtype_that_a_device_has_no_rate_for() -> None:
         get_device("h100").flops_of("int8", 1)
 
 
-def test_quantized_weights_are_refused_with_the_remedy(shared_data: Path) -> None:
-    message = r"fp8.*; plan it unquantized with hf_overrides=\{'quantization_config': None\}"
-    with pytest.raises(UnsupportedModelError, match=message):
-        jaxserve.plan(str(shared_data / "configs" / "deepseek-r1"))
+def test_unsupported_models_are_refused(shared_data: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="GPTNeoXForSequenceClassification is not supported; supported: "):
         jaxserve.plan(str(shared_data / "configs" / "pythia-410m"))
+
+
+def test_a_quantized_model_is_planned_as_a_plain_one(shared_data: Path) -> None:
+    directory = str(shared_data / "configs" / "llama-2-13b-bnb-nf4")
+    settings: dict[str, Any] = {"device": "h100", "max_model_len": 2048, "dtype": "bfloat16"}
+    plain = jaxserve.plan(directory, hf_overrides={"quantization_config": None}, **settings)
+    assert jaxserve.plan(directory, **settings).fullest.weights == plain.fullest.weights
 
 
 HAS_CUDA = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None for version in (12, 13))
@@ -377,7 +380,7 @@ def test_large_models_on_512_devices(name: str, shared_data: Path, tmp_path: Pat
     settings: dict[str, Any] = {"device": "h100", "hosts": 64, "max_model_len": 8192, "dtype": "bfloat16"}
     if name == "deepseek-r1":
         settings |= {"model": str(shared_data / "configs" / name), "mesh": "tensor=8,expert=64"}
-        settings |= {"hf_overrides": {"quantization_config": None}, "max_num_batched_tokens": 512}
+        settings |= {"max_num_batched_tokens": 512}
     else:
         raw = json.loads((shared_data / "configs" / "llama-3.1-70b" / "config.json").read_text())
         raw |= {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128}

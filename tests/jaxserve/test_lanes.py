@@ -148,7 +148,7 @@ def test_requests_of_every_kind_are_as_on_one_device(seed: int, llm: LLM, expect
 
 def test_the_plan_counts_all_lanes(llm: LLM) -> None:
     """A request has the pages of one lane, and the engine those of all."""
-    (program, *_), num_lanes = llm.plan.programs, len(schedulers(llm))
+    (program, *_), num_lanes = llm.plan.models, len(schedulers(llm))
     assert [scheduler.allocator.num_pages for scheduler in schedulers(llm)] == [program.num_pages] * num_lanes
     assert llm.ledger.num_pages == num_lanes * program.num_pages
     assert llm.ledger.max_concurrency == num_lanes * program.num_pages / (128 // 8)

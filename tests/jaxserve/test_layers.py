@@ -20,6 +20,7 @@ from jaxserve.layers.norm import RMSNorm, split_mean_squares
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.layers.params import Rows
 from jaxserve.layers.rope import rope_cos_sin
+from jaxserve.models.causal_lm import TokenBatch
 from jaxserve.models.decoder import build_mlp
 from jaxserve.models.registry import build_model
 from jaxserve.models.stages import stages_of
@@ -400,18 +401,18 @@ def test_stages_one_after_the_other_are_the_model(is_tied: bool) -> None:
     randomize(model)
     length = 11
     tokens, positions = jnp.arange(length) * 4, jnp.arange(length)
-    step = (tokens, positions, jnp.full(length, length))
     pools: list[Pools] = []
     for spec in model.kv_specs:
         keys, values = KERNEL.pool_specs(3, 8, spec.num_kv_heads, spec.head_dim)
         pools.append((jnp.zeros(keys.shape), jnp.zeros(values.shape)))
-    settings, batch = AttentionSettings(KERNEL, 8, decode_only=False), one_row(length)
-    whole, written, _ = model.hidden(*step, pools, [batch], settings)
+    settings = AttentionSettings(KERNEL, 8, decode_only=False)
+    batch = TokenBatch(tokens, positions, jnp.full(length, length), (one_row(length),))
+    whole, written, _ = model.hidden(batch, pools, settings)
     x, stage = None, model
     for kept in stages_of([1, 1, 1]):
         stage = nnx.clone(model)
         stage.keep_stage(kept)
-        x, pools[kept.first : kept.stop], _ = stage.hidden(*step, pools[kept.first : kept.stop], [batch], settings, x)
+        x, pools[kept.first : kept.stop], _ = stage.hidden(batch, pools[kept.first : kept.stop], settings, x)
         has_embedding = kept.is_first or (kept.is_last and is_tied)
         assert (stage.embed is not None, stage.norm is not None) == (has_embedding, kept.is_last)
     assert x is not None

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.device.masks import MaskedRow, TokenMasks
+from jaxserve.device.slots import MaskedRow, TokenMasks
 from jaxserve.scheduling.plan import Sampling, SlotMask, SlotSetup, StepPlan
 from jaxserve.scheduling.row_starts import RowStarts
 from tests.plan_rows import Row, decode_rows, make_plan

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxserve import LLM, MemoryPlanError
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
-from jaxserve.device.compilation_cache import use_compilation_cache
+from jaxserve.device.compiling import use_compilation_cache
 from jaxserve.device.memory import (
     MemoryNeeds,
     device_memory_bytes,
@@ -184,7 +184,7 @@ def test_what_the_error_suggests_fits(without_weights: Path) -> None:
     (length,) = map(int, re.findall(r"use max_model_len=(\d+)", str(caught.value)))
     made = plan_stories(without_weights, kv_cache_memory_bytes=300_000, max_model_len=length)
     assert made.max_model_len == length
-    assert made.programs[0].num_pages * 8 >= length
+    assert made.models[0].num_pages * 8 >= length
     with pytest.raises(MemoryPlanError):
         plan_stories(without_weights, kv_cache_memory_bytes=300_000, max_model_len=length + 1)
 
@@ -235,7 +235,7 @@ def test_every_device_holds_what_is_planned_for_it(name: str, tmp_path: Path) ->
     write_checkpoint(tmp_path, KINDS.get(name, SPARSE) | dense, seed=0)
     config = EngineConfig(model=str(tmp_path), max_num_seqs=4, block_size=8, num_gpu_blocks_override=200, **settings)
     plan = plan_engine(config)
-    (program,), needs = plan.programs, plan.needs
+    (program,), needs = plan.models, plan.needs
     arrays = jax.tree.leaves((load_params(plan, program), program.empty_state()))
     planned = needs.weights + needs.slots + 200 * needs.page
     held = dict.fromkeys(program.mesh.devices.flat, 0)

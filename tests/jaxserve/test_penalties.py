@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.device.compiled_steps import slot_row
-from jaxserve.device.masks import TokenMasks
+from jaxserve.device.slots import TokenMasks
+from jaxserve.device.state_updates import slot_row
 from jaxserve.sampling.penalties import IN_PROMPT, MAX_TRACKED, SlotTables, adjust, counted
 from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.plan import Sampling, SlotMask, SlotSetup

@@ -18,9 +18,9 @@ from jaxserve.device import move_memory
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.packing import Packing
 from jaxserve.device.page_transfer import PageReader, PageWrite, PageWriter, can_share_pages
-from jaxserve.device.program import ModelProgram
 from jaxserve.device.resident_weights import check_same_parameters, move_weights
 from jaxserve.device.runner_interface import Runner
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.engine import resharding
 from jaxserve.engine.request_state import RequestState
 from jaxserve.errors import MemoryPlanError
@@ -94,7 +94,7 @@ def test_requests_of_every_kind_continue(changes: list[Change], sparse: Path, st
             embedded.append(llm.engine.submit(parse_prompt("reverse garden: " * 5, default=PoolingParams())))
             seen += [next(stream) for _ in range(6)]
             report = llm.reshard(mesh, layout)
-            assert report.to_layout == llm.plan.programs[0].layout.name
+            assert report.to_layout == llm.plan.models[0].layout.name
             assert len(schedulers(llm)) == llm.plan.num_lanes == (2 if "data=2" in mesh or "expert=2" in mesh else 1)
             assert sum(scheduler.num_unfinished for scheduler in schedulers(llm)) >= 1
             has_parts = "context_parallel" in (report.from_layout, report.to_layout)
@@ -148,14 +148,14 @@ def test_weights_keep_their_bits(name: str, tmp_path: Path) -> None:
     """On each mesh they are those that loading puts there, and at the end those of the beginning."""
     write_checkpoint(tmp_path, MODELS[name], seed=3)
     now = make_plan(tmp_path)
-    held = [[load_params(now, program) for program in now.programs]]
+    held = [[load_params(now, program) for program in now.models]]
     begin = [contents(found) for found in held[0]]
     for settings in [*MESHES, *(EXPERT_MESHES if "experts" in name else []), {}]:
         new = make_plan(tmp_path, **settings)
         check_same_parameters(now.replicas[0], new.replicas[0])
         held = move_weights([*zip(now.replicas[0], held.pop(0), strict=True)], new.replicas)
         now = new
-        for found, program in zip([stage for stages in held for stage in stages], now.programs, strict=True):
+        for found, program in zip([stage for stages in held for stage in stages], now.models, strict=True):
             assert contents(found) == contents(load_params(now, program)), settings
     assert [contents(found) for found in held[0]] == begin
 
@@ -166,12 +166,12 @@ def test_stacked_weights_move_as_single_ones(tmp_path: Path, monkeypatch: pytest
     of = Packing.of
     monkeypatch.setattr(Packing, "of", lambda params, platform: of(params, "gpu"))
     old, new = make_plan(tmp_path), make_plan(tmp_path, tensor_parallel_size=4)
-    assert any(len(group) > 1 for group in new.programs[0].packing.groups)
-    ((found,),) = move_weights([(old.programs[0], load_params(old, old.programs[0]))], new.replicas)
-    assert contents(found) == contents(load_params(new, new.programs[0]))
+    assert any(len(group) > 1 for group in new.models[0].packing.groups)
+    ((found,),) = move_weights([(old.models[0], load_params(old, old.models[0]))], new.replicas)
+    assert contents(found) == contents(load_params(new, new.models[0]))
 
 
-def rows_of(program: ModelProgram, state: Any, pages: list[int]) -> list[np.ndarray]:
+def rows_of(program: ShardedModel, state: Any, pages: list[int]) -> list[np.ndarray]:
     """The pages of each array, all pools of it one after the other."""
     places = [number * program.pool_pages + page for number in range(program.kv_layout.counts[0]) for page in pages]
     return [np.asarray(array)[places] for array in jax.tree.leaves(state.pools)]
@@ -183,7 +183,7 @@ def test_pages_keep_their_bits(config: dict[str, Any], kernel: str | None, tmp_p
     """From one device to four, two of which have the same head, to two stages, and to a second replica."""
     write_checkpoint(tmp_path, config, seed=3)
     settings = {"num_gpu_blocks_override": 16, "attention_backend": kernel}
-    old = make_plan(tmp_path, **settings).programs[0]
+    old = make_plan(tmp_path, **settings).models[0]
     shapes = [array.shape for array in jax.tree.leaves(old.abstract_state().pools)]
     generator = np.random.default_rng(5)
     filled = iter([generator.normal(size=shape).astype(np.float32) for shape in shapes])
@@ -192,7 +192,7 @@ def test_pages_keep_their_bits(config: dict[str, Any], kernel: str | None, tmp_p
     pages, expected = [3, 9, 0, 15, 7], rows_of(old, state, [3, 9, 0, 15, 7])
     (moved,) = PageReader(old).read(state.pools, [pages])
 
-    wide = make_plan(tmp_path, tensor_parallel_size=4, **settings).programs[0]
+    wide = make_plan(tmp_path, tensor_parallel_size=4, **settings).models[0]
     assert can_share_pages([old], [wide])
     targets = [1, 2, 12, 4, 0]
     writes = [PageWrite(moved, index, target) for index, target in enumerate(targets)]
@@ -204,15 +204,15 @@ def test_pages_keep_their_bits(config: dict[str, Any], kernel: str | None, tmp_p
             assert np.array_equal(np.asarray(shard.data)[targets], head[: len(targets)])
     (again,) = PageReader(wide).read(pools, [targets])
 
-    stages, merged = make_plan(tmp_path, pipeline_parallel_size=2, **settings).programs, dict[int, Any]()
+    stages, merged = make_plan(tmp_path, pipeline_parallel_size=2, **settings).models, dict[int, Any]()
     for stage in stages:
         writes = [PageWrite(again, 4, 5), PageWrite(again, 0, 6), PageWrite(again, 2, 8)]
-        pools = PageWriter(stage).write(stage.empty_pools(), [writes])
+        pools = PageWriter(stage).write(stage.empty_state().pools, [writes])
         (found,) = PageReader(stage).read(pools, [[6, 5, 8]])
         assert [*found] == [*stage.layers]
         merged |= found
 
-    last = make_plan(tmp_path, data_parallel_size=2, **settings).programs[1]
+    last = make_plan(tmp_path, data_parallel_size=2, **settings).models[1]
     writes = [PageWrite(merged, number, number) for number in range(3)]
     pools = PageWriter(last).write(last.empty_state().pools, [writes])
     found = rows_of(last, last.empty_state()._replace(pools=pools), [0, 1, 2])
@@ -222,11 +222,11 @@ def test_pages_keep_their_bits(config: dict[str, Any], kernel: str | None, tmp_p
 
 def test_pages_are_not_shared_with_another_kernel_or_page_size(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, LLAMA, seed=3)
-    first = make_plan(tmp_path).programs
-    assert can_share_pages(first, make_plan(tmp_path, tensor_parallel_size=2).programs)
-    assert can_share_pages(first, make_plan(tmp_path, pipeline_parallel_size=2).programs)
-    assert not can_share_pages(first, make_plan(tmp_path, attention_backend="xla").programs)
-    assert not can_share_pages(first, make_plan(tmp_path, tensor_parallel_size=2, layout="context_parallel").programs)
+    first = make_plan(tmp_path).models
+    assert can_share_pages(first, make_plan(tmp_path, tensor_parallel_size=2).models)
+    assert can_share_pages(first, make_plan(tmp_path, pipeline_parallel_size=2).models)
+    assert not can_share_pages(first, make_plan(tmp_path, attention_backend="xla").models)
+    assert not can_share_pages(first, make_plan(tmp_path, tensor_parallel_size=2, layout="context_parallel").models)
     assert not can_share_pages(first, [dataclasses.replace(first[0], page_size=16)])
 
 
@@ -334,7 +334,7 @@ def test_parameters_and_types_must_be_the_same(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, LLAMA, seed=3)
     plan, other = make_plan(tmp_path), make_plan(tmp_path, dtype="bfloat16")
     with pytest.raises(ConfigError, match="cannot reshard from layout .* store other parameters or element types"):
-        check_same_parameters(plan.programs, other.programs)
+        check_same_parameters(plan.models, other.models)
 
 
 def test_a_longer_context_must_still_fit(tmp_path: Path) -> None:

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from jaxserve.device.buckets import Buckets
-from jaxserve.device.compiled_steps import CompiledSteps, step_keys
-from jaxserve.device.copied_pages import COPY_CAPACITY, copy_arrays
-from jaxserve.device.program import ModelProgram
-from jaxserve.device.runner import StepRunner
+from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import StepResult
+from jaxserve.device.sharded_model import ShardedModel
+from jaxserve.device.stage import Stage, step_keys
+from jaxserve.device.state_updates import COPY_CAPACITY, copy_arrays
 from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.plan import ON_DEVICE, PageCopy, PageGrant, Sampling, SlotMask, SlotSetup, StepPlan
 from tests.plan_rows import Row, decode_rows, make_plan
 from tests.sampler_rows import mask_of
-from tests.tiny_programs import make_program, random_params, tiny_config
+from tests.tiny_programs import make_program, make_runner, random_params, tiny_config
 
 NUM_SLOTS, TABLE_PAGES, NUM_PAGES = 4, 4, 20
 BUCKETS = Buckets(decode_rows=(4,), mixed_tokens=(64,), max_num_seqs=4, table_pages=TABLE_PAGES)
@@ -38,23 +38,23 @@ class Favour:
 
 
 @functools.cache
-def compiled_steps(
+def compiled_stage(
     tensor: int, processors: tuple = (Favour(),), row_tile: int | None = None, buckets: Buckets = BUCKETS
-) -> CompiledSteps:
+) -> Stage:
     """Programs that report logprobs of the whole vocabulary, compiled once for all tests."""
     settings: dict[str, Any] = {"max_logprobs": VOCAB_SIZE, "processors": processors, "row_tile": row_tile}
     program = make_program(tiny_config(), tensor=tensor, num_pages=NUM_PAGES, **settings)
-    steps = CompiledSteps(program, buckets)
-    steps.compile()
-    return steps
+    stage = Stage(program, buckets)
+    stage.compile()
+    return stage
 
 
 class Driver:
     """A runner, and texts that run in its slots, a page table each of pages of their own."""
 
-    def __init__(self, tensor: int = 1, params: Any = None, steps: CompiledSteps | None = None):
-        self.steps = compiled_steps(tensor) if steps is None else steps
-        self.runner = StepRunner(self.steps, random_params(self.steps.program) if params is None else params)
+    def __init__(self, tensor: int = 1, params: Any = None, stage: Stage | None = None):
+        self.stage = compiled_stage(tensor) if stage is None else stage
+        self.runner = make_runner(self.stage, params)
         self.texts: dict[int, list[int]] = {}
         self.number = 0
 
@@ -239,11 +239,11 @@ def test_row_tiles_make_rows_the_same_bits_in_every_program() -> None:
         for seed in range(4)
     ]
     buckets = Buckets(decode_rows=(2, 4), mixed_tokens=(16, 64), max_num_seqs=4, table_pages=TABLE_PAGES)
-    steps = compiled_steps(1, (), 2, buckets)
+    stage = compiled_stage(1, (), 2, buckets)
 
     def run(groups: list[list[int]]) -> dict[int, list[Any]]:
         """What is reported of each request: those of a group start together, and all there are go on together."""
-        driver = Driver(steps=steps)
+        driver = Driver(stage=stage)
         reports: dict[int, list[Any]] = {}
         for group in [*groups, [], [], []]:
             slots = [*reports]
@@ -281,16 +281,16 @@ def test_decode_steps_larger_than_every_decode_shape_run_as_mixed_steps(
     assert len(few.shapes()) == 3
     decode_slots, reports = ([0, 1, 2, 3], [3, 1, 0], [2, 0], [1, 0, 2, 3]), []
     for buckets in (BUCKETS, few):
-        steps = compiled_steps(tensor, (), row_tile, buckets)
-        shapes, choose = [], steps.choose
+        stage = compiled_stage(tensor, (), row_tile, buckets)
+        shapes, choose = [], stage.choose
 
         def noted(plans: list[StepPlan], variant: str, choose: Any = choose, shapes: list = shapes) -> Any:
             shape, compiled = choose(plans, variant)
             shapes.append((shape.num_tokens, shape.decode_only))
             return shape, compiled
 
-        monkeypatch.setattr(steps, "choose", noted)
-        driver = Driver(steps=steps)
+        monkeypatch.setattr(stage, "choose", noted)
+        driver = Driver(stage=stage)
         results = [driver.start({slot: (sampling, PROMPT) for slot, sampling in samplings.items()})]
         results += [driver.decode(slots) for slots in decode_slots]
         reports.append((driver.texts, [[array[:2] for array in jax.tree.leaves(one.logprobs)] for one in results]))
@@ -335,8 +335,8 @@ class Always:
 
 
 def test_a_processor_without_arguments_applies_to_every_row() -> None:
-    steps = compiled_steps(1, (Always(),))
-    runner = StepRunner(steps, random_params(steps.program))
+    stage = compiled_stage(1, (Always(),))
+    runner = make_runner(stage)
     plan = make_plan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], decode_rows([0], [0], [5]))
     assert runner.collect(runner.launch([plan]))[0].tokens == [[13]]
     runner.close()
@@ -353,14 +353,14 @@ def test_programs_of_an_accelerator() -> None:
 def test_programs_of_given_sizes() -> None:
     """On an accelerator, decode steps with too many rows run in a mixed program, whatever their sampler variant."""
     buckets = Buckets.make(4, 64, TABLE_PAGES, 2, {"decode": [2], "mixed": [64]})
-    steps = CompiledSteps(make_program(tiny_config(), num_pages=NUM_PAGES), buckets, "gpu")
-    assert [(shape.num_tokens, variant) for shape, variant in steps.keys] == [
+    stage = Stage(make_program(tiny_config(), num_pages=NUM_PAGES), buckets, "gpu")
+    assert [(shape.num_tokens, variant) for shape, variant in stage.keys] == [
         (2, "greedy"),
         (2, "sampled"),
         (64, "any"),
         (64, "any"),
     ]
-    steps._steps = {key: object.__new__(jax.stages.Compiled) for key in steps.keys}
+    stage._steps = {key: object.__new__(jax.stages.Compiled) for key in stage.keys}
     for rows, variant, size, expected in (
         (2, "greedy", 2, "greedy"),
         (2, "sampled", 2, "sampled"),
@@ -369,12 +369,12 @@ def test_programs_of_given_sizes() -> None:
         (4, "full", 64, "any"),
     ):
         plan = make_plan(0, [], [], decode_rows(range(rows), [0] * rows, [5] * rows))
-        shape, compiled = steps.choose([plan], variant)
+        shape, compiled = stage.choose([plan], variant)
         assert (shape.num_tokens, shape.decode_only, shape.scores_prompt) == (size, size == 2, False)
-        assert compiled is steps._steps[shape, expected]
+        assert compiled is stage._steps[shape, expected]
 
 
-def poisoned_params(program: ModelProgram, token: int) -> tuple[jax.Array, ...]:
+def poisoned_params(program: ShardedModel, token: int) -> tuple[jax.Array, ...]:
     """A model whose embedding of a token is NaN."""
     params = []
     for name, array in zip(program.abstract_model.params, random_params(program), strict=True):
@@ -387,7 +387,7 @@ def poisoned_params(program: ModelProgram, token: int) -> tuple[jax.Array, ...]:
 
 def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:
     """It has no token; other rows get what they would have got, bit for bit, also in later steps."""
-    program = compiled_steps(1).program
+    program = compiled_stage(1).model
     good = Sampling(OptionValues(temperature=1.0), seed=1, num_logprobs=3)
     results: list[list[StepResult]] = []
     for bad_prompt in ([1, 2, 3], [1, 40, 3]):
@@ -405,17 +405,17 @@ def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_warm_up_runs_every_program_and_changes_no_answer(tensor: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = compiled_steps(tensor)
+    stage = compiled_stage(tensor)
     fresh, warm = Driver(tensor), Driver(tensor)
-    programs, runs = list(steps.items()), []
+    programs, runs = list(stage.items()), []
 
     def noted(key: Any, compiled: Any) -> Any:
         return lambda *arguments: runs.append(key) or compiled(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "items", lambda: [(key, noted(key, compiled)) for key, compiled in programs])
+        patch.setattr(warm.runner._last, "items", lambda: [(key, noted(key, compiled)) for key, compiled in programs])
         warm.runner.warm_up()
-    assert runs == steps.keys
+    assert runs == stage.keys
     penalized = Sampling(OptionValues(repetition_penalty=1.5, frequency_penalty=0.5), num_logprobs=VOCAB_SIZE)
     texts = {
         0: (penalized, PROMPT),
@@ -429,9 +429,9 @@ def test_a_warm_up_runs_every_program_and_changes_no_answer(tensor: int, monkeyp
         jax.tree.map(np.testing.assert_array_equal, expected, found)
 
 
-def pool_pages(runner: StepRunner) -> list[np.ndarray]:
+def pool_pages(runner: LocalRunner) -> list[np.ndarray]:
     """Every pool, whole."""
-    return [np.array(pool) for pool in jax.tree.leaves(runner._state.pools)]
+    return [np.array(pool) for pool in jax.tree.leaves(runner._last.state.pools)]
 
 
 @pytest.mark.parametrize("num_copies", [1, 3, COPY_CAPACITY // 2, 9])
@@ -442,9 +442,9 @@ def test_page_copies_move_the_pages_asked(tensor: int, num_copies: int) -> None:
     runner = driver.runner
     pools = jax.tree.map(
         lambda pool: jax.device_put(np.random.default_rng(0).normal(size=pool.shape).astype(np.float32), pool.sharding),
-        runner._state.pools,
+        runner._last.state.pools,
     )
-    runner._state = runner._state._replace(pools=pools)
+    runner._last.state = runner._last.state._replace(pools=pools)
     before = pool_pages(runner)
     pages = np.random.default_rng(num_copies).permutation(NUM_PAGES)[: 2 * num_copies].tolist()
     copies = [PageCopy(*pair) for pair in zip(pages[:num_copies], pages[num_copies:], strict=True)]
@@ -473,7 +473,7 @@ def test_copies_beyond_a_call() -> None:
 def test_a_runner_takes_the_weights_of_another(tensor: int) -> None:
     """All or some, also while a step is in flight, which runs with those before."""
     texts = {0: (Sampling(num_logprobs=VOCAB_SIZE), PROMPT)}
-    program = compiled_steps(tensor).program
+    program = compiled_stage(tensor).model
     first, second = Driver(tensor), Driver(tensor, random_params(program, seed=1))
     expected = first.start(texts)
     other = second.start(texts)

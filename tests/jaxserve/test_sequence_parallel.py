@@ -120,7 +120,7 @@ def test_vectors_are_those_of_one_device(llm: LLM, whole: LLM) -> None:
 
 def test_mixed_shapes_divide_by_the_devices(llm: LLM) -> None:
     """45 tokens are no multiple of 2, 4 or 8; 2 rows are too few to be shared, unless each must have the same bits."""
-    program, size = llm.plan.programs[0], llm.config.tensor_parallel_size
+    program, size = llm.plan.models[0], llm.config.tensor_parallel_size
     few, *_, largest = llm.plan.buckets.shapes()
     assert largest.num_tokens % size == 0 and 45 <= largest.num_tokens < 45 + 8
     assert program.for_shape(largest) is program and program.layout.residual == "tokens"
@@ -200,6 +200,6 @@ def test_the_same_bits_are_promised_only_if_asked(tmp_path: Path, caplog: pytest
             caplog.clear()
             with caplog.at_level("INFO"):
                 plan = plan_engine(EngineConfig(**settings, layout=layout, deterministic=deterministic))
-            assert plan.programs[0].layer_tile == (expected if deterministic else None)
+            assert plan.models[0].layer_tile == (expected if deterministic else None)
             promised = bool(deterministic) or expected is None
             assert ("Results are batch-invariant" in caplog.text) == promised

@@ -178,11 +178,9 @@ def test_settings_that_cannot_be_shown(llama: Path, settings: dict[str, Any], me
         show(llama, **settings)
 
 
-def test_quantized_weights_can_be_shown_as_if_they_were_not(tmp_path: Path) -> None:
+def test_quantized_weights_are_shown_as_plain_ones(tmp_path: Path) -> None:
     directory = with_config(tmp_path, {**LLAMA, "quantization_config": {"quant_method": "fp8"}})
-    with pytest.raises(ConfigError, match="quantized with fp8.*hf_overrides={'quantization_config': None}"):
-        show(directory)
-    assert show(directory, hf_overrides={"quantization_config": None}).model.num_devices == 1
+    assert show(directory).model.num_devices == 1
 
 
 def test_an_unknown_layout(llama: Path) -> None:

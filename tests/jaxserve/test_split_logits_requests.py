@@ -25,7 +25,7 @@ def started(**settings: Any) -> Run:
 @pytest.fixture(scope="module")
 def split() -> Iterator[Run]:
     made = started(layout="split_logits")
-    assert made.started.plan.programs[0].vocab_width == 512
+    assert made.started.plan.models[0].vocab_width == 512
     yield made
     assert made.counter("compiles_after_ready") == 0
     made.engine.close()

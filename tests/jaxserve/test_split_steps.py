@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.device.batch import BatchBuilder
+from jaxserve.device.batch import build
 from jaxserve.device.buckets import Buckets
-from jaxserve.device.compiled_steps import CompiledSteps, num_programs
-from jaxserve.device.runner import StepRunner
+from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import StepResult
 from jaxserve.device.sampler_batch import SamplerShape
+from jaxserve.device.slots import Slots
 from jaxserve.device.split_steps import SplitStep, sampler_tile, trace_sampler
+from jaxserve.device.stage import Stage, num_programs
 from jaxserve.device.step_batch import BatchShape, LatestTokens
 from jaxserve.engine.metrics import CompileCounter
 from jaxserve.sampling.sampler import VARIANTS
@@ -22,7 +23,7 @@ from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.plan import PageGrant, Sampling, SlotMask, SlotSetup, StepPlan
 from tests.plan_rows import Row, decode_rows, make_plan
 from tests.sampler_rows import mask_of
-from tests.tiny_programs import make_program, random_params, tiny_config
+from tests.tiny_programs import make_program, make_runner, tiny_config
 
 TABLE_PAGES, NUM_PAGES = 4, 64
 BUCKETS = Buckets(decode_rows=(2, 12), mixed_tokens=(16, 40), max_num_seqs=12, table_pages=TABLE_PAGES)
@@ -36,9 +37,9 @@ VARIANT_SAMPLINGS = {
 
 
 @pytest.fixture(scope="module")
-def steps() -> CompiledSteps:
+def stage() -> Stage:
     """Compiled, every program once."""
-    made = CompiledSteps(make_program(tiny_config(), num_pages=NUM_PAGES, num_slots=12), BUCKETS)
+    made = Stage(make_program(tiny_config(), num_pages=NUM_PAGES, num_slots=12), BUCKETS)
     counter = CompileCounter()
     with counter:
         made.compile()
@@ -48,9 +49,9 @@ def steps() -> CompiledSteps:
     return made
 
 
-def test_steps_share_samplers_and_the_scorer(steps: CompiledSteps) -> None:
+def test_steps_share_samplers_and_the_scorer(stage: Stage) -> None:
     found = {
-        (shape.num_tokens, shape.decode_only): step for (shape, _), step in steps.items() if isinstance(step, SplitStep)
+        (shape.num_tokens, shape.decode_only): step for (shape, _), step in stage.items() if isinstance(step, SplitStep)
     }
     assert set(found) == {(2, True), (12, True), (16, False), (40, False)}
     small, large, *mixed = (found[key] for key in [(2, True), (12, True), (16, False), (40, False)])
@@ -60,9 +61,9 @@ def test_steps_share_samplers_and_the_scorer(steps: CompiledSteps) -> None:
     assert small.scorer is None and large.scorer is None
 
 
-def test_nothing_compiles_behind_the_start(steps: CompiledSteps) -> None:
+def test_nothing_compiles_behind_the_start(stage: Stage) -> None:
     """Whatever a step's requests ask for; and a prompt is scored by the smallest step that holds it."""
-    runner = StepRunner(steps, random_params(steps.program))
+    runner = make_runner(stage)
     runner.warm_up()
     counter = CompileCounter()
     grants = [PageGrant(slot, 0, [slot * TABLE_PAGES + i for i in range(TABLE_PAGES)]) for slot in range(3)]
@@ -84,18 +85,18 @@ def test_nothing_compiles_behind_the_start(steps: CompiledSteps) -> None:
     counter.close()
     assert counter.count == 0
     plan = make_plan(0, [], [], [Row(0, 0, PROMPT, 1, PROMPT)])
-    shape, step = steps.choose([plan], "greedy")
+    shape, step = stage.choose([plan], "greedy")
     assert shape.num_tokens == 16 and isinstance(step, SplitStep) and step.scorer is not None
     runner.close()
 
 
-def run(runner: StepRunner, plan: StepPlan) -> StepResult:
+def run(runner: LocalRunner, plan: StepPlan) -> StepResult:
     return runner.collect(runner.launch([plan]))[0]
 
 
-def test_memory_of_a_step_includes_what_its_programs_hand_on(steps: CompiledSteps) -> None:
+def test_memory_of_a_step_includes_what_its_programs_hand_on(stage: Stage) -> None:
     logits, hidden = 4 * 12 * VOCAB_SIZE, 4 * 40 * tiny_config().hidden_size
-    assert steps.temporary_bytes > logits + hidden
+    assert stage.temporary_bytes > logits + hidden
 
 
 @pytest.mark.parametrize(
@@ -142,12 +143,12 @@ def test_a_row_is_sampled_alone_as_among_others(num_rows: int) -> None:
 def sampler_part(num_rows: int, slots: list[int], samplings: list[Sampling], variant: str) -> np.ndarray:
     """The sampler's part of the buffer of a decode step of these slots."""
     shape = BatchShape(num_tokens=num_rows, num_rows=num_rows, table_pages=TABLE_PAGES, decode_only=True)
-    builder = BatchBuilder(num_rows, TABLE_PAGES, 8, NUM_PAGES)
+    held = Slots(num_rows, TABLE_PAGES, 8, NUM_PAGES, VOCAB_SIZE)
     setups = [SlotSetup(slot, samplings[slot], 30, [], 1) for slot in slots]
     positions = [5 + slot for slot in slots]
     plan = make_plan(0, setups, [], decode_rows(slots, positions))
-    builder.apply(plan)
-    part = builder.build(plan, shape, VARIANTS.index(variant))[shape.sampler_start :]
+    held.apply(plan)
+    part = build(held, plan, shape, VARIANTS.index(variant))[shape.sampler_start :]
     part[: len(slots)] = [position + 1 for position in positions]  # as the model's program does
     return part
 

@@ -13,11 +13,10 @@ import pytest
 from jaxserve import LLM, ConfigError, PoolingParams, RequestOutput, SamplingParams
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
-from jaxserve.device.stage_steps import trace_stage
 from jaxserve.device.step_batch import BatchShape
-from jaxserve.device.steps import trace_step
+from jaxserve.device.steps import trace_hidden, trace_step
 from jaxserve.models.stage_balance import LayerCost, balanced_stages
-from jaxserve.models.stages import Stage, stages_of
+from jaxserve.models.stages import StageLayers, stages_of
 from sharding.plan import count_collectives
 from tests.jaxserve.test_lanes import CONFIG as SPARSE
 from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, answers_alone, outcome, scores
@@ -81,7 +80,7 @@ def test_requests_of_every_kind_are_as_on_one_device(seed: int, llm: LLM, alone:
     order = random.Random(seed).sample(range(len(REQUESTS)), len(REQUESTS))
     pairs = [(REQUESTS[index][0], SamplingParams(**REQUESTS[index][1])) for index in order]
     found = llm.generate([prompt for prompt, _ in pairs], [params for _, params in pairs], use_tqdm=False)
-    tolerance = 2e-3 if llm.plan.programs[0].policy.weights == "float32" else 3e-2
+    tolerance = 2e-3 if llm.plan.models[0].policy.weights == "float32" else 3e-2
     for index, output in zip(order, found, strict=True):
         assert outcome(output) == outcome(alone[index]), REQUESTS[index]
         assert scores(output) == pytest.approx(scores(alone[index]), abs=tolerance)
@@ -104,7 +103,7 @@ def test_embeddings_are_those_of_one_device(pooling: Any, llm: LLM) -> None:
     found = llm.embed(prompts, pooling_params=params, use_tqdm=False)
     with LLM("demo", **SETTINGS, **kernels_of(llm)) as one:
         expected = one.embed(prompts, pooling_params=params, use_tqdm=False)
-    tolerance = 1e-5 if llm.plan.programs[0].policy.weights == "float32" else 3e-2
+    tolerance = 1e-5 if llm.plan.models[0].policy.weights == "float32" else 3e-2
     for output, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(output.outputs.embedding, other.outputs.embedding, atol=tolerance)
 
@@ -160,7 +159,7 @@ def test_weights_have_the_names_of_the_whole_model(llm: LLM) -> None:
     runner = llm.engine.replicas[0]._runner
     held = runner.weights()
     assert held.keys() == whole.keys()
-    if llm.plan.programs[0].mesh.size > 1:
+    if llm.plan.models[0].mesh.size > 1:
         return  # in another order of rows
     for name, array in held.items():
         np.testing.assert_array_equal(array, whole[name], err_msg=name)
@@ -202,10 +201,10 @@ def test_stages_that_cannot_be(settings: dict[str, Any], message: str) -> None:
 
 def test_the_layers_of_each_stage_are_as_told() -> None:
     made = plan(stage_layers=[1, 3], data_parallel_size=2)
-    assert [program.stage for program in made.programs] == [Stage(0, 1, 4), Stage(1, 4, 4)] * 2
+    assert [program.stage for program in made.models] == [StageLayers(0, 1, 4), StageLayers(1, 4, 4)] * 2
     assert made.mesh_sizes == {"data": 2, "stage": 2, "tensor": 1}
-    assert len({device for program in made.programs for device in program.mesh.devices.flat}) == made.num_devices == 4
-    assert plan(stage_layers=[4]).programs[0].stage is None
+    assert len({device for program in made.models for device in program.mesh.devices.flat}) == made.num_devices == 4
+    assert plan(stage_layers=[4]).models[0].stage is None
 
 
 def test_one_stage_may_be_named() -> None:
@@ -216,8 +215,8 @@ def test_one_stage_may_be_named() -> None:
 def test_every_device_holds_what_is_planned_for_it(settings: dict[str, Any]) -> None:
     """Weights, pages and, in the last stage, the state of slots; all stages have equally many pages."""
     made = plan(**settings, dtype="float32", num_gpu_blocks_override=80)
-    for program in made.programs:
-        state = program.empty_state() if program.is_last else program.empty_pools()
+    for program in made.models:
+        state = program.empty_state() if program.is_last else program.empty_state().pools
         held = dict.fromkeys(program.mesh.devices.flat, 0)
         for array in jax.tree.leaves((load_params(made, program), state)):
             for shard in array.addressable_shards:
@@ -226,9 +225,9 @@ def test_every_device_holds_what_is_planned_for_it(settings: dict[str, Any]) -> 
         for size in held.values():
             assert size == pytest.approx(program.weight_bytes + program.pool_bytes + slots, rel=0.02)
         assert program.num_pages == 80
-    page = max(program.pool_bytes for program in made.programs) // made.programs[0].pool_pages
+    page = max(program.pool_bytes for program in made.models) // made.models[0].pool_pages
     assert made.needs.page == pytest.approx(page, abs=0) or made.needs.weights == max(
-        program.weight_bytes for program in made.programs
+        program.weight_bytes for program in made.models
     )
 
 
@@ -236,15 +235,17 @@ def test_stages_communicate_as_whole_models_do() -> None:
     """A stage that is not the last has two all-reduces per layer, and the first one more for the embedding."""
     made = plan(mesh="stage=2,tensor=2", stage_layers=[3, 1])
     shape = made.buckets.shapes()[0]
-    assert count_collectives(trace_stage(made.programs[0], shape)) == {"all-reduce": 2 * 3 + 1}
+    assert count_collectives(trace_hidden(made.models[0], shape)) == {"all-reduce": 2 * 3 + 1}
 
 
 @pytest.mark.parametrize("layout", ["tensor_parallel", "sequence_parallel", "split_logits", "context_parallel"])
 def test_stages_lower_for_gpus(layout: str) -> None:
     """A stage that hands over, and the last one with everything in one program."""
     shape = BatchShape(num_tokens=16, num_rows=4, table_pages=4, decode_only=False)
-    first, last = (make_program(tiny_config(), tensor=2, layout=layout, stage=Stage(n, n + 1, 2)) for n in range(2))
-    for traced in (trace_stage(first, shape), trace_step(last, shape, "any")):
+    first, last = (
+        make_program(tiny_config(), tensor=2, layout=layout, stage=StageLayers(n, n + 1, 2)) for n in range(2)
+    )
+    for traced in (trace_hidden(first, shape), trace_step(last, shape, "any")):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert "stablehlo.all_reduce" in text or "stablehlo.reduce_scatter" in text
 
@@ -254,9 +255,9 @@ def test_a_window_has_the_same_tables_in_every_stage(tmp_path: Path) -> None:
     windows = {"architectures": ["Gemma2ForCausalLM"], "sliding_window": 16, "num_hidden_layers": 5}
     write_checkpoint(tmp_path, SPARSE | windows, seed=0)
     made = plan_engine(EngineConfig(model=str(tmp_path), block_size=8, stage_layers=[1, 1, 3], max_num_seqs=4))
-    layouts = [program.kv_layout for program in made.programs]
+    layouts = [program.kv_layout for program in made.models]
     assert len({layout.windows for layout in layouts}) == 1 and len(layouts[0].windows) > 1
-    for layout, program in zip(layouts, made.programs, strict=True):
+    for layout, program in zip(layouts, made.models, strict=True):
         assert program.stage is not None and len(layout.layer_indices) == len(program.stage.layers)
     assert [len(layout.pools) for layout in layouts[:2]] == [1, 1]
 
@@ -297,7 +298,7 @@ def test_a_real_model_is_divided(shared_data: Path) -> None:
     directory = str(shared_data / "configs" / "llama-3.2-3b-one-tensor-per-shard")
     settings: dict[str, Any] = {"pipeline_parallel_size": 2, "max_num_seqs": 1, "max_model_len": 128}
     made = plan_engine(EngineConfig(model=directory, dtype="bfloat16", **settings))
-    first, second = (program.stage for program in made.programs)
+    first, second = (program.stage for program in made.models)
     assert first is not None and second is not None
     assert len(first.layers) > len(second.layers)
     with pytest.raises(ConfigError, match="exceeds the 28 layers"):

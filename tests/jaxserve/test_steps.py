@@ -10,14 +10,16 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.device.batch import BatchBuilder
+from jaxserve.device.batch import build
 from jaxserve.device.buckets import Buckets
-from jaxserve.device.compiled_steps import CompiledSteps, trace_set_up
-from jaxserve.device.runner import StepRunner
 from jaxserve.device.runner_interface import StepResult
+from jaxserve.device.sharded_model import ShardedModel, StepState
+from jaxserve.device.slots import Slots
 from jaxserve.device.split_steps import trace_model, trace_sampler, trace_scorer
+from jaxserve.device.stage import Stage
+from jaxserve.device.state_updates import trace_set_up
 from jaxserve.device.step_batch import BatchShape
-from jaxserve.device.steps import ModelProgram, StepState, trace_step
+from jaxserve.device.steps import trace_step
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.models.causal_lm import CausalLM
@@ -33,7 +35,15 @@ from sharding.plan import (
     stated_sampling,
 )
 from tests.plan_rows import Row, decode_rows, make_plan, rows_of
-from tests.tiny_programs import BACKEND, NUM_LAYERS, make_program, random_params, sparse_config, tiny_config
+from tests.tiny_programs import (
+    BACKEND,
+    NUM_LAYERS,
+    make_program,
+    make_runner,
+    random_params,
+    sparse_config,
+    tiny_config,
+)
 
 PAGE_SIZE, NUM_SLOTS, TABLE_PAGES = 8, 4, 4
 BUCKETS = Buckets(decode_rows=(4,), mixed_tokens=(16,), max_num_seqs=4, table_pages=TABLE_PAGES)
@@ -59,7 +69,7 @@ def temporary_bytes(compiled: jax.stages.Compiled) -> int:
     return analysis.temp_size_in_bytes
 
 
-def trace(program: ModelProgram, shape: BatchShape, is_split: bool, variant: str = "any") -> jax.stages.Traced:
+def trace(program: ShardedModel, shape: BatchShape, is_split: bool, variant: str = "any") -> jax.stages.Traced:
     """A step as accelerators run it, or the part of one with the model as CPUs do."""
     return trace_model(program, shape, MIXED.num_tokens) if is_split else trace_step(program, shape, variant)
 
@@ -67,7 +77,7 @@ def trace(program: ModelProgram, shape: BatchShape, is_split: bool, variant: str
 @functools.cache
 def compiled_decode(
     tensor: int, is_olmo: bool, is_split: bool
-) -> tuple[dict[str, int], jax.stages.Compiled, ModelProgram]:
+) -> tuple[dict[str, int], jax.stages.Compiled, ShardedModel]:
     """Collectives of the jaxpr, and the compiled decode step, with pools much larger than anything else."""
     program = make_program(tiny_config(**WIDTH_NORM if is_olmo else {}), tensor=tensor, num_pages=2000)
     traced = trace(program, DECODE, is_split)
@@ -201,14 +211,14 @@ def test_pools_keep_their_addresses(tensor: int) -> None:
     _, compiled, program = compiled_decode(tensor, False, False)
     params, state = random_params(program), program.empty_state()
     plan = make_plan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], decode_rows([0], [0], [5]))
-    builder = BatchBuilder(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, program.num_pages)
-    builder.apply(plan)
+    slots = Slots(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, program.num_pages, program.config.vocab_size)
+    slots.apply(plan)
     mask = np.full(program.mask_shape(DECODE.num_rows), -1, np.int32)
     before = addresses(state)
     output = None
     for _ in range(3):
         old = state
-        state, output = compiled(params, state, builder.build(plan, DECODE, 0), mask)
+        state, output = compiled(params, state, build(slots, plan, DECODE, 0), mask)
         assert addresses(state) == before
         assert all(array.is_deleted() for array in jax.tree.leaves(old))
         assert not any(array.is_deleted() for array in params)
@@ -260,9 +270,9 @@ def run_requests(
     Fewer than ``in_flight`` steps run unread; at 1 the host names and places each token, else the device does.
     """
     program = make_program(config, tensor=tensor, layout=layout, num_pages=20)
-    steps = CompiledSteps(program, BUCKETS, platform)
-    steps.compile()
-    runner = StepRunner(steps, random_params(program))
+    stage = Stage(program, BUCKETS, platform)
+    stage.compile()
+    runner = make_runner(stage)
     tokens: dict[int, list[int]] = {slot: [] for slot in PROMPTS}
     results, pending = [], []
 
@@ -323,7 +333,7 @@ def test_greedy_tokens_are_those_of_the_model_on_its_own() -> None:
     np.testing.assert_allclose(sampled.chosen[1], logprobs[len(PROMPTS[0])].max(), atol=1e-5)
 
 
-def load(model: CausalLM, program: ModelProgram) -> None:
+def load(model: CausalLM, program: ShardedModel) -> None:
     """The program's random parameters, into a module of the notebook's kind."""
     for name, array in zip(program.abstract_model.params, random_params(program), strict=True):
         target: Any = model
@@ -369,9 +379,9 @@ def run_lanes(delays: list[int], platform: str, logits: str = "gathered", **layo
     """Results of each lane, which runs the plans of all requests that many steps after the first launch."""
     program = make_program(sparse_config(), num_pages=20, **layout)
     program = dataclasses.replace(program, layout=dataclasses.replace(program.layout, logits=logits))
-    steps = CompiledSteps(program, BUCKETS, platform)
-    steps.compile()
-    runner = StepRunner(steps, random_params(program))
+    stage = Stage(program, BUCKETS, platform)
+    stage.compile()
+    runner = make_runner(stage)
     slots = [[2, 0, 1], [1, 2], [0, 1, 2]]
     plans = prefill_plans()
     plans += [make_plan(3 + i, [], [], decode_rows(slots[i % 3], [ON_DEVICE] * len(slots[i % 3]))) for i in range(6)]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from checkpoints.safetensors_reader import SafetensorsReader
-from jaxserve.device.program import ModelProgram
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.layers import storage
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.layers.storage import Weight, load_method
@@ -73,12 +73,12 @@ def checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 def laid_out(
     directory: Path, method: str, tensor: int, kernels: str = "xla", layout: str = "tensor_parallel"
-) -> ModelProgram:
+) -> ShardedModel:
     policy = DtypePolicy(storage=method, linear=kernels, grouped=kernels)
     return make_program(read_model_config(directory), tensor=tensor, policy=policy, layout=layout)
 
 
-def logical_weights(program: ModelProgram, directory: Path) -> dict[str, np.ndarray]:
+def logical_weights(program: ShardedModel, directory: Path) -> dict[str, np.ndarray]:
     """Each parameter as the method gives it back, from its devices' parts of the loaded arrays."""
     model = program.abstract_model
     arrays = dict(zip(model.params, load_weights(directory, model), strict=True))
@@ -197,7 +197,7 @@ def as_stored(value: np.ndarray, param: LogicalParam) -> np.ndarray:
     return np.concatenate(parts, axis + (param.stored.experts is not None))
 
 
-def forward(program: ModelProgram, arrays: tuple[jax.Array, ...]) -> np.ndarray:
+def forward(program: ShardedModel, arrays: tuple[jax.Array, ...]) -> np.ndarray:
     """Scores of the vocabulary for some hidden states, from each layer's MLP and the tied head."""
     model = program.abstract_model
     x = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)

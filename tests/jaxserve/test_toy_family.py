@@ -99,8 +99,8 @@ def test_the_module_on_its_own(checkpoint: Path) -> None:
 def test_it_is_planned_loaded_and_run(checkpoint: Path, size: int) -> None:
     settings: dict[str, Any] = SETTINGS | {"tensor_parallel_size": size}
     plan = plan_engine(EngineConfig(model=str(checkpoint), **settings))
-    params = load_params(plan, plan.programs[0])
-    first = plan.programs[0].mesh.devices.flat[0]
+    params = load_params(plan, plan.models[0])
+    first = plan.models[0].mesh.devices.flat[0]
     held = sum(shard.data.nbytes for array in params for shard in array.addressable_shards if shard.device == first)
     assert plan.needs.weights == held
     with LLM(str(checkpoint), **settings) as llm:

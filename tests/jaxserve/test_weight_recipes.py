@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from checkpoints import CheckpointError, TensorInfo, TensorRecipe, check_recipes
+from checkpoints.quantized.reader import logical_names
+from checkpoints.quantized.registry import format_for
+from checkpoints.quantized.settings import read_settings
 from jaxserve.errors import ConfigError
 from jaxserve.layers.parallel import Parallel, Scope
 from jaxserve.models.abstract import AbstractModel, abstract_model, tensor_parallel_sizes
@@ -21,17 +24,21 @@ from tests.copied_pieces import copy_piece
 
 REAL_CONFIGS = [
     "gemma-2b-it",
+    "llama-2-13b-bnb-nf4",
     "llama-2-7b",
     "llama-3.1-70b",
+    "llama-3.1-8b-instruct-bnb-int8",
     "llama-3.2-3b-one-tensor-per-shard",
     "mistral-small-24b-dolphin3",
     "mixtral-8x22b-wizardlm2",
     "phi-3-mini",
     "qwen2.5-14b-cogito",
     "qwen3-1.7b",
+    "qwen3-14b-mlx-4bit",
     "smollm3-3b",
     "yi-1.5-6b",
 ]
+WITHOUT_AN_INDEX = ["baichuan-7b", "deepseek-r1", "granite-3.1-1b-a400m-moe", "kimi-k2"]
 ARCHITECTURES = [
     "BaiChuanForCausalLM",
     "GraniteForCausalLM",
@@ -71,7 +78,9 @@ def read_folder(folder: Path) -> DecoderConfig:
 
 
 def index_names(path: Path) -> dict[str, TensorInfo | None]:
-    return dict.fromkeys(json.loads(path.read_text())["weight_map"])
+    names = json.loads(path.read_text())["weight_map"]
+    settings = read_settings(path.parent)
+    return dict.fromkeys(names if settings is None else logical_names(names, format_for(settings)))
 
 
 def tiny(architecture: str, num_kv_heads: int = 4, **raw: Any) -> DecoderConfig:
@@ -161,7 +170,7 @@ def test_every_real_config_of_a_supported_family_is_in_the_list(shared_data: Pat
         except ConfigError:
             continue
         planned.append(path.parent.name)
-    assert sorted(planned) == sorted([*REAL_CONFIGS, "baichuan-7b", "granite-3.1-1b-a400m-moe"])
+    assert sorted(planned) == sorted([*REAL_CONFIGS, *WITHOUT_AN_INDEX])
 
 
 def test_devstral_has_the_tensors_of_its_sibling(shared_data: Path) -> None:

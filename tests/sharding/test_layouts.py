@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.device.batch import BatchBuilder
+from jaxserve.device.batch import build
+from jaxserve.device.sharded_model import ShardedModel
+from jaxserve.device.slots import Slots
 from jaxserve.device.step_batch import BatchShape, LatestTokens
-from jaxserve.device.steps import ModelProgram, attention_settings
+from jaxserve.device.steps import attention_settings
 from jaxserve.errors import ConfigError
 from jaxserve.layers.expert_dispatch import exchange_capacity
 from jaxserve.layers.sparse_mlp import Routing
@@ -60,7 +62,7 @@ SHAPE = BatchShape(num_tokens=16, num_rows=4, table_pages=4, decode_only=False)
 PROMPTS = ([3, 50, 7, 21, 0], [52, 9], [1, 2, 3, 4, 5, 6, 7, 8])
 
 
-def forward(program: ModelProgram) -> jax.stages.Wrapped:
+def forward(program: ShardedModel) -> jax.stages.Wrapped:
     """Logits of every token of a mixed step, on the program's mesh."""
     abstract = program.abstract_model
     settings = attention_settings(program, SHAPE)
@@ -69,7 +71,7 @@ def forward(program: ModelProgram) -> jax.stages.Wrapped:
         model = abstract.merge(arrays)
         nothing = LatestTokens(*jnp.zeros((2, program.num_slots), jnp.int32))
         batch = program.unpack(buffer, SHAPE, nothing)
-        hidden, _, _ = model.hidden(batch.tokens, batch.positions, batch.lengths, pools, batch.attention, settings)
+        hidden, _, _ = model.hidden(batch, pools, settings)
         return model.logits(hidden)
 
     param_specs = tuple(struct.sharding.spec for struct in abstract.params.values())
@@ -87,18 +89,19 @@ def prompts_of(lane: int) -> list[int]:
     return [*range(lane % (len(PROMPTS) + 1), len(PROMPTS))]
 
 
-def prompt_buffer(program: ModelProgram, prompts: list[int]) -> np.ndarray:
+def prompt_buffer(program: ShardedModel, prompts: list[int]) -> np.ndarray:
     """Prompts as prefill rows, a page each."""
     setups = [SlotSetup(slot, Sampling(), 20) for slot in range(len(prompts))]
     grants = [PageGrant(slot, 0, [5 * slot]) for slot in range(len(prompts))]
     prefill = [Row(slot, 0, PROMPTS[prompt], 1) for slot, prompt in enumerate(prompts)]
     plan = make_plan(0, setups, grants, prefill)
-    builder = BatchBuilder(program.num_slots, SHAPE.table_pages, program.page_size, program.num_pages)
-    builder.apply(plan)
-    return builder.build(plan, SHAPE, 0)
+    pages = SHAPE.table_pages, program.page_size, program.num_pages
+    slots = Slots(program.num_slots, *pages, program.config.vocab_size)
+    slots.apply(plan)
+    return build(slots, plan, SHAPE, 0)
 
 
-def logits_and_collectives(program: ModelProgram) -> tuple[list[np.ndarray], dict[str, int]]:
+def logits_and_collectives(program: ShardedModel) -> tuple[list[np.ndarray], dict[str, int]]:
     """Logits of each lane's tokens, and what the program communicates."""
     pools = jax.tree.map(
         lambda struct: jax.device_put(np.zeros(struct.shape, struct.dtype), struct.sharding),

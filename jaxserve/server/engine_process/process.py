@@ -37,9 +37,9 @@ from jaxserve.server.engine_messages import (
     unpack,
 )
 from jaxserve.server.engine_process.outbox import Outbox
-from jaxserve.server.engine_process.renderers import Renderers
 from jaxserve.server.engine_process.serving import Resharded, Serving, max_num_seqs
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
+from jaxserve.text.chat_prompt import read_template
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def main() -> None:
     inbox, outbox = Inbox(connection), Outbox(connection)
     try:
         start = inbox.read_start()
-        loop, serving = _serve(start, inbox, outbox)
+        loop = _serve(start, inbox, outbox)
     except Exception as error:
         if not isinstance(error, JaxserveError | CheckpointError):
             logger.exception("the engine could not start")
@@ -76,7 +76,6 @@ def main() -> None:
         outbox.send(Failure(sendable_error(error)))
         _exit(outbox, EXIT_BAD_START)
     loop.wait_ended()
-    serving.close()
     if loop.failure is None:
         loop.stop()
         _exit(outbox, 0)
@@ -168,30 +167,34 @@ def watch(loop: Loop, outbox: Outbox, timeout_s: float) -> NoReturn:
         time.sleep(min(_HEARTBEAT_S, timeout_s / 4) if timeout_s else _HEARTBEAT_S)
 
 
-def _serve(start: Start, inbox: Inbox, outbox: Outbox) -> tuple[Loop, Serving]:
+def _serve(start: Start, inbox: Inbox, outbox: Outbox) -> Loop:
     """Start the engine and everything that serves it."""
-    renderers = Renderers(start.chat_template_timeout)
     config = EngineConfig.from_arguments(**{"model": "demo", **SERVING_DEFAULTS, **start.engine_arguments})
     started = start_engine(config)
     logger.info("%s", started.ledger)
     stats = None if config.disable_log_stats else StatsLogger(started.ledger.device)
     loop = Loop(started.engine, stats)
     resharder, fields = Resharder(config, started), _default_fields(started, config)
+    template, tokenizer = read_template(config.chat_template), started.engine.tokenizer
 
     def describe() -> EngineInfo:
         model = _model(resharder.started, resharder.config)
-        return EngineInfo(model, fields, max_output_tokens(start.engine_arguments, fields))
+        info = EngineInfo(model, fields, max_output_tokens(start.engine_arguments, fields), chat_template=template)
+        if tokenizer is None:
+            return info
+        named = {"chat_templates": tokenizer.chat_templates, "special_tokens": tokenizer.special_tokens}
+        return dataclasses.replace(info, **named)
 
     def reshard(mesh: str | None, layout: str | None) -> Resharded:
         report = resharder.reshard(mesh, layout, lambda function: loop.call(function).result(), loop.deliver)
         return dataclasses.asdict(report), describe()
 
-    serving = Serving(started, config, start, loop, outbox, renderers, reshard)
+    serving = Serving(started, loop, outbox, template, reshard)
     inbox.hand_to(serving)
     outbox.send(describe())
     watching = (loop, outbox, start.watchdog_timeout)
     threading.Thread(target=watch, args=watching, name="jaxserve-watchdog", daemon=True).start()
-    return loop, serving
+    return loop
 
 
 def max_output_tokens(arguments: Mapping[str, Any], default_fields: Mapping[str, Any]) -> int | None:
@@ -212,24 +215,24 @@ def _default_fields(started: StartedEngine, config: EngineConfig) -> dict[str, A
 
 def _model(started: StartedEngine, config: EngineConfig) -> model_pb2.Model:
     plan, ledger = started.plan, started.ledger
-    program = plan.programs[0]
+    sharded = plan.models[0]
     return model_pb2.Model(
         root=config.model,
         max_model_len=plan.max_model_len,
         architecture=plan.config.architecture,
-        dtype=program.policy.weights,
+        dtype=sharded.policy.weights,
         vocab_size=plan.config.vocab_size,
         mesh=[model_pb2.MeshAxis(name=name, size=size) for name, size in plan.mesh_sizes.items()],
-        device=program.mesh.devices.flat[0].device_kind,
-        layout=program.layout.name,
-        attention_backend=program.kernel.name,
+        device=sharded.mesh.devices.flat[0].device_kind,
+        layout=sharded.layout.name,
+        attention_backend=sharded.kernel.name,
         kv_cache=model_pb2.KvCache(
             num_pages=ledger.num_pages,
             page_size=ledger.page_size,
             num_tokens=ledger.num_tokens,
             max_concurrency=ledger.max_concurrency,
-            dtype=program.policy.kv,
-            size_bytes=sum(program.pool_bytes * program.mesh.devices.size for program in plan.programs),
+            dtype=sharded.policy.kv,
+            size_bytes=sum(sharded.pool_bytes * sharded.mesh.devices.size for sharded in plan.models),
         ),
         memory=[model_pb2.MemoryUse(name=name, size_bytes=size) for name, size in ledger.lines],
         max_num_seqs=max_num_seqs(started),

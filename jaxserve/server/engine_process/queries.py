@@ -28,8 +28,6 @@ class Queries:
         started: The engine.
         loop: Runs the engine.
         chat_template: The source of the server's own chat template, if it has one.
-        render: Renders a conversation.
-        abort: Aborts requests by name; returns those that were running or waiting, once they have ended.
         reshard: Moves the engine to a mesh and a layout; returns what was done and the engine's new description.
     """
 
@@ -38,21 +36,17 @@ class Queries:
         started: StartedEngine,
         loop: Loop,
         chat_template: str | None,
-        render: Callable[[Mapping[str, Any]], Future],
-        abort: Callable[[list[str]], Future],
         reshard: Callable[[str | None, str | None], Any],
     ):
         self._started = started
         self._loop = loop
         self._chat_template = chat_template
-        self._render = render
         self._move = reshard
         self._recording: ProfileRecording | None = None
         self._methods: dict[str, Callable[..., Future]] = {
-            "abort": abort,
+            "abort": loop.abort,
             "detokenize": self._detokenize,
             "metrics": self._metrics,
-            "render_chat": self._render_chat,
             "reshard": self._reshard,
             "reset_prefix_cache": self._reset_prefix_cache,
             "start_profile": self._start_profile,
@@ -91,19 +85,6 @@ class Queries:
             message = f"token id {outside} is out of vocabulary; expected ids from 0 to {vocab_size - 1}"
             raise RequestError(message, parameter="tokens", value=outside)
         return self._loop.call_aside(lambda: tokenizer.decode(token_ids, skip_special_tokens))
-
-    def _render_chat(self, chat: dict[str, Any]) -> Future:
-        tokenized: Future = concurrent.futures.Future()
-
-        def tokenize(rendered: "concurrent.futures.Future[str]") -> None:
-            try:
-                text = rendered.result()
-                tokenized.set_result((text, self._started.tokenizer.encode(text, add_special_tokens=False)))
-            except BaseException as error:  # the query must get an answer
-                tokenized.set_exception(error)
-
-        self._render(chat).add_done_callback(tokenize)
-        return tokenized
 
     def _tokenizer_info(self) -> Future:
         tokenizer = self._started.tokenizer

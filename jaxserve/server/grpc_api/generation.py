@@ -11,12 +11,15 @@ from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.parsers import MessageDelta
 from jaxserve.request import Request
 from jaxserve.sampling_checks import RequestOutputKind
-from jaxserve.server.chat import ChatParser, ToolUse, check_tools, check_variables
+from jaxserve.server.chat import ChatParser, chat_request, check_variables
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL, Context
+from jaxserve.server.packed_logprobs import write_output
 from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2, generation_pb2_grpc
 from jaxserve.server.proto_codec import completion_to_proto, given_fields, prompt_to_proto, read_json
+from jaxserve.server.request_log import Usage
 
+_CONVERTED = ("messages", "tools", "chat_template_kwargs_json")
 REQUEST_ID_KEY = "x-request-id"
 """In the initial metadata: the server's name for a request that was admitted."""
 
@@ -36,12 +39,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.GenerateResponse:
         """Generate completions and return them whole."""
         engine_request, parser = self._read_request(request, RequestOutputKind.FINAL_ONLY, context.time_remaining())
-        writer = _ResponseWriter(parser, request.return_prompt)
-        async with self._outputs(engine_request, context) as outputs:
+        usage = Usage()
+        writer = _ResponseWriter(parser, usage, request.return_prompt)
+        async with self._outputs(engine_request, usage, context) as outputs:
             async for output in outputs:
                 if output.finished:
                     response = generation_pb2.GenerateResponse(request_id=CURRENT_CALL.get().request_id)
-                    writer.write(output, response)
+                    await write_output(output, writer.write, output, response)
                     return response
         raise EngineDeadError("the engine stopped before the request finished")
 
@@ -52,12 +56,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             message = f"stream_interval must be at least 1, got {interval}"
             raise RequestError(message, parameter="stream_interval", value=interval)
         engine_request, parser = self._read_request(request.request, RequestOutputKind.DELTA, context.time_remaining())
-        writer = _ResponseWriter(parser, request.request.return_prompt, interval)
+        usage = Usage()
+        writer = _ResponseWriter(parser, usage, request.request.return_prompt, interval)
         limit_s = self._frontend.config.stall_timeout or None
-        async with self._outputs(engine_request, context) as outputs:
+        async with self._outputs(engine_request, usage, context) as outputs:
             async for output in outputs:
                 response = generation_pb2.StreamGenerateResponse(request_id=CURRENT_CALL.get().request_id)
-                if not writer.write(output, response):
+                if not await write_output(output, writer.write, output, response):
                     continue
                 try:
                     async with asyncio.timeout(limit_s):
@@ -66,12 +71,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     raise DeadlineError(f"the client did not read the response for {limit_s:g} s") from error
 
     @contextlib.asynccontextmanager
-    async def _outputs(self, request: Request, context: Context) -> AsyncIterator[AsyncIterator[RequestOutput]]:
+    async def _outputs(
+        self, request: Request, usage: Usage, context: Context
+    ) -> AsyncIterator[AsyncIterator[RequestOutput]]:
         """Admit a request and give its outputs; the request has ended when the block has."""
         call = CURRENT_CALL.get()
-        with self._frontend.limits.admit(call.caller, request.params.n):
+        with self._frontend.ledger.admit(call.caller, request.params.n):
             await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
-            async with contextlib.aclosing(self._frontend.generate(call.caller, request)) as outputs:
+            async with contextlib.aclosing(self._frontend.generate(call.caller, request, usage)) as outputs:
                 yield outputs
 
     def _read_request(
@@ -97,59 +104,36 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         names = ("priority", "cache_salt", "truncate_prompt_tokens", "add_special_tokens")
         found: dict[str, Any] = {name: getattr(message, name) for name in names if message.HasField(name)}
         found["request_id"] = CURRENT_CALL.get().request_id
-        given, use = given_fields(message.sampling_params), ToolUse()
+        given = {**given_fields(message.sampling_params), "output_kind": kind}
+        found |= {"timeout_s": timeout_s, "is_strict_length": "max_tokens" in given}
         if prompt == "messages":
-            found["chat"], use = read_conversation(frontend, message.messages)
-            given |= use.sampling_fields(given)
-        else:
-            found[prompt] = message.text if prompt == "text" else token_ids("token_ids", tuple(message.token_ids.ids))
-            if not found[prompt]:
-                raise RequestError("the prompt must not be empty", parameter="prompt")
-        params = frontend.info.sampling_params({**given, "output_kind": kind}, is_chat=prompt == "messages")
-        is_strict = "max_tokens" in given
-        request = Request(**found, params=params, timeout_s=timeout_s, is_strict_length=is_strict)
-        if prompt != "messages":
-            return request, None
-        has_choice = message.messages.HasField("include_reasoning")
-        return request, ChatParser(
-            frontend.parsers,
-            use,
-            include_reasoning=message.messages.include_reasoning if has_choice else True,
-            is_constrained=params.structured_outputs is not None,
-            last=request.last_message,
-        )
+            return chat_request(frontend, conversation_fields(message.messages), given, **found)
+        found[prompt] = message.text if prompt == "text" else token_ids("token_ids", tuple(message.token_ids.ids))
+        if not found[prompt]:
+            raise RequestError("the prompt must not be empty", parameter="prompt")
+        return Request(**found, params=frontend.info.sampling_params(given)), None
 
 
-def read_conversation(frontend: Frontend, conversation: chat_pb2.Conversation) -> tuple[dict[str, Any], ToolUse]:
-    """Return ``Request.chat`` and the tools of a conversation.
+def conversation_fields(conversation: chat_pb2.Conversation) -> dict[str, Any]:
+    """Return the fields of a conversation in OpenAI's form.
 
     Raises:
-        RequestError: No messages, or wrong tools or variables.
+        RequestError: No messages, or wrong variables.
     """
-    choice: Any = conversation.tool_choice if conversation.HasField("tool_choice") else None
+    fields: dict[str, Any] = {
+        field.name: value for field, value in conversation.ListFields() if field.name not in _CONVERTED
+    }
+    choice = fields.get("tool_choice")
     if choice not in (None, "auto", "none", "required"):
-        choice = {"type": "function", "function": {"name": choice}}
-    parallel = conversation.parallel_tool_calls if conversation.HasField("parallel_tool_calls") else None
-    tools = [_tool(tool) for tool in conversation.tools]
-    use = check_tools(frontend, tools, choice, parallel)
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice}}
     if not conversation.messages:
         raise RequestError("a conversation needs at least one message", parameter="messages", value=[])
-    continues = conversation.continue_final_message
-    has_choice = conversation.HasField("add_generation_prompt")
-    chat: dict[str, Any] = {
-        "messages": [_message(message) for message in conversation.messages],
-        "add_generation_prompt": conversation.add_generation_prompt if has_choice else not continues,
-        "continue_final_message": continues,
-    }
-    if use.tools is not None:
-        chat["tools"] = [dict(tool) for tool in use.tools]
-    variables = dict(frontend.config.default_chat_template_kwargs or {})
+    fields["messages"] = [_message(message) for message in conversation.messages]
+    fields["tools"] = [_tool(tool) for tool in conversation.tools]
     if conversation.HasField("chat_template_kwargs_json"):
         name = "chat_template_kwargs"
-        variables |= check_variables(name, read_json(name, conversation.chat_template_kwargs_json))
-    if variables:
-        chat["chat_template_kwargs"] = variables
-    return chat, use
+        fields[name] = check_variables(name, read_json(name, conversation.chat_template_kwargs_json))
+    return fields
 
 
 def _message(message: chat_pb2.ChatMessage) -> dict[str, Any]:
@@ -176,18 +160,19 @@ class _ResponseWriter:
 
     Args:
         parser: Parses the completions of a conversation; None for other prompts.
+        usage: Has the tokens of the outputs that are written.
         returns_prompt: Whether to return the prompt's token ids and text.
         interval: Least number of tokens of a completion in a message, except in its first and its last.
     """
 
-    def __init__(self, parser: ChatParser | None, returns_prompt: bool, interval: int = 1):
+    def __init__(self, parser: ChatParser | None, usage: Usage, returns_prompt: bool, interval: int = 1):
         self._parser = parser
+        self._usage = usage
         self._returns_prompt = returns_prompt
         self._interval = interval
         self._held: dict[int, CompletionOutput] = {}
         self._begun: set[int] = set()
         self._is_begun = False
-        self._num_tokens = 0
 
     def write(
         self, output: RequestOutput, response: generation_pb2.GenerateResponse | generation_pb2.StreamGenerateResponse
@@ -199,7 +184,6 @@ class _ResponseWriter:
             if self._parser is not None:
                 self._parser.begin(output.prompt)
         for completion in output.outputs:
-            self._num_tokens += len(completion.token_ids)
             due = self._due(completion)
             if due is not None:
                 written = completion_to_proto(due)
@@ -209,9 +193,9 @@ class _ResponseWriter:
                         written.message.CopyFrom(_delta_message(delta))
                 response.completions.append(written)
         if output.finished:
-            response.usage.prompt_tokens = len(output.prompt_token_ids)
-            response.usage.completion_tokens = self._num_tokens
-            response.usage.cached_tokens = output.num_cached_tokens or 0
+            response.usage.prompt_tokens = self._usage.num_prompt_tokens or 0
+            response.usage.completion_tokens = self._usage.num_generated.total()
+            response.usage.cached_tokens = self._usage.num_cached_tokens
         return is_first or output.finished or bool(response.completions)
 
     def _due(self, new: CompletionOutput) -> CompletionOutput | None:

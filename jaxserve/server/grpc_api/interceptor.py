@@ -19,6 +19,7 @@ from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.errors import PermissionDeniedError, UnavailableError, status_of
 from jaxserve.server.frontend import new_request_id
 from jaxserve.server.grpc_api.statuses import rich_status
+from jaxserve.server.ledger import Ledger
 from jaxserve.server.tracing import LABEL_HEADER, remember_trace, remembered_headers
 
 logger = logging.getLogger(__name__)
@@ -86,11 +87,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
         authenticator: Knows the keys.
+        ledger: Limits the bytes of messages.
         stall_timeout_s: Seconds that a call's message may take to arrive; 0: no limit.
     """
 
-    def __init__(self, authenticator: Authenticator, stall_timeout_s: float):
+    def __init__(self, authenticator: Authenticator, ledger: Ledger, stall_timeout_s: float):
         self._authenticator = authenticator
+        self._ledger = ledger
         self._stall_timeout_s = stall_timeout_s
         self._is_refusing = False
         self._num_running = 0
@@ -172,12 +175,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             del requests  # to iterate would leave a generator, which waits for the event loop to end it
             CURRENT_CALL.set(call)
             request: Any = None
+            num_bytes = 0
             self._num_running += 1
             self._is_idle.clear()
             note_end: Any = self._note_end
             context.add_done_callback(note_end)
             try:
                 request = await self._read(context)
+                size = request.ByteSize()
+                self._ledger.add_bytes(size)
+                num_bytes = size
                 return await behaviour(request, context)
             except grpc.aio.BaseError:  # the call has ended
                 raise
@@ -187,6 +194,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     logger.error("call %s (%r) of %s failed", call.request_id, label, call.caller.name, exc_info=error)
                 descriptor = getattr(request, "DESCRIPTOR", None)
                 status = rich_status(status_of(error), call.request_id, call.caller.name, descriptor)
+            finally:
+                self._ledger.remove_bytes(num_bytes)
             # gRPC may keep how a call was aborted, and with it the error being handled and all that its frames hold.
             del request
             if context.time_remaining() == 0:

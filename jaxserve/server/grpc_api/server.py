@@ -60,7 +60,7 @@ class GrpcServer:
         self._on_drain = on_drain
         self._servers: list[grpc.aio.Server] = []
         config = frontend.config
-        self._interceptor = CallInterceptor(frontend.authenticator, config.stall_timeout)
+        self._interceptor = CallInterceptor(frontend.authenticator, frontend.ledger, config.stall_timeout)
         # The last line of defence, of calls of any kind: far more than admission control lets in.
         self._max_calls = max(
             _CONNECTIONS_AT_FULL * config.max_concurrent_streams, 4 * (config.max_num_queued_reqs or 0)

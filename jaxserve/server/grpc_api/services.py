@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping
 
 from jaxserve.errors import RequestError
 from jaxserve.metric_types import Gauge
+from jaxserve.server.chat import chat_arguments
 from jaxserve.server.converted_tokens import check_converted
 from jaxserve.server.errors import NotImplementedRequestError
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.grpc_api.generation import read_conversation
+from jaxserve.server.grpc_api.generation import conversation_fields
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL, Context
 from jaxserve.server.proto.jaxserve.v1 import (
     admin_pb2,
@@ -59,7 +60,7 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
 
     def _admit(self, model: str) -> contextlib.AbstractContextManager[None]:
         self._frontend.check_model(model)
-        return self._frontend.limits.admit(CURRENT_CALL.get().caller)
+        return self._frontend.ledger.admit(CURRENT_CALL.get().caller)
 
     async def Tokenize(
         self, request: tokenization_pb2.TokenizeRequest, context: Context
@@ -92,7 +93,7 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
     ) -> tokenization_pb2.ApplyChatTemplateResponse:
         """Return the prompt of a conversation."""
         del context
-        chat, _ = read_conversation(self._frontend, request.messages)
+        chat = chat_arguments(self._frontend.config, conversation_fields(request.messages))
         with self._admit(request.model):
             text, token_ids = await self._frontend.engine.render_chat(chat)
         return tokenization_pb2.ApplyChatTemplateResponse(text=text, token_ids=token_ids)
@@ -115,13 +116,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         del request, context
         metrics = await self._frontend.engine.metrics()
         gauges = {one.name.rpartition(":")[2]: float(one.value) for one in metrics if isinstance(one, Gauge)}
-        limits = self._frontend.limits
+        ledger = self._frontend.ledger
         return admin_pb2.GetLoadResponse(
             num_running=round(gauges.get("num_requests_running", 0)),
             num_waiting=round(gauges.get("num_requests_waiting", 0)),
             kv_cache_usage=gauges.get("kv_cache_usage_perc", 0),
-            num_in_flight=limits.num_in_flight,
-            is_draining=not limits.is_open,
+            num_in_flight=ledger.num_in_flight,
+            is_draining=not ledger.is_open,
         )
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
@@ -171,9 +172,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         del context
         mesh, layout = (getattr(request, name) if request.HasField(name) else None for name in ("mesh", "layout"))
         report = await self._frontend.engine.reshard(mesh, layout)
-        limits, max_num_seqs = self._frontend.limits, self._frontend.info.model.max_num_seqs
-        if limits.is_open:
-            limits.open(max_num_seqs + self._frontend.config.queued_reqs_limit(max_num_seqs))
+        if self._frontend.ledger.is_open:
+            self._frontend.open()
         return admin_pb2.ReshardResponse(
             from_mesh=_mesh_axes(report["from_mesh"]),
             to_mesh=_mesh_axes(report["to_mesh"]),

@@ -4,22 +4,22 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from jaxserve.chat_messages import check_messages, part_text
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import flag, text
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.parsers import MessageDelta, ParsedMessage
-from jaxserve.server.chat import ChatParser, check_tools, check_variables
+from jaxserve.server.chat import chat_request, check_variables
 from jaxserve.server.errors import NotImplementedRequestError
 from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.fields import Check, Fields, json_object, limited, objects, one_of, refused, whole
 from jaxserve.server.http_api.generation import (
     GENERATION_FIELDS,
     GenerationResponse,
-    engine_requests,
-    sampling_params,
+    request_fields,
+    sampling_fields,
     usage_object,
 )
 from jaxserve.server.http_api.logprobs import chat_logprobs, prompt_logprobs
@@ -66,67 +66,28 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
 )
 
 
-async def chat_completions(call: HttpCall) -> Response:
+async def chat_completions(call: HttpCall) -> ASGIApp:
     """Respond to a request."""
     return await _ChatCompletions(call, call.fields(FIELDS, "messages")).respond()
-
-
-def chat_arguments(call: HttpCall, fields: Fields) -> dict[str, Any]:
-    """Return ``Request.chat`` for a request; ``/tokenize`` uses it too.
-
-    Raises:
-        RequestError: A template that the server does not accept, or two ways to end the prompt.
-    """
-    config = call.frontend.config
-    template = fields.get("chat_template")
-    if template is not None and not config.trust_request_chat_template:
-        message = "this server does not accept chat_template in requests; start it with --trust-request-chat-template"
-        raise RequestError(message, parameter="chat_template")
-    if template is not None and "{{" not in template and "{%" not in template:  # it would be read as a file's name
-        raise RequestError("chat_template must be a Jinja template", parameter="chat_template")
-    continues = fields.get("continue_final_message", False)
-    if continues and fields.get("add_generation_prompt", False):
-        message = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
-        raise RequestError(message, parameter="continue_final_message")
-    variables = {**(config.default_chat_template_kwargs or {}), **fields.get("chat_template_kwargs", {})}
-    if "reasoning_effort" in fields:
-        variables["reasoning_effort"] = fields["reasoning_effort"]
-    given: dict[str, Any] = {
-        "messages": fields["messages"],
-        "tools": fields.get("tools") or None,
-        "chat_template": template,
-        "add_generation_prompt": fields.get("add_generation_prompt", not continues),
-        "continue_final_message": continues,
-        "chat_template_kwargs": variables or None,
-    }
-    return {name: value for name, value in given.items() if value is not None}
 
 
 class _ChatCompletions(GenerationResponse):
     def __init__(self, call: HttpCall, fields: Fields):
         kind = "chat.completion.chunk" if fields.get("stream", False) else "chat.completion"
         super().__init__(call, fields, "chatcmpl", kind)
-        frontend = call.frontend
-        tools = check_tools(frontend, fields.get("tools"), fields.get("tool_choice"), fields.get("parallel_tool_calls"))
         has_logprobs, num_top = fields.get("logprobs", False), fields.get("top_logprobs")
         if not has_logprobs and (num_top or fields.get("logprob_token_ids")):
             name = "top_logprobs" if num_top else "logprob_token_ids"
             raise RequestError(f"when using `{name}`, `logprobs` must be set to true.", parameter=name)
         self._num_top_logprobs = (num_top or 0) if has_logprobs else None
-        given = {"max_tokens": fields.get("max_completion_tokens", fields.get("max_tokens"))}
+        given = sampling_fields(fields)
+        given["max_tokens"] = fields.get("max_completion_tokens", fields.get("max_tokens"))
         if self._num_top_logprobs or "logprob_token_ids" not in fields:
             given["logprobs"] = self._num_top_logprobs
-        self.params = sampling_params(frontend, fields, given, tools)
-        chat = {"chat": chat_arguments(call, fields)}
-        (request,) = self.requests = engine_requests(call, fields, self.head["id"], [chat], params=self.params)
-        self._parser = ChatParser(
-            frontend.parsers,
-            tools,
-            include_reasoning=fields.get("include_reasoning", True),
-            is_constrained=self.params.structured_outputs is not None,
-            last=request.last_message,
-        )
-        self._role = frontend.config.response_role
+        more = request_fields(call, fields)
+        request, self._parser = chat_request(call.frontend, fields, given, request_id=self.head["id"], **more)
+        self.params, self.requests = request.params, (request,)
+        self._role = call.frontend.config.response_role
         self._has_begun = False
         self._echo = ""
         last = fields["messages"][-1]
@@ -134,7 +95,7 @@ class _ChatCompletions(GenerationResponse):
             content = last.get("content") or ""
             self._echo = content if isinstance(content, str) else "\n".join(part_text(part) or "" for part in content)
 
-    async def choices(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
+    def choices(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
         self._parser.begin(output.prompt)
         if self.has_token_ids:
             self.more["prompt_token_ids"] = list(output.prompt_token_ids)
@@ -181,7 +142,7 @@ class _ChatCompletions(GenerationResponse):
             as_ids=self.has_tokens_as_ids,
         )
 
-    async def deltas(self, prompt: int, output: RequestOutput) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    def deltas(self, prompt: int, output: RequestOutput) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         found: list[tuple[dict[str, Any], dict[str, Any]]] = []
         if not self._has_begun:
             self._has_begun = True

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import flag
@@ -14,8 +14,8 @@ from jaxserve.server.http_api.fields import Check, Fields, limited, prompts, ref
 from jaxserve.server.http_api.generation import (
     GENERATION_FIELDS,
     GenerationResponse,
-    engine_requests,
-    sampling_params,
+    prompt_requests,
+    sampling_fields,
 )
 from jaxserve.server.http_api.logprobs import completion_logprobs, prompt_logprobs
 
@@ -31,7 +31,7 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
 )
 
 
-async def completions(call: HttpCall) -> Response:
+async def completions(call: HttpCall) -> ASGIApp:
     """Respond to a request."""
     return await _Completions(call, call.fields(FIELDS, "prompt")).respond()
 
@@ -49,35 +49,42 @@ class _Completions(GenerationResponse):
         given: dict[str, Any] = {"max_tokens": 1 if self.is_echo_only else max_tokens, "logprobs": logprobs}
         if self._has_echo and logprobs is not None and (self.is_streamed or "prompt_logprobs" not in fields):
             given["prompt_logprobs"] = logprobs
-        self.params = sampling_params(call.frontend, fields, given)
-        self.requests = engine_requests(call, fields, self.head["id"], fields["prompt"], params=self.params)
+        self.params = call.frontend.info.sampling_params({**sampling_fields(fields), **given})
+        self.requests = prompt_requests(call, fields, self.head["id"], fields["prompt"], params=self.params)
         self._has_prompt_logprobs = "prompt_logprobs" in fields
+        self._echoes: dict[int, tuple[str, str]] = {}  # the text of a prompt, and of its first token
         self._first_fields: dict[int, dict[str, Any]] = {}
         self._num_characters: dict[int, int] = {}
 
-    async def choices(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
+    async def prepare(self, prompt: int, output: RequestOutput) -> None:
+        if self._has_echo and prompt not in self._echoes:
+            ids, engine = output.prompt_token_ids, self.call.frontend.engine
+            is_cut = self.requests[0].truncate_prompt_tokens is not None
+            text = None if is_cut else output.prompt
+            has_logprobs = self.params.logprobs is not None and output.prompt_logprobs is not None
+            first = await engine.detokenize(ids[:1]) if has_logprobs else ""
+            self._echoes[prompt] = await engine.detokenize(ids) if text is None else text, first
+
+    def choices(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
         if prompt not in self._first_fields:
-            self._first_fields[prompt] = await self._read_prompt(output)
+            self._first_fields[prompt] = self._prompt_fields(prompt, output)
         return [self._choice(prompt, one) for one in output.outputs]
 
-    async def deltas(self, prompt: int, output: RequestOutput) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    def deltas(self, prompt: int, output: RequestOutput) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         return [
             (choice, {})
-            for choice in await self.choices(prompt, output)
+            for choice in self.choices(prompt, output)
             if self.has_token_ids or choice["text"] or choice["finish_reason"] or choice["logprobs"]
         ]
 
-    async def _read_prompt(self, output: RequestOutput) -> dict[str, Any]:
+    def _prompt_fields(self, prompt: int, output: RequestOutput) -> dict[str, Any]:
         """Return what the prompt adds to its choices: text and log probabilities of an echo, and fields of its own."""
-        ids, positions, engine = output.prompt_token_ids, output.prompt_logprobs, self.call.frontend.engine
-        found: dict[str, Any] = {"text": "", "logprobs": None}
-        if self._has_echo:
-            is_cut = self.requests[0].truncate_prompt_tokens is not None
-            has_text = output.prompt is not None and not is_cut
-            found["text"] = output.prompt if has_text else await engine.detokenize(ids)
-            if self.params.logprobs is not None and positions is not None:
-                as_ids, first = self.has_tokens_as_ids, await engine.detokenize(ids[:1])
-                found["logprobs"] = completion_logprobs(ids, positions, as_ids=as_ids, first_token=first)
+        ids, positions = output.prompt_token_ids, output.prompt_logprobs
+        text, first = self._echoes.get(prompt, ("", ""))
+        found: dict[str, Any] = {"text": text, "logprobs": None}
+        if self._has_echo and self.params.logprobs is not None and positions is not None:
+            as_ids = self.has_tokens_as_ids
+            found["logprobs"] = completion_logprobs(ids, positions, as_ids=as_ids, first_token=first)
         if self._has_prompt_logprobs:
             found["prompt_logprobs"] = None if positions is None else prompt_logprobs(positions)
         if self.has_token_ids:

@@ -18,12 +18,13 @@ from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.fields import Check, limited, one_of, prompts
 from jaxserve.server.http_api.generation import (
     PROMPT_FIELDS,
-    engine_requests,
     generate_all,
+    prompt_requests,
     response_head,
     usage_object,
 )
 from jaxserve.server.http_api.responses import json_response, unused_fields_header
+from jaxserve.server.request_log import Usage
 
 POOLING_FIELDS = ("pooling", "normalize", "dimensions")
 """Fields of ``PoolingParams``, which checks them."""
@@ -45,16 +46,15 @@ async def embeddings(call: HttpCall) -> Response:
     head = response_head(call.frontend, "embd", "list")
     pooling = PoolingParams(**{name: fields[name] for name in POOLING_FIELDS if name in fields})
     prompts, params = fields["input"], SamplingParams(max_tokens=1)
-    requests = engine_requests(call, fields, head["id"], prompts, params=params, pooling=pooling)
-    vectors, num_tokens = dict[int, list[float]](), 0
-    async with aclosing(generate_all(call, requests)) as outputs:
+    requests = prompt_requests(call, fields, head["id"], prompts, params=params, pooling=pooling)
+    vectors, usages = dict[int, list[float]](), [Usage() for _ in requests]
+    async with aclosing(generate_all(call, requests, usages)) as outputs:
         async for index, output in outputs:
             vector = output.embedding
             if vector is None:
                 continue
             if not all(map(math.isfinite, vector)):
                 raise RequestFailedError("the model produced an embedding with NaN or infinite values")
-            num_tokens += len(output.prompt_token_ids)
             vectors[index] = vector
     if len(vectors) < len(requests):
         raise RequestFailedError("the request was aborted")
@@ -64,5 +64,5 @@ async def embeddings(call: HttpCall) -> Response:
     if fields.get("encoding_format") == "base64":
         for one in data:
             one["embedding"] = base64.b64encode(struct.pack(f"<{len(one['embedding'])}f", *one["embedding"])).decode()
-    body = {**head, "data": data, "usage": usage_object(num_tokens, 0)}
+    body = {**head, "data": data, "usage": usage_object(sum(usage.num_prompt_tokens or 0 for usage in usages), 0)}
     return json_response(body, headers=unused_fields_header(fields.unused))

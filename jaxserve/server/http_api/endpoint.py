@@ -85,7 +85,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to a request."""
-        request, has_started = Request(scope, receive), False
+        request, has_started, raw = Request(scope, receive), False, bytearray()
         remember_trace(request.headers)
 
         async def noting_send(message: Any) -> None:
@@ -94,7 +94,7 @@ class Endpoint:
             await send(message)
 
         async def respond() -> None:
-            response = await self._handler(HttpCall(self._frontend, caller, request, raw))
+            response = await self._handler(HttpCall(self._frontend, caller, request, bytes(raw)))
             await response(scope, receive, noting_send)
 
         try:
@@ -103,7 +103,9 @@ class Endpoint:
                 caller = self._frontend.authenticator.caller(request.headers.get("authorization"))
                 if self._scope:
                     caller.check_scope(self._scope)
-            raw = await self._read_body(request) if self._has_body else b""
+            if self._has_body:
+                await self._read_body(request, raw)
+                self._frontend.ledger.check_room(caller)
             await until_disconnect(receive, respond())
         except ClientDisconnect:
             scope[DISCONNECTED] = True
@@ -113,11 +115,14 @@ class Endpoint:
             if not isinstance(error, JaxserveError | HTTPException):
                 logger.exception("%s %s failed", scope["method"], scope["path"])
             await error_response(error)(scope, receive, send)
+        finally:
+            self._frontend.ledger.remove_bytes(len(raw))
 
-    async def _read_body(self, request: Request) -> bytes:
-        """Read the body.
+    async def _read_body(self, request: Request, raw: bytearray) -> None:
+        """Append the body to ``raw``, whose bytes are reserved in the ledger.
 
         Raises:
+            OverloadedError: The bodies of the requests in flight have too many bytes.
             HTTPException: It is not declared to be JSON, is compressed, is too long, or stalls.
         """
         config = self._frontend.config
@@ -135,19 +140,19 @@ class Endpoint:
             # that the client can read the response.
             too_long.headers = {"Connection": "close"} if "expect" in request.headers else {}
             raise too_long
-        raw, loop = bytearray(), asyncio.get_running_loop()
+        loop, ledger = asyncio.get_running_loop(), self._frontend.ledger
         try:
             async with asyncio.timeout(config.stall_timeout or None) as limit:
                 async for part in request.stream():
                     if config.stall_timeout:
                         limit.reschedule(loop.time() + config.stall_timeout)
+                    ledger.add_bytes(len(part))
                     raw += part
                     if len(raw) > config.max_request_bytes:
                         raise too_long
         except TimeoutError:
             message = f"the body stalled for {config.stall_timeout:g} s"
             raise HTTPException(408, message, {"Connection": "close"}) from None
-        return bytes(raw)
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:

@@ -3,12 +3,10 @@
 import abc
 import asyncio
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import math
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from types import MappingProxyType
@@ -22,7 +20,6 @@ from jaxserve.outputs import RequestOutput
 from jaxserve.request import MAX_PRIORITY, Request
 from jaxserve.sampling_options import SAMPLING_OPTIONS
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.server.chat import ToolUse
 from jaxserve.server.errors import NotImplementedRequestError
 from jaxserve.server.frontend import Frontend, new_request_id
 from jaxserve.server.http_api.endpoint import LABEL, HttpCall
@@ -37,6 +34,9 @@ from jaxserve.server.http_api.fields import (
     whole,
 )
 from jaxserve.server.http_api.responses import DONE, EventStream, json_response, json_text, unused_fields_header
+from jaxserve.server.packed_logprobs import write_output
+from jaxserve.server.request_log import Usage
+from jaxserve.server.settings import ServerConfig
 
 VERSION = importlib.metadata.version("jaxserve")
 
@@ -74,6 +74,7 @@ PROMPT_FIELDS: Mapping[str, Check] = MappingProxyType(
     }
 )
 """Fields of every request to the engine."""
+_REQUEST_FIELDS = ("priority", "cache_salt", "truncate_prompt_tokens", "add_special_tokens")
 
 GENERATION_FIELDS: Mapping[str, Check] = MappingProxyType(
     {
@@ -93,33 +94,21 @@ GENERATION_FIELDS: Mapping[str, Check] = MappingProxyType(
 """Fields of completions and chat completions."""
 
 
-def sampling_params(
-    frontend: Frontend, fields: Fields, given: Mapping[str, Any], tools: ToolUse | None = None
-) -> SamplingParams:
-    """Make the sampling parameters of a request.
-
-    Args:
-        frontend: Knows the model's defaults.
-        fields: Of the request.
-        given: Parameters that the endpoint derives from fields of other names or forms; they win.
-        tools: Of a conversation; None for other prompts.
+def sampling_fields(fields: Fields) -> dict[str, Any]:
+    """Return the fields of ``SamplingParams`` that a request gives.
 
     Raises:
-        RequestError: A wrong value.
+        RequestError: A wrong response format.
     """
-    is_streamed = fields.get("stream", False)
-    values: dict[str, Any] = {
-        **{name: value for name, value in fields.items() if name in SAMPLING_FIELDS},
-        "structured_outputs": _structured_outputs(fields),
-        "extra_args": fields.get("vllm_xargs"),
-        "output_kind": "DELTA" if is_streamed else "FINAL_ONLY",
-    }
-    if is_streamed:
+    values = {name: value for name, value in fields.items() if name in SAMPLING_FIELDS}
+    values["structured_outputs"] = _structured_outputs(fields)
+    values["extra_args"] = fields.get("vllm_xargs")
+    if fields.get("stream", False):
         values.pop("prompt_logprobs", None)  # it is 0, and streams do not show them
-    values |= given
-    if tools is not None:
-        values |= tools.sampling_fields(values)
-    return frontend.info.sampling_params(values, is_chat=tools is not None)
+        values["output_kind"] = "DELTA"
+    else:
+        values["output_kind"] = "FINAL_ONLY"
+    return values
 
 
 def _structured_outputs(fields: Fields) -> dict[str, Any] | None:
@@ -128,7 +117,10 @@ def _structured_outputs(fields: Fields) -> dict[str, Any] | None:
     Raises:
         RequestError: Both are given, or an unknown format.
     """
-    given, form = fields.get("structured_outputs"), fields.get("response_format") or {"type": "text"}
+    given, form = fields.get("structured_outputs"), fields.get("response_format")
+    if given is None and not form:
+        return None
+    form = form or {"type": "text"}
     kind = _FORMAT_TYPES("response_format.type", form.get("type"))
     if given is not None:
         if kind != "text":
@@ -151,60 +143,70 @@ def _structured_outputs(fields: Fields) -> dict[str, Any] | None:
     return {"json": schema}
 
 
-def engine_requests(
-    call: HttpCall, fields: Fields, response_id: str, prompts: Sequence[Mapping[str, Any]], **arguments: Any
-) -> list[Request]:
-    """Return one request to the engine for each prompt, and note the label of the request for the log.
-
-    Args:
-        call: The request.
-        fields: Its fields.
-        response_id: Id of the response; names the requests.
-        prompts: ``text``, ``token_ids`` or ``chat`` of each prompt.
-        **arguments: More arguments of ``Request``.
+def request_fields(call: HttpCall, fields: Fields) -> dict[str, Any]:
+    """Return the arguments of ``Request`` for each prompt of a request, and note its label for the log.
 
     Raises:
-        RequestError: A wrong value, or too many prompts.
+        RequestError: A wrong time limit.
     """
-    config, headers, scope = call.frontend.config, call.request.headers, call.request.scope
-    if len(prompts) > config.max_prompts:
-        name = "input" if "input" in fields else "prompt"
-        message = f"{name} must have at most {config.max_prompts} prompts, got {len(prompts)}"
-        raise RequestError(message, parameter=name)
-    label = fields.get("request_id")
+    scope, label, timeout_s = call.request.scope, fields.get("request_id"), None
     if label is not None and scope.get(LABEL) is None:
         scope[LABEL] = label[:128].encode("unicode_escape").decode("ascii")
-    timeout_s, written = None, headers.get("x-request-timeout")
+    written = call.request.headers.get("x-request-timeout")
     if written is not None:
         with contextlib.suppress(ValueError):
             timeout_s = float(written)
         if timeout_s is None or not 0 < timeout_s < math.inf:
             message = f"the header X-Request-Timeout must be a number of seconds above 0, got {written[:40]!r}"
             raise RequestError(message, parameter="X-Request-Timeout", value=written)
-    for name in ("priority", "cache_salt", "truncate_prompt_tokens", "add_special_tokens"):
-        if fields.get(name) is not None:
-            arguments[name] = fields[name]
-    arguments["timeout_s"] = timeout_s
-    arguments["is_strict_length"] = "max_tokens" in fields or "max_completion_tokens" in fields
+    return {
+        **{name: fields[name] for name in _REQUEST_FIELDS if name in fields},
+        "timeout_s": timeout_s,
+        "is_strict_length": "max_tokens" in fields or "max_completion_tokens" in fields,
+    }
+
+
+def prompt_requests(
+    call: HttpCall, fields: Fields, response_id: str, prompts: Sequence[Mapping[str, Any]], **arguments: Any
+) -> list[Request]:
+    """Return one request to the engine for each prompt.
+
+    Args:
+        call: The request.
+        fields: Its fields.
+        response_id: Id of the response; names the requests.
+        prompts: ``text`` or ``token_ids`` of each prompt.
+        **arguments: More arguments of ``Request``.
+
+    Raises:
+        RequestError: A wrong value, or too many prompts.
+    """
+    limit = call.frontend.config.max_prompts
+    if len(prompts) > limit:
+        name = "input" if "input" in fields else "prompt"
+        raise RequestError(f"{name} must have at most {limit} prompts, got {len(prompts)}", parameter=name)
     names = [response_id] if len(prompts) == 1 else [f"{response_id}-{index}" for index in range(len(prompts))]
+    arguments |= request_fields(call, fields)
     return [Request(request_id=name, **prompt, **arguments) for name, prompt in zip(names, prompts, strict=True)]
 
 
 # ---------------------------------------------------------------------------------------------------------- responses
 
 
-async def generate_all(call: HttpCall, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def generate_all(
+    call: HttpCall, requests: Sequence[Request], usages: Sequence[Usage]
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Admit requests together, and yield the outputs of each with the request's index, as they come.
 
-    An error of one request aborts the others.
+    An error of one request aborts the others. Tokens are counted in ``usages``, one for each request.
 
     Raises:
-        JaxserveError: As ``RequestLimits.admit`` and ``Frontend.generate``.
+        JaxserveError: As ``Ledger.admit`` and ``Frontend.generate``.
     """
     frontend = call.frontend
-    with frontend.limits.admit(call.caller, sum(request.params.n for request in requests)):
+    with frontend.ledger.admit(call.caller, sum(request.params.n for request in requests)):
         if len(requests) == 1:
-            async with aclosing(frontend.generate(call.caller, requests[0])) as outputs:
+            async with aclosing(frontend.generate(call.caller, requests[0], usages[0])) as outputs:
                 async for output in outputs:
                     yield 0, output
             return
@@ -215,7 +217,7 @@ async def generate_all(call: HttpCall, requests: Sequence[Request]) -> AsyncGene
         async def forward(index: int, request: Request) -> None:
             end: Exception | None = None
             try:
-                async with aclosing(frontend.generate(call.caller, request)) as outputs:
+                async with aclosing(frontend.generate(call.caller, request, usages[index])) as outputs:
                     async for output in outputs:
                         await queue.put((index, output))
             except Exception as error:
@@ -241,13 +243,12 @@ async def generate_all(call: HttpCall, requests: Sequence[Request]) -> AsyncGene
 
 def response_head(frontend: Frontend, prefix: str, kind: str) -> dict[str, Any]:
     """Return the first fields of a response: a new id with this prefix, its kind, time, model and version."""
-    digest = hashlib.sha256(frontend.info.model.SerializeToString(deterministic=True)).hexdigest()
     return {
         "id": new_request_id(prefix),
         "object": kind,
         "created": int(time.time()),
         "model": frontend.model_names[0],
-        "system_fingerprint": f"jaxserve-{VERSION}-{digest[:8]}",
+        "system_fingerprint": f"jaxserve-{VERSION}-{frontend.info.fingerprint}",
     }
 
 
@@ -287,87 +288,101 @@ class GenerationResponse(abc.ABC):
     is_echo_only = False
 
     def __init__(self, call: HttpCall, fields: Fields, id_prefix: str, kind: str):
-        config, given = call.frontend.config, fields.get("stream_options")
-        self.call = call
+        config, self.call = call.frontend.config, call
         self.is_streamed = fields.get("stream", False)
-        if given and not self.is_streamed:
+        unused, options = _unused_parts(fields, config), fields.get("stream_options") or {}
+        if options and not self.is_streamed:
             message = "Stream options can only be defined when `stream=True`."
             raise RequestError(message, parameter="stream_options")
         if self.is_streamed and fields.get("prompt_logprobs"):
             message = "`prompt_logprobs` are not available when `stream=True`."
             raise RequestError(message, parameter="prompt_logprobs")
-        options = read_fields(given or {}, _STREAM_OPTIONS, needs=None, is_strict=config.strict)
-        is_forced = config.enable_force_include_usage
-        self.has_usage = is_forced or options.get("include_usage", False)
-        self.has_usage_always = is_forced or (self.has_usage and options.get("continuous_usage_stats", False))
+        self.has_usage = config.enable_force_include_usage or bool(options.get("include_usage"))
+        self.has_usage_always = config.enable_force_include_usage or (
+            self.has_usage and bool(options.get("continuous_usage_stats"))
+        )
         self.has_token_ids = fields.get("return_token_ids", False)
         self.has_tokens_as_ids = fields.get("return_tokens_as_token_ids", config.return_tokens_as_token_ids)
-        unused = [f"stream_options.{name}" for name in options.unused]
-        form = fields.get("response_format") or {}
-        form_type, schema = form.get("type"), form.get("json_schema")
-        if isinstance(form_type, str) and form_type in _FORMAT_FIELDS:
-            unused += [f"response_format.{name}" for name in form if name not in _FORMAT_FIELDS[form_type]]
-            if form_type == "json_schema" and isinstance(schema, dict):
-                unused += [f"response_format.json_schema.{name}" for name in schema if name not in _SCHEMA_FIELDS]
-        if config.strict:
-            check_known(unused, {})
         self._headers = unused_fields_header([*fields.unused, *unused])
         self.head = response_head(call.frontend, id_prefix, kind)
         self.more: dict[str, Any] = {}
-        self._num_prompt_tokens: dict[int, int] = {}
-        self._num_cached_tokens = 0
-        self._num_generated_tokens: Counter[int] = Counter()
 
     @abc.abstractmethod
-    async def choices(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
+    def choices(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
         """Return the choices of the prompt with this index."""
 
     @abc.abstractmethod
-    async def deltas(self, prompt: int, output: RequestOutput) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    def deltas(self, prompt: int, output: RequestOutput) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Return deltas of choices of the prompt with this index, each with more fields of its chunk."""
 
-    async def respond(self) -> Response:
+    async def prepare(self, prompt: int, output: RequestOutput) -> None:
+        """Ask the engine for what the choices of an output need besides it."""
+        del prompt, output
+
+    async def respond(self) -> Response | EventStream:
         """Generate, and return the response."""
+        self._usages = [Usage() for _ in self.requests]
         if self.is_streamed:
             return EventStream(self._events(), self._headers)
         choices: list[dict[str, Any]] = []
-        async with aclosing(generate_all(self.call, self.requests)) as outputs:
+        async with aclosing(generate_all(self.call, self.requests, self._usages)) as outputs:
             async for prompt, output in outputs:
-                self._count(prompt, output)
-                choices += await self.choices(prompt, output)
+                await self.prepare(prompt, output)
+                choices += await write_output(output, self.choices, prompt, output)
         choices.sort(key=lambda choice: choice["index"])
         body = {**self.head, "choices": choices, **self.more, "usage": self._usage()}
-        return json_response(body, headers=self._headers)
+        if self.params.num_logprobs is None and self.params.prompt_logprobs is None:
+            return json_response(body, headers=self._headers)
+        return await asyncio.to_thread(json_response, body, headers=self._headers)  # it may be long
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         begin = f"data: {json_text(self.head)[:-1]},"
-
-        def event(**chunk: Any) -> bytes:
-            return f"{begin}{json_text(chunk)[1:]}\n\n".encode("utf-8", "replace")
-
-        async with aclosing(generate_all(self.call, self.requests)) as outputs:
+        async with aclosing(generate_all(self.call, self.requests, self._usages)) as outputs:
             async for prompt, output in outputs:
-                self._count(prompt, output)
-                events = b""
-                for choice, more in await self.deltas(prompt, output):
-                    if self.has_usage_always and "usage" not in more:
-                        num_generated = self._num_generated_tokens[choice["index"]]
-                        more["usage"] = usage_object(self._num_prompt_tokens[prompt], num_generated)
-                    events += event(choices=[choice], **more)
+                await self.prepare(prompt, output)
+                events = await write_output(output, self._chunks, begin, prompt, output)
                 if events:
                     yield events
-        yield (event(choices=[], usage=self._usage()) if self.has_usage else b"") + DONE
+        yield (_event(begin, {"choices": [], "usage": self._usage()}) if self.has_usage else b"") + DONE
 
-    def _count(self, prompt: int, output: RequestOutput) -> None:
-        """Count the tokens of an output of the prompt with this index."""
-        if prompt not in self._num_prompt_tokens:
-            self._num_prompt_tokens[prompt] = len(output.prompt_token_ids)
-            self._num_cached_tokens += output.num_cached_tokens or 0
-        for one in () if self.is_echo_only else output.outputs:
-            self._num_generated_tokens[prompt * self.params.n + one.index] += len(one.token_ids)
+    def _chunks(self, begin: str, prompt: int, output: RequestOutput) -> bytes:
+        """Return the events of an output of the prompt with this index."""
+        events, usage = b"", self._usages[prompt]
+        for choice, more in self.deltas(prompt, output):
+            if self.has_usage_always and "usage" not in more:
+                num_generated = 0 if self.is_echo_only else usage.num_generated[choice["index"] % self.params.n]
+                more["usage"] = usage_object(usage.num_prompt_tokens or 0, num_generated)
+            events += _event(begin, {"choices": [choice], **more})
+        return events
 
     def _usage(self) -> dict[str, Any]:
-        found = usage_object(sum(self._num_prompt_tokens.values()), self._num_generated_tokens.total())
+        num_prompt = sum(usage.num_prompt_tokens or 0 for usage in self._usages)
+        num_generated = 0 if self.is_echo_only else sum(usage.num_generated.total() for usage in self._usages)
+        found = usage_object(num_prompt, num_generated)
         if self.call.frontend.config.enable_prompt_tokens_details:
-            found["prompt_tokens_details"] = {"cached_tokens": self._num_cached_tokens}
+            found["prompt_tokens_details"] = {"cached_tokens": sum(usage.num_cached_tokens for usage in self._usages)}
         return found
+
+
+def _event(begin: str, chunk: dict[str, Any]) -> bytes:
+    return f"{begin}{json_text(chunk)[1:]}\n\n".encode("utf-8", "replace")
+
+
+def _unused_parts(fields: Fields, config: ServerConfig) -> list[str]:
+    """Check the stream options; return the names in them and in the response format that have no effect.
+
+    Raises:
+        RequestError: A wrong value or, if the server is strict, such a name.
+    """
+    given, form, unused = fields.get("stream_options"), fields.get("response_format"), list[str]()
+    if given:
+        options = read_fields(given, _STREAM_OPTIONS, needs=None, is_strict=config.strict)
+        unused += [f"stream_options.{name}" for name in options.unused]
+    if form and isinstance(form.get("type"), str) and form["type"] in _FORMAT_FIELDS:
+        unused += [f"response_format.{name}" for name in form if name not in _FORMAT_FIELDS[form["type"]]]
+        schema = form.get("json_schema")
+        if form["type"] == "json_schema" and isinstance(schema, dict):
+            unused += [f"response_format.json_schema.{name}" for name in schema if name not in _SCHEMA_FIELDS]
+    if unused and config.strict:
+        check_known(unused, {})
+    return unused

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.errors import JaxserveError
@@ -23,7 +23,9 @@ DONE = b"data: [DONE]\n\n"
 """The last event of a stream."""
 UNUSED_HEADER = "X-Jaxserve-Unknown-Fields"
 _MAX_NAMED = 32
-_STREAM_HEADERS = MappingProxyType({"cache-control": "no-cache", "x-accel-buffering": "no"})
+_STREAM_HEADERS = MappingProxyType(
+    {"cache-control": "no-cache", "x-accel-buffering": "no", "content-type": "text/event-stream; charset=utf-8"}
+)
 _ERROR_TYPES = MappingProxyType(
     {404: "NotFoundError", 405: "MethodNotAllowedError", 408: "TimeoutError", 413: "RequestTooLargeError"}
 )
@@ -67,8 +69,8 @@ def error_response(error: Exception) -> Response:
     return json_response(body, code, headers)
 
 
-class EventStream(StreamingResponse):
-    """A stream of server-sent events.
+class EventStream:
+    """A stream of server-sent events, as an ASGI application.
 
     Args:
         events: Whole events. An error before the first is raised, so that it can become the response's status; a later
@@ -76,28 +78,30 @@ class EventStream(StreamingResponse):
         headers: More headers of the response.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]):
         self._events = events
-        super().__init__(events, headers={**_STREAM_HEADERS, **headers})
+        self._headers = {**_STREAM_HEADERS, **headers}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; ``Endpoint`` watches for a client that disconnects."""
+        del scope, receive
         async with aclosing(self._events):
-            first = await anext(self._events, b"")
-            self.body_iterator = self._pieces(first)
-            await self.stream_response(send)
+            event = await anext(self._events, b"")
+            headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._headers.items()]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            while event:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                event = await self._next()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _pieces(self, first: bytes) -> AsyncGenerator[bytes, None]:
-        yield first
+    async def _next(self) -> bytes:
+        """Return the next event, b"" after the last."""
         try:
-            async for piece in self._events:
-                yield piece
+            return await anext(self._events, b"")
         except Exception as error:
             if not isinstance(error, JaxserveError):
                 logger.exception("a stream failed")
-            yield f"data: {json_text(error_object(error))}\n\n".encode("utf-8", "replace") + DONE
+            return f"data: {json_text(error_object(error))}\n\n".encode("utf-8", "replace") + DONE
 
 
 def unused_fields_header(names: Sequence[str]) -> dict[str, str]:

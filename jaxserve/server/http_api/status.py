@@ -79,7 +79,7 @@ def _card(frontend: Frontend, name: str) -> dict[str, Any]:
 async def health(call: HttpCall) -> Response:
     """Return 200 while the server accepts requests, and 503 while it starts, drains or has no engine."""
     try:
-        call.frontend.limits.check_open()
+        call.frontend.ledger.check_open()
         _ = call.frontend.info
     except JaxserveError:
         return Response(status_code=503)
@@ -94,12 +94,12 @@ async def version(call: HttpCall) -> Response:
 
 async def load(call: HttpCall) -> Response:
     """Return the number of sequences in flight."""
-    return json_response({"server_load": call.frontend.limits.num_in_flight})
+    return json_response({"server_load": call.frontend.ledger.num_in_flight})
 
 
 async def tokenizer_info(call: HttpCall) -> Response:
     """Return the configuration of the tokenizer, and the chat template in use."""
-    with call.frontend.limits.admit(call.caller):
+    with call.frontend.ledger.admit(call.caller):
         return json_response(await call.frontend.engine.tokenizer_info())
 
 
@@ -161,7 +161,7 @@ def _report(frontend: Frontend, engine: list[Metric] | None) -> dict[str, Any]:
     """Return what ``/status.json`` has except ``has_chat``; ``engine`` is None if the engine does not respond."""
     described, counts = model_of(frontend), frontend.log.counts
     values = {metric.name.partition(":")[2]: metric.value for metric in engine or () if not metric.labels}
-    state = "down" if engine is None else "ready" if frontend.limits.is_open else "busy"
+    state = "down" if engine is None else "ready" if frontend.ledger.is_open else "busy"
     return {
         "state": state,
         "uptime_s": round(time.time() - frontend.created_s, 3),
@@ -171,7 +171,7 @@ def _report(frontend: Frontend, engine: list[Metric] | None) -> dict[str, Any]:
         "requests": {
             "started": counts.started,
             "in_flight": counts.in_flight,
-            "refused": frontend.limits.num_refused,
+            "refused": frontend.ledger.num_refused,
             "outcomes": dict(counts.finished),
         },
         "versions": dict(versions()),

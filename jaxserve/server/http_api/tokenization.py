@@ -6,8 +6,9 @@ from types import MappingProxyType
 from starlette.responses import Response
 
 from jaxserve.field_checks import flag, text, token_ids
+from jaxserve.server.chat import chat_arguments
 from jaxserve.server.converted_tokens import check_converted
-from jaxserve.server.http_api.chat import CONVERSATION_FIELDS, chat_arguments
+from jaxserve.server.http_api.chat import CONVERSATION_FIELDS
 from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.fields import Check
 from jaxserve.server.http_api.responses import json_response, unused_fields_header
@@ -24,9 +25,9 @@ async def tokenize(call: HttpCall) -> Response:
     fields = call.fields(_CHAT_FIELDS if is_chat else _TEXT_FIELDS, "messages" if is_chat else "prompt")
     frontend, has_strings = call.frontend, fields.get("return_token_strs", False)
     strings: list[str] = []
-    with frontend.limits.admit(call.caller):
+    with frontend.ledger.admit(call.caller):
         if is_chat:
-            prompt, ids = await frontend.engine.render_chat(chat_arguments(call, fields))
+            prompt, ids = await frontend.engine.render_chat(chat_arguments(frontend.config, fields))
             if has_strings:
                 ids, strings = await frontend.engine.tokenize(prompt, False, True)
         else:
@@ -46,6 +47,6 @@ async def detokenize(call: HttpCall) -> Response:
     fields = call.fields(_IDS_FIELDS, "tokens")
     ids = fields["tokens"]
     check_converted("tokens", len(ids))
-    with call.frontend.limits.admit(call.caller):
+    with call.frontend.ledger.admit(call.caller):
         found = await call.frontend.engine.detokenize(ids, fields.get("skip_special_tokens", False))
     return json_response({"prompt": found}, headers=unused_fields_header(fields.unused))

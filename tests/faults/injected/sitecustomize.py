@@ -86,7 +86,7 @@ def _patch_grammars(module: Any) -> None:
 
 
 def _patch_runner(module: Any) -> None:
-    launch = module.StepRunner.launch
+    launch = module.LocalRunner.launch
     assert FOLDER is not None
     fails, hangs = Path(FOLDER) / "step-fails", Path(FOLDER) / "step-hangs"
 
@@ -96,7 +96,7 @@ def _patch_runner(module: Any) -> None:
         _pass_gate(Path(FOLDER or ""))
         return _raise() if fails.exists() else launch(self, *arguments, **options)
 
-    module.StepRunner.launch = faulty
+    module.LocalRunner.launch = faulty
 
 
 def _pass_gate(folder: Path) -> None:

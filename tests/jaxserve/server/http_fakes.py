@@ -18,8 +18,8 @@ from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_messages import EngineInfo
 from jaxserve.server.frontend import Frontend, ParserNames
 from jaxserve.server.http_api.app import make_app
+from jaxserve.server.ledger import Ledger
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
-from jaxserve.server.request_limits import RequestLimits
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.settings import ServerConfig
 
@@ -65,7 +65,7 @@ class FakeEngine(EngineClient):
             raise self.dead
         return EngineInfo(model=MODEL, default_fields=self.default_fields)
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request, *, is_waiting: bool = False) -> AsyncGenerator[RequestOutput, None]:
         """Outputs until the request ends."""
         check_against(request.params, vocab_size=MODEL.vocab_size, max_logprobs=-1)
         self._check_vocabulary(request.token_ids or (), "prompt")
@@ -225,10 +225,10 @@ def make_server(
     engine: FakeEngine | None = None, *, parsers: ParserNames | None = None, limit: int = 4000, **settings: Any
 ) -> "Server":
     """An open server over an engine."""
-    config, limits, engine = ServerConfig(**settings), RequestLimits(), engine or FakeEngine()
-    limits.open(limit)
+    config, ledger, engine = ServerConfig(**settings), Ledger(), engine or FakeEngine()
+    ledger.open(limit)
     frontend = Frontend(
-        config, engine, limits, Authenticator(config), RequestLog(config, "tiny"), "tiny", parsers or ParserNames()
+        config, engine, ledger, Authenticator(config), RequestLog(config, "tiny"), "tiny", parsers or ParserNames()
     )
     return Server(frontend, engine)
 

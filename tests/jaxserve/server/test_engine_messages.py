@@ -105,7 +105,7 @@ def nested(depth: int) -> list[Any]:
 )
 def test_what_cannot_be_sent_is_an_error_of_its_message(value: Any) -> None:
     with pytest.raises(FrameError, match="Submit holds a value that cannot be sent"):
-        pack_frame(Submit(1, Request(chat={"messages": value}, params=DELTA)), 1 << 30)
+        pack_frame(Submit(1, Request(chat={"messages": value}, params=DELTA), 0.5), 1 << 30)
 
 
 # ---------------------------------------------------------------- requests
@@ -139,11 +139,18 @@ def test_what_cannot_be_sent_is_an_error_of_its_message(value: Any) -> None:
     ids=range(5),
 )
 def test_requests_come_through(request_: Request) -> None:
-    assert carried(Submit(7, request_)) == Submit(7, request_)
+    assert carried(Submit(7, request_, 0.5)) == Submit(7, request_, 0.5)
 
 
 def test_the_engine_s_description_comes_through() -> None:
-    info = EngineInfo(model_pb2.Model(root="demo", max_model_len=256), {"temperature": 0.5}, 9)
+    info = EngineInfo(
+        model_pb2.Model(root="demo", max_model_len=256),
+        {"temperature": 0.5},
+        9,
+        {"default": "{{ 1 }}"},
+        None,
+        {"bos_token": "<s>"},
+    )
     assert carried(info) == info
 
 

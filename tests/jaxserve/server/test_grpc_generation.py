@@ -211,10 +211,10 @@ def test_a_cancelled_call_ends_its_request_in_every_phase(step: int, streams: bo
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             call = stub.StreamGenerate(stream_for()) if streams else stub.Generate(request_for())
             await there.engine.reached.wait()
-            assert there.frontend.limits.num_in_flight == 1
+            assert there.frontend.ledger.num_in_flight == 1
             call.cancel()
             await there.until_idle()
-            while there.frontend.limits.num_in_flight:
+            while there.frontend.ledger.num_in_flight:
                 await asyncio.sleep(0.001)
             assert there.frontend.log.counts.finished["cancelled"] == 1
 
@@ -231,7 +231,7 @@ def test_a_client_that_goes_away_ends_its_request() -> None:
             process.kill()
             await there.until_idle()
             await process.wait()
-            while there.frontend.limits.num_in_flight:
+            while there.frontend.ledger.num_in_flight:
                 await asyncio.sleep(0.001)
 
     run(main)
@@ -261,7 +261,7 @@ def test_who_reads_nothing_loses_its_place_and_nobody_else_does() -> None:
             call = generation_pb2_grpc.GenerationServiceStub(channel).StreamGenerate(stream_for())
             await call.initial_metadata()
             await there.until_idle()
-            assert there.frontend.limits.num_in_flight == 0
+            assert there.frontend.ledger.num_in_flight == 0
             there.engine.texts, there.engine.num_steps = None, 4
             async with AsyncClient(there.target) as client:
                 assert (await client.generate("Hi")).outputs[0].text == "0:0 0:1 0:2 0:3 "

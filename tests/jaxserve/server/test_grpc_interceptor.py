@@ -11,6 +11,7 @@ import pytest
 from jaxserve.errors import DeadlineError
 from jaxserve.server.auth import Authenticator
 from jaxserve.server.grpc_api.interceptor import CallInterceptor
+from jaxserve.server.ledger import Ledger
 from jaxserve.server.proto.jaxserve.v1 import generation_pb2
 from jaxserve.server.settings import ServerConfig
 
@@ -65,7 +66,7 @@ async def _start(context: FakeContext) -> "asyncio.Task[Any]":
             generate, generation_pb2.GenerateRequest.FromString, generation_pb2.GenerateResponse.SerializeToString
         )
 
-    interceptor = CallInterceptor(Authenticator(ServerConfig()), stall_timeout_s=60.0)
+    interceptor = CallInterceptor(Authenticator(ServerConfig()), Ledger(), stall_timeout_s=60.0)
     details: Any = SimpleNamespace(method="/jaxserve.v1.GenerationService/Generate", invocation_metadata=())
     handler = await interceptor.intercept_service(find, details)
     return asyncio.create_task(handler.stream_unary(None, context))

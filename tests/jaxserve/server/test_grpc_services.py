@@ -78,7 +78,6 @@ def test_a_conversation_in_openais_form_reaches_the_engine() -> None:
         ({}, True, False),
         ({"continue_final_message": True}, False, True),
         ({"add_generation_prompt": False}, False, False),
-        ({"add_generation_prompt": True, "continue_final_message": True}, True, True),
     ],
 )
 def test_where_the_prompt_ends(fields: dict[str, Any], begins: bool, continues: bool) -> None:
@@ -89,6 +88,11 @@ def test_where_the_prompt_ends(fields: dict[str, Any], begins: bool, continues: 
             chat = there.engine.last.chat
             assert chat is not None
             assert (chat["add_generation_prompt"], chat["continue_final_message"]) == (begins, continues)
+            both = chat_pb2.Conversation(messages=[USER], add_generation_prompt=True, continue_final_message=True)
+            with pytest.raises(grpc.aio.AioRpcError, match="Cannot set both") as refused:
+                request = generation_pb2.GenerateRequest(messages=both)
+                await generation_pb2_grpc.GenerationServiceStub(channel).Generate(request)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     run(main)
 
@@ -216,7 +220,7 @@ def test_tokens_and_texts() -> None:
             messages = chat_pb2.Conversation(messages=[USER, USER])
             prompt = await stub.ApplyChatTemplate(tokenization_pb2.ApplyChatTemplateRequest(messages=messages))
             assert (prompt.text, len(prompt.token_ids)) == ("Hi|Hi", 5)
-            there.frontend.limits.close("the server is shutting down")
+            there.frontend.ledger.close("the server is shutting down")
             with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
                 await stub.Tokenize(tokenization_pb2.TokenizeRequest(text="ab"))
             with pytest.raises(grpc.aio.AioRpcError, match="`x` does not exist"):
@@ -276,13 +280,13 @@ def test_resharding() -> None:
             assert [axis.size for axis in report.from_mesh] == [1, 1]
             assert (report.from_layout, report.to_layout) == ("tensor_parallel", "replicated")
             assert [getattr(report, name) for name in RESHARD_NUMBERS] == [*range(1, len(RESHARD_NUMBERS) + 1)]
-            limits, num_seqs = there.frontend.limits, MODEL.max_num_seqs
+            ledger, num_seqs = there.frontend.ledger, MODEL.max_num_seqs
             with pytest.raises(RequestError, match=f"at most {5 * num_seqs} sequences"):
-                with limits.admit(Caller("someone", frozenset()), 5 * num_seqs + 1):
+                with ledger.admit(Caller("someone", frozenset()), 5 * num_seqs + 1):
                     pass
-            limits.close("draining")
+            ledger.close("draining")
             await stub.Reshard(admin_pb2.ReshardRequest())
-            assert not limits.is_open
+            assert not ledger.is_open
             assert there.engine.calls == [("reshard", ("tensor=2", "replicated")), ("reshard", (None, None))]
 
     run(main)
@@ -298,7 +302,7 @@ def test_draining() -> None:
             for wrong in (-1.0, float("nan"), float("inf")):
                 with pytest.raises(grpc.aio.AioRpcError, match="timeout_s must be a finite number of seconds"):
                     await stub.Drain(admin_pb2.DrainRequest(timeout_s=wrong))
-            there.frontend.limits.close("the server is shutting down")
+            there.frontend.ledger.close("the server is shutting down")
             assert (await stub.GetLoad(admin_pb2.GetLoadRequest())).is_draining
 
     run(main)

@@ -119,7 +119,7 @@ def test_a_text_that_failed_is_no_message_but_a_status() -> None:
     async def main() -> None:
         async with serving() as there:
 
-            async def failing(request: Request):
+            async def failing(request: Request, *, is_waiting: bool = False):
                 failed = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")
                 yield RequestOutput(
                     request_id=request.request_id,
@@ -185,7 +185,7 @@ def test_wrong_requests_name_their_field(fields: dict[str, Any], path: str, word
             bad = details_of(failure)["BadRequest"]
             assert isinstance(bad, error_details_pb2.BadRequest)
             assert bad.field_violations[0].field == ("request." if streams else "") + path
-            assert not there.engine.requests and there.frontend.limits.num_in_flight == 0
+            assert not there.engine.requests and there.frontend.ledger.num_in_flight == 0
 
     run(main)
 
@@ -203,7 +203,7 @@ def test_a_server_that_starts_or_drains_can_be_tried_again() -> None:
     async def main() -> None:
         async with serving() as there:
             request = generation_pb2.GenerateRequest(text="Hi")
-            there.frontend.limits.close("the server is shutting down")
+            there.frontend.ledger.close("the server is shutting down")
             failure = await failure_of(there, request, True)
             assert (failure.code(), failure.details()) == (Code.UNAVAILABLE, "the server is shutting down")
             assert "RetryInfo" in details_of(failure)

@@ -327,7 +327,7 @@ def test_a_forced_call_is_a_structure_of_the_answer(stream: bool) -> None:
 class HarmonyEngine(FakeEngine):
     """Its tokenizer has Harmony's markers as special tokens."""
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request, *, is_waiting: bool = False) -> AsyncGenerator[RequestOutput, None]:
         """Outputs without the markers if the request skips special tokens."""
         if request.params.skip_special_tokens:
             self.texts = tuple([re.sub(r"<\|\w+\|>", "", piece) for piece in pieces] for pieces in self.texts)

@@ -29,13 +29,13 @@ def test_who_leaves_before_the_first_output_ends_the_request(path: str, body: di
 
     async def leave(connection: Connection, task: "asyncio.Task[None]") -> None:
         await until(lambda: engine.requests)
-        assert server.frontend.limits.num_in_flight == 1
+        assert server.frontend.ledger.num_in_flight == 1
         connection.is_gone.set()
 
     answer = server.drive(leave, path, {**body, "stream": stream})
     assert answer.messages == []
     assert engine.cancelled == list(engine.requests)
-    assert server.frontend.limits.num_in_flight == 0
+    assert server.frontend.ledger.num_in_flight == 0
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
@@ -52,7 +52,7 @@ def test_who_leaves_a_stream_ends_the_request(path: str, body: dict[str, Any]) -
     answer = server.drive(leave, path, {**body, "stream": True})
     assert b"[DONE]" not in answer.body and b"error" not in answer.body
     assert engine.cancelled == list(engine.requests)
-    assert server.frontend.limits.num_in_flight == 0
+    assert server.frontend.ledger.num_in_flight == 0
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
@@ -68,7 +68,7 @@ def test_who_leaves_a_batch_ends_all_of_it(path: str) -> None:
 
     server.drive(leave, path, {"input" if path.endswith("embeddings") else "prompt": prompts})
     assert sorted(engine.ended) == sorted(engine.requests)
-    assert server.frontend.limits.num_in_flight == 0
+    assert server.frontend.ledger.num_in_flight == 0
 
 
 def test_who_leaves_while_sending_the_body_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
@@ -118,7 +118,7 @@ def test_a_server_that_is_cancelled_gives_back_what_it_holds() -> None:
 
     asyncio.run(run())
     assert engine.cancelled == list(engine.requests)
-    assert server.frontend.limits.num_in_flight == 0
+    assert server.frontend.ledger.num_in_flight == 0
 
 
 def test_outputs_of_a_batch_wait_in_the_engines_slots_not_in_a_queue() -> None:

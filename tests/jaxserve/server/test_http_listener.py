@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 class LongEngine(FakeEngine):
     """Streams megabytes."""
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request, *, is_waiting: bool = False) -> AsyncGenerator[RequestOutput, None]:
         """40 of them."""
         self.requests[request.request_id] = request
         try:
@@ -325,7 +325,7 @@ def test_who_does_not_read_a_stream_is_cut(caplog: pytest.LogCaptureFixture) -> 
                 assert num_open() == before + 2
                 await until(lambda: bool(engine.ended) and num_open() == before + 1)
                 assert b"[DONE]" not in await client.read_all()
-            assert server.frontend.limits.num_in_flight == 0
+            assert server.frontend.ledger.num_in_flight == 0
             assert b"200 OK" in await answer(address)
 
     with caplog.at_level(logging.INFO):

@@ -26,7 +26,7 @@ def test_the_tokenizer_is_described_to_those_who_may_generate() -> None:
 def test_the_tokenizer_is_not_described_while_nothing_is_served() -> None:
     engine = FakeEngine()
     server = make_server(engine, enable_tokenizer_info_endpoint=True)
-    server.frontend.limits.close("draining")
+    server.frontend.ledger.close("draining")
     assert server.get("/tokenizer_info").status == 503
 
 

@@ -38,7 +38,7 @@ def test_health_turns_with_gate_and_engine(path: str) -> None:
     assert (server.get(path).status, server.get(path).body) == (503, b"")
     server.engine.dead = None
     assert server.get(path).status == 200
-    server.frontend.limits.close("draining")
+    server.frontend.ledger.close("draining")
     assert server.get(path).status == 503
     assert server.call("HEAD", path, b"", {}).status == 503
 
@@ -56,7 +56,7 @@ def test_version_load_and_metrics() -> None:
     server = make_server(enable_server_load_tracking=True)
     assert server.get("/version").json() == {"version": jaxserve.__version__}
     assert server.get("/load").json() == {"server_load": 0}
-    with server.frontend.limits.admit(server.frontend.authenticator.caller(None), 3):
+    with server.frontend.ledger.admit(server.frontend.authenticator.caller(None), 3):
         assert server.get("/load").json() == {"server_load": 3}
     metrics = server.get("/metrics")
     assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")

@@ -150,7 +150,7 @@ def test_a_completion_that_failed_is_an_error() -> None:
 
 def test_requests_that_were_refused_never_began() -> None:
     frontend = make_frontend()
-    frontend.limits.close("draining")
+    frontend.ledger.close("draining")
     with pytest.raises(UnavailableError, match="draining"):
         asyncio.run(read_all(frontend))
     assert frontend.log.counts.started == 0

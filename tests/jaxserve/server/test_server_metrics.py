@@ -71,9 +71,9 @@ def test_exact_after_a_known_load() -> None:
         (RuntimeError("a bug"),),
     )
     limited = Caller("limited", frozenset(), max_concurrent_requests=1)
-    with frontend.limits.admit(limited):
+    with frontend.ledger.admit(limited):
         for _ in range(2):
-            with pytest.raises(OverloadedError), frontend.limits.admit(limited):
+            with pytest.raises(OverloadedError), frontend.ledger.admit(limited):
                 pass
         found = samples(text_of(frontend))
     ours = {name.removeprefix("jaxserve:"): value for name, value in found.items() if name.startswith("jaxserve:")}
@@ -209,7 +209,7 @@ def test_a_start_without_an_engine() -> None:
     engine = ObservedEngine()
     frontend = make_frontend(engine)
     engine.is_ready, engine.numbers = False, UnavailableError("not yet")
-    frontend.limits.close("starting")
+    frontend.ledger.close("starting")
     found = samples(text_of(frontend))
     assert (found["jaxserve:accepting_requests"], found["jaxserve:engine_up"]) == (0, 0)
     assert "jaxserve:max_model_len" not in found
@@ -334,5 +334,5 @@ def test_the_dashboard_s_panels() -> None:
 def test_admission_is_by_the_caller() -> None:
     """The helper of these tests lets its requests through the gate."""
     frontend = make_frontend()
-    with frontend.limits.admit(ANYBODY):
+    with frontend.ledger.admit(ANYBODY):
         assert samples(text_of(frontend))["jaxserve:texts_in_flight"] == 1

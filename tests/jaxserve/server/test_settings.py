@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxserve import ConfigError, cli
-from jaxserve.server import command, engine_link
+from jaxserve.server import command, engine_client
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.main import serve
 from jaxserve.server.settings import ServerConfig, is_loopback
@@ -175,7 +175,7 @@ def test_a_value_in_the_file_that_a_flag_does_not_take_is_no_model(
 ) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    monkeypatch.setattr(engine_link, "spawn_engine", lambda: pytest.fail("the engine was started"))
+    monkeypatch.setattr(engine_client, "spawn_engine", lambda: pytest.fail("the engine was started"))
     with pytest.raises(SystemExit) as exit_:
         cli.main(["serve", "--config", str(path)])
     assert exit_.value.code == 2
@@ -218,7 +218,7 @@ def test_calling_tools_needs_a_parser(
     path = tmp_path / "config.yaml"
     path.write_text(file or "")
     given = [*arguments, *(() if file is None else ("--config", str(path)))]
-    monkeypatch.setattr(engine_link, "spawn_engine", lambda: pytest.fail("the engine was started"))
+    monkeypatch.setattr(engine_client, "spawn_engine", lambda: pytest.fail("the engine was started"))
     with pytest.raises(SystemExit) as exit_:
         cli.main(["serve", *given])
     assert exit_.value.code == 2

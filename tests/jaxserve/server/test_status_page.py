@@ -85,7 +85,7 @@ def test_states() -> None:
     engine = ObservedEngine()
     frontend = make_frontend(engine)
     client = client_of(frontend)
-    frontend.limits.close("the server is shutting down")
+    frontend.ledger.close("the server is shutting down")
     assert client.get("/status.json").json()["state"] == "busy"
     engine.numbers = EngineDeadError("gone")
     report = client.get("/status.json").json()

@@ -20,7 +20,7 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.models.abstract import AbstractModel, abstract_model
 from jaxserve.models.causal_lm import CausalLM
-from jaxserve.models.stages import Stage
+from jaxserve.models.stages import StageLayers
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from jaxserve.sampling.logprobs import MAX_LOGPROBS
 from jaxserve.sampling.penalties import MAX_TRACKED, SlotTables
@@ -44,7 +44,7 @@ class StepState(NamedTuple):
         tables: Vocabulary-sized sampling state of each slot.
         sums: Sum of hidden states over each slot's prompt so far, for pooling requests.
 
-    Only the last pipeline stage holds slot state; earlier stages hold only KV pools.
+    Only the last pipeline stage has slots in ``tables`` and ``sums``.
     """
 
     pools: tuple[Pools, ...]
@@ -54,10 +54,10 @@ class StepState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelProgram:
+class ShardedModel:
     """A model sharded on a mesh, without its weights: everything needed to lower a step.
 
-    A model in pipeline stages has a program for each, which differ in their mesh and their layers.
+    A model in pipeline stages has one for each, which differ in their mesh and their layers.
 
     Attributes:
         config: Configuration of the model.
@@ -94,7 +94,7 @@ class ModelProgram:
     processors: tuple[LogitsProcessor, ...] = ()
     truncation: Truncation | None = None
     counts_expert_tokens: bool = False
-    stage: Stage | None = None
+    stage: StageLayers | None = None
 
     @property
     def is_first(self) -> bool:
@@ -195,8 +195,8 @@ class ModelProgram:
         """Shapes and shardings of the packed parameters."""
         return self.packing.structs(tuple(self.abstract_model.params.values()))
 
-    def for_shape(self, shape: BatchShape) -> "ModelProgram":
-        """Return the program that runs steps of a batch shape: this one, or for few tokens one with the same parameters
+    def for_shape(self, shape: BatchShape) -> "ShardedModel":
+        """Return the model that runs steps of a batch shape: this one, or for few tokens one with the same parameters
         whose devices have all rows of hidden states.
 
         In deterministic mode all steps split them, so that they all compute the same.
@@ -208,7 +208,7 @@ class ModelProgram:
         return self if size == 1 or is_split else self._with_whole_rows
 
     @functools.cached_property
-    def _with_whole_rows(self) -> "ModelProgram":
+    def _with_whole_rows(self) -> "ShardedModel":
         return dataclasses.replace(self, layout=dataclasses.replace(self.layout, residual="replicated"))
 
     def model(self, packed: Sequence[jax.Array]) -> CausalLM:
@@ -259,12 +259,13 @@ class ModelProgram:
 
     def abstract_state(self) -> StepState:
         """Return shapes and shardings of the ``StepState``."""
+        num_slots = self.num_slots if self.is_last else 0
         tables = SlotTables(
-            token_counts=self.vocab_struct(self.num_slots, jnp.int32),
-            bias=self.vocab_struct(self.num_slots, jnp.float32),
-            tracked_ids=self.rows_struct((self.num_slots, MAX_TRACKED), jnp.int32),
+            token_counts=self.vocab_struct(num_slots, jnp.int32),
+            bias=self.vocab_struct(num_slots, jnp.float32),
+            tracked_ids=self.rows_struct((num_slots, MAX_TRACKED), jnp.int32),
         )
-        sums = self.rows_struct((self.num_slots, self.config.hidden_size), jnp.float32)
+        sums = self.rows_struct((num_slots, self.config.hidden_size), jnp.float32)
         return StepState(self.abstract_all_pools(), self.abstract_latest(), tables, sums)
 
     def abstract_pools(self, kind: PoolKind, count: int = 1) -> Any:
@@ -287,13 +288,9 @@ class ModelProgram:
         """Allocate a zero ``StepState`` on the devices."""
         return _compile_zeros(self.abstract_state())()
 
-    def empty_pools(self) -> tuple[Pools, ...]:
-        """Allocate zero pages on the devices: the state of a stage that is not the last."""
-        return _compile_zeros(self.abstract_all_pools())()
-
     def compile_empty_state(self) -> jax.stages.Compiled:
-        """Compile ``empty_state``, or for a stage that is not the last ``empty_pools``."""
-        return _compile_zeros(self.abstract_state() if self.is_last else self.abstract_all_pools())
+        """Compile ``empty_state``."""
+        return _compile_zeros(self.abstract_state())
 
     @property
     def weight_bytes(self) -> int:
@@ -308,8 +305,6 @@ class ModelProgram:
     @property
     def slot_state_bytes(self) -> int:
         """Bytes of the slots' state per device, besides pages."""
-        if not self.is_last:
-            return _bytes_per_device(self.abstract_latest())
         return _bytes_per_device(self.abstract_state()._replace(pools=()))
 
     @property

@@ -1,0 +1,230 @@
+"""compressed-tensors (llm-compressor): integers packed along the inputs, int8, float8, MXFP4 and NVFP4.
+
+Each module is read by the tensors that it has, so that ignored modules and mixed precision need no rules:
+``weight_packed`` in int32 are packed integers, in uint8 four-bit floats; ``weight`` in int8 or float8 has
+``weight_scale``. What the tensors do not tell, the size of groups, comes from ``config_groups``.
+"""
+
+import re
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.quantized.float4 import MXFP4_GROUP, NVFP4_GROUP, powers_of_two, read_float4
+from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, group_by_suffix, info_of
+from checkpoints.quantized.planes import Planes, unpack
+from checkpoints.quantized.scaled import ACTIVATION_SCALES, SCALE_DTYPES, open_scaled
+from checkpoints.quantized.settings import Settings
+from checkpoints.reader import CheckpointReader
+from checkpoints.tensor_info import TensorInfo
+
+_NAME = "compressed-tensors"
+_WORD = 32
+_INT32, _UINT8 = (np.dtype(np.int32),), (np.dtype(np.uint8),)
+_E4M3, _E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
+_PARTS = (
+    *("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_g_idx"),
+    *("weight_global_scale", "weight_shape"),
+)
+_FORMATS = (
+    *("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
+    *("mxfp4-pack-quantized", "nvfp4-pack-quantized", "mixed-precision"),
+)
+
+
+class CompressedTensors:
+    """The format for the settings of one checkpoint.
+
+    Raises:
+        CheckpointError: A setting is not supported.
+    """
+
+    name = _NAME
+    ignored = re.compile(ACTIVATION_SCALES)
+
+    def __init__(self, settings: Settings) -> None:
+        groups = settings.nested("config_groups")
+        parts = [groups.nested(name) for name in groups.fields]
+        for part in (settings, *parts):
+            name = part.text("format", "dense")
+            if name not in _FORMATS:
+                raise part.error(f"format {name!r} is not supported; supported: {', '.join(_FORMATS[1:])}")
+        if settings.nested("sparsity_config").text("format", "dense") != "dense":
+            raise settings.error(
+                "sparse weights (sparsity_config) are not supported; export the model without sparsity"
+            )
+        if settings.nested("transform_config").fields.get("config_groups"):
+            raise settings.error(
+                "rotated weights (transform_config) are not supported; export the model without transforms"
+            )
+        self.quantizes_activations = any(part.fields.get("input_activations") for part in parts)
+        weights = [part.nested("weights") for part in parts]
+        self._group_sizes = sorted({size for part in weights if (size := part.integer("group_size", default=0)) > 0})
+        self._bits = sorted({part.integer("num_bits", default=8) for part in weights if part.fields})
+        self._blocks = [block for part in weights if (block := _block(part)) is not None]
+
+    def logical_names(self, tensors: Mapping[str, TensorInfo | None]) -> dict[str, tuple[str, ...]]:
+        """Return the stored tensors of each quantized logical tensor."""
+        modules = group_by_suffix(tensors, _PARTS)
+        return {
+            f"{module}.weight": tuple(parts[part] for part in _PARTS if part in parts)
+            for module, parts in modules.items()
+            if "weight_packed" in parts or {"weight", "weight_scale"} <= set(parts)
+        }
+
+    def open(self, name: str, stored: tuple[str, ...], reader: CheckpointReader) -> QuantizedTensor:
+        """Return a logical tensor; see ``Format``."""
+        module = name.removesuffix("weight")
+        parts = {one.removeprefix(module): one for one in stored}
+        if "weight_packed" not in parts:
+            tensor = self._open_scaled(parts, reader)
+        elif info_of(reader, _NAME, parts["weight_packed"]).dtype == _UINT8[0]:
+            tensor = _open_float4(name, parts, reader)
+        else:
+            tensor = self._open_packed(name, parts, reader)
+        return tensor._replace(stored=stored)
+
+    def _open_scaled(self, parts: dict[str, str], reader: CheckpointReader) -> QuantizedTensor:
+        weight, scale, zero = parts["weight"], parts["weight_scale"], parts.get("weight_zero_point")
+        shape, scales = info_of(reader, _NAME, weight).shape, info_of(reader, _NAME, scale).shape
+        group = next((block for block in self._blocks if scales[-2:] == _grid(shape, block)), None)
+        if group is None and len(scales) > 1 and scales[-1] > 1:
+            group = (1, self._group_size(scale, shape[-1], scales[-1]))
+        return open_scaled(reader, _NAME, weight, scale, group, zero)
+
+    def _group_size(self, stored: str, num_inputs: int, num_groups: int) -> int:
+        """Return the size of groups along the inputs, of which there are ``num_groups``."""
+        if num_groups == 1:
+            return num_inputs
+        for size in self._group_sizes:
+            if -(-num_inputs // size) == num_groups:
+                return size
+        raise CheckpointError(
+            f"tensor {stored!r} (compressed-tensors) has {num_groups} groups of {num_inputs} inputs, which no "
+            f"group_size of config_groups gives: {', '.join(map(str, self._group_sizes)) or 'none'}"
+        )
+
+    def _open_packed(self, name: str, parts: dict[str, str], reader: CheckpointReader) -> QuantizedTensor:
+        """Return a tensor of packed integers, which are stored with their zeros in an offset that cancels out."""
+        packed, scale = parts["weight_packed"], parts.get("weight_scale", f"{name}_scale")
+        num_outputs, num_inputs = _logical_shape(name, parts, reader)
+        num_words = info_of(reader, _NAME, packed).shape[-1]
+        bits = next((b for b in range(1, 9) if -(-num_inputs * b // _WORD) == num_words and b in self._bits), None)
+        if bits is None:
+            raise CheckpointError(
+                f"tensor {packed!r} (compressed-tensors) has {num_words} words for {num_inputs} inputs, which no "
+                f"num_bits of config_groups gives: {', '.join(map(str, self._bits)) or 'none'}"
+            )
+        scales_shape = info_of(reader, _NAME, scale).shape
+        num_groups = scales_shape[-1] if len(scales_shape) == 2 else 1
+        group = self._group_size(scale, num_inputs, num_groups)
+        why = f"{num_inputs} inputs in groups of {group}, {num_outputs} outputs of {bits} bits"
+        check_tensor(reader, _NAME, packed, (num_outputs, num_words), _INT32, why)
+        is_single = scales_shape in ((1,), (1, 1), ())
+        if not is_single:
+            check_tensor(reader, _NAME, scale, (num_outputs, num_groups), SCALE_DTYPES, why)
+        zero = parts.get("weight_zero_point")
+        if zero is not None:
+            check_tensor(reader, _NAME, zero, (-(-num_outputs * bits // _WORD), num_groups), _INT32, why)
+        group_of = np.arange(num_inputs) // group
+        if "weight_g_idx" in parts:
+            check_tensor(reader, _NAME, parts["weight_g_idx"], (num_inputs,), _INT32, why)
+            given = reader.read(parts["weight_g_idx"], (slice(0, num_inputs),))
+            group_of = group_of if given.min() < 0 else given  # -1: not set
+
+        def planes(box: Box) -> Planes:
+            groups = group_of[box.columns]
+            needed = slice(int(groups.min()), int(groups.max()) + 1)
+            block = _WORD // np.gcd(bits, _WORD)
+            first, last = box.columns.start // block, -(-box.columns.stop // block)
+            words_per_block = block * bits // _WORD
+            words = slice(first * words_per_block, min(last * words_per_block, num_words))
+            skip = box.columns.start - first * block
+            codes = unpack(
+                reader.read(packed, (box.rows, words)).view(np.uint32), bits, box.columns.stop - first * block
+            )
+            if is_single:
+                scales = reader.read(scale, (slice(0, 1),) * len(scales_shape)).astype(np.float32).reshape(1, 1)
+            else:
+                scales = reader.read(scale, (box.rows, needed)).astype(np.float32)
+            zeros = (
+                np.full((1, 1), 1 << (bits - 1)) if zero is None else _read_zeros(reader, zero, box.rows, needed, bits)
+            )
+            if zeros.shape != scales.shape:
+                zeros, scales = np.broadcast_arrays(zeros, scales)
+            columns = None if scales.shape[1] == 1 else groups - needed.start
+            return Planes(codes[:, skip:], scales, zeros, columns=columns)
+
+        return QuantizedTensor((num_outputs, num_inputs), (), planes)
+
+
+def _read_zeros(reader: CheckpointReader, stored: str, rows: slice, groups: slice, bits: int) -> np.ndarray:
+    """Return zeros, which are packed along the outputs: uint8 [rows, groups]."""
+    block = _WORD // np.gcd(bits, _WORD)
+    words_per_block = block * bits // _WORD
+    first, last = rows.start // block, -(-rows.stop // block)
+    num_words = reader.tensors[stored].shape[0]
+    words = reader.read(stored, (slice(first * words_per_block, min(last * words_per_block, num_words)), groups))
+    stream = np.ascontiguousarray(words.view(np.uint32).T)
+    return unpack(stream, bits, rows.stop - first * block)[:, rows.start - first * block :].T
+
+
+def _open_float4(name: str, parts: dict[str, str], reader: CheckpointReader) -> QuantizedTensor:
+    """Return a tensor of MXFP4, or of NVFP4 if it has a global scale, which divides the others."""
+    packed, scale = parts["weight_packed"], parts.get("weight_scale", f"{name}_scale")
+    overall = parts.get("weight_global_scale")
+    group = MXFP4_GROUP if overall is None else NVFP4_GROUP
+    rows, num_bytes = _matrix_shape(packed, reader)
+    why = f"{2 * num_bytes} inputs in groups of {group}, {rows} outputs"
+    dtypes = (_UINT8[0], _E8M0) if overall is None else (_E4M3,)
+    check_tensor(reader, _NAME, scale, (rows, -(-2 * num_bytes // group)), dtypes, why)
+    divisor = np.float32(1)
+    if overall is not None:
+        info = info_of(reader, _NAME, overall)
+        divisor = reader.read(overall, (slice(0, 1),) * len(info.shape)).astype(np.float32).reshape(())
+        if not np.isfinite(divisor) or divisor == 0:
+            raise CheckpointError(
+                f"tensor {overall!r} (compressed-tensors) is {divisor}, expected a finite number but 0"
+            )
+
+    def read_scales(box_rows: slice, columns: slice) -> np.ndarray:
+        stored = reader.read(scale, (box_rows, columns))
+        return powers_of_two(stored, scale) if overall is None else stored.astype(np.float32) / divisor
+
+    def planes(box: Box) -> Planes:
+        return read_float4(lambda r, c: reader.read(packed, (r, c)), read_scales, box.rows, box.columns, group)
+
+    return QuantizedTensor((rows, 2 * num_bytes), (), planes)
+
+
+def _matrix_shape(stored: str, reader: CheckpointReader) -> tuple[int, int]:
+    shape = info_of(reader, _NAME, stored).shape
+    if len(shape) != 2:
+        raise CheckpointError(f"tensor {stored!r} (compressed-tensors) has shape {list(shape)}, expected two axes")
+    return shape[0], shape[1]
+
+
+def _logical_shape(name: str, parts: dict[str, str], reader: CheckpointReader) -> tuple[int, int]:
+    """Return outputs and inputs of a packed weight, which ``weight_shape`` tells."""
+    stored = parts.get("weight_shape", f"{name}_shape")
+    info_of(reader, _NAME, stored)
+    values = [int(value) for value in reader.read(stored, (slice(0, 2),)).ravel()]
+    if len(values) != 2 or values[0] != _matrix_shape(parts["weight_packed"], reader)[0] or values[1] < 1:
+        raise CheckpointError(f"tensor {stored!r} (compressed-tensors) is {values}, which contradicts weight_packed")
+    return values[0], values[1]
+
+
+def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
+    return -(-shape[-2] // block[0]), -(-shape[-1] // block[1])
+
+
+def _block(weights: Settings) -> tuple[int, int] | None:
+    """Return rows and columns of the blocks of a group of modules; None if it has none."""
+    block = weights.fields.get("block_structure")
+    if block is None:
+        return None
+    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)):
+        raise weights.error(f"block_structure: expected two integers above 0, got {block!r}")
+    return block[0], block[1]

@@ -1,0 +1,79 @@
+"""NVIDIA ModelOpt: FP8 with one scale per tensor, or NVFP4 in groups of 16.
+
+NVFP4: ``weight`` uint8 [N, K / 2], ``weight_scale`` float8 [N, K / 16], and ``weight_scale_2``, one float32 that
+multiplies the others. ``input_scale`` belongs to activations.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.quantized.float4 import NVFP4_GROUP, read_float4
+from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, info_of
+from checkpoints.quantized.planes import Planes
+from checkpoints.quantized.scaled import ACTIVATION_SCALES, open_scaled, pair_scales
+from checkpoints.quantized.settings import Settings
+from checkpoints.reader import CheckpointReader
+from checkpoints.tensor_info import TensorInfo
+
+_NAME = "ModelOpt"
+_ALGORITHMS = ("fp8", "fp8_pb_wo", "nvfp4", "w4a16_nvfp4", "mixed_precision")
+_UINT8, _E4M3 = (np.dtype(np.uint8),), (np.dtype(ml_dtypes.float8_e4m3fn),)
+
+
+class ModelOpt:
+    """The format for the settings of one checkpoint.
+
+    Raises:
+        CheckpointError: The algorithm is not supported.
+    """
+
+    name = _NAME
+    quantizes_activations = True
+    ignored = re.compile(ACTIVATION_SCALES)
+
+    def __init__(self, settings: Settings) -> None:
+        algorithm = settings.text("quant_algo", settings.nested("quantization").text("quant_algo", "fp8"))
+        if algorithm not in _ALGORITHMS:
+            known = ", ".join(name.upper() for name in _ALGORITHMS)
+            raise settings.error(f"quant_algo={algorithm.upper()!r} is not supported; supported: {known}")
+        self._block = (128, 128) if algorithm in ("fp8_pb_wo", "mixed_precision") else None
+
+    def logical_names(self, tensors: Mapping[str, TensorInfo | None]) -> dict[str, tuple[str, ...]]:
+        """Return the stored tensors of each quantized logical tensor."""
+        pairs = pair_scales(tensors, ("_scale",))
+        return {
+            name: (*pair, f"{name}_scale_2") if f"{name}_scale_2" in tensors else pair for name, pair in pairs.items()
+        }
+
+    def open(self, name: str, stored: tuple[str, ...], reader: CheckpointReader) -> QuantizedTensor:
+        """Return a logical tensor; see ``Format``."""
+        weight, scale, *overall = stored
+        if not overall:
+            return open_scaled(reader, _NAME, weight, scale, self._block)
+        shape = info_of(reader, _NAME, weight).shape
+        if len(shape) != 2 or 2 * shape[1] % NVFP4_GROUP:
+            raise CheckpointError(
+                f"tensor {weight!r} (ModelOpt) has shape {list(shape)}, expected rows of whole groups"
+            )
+        why = f"{2 * shape[1]} inputs in groups of {NVFP4_GROUP}, {shape[0]} outputs"
+        check_tensor(reader, _NAME, weight, shape, _UINT8, why)
+        check_tensor(reader, _NAME, scale, (shape[0], 2 * shape[1] // NVFP4_GROUP), _E4M3, why)
+        info = info_of(reader, _NAME, overall[0])
+        if math.prod(info.shape) != 1:
+            raise CheckpointError(f"tensor {overall[0]!r} (ModelOpt) has shape {list(info.shape)}, expected one number")
+        factor = reader.read(overall[0], (slice(0, 1),) * len(info.shape)).astype(np.float32).reshape(())
+
+        def read_scales(rows: slice, columns: slice) -> np.ndarray:
+            return reader.read(scale, (rows, columns)).astype(np.float32) * factor
+
+        def planes(box: Box) -> Planes:
+            return read_float4(
+                lambda r, c: reader.read(weight, (r, c)), read_scales, box.rows, box.columns, NVFP4_GROUP
+            )
+
+        return QuantizedTensor((shape[0], 2 * shape[1]), stored, planes)

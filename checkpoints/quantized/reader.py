@@ -1,0 +1,121 @@
+"""Reads a quantized checkpoint as the float tensors that it stands for."""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import TypeVar
+
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.quantized.format import Box, Format, QuantizedTensor
+from checkpoints.quantized.planes import Planes
+from checkpoints.reader import CheckpointReader
+from checkpoints.tensor_info import Index, TensorInfo, index_bounds
+
+_FLOAT32 = np.dtype(np.float32)
+T = TypeVar("T")
+
+
+class QuantizedReader:
+    """Shows the logical tensors of a quantized checkpoint; the others as they are stored.
+
+    Attributes:
+        format: The format of its quantized weights.
+        tensors: Shape and dtype of every tensor; float32 for those that are stored quantized.
+
+    Args:
+        reader: The stored tensors; closed with this reader, also if this fails.
+        format: The format of its quantized weights.
+
+    Raises:
+        CheckpointError: Stored tensors are missing or contradict the settings or each other.
+    """
+
+    def __init__(self, reader: CheckpointReader, format: Format) -> None:
+        self._reader = reader
+        self.format = format
+        try:
+            self._quantized: dict[str, QuantizedTensor] = {
+                name: format.open(name, stored, reader) for name, stored in format.logical_names(reader.tensors).items()
+            }
+        except BaseException:
+            reader.close()
+            raise
+        used = {stored for tensor in self._quantized.values() for stored in tensor.stored}
+        self.tensors: Mapping[str, TensorInfo] = _plain(reader.tensors, used, format) | {
+            name: TensorInfo(tensor.shape, _FLOAT32, tensor.is_column_major) for name, tensor in self._quantized.items()
+        }
+
+    @property
+    def quantized(self) -> Mapping[str, QuantizedTensor]:
+        """The tensors that are stored quantized."""
+        return self._quantized
+
+    @property
+    def num_stored_bytes(self) -> int:
+        """Size of the quantized tensors in the files."""
+        stored = {name for tensor in self._quantized.values() for name in tensor.stored}
+        return sum(self._reader.tensors[name].num_bytes for name in stored)
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Return a box of a tensor as a new array, in float32 if it is stored quantized.
+
+        Args:
+            name: The tensor.
+            index: One slice of step 1 for each axis.
+
+        Raises:
+            CheckpointError: Scales are not finite, or the file cannot be read.
+        """
+        if name not in self._quantized:
+            return self._reader.read(name, index)
+        shape = tuple(stop - start for start, stop in index_bounds(index, self.tensors[name].shape))
+        if 0 in shape:
+            return np.empty(shape, np.float32)
+        parts = [planes.decode() for planes in self._boxes(name, index)]
+        return parts[0].reshape(shape) if len(parts) == 1 else np.stack(parts).reshape(shape)
+
+    def planes(self, name: str, index: Index) -> Planes:
+        """Return a box of a quantized matrix, not decoded; not an empty one, and with one index of each leading axis.
+
+        Raises:
+            CheckpointError: As for ``read``.
+        """
+        (planes,) = self._boxes(name, index)
+        return planes
+
+    def _boxes(self, name: str, index: Index) -> Iterator[Planes]:
+        """Yield the matrices of a box, in order of their leading indices."""
+        tensor = self._quantized[name]
+        *leading, rows, columns = index_bounds(index, tensor.shape)
+        for place in np.ndindex(*(stop - start for start, stop in leading)):
+            at = tuple(start + offset for (start, _), offset in zip(leading, place, strict=True))
+            planes = tensor.planes(Box(at, slice(*rows), slice(*columns)))
+            for grid in (planes.scales, planes.biases):
+                if grid is not None and not np.isfinite(grid).all():
+                    raise CheckpointError(f"tensor {name!r} has scales that are not finite (in {tensor.stored[0]!r})")
+            yield planes
+
+    def close(self) -> None:
+        """Close the files."""
+        self._reader.close()
+
+    def __enter__(self) -> "QuantizedReader":
+        """Return the reader."""
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        """Close the files."""
+        self.close()
+
+
+def logical_names(stored: Collection[str], format: Format) -> list[str]:
+    """Return the names of the tensors that the stored ones of an index stand for; the files need not exist."""
+    tensors: dict[str, TensorInfo | None] = dict.fromkeys(stored)
+    quantized = format.logical_names(tensors)
+    used = {name for parts in quantized.values() for name in parts}
+    return [*_plain(tensors, used, format), *quantized]
+
+
+def _plain(tensors: Mapping[str, T], used: Collection[str], format: Format) -> dict[str, T]:
+    """Return the tensors that are not part of a quantized one and not ignored."""
+    return {name: info for name, info in tensors.items() if name not in used and not format.ignored.fullmatch(name)}

@@ -1,0 +1,199 @@
+"""A stage of a model on its devices: its compiled programs, its weights and its state."""
+
+import concurrent.futures
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.device.buckets import Buckets
+from jaxserve.device.compiling import Compiling, bytes_of, submit
+from jaxserve.device.sharded_model import ShardedModel, StepState
+from jaxserve.device.split_steps import SplitStep, trace_model, trace_sampler, trace_scorer
+from jaxserve.device.state_updates import copy_arrays, slot_row, trace_copy_pages, trace_set_up
+from jaxserve.device.step_batch import BatchShape, LatestTokens
+from jaxserve.device.steps import HiddenOutput, trace_hidden, trace_step
+from jaxserve.layers.kv_layout import PoolKind
+from jaxserve.scheduling.plan import PageCopy, StepPlan
+
+StepKey = tuple[BatchShape, str]
+"""Batch shape and sampler variant of a step; ``any`` selects the variant at run time."""
+
+CompiledStep = jax.stages.Compiled | SplitStep
+"""Maps (packed parameters, ``StepState``, buffer, vocabulary mask) to (``StepState``, ``StepOutput``).
+
+After other stages, it also has their hidden states as an argument.
+"""
+
+
+def step_keys(buckets: Buckets, platform: str, always_full: bool = False) -> list[StepKey]:
+    """Return the shape and sampler variant of every step to compile.
+
+    On CPUs the sampler is a separate program that selects its variant at run time, so there is one step per shape. On
+    accelerators that selection would stall, so decode shapes have a greedy and a sampled variant, and decode steps that
+    need the full sampler run in a mixed shape, which selects at run time. If every step needs the full sampler
+    (``always_full``), decode shapes have only that variant. One more mixed shape computes prompt logprobs.
+    """
+    if platform == "cpu":
+        return [(shape, "any") for shape in buckets.shapes()]
+    decode = ("full",) if always_full else ("greedy", "sampled")
+    shapes = [*buckets.shapes(), buckets.scoring_shape]
+    return [(shape, variant) for shape in shapes for variant in (decode if shape.decode_only else ("any",))]
+
+
+def num_programs(buckets: Buckets, platform: str, always_full: bool = False, num_stages: int = 1) -> int:
+    """Return the number of programs; on CPUs it includes a sampler per ``SamplerShape`` and the scorer."""
+    keys = step_keys(buckets, platform, always_full)
+    earlier = (num_stages - 1) * len(buckets.shapes())
+    return earlier + len(keys) + (len({shape.sampler for shape, _ in keys}) + 1 if platform == "cpu" else 0)
+
+
+class Stage:
+    """A model, or consecutive layers of it, on its devices.
+
+    A stage is compiled, then loaded. The last one samples and has the state of the slots; those before it hand hidden
+    states over, and have only pages.
+
+    Args:
+        model: The model, or its layers.
+        buckets: Batch shapes.
+        platform: JAX platform that decides how steps are split into programs; None for the devices' platform.
+
+    Attributes:
+        keys: Shape and sampler variant of each step.
+        params: Packed parameters (``ShardedModel.packing``).
+        state: The pages, and the state of all slots.
+    """
+
+    params: tuple[jax.Array, ...]
+    state: StepState
+
+    def __init__(self, model: ShardedModel, buckets: Buckets, platform: str | None = None):
+        self.model = model
+        self.buckets = dataclasses.replace(buckets, num_arguments=len(model.arguments))
+        self.platform = platform or model.mesh.devices.flat[0].platform
+        if model.is_last:
+            self.keys = step_keys(self.buckets, self.platform, model.is_always_full)
+        else:
+            self.keys = [(shape, "any") for shape in self.buckets.shapes()]
+        self._decode_variants = {variant for shape, variant in self.keys if shape.decode_only}
+        self._steps: dict[StepKey, CompiledStep] = {}
+        self._set_up: jax.stages.Compiled | None = None
+        self._copies: dict[PoolKind, jax.stages.Compiled] = {}
+
+    def compile(self) -> None:
+        """Trace the programs one after the other, and compile them on all cores."""
+        kinds = dict(zip(self.model.kv_layout.pools, self.model.kv_layout.counts, strict=True))
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            set_up = submit(pool, trace_set_up(self.model)) if self.model.is_last else None
+            copies = {kind: submit(pool, trace_copy_pages(self.model, kind, count)) for kind, count in kinds.items()}
+            self._steps = self._compile_steps(pool)
+            self._copies = {kind: future.result() for kind, future in copies.items()}
+            self._set_up = None if set_up is None else set_up.result()
+
+    def _compile_steps(self, pool: concurrent.futures.Executor) -> dict[StepKey, CompiledStep]:
+        model, max_tokens = self.model, self.buckets.mixed_tokens[-1]
+        if not model.is_last:
+            futures = {(shape, variant): submit(pool, trace_hidden(model, shape)) for shape, variant in self.keys}
+            return {key: future.result() for key, future in futures.items()}
+        if self.platform != "cpu":
+            return self._compile_whole_steps(pool)
+        scorer = submit(pool, trace_scorer(model, max_tokens))
+        sizes = sorted({shape.sampler for shape, _ in self.keys})
+        samplers = {size: submit(pool, trace_sampler(model, size)) for size in sizes}
+        futures = {key: submit(pool, trace_model(model, key[0], max_tokens)) for key in self.keys}
+        return {
+            (shape, variant): SplitStep(
+                future.result(), samplers[shape.sampler].result(), None if shape.decode_only else scorer.result()
+            )
+            for (shape, variant), future in futures.items()
+        }
+
+    def _compile_whole_steps(self, pool: concurrent.futures.Executor) -> dict[StepKey, CompiledStep]:
+        """Compile steps of one program each.
+
+        Those of as many tokens have the same matmuls. All but one wait for the first, whose autotuning results XLA then
+        finds in its cache, in place of measuring the same candidates on the device side by side.
+        """
+        first, futures = dict[int, Compiling](), dict[StepKey, Compiling]()
+        for shape, variant in self.keys:
+            after = first.get(shape.num_tokens)
+            futures[shape, variant] = submit(pool, trace_step(self.model, shape, variant), after)
+            first.setdefault(shape.num_tokens, futures[shape, variant])
+        return {key: future.result() for key, future in futures.items()}
+
+    def load(self, params: tuple[jax.Array, ...], state: StepState | None = None) -> None:
+        """Set the packed parameters and the state; None allocates the state."""
+        self.params = params
+        self.state = self.model.empty_state() if state is None else state
+
+    def choose(self, plans: Sequence[StepPlan], variant: str) -> tuple[BatchShape, CompiledStep]:
+        """Return the batch shape and the compiled step of the last stage for the plans of all lanes."""
+        scores_prompt = any(plan.targets for plan in plans)
+        if scores_prompt and self.platform != "cpu":
+            shape = self.buckets.scoring_shape
+        else:
+            is_compiled = "any" in self._decode_variants or variant in self._decode_variants
+            decode_only = is_compiled and all(plan.is_decode_only for plan in plans)
+            shape = self.buckets.shape_for(max(plan.num_tokens for plan in plans), decode_only)
+        step = self._steps.get((shape, variant)) or self._steps[shape, "any"]
+        if isinstance(step, SplitStep) and not scores_prompt:
+            step = dataclasses.replace(step, scorer=None)
+        return shape, step
+
+    def run_layers(
+        self, shape: BatchShape, latest: LatestTokens, buffer: np.ndarray, *hidden: jax.Array
+    ) -> HiddenOutput:
+        """Launch a step of a stage that is not the last; scoring prompts is left to the last.
+
+        Args:
+            shape: Batch shape.
+            latest: Latest tokens of all slots.
+            buffer: The step's buffer.
+            hidden: Hidden states of the stage before, unless this is the first.
+        """
+        step: Any = self._steps[dataclasses.replace(shape, scores_prompt=False), "any"]
+        pools, output = step(self.params, self.state.pools, latest, buffer, *hidden)
+        self.state = self.state._replace(pools=pools)
+        return output
+
+    def set_up_slots(self, rows: Sequence[Sequence[np.ndarray]]) -> None:
+        """Write slots' rows (see ``slot_row``) of each lane to the state of the last stage."""
+        assert self._set_up is not None
+        nothing = slot_row(None, self.model.config.vocab_size)
+        for lanes in itertools.zip_longest(*rows, fillvalue=nothing):
+            tables = self._set_up(self.state.tables, np.concatenate(lanes))
+            self.state = self.state._replace(tables=tables)
+
+    def copy_pages(self, copies: Sequence[Sequence[PageCopy]]) -> None:
+        """Copy pages of each lane in all pools."""
+        programs = [self._copies[kind] for kind in self.model.kv_layout.pools]
+        for pages in copy_arrays(copies, self.model.num_pages):
+            pools = tuple(copy(pool, *pages) for copy, pool in zip(programs, self.state.pools, strict=True))
+            self.state = self.state._replace(pools=pools)
+
+    def items(self) -> Iterable[tuple[StepKey, CompiledStep]]:
+        """Return all steps; on CPUs those of mixed shapes include the scorer."""
+        return self._steps.items()
+
+    def delete(self) -> None:
+        """Free the devices' memory."""
+        for array in jax.tree.leaves((self.params, self.state)):
+            array.delete()
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Peak temporary memory per device over all steps, in bytes, with the hidden states handed over."""
+        return max(map(_temporary_bytes, self._steps.values()), default=0)
+
+
+def _temporary_bytes(step: CompiledStep) -> int:
+    """Return the peak temporary memory of a step's programs, including the outputs passed between them."""
+    if not isinstance(step, SplitStep):
+        return sum(bytes_of(step))
+    programs = [step.model, step.sampler, *([step.scorer] if step.scorer is not None else [])]
+    return bytes_of(step.model).outputs + max(bytes_of(program).temporary for program in programs)

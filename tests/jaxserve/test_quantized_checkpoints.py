@@ -1,0 +1,219 @@
+"""Models from quantized checkpoints equal those from float checkpoints of the same values, on every cut."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from checkpoints import CheckpointError, convert, open_checkpoint
+from checkpoints.tensor_info import whole_index
+from jaxserve import LLM, SamplingParams
+from jaxserve.models.loading import check_weights, load_weights, read_model_config
+from tests.quantized_cases import CASES, Case
+from tests.quantized_files import quantize, write_mxfp4
+from tests.random_checkpoint import LLAMA, write_checkpoint
+from tests.tiny_programs import make_program
+
+DENSE: dict[str, Any] = {
+    **LLAMA,
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+QWEN = {**DENSE, "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
+FUSED = {**DENSE, "architectures": ["Phi3ForCausalLM"], "pad_token_id": 0}
+EXPERTS = {
+    **DENSE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "num_hidden_layers": 1,
+}
+GPT_OSS = {
+    **DENSE,
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+MODELS = {"llama": DENSE, "qwen2, tied": QWEN, "phi-3": FUSED, "qwen3-moe": EXPERTS}
+COMMON = ("awq", "gptq act-order", "compressed-tensors 4 bits", "fp8 blocks, ragged", "nf4 double", "mlx 4 bits")
+"""Formats that are loaded with every model in the gate; the others with one."""
+
+
+def is_linear(name: str) -> bool:
+    """Whether tools quantize the tensor of this name: a projection, but not a router."""
+    return "_proj" in name and name.endswith(".weight")
+
+
+Tensors = dict[str, np.ndarray]
+
+
+def write(
+    folder: Path, model: dict[str, Any], case: Case, change: Callable[[Tensors], object] | None = None
+) -> tuple[Path, Path]:
+    """Write a quantized checkpoint of random values and the float one that it stands for; return their directories.
+
+    ``change`` may change the stored tensors before they are written.
+    """
+    plain, quantized = folder / "plain", folder / "quantized"
+    for directory in (plain, quantized):
+        directory.mkdir()
+    write_checkpoint(plain, model, seed=5)
+    stored, floats = quantize(load_file(plain / "model.safetensors"), case.write, is_linear)
+    save_file(floats, plain / "model.safetensors")
+    if change is not None:
+        change(stored)
+    save_file(stored, quantized / "model.safetensors")
+    (quantized / "config.json").write_text(json.dumps({**model, "quantization_config": case.section}))
+    return plain, quantized
+
+
+def loaded(directory: Path, tensor: int) -> Tensors:
+    """The arrays of a model on this many devices."""
+    model = make_program(read_model_config(directory), tensor=tensor).abstract_model
+    check_weights(directory, model)
+    return {name: np.asarray(array) for name, array in zip(model.params, load_weights(directory, model), strict=True)}
+
+
+def check_equal(folder: Path, model: dict[str, Any], case: Case, tensor: int) -> None:
+    plain, quantized = write(folder, model, case)
+    expected, found = loaded(plain, tensor), loaded(quantized, tensor)
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_each_format_loads_the_weights_that_it_stands_for(case: str, tensor: int, tmp_path: Path) -> None:
+    """On two devices the rows of down_proj are cut inside a group."""
+    check_equal(tmp_path, {**DENSE, "num_hidden_layers": 1}, CASES[case], tensor)
+
+
+@pytest.mark.parametrize("case", COMMON)
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "llama"])
+def test_each_kind_of_model_loads_quantized_weights(model: str, case: str, tmp_path: Path) -> None:
+    check_equal(tmp_path, MODELS[model], CASES[case], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("model", MODELS)
+def test_each_format_with_each_kind_of_model(model: str, case: str, tensor: int, tmp_path: Path) -> None:
+    sizes = {"num_key_value_heads": 4} if tensor == 4 else {}
+    check_equal(tmp_path, MODELS[model] | sizes, CASES[case], tensor)
+
+
+@pytest.mark.parametrize("settings", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_an_engine_generates_what_the_float_model_does(settings: dict[str, int], tmp_path: Path) -> None:
+    plain, quantized = write(tmp_path, DENSE, CASES["gptq act-order"])
+    prompts, params = [[1, 2, 3], [9, 8, 7, 6, 5]], SamplingParams(temperature=0, max_tokens=8, logprobs=2)
+    common: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 8}
+    outputs = []
+    for directory in (plain, quantized):
+        with LLM(str(directory), warm_up=False, **common, **settings) as llm:
+            outputs.append([output.outputs[0] for output in llm.generate(prompts, params)])
+    assert outputs[0] == outputs[1]
+
+
+def test_what_is_decoded_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, quantized = write(tmp_path, DENSE, CASES["fp8 blocks, ragged"])
+    with caplog.at_level(logging.INFO):
+        loaded(quantized, 1)
+    assert "14 weights quantized with FP8 (0.00 GiB) are decoded when they are loaded; activations" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("format", ["safetensors", "orbax"])
+def test_conversion_writes_the_floats(format: str, dtype: str, tmp_path: Path) -> None:
+    plain, quantized = write(tmp_path, DENSE, CASES["awq"])
+    with pytest.raises(CheckpointError, match="quantized with AWQ; pass a dtype to write them in: float32"):
+        convert(quantized, tmp_path / "absent", format)
+    convert(quantized, tmp_path / "converted", format, dtype)
+    convert(plain, tmp_path / "expected", format, dtype)
+    with open_checkpoint(tmp_path / "converted") as found, open_checkpoint(tmp_path / "expected") as expected:
+        assert found.tensors == expected.tensors
+        for name, info in expected.tensors.items():
+            box = whole_index(info.shape)
+            np.testing.assert_array_equal(found.read(name, box), expected.read(name, box))
+
+
+MODULE = "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{MODULE}.scales"), r"down_proj.scales' is missing, which weights in the format GPTQ need"),
+        (lambda t: t.pop(f"{MODULE}.qzeros"), r"down_proj.qzeros' is missing, which weights in the format GPTQ need"),
+        (
+            lambda t: t.update({f"{MODULE}.scales": t[f"{MODULE}.scales"][:-1]}),
+            r"down_proj.scales' \(GPTQ\) has shape \[5, 64\], expected \[6, 64\]: 96 inputs in groups of 16",
+        ),
+        (
+            lambda t: t.update({f"{MODULE}.g_idx": t[f"{MODULE}.g_idx"] + 1}),
+            r"down_proj.g_idx' \(GPTQ\) has groups from 1 to 6, expected 0 to 5",
+        ),
+        (
+            lambda t: t.update({f"{MODULE}.scales": t[f"{MODULE}.scales"].astype(np.int16)}),
+            r"down_proj.scales' \(GPTQ\) is stored as int16, expected float16 or float32",
+        ),
+        (
+            lambda t: t.update({f"{MODULE}.scales": np.full_like(t[f"{MODULE}.scales"], np.nan)}),
+            r"down_proj.weight' has scales that are not finite",
+        ),
+    ],
+)
+def test_damaged_checkpoints(change: Callable[[Tensors], object], message: str, tmp_path: Path) -> None:
+    _, directory = write(tmp_path, DENSE, CASES["gptq act-order"], change)
+    with pytest.raises(CheckpointError, match=message):
+        loaded(directory, 1)
+
+
+def test_nan_in_float8(tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors[f"{MODULE}.weight"][3, 4] = np.nan
+
+    _, directory = write(tmp_path, DENSE, CASES["fp8 blocks, ragged"], change)
+    with pytest.raises(CheckpointError, match=r"down_proj.weight' \(FP8\) contains NaN"):
+        loaded(directory, 1)
+
+
+def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+    """Blocks of the transposed matrices of all experts, gate and up interleaved by row."""
+    model = GPT_OSS
+    plain, quantized = tmp_path / "plain", tmp_path / "quantized"
+    for directory in (plain, quantized):
+        directory.mkdir()
+    write_checkpoint(plain, model, seed=5)
+    tensors = load_file(plain / "model.safetensors")
+    rng = np.random.default_rng(0)
+    stored = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, num_inputs, num_outputs = tensors[name].shape
+        parts = [write_mxfp4(rng, (num_outputs, num_inputs)) for _ in range(num_experts)]
+        tensors[name] = np.stack([np.ascontiguousarray(part.weight.T) for part in parts])
+        del stored[name]
+        blocks = np.stack([part.stored["weight_packed"] for part in parts])
+        stored[f"{name}_blocks"] = blocks.reshape(num_experts, num_outputs, -1, 16)
+        stored[f"{name}_scales"] = np.stack([part.stored["weight_scale"] for part in parts])
+    save_file(tensors, plain / "model.safetensors")
+    save_file(stored, quantized / "model.safetensors")
+    (quantized / "config.json").write_text(json.dumps({**model, "quantization_config": {"quant_method": "mxfp4"}}))
+    for tensor in (1, 2):
+        expected, found = loaded(plain, tensor), loaded(quantized, tensor)
+        for name, array in expected.items():
+            np.testing.assert_array_equal(found[name], array, err_msg=name)
