@@ -14,11 +14,12 @@ from typing import Any
 
 from jaxserve.config import SERVING_DEFAULTS, EngineConfig
 from jaxserve.device.memory import MemoryLedger
-from jaxserve.engine.loop import Loop, Stream, deadline_after
+from jaxserve.engine.loop import Loop
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.resharding import Resharder, ReshardReport
 from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.engine.stats_log import StatsLogger
+from jaxserve.engine.stream import Stream, deadline_after
 from jaxserve.errors import RequestError
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import PoolingRequestOutput, RequestOutput

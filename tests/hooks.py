@@ -312,7 +312,7 @@ def native_threads(number: int) -> Iterator[None]:
 
 def is_preparing(engine: AsyncLLM) -> bool:
     """Whether a request is not yet queued: its prompt is still being tokenized, for example."""
-    return engine._loop.num_preparing > 0
+    return bool(engine._loop._preparing)
 
 
 def hold_preparation(engine: AsyncLLM, patch: pytest.MonkeyPatch) -> threading.Event:

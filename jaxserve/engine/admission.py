@@ -276,15 +276,17 @@ class Admission:
         self, request: Request, prompt: list[int], grammar: GrammarFuture | None, bad_words: list[tuple[int, ...]]
     ) -> list[Constraint | None]:
         """Create the constraint of each sample; the grammar takes precedence if no token satisfies all parts."""
-        markers, vocab_size = self.limits.reasoning, self.limits.vocab_size
         budget = request.params.thinking_token_budget
+        longer = [word for word in bad_words if len(word) > 1]
+        if grammar is None and budget is None and not longer:
+            return [None] * request.params.n
+        markers, vocab_size = self.limits.reasoning, self.limits.vocab_size
         reasoning: Reasoning | None = None
         section: collections.abc.Sequence[int] = ()
         if markers is not None and self.tokenizer is not None and (grammar is not None or budget is not None):
             ending = (markers, self.tokenizer, prompt, request.chat is not None, request.last_message)
             reasoning = None if grammar is None else find_reasoning(*ending)
             section = () if budget is None else open_section(*ending)
-        longer = [word for word in bad_words if len(word) > 1]
 
         def make() -> Constraint | None:
             parts: list[Constraint] = []

@@ -128,10 +128,9 @@ class Engine:
             self._apply_aborts()
             with self._counter:
                 launched = [replica.launch() for replica in self.replicas]
-                found = [r.collect(admitted is None) for r, admitted in zip(self.replicas, launched, strict=True)]
-            now = time.monotonic()
-            for sequence in itertools.chain.from_iterable(filter(None, launched)):
-                self._requests[sequence.request.request_id].note_scheduled(now)
+                found = [
+                    each.collect(not is_launched) for each, is_launched in zip(self.replicas, launched, strict=True)
+                ]
             return self._take_lost() + [
                 request for lanes in found for lane in lanes for request in self._deliver(*lane)
             ]

@@ -1,28 +1,25 @@
-"""The loop that steps an engine on a thread of its own, and the streams of outputs that it feeds."""
+"""The loop that steps an engine on a thread of its own, and feeds streams of outputs."""
 
 import collections
 import concurrent.futures
-import dataclasses
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stats_log import StatsLogger
+from jaxserve.engine.stream import StepEngine, Stream, wake_readers
 from jaxserve.errors import (
     SHUT_DOWN,
     DeadlineError,
     EngineDeadError,
     JaxserveError,
-    RequestError,
     RequestFailedError,
     unforeseen,
 )
-from jaxserve.metric_types import Metric
-from jaxserve.outputs import RequestOutput
 from jaxserve.structured_output.grammars import copy_error
 
 logger = logging.getLogger(__name__)
@@ -30,87 +27,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NUM_THREADS = 2  # more would only slow the steps down
-
-
-@runtime_checkable
-class Readers(Hashable, Protocol):
-    """A group of readers that can be woken together, such as those of an event loop."""
-
-    def wake(self, sinks: Sequence[Any]) -> None:
-        """Wake the readers of these sinks, which all belong to this group. Thread-safe."""
-        ...
-
-
-@runtime_checkable
-class Sink(Protocol):
-    """Takes the outputs of a stream. Any thread may use it."""
-
-    @property
-    def readers(self) -> Readers:
-        """The group that the reader belongs to."""
-        ...
-
-    @property
-    def has_room(self) -> bool:
-        """Whether to make the next output; until then tokens stay in the request. The last output needs no room."""
-        ...
-
-    def put(self, content: RequestOutput | BaseException) -> None:
-        """Take the next output, or the error that ends the stream."""
-        ...
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Stream:
-    """A request on its way through the loop.
-
-    Attributes:
-        sink: Takes its outputs.
-        request_id: Name of the request, if the caller gives it one; for aborts before it is prepared.
-        deadline_s: Time, in seconds of ``time.monotonic()``, at which it fails, waiting or running; None for never.
-        metrics: Which outputs have ``metrics``.
-        request: The request, once it is prepared.
-        is_cancelled: Whether it is to be aborted before it runs.
-        has_ended: Whether the sink gets nothing more.
-    """
-
-    sink: Sink
-    request_id: str = ""
-    deadline_s: float | None = None
-    metrics: Literal["all", "last", "none"] = "none"
-    request: RequestState | None = None
-    is_cancelled: bool = False
-    has_ended: bool = False
-
-
-@runtime_checkable
-class StepEngine(Protocol):
-    """The methods of ``Engine`` that the loop calls on its thread."""
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of running and waiting requests."""
-        ...
-
-    def enqueue(self, request: RequestState) -> None:
-        """Add a prepared request."""
-        ...
-
-    def step(self) -> list[RequestState]:
-        """Run a step; return the requests that it changed."""
-        ...
-
-    def abort(self, request: RequestState, /) -> None:
-        """Abort a request. Does nothing if it has finished."""
-        ...
-
-    def metrics(self) -> list[Metric]:
-        """Return the current metrics."""
-        ...
-
-    def close(self) -> None:
-        """Free the devices' memory."""
-        ...
 
 
 class Loop:
@@ -121,6 +37,11 @@ class Loop:
     Args:
         engine: The engine, which only the loop's thread steps from now on.
         stats: Logs statistics periodically; None for no log.
+
+    Attributes:
+        failure: The error that stopped the engine; None if it runs or was shut down.
+        num_done: Number of steps and commands so far; grows while the engine makes progress.
+        is_idle: Whether the engine has no work, so that ``num_done`` need not grow.
     """
 
     def __init__(self, engine: StepEngine, stats: StatsLogger | None = None):
@@ -133,44 +54,19 @@ class Loop:
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._wakeup = threading.Condition()
         self._drain_until_s: float | None = None
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._is_stopped = False
         self._has_ended_streams = threading.Event()
-        self._num_done = 0
-        self._is_idle = False
+        self.num_done = 0
+        self.is_idle = False
         self._pool = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "jaxserve-prepare")
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
     @property
-    def failure(self) -> BaseException | None:
-        """The error that stopped the engine; None if it runs or was shut down."""
-        return self._failure
-
-    @property
     def is_running(self) -> bool:
         """Whether the engine accepts requests."""
         return not self._is_stopped and self._drain_until_s is None
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of running and waiting requests."""
-        return self._engine.num_unfinished
-
-    @property
-    def num_preparing(self) -> int:
-        """Number of requests that are being prepared."""
-        return len(self._preparing)
-
-    @property
-    def num_done(self) -> int:
-        """Number of steps and commands so far; grows while the engine makes progress."""
-        return self._num_done
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the engine has no work, so that ``num_done`` need not grow."""
-        return self._is_idle
 
     def submit(self, stream: Stream, prepare: Callable[[], RequestState]) -> None:
         """Prepare a request on another thread, wait for its grammar, and queue it.
@@ -328,8 +224,8 @@ class Loop:
         self.refuse(stream, failure)
 
     def _dead(self) -> EngineDeadError:
-        error = EngineDeadError(f"the engine stopped: {self._failure or 'it was shut down'}")
-        error.__cause__ = self._failure
+        error = EngineDeadError(f"the engine stopped: {self.failure or 'it was shut down'}")
+        error.__cause__ = self.failure
         return error
 
     # ---------------------------------------------------------------- the loop's thread
@@ -340,15 +236,15 @@ class Loop:
             while self._wait_for_work():
                 while self._inbox:
                     self._inbox.popleft()()
-                    self._num_done += 1
+                    self.num_done += 1
                 self._expire()
                 if self._engine.num_unfinished:
                     self.deliver(self._step())
-                    self._num_done += 1
+                    self.num_done += 1
                     self._log()
         except BaseException as error:
             # An EngineDeadError has the first failure as its cause.
-            self._failure = error.__cause__ or error
+            self.failure = error.__cause__ or error
             logger.exception("the engine stopped")
         finally:
             self._end()
@@ -368,9 +264,9 @@ class Loop:
         with self._wakeup:
             while not self._inbox and not self._engine.num_unfinished and self._drain_until_s is None:
                 is_quiet = self._stats is None or self._stats.is_quiet
-                self._is_idle = True
+                self.is_idle = True
                 self._wakeup.wait(None if is_quiet or self._stats is None else max(self._stats.remaining_s(), 0.0))
-                self._is_idle = False
+                self.is_idle = False
                 self._log()
             if self._stats is not None:
                 self._stats.resume()
@@ -432,11 +328,11 @@ class Loop:
             stream.sink.put(_deadline_error(stream.request))
             woken.append(stream)
         self._next_deadline_s = min((one.deadline_s or math.inf for one in self._open.values()), default=math.inf)
-        _wake(woken)
+        wake_readers(woken)
 
     def _offer(self, streams: Iterable[Stream]) -> None:
         """Put the next output or the error of each stream, and wake the readers."""
-        _wake([stream for stream in streams if self._put_next(stream)])
+        wake_readers([stream for stream in streams if self._put_next(stream)])
 
     def _put_next(self, stream: Stream) -> bool:
         """Put the next output or the error of a stream; return whether there was one."""
@@ -481,10 +377,10 @@ class Loop:
             self._is_stopped = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         try:
-            if self._failure is None:
+            if self.failure is None:
                 self._abort(list(self._open.values()))
         except Exception as error:
-            self._failure = error
+            self.failure = error
         for stream in [*self._open.values(), *tuple(self._preparing)]:
             self.refuse(stream, self._dead())
         self._open.clear()
@@ -495,29 +391,7 @@ class Loop:
             self._engine.close()
         except Exception:
             logger.exception("failed to close the engine")
-        self._is_idle = True
-
-
-def deadline_after(timeout_s: Any) -> float | None:
-    """Return the deadline, in seconds of ``time.monotonic()``, for a timeout that starts now; None for no timeout.
-
-    Raises:
-        RequestError: The timeout is not a number above 0.
-    """
-    if timeout_s is None:
-        return None
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
-        raise RequestError("timeout_s must be None or a number above 0", parameter="timeout_s", value=timeout_s)
-    return time.monotonic() + timeout_s
-
-
-def _wake(streams: Iterable[Stream]) -> None:
-    """Wake the readers of streams, with one call per group."""
-    by_readers: dict[Readers, list[Sink]] = collections.defaultdict(list)
-    for stream in streams:
-        by_readers[stream.sink.readers].append(stream.sink)
-    for readers, sinks in by_readers.items():
-        readers.wake(sinks)
+        self.is_idle = True
 
 
 def _deadline_error(request: RequestState) -> DeadlineError:

@@ -105,10 +105,10 @@ class EngineMetrics:
             reason = "error" if request.error is not None else sample.sequence.finish_reason or "abort"
             self._finished[reason] += 1
             is_whole = is_whole and reason not in ("abort", "error")
-        first_s, scheduled_s = request.first_token_s, request.scheduled_s
-        if request.embedding is not None and request.finished_s is not None and scheduled_s is not None:
+        first_s, scheduled_s = request.first_token_s, request.samples[0].sequence.scheduled_s
+        if request.embedding is not None and request.finished_s is not None:
             self._request_ended(request, scheduled_s, request.finished_s, request.finished_s)
-        if not is_whole or first_s is None or scheduled_s is None:
+        if not is_whole or first_s is None:
             return
         last_s = max(sample.sequence.last_token_s for sample in request.samples)
         self._request_ended(request, scheduled_s, first_s, last_s)

@@ -175,7 +175,6 @@ class RequestState:
         prompt_offsets: Where the prompt's tokens begin in its text; None without text or logprobs of the prompt.
         grammar: The compiled structured output.
         lane: Index of the scheduler that runs it.
-        scheduled_s: When its first step was launched.
         first_token_s: When its first token arrived.
         finished_s: When a pooling request finished.
         error: Why it failed: then its samples have the finish reason "error".
@@ -194,7 +193,6 @@ class RequestState:
     prompt_offsets: list[int] | None = None
     grammar: concurrent.futures.Future[Any] | None = None
     lane: int = 0
-    scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
     error: RequestError | None = None
@@ -226,7 +224,7 @@ class RequestState:
         """
         self._read()
         outputs = [sample.output(self.error is not None) for sample in self.samples]
-        return self._output(outputs, self._prompt_logprobs(), with_metrics)
+        return self._output(outputs, with_metrics, True)
 
     def next_output(self, with_metrics: bool = False) -> RequestOutput | None:
         """Return the next output of the request's output kind; None if there is none yet.
@@ -247,9 +245,8 @@ class RequestState:
         outputs = [output for sample in self.samples if (output := sample.take(failed)) is not None]
         if not outputs:
             return None
-        prompt_logprobs = None if self._has_returned_prompt else self._prompt_logprobs()
-        self._has_returned_prompt = True
-        return self._output(outputs, prompt_logprobs, with_metrics)
+        is_first, self._has_returned_prompt = not self._has_returned_prompt, True
+        return self._output(outputs, with_metrics, is_first)
 
     def _read(self) -> None:
         """Make the text and logprobs of new tokens."""
@@ -268,7 +265,7 @@ class RequestState:
             num_generation_tokens=sum(sample.sequence.num_output_tokens for sample in self.samples),
             arrival_time=self.arrival_time,
             queued_ts=self.queued_s,
-            scheduled_ts=self.scheduled_s or 0.0,
+            scheduled_ts=self.samples[0].sequence.scheduled_s,
             first_token_ts=first_token_s or 0.0,
             last_token_ts=max(sample.sequence.last_token_s for sample in self.samples),
             first_token_latency=0.0 if first_token_s is None else first_token_s - self.arrival_s,
@@ -280,11 +277,6 @@ class RequestState:
         """Number of prompt tokens found in the prefix cache; None before the request first runs."""
         count = self.samples[0].sequence.num_cached_tokens
         return None if count < 0 else count
-
-    def note_scheduled(self, now: float) -> None:
-        """Set the time of the first step, unless it is set."""
-        if self.scheduled_s is None:
-            self.scheduled_s = now
 
     def add_prompt_logprobs(self, chunk: ScoredChunk, scores: TokenLogprobs) -> None:
         """Add the logprobs of the prompt tokens after each token of a chunk."""
@@ -300,15 +292,10 @@ class RequestState:
                     entry[target] = dataclasses.replace(entry[target], text_offset=self.prompt_offsets[position])
                 self.prompt_logprobs[position] = entry
 
-    def _prompt_logprobs(self) -> PromptLogprobs | None:
-        entries = self.prompt_logprobs
-        if entries is None or not self.request.params.flat_logprobs:
-            return entries
-        return FlatLogprobs.of(entries)
-
-    def _output(
-        self, outputs: list[CompletionOutput], prompt_logprobs: PromptLogprobs | None, with_metrics: bool
-    ) -> RequestOutput:
+    def _output(self, outputs: list[CompletionOutput], with_metrics: bool, with_prompt_logprobs: bool) -> RequestOutput:
+        prompt_logprobs: PromptLogprobs | None = self.prompt_logprobs if with_prompt_logprobs else None
+        if prompt_logprobs is not None and self.request.params.flat_logprobs:
+            prompt_logprobs = FlatLogprobs.of(prompt_logprobs)
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.request.text,

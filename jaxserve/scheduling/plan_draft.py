@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jaxserve.errors import own_failure
 from jaxserve.scheduling.endings import constraint_failure
 from jaxserve.scheduling.plan import ChunkPooling, ChunkTargets, PageCopy, PageGrant, SlotMask, SlotSetup, StepPlan
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.sequence import Constraint, Sequence
 
 
 class ScoredChunk(NamedTuple):
@@ -123,16 +123,14 @@ class PlanDraft:
         """Add page table updates."""
         self.plan.grants += grants
 
-    def add_mask(self, sequence: Sequence) -> Exception | None:
+    def add_mask(self, slot: int, constraint: Constraint) -> Exception | None:
         """Add the token mask of a constrained sequence; return the exception if its constraint fails, else None."""
-        if sequence.constraint is None:
-            return None
         try:
-            words = sequence.constraint.mask()
+            words = constraint.mask()
         except BaseException as error:  # a failing constraint must not stop the other sequences
             return constraint_failure(error)
         if words is not None:
-            self.plan.masks.append(SlotMask(sequence.slot, words))
+            self.plan.masks.append(SlotMask(slot, words))
         return None
 
     def add_chunk(self, sequence: Sequence, end: int) -> bool:
@@ -142,11 +140,12 @@ class PlanDraft:
         row = self.plan.num_rows
         self.plan.add_row(sequence.slot, start, sequence.token_ids[start:end], int(samples))
         self.sequences.append(sequence)
-        try:
-            self.plan.targets += _targets(sequence, end, row)
-            self.plan.pooling += _chunk_pooling(sequence, end, row)
-        except BaseException as error:
-            self.fail(sequence, error)
+        if sequence.request.pooling is not None or sequence.request.params.prompt_logprobs is not None:
+            try:
+                self.plan.targets += _targets(sequence, end, row)
+                self.plan.pooling += _chunk_pooling(sequence, end, row)
+            except BaseException as error:
+                self.fail(sequence, error)
         return samples
 
 

@@ -11,7 +11,7 @@ from jaxserve.scheduling.endings import Ending, find_ending, find_stop_string
 from jaxserve.scheduling.microbatches import Microbatches
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
-from jaxserve.scheduling.plan_draft import Completion, Flight, PlanDraft
+from jaxserve.scheduling.plan_draft import Completion, Flight, PlanDraft, ScoredChunk
 from jaxserve.scheduling.sequence import Sequence
 
 
@@ -110,11 +110,14 @@ class Scheduler:
             self._queues.set_arrival(added)
         self._queues.enqueue(sequence)
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, now: float = 0.0) -> StepPlan | None:
         """Plan the next step; return None if nothing can run now: a bubble, if the pipeline has several stages.
 
         Sequences may be runnable later: once a step in flight completes or, with several stages, in one of the next
         plans. Call the schedulers of a replica equally often: they number their plans by calls.
+
+        Args:
+            now: Time in seconds of ``time.monotonic()``.
         """
         self.allocator.cache.settle()
         turn = self._microbatches.next_turn(self.running, len(self.waiting))
@@ -130,7 +133,7 @@ class Scheduler:
             budget -= self._schedule_chunk(self.running[0], budget, draft)
         self.admitted = []
         if not draft.preempts:
-            self._admit(budget, draft)
+            self._admit(budget, draft, now)
             if self.proposer is not None:
                 add_drafts(draft, num_decodes, self.proposer, self.limits, self.pages)
         self.num_runnable = turn.num_runnable + len(self.admitted)
@@ -153,13 +156,15 @@ class Scheduler:
         """
         flight = self._in_flight.popleft()
         assert flight.number == plan.number, f"step {plan.number} completed, step {flight.number} expected"
-        rows = flight.sequences
-        finished = self._end_broken([*flight.errors, *((rows[row], error) for row, error in errors)])
-        pooled = self._end_pooled(flight.pooled(plan))
-        scored = flight.scored(plan)
+        rows, sampled, previous_s, num_more = flight.sequences, list[Sequence](), list[float](), 0
+        scored, pooled, finished = list[ScoredChunk](), list[tuple[Sequence, int]](), list[Sequence]()
+        for sequence, error in (*flight.errors, *((rows[row], error) for row, error in errors)):
+            if sequence.finish_reason is None:
+                self._end(sequence, Ending("error", error=error), finished)
+        if plan.pooling or plan.targets:
+            scored, pooled = flight.scored(plan), self._end_pooled(flight.pooled(plan))
         if plan.has_drafts:
             drop_rejected(plan, flight, tokens, self.pages)
-        sampled, previous_s, num_more = list[Sequence](), list[float](), 0
         for sequence, num_samples, new in zip(rows, plan.num_samples, tokens, strict=True):
             if not num_samples or sequence.finish_reason is not None:
                 continue
@@ -197,7 +202,8 @@ class Scheduler:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         self.pages.release(sequence)
         self._queues.remove(sequence)
-        self._queues.enqueue(*sequence.release_followers())
+        if sequence.followers:
+            self._queues.enqueue(*sequence.release_followers())
 
     def requeue_all(self) -> None:
         """Requeue every running sequence, as if preempted; no step may be in flight."""
@@ -224,16 +230,6 @@ class Scheduler:
             self.num_decode_rows += other.num_decode_rows
             self.pages.num_queried_tokens += other.pages.num_queried_tokens
             self.pages.num_hit_tokens += other.pages.num_hit_tokens
-
-    def _end_broken(self, errors: Iterable[tuple[Sequence, Exception]]) -> list[Sequence]:
-        """Finish sequences whose row could not be built; return those that had not finished before."""
-        broken: list[Sequence] = []
-        for sequence, error in errors:
-            if sequence.finish_reason is None:
-                sequence.error = error
-                self.finish(sequence, "error")
-                broken.append(sequence)
-        return broken
 
     def _end_pooled(self, pooled: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Finish sequences whose pooling is complete; return those that had not finished before, and their rows."""
@@ -266,7 +262,8 @@ class Scheduler:
                 cache.register(sequence, len(token_ids) - 1)
             if sequence.constraint is None and sequence.request.params.repetition_detection is None:
                 sequence.next_check = min(sequence.max_length, cache.next_page_end(sequence) + 1)
-            self._queues.enqueue(*sequence.release_followers())
+            if sequence.followers:
+                self._queues.enqueue(*sequence.release_followers())
         return ending
 
     def _schedule_decodes(self, due: list[Sequence], draft: PlanDraft) -> None:
@@ -300,7 +297,8 @@ class Scheduler:
             return False
         if sequence.num_computed >= sequence.decode_limit and not self._grow(sequence, draft):
             return False
-        sequence.error = draft.add_mask(sequence)
+        if constraint is not None:
+            sequence.error = draft.add_mask(sequence.slot, constraint)
         return True
 
     def _grow(self, sequence: Sequence, draft: PlanDraft) -> bool:
@@ -326,13 +324,14 @@ class Scheduler:
         self.pages.cache.register(sequence, end, with_last=samples)
         if samples:
             self.pages.update_decode_limit(sequence)
-            sequence.error = draft.add_mask(sequence)
+            if sequence.constraint is not None:
+                sequence.error = draft.add_mask(sequence.slot, sequence.constraint)
         if end == len(sequence.token_ids):
             sequence.num_pending += 1
             draft.num_members += 1
         return end - start
 
-    def _admit(self, budget: int, draft: PlanDraft) -> None:
+    def _admit(self, budget: int, draft: PlanDraft, now: float) -> None:
         """Admit waiting sequences in order while slots, rows, tokens and pages last."""
         while self.waiting and budget > 0 and self._queues.has_free_slot and draft.has_room(is_member=True):
             sequence = self.waiting[0]
@@ -343,6 +342,7 @@ class Scheduler:
                 return
             self._queues.start_first()
             self.admitted.append(sequence)
+            sequence.scheduled_s = sequence.scheduled_s or now
             draft.add_setup(sequence, copies)
             num_members = draft.num_members + 1
             budget -= self._schedule_chunk(sequence, budget, draft)

@@ -95,6 +95,7 @@ class Sequence:
         stop_reason: The stop string or stop token that finished the sequence; None for an end-of-sequence token.
         num_preemptions: Number of times the sequence was preempted.
         error: The exception that fails the sequence: of its constraint, its stop strings, or of building its row.
+        scheduled_s: Time of the plan that first admitted it, in seconds of ``time.monotonic()``; 0 before.
         last_token_s: Time of its latest token, in seconds of ``time.monotonic()``; 0 before the first.
     """
 
@@ -126,6 +127,7 @@ class Sequence:
     stop_reason: int | str | None = None
     num_preemptions: int = 0
     error: Exception | None = None
+    scheduled_s: float = 0.0
     last_token_s: float = 0.0
 
     @property

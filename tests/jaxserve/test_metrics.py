@@ -34,7 +34,7 @@ def make_request(name: str, num_prompt: int = 4, n: int = 1, max_tokens: int = 5
     samples = [Sample(Sequence(asked, list(prompt), num_prompt, 1000, index=i), None, None) for i in range(n)]
     samples[0].sequence.num_cached_tokens = num_prompt // 4
     request = RequestState(asked, prompt, samples, 10.0, 11.0)
-    request.note_scheduled(13.0)
+    samples[0].sequence.scheduled_s = 13.0
     return request
 
 

@@ -321,8 +321,7 @@ def test_cached_tokens_are_those_of_the_first_sample() -> None:
 
 def test_times_and_error() -> None:
     request = make_request(None, SamplingParams(output_kind=DELTA))
-    request.note_scheduled(2.5)
-    request.note_scheduled(9.0)
+    request.samples[0].sequence.scheduled_s = 2.5
     give(request, (0, 3), now=3.0)
     first = request.next_output(with_metrics=True)
     give(request, (0, 4), now=4.0)

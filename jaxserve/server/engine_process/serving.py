@@ -5,9 +5,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from jaxserve.engine.loop import Loop, Stream
+from jaxserve.engine.loop import Loop
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import StartedEngine
+from jaxserve.engine.stream import Stream
 from jaxserve.errors import EngineDeadError
 from jaxserve.outputs import RequestOutput
 from jaxserve.server.engine_messages import (

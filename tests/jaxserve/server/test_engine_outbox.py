@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from jaxserve import EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
-from jaxserve.engine.loop import Stream
 from jaxserve.engine.request_state import RequestState
+from jaxserve.engine.stream import Stream
 from jaxserve.errors import JaxserveError, OverloadedError, RequestFailedError
 from jaxserve.server.engine_messages import HEADER, FromEngine, Heartbeat, Outputs, QueryResult, unpack
 from jaxserve.server.engine_process.outbox import Outbox, SocketSink
@@ -169,7 +169,7 @@ def test_a_front_end_that_does_not_read_stops_no_step_and_loses_nothing(make_lin
     for number in numbers:
         line.submit(number, num_tokens)
     line.engine.allow(2 * num_tokens)
-    wait_for(lambda: line.engine.num_steps >= num_tokens and not line.thread.num_unfinished)  # without a single read
+    wait_for(lambda: line.engine.num_steps >= num_tokens and not line.engine.num_unfinished)  # without a single read
     assert line.outbox.is_full
     rests = len(numbers) * (100 + 4 * num_tokens)  # the last output of each, which needs no room
     assert line.outbox._num_waiting_bytes < 2 * limit_bytes + rests
@@ -296,7 +296,7 @@ def test_a_front_end_that_has_gone_stops_no_step(make_line: Callable[..., Line])
     line.run(1)
     line.front_end.close()
     line.engine.allow(2000)
-    wait_for(lambda: line.engine.num_steps >= 1000 and not line.thread.num_unfinished)
+    wait_for(lambda: line.engine.num_steps >= 1000 and not line.engine.num_unfinished)
     line.outbox.send(QueryResult(1, None))
     line.outbox.close(PATIENCE_S)
     assert not line.outbox._deltas and not line.outbox._messages
